@@ -1,0 +1,292 @@
+"""The program: what the compiler makes of a model, and the only thing every other part agrees on.
+
+The compiler makes it, engines run it, the store lays out its weights, the planner costs it. It is
+plain data plus, per kind of stage, a few compiled callables. `verify` checks every rule that a
+program must obey; tests call it on each program they make.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from penstock.errors import ProgramError
+
+Executable = Callable[..., tuple[Any, ...]]
+
+
+def nbytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+    """Return the bytes of a dense tensor."""
+    return math.prod(shape) * dtype.itemsize
+
+
+@dataclass(frozen=True)
+class WeightSpec:
+    """One parameter of the model, as the store keeps it and the fabric streams it.
+
+    `name` is the parameter's first name in the model's `state_dict`; a tied weight is one weight
+    and `aliases` holds its further names. `stream_dtype` is what travels to engines: float32, or
+    bfloat16 when the store keeps a split master.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    stream_dtype: torch.dtype
+    trainable: bool
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def stream_bytes(self) -> int:
+        return nbytes(self.shape, self.stream_dtype)
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape and type of a tensor of one micro-batch."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return nbytes(self.shape, self.dtype)
+
+
+@dataclass(frozen=True)
+class ValueSpec:
+    """A named value of one micro-batch that stages read or write.
+
+    `source` says where it comes from: the batch, the prelude (computed once per program from no
+    weight and no input), the prelude per batch (from inputs only), or a stage.
+    """
+
+    name: str
+    tensor: TensorSpec
+    source: Literal["input", "constant", "prelude", "stage"]
+    requires_grad: bool
+
+    @property
+    def bytes(self) -> int:
+        return self.tensor.bytes
+
+
+@dataclass(frozen=True)
+class Saved:
+    """One value that a stage's forward keeps for its backward.
+
+    Either the stage's own input number `input` (nothing is copied), or a tensor that the forward
+    executable returns after its outputs. `owner` is the position among the saved tensors whose
+    storage this one shares, or None if it has a storage of its own: bytes are counted once.
+    """
+
+    tensor: TensorSpec
+    input: int | None = None
+    owner: int | None = None
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What stages with the same graph and shapes share; compiled once.
+
+    All executables take and return flat tuples of tensors. With W weights, I inputs, O outputs,
+    and `key` an int64 tensor [] that seeds this stage's dropout (always passed, last of the
+    forward's arguments):
+
+    - `forward(*weights, *inputs, key) -> (*outputs, *saved tensors)`
+    - `infer(*weights, *inputs, key) -> outputs`: the same without saving
+    - `backward(*weights[i] for i in backward_weights, *all saved, *grads of differentiable
+      outputs, key) -> (*grads of differentiable inputs, *grads of trainable weights)`
+    - `turn(*weights, *inputs, key, *grads of differentiable outputs) -> (*outputs,
+      *grads of differentiable inputs, *grads of trainable weights)`: forward and backward in one
+      go, for recomputation and for the last stage, with nothing saved in between.
+
+    A gradient may be None where the loss does not depend on that input. `flops` count a
+    multiply-add as two. `transient` bytes are the peak of values that exist only inside a call.
+    """
+
+    name: str
+    digest: str
+    weights: tuple[TensorSpec, ...]
+    trainable: tuple[bool, ...]
+    inputs: tuple[TensorSpec, ...]
+    inputs_grad: tuple[bool, ...]
+    outputs: tuple[TensorSpec, ...]
+    outputs_grad: tuple[bool, ...]
+    saved: tuple[Saved, ...]
+    backward_weights: tuple[int, ...]
+    forward: Executable
+    infer: Executable
+    backward: Executable
+    turn: Executable
+    forward_flops: int
+    backward_flops: int
+    forward_transient_bytes: int
+    backward_transient_bytes: int
+    turn_transient_bytes: int
+    graphs: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(w.bytes for w in self.weights)
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes that keeping costs per micro-batch beyond the stage's inputs."""
+        return sum(s.tensor.bytes for s in self.saved if s.input is None and s.owner is None)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The unit that is streamed: some weights, and a place in the flow of values."""
+
+    index: int
+    name: str
+    kind: Kind
+    weights: tuple[str, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A model compiled for one micro-batch shape and one precision.
+
+    `constants` are computed once, from nothing; `prelude(*inputs in order of prelude_inputs) ->
+    values named prelude_outputs` runs once per micro-batch, before the first stage, and depends
+    on no weight. `results` are the values that the model returns: the scalar loss of a training
+    program, the logits of an inference program.
+    """
+
+    name: str
+    stages: tuple[Stage, ...]
+    weights: Mapping[str, WeightSpec]
+    values: Mapping[str, ValueSpec]
+    inputs: tuple[str, ...]
+    constants: Mapping[str, torch.Tensor]
+    prelude: Executable | None
+    prelude_inputs: tuple[str, ...]
+    prelude_outputs: tuple[str, ...]
+    results: tuple[str, ...]
+
+    def home(self, weight: str) -> int:
+        """Return the index of the first stage that uses a weight: where the store keeps it."""
+        return next(s.index for s in self.stages if weight in s.weights)
+
+    def stage_stream_bytes(self, stage: Stage) -> int:
+        """Return the bytes that one forward fetch of a stage moves."""
+        return sum(self.weights[name].stream_bytes for name in stage.weights)
+
+    @property
+    def parameters(self) -> int:
+        return sum(w.elements for w in self.weights.values())
+
+    def last_use(self) -> dict[str, int]:
+        """Return, per value, the index of the last stage that reads it in the forward sweep."""
+        last: dict[str, int] = {}
+        for stage in self.stages:
+            for name in (*stage.inputs, *stage.outputs):
+                last[name] = stage.index
+        for name in self.results:
+            last[name] = len(self.stages)
+        return last
+
+
+def backward_fetch(stage: Stage, recompute: bool, last: bool) -> tuple[int, ...]:
+    """Return which of a stage's weights stream again in the backward sweep, as positions.
+
+    None for the last stage, whose weights are still there; all of them where the forward is
+    recomputed; otherwise those that the backward executable reads.
+    """
+    if last:
+        return ()
+    if recompute:
+        return tuple(range(len(stage.weights)))
+    return stage.kind.backward_weights
+
+
+def verify(program: Program) -> Program:
+    """Check every rule of the representation and return the program; raise `ProgramError`."""
+    _verify_stages(program)
+    known = {n for n, v in program.values.items() if v.source in ("input", "constant", "prelude")}
+    produced: set[str] = set()
+    for stage in program.stages:
+        for name in stage.inputs:
+            _require(
+                name in known or name in produced,
+                f"stage {stage.name} reads {name!r} before any stage has written it",
+            )
+        for name in stage.outputs:
+            _require(name not in produced, f"{name!r} is written twice, again by {stage.name}")
+            produced.add(name)
+    for name in program.results:
+        _require(name in produced, f"result {name!r} is written by no stage")
+    for name in (*program.constants, *program.prelude_outputs, *program.inputs):
+        _require(name in program.values, f"{name!r} has no value specification")
+    used = {name for stage in program.stages for name in stage.weights}
+    for name in program.weights:
+        _require(name in used, f"weight {name!r} is used by no stage")
+    return program
+
+
+def _verify_stages(program: Program) -> None:
+    by_digest: dict[str, Kind] = {}
+    for position, stage in enumerate(program.stages):
+        kind, where = stage.kind, f"stage {stage.name}"
+        _require(stage.index == position, f"{where} has index {stage.index}, stands at {position}")
+        _require(
+            by_digest.setdefault(kind.digest, kind) is kind,
+            f"{where}: two kinds carry the digest {kind.digest}",
+        )
+        for label, names, specs in (
+            ("weight", stage.weights, kind.weights),
+            ("input", stage.inputs, kind.inputs),
+            ("output", stage.outputs, kind.outputs),
+        ):
+            _require(
+                len(names) == len(specs),
+                f"{where} binds {len(names)} {label}s, its kind has {len(specs)}",
+            )
+            table = program.weights if label == "weight" else program.values
+            for name, spec in zip(names, specs, strict=True):
+                _require(name in table, f"{where}: unknown {label} {name!r}")
+                have = table[name]
+                tensor = (
+                    TensorSpec(have.shape, have.stream_dtype)
+                    if isinstance(have, WeightSpec)
+                    else have.tensor
+                )
+                _require(tensor == spec, f"{where}: {label} {name!r} is {tensor}, kind has {spec}")
+        for name, trainable in zip(stage.weights, kind.trainable, strict=True):
+            _require(
+                program.weights[name].trainable == trainable,
+                f"{where}: {name!r} is trainable in one place and frozen in another",
+            )
+        _verify_saved(where, kind)
+
+
+def _verify_saved(where: str, kind: Kind) -> None:
+    for number, saved in enumerate(kind.saved):
+        if saved.input is not None:
+            _require(saved.input < len(kind.inputs), f"{where}: saves input {saved.input}")
+            _require(
+                saved.tensor == kind.inputs[saved.input],
+                f"{where}: saved value {number} differs from the input that it names",
+            )
+        if saved.owner is not None:
+            _require(saved.owner < number, f"{where}: saved value {number} is owned by a later one")
+    for position in kind.backward_weights:
+        _require(position < len(kind.weights), f"{where}: backward reads weight {position}")
+    _require(kind.saved_bytes >= 0, f"{where}: negative saved bytes")
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ProgramError(message)
