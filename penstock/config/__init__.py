@@ -1,0 +1,29 @@
+"""The configuration of a run: pydantic models, one file per section; YAML in, YAML out.
+
+Nothing here imports torch, so that a mistake in a file is answered at once.
+"""
+
+from penstock.config.load import check_data, input_files, load
+from penstock.config.model import FactoryModel, HuggingFaceConfigModel, ModelSpec, PresetModel
+from penstock.config.optimizer import GroupConfig, OptimizerConfig
+from penstock.config.patterns import matches, require_matches
+from penstock.config.root import Config
+from penstock.config.schedule import ScheduleConfig
+from penstock.config.size import ByteSize
+
+__all__ = [
+    "ByteSize",
+    "Config",
+    "FactoryModel",
+    "GroupConfig",
+    "HuggingFaceConfigModel",
+    "ModelSpec",
+    "OptimizerConfig",
+    "PresetModel",
+    "ScheduleConfig",
+    "check_data",
+    "input_files",
+    "load",
+    "matches",
+    "require_matches",
+]

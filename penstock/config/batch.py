@@ -1,0 +1,43 @@
+"""`batch`: how many sequences a step sees, and how many of them at once."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, model_validator
+from pydantic_core import PydanticCustomError
+
+from penstock.config.section import Section, refuse, setting
+
+
+def _count_or_auto(value: Any) -> Any:
+    if value == "auto" or (type(value) is int and value >= 1):
+        return value
+    raise PydanticCustomError(
+        "count", "expected a whole number from 1 up, or auto, got {got}", {"got": repr(value)}
+    )
+
+
+class BatchConfig(Section):
+    """The global batch of a step, over all engines, and its micro-batches."""
+
+    size: int = setting(32, "sequences per step, over all engines", unit="sequences", ge=1)
+    micro: Annotated[int | Literal["auto"], BeforeValidator(_count_or_auto)] = setting(
+        "auto",
+        "sequences that one call sees; auto: the largest that fits engine.memory. "
+        "Another value sums in another order, so the last bits change",
+        unit="sequences",
+    )
+
+    @model_validator(mode="after")
+    def _divides(self) -> BatchConfig:
+        if isinstance(self.micro, int) and self.size % self.micro:
+            raise refuse(
+                "micro",
+                f"expected a divisor of batch.size {self.size}, got {self.micro}; "
+                f"the largest that is not above it is {self._largest_divisor(self.micro)}",
+            )
+        return self
+
+    def _largest_divisor(self, limit: int) -> int:
+        return next(d for d in range(min(limit, self.size), 0, -1) if self.size % d == 0)

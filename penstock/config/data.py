@@ -1,0 +1,44 @@
+"""`data`: a data set made by `penstock data build`, or the files to make one from."""
+
+from __future__ import annotations
+
+from pydantic import field_validator
+from pydantic_core import PydanticCustomError
+
+from penstock.config.section import PathText, Patterns, Section, setting
+
+
+class DataConfig(Section):
+    """Where the training text is, and how sequences are drawn from it."""
+
+    path: PathText | None = setting(
+        None,
+        "folder of the data set; null with `input` given: RUN.DIR/data",
+        example="runs/my-data",
+    )
+    input: Patterns = setting(
+        (),
+        "text, JSONL or Parquet files (globs allowed) from which the data set is built on first "
+        "use, when its folder does not exist yet",
+        example=["texts/*.txt"],
+    )
+    tokenizer: str = setting(
+        "bytes", "tokenizer of that build: bytes, train-bpe:SIZE, or the path of a tokenizer"
+    )
+    sequence_length: int | None = setting(
+        None, "length of a sequence; null: the model's context", unit="tokens", example=512, ge=1
+    )
+    seed: int = setting(0, "seed of the order in which sequences are drawn", ge=0)
+
+    @field_validator("tokenizer")
+    @classmethod
+    def _tokenizer(cls, value: str) -> str:
+        kind, colon, size = value.partition(":")
+        if kind == "train-bpe" and not (colon and size.isdecimal() and int(size) > 256):
+            raise PydanticCustomError(
+                "tokenizer",
+                "expected train-bpe:SIZE with a vocabulary above 256, got {got}; "
+                "for example train-bpe:4096",
+                {"got": repr(value)},
+            )
+        return value

@@ -1,0 +1,154 @@
+"""YAML in, with the line of every key; YAML out.
+
+PyYAML follows YAML 1.1, where `1e-4` is a text, `no` is false and `1:30` is ninety. Here a plain
+scalar is what it looks like: null, true/false, an integer, a number, else a text (YAML 1.2).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from penstock.errors import ConfigError
+
+KeyPath = tuple[str | int, ...]
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2 scalars; a key given twice is an error, never a silent last one wins."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
+        seen: dict[Any, int] = {}
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            line = key_node.start_mark.line + 1
+            if key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None,
+                    None,
+                    f"key {key!r} is given twice, first on line {seen[key]}; keep one",
+                    key_node.start_mark,
+                )
+            seen[key] = line
+        return super().construct_mapping(node, deep=deep)
+
+
+_Loader.yaml_implicit_resolvers = {}
+for _tag, _pattern, _first in (
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?[0-9](?:_?[0-9])*|0x[0-9a-fA-F]+", list("-+0123456789")),
+    (
+        "float",
+        r"[-+]?(?:[0-9](?:_?[0-9])*(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
+        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+        list("-+0123456789."),
+    ),
+):
+    _Loader.add_implicit_resolver(
+        f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), _first
+    )
+
+
+def _int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
+    text = node.value.replace("_", "")
+    return int(text, 16) if text.lower().startswith("0x") else int(text, 10)
+
+
+def _float(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> float:
+    text = node.value.replace("_", "").lower()
+    return float(text.replace(".inf", "inf").replace(".nan", "nan"))
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _int)
+_Loader.add_constructor("tag:yaml.org,2002:float", _float)
+
+
+def read(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
+    """Return a file's mapping and, per key path, the line (from 1) on which it stands.
+
+    Raises `ConfigError` for a file that is missing, unreadable, no YAML, or no mapping.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{path}: no such file; `penstock init {path}` writes a starter there"
+        ) from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path}: expected a YAML file, got a folder") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path}: expected UTF-8 text, got byte {error.object[error.start]:#04x} at "
+            f"{error.start}; is it a YAML file?"
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    return parse(text, str(path))
+
+
+def parse(text: str, name: str) -> tuple[dict[str, Any], dict[KeyPath, int]]:
+    """Do as `read` for a text; `name` stands before the line in messages."""
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        value = {} if node is None else loader.construct_document(node)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = "" if mark is None else f":{mark.line + 1}"
+        raise ConfigError(f"{name}{line}: not valid YAML: {error.problem}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{name}: not valid YAML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{name}: not valid YAML: nested too deeply") from None
+    finally:
+        loader.dispose()
+    if value is None:
+        value = {}
+    if not isinstance(value, dict):
+        raise ConfigError(
+            f"{name}:1: expected keys and values such as `model: gpt2`, got {value!r:.60}"
+        )
+    lines: dict[KeyPath, int] = {}
+    _collect_lines(node, (), lines, depth=0)
+    return value, lines
+
+
+def parse_scalar(text: str) -> Any:
+    """Return the value of a `key=value` override: a scalar, or YAML such as `[0.9, 0.99]`."""
+    loader = _Loader(text)
+    try:
+        return loader.get_single_data()
+    finally:
+        loader.dispose()
+
+
+def dump(value: Any) -> str:
+    """Return JSON-able values as YAML in their own order."""
+    return yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=100)
+
+
+def dump_inline(value: Any) -> str:
+    """Return JSON-able values as YAML on one line."""
+    text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**6)
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+def _collect_lines(node: Any, path: KeyPath, lines: dict[KeyPath, int], depth: int) -> None:
+    # A file has a handful of levels; the limit keeps an alias that contains itself from looping.
+    if depth > 20:
+        return
+    if isinstance(node, yaml.MappingNode):
+        for key_node, item in node.value:
+            here = (*path, key_node.value)
+            lines[here] = key_node.start_mark.line + 1
+            _collect_lines(item, here, lines, depth + 1)
+    elif isinstance(node, yaml.SequenceNode):
+        for number, item in enumerate(node.value):
+            here = (*path, number)
+            lines[here] = item.start_mark.line + 1
+            _collect_lines(item, here, lines, depth + 1)

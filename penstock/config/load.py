@@ -1,0 +1,69 @@
+"""Read a run's YAML file with overrides; the one way in for the command line and the trainer."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Sequence
+from pathlib import Path
+
+from penstock.config.document import read
+from penstock.config.problems import Origin
+from penstock.config.root import Config
+from penstock.errors import ConfigError
+
+
+def load(path: str | Path, overrides: Sequence[str] = (), *, training: bool = False) -> Config:
+    """Return the configuration of a YAML file with `key=value` overrides applied.
+
+    `training` also asks that the data set, or the files to build it from, exist. A file NAME.yaml
+    that does not set run.dir gets runs/NAME. Paths are relative to the current folder. Raises
+    `ConfigError` with one line per problem.
+    """
+    path = Path(path)
+    data, lines = read(path)
+    origin = Origin(name=str(path), lines=lines)
+    run = data.get("run")
+    if run is None or (isinstance(run, dict) and "dir" not in run):
+        data["run"] = {"dir": f"runs/{path.stem}", **(run or {})}
+    config = Config.from_mapping(data, overrides, origin)
+    if config.model is None:
+        raise ConfigError(f"{path}: model: missing; add for example `model: gpt2`")
+    if training:
+        check_data(config, origin)
+    return config
+
+
+def check_data(config: Config, origin: Origin | None = None) -> None:
+    """Raise `ConfigError` unless there is a data set, or files to build one from."""
+    origin = origin or Origin()
+    data = config.data
+    if data.path is None and not data.input:
+        raise ConfigError(
+            f"{origin.place(('data',))}data: neither path nor input is given; set data.path to a "
+            "folder made by `penstock data build`, or data.input to a list of text files"
+        )
+    if config.data_dir.exists():
+        return
+    if not data.input:
+        raise ConfigError(
+            f"{origin.place(('data', 'path'))}data.path: {data.path} does not exist; make it with "
+            f"`penstock data build --input FILES --tokenizer bytes --out {data.path}`, or list "
+            "files in data.input"
+        )
+    for number, pattern in enumerate(data.input):
+        if not matching_files(pattern):
+            raise ConfigError(
+                f"{origin.place(('data', 'input', number))}data.input[{number}]: {pattern!r} "
+                f"matches no file below {Path.cwd()}; paths are relative to the current folder"
+            )
+
+
+def input_files(config: Config) -> list[Path]:
+    """Return the files that `data.input` names, globs expanded, each once, in a fixed order."""
+    files = (path for pattern in config.data.input for path in matching_files(pattern))
+    return list(dict.fromkeys(files))
+
+
+def matching_files(pattern: str) -> list[Path]:
+    """Return the files that a path or glob names (`**` goes into folders), sorted."""
+    return sorted(p for p in map(Path, glob.glob(pattern, recursive=True)) if p.is_file())

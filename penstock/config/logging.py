@@ -1,0 +1,14 @@
+"""`logging`: what a run says while it goes on."""
+
+from __future__ import annotations
+
+from penstock.config.section import Section, setting
+
+
+class LoggingConfig(Section):
+    """The run's log; `metrics.jsonl` in the run's folder always has every step."""
+
+    every: int = setting(10, "steps between lines when there is no live view", unit="steps", ge=1)
+    tensorboard: bool = setting(
+        False, "also write TensorBoard event files; needs penstock[tensorboard]"
+    )

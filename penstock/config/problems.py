@@ -1,0 +1,201 @@
+"""From a failed validation to lines that a person can act on.
+
+One line per problem: place, key, what was expected, what came, what to do. The place is
+`file:line`, or the command-line argument, or nothing for a configuration made in Python.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from penstock.config.document import KeyPath, dump_inline
+from penstock.config.model import FORM_CLASSES
+from penstock.errors import did_you_mean
+
+
+@dataclass
+class Origin:
+    """Where values came from: a file's name, its line per key, and overrides by key."""
+
+    name: str | None = None
+    lines: dict[KeyPath, int] = field(default_factory=dict)
+    overridden: dict[KeyPath, str] = field(default_factory=dict)
+
+    def line(self, path: KeyPath) -> int:
+        """Return the line of a key or of the nearest section around it; overrides come last."""
+        for length in range(len(path), 0, -1):
+            if path[:length] in self.overridden:
+                break
+            if path[:length] in self.lines:
+                return self.lines[path[:length]]
+        return 10**9
+
+    def place(self, path: KeyPath) -> str:
+        """Return the place of a key, or of the nearest section around it, ending in `: `."""
+        for length in range(len(path), 0, -1):
+            text = self.overridden.get(path[:length])
+            if text is not None:
+                return f"command line, {text}: "
+            line = self.lines.get(path[:length])
+            if line is not None:
+                return f"{self.name}:{line}: "
+        return f"{self.name}: " if self.name else ""
+
+
+def explain(error: ValidationError, root: type[BaseModel], origin: Origin) -> str:
+    """Return one line per problem of a failed validation, in the order of the file."""
+    lines: list[tuple[tuple[int, int], str]] = []
+    for number, problem in enumerate(error.errors(include_url=False)):
+        path = _key_path(problem)
+        text = f"{origin.place(path)}{dotted(path)}: {_text(problem, path, root)}"
+        lines.append(((origin.line(path), number), text))
+    return "\n".join(dict.fromkeys(text for _, text in sorted(lines)))
+
+
+def dotted(path: KeyPath) -> str:
+    """Return `optimizer.groups[0].match` for a key path."""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
+    return text or "configuration"
+
+
+def _key_path(problem: Any) -> KeyPath:
+    path = list(problem["loc"])
+    # The form of the model stands in pydantic's path as a tag, and is no key of the file.
+    if len(path) > 1 and path[0] == "model":
+        del path[1]
+    if problem["type"] == "refused":
+        path += problem["ctx"]["key"].split(".")
+    return tuple(path)
+
+
+def _text(problem: Any, path: KeyPath, root: type[BaseModel]) -> str:
+    kind, value, context = problem["type"], problem["input"], problem.get("ctx", {})
+    if kind in ("extra_forbidden", "invalid_key"):
+        return _unknown_key(path, root, problem["loc"])
+    if kind == "missing":
+        what = "item" if isinstance(path[-1], int) else "key"
+        return f"missing {what}; add it"
+    expected = _expected(kind, context)
+    if expected is None:
+        return problem["msg"]
+    got = f", got {_shown(value)}"
+    if kind == "literal_error":
+        return f"expected {expected}{got}{did_you_mean(str(value), _choices(path, root))}"
+    return f"expected {expected}{got}{_remedy(path, root)}"
+
+
+def _unknown_key(path: KeyPath, root: type[BaseModel], place: tuple[str | int, ...]) -> str:
+    owner = _section(path[:-1], root)
+    if owner is None and path[0] == "model":
+        owner = FORM_CLASSES.get(str(place[1]))
+    known = list(owner.model_fields) if owner else []
+    name = dotted(path[:-1]) if len(path) > 1 else "a configuration"
+    return f"unknown key{did_you_mean(str(path[-1]), known)}; {name} has {', '.join(known)}"
+
+
+def _expected(kind: str, context: dict[str, Any]) -> str | None:
+    """Return what a built-in check of pydantic wanted, in words; None for our own checks."""
+    bounds = {
+        "greater_than": ("a number above", "gt"),
+        "greater_than_equal": ("a number from", "ge"),
+        "less_than": ("a number below", "lt"),
+        "less_than_equal": ("a number up to", "le"),
+    }
+    if kind in bounds:
+        words, key = bounds[kind]
+        return f"{words} {context[key]:g}" + (" up" if key == "ge" else "")
+    if kind in ("too_short", "too_long"):
+        limit = context.get("min_length", context.get("max_length"))
+        return f"a list of {limit}"
+    if kind == "literal_error":
+        return "one of " + context["expected"].replace("'", "").replace(" or ", ", ")
+    return {
+        "int_type": "a whole number",
+        "int_from_float": "a whole number",
+        "float_type": "a number",
+        "finite_number": "a finite number",
+        "bool_type": "true or false",
+        "string_type": "a text",
+        "path_type": "a path",
+        "tuple_type": "a list",
+        "list_type": "a list",
+        "dict_type": "a mapping",
+        "model_type": "a mapping",
+        "model_attributes_type": "a mapping",
+    }.get(kind)
+
+
+def _remedy(path: KeyPath, root: type[BaseModel]) -> str:
+    """Return what to do: the default or example of the field, with its unit."""
+    info = _field(path, root)
+    owner = _section(path, root)
+    if owner is not None and (isinstance(path[-1], int) or info is None or info.default_factory):
+        return f"; it has the keys {', '.join(owner.model_fields)}"
+    if info is None:
+        return ""
+    extra = info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
+    example = extra.get("example", None if info.is_required() else info.get_default())
+    if example is None or example == ():
+        return ""
+    key = dotted(tuple(part for part in path if isinstance(part, str)))
+    unit = f" ({extra['unit']})" if "unit" in extra else ""
+    return f"; for example {key}: {dump_inline(_plain(example))}{unit}"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, str | Path):
+        return repr(str(value))
+    if value is None or isinstance(value, bool | int | float):
+        return dump_inline(value)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_shown(item) for item in value)}]"
+    if isinstance(value, dict):
+        return f"a mapping with {', '.join(map(str, value))}" if value else "an empty mapping"
+    return repr(value)
+
+
+def _field(path: KeyPath, root: type[BaseModel]) -> FieldInfo | None:
+    names = [part for part in path if isinstance(part, str)]
+    owner = _section(tuple(names[:-1]), root) if len(names) > 1 else root
+    return owner.model_fields.get(names[-1]) if owner and names else None
+
+
+def _choices(path: KeyPath, root: type[BaseModel]) -> list[str]:
+    info = _field(path, root)
+    return [str(choice) for choice in get_args(info.annotation)] if info else []
+
+
+def _section(path: KeyPath, root: type[BaseModel]) -> type[BaseModel] | None:
+    """Return the section class at a path, looking through lists; None for a plain value."""
+    owner: type[BaseModel] = root
+    for part in path:
+        if isinstance(part, int):
+            continue
+        info = owner.model_fields.get(part)
+        inner = _inner_section(info.annotation) if info else None
+        if inner is None:
+            return None
+        owner = inner
+    return owner
+
+
+def _inner_section(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    if getattr(annotation, "__origin__", None) is tuple:
+        return next((found for a in get_args(annotation) if (found := _inner_section(a))), None)
+    return None
+
+
+def _plain(value: Any) -> Any:
+    """Return a default as YAML can write it."""
+    if isinstance(value, tuple):
+        return list(value)
+    return str(value) if isinstance(value, Path) else value

@@ -1,0 +1,151 @@
+"""The whole configuration of a run, as one frozen value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError, model_validator
+
+from penstock.config.batch import BatchConfig
+from penstock.config.checkpoint import CheckpointConfig
+from penstock.config.data import DataConfig
+from penstock.config.engine import EngineConfig
+from penstock.config.evaluation import EvaluationConfig
+from penstock.config.logging import LoggingConfig
+from penstock.config.model import ModelField
+from penstock.config.optimizer import OptimizerConfig
+from penstock.config.problems import Origin, explain
+from penstock.config.run import RunConfig
+from penstock.config.schedule import DECAYING
+from penstock.config.section import Patterns, Section, refuse, section, setting
+from penstock.config.store import StoreConfig
+from penstock.errors import ConfigError
+
+
+class Config(Section):
+    """Everything that a run is told. Made by `load`, `Config.from_mapping`, or its constructor."""
+
+    model: ModelField | None = Field(
+        default=None,
+        description="what to train: a preset's name, or a mapping with preset, hf_config or "
+        "factory; null only from Python, which brings its own module",
+    )
+    data: DataConfig = section(DataConfig, "the training text")
+    batch: BatchConfig = section(BatchConfig, "sequences per step")
+    precision: Literal["fp32", "bf16"] = setting(
+        "fp32", "arithmetic and streamed weights; the store's master is fp32 in both"
+    )
+    optimizer: OptimizerConfig = section(OptimizerConfig, "the update rule")
+    freeze: Patterns = setting(
+        (),
+        "patterns of weight names that are not trained: no gradient, no state",
+        example=["*.wte.*"],
+    )
+    store: StoreConfig = section(StoreConfig, "where weights and optimizer state live")
+    engine: EngineConfig = section(EngineConfig, "the device that computes")
+    engines: int = setting(
+        1, "number of engines; the result is the same to the bit for any", ge=1, le=8
+    )
+    run: RunConfig = section(RunConfig, "the run's folder, length and seed")
+    evaluation: EvaluationConfig = section(EvaluationConfig, "held-out loss while training")
+    checkpoint: CheckpointConfig = section(CheckpointConfig, "saving")
+    logging: LoggingConfig = section(LoggingConfig, "what is written while training")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Config:
+        schedule = self.optimizer.schedule
+        if schedule.name in DECAYING and schedule.warmup_steps >= self.decay_steps:
+            raise refuse(
+                "optimizer.schedule.warmup_steps",
+                f"expected fewer than the {self.decay_steps} steps over which the rate decays, "
+                f"got {schedule.warmup_steps}; lower it or raise run.steps",
+            )
+        if self.batch.size < self.engines:
+            raise refuse(
+                "engines",
+                f"expected at most batch.size {self.batch.size}, got {self.engines}; "
+                "each engine needs a sequence",
+            )
+        return self
+
+    @classmethod
+    def from_mapping(
+        cls, data: Mapping[str, Any], overrides: Sequence[str] = (), origin: Origin | None = None
+    ) -> Config:
+        """Return the configuration that a plain mapping and `key=value` overrides describe.
+
+        Raises `ConfigError` with one line per problem, each naming the key and its place.
+        """
+        from penstock.config.overrides import apply_overrides
+
+        origin = origin or Origin()
+        merged = apply_overrides(data, overrides, origin)
+        try:
+            return cls.model_validate(merged)
+        except ValidationError as error:
+            raise ConfigError(explain(error, cls, origin)) from None
+
+    @property
+    def decay_steps(self) -> int:
+        """The step at which a decaying schedule ends."""
+        return self.optimizer.schedule.decay_steps or self.run.steps
+
+    @property
+    def gradient_precision(self) -> Literal["fp32", "bf16"]:
+        """The type of kept gradients, with `auto` resolved."""
+        return self.precision if self.store.gradients == "auto" else self.store.gradients
+
+    @property
+    def data_dir(self) -> Path:
+        """The folder of the data set: `data.path`, or the run's own."""
+        return self.data.path or self.run.dir / "data"
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Return the configuration as JSON-able values; `from_mapping` restores it."""
+        return self.model_dump(mode="json")
+
+    def dump_yaml(self) -> str:
+        """Return the configuration as YAML without comments; loading it gives this again."""
+        from penstock.config.document import dump
+
+        return dump(self.to_mapping())
+
+    def commented_yaml(self) -> str:
+        """Return the configuration as YAML in which every key is explained."""
+        from penstock.config.starter import commented
+
+        return commented(self)
+
+    def trajectory(self) -> dict[str, Any]:
+        """Return the keys that decide every bit of the run's weights, flat and JSON-able."""
+        from penstock.config.trajectory import trajectory
+
+        return trajectory(self)
+
+    def digest(self) -> str:
+        """Return a hash of `trajectory()`: equal digests, equal weights after equal steps."""
+        from penstock.config.trajectory import digest
+
+        return digest(self.trajectory())
+
+    def check_resumable(self, recorded: Mapping[str, Any]) -> None:
+        """Raise `ConfigError`, naming the keys, unless a run so recorded can go on with this.
+
+        `recorded` is the `trajectory()` that the run's checkpoint holds.
+        """
+        from penstock.config.trajectory import differences
+
+        lines = differences(recorded, self.trajectory())
+        if lines:
+            raise ConfigError(
+                "\n".join(
+                    [
+                        f"{self.run.dir} holds a run whose configuration differs where it decides "
+                        "the result:",
+                        *(f"  {line}" for line in lines),
+                        "set these back to resume it, or choose another run.dir to start anew",
+                    ]
+                )
+            )

@@ -1,0 +1,91 @@
+"""Byte sizes as people write them: `4GiB`, `512MiB`, `2GB`, `1.5 TiB`, or a count of bytes."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from pydantic import GetCoreSchemaHandler
+from pydantic_core import PydanticCustomError, core_schema
+
+_UNITS = {
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+_PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_EXPECTED = "expected a size such as 4GiB, 512MiB or 2GB"
+
+
+class ByteSize(int):
+    """A whole, positive number of bytes that prints in the largest unit that loses nothing."""
+
+    @classmethod
+    def parse(cls, value: object) -> ByteSize:
+        """Return the size that an int or a text such as `4GiB` means.
+
+        Raises `ValueError` whose text says what was expected, what came and what to do.
+        """
+        if isinstance(value, ByteSize):
+            return value
+        if isinstance(value, int) and not isinstance(value, bool):
+            return cls._positive(value, value)
+        if not isinstance(value, str):
+            raise ValueError(f"{_EXPECTED}, got {value!r}; write a number and a unit")
+        match = _PATTERN.fullmatch(value)
+        if match is None:
+            raise ValueError(f"{_EXPECTED}, got {value!r}; write a number and a unit")
+        number, unit = match[1], match[2].lower()
+        if unit not in _UNITS:
+            missing = f"{number} has no unit" if not unit else f"{match[2]!r} is no unit"
+            raise ValueError(f"{_EXPECTED}, got {value!r}; {missing}: use KiB, MiB, GiB or TiB")
+        scale = _UNITS[unit]
+        whole = int(number) * scale if "." not in number else int(float(number) * scale)
+        return cls._positive(whole, value)
+
+    @classmethod
+    def _positive(cls, count: int, shown: object) -> ByteSize:
+        if count < 1:
+            raise ValueError(f"{_EXPECTED}, got {shown!r}; it must be at least one byte")
+        return cls(count)
+
+    def __str__(self) -> str:
+        for name, unit in (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)):
+            if self % (1 << unit) == 0:
+                return f"{int(self) >> unit}{name}"
+        return f"{int(self)}B"
+
+    def __repr__(self) -> str:
+        return f"ByteSize({str(self)!r})"
+
+    @classmethod
+    def __get_pydantic_core_schema__(
+        cls, source: type[Any], handler: GetCoreSchemaHandler
+    ) -> core_schema.CoreSchema:
+        return core_schema.no_info_plain_validator_function(
+            _validated, serialization=core_schema.plain_serializer_function_ser_schema(str)
+        )
+
+
+def _validated(value: object) -> ByteSize:
+    try:
+        return ByteSize.parse(value)
+    except ValueError as error:
+        raise PydanticCustomError("size", "{text}", {"text": str(error)}) from None
+
+
+def size_or_auto(value: object) -> ByteSize | str:
+    """Validate a field that is a size or the word `auto`."""
+    if value == "auto":
+        return "auto"
+    try:
+        return ByteSize.parse(value)
+    except ValueError as error:
+        text = str(error).replace(_EXPECTED, f"{_EXPECTED}, or auto", 1)
+        raise PydanticCustomError("size", "{text}", {"text": text}) from None

@@ -1,0 +1,70 @@
+"""Which keys decide the bits of a run, and what that means for resuming it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from penstock.config.schedule import DECAYING
+
+if TYPE_CHECKING:
+    from penstock.config.root import Config
+
+# The rest (engines, budgets, recomputation, folders, logging, what is evaluated and saved) changes
+# neither weights nor losses. Where the text is does not matter either: the data set's own
+# fingerprint is compared by the trainer.
+_DECIDING = ("model", "batch", "precision", "optimizer", "freeze")
+
+
+def trajectory(config: Config) -> dict[str, Any]:
+    """Return the deciding keys, dotted, with their JSON-able values."""
+    whole = config.to_mapping()
+    flat: dict[str, Any] = {}
+    for key in _DECIDING:
+        _flatten(key, whole[key], flat)
+    flat["store.gradients"] = config.gradient_precision
+    flat["data.sequence_length"] = config.data.sequence_length
+    flat["data.seed"] = config.data.seed
+    flat["run.seed"] = config.run.seed
+    # A longer run under a decaying schedule is another run from its first step; under the others
+    # it is the same run, longer.
+    decays = config.optimizer.schedule.name in DECAYING
+    flat["optimizer.schedule.decay_steps"] = config.decay_steps if decays else None
+    return flat
+
+
+def digest(values: Mapping[str, Any]) -> str:
+    """Return the hash of a trajectory, as 32 hex digits."""
+    text = json.dumps(values, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def differences(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return one line per key that differs between a recorded trajectory and this one."""
+    lines = []
+    for key in dict.fromkeys([*recorded, *now]):
+        old, new = recorded.get(key), now.get(key)
+        if _plain(old) != _plain(new):
+            hint = ""
+            if key == "optimizer.schedule.decay_steps" and old is not None:
+                hint = f" (run.steps if unset; set it to {old} to run on at the final rate)"
+            lines.append(f"{key}: {_shown(old)} in the run, {_shown(new)} now{hint}")
+    return lines
+
+
+def _flatten(key: str, value: Any, flat: dict[str, Any]) -> None:
+    if isinstance(value, dict) and value:
+        for inner, item in value.items():
+            _flatten(f"{key}.{inner}", item, flat)
+    else:
+        flat[key] = value
+
+
+def _plain(value: Any) -> Any:
+    return json.loads(json.dumps(value))
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value)
