@@ -7,6 +7,7 @@ from penstock.config.load import check_data, input_files, load
 from penstock.config.model import FactoryModel, HuggingFaceConfigModel, ModelSpec, PresetModel
 from penstock.config.optimizer import GroupConfig, OptimizerConfig
 from penstock.config.patterns import matches, require_matches
+from penstock.config.record import check_run, load_run, write_record
 from penstock.config.root import Config
 from penstock.config.schedule import ScheduleConfig
 from penstock.config.size import ByteSize
@@ -22,8 +23,11 @@ __all__ = [
     "PresetModel",
     "ScheduleConfig",
     "check_data",
+    "check_run",
     "input_files",
     "load",
+    "load_run",
     "matches",
     "require_matches",
+    "write_record",
 ]

@@ -1,0 +1,118 @@
+"""What a run tells those who watch it: the live view, the log, metrics, a notebook.
+
+Events are plain data. `step` counts from 1 for the first completed step. Bytes are bytes,
+seconds are seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class RunStarted:
+    """The run is about to do its first step.
+
+    `weight_bytes` is what one forward sweep streams; `state_bytes` what the store holds in all
+    (masters, gradients, moments); `engine_bytes` the engine's budget. `resumed_from` is the step
+    of the checkpoint that the run goes on from. `recompute_stages` of `stages` are computed again
+    in the backward sweep.
+    """
+
+    run_dir: Path
+    model: str
+    parameters: int
+    weight_bytes: int
+    state_bytes: int
+    engine_bytes: int
+    steps: int
+    tokens_per_step: int
+    resumed_from: int | None
+    precision: str
+    device: str
+    micro_batch: int
+    micro_batches: int
+    recompute_stages: int
+    stages: int = 0
+
+
+@dataclass(frozen=True)
+class StepDone:
+    """A step was committed. `engine_bytes` and `store_bytes` are the peak of the step.
+
+    `streamed_bytes` went from the store to engines, `gradient_bytes` came back. `grad_norm` is
+    before clipping, `clip_scale` the factor that clipping put on it (1 when it did not bind).
+    """
+
+    step: int
+    loss: float
+    learning_rate: float
+    grad_norm: float
+    clip_scale: float
+    seconds: float
+    tokens: int
+    streamed_bytes: int
+    gradient_bytes: int
+    engine_bytes: int
+    store_bytes: int
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """The loss on held-out text after `step`; `best` when it is the least so far."""
+
+    step: int
+    loss: float
+    perplexity: float
+    seconds: float
+    best: bool
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint is safely on disk."""
+
+    step: int
+    path: Path
+    seconds: float
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Notice:
+    """One sentence that the user should read; the run goes on."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """The run stopped before its last step, for `reason`, and saved; the command resumes it."""
+
+    step: int
+    reason: str
+    resume_command: str
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The run is complete. `summary` holds its figures by name, each with its unit in the name."""
+
+    summary: Mapping[str, Any] = field(default_factory=dict)
+
+
+Event = RunStarted | StepDone | Evaluated | Saved | Notice | Stopped | Finished
+Listener = Callable[[Event], None]
+
+
+def broadcast(listeners: list[Listener]) -> Listener:
+    """Return a listener that passes each event to all of them, in order."""
+
+    def tell(event: Event) -> None:
+        for listener in listeners:
+            listener(event)
+
+    return tell

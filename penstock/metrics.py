@@ -1,0 +1,142 @@
+"""The run's figures on disk: `metrics.jsonl`, and TensorBoard files on request.
+
+Each step stands in `metrics.jsonl` once: on resume, what the interrupted run wrote after its last
+checkpoint is dropped, since those steps are done again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import ConfigError, StorageError
+from penstock.events import Evaluated, Event, RunStarted, Saved, StepDone
+
+
+class MetricsFile:
+    """Appends one JSON object per step, evaluation and checkpoint to `metrics.jsonl`.
+
+    A listener for events. Every line has `event` and `step`; a line is in the file, whole, when
+    the call returns. NaN and infinity, which JSON lacks, are written as null.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, RunStarted):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            drop_after(self.path, event.resumed_from or 0)
+        elif isinstance(event, StepDone):
+            self._append("step", event)
+        elif isinstance(event, Evaluated):
+            self._append("evaluation", event)
+        elif isinstance(event, Saved):
+            self._append("checkpoint", event)
+
+    def _append(self, name: str, event: StepDone | Evaluated | Saved) -> None:
+        line = json.dumps({"event": name} | {k: _plain(v) for k, v in vars(event).items()})
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+        except OSError as error:
+            raise StorageError(
+                f"{self.path}: cannot append metrics of step {event.step}: {error.strerror}; "
+                "the run's checkpoints are not affected"
+            ) from error
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a metrics file in order, without one that a crash cut short."""
+    if not path.exists():
+        return []
+    rows = []
+    for line in path.read_text(encoding="utf-8").split("\n"):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue  # Only a line torn by a crash is no JSON; its step is done again.
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            rows.append(row)
+    return rows
+
+
+def drop_after(path: Path, step: int) -> int:
+    """Remove all lines of later steps, and torn ones; return how many lines were removed.
+
+    The file is written aside and renamed, so that a crash leaves the old one or the new one.
+    """
+    if not path.exists():
+        return 0
+    lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line]
+    kept = [row for row in read_metrics(path) if row["step"] <= step]
+    if len(kept) == len(lines):
+        return 0
+    aside = path.with_name(f".{path.name}.aside")
+    with aside.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in kept)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)
+    return len(lines) - len(kept)
+
+
+class TensorBoard:
+    """Writes the same figures as TensorBoard event files into a folder. A listener for events."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ConfigError(
+                "logging.tensorboard: expected the package tensorboard, which is not installed; "
+                "run `pip install 'penstock[tensorboard]'` or set logging.tensorboard to false"
+            ) from error
+        self._make = SummaryWriter
+        self._folder = folder
+        self._writer: Any = None
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, RunStarted):
+            # purge_step hides what an interrupted run wrote after its last checkpoint.
+            self._writer = self._make(
+                log_dir=str(self._folder), purge_step=(event.resumed_from or 0) + 1
+            )
+        elif isinstance(event, StepDone):
+            self._scalars(
+                event.step,
+                {
+                    "train/loss": event.loss,
+                    "train/learning_rate": event.learning_rate,
+                    "train/grad_norm": event.grad_norm,
+                    "speed/tokens_per_second": event.tokens / event.seconds,
+                    "traffic/streamed_bytes": event.streamed_bytes,
+                    "traffic/gradient_bytes": event.gradient_bytes,
+                    "memory/engine_bytes": event.engine_bytes,
+                    "memory/store_bytes": event.store_bytes,
+                },
+            )
+        elif isinstance(event, Evaluated):
+            self._scalars(
+                event.step,
+                {"evaluation/loss": event.loss, "evaluation/perplexity": event.perplexity},
+            )
+
+    def close(self) -> None:
+        """Flush and close the files; calling it again does nothing."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _scalars(self, step: int, values: dict[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, global_step=step)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return str(value) if isinstance(value, Path) else value
