@@ -3,7 +3,7 @@
 Nothing here imports torch, so that a mistake in a file is answered at once.
 """
 
-from penstock.config.load import check_data, input_files, load
+from penstock.config.load import check_data, load
 from penstock.config.model import FactoryModel, HuggingFaceConfigModel, ModelSpec, PresetModel
 from penstock.config.optimizer import GroupConfig, OptimizerConfig
 from penstock.config.patterns import matches, require_matches
@@ -24,7 +24,6 @@ __all__ = [
     "ScheduleConfig",
     "check_data",
     "check_run",
-    "input_files",
     "load",
     "load_run",
     "matches",

@@ -18,13 +18,14 @@ class DataConfig(Section):
     )
     input: Patterns = setting(
         (),
-        "text, JSONL or Parquet files (globs allowed) from which the data set is built on first "
-        "use, when its folder does not exist yet",
+        "text, JSONL or Parquet files, globs or folders, from which the data set is built on "
+        "first use, when its folder does not exist yet",
         example=["texts/*.txt"],
     )
     tokenizer: str = setting(
         "bytes", "tokenizer of that build: bytes, train-bpe:SIZE, or the path of a tokenizer"
     )
+    validation: float = setting(0.05, "share of the text that the build holds out", ge=0, lt=1)
     sequence_length: int | None = setting(
         None, "length of a sequence; null: the model's context", unit="tokens", example=512, ge=1
     )

@@ -51,19 +51,12 @@ def check_data(config: Config, origin: Origin | None = None) -> None:
             "files in data.input"
         )
     for number, pattern in enumerate(data.input):
-        if not matching_files(pattern):
+        if not _matches_something(pattern):
             raise ConfigError(
                 f"{origin.place(('data', 'input', number))}data.input[{number}]: {pattern!r} "
-                f"matches no file below {Path.cwd()}; paths are relative to the current folder"
+                f"matches no file; paths are relative to the current folder, {Path.cwd()}"
             )
 
 
-def input_files(config: Config) -> list[Path]:
-    """Return the files that `data.input` names, globs expanded, each once, in a fixed order."""
-    files = (path for pattern in config.data.input for path in matching_files(pattern))
-    return list(dict.fromkeys(files))
-
-
-def matching_files(pattern: str) -> list[Path]:
-    """Return the files that a path or glob names (`**` goes into folders), sorted."""
-    return sorted(p for p in map(Path, glob.glob(pattern, recursive=True)) if p.is_file())
+def _matches_something(pattern: str) -> bool:
+    return Path(pattern).exists() or any(glob.iglob(pattern, recursive=True))

@@ -5,7 +5,6 @@ Nothing here builds a model or imports torch; `penstock.models` does, from these
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Annotated, Any
 
 from pydantic import (
@@ -20,7 +19,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from penstock.config.section import Section, setting
-from penstock.errors import did_you_mean
+from penstock.errors import ConfigError, did_you_mean
 
 FORMS = ("preset", "hf_config", "factory")
 
@@ -45,7 +44,7 @@ class PresetModel(Section):
     @field_validator("preset")
     @classmethod
     def _known(cls, name: str) -> str:
-        known = list(preset_names())
+        known = preset_names()
         if name not in known:
             hint = did_you_mean(name, known) or f" (there are: {', '.join(known)})"
             raise PydanticCustomError(
@@ -54,6 +53,13 @@ class PresetModel(Section):
                 {"text": f"expected the name of a preset, got {name!r}{hint}"},
             )
         return name
+
+    @model_validator(mode="after")
+    def _resolves(self) -> PresetModel:
+        problem = preset_problem(self.preset, self.overrides)
+        if problem is not None:
+            raise PydanticCustomError("preset", "{text}", {"text": problem})
+        return self
 
     @model_serializer
     def _flat(self) -> str | dict[str, Any]:
@@ -110,15 +116,27 @@ class FactoryModel(Section):
         return value
 
 
-def preset_names() -> Iterable[str]:
+def preset_names() -> list[str]:
     """Return the names of all presets.
 
-    The one import that looks upwards: the table of presets needs these classes, and an unknown
-    name must be refused where the file is read, before anything heavy is imported.
+    This and `preset_problem` are the one place that looks upwards: the table of presets is plain
+    data, and a wrong name must be refused where the file is read, before anything heavy is
+    imported.
     """
     from penstock.models.presets import preset_names as names
 
-    return names()
+    return list(names())
+
+
+def preset_problem(name: str, overrides: dict[str, Any]) -> str | None:
+    """Return what is wrong with a preset's overrides, or None."""
+    from penstock.models.presets import resolve_preset
+
+    try:
+        resolve_preset(name, overrides)
+    except ConfigError as error:
+        return str(error)
+    return None
 
 
 def _normalise(value: Any) -> Any:

@@ -44,6 +44,9 @@ class Origin:
             line = self.lines.get(path[:length])
             if line is not None:
                 return f"{self.name}:{line}: "
+        for key, text in self.overridden.items():
+            if key[: len(path)] == path:
+                return f"command line, {text}: "
         return f"{self.name}: " if self.name else ""
 
 

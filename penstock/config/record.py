@@ -56,7 +56,7 @@ def write_record(config: Config) -> Path:
         aside.replace(path)
     except OSError as error:
         raise StorageError(
-            f"{path}: cannot be written: {error.strerror}; choose another folder with run.dir=FOLDER"
+            f"{path}: cannot be written: {error.strerror}; choose another with run.dir=FOLDER"
         ) from error
     return path
 

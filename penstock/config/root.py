@@ -29,7 +29,7 @@ class Config(Section):
 
     model: ModelField | None = Field(
         default=None,
-        description="what to train: a preset's name, or a mapping with preset, hf_config or "
+        description="What to train: a preset's name, or a mapping with preset, hf_config or "
         "factory; null only from Python, which brings its own module",
     )
     data: DataConfig = section(DataConfig, "the training text")

@@ -1,0 +1,55 @@
+# Each target sets up what it needs in .venv; only Python 3.11+ and make must be there.
+#   make demo            train a small GPT on real text, watch it, read what it writes
+#   make test            the whole test suite
+#   make lint            formatting, lint rules, types
+#   make bench           the figures that the README quotes, one script each
+#   make docs            the documentation, into site/
+# Another Python: make test PYTHON=python3.12
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+READY_DOCS := $(VENV)/.ready-docs
+BENCHMARKS = $(sort $(wildcard benchmarks/*.py))
+# What each benchmark gets; QUICK=1 does the same work smaller.
+BENCH_ARGS = $(if $(QUICK),--quick)
+
+.PHONY: demo test lint bench docs clean
+.DELETE_ON_ERROR:
+
+demo: $(READY)
+	$(BIN)/python -m penstock.demo
+
+test: $(READY)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(READY)
+	@test -n "$(BENCHMARKS)" || { echo "there are no scripts in benchmarks/"; exit 1; }
+	@for script in $(BENCHMARKS); do \
+		echo "== $$script"; $(BIN)/python $$script $(BENCH_ARGS) || exit 1; \
+	done
+
+docs: $(READY) $(READY_DOCS)
+	$(BIN)/python -m mkdocs build --strict --quiet
+
+clean:
+	rm -rf site build .pytest_cache .ruff_cache .mypy_cache
+
+# The stamp is newer than pyproject.toml when the environment has what it names.
+$(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "Penstock needs Python 3.11 or newer, $(PYTHON) is $$($(PYTHON) --version 2>&1);" \
+			"name another one: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
+$(READY_DOCS): pyproject.toml $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
+	@touch $@

@@ -1,0 +1,33 @@
+"""`penstock eval`: the loss of a run on held-out text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def evaluate(
+    run: Annotated[Path, typer.Argument(help="Folder of a run.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Keys to set, such as data.path=FOLDER."),
+    ] = None,
+    batches: Annotated[
+        int | None,
+        typer.Option(min=1, help="Batches of batch.size sequences; default evaluation.batches."),
+    ] = None,
+) -> None:
+    """Evaluate the newest checkpoint of RUN on its held-out text."""
+    from penstock.config import load_run
+
+    settings = load_run(run, overrides or ())
+
+    from penstock.trainer import Trainer
+
+    result = Trainer(settings).evaluate(batches)
+    typer.echo(
+        f"loss {result['loss']:.6f}  perplexity {result['perplexity']:.6g}  "
+        f"({result['tokens']} tokens)"
+    )

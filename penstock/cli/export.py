@@ -1,0 +1,35 @@
+"""`penstock export`: a folder that `transformers` loads."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+class Dtype(StrEnum):
+    """Types of exported weights."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+
+
+def export(
+    run: Annotated[Path, typer.Argument(help="Folder of a run.")],
+    out: Annotated[Path, typer.Argument(help="New folder to write.")],
+    dtype: Annotated[Dtype, typer.Option(help="Type of the weights.")] = Dtype.fp32,
+) -> None:
+    """Write the newest checkpoint of RUN as a Hugging Face folder: safetensors and JSON."""
+    from penstock.config import load_run
+    from penstock.errors import ConfigError
+
+    settings = load_run(run)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} exists and is left as it is; name a new folder")
+
+    from penstock.trainer import Trainer
+
+    Trainer(settings).export(out, dtype.value)
+    typer.echo(f"wrote {out}")

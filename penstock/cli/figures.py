@@ -1,0 +1,83 @@
+"""Numbers for people: bytes, counts, durations, and a line chart one row high."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+def show_bytes(count: float) -> str:
+    """Return `1.5 GiB` and the like, three significant digits."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(count) < 1000 or unit == "TiB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{_three(count)} {unit}"
+        count /= 1024
+    raise AssertionError("unreachable: TiB ends the loop")
+
+
+def show_rate(bytes_per_second: float) -> str:
+    """Return `1.50 GB/s` and the like; rates are in powers of ten, as links are."""
+    for unit in ("B/s", "kB/s", "MB/s", "GB/s"):
+        if abs(bytes_per_second) < 1000 or unit == "GB/s":
+            return f"{_three(bytes_per_second)} {unit}"
+        bytes_per_second /= 1000
+    raise AssertionError("unreachable: GB/s ends the loop")
+
+
+def show_count(count: float) -> str:
+    """Return `124M` and the like, three significant digits."""
+    for unit in ("", "k", "M", "G", "T"):
+        if abs(count) < 1000 or unit == "T":
+            return f"{count:.0f}" if not unit and count == int(count) else f"{_three(count)}{unit}"
+        count /= 1000
+    raise AssertionError("unreachable: T ends the loop")
+
+
+def show_flops(count: float) -> str:
+    """Return floating point operations, such as `1.2 TFLOP`."""
+    for unit in ("", "K", "M", "G", "T", "P"):
+        if abs(count) < 1000 or unit == "P":
+            return f"{_three(count)} {unit}FLOP"
+        count /= 1000
+    raise AssertionError("unreachable: P ends the loop")
+
+
+def show_duration(seconds: float) -> str:
+    """Return `12.3 s`, `4 min 05 s`, `3 h 20 min` or `2 d 3 h`."""
+    if not math.isfinite(seconds):
+        return "unknown"
+    if seconds < 59.95:
+        return f"{seconds:.2f} s" if seconds < 1 else f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    if whole < 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    return f"{whole // 86400} d {whole % 86400 // 3600} h"
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Return a row of bars, each the mean of an equal share of the values, least to greatest.
+
+    Values that are not finite are left out; with fewer values than `width`, one bar per value.
+    """
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite or width < 1:
+        return ""
+    bars = min(width, len(finite))
+    means = []
+    for bar in range(bars):
+        part = finite[bar * len(finite) // bars : (bar + 1) * len(finite) // bars]
+        means.append(sum(part) / len(part))
+    low, high = min(means), max(means)
+    span = high - low or 1.0
+    top = len(_BARS) - 1
+    return "".join(_BARS[round((mean - low) / span * top)] for mean in means)
+
+
+def _three(value: float) -> str:
+    if abs(value) >= 99.95:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if abs(value) >= 9.995 else f"{value:.2f}"

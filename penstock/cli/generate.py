@@ -1,0 +1,40 @@
+"""`penstock generate`: let a trained model write."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def generate(
+    run: Annotated[Path, typer.Argument(help="Folder of a run.")],
+    prompt: Annotated[str, typer.Option(help="Text to go on from.")] = "",
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write.")] = 200,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")
+    ] = 0.8,
+    top_k: Annotated[
+        int, typer.Option(min=0, help="Choose among this many likeliest tokens; 0: all.")
+    ] = 50,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the choice.")] = 0,
+) -> None:
+    """Print text written by the newest checkpoint of RUN, as it is written."""
+    from penstock.config import load_run
+
+    settings = load_run(run)
+
+    from penstock.trainer import Trainer
+
+    typer.echo(prompt, nl=False)
+    pieces = Trainer(settings).generate(
+        prompt,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k or None,
+        seed=seed,
+    )
+    for piece in pieces:
+        typer.echo(piece, nl=False)
+    typer.echo()

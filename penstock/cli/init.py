@@ -1,0 +1,40 @@
+"""`penstock init`: write a starter configuration in which every key is explained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def init(
+    file: Annotated[Path, typer.Argument(help="File to write.")] = Path("train.yaml"),
+    model: Annotated[str, typer.Option(help="Preset to start from.")] = "gpt2",
+    text: Annotated[
+        list[str] | None,
+        typer.Option("--input", help="Text file or glob to train on; may be repeated."),
+    ] = None,
+    tokenizer: Annotated[
+        str, typer.Option(help="bytes, train-bpe:SIZE, or the path of a tokenizer.")
+    ] = "bytes",
+) -> None:
+    """Write a starter configuration with every key, its default and what it means."""
+    from penstock.config import Config
+    from penstock.errors import ConfigError, StorageError
+
+    config = Config.from_mapping(
+        {
+            "model": model,
+            "data": {"input": text or ["texts/**/*.txt"], "tokenizer": tokenizer},
+            "run": {"dir": f"runs/{file.stem}"},
+        }
+    )
+    try:
+        with file.open("x", encoding="utf-8") as out:
+            out.write(config.commented_yaml())
+    except FileExistsError:
+        raise ConfigError(f"{file} exists and is left as it is; name another file") from None
+    except OSError as error:
+        raise StorageError(f"{file}: cannot be written: {error.strerror}") from None
+    typer.echo(f"wrote {file}\nnext: penstock train {file}")

@@ -1,0 +1,163 @@
+"""`penstock program`: the stages that a model becomes, as a table."""
+
+from __future__ import annotations
+
+import itertools
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from penstock.cli.figures import show_bytes, show_count, show_flops
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from penstock.config import Config
+    from penstock.program import Program, Stage
+
+
+class Precision(StrEnum):
+    """Types of streamed weights."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+
+
+def program(
+    model: Annotated[
+        str,
+        typer.Argument(help="Preset, run configuration (.yaml), or Hugging Face config.json."),
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Keys to set, such as model.n_layer=6."),
+    ] = None,
+    micro_batch: Annotated[int, typer.Option(min=1, help="Sequences that one call sees.")] = 1,
+    sequence_length: Annotated[
+        int | None, typer.Option(min=1, help="Tokens per sequence; default the model's context.")
+    ] = None,
+    precision: Annotated[
+        Precision | None, typer.Option(help="Type of streamed weights; default fp32.")
+    ] = None,
+    all_stages: Annotated[
+        bool, typer.Option("--all", help="One line per stage, equal neighbours too.")
+    ] = False,
+) -> None:
+    """Show the program of MODEL: its stages, their weights, arithmetic and live values.
+
+    No weights are made, so that a model of any size can be looked at.
+    """
+    config = configuration(model, overrides or [])
+    chosen = precision.value if precision else config.precision
+
+    from rich.console import Console
+
+    from penstock.trainer import build_program
+
+    assert config.model is not None
+    built = build_program(
+        config.model,
+        micro_batch=micro_batch,
+        sequence_length=sequence_length or config.data.sequence_length,
+        precision=chosen,
+    )
+    console = Console()
+    # A pipe has no width of its own; the table then takes what it needs.
+    console.print(
+        render(built, fold=not all_stages),
+        width=None if console.is_terminal else 200,
+        soft_wrap=not console.is_terminal,
+    )
+
+
+def configuration(model: str, overrides: list[str]) -> Config:
+    """Return the configuration that a preset's name, a YAML file or a config.json stands for."""
+    from penstock.config import Config, load
+
+    if model.endswith((".yaml", ".yml")):
+        return load(model, overrides)
+    spec: str | dict[str, str] = {"hf_config": model} if Path(model).exists() else model
+    return Config.from_mapping({"model": spec}, overrides)
+
+
+def render(program: Program, fold: bool = True) -> Table:
+    """Return a program as a table; with `fold`, equal neighbours share a line.
+
+    Sizes on a line of several stages are of one of them. `live` are the values that wait between
+    this stage and the next, `saved` what backward keeps beyond a stage's inputs, per micro-batch.
+    """
+    from rich.table import Table
+
+    table = Table(title=title(program), title_justify="left", pad_edge=False)
+    table.add_column("stage", no_wrap=True)
+    table.add_column("name", no_wrap=True)
+    table.add_column("kind", no_wrap=True)
+    for heading in ("weights", "streamed", "forward", "backward", "live", "saved"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    live = live_values(program)
+    for stages in _lines(program, live, fold):
+        first, last = stages[0], stages[-1]
+        many = len(stages) > 1
+        count, size = live[first.index]
+        table.add_row(
+            f"{first.index}-{last.index}" if many else str(first.index),
+            f"{first.name} ... {last.name}" if many else first.name,
+            f"{first.kind.name} x{len(stages)}" if many else first.kind.name,
+            show_count(sum(w.elements for w in _weights(program, first))),
+            show_bytes(program.stage_stream_bytes(first)),
+            show_flops(first.kind.forward_flops),
+            show_flops(first.kind.backward_flops),
+            f"{count}: {show_bytes(size)}" if count else "-",
+            show_bytes(first.kind.saved_bytes),
+        )
+    table.add_section()
+    kinds = len({stage.kind.digest for stage in program.stages})
+    table.add_row(
+        str(len(program.stages)),
+        "in all; tied weights counted once" if _tied(program) else "in all",
+        f"{kinds} kinds",
+        show_count(program.parameters),
+        show_bytes(sum(program.stage_stream_bytes(stage) for stage in program.stages)),
+        show_flops(sum(stage.kind.forward_flops for stage in program.stages)),
+        show_flops(sum(stage.kind.backward_flops for stage in program.stages)),
+        f"{show_bytes(max(size for _, size in live))} most",
+        show_bytes(sum(stage.kind.saved_bytes for stage in program.stages)),
+    )
+    return table
+
+
+def title(program: Program) -> str:
+    """Return the line above the table: the model and the inputs of one micro-batch."""
+    inputs = ", ".join(
+        f"{name} {list(program.values[name].tensor.shape)}" for name in program.inputs
+    )
+    return f"{program.name}: one micro-batch is {inputs}"
+
+
+def live_values(program: Program) -> list[tuple[int, int]]:
+    """Return, per stage, how many stage-made values outlive it, and their bytes."""
+    last_use = program.last_use()
+    alive: dict[str, int] = {}
+    result = []
+    for stage in program.stages:
+        alive.update((name, program.values[name].bytes) for name in stage.outputs)
+        alive = {name: size for name, size in alive.items() if last_use[name] > stage.index}
+        result.append((len(alive), sum(alive.values())))
+    return result
+
+
+def _lines(program: Program, live: list[tuple[int, int]], fold: bool) -> list[list[Stage]]:
+    def key(stage: Stage) -> object:
+        return (stage.kind.digest, live[stage.index]) if fold else stage.index
+
+    return [list(group) for _, group in itertools.groupby(program.stages, key)]
+
+
+def _weights(program: Program, stage: Stage) -> list:
+    return [program.weights[name] for name in stage.weights]
+
+
+def _tied(program: Program) -> bool:
+    return sum(len(stage.weights) for stage in program.stages) > len(program.weights)

@@ -1,0 +1,106 @@
+"""`penstock train`: start a run, or go on with it; stop it without losing a step."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from penstock.cli.view import View
+    from penstock.config import Config
+    from penstock.events import Event, Listener
+
+
+def train(
+    config: Annotated[Path, typer.Argument(help="YAML file; `penstock init` writes one.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY=VALUE]...", help="Keys to set, such as optimizer.learning_rate=3e-4."
+        ),
+    ] = None,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Print only what needs to be read.")
+    ] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Refuse to resume: run.dir must be new or empty.")
+    ] = False,
+) -> None:
+    """Train as CONFIG says. A run that was stopped goes on where it was, to the same bits.
+
+    Ctrl-C or SIGTERM finishes the step, saves, and prints how to resume; a second one stops at
+    once, and only the step in flight is lost.
+    """
+    from penstock.config import check_run, load
+
+    settings = load(config, overrides or (), training=True)
+    check_run(settings, fresh=fresh)
+
+    from rich.console import Console
+
+    from penstock.cli.view import LineView, LiveView
+
+    console = Console()
+    live = console.is_terminal and not quiet
+    view: View = LiveView(console) if live else LineView(console, settings.logging.every, quiet)
+    command = shlex.join(["penstock", "train", str(config), *(overrides or ())])
+    _run(settings, view, command)
+
+
+def _run(settings: Config, view: View, resume_command: str) -> None:
+    from penstock.trainer import Trainer
+
+    stop = GracefulStop()
+    with view:
+        trainer = Trainer(settings, on_event=naming_command(view, resume_command))
+        with stop.handling(trainer.request_stop):
+            trainer.train()
+    if stop.signal is not None:
+        # What a shell would report of a process that this signal ended, so that
+        # `penstock train ... && next` does not go on after a Ctrl-C.
+        raise typer.Exit(128 + stop.signal)
+
+
+def naming_command(listener: Listener, resume_command: str) -> Listener:
+    """Return a listener that passes events on, with the command that was really typed."""
+    from penstock.events import Stopped
+
+    def tell(event: Event) -> None:
+        if isinstance(event, Stopped):
+            event = dataclasses.replace(event, resume_command=resume_command)
+        listener(event)
+
+    return tell
+
+
+class GracefulStop:
+    """The first SIGINT or SIGTERM asks for a stop; the second raises `KeyboardInterrupt`."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+
+    @contextmanager
+    def handling(self, request_stop: Callable[[], Any]) -> Iterator[None]:
+        """Handle both signals inside the block; put back what was there after it."""
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            if self.signal is not None:
+                raise KeyboardInterrupt
+            self.signal = number
+            request_stop()
+
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        previous = {number: signal.signal(number, handle) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)

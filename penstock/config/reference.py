@@ -1,0 +1,116 @@
+"""The reference page of the configuration, made from the models so that it cannot be out of date.
+
+`python -m penstock.config.reference > docs/configuration.md` writes it; a test compares the two.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from penstock.config.document import dump_inline
+from penstock.config.model import FactoryModel, HuggingFaceConfigModel, PresetModel
+from penstock.config.optimizer import GroupConfig
+from penstock.config.root import Config
+
+_HEAD = """\
+# Configuration
+
+A run is one YAML file. Every key but `model` has a default. Any key can be set on the command
+line: `penstock train run.yaml optimizer.learning_rate=1e-4 model.n_layer=6`. `penstock init`
+writes a file in which every key is explained. Unknown keys are refused, with the closest known
+one; paths are relative to the current folder; sizes are written `4GiB`, `512MiB` or `2GB`.
+
+This page is made from the code: `python -m penstock.config.reference > docs/configuration.md`.
+"""
+
+
+def markdown() -> str:
+    """Return the whole page."""
+    parts = [_HEAD]
+    plain = [
+        (key, info)
+        for key, info in Config.model_fields.items()
+        if key != "model" and not _is_section(info)
+    ]
+    parts.append("## Top level\n\n" + _table(plain))
+    parts.append(_model())
+    for key, info in Config.model_fields.items():
+        if _is_section(info):
+            parts += _section(key, info)
+    return "\n".join(parts)
+
+
+def _model() -> str:
+    forms = (
+        ("A preset", "`model: NAME`, or `model: {preset: NAME, KEY: VALUE ...}`", PresetModel),
+        ("A Hugging Face configuration", "`model: {hf_config: ...}`", HuggingFaceConfigModel),
+        ("Your own module", "`model: {factory: ...}`", FactoryModel),
+    )
+    text = "## `model`\n\n" + (Config.model_fields["model"].description or "") + ".\n"
+    for title, how, form in forms:
+        rows = [(k, i) for k, i in form.model_fields.items() if k != "overrides"]
+        text += f"\n{title}: {how}\n\n" + _table(rows)
+    return text
+
+
+def _section(key: str, info: FieldInfo) -> list[str]:
+    owner = info.annotation
+    assert isinstance(owner, type)
+    assert issubclass(owner, BaseModel)
+    plain = [(k, i) for k, i in owner.model_fields.items() if not _is_section(i)]
+    parts = [f"## `{key}`\n\n{(info.description or '').capitalize()}.\n\n" + _table(plain)]
+    if key == "optimizer":
+        parts.append("## `optimizer.groups[]`\n\n" + _table(list(GroupConfig.model_fields.items())))
+    for inner, inner_info in owner.model_fields.items():
+        if _is_section(inner_info):
+            parts += _section(f"{key}.{inner}", inner_info)
+    return parts
+
+
+def _table(rows: list[tuple[str, FieldInfo]]) -> str:
+    lines = ["| key | value | default | meaning |", "|---|---|---|---|"]
+    for key, info in rows:
+        extra = info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
+        unit = f" ({extra['unit']})" if "unit" in extra else ""
+        default = "required" if info.is_required() else f"`{dump_inline(_plain(info))}`"
+        meaning = (info.description or "").replace("|", "\\|")
+        lines.append(f"| `{key}` | {_values(info.annotation)}{unit} | {default} | {meaning} |")
+    return "\n".join(lines) + "\n"
+
+
+def _values(annotation: Any) -> str:
+    """Return what may be written, in words."""
+    if annotation is type(None):
+        return "null"
+    if get_origin(annotation) is Literal:
+        return ", ".join(f"`{choice}`" for choice in get_args(annotation))
+    if get_origin(annotation) is tuple:
+        return "list"
+    if get_origin(annotation) is dict:
+        return "mapping"
+    members = get_args(annotation)
+    if members and isinstance(annotation, type) is False:
+        if hasattr(annotation, "__metadata__"):
+            return _values(members[0])
+        return ", ".join(dict.fromkeys(_values(member) for member in members))
+    words = {"int": "integer", "float": "number", "bool": "`true`, `false`", "str": "text"}
+    words |= {"Path": "path", "ByteSize": "size"}
+    return words.get(annotation.__name__, annotation.__name__)
+
+
+def _plain(info: FieldInfo) -> Any:
+    value = info.get_default(call_default_factory=True)
+    if isinstance(value, tuple):
+        return list(value)
+    return value if isinstance(value, int | float | bool | dict | None) else str(value)
+
+
+def _is_section(info: FieldInfo) -> bool:
+    return isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel)
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")
