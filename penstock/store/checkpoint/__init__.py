@@ -1,0 +1,21 @@
+"""Checkpoints of a store: saved so that no crash can spoil them, checked before they are used."""
+
+from penstock.store.checkpoint.index import find_checkpoint
+from penstock.store.checkpoint.load import (
+    checkpoint_weights,
+    load_checkpoint,
+    verify_checkpoint,
+)
+from penstock.store.checkpoint.save import SavedCheckpoint, save_checkpoint
+from penstock.store.checkpoint.state import CheckpointState, read_state
+
+__all__ = [
+    "CheckpointState",
+    "SavedCheckpoint",
+    "checkpoint_weights",
+    "find_checkpoint",
+    "load_checkpoint",
+    "read_state",
+    "save_checkpoint",
+    "verify_checkpoint",
+]

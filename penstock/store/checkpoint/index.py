@@ -1,0 +1,148 @@
+"""Which checkpoints a run has: the newest, the best, and which may go.
+
+`index.json` lists the checkpoints in the order in which they were saved. It alone decides what is a
+checkpoint; a folder that it does not name is what a crash has left between two steps of saving.
+Only where there is no index (somebody deleted it, or the first save was cut short) are the folders
+themselves the list: a folder gets its name only when all in it is on disk.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from penstock import fault
+from penstock.errors import ConfigError, CorruptionError, StorageError
+from penstock.store import sealed_json
+from penstock.store.checkpoint.state import STATE_NAME, newer_version
+from penstock.store.files import remove_folder, replace_file
+
+INDEX_NAME = "index.json"
+
+_INDEX_VERSION = 1
+_FOLDER_NAME = re.compile(r"step-(\d{8,18})(?:-(\d{1,6}))?")
+
+
+@dataclass(frozen=True)
+class Index:
+    """The checkpoints of a run, oldest first, by folder name, and the name of the best one.
+
+    `retired` are folders that are no checkpoints any more and are to be deleted: written down
+    before they are touched, so that a crash does not leave them for ever.
+    """
+
+    folders: tuple[str, ...]
+    best: str | None
+    retired: tuple[str, ...] = ()
+
+    def with_new(self, name: str, best: bool, keep_last: int) -> "Index":
+        """Return the index after `name` was saved and old ones were let go."""
+        best_name = name if best else self.best
+        folders = (*self.folders, name)
+        kept = tuple(f for f in folders if f in folders[-keep_last:] or f == best_name)
+        dropped = tuple(f for f in folders if f not in kept)
+        return Index(kept, best_name, (*self.retired, *dropped))
+
+
+def step_of(name: str) -> int:
+    """Return the step of a checkpoint's folder name."""
+    match = _FOLDER_NAME.fullmatch(name)
+    if match is None:
+        raise ValueError(f"{name!r} is not the name of a checkpoint, such as step-00000100")
+    return int(match[1])
+
+
+def fresh_name(index: Index, step: int) -> str:
+    """Return a folder name for `step` that no listed checkpoint has: none is ever overwritten."""
+    name = f"step-{step:08d}"
+    attempt = 0
+    while name in index.folders or name in index.retired:
+        attempt += 1
+        name = f"step-{step:08d}-{attempt}"
+    return name
+
+
+def read_index(checkpoints: Path) -> Index:
+    """Return the checkpoints of the folder `checkpoints`, which need not exist yet.
+
+    Raises:
+        CorruptionError: the index is damaged, or names something that is not a checkpoint.
+        ConfigError: a newer penstock wrote it.
+    """
+    path = checkpoints / INDEX_NAME
+    try:
+        content = sealed_json.unseal(path)
+    except FileNotFoundError:
+        return Index(_complete_folders(checkpoints), None)
+    except CorruptionError as error:
+        raise CorruptionError(f"{error}; delete it to go by the checkpoints' folders") from error
+    match content:
+        case {"version": int(version)} if version > _INDEX_VERSION:
+            raise ConfigError(newer_version(path, version, _INDEX_VERSION))
+        case {"folders": [*folders], "best": best, "retired": [*retired]} if all(
+            isinstance(name, str) and _FOLDER_NAME.fullmatch(name) for name in folders + retired
+        ) and (best is None or best in folders):
+            still_there = (name for name in retired if (checkpoints / name).exists())
+            return Index(tuple(folders), best, tuple(still_there))
+    raise CorruptionError(f"{path}: it does not list checkpoints; delete it to go by the folders")
+
+
+def _complete_folders(checkpoints: Path) -> tuple[str, ...]:
+    found = []
+    for path in checkpoints.glob("step-*"):
+        match = _FOLDER_NAME.fullmatch(path.name)
+        if match and (path / STATE_NAME).is_file():
+            found.append((int(match[1]), int(match[2] or 0), path.name))
+    return tuple(name for _, _, name in sorted(found))
+
+
+def write_index(checkpoints: Path, index: Index) -> None:
+    """Make `index` the list of checkpoints, in one step that no crash can split."""
+    content = {
+        "version": _INDEX_VERSION,
+        "folders": list(index.folders),
+        "best": index.best,
+        "retired": list(index.retired),
+    }
+    replace_file(checkpoints / INDEX_NAME, sealed_json.seal(content), "index")
+
+
+def remove_retired(checkpoints: Path, index: Index) -> None:
+    """Delete the folders that `index`, which is on disk, has retired.
+
+    Raises:
+        StorageError: the operating system refused; all checkpoints are complete nevertheless.
+    """
+    for name in index.retired:
+        fault.point("checkpoint.before_remove")
+        try:
+            remove_folder(checkpoints / name)
+        except OSError as error:
+            raise StorageError(
+                f"{checkpoints / name}: cannot delete this old checkpoint: {error.strerror}; "
+                f"the new one, {index.folders[-1]}, is complete; delete the old one by hand"
+            ) from error
+
+
+def find_checkpoint(checkpoints: Path, which: Literal["latest", "best"] | int) -> Path | None:
+    """Return the folder of a checkpoint, or None if the latest is wanted and there is none.
+
+    Args:
+        checkpoints: the folder in which a run keeps its checkpoints.
+        which: the latest, the best, or the latest of a step.
+
+    Raises:
+        ConfigError: there is no best one, or none of that step.
+    """
+    index = read_index(checkpoints)
+    if which == "latest":
+        return checkpoints / index.folders[-1] if index.folders else None
+    if which == "best":
+        if index.best is not None:
+            return checkpoints / index.best
+        raise ConfigError(f"{checkpoints}: no checkpoint is marked as the best; use the latest")
+    for name in reversed(index.folders):
+        if step_of(name) == which:
+            return checkpoints / name
+    have = ", ".join(str(step_of(name)) for name in index.folders) or "none"
+    raise ConfigError(f"{checkpoints}: no checkpoint of step {which}; there are: {have}")

@@ -1,0 +1,233 @@
+"""Reading a checkpoint back: every piece is checked before anyone sees it, and read only once.
+
+The bytes that were checked are the bytes that are used: a file that changes in between, or a disk
+that gives other bytes the second time, cannot slip through.
+"""
+
+import bisect
+from collections.abc import Callable, Iterator
+from io import RawIOBase
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from penstock.errors import ConfigError, CorruptionError, StorageError
+from penstock.store import tensor_file
+from penstock.store.checkpoint.state import (
+    CheckpointState,
+    read_state,
+    tensor_name,
+)
+from penstock.store.files import CHUNK_BYTES, FileRecord
+from penstock.store.interface import MASTER, Store
+from penstock.store.tensor_file import Extent
+
+Piece = tuple[str, int, np.ndarray]
+"""Name of a tensor, number of the first element, some elements (valid until the next piece)."""
+
+
+def load_checkpoint(store: Store, folder: Path, verify: bool = True) -> dict[str, Any]:
+    """Put a store into exactly the state in which it was saved.
+
+    Args:
+        store: has the same weights and the same kind of optimizer as the one that was saved, cut
+            into stages in any way and of any precision.
+        folder: the checkpoint, such as `checkpoints/step-00000100`.
+        verify: check the checksums; headers and sizes are checked in any case.
+
+    Returns:
+        What was given to `save_checkpoint` as `extra`.
+
+    Raises:
+        ConfigError: there is no checkpoint, it is of another model or optimizer, or a newer
+            penstock wrote it. The store is as it was.
+        CorruptionError: some bytes are not those that were written. The store is of no use until
+            another checkpoint is loaded.
+        StorageError: the operating system could not read it.
+    """
+    state = read_state(folder)
+    sources = {
+        tensor_name(role, name): (name, role)
+        for name in store.program.weights
+        for role in store.roles(name)
+    }
+    _require_same_model(store, folder, state)
+    store.begin_restore()
+    for tensor, begin, values in _pieces(folder, state, lambda name: True, verify):
+        name, role = sources[tensor]
+        store.write(name, role, begin, values)
+    store.finish_restore(state.step)
+    return state.extra
+
+
+def checkpoint_weights(folder: Path, verify: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the weights of a checkpoint, float32, one at a time; optimizer state is not read.
+
+    For `store.load`, where a model is used or fine-tuned and not trained on. Errors are those of
+    `load_checkpoint`.
+    """
+    state = read_state(folder)
+    prefix = tensor_name(MASTER, "")
+    for name, shape in state.weights.items():
+        if 0 in shape:
+            yield name, torch.empty(shape)
+    whole = np.empty(0, np.float32)
+    for tensor, begin, values in _pieces(folder, state, lambda n: n.startswith(prefix), verify):
+        shape = state.tensors[tensor].extent.shape
+        if begin == 0:
+            whole = np.empty(int(np.prod(shape)), np.float32)
+        whole[begin : begin + values.size] = values
+        if begin + values.size == whole.size:
+            yield tensor.removeprefix(prefix), torch.from_numpy(whole).view(shape)
+
+
+def verify_checkpoint(folder: Path) -> CheckpointState:
+    """Read a whole checkpoint, check all of it, and return its description.
+
+    Errors are those of `load_checkpoint`.
+    """
+    state = read_state(folder)
+    for _ in _pieces(folder, state, lambda name: True, verify=True):
+        pass
+    return state
+
+
+def _require_same_model(store: Store, folder: Path, state: CheckpointState) -> None:
+    wanted = {
+        tensor_name(role, name): (tensor_file.DTYPES[dtype], spec.shape)
+        for name, spec in store.program.weights.items()
+        for role, dtype in store.roles(name).items()
+    }
+    found = {
+        name: (place.extent.dtype, place.extent.shape) for name, place in state.tensors.items()
+    }
+    if wanted == found:
+        return
+    masters = tensor_name(MASTER, "")
+    same_weights = {n: w for n, w in wanted.items() if n.startswith(masters)} == {
+        n: f for n, f in found.items() if n.startswith(masters)
+    }
+    differences = []
+    for name in [*wanted, *(name for name in found if name not in wanted)]:
+        if name not in found:
+            differences.append(f"{name} is missing in it")
+        elif name not in wanted:
+            differences.append(f"{name} is only in it")
+        elif found[name] != wanted[name]:
+            differences.append(f"{name} is {_spelled(*found[name])}, not {_spelled(*wanted[name])}")
+    shown = "; ".join(differences[:5])
+    rest = f"; and {len(differences) - 5} more" if len(differences) > 5 else ""
+    what = "of another optimizer" if same_weights else "of another model"
+    advice = (
+        "use the optimizer that wrote it, or load its weights only"
+        if same_weights
+        else "use the configuration that wrote it"
+    )
+    raise ConfigError(f"{folder}: a checkpoint {what}: {shown}{rest}; {advice}")
+
+
+def _spelled(dtype: str, shape: tuple[int, ...]) -> str:
+    return f"{dtype} {list(shape)}"
+
+
+def _pieces(
+    folder: Path, state: CheckpointState, wanted: Callable[[str], bool], verify: bool
+) -> Iterator[Piece]:
+    """Read the wanted tensors of all files, in the order in which they lie."""
+    for file_name, record in state.files.items():
+        extents = {
+            name: place.extent for name, place in state.tensors.items() if place.file == file_name
+        }
+        yield from _file_pieces(folder / file_name, record, extents, wanted, verify)
+
+
+def _file_pieces(
+    path: Path,
+    record: FileRecord,
+    extents: dict[str, Extent],
+    wanted: Callable[[str], bool],
+    verify: bool,
+) -> Iterator[Piece]:
+    ordered = sorted(
+        ((name, extent) for name, extent in extents.items() if extent.begin < extent.end),
+        key=lambda item: item[1].begin,
+    )
+    ends = [extent.end for _, extent in ordered]
+    last_wanted = max((extent.end for name, extent in ordered if wanted(name)), default=0)
+    head: bytearray | None = bytearray()
+    for offset, data in _chunks(path, record, ordered, verify):
+        if head is not None:
+            head += data
+            length = tensor_file.header_length(path, head, record.bytes)
+            if len(head) >= length:
+                if tensor_file.parse_header(path, head[:length], record.bytes) != extents:
+                    raise CorruptionError(
+                        f"{path}: its header is not that of the file which state.json describes; "
+                        "use another checkpoint"
+                    )
+                head = None
+        elif offset >= last_wanted:
+            return
+        end = offset + len(data)
+        # The first tensor that ends after this chunk begins, then on to those that begin in it.
+        for name, extent in ordered[bisect.bisect_right(ends, offset) :]:
+            if extent.begin >= end:
+                break
+            if wanted(name):
+                first, last = max(extent.begin, offset), min(extent.end, end)
+                values = tensor_file.elements(data[first - offset : last - offset], extent.dtype)
+                yield name, (first - extent.begin) // values.itemsize, values
+
+
+def _chunks(
+    path: Path, record: FileRecord, ordered: list[tuple[str, Extent]], verify: bool
+) -> Iterator[tuple[int, memoryview]]:
+    """Read a file in chunks, each checked against its checksum, into one buffer."""
+    try:
+        size = path.stat().st_size
+        if size != record.bytes:
+            raise CorruptionError(
+                f"{path}: it has {size:,} bytes, {record.bytes:,} were written; "
+                "use another checkpoint"
+            )
+        buffer = memoryview(bytearray(min(CHUNK_BYTES, record.bytes)))
+        with path.open("rb", buffering=0) as file:
+            for number, expected in enumerate(record.checksums):
+                offset = number * CHUNK_BYTES
+                data = buffer[: min(CHUNK_BYTES, record.bytes - offset)]
+                _read_into(path, file, data)
+                found = xxhash.xxh3_128_hexdigest(data) if verify else expected
+                if found != expected:
+                    raise CorruptionError(
+                        f"{path}: damaged in bytes {offset:,} to {offset + len(data):,}, which "
+                        f"hold {_held(ordered, offset, offset + len(data))}: their checksum is "
+                        f"{found}, {expected} was expected; use another checkpoint"
+                    )
+                yield offset, data
+    except FileNotFoundError as error:
+        raise CorruptionError(f"{path}: this file is missing; use another checkpoint") from error
+    except OSError as error:
+        raise StorageError(
+            f"{path}: cannot read it: {error.strerror}; check the disk, or use another checkpoint"
+        ) from error
+
+
+def _read_into(path: Path, file: RawIOBase, data: memoryview) -> None:
+    filled = 0
+    while filled < len(data):
+        count = file.readinto(data[filled:])
+        if not count:
+            raise CorruptionError(f"{path}: it became shorter while it was read")
+        filled += count
+
+
+def _held(ordered: list[tuple[str, Extent]], begin: int, end: int) -> str:
+    """Say which tensors lie, in part or whole, in some bytes of a file."""
+    names = [name for name, extent in ordered if extent.begin < end and extent.end > begin]
+    if begin == 0:
+        names.insert(0, "the header")
+    rest = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return f"{', '.join(names[:4])}{rest}"

@@ -1,0 +1,197 @@
+"""Writing a checkpoint, in steps that a crash may separate but never spoil.
+
+1. The files go into `.tmp-step-…`, each synced, then the folder itself.
+2. The folder gets its name; the folder of checkpoints is synced.
+3. `index.json` is replaced: from here on the new checkpoint is the one in force.
+4. Checkpoints that the index no longer lists are renamed away and deleted.
+"""
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from penstock import fault
+from penstock.store import tensor_file
+from penstock.store.checkpoint.index import (
+    Index,
+    fresh_name,
+    read_index,
+    remove_retired,
+    write_index,
+)
+from penstock.store.checkpoint.state import (
+    STATE_NAME,
+    CheckpointState,
+    Place,
+    state_bytes,
+    tensor_name,
+)
+from penstock.store.files import (
+    TEMPORARY_PREFIX,
+    ChecksummedFile,
+    FileRecord,
+    remove_temporaries,
+    require_space,
+    storage_errors,
+    sync_folder,
+)
+from penstock.store.interface import MASTER, Store
+from penstock.store.layout import homes
+
+MAX_FILE_BYTES = 4 << 30
+"""A stage's tensors go on in another file here; a file exceeds it only for a single tensor."""
+
+_PIECE_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """A checkpoint that is on disk: its folder, its step and the bytes of its tensor files."""
+
+    folder: Path
+    step: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class _Source:
+    weight: str
+    role: str
+
+
+def save_checkpoint(
+    store: Store,
+    checkpoints: Path,
+    extra: dict[str, Any],
+    *,
+    best: bool = False,
+    keep_last: int = 2,
+) -> SavedCheckpoint:
+    """Save all weights and optimizer state of a store, with all pending updates made.
+
+    Holds no copy of the model: what it needs of memory does not grow with it.
+
+    Args:
+        store: what to save; `store.step` names the checkpoint.
+        checkpoints: the run's folder of checkpoints; made if need be.
+        extra: what `load_checkpoint` is to return: a table that JSON can hold.
+        best: mark this checkpoint as the best, so that it is kept until a better one comes.
+        keep_last: how many of the latest are kept, 1 or more; the best is kept besides.
+
+    Raises:
+        StorageError: the disk is full, read-only or failing; the previous checkpoint is untouched
+            and still in force, and nothing half-written is left.
+        CorruptionError: the index of the existing checkpoints is damaged.
+    """
+    if keep_last < 1:
+        raise ValueError(f"keep_last must be 1 or more, not {keep_last}")
+    store.flush()
+    plan = _plan(store)
+    needed_bytes = sum(tensor_file.file_bytes(list(entries)) for entries in plan.values())
+    with storage_errors(checkpoints, 0):
+        checkpoints.mkdir(parents=True, exist_ok=True)
+        sync_folder(checkpoints.parent)
+        remove_temporaries(checkpoints)
+    before = read_index(checkpoints)
+    folder = checkpoints / fresh_name(before, store.step)
+    temporary = checkpoints / (TEMPORARY_PREFIX + folder.name)
+    after = before.with_new(folder.name, best, keep_last)
+    with storage_errors(folder, needed_bytes):
+        try:
+            require_space(folder, needed_bytes)
+            temporary.mkdir()
+            fault.point("checkpoint.begin")
+            state = _write_files(store, temporary, plan, extra)
+            _publish(temporary, folder, after)
+        except BaseException:
+            _withdraw(temporary, folder, checkpoints)
+            raise
+    remove_retired(checkpoints, after)
+    return SavedCheckpoint(folder, store.step, state.bytes)
+
+
+def _plan(store: Store) -> dict[str, dict[tensor_file.Entry, _Source]]:
+    """Return which tensors go into which file: one per stage, more where it would be too large."""
+    by_stage: dict[int, list[tuple[tensor_file.Entry, _Source]]] = {}
+    for name, home in homes(store.program).items():
+        shape = store.program.weights[name].shape
+        for role, dtype in store.roles(name).items():
+            entry = tensor_file.Entry(tensor_name(role, name), dtype, shape)
+            by_stage.setdefault(home, []).append((entry, _Source(name, role)))
+    for tensors in by_stage.values():
+        # The masters first: who wants the weights only need not read past them.
+        tensors.sort(key=lambda tensor: tensor[1].role != MASTER)
+    plan: dict[str, dict[tensor_file.Entry, _Source]] = {}
+    for home, tensors in by_stage.items():
+        parts: list[dict[tensor_file.Entry, _Source]] = [{}]
+        for entry, source in tensors:
+            held_bytes = sum(other.bytes for other in parts[-1])
+            if parts[-1] and held_bytes + entry.bytes > MAX_FILE_BYTES:
+                parts.append({})
+            parts[-1][entry] = source
+        for number, part in enumerate(parts):
+            suffix = f"-{number}" if number else ""
+            plan[f"stage-{home:05d}{suffix}.safetensors"] = {
+                entry: part[entry] for entry in tensor_file.in_file_order(part)
+            }
+    return plan
+
+
+def _write_files(
+    store: Store,
+    temporary: Path,
+    plan: dict[str, dict[tensor_file.Entry, _Source]],
+    extra: dict[str, Any],
+) -> CheckpointState:
+    files: dict[str, FileRecord] = {}
+    tensors: dict[str, Place] = {}
+    for file_name, sources in plan.items():
+
+        def pieces(entry: tensor_file.Entry, sources: Any = sources) -> Iterator[np.ndarray]:
+            return _pieces(store, entry, sources[entry])
+
+        entries = list(sources)
+        files[file_name] = tensor_file.write(temporary / file_name, entries, pieces)
+        for name, extent in tensor_file.extents(entries).items():
+            tensors[name] = Place(file_name, extent)
+        fault.point("checkpoint.after_file")
+    state = CheckpointState(store.step, files, tensors, extra)
+    file = ChecksummedFile(temporary / STATE_NAME)
+    try:
+        file.write(state_bytes(state))
+        fault.point("checkpoint.before_state_sync")
+        file.finish()
+    finally:
+        file.close()
+    sync_folder(temporary)
+    return state
+
+
+def _pieces(store: Store, entry: tensor_file.Entry, source: _Source) -> Iterator[np.ndarray]:
+    elements = entry.bytes // entry.dtype.itemsize
+    length = _PIECE_BYTES // entry.dtype.itemsize
+    for begin in range(0, elements, length):
+        yield store.read(source.weight, source.role, begin, min(begin + length, elements))
+
+
+def _publish(temporary: Path, folder: Path, after: Index) -> None:
+    fault.point("checkpoint.before_rename")
+    if folder.exists():
+        # The index does not list it: a crash came between its rename and the index.
+        shutil.rmtree(folder)
+    temporary.rename(folder)
+    fault.point("checkpoint.after_rename")
+    sync_folder(folder.parent)
+    fault.point("checkpoint.after_sync")
+    write_index(folder.parent, after)
+
+
+def _withdraw(temporary: Path, folder: Path, checkpoints: Path) -> None:
+    """Leave no trace of a save that failed before the index named it."""
+    shutil.rmtree(temporary, ignore_errors=True)
+    if folder.exists() and folder.name not in read_index(checkpoints).folders:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,153 @@
+"""`state.json`: what a checkpoint is, where each tensor lies in it, and the checksums of its files.
+
+Tensors are named `role/weight`: `master/wte.weight` is the float32 weight, `exp_avg/wte.weight` a
+moment of the optimizer.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import ConfigError, CorruptionError
+from penstock.store import sealed_json
+from penstock.store.files import CHUNK_BYTES, FileRecord
+from penstock.store.interface import MASTER
+from penstock.store.tensor_file import Extent
+
+STATE_NAME = "state.json"
+FORMAT = "penstock checkpoint"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor lies: a file of the checkpoint, and bytes in it."""
+
+    file: str
+    extent: Extent
+
+
+@dataclass(frozen=True)
+class CheckpointState:
+    """The content of `state.json`; `extra` is what the trainer wants to find again."""
+
+    step: int
+    files: dict[str, FileRecord]
+    tensors: dict[str, Place]
+    extra: dict[str, Any]
+
+    @property
+    def bytes(self) -> int:
+        return sum(record.bytes for record in self.files.values())
+
+    @property
+    def weights(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every weight, by name."""
+        prefix = tensor_name(MASTER, "")
+        return {
+            name.removeprefix(prefix): place.extent.shape
+            for name, place in self.tensors.items()
+            if name.startswith(prefix)
+        }
+
+
+def tensor_name(role: str, weight: str) -> str:
+    """Return the name of a tensor in the files of a checkpoint."""
+    return f"{role}/{weight}"
+
+
+def state_bytes(state: CheckpointState) -> bytes:
+    """Return the content of the file for this state."""
+    files = {
+        name: {"bytes": record.bytes, "checksums": list(record.checksums)}
+        for name, record in state.files.items()
+    }
+    tensors = {
+        name: [place.file, place.extent.dtype, list(place.extent.shape), place.extent.begin]
+        + [place.extent.end]
+        for name, place in state.tensors.items()
+    }
+    content = {
+        "format": FORMAT,
+        "version": VERSION,
+        "step": state.step,
+        "chunk_bytes": CHUNK_BYTES,
+        "files": files,
+        "tensors": tensors,
+        "extra": state.extra,
+    }
+    return sealed_json.seal(content)
+
+
+def read_state(folder: Path) -> CheckpointState:
+    """Read the `state.json` of a checkpoint.
+
+    Args:
+        folder: the checkpoint, such as `checkpoints/step-00000100`.
+
+    Raises:
+        ConfigError: there is no checkpoint, or a newer penstock wrote it.
+        CorruptionError: the file is damaged.
+    """
+    path = folder / STATE_NAME
+    try:
+        content = sealed_json.unseal(path)
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"{folder}: not a checkpoint: it has no {STATE_NAME}; a checkpoint is a folder such as "
+            "checkpoints/step-00000100"
+        ) from error
+    match content:
+        case {"format": "penstock checkpoint", "version": int(version)} if version > VERSION:
+            raise ConfigError(newer_version(path, version, VERSION))
+        case {
+            "format": "penstock checkpoint",
+            "version": int(),
+            "step": int(step),
+            "chunk_bytes": int(chunk_bytes),
+            "files": dict(files),
+            "tensors": dict(tensors),
+            "extra": dict(extra),
+        } if chunk_bytes == CHUNK_BYTES and step >= 0:
+            records = {name: _record(path, name, entry) for name, entry in files.items()}
+            places = {name: _place(path, name, entry) for name, entry in tensors.items()}
+            for name, place in places.items():
+                if place.file not in records:
+                    raise _broken(path, f"tensor {name!r} lies in the unknown {place.file!r}")
+            return CheckpointState(step, records, places, extra)
+    raise _broken(path, "it does not describe a checkpoint")
+
+
+def newer_version(path: Path, found: int, known: int) -> str:
+    """Return the message for a file of a format that is yet to be invented."""
+    return (
+        f"{path}: written in format {found} by a newer penstock; this one reads formats up to "
+        f"{known}; update penstock to use it"
+    )
+
+
+def _record(path: Path, name: str, entry: object) -> FileRecord:
+    match entry:
+        case {"bytes": int(size), "checksums": [*checksums]} if (
+            size >= 0
+            and len(checksums) == -(-size // CHUNK_BYTES)
+            and all(isinstance(checksum, str) for checksum in checksums)
+            # A name that leads out of the folder would let a checkpoint read any file.
+            and name == Path(name).name
+            and name not in ("", "..")
+        ):
+            return FileRecord(size, tuple(checksums))
+    raise _broken(path, f"file {name!r} is described by {str(entry)[:100]}")
+
+
+def _place(path: Path, name: str, entry: object) -> Place:
+    match entry:
+        case [str(file), str(dtype), [*shape], int(begin), int(end)] if all(
+            type(size) is int for size in shape
+        ):
+            return Place(file, Extent(dtype, tuple(shape), begin, end))
+    raise _broken(path, f"tensor {name!r} is described by {str(entry)[:100]}")
+
+
+def _broken(path: Path, what: str) -> CorruptionError:
+    return CorruptionError(f"{path}: {what}; use another checkpoint")

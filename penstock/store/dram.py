@@ -1,0 +1,351 @@
+"""The store in host memory: weights stream out of it, gradients come in, and it updates itself.
+
+Updates are lazy and exact. `commit` only fixes what they need (the clip factor, the learning
+rate); each weight is updated when it is next fetched, so that stage 0 is ready at once and the
+rest hides behind compute. Nobody outside can tell: every way to look at a weight updates it first.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import torch
+
+from penstock.errors import ConfigError, did_you_mean
+from penstock.program import Program
+from penstock.store.gradients import Gradients, clip_scale
+from penstock.store.interface import MASTER, Commit, Traffic
+from penstock.store.layout import allocate_role, homes
+from penstock.store.masters import Masters, content_hash
+
+if TYPE_CHECKING:
+    from penstock.store.optimizers import GroupSettings, Optimizer
+
+_STREAM_DTYPES = {
+    "fp32": (torch.float32,),
+    "bf16": (torch.bfloat16, torch.float32),
+}
+
+
+class DramStore:
+    """Weights, gradients and optimizer state of one program, in slabs of exact size.
+
+    `fetch` and `receive` may be called from several threads; `load`, `commit`, `discard`, `flush`
+    and whatever reads or restores state only while no other call is under way.
+
+    Args:
+        program: names the weights, their shapes and the stages that use them.
+        precision: `fp32`, or `bf16` for a program whose weights stream as bfloat16.
+        optimizer: makes the updates; None for a program that only infers.
+        groups: settings of every trainable weight, by name.
+        schedule: learning rate of update number 0, 1, ...
+        clip_norm: greatest global norm of the gradients, or None not to clip.
+        gradient_dtype: float32 or bfloat16, how gradients are kept until they are used.
+
+    Raises:
+        ValueError: the program does not stream in this precision, or a weight has no settings.
+        BudgetError: the operating system has no room for the slabs.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        precision: Literal["fp32", "bf16"],
+        optimizer: Optimizer | None = None,
+        groups: Mapping[str, GroupSettings] | None = None,
+        schedule: Callable[[int], float] | None = None,
+        clip_norm: float | None = None,
+        gradient_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        _check_precision(program, precision)
+        self.program = program
+        self.step = 0
+        self._optimizer = optimizer
+        self._groups = dict(groups or {})
+        self._schedule = schedule
+        self._clip_norm = clip_norm
+        self._trainable = tuple(n for n in homes(program) if program.weights[n].trainable)
+        self._masters = Masters(program)
+        self.memory_bytes = dict(self._masters.memory_bytes)
+        self._gradients: Gradients | None = None
+        self._state: dict[str, dict[str, np.ndarray]] = {}
+        if optimizer is not None:
+            self._prepare_training(optimizer, gradient_dtype)
+        self._is_loaded = False
+        self._state_is_zero = True
+        self._commit: Commit | None = None
+        self._pending: set[str] = set()
+        self._never_changed = {n for n in self._trainable if program.weights[n].elements}
+        self._unchanged: dict[str, str] = {}
+        # Kernels are parallel inside; Numba does not promise that two may run side by side.
+        self._compute = threading.Lock()
+        self._count = threading.Lock()
+        self._streamed_bytes = self._gradient_bytes = 0
+
+    def _prepare_training(self, optimizer: Optimizer, gradient_dtype: torch.dtype) -> None:
+        missing = [name for name in self._trainable if name not in self._groups]
+        if missing:
+            raise ValueError(f"trainable weights without settings: {', '.join(missing[:5])}")
+        if self._schedule is None:
+            raise ValueError("an optimizer needs a schedule for its learning rate")
+        self._gradients = Gradients(self.program, gradient_dtype)
+        self.memory_bytes["gradient"] = self._gradients.memory_bytes
+        kinds = dict.fromkeys(self._trainable, np.dtype(np.float32))
+        for role in optimizer.roles:
+            arrays, self.memory_bytes[role] = allocate_role(self.program, kinds)
+            for name, array in arrays.items():
+                self._state.setdefault(name, {})[role] = array
+
+    # --- weights in -------------------------------------------------------------------------------
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Fill all masters, one weight at a time, and begin at step 0 with no optimizer state.
+
+        Args:
+            weights: every weight of the program once, as name and float32 tensor of its shape.
+
+        Raises:
+            ConfigError: a name that the program lacks, a name twice, a weight that did not come,
+                or one of another shape or type; the store must be loaded again after it.
+        """
+        self.begin_restore()
+        awaited = set(self.program.weights)
+        for name, tensor in weights:
+            spec = self.program.weights.get(name)
+            if spec is None:
+                hint = did_you_mean(name, self.program.weights)
+                raise ConfigError(f"{self.program.name} has no weight {name!r}{hint}")
+            if name not in awaited:
+                raise ConfigError(f"weight {name!r} came twice")
+            if tuple(tensor.shape) != spec.shape or tensor.dtype != torch.float32:
+                raise ConfigError(
+                    f"weight {name!r} must be float32 {list(spec.shape)}, "
+                    f"{tensor.dtype} {list(tensor.shape)} came"
+                )
+            awaited.discard(name)
+            self._masters.write(name, 0, tensor.detach().contiguous().view(-1).numpy())
+        if awaited:
+            names = [name for name in self.program.weights if name in awaited]
+            raise ConfigError(
+                f"{len(names)} weights of {self.program.name} did not come: "
+                f"{', '.join(names[:5])}{' ...' if len(names) > 5 else ''}"
+            )
+        self._clear_state()
+        self.finish_restore(0)
+
+    def _clear_state(self) -> None:
+        if self._state_is_zero:
+            return  # zeroing again would only take pages that nobody has touched
+        self._state_is_zero = True
+        for arrays in self._state.values():
+            for array in arrays.values():
+                array.fill(0)
+
+    # --- one step ---------------------------------------------------------------------------------
+
+    def fetch(self, stage: int, positions: Sequence[int] | None = None) -> list[torch.Tensor]:
+        """Return the weights of a stage for streaming, after any update that they still await.
+
+        Args:
+            stage: index of the stage.
+            positions: which of the stage's weights, in this order; all of them by default.
+
+        Returns:
+            Views of the store's memory, float32 or bfloat16 as the program says, in the weights'
+            shapes; good until the next commit, and not to be written to.
+        """
+        self._require_loaded()
+        names = self.program.stages[stage].weights
+        for name in names:
+            self._update(name)
+        chosen = names if positions is None else [names[position] for position in positions]
+        views = [self._masters.stream(name) for name in chosen]
+        with self._count:
+            self._streamed_bytes += sum(view.nbytes for view in views)
+        return views
+
+    def receive(self, stage: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Take the gradients of one stage, summed over the whole batch.
+
+        Args:
+            stage: index of the stage.
+            gradients: per trainable weight of the stage, in stage order, a float32 tensor of the
+                weight's shape in host memory, or None where the loss does not depend on it.
+
+        Raises:
+            RuntimeError: the stage has already sent its gradients in this step.
+            ValueError: another number of gradients, or one of another shape, type or device.
+        """
+        slabs = self._require_optimizer()
+        with self._compute:
+            slabs.check(stage, gradients)
+        for name in slabs.trainable(stage):
+            self._update(name)  # its old gradient must be used before the new one overwrites it
+        with self._compute:
+            received_bytes = slabs.receive(stage, gradients)
+        with self._count:
+            self._gradient_bytes += received_bytes
+
+    def commit(self) -> Commit:
+        """Decide the step: fix clip factor and learning rate, and let every weight await its update.
+
+        Raises:
+            NoTrainingError: a trainable weight has got no gradient. Nothing is committed.
+            NonFiniteError: a gradient is NaN or infinite. Nothing is committed; after `discard`
+                the step may be replayed.
+        """
+        slabs = self._require_optimizer()
+        self._require_loaded()
+        norm = slabs.norm(self.step + 1)
+        assert self._schedule is not None
+        rate = float(self._schedule(self.step))
+        self._commit = Commit(self.step + 1, norm, clip_scale(norm, self._clip_norm), rate)
+        self.step += 1
+        self._state_is_zero = False
+        self._pending.update(self._trainable)
+        slabs.clear()
+        return self._commit
+
+    def discard(self) -> None:
+        """Throw away the gradients that have come since the last commit, so as to replay the step."""
+        self._require_optimizer().clear()
+
+    def flush(self) -> None:
+        """Make all updates that are still awaited, now."""
+        for name in self._trainable:
+            self._update(name)
+
+    def _update(self, name: str) -> None:
+        """Make the pending update of a weight, if there is one; safe from any thread."""
+        # A name leaves the set only after its update, so that what is not in it is up to date.
+        if name not in self._pending:
+            return
+        with self._compute:
+            if name in self._pending:
+                self._apply(name)
+                self._pending.discard(name)
+
+    def _apply(self, name: str) -> None:
+        commit, slabs, optimizer = self._commit, self._gradients, self._optimizer
+        assert commit is not None and slabs is not None and optimizer is not None
+        settings = self._groups[name]
+        rate = commit.learning_rate * settings.learning_rate_scale
+        watched = name in self._never_changed and rate > 0
+        before = self._masters.fingerprint(name) if watched else b""
+        optimizer.update(
+            self._masters.weight(name),
+            slabs.array(name),
+            self._state.get(name, {}),
+            step=commit.step,
+            learning_rate=rate,
+            weight_decay=settings.weight_decay,
+            gradient_scale=commit.clip_scale,
+        )
+        if not watched:
+            return
+        if self._masters.fingerprint(name) != before:
+            self._never_changed.discard(name)
+            self._unchanged.pop(name, None)
+        elif slabs.zero_everywhere(name):
+            self._unchanged[name] = "its gradient was zero in every element"
+        else:
+            self._unchanged[name] = f"no update was large enough, at learning rate {rate:g}"
+
+    def unchanged(self) -> dict[str, str]:
+        """Return the trainable weights that no update has changed in any bit, with the reason.
+
+        Only updates with a learning rate above zero count, and only those since the weights were
+        loaded or restored; a weight that has had none of these is not listed. Flush first.
+        """
+        return {name: self._unchanged[name] for name in self._trainable if name in self._unchanged}
+
+    def take_traffic(self) -> Traffic:
+        """Return the bytes that were streamed and received since the last call."""
+        with self._count:
+            taken = Traffic(self._streamed_bytes, self._gradient_bytes)
+            self._streamed_bytes = self._gradient_bytes = 0
+        return taken
+
+    # --- looking at the state, and restoring it ---------------------------------------------------
+
+    def master(self, name: str) -> torch.Tensor:
+        """Return a copy of a weight, float32 in its shape."""
+        self._require_loaded()
+        self._update(name)
+        spec = self.program.weights[name]
+        return torch.from_numpy(self._masters.read(name, 0, spec.elements).copy()).view(spec.shape)
+
+    def state(self, name: str) -> dict[str, torch.Tensor]:
+        """Return views of the optimizer's state of a weight by role, each in the weight's shape."""
+        self._require_loaded()
+        self._update(name)
+        shape = self.program.weights[name].shape
+        arrays = self._state.get(name, {})
+        return {role: torch.from_numpy(array).view(shape) for role, array in arrays.items()}
+
+    def roles(self, name: str) -> dict[str, torch.dtype]:
+        """Return what `read` and `write` know of a weight: the master, then the optimizer's roles."""
+        return {MASTER: torch.float32, **dict.fromkeys(self._state.get(name, {}), torch.float32)}
+
+    def read(self, name: str, role: str, begin: int, end: int) -> np.ndarray:
+        """Return elements `begin` to `end` of a weight or of its state, flat; maybe a view."""
+        self._require_loaded()
+        self._update(name)
+        if role == MASTER:
+            return self._masters.read(name, begin, end)
+        return self._state[name][role][begin:end]
+
+    def begin_restore(self) -> None:
+        """Forget gradients and pending updates; the store is of no use until `finish_restore`."""
+        self._is_loaded = False
+        self._pending.clear()
+        self._commit = None
+        self._unchanged.clear()
+        self._never_changed = {n for n in self._trainable if self.program.weights[n].elements}
+        if self._gradients is not None:
+            self._gradients.clear()
+
+    def write(self, name: str, role: str, begin: int, values: np.ndarray) -> None:
+        """Overwrite elements of a weight or of its state, from `begin` on, while restoring."""
+        if self._is_loaded:
+            raise RuntimeError("state is written only between begin_restore and finish_restore")
+        if role == MASTER:
+            self._masters.write(name, begin, values)
+        else:
+            self._state_is_zero = False
+            self._state[name][role][begin : begin + values.size] = values
+
+    def finish_restore(self, step: int) -> None:
+        """Make the store usable: all weights and state are those after `step` commits."""
+        self.step = step
+        self._is_loaded = True
+
+    def content_hash(self) -> str:
+        """Return a hash of all weights: equal for two stores exactly when they agree to the bit.
+
+        It covers names, shapes and float32 values, in the order of the names, and does not depend
+        on precision or on how the program is cut.
+        """
+        self._require_loaded()
+        self.flush()
+        return content_hash(self.program, self._masters)
+
+    def _require_loaded(self) -> None:
+        if not self._is_loaded:
+            raise RuntimeError("the store holds no weights yet: load them, or restore a checkpoint")
+
+    def _require_optimizer(self) -> Gradients:
+        if self._gradients is None:
+            raise RuntimeError("this store has no optimizer: it streams weights and takes nothing")
+        return self._gradients
+
+
+def _check_precision(program: Program, precision: str) -> None:
+    if precision not in _STREAM_DTYPES:
+        raise ValueError(f"precision must be 'fp32' or 'bf16', not {precision!r}")
+    for name, spec in program.weights.items():
+        if spec.stream_dtype not in _STREAM_DTYPES[precision]:
+            raise ValueError(f"{name} streams as {spec.stream_dtype}, the precision is {precision}")

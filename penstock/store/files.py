@@ -1,0 +1,183 @@
+"""Files that are either wholly there or not there at all, and whose bytes carry checksums.
+
+Everything the store leaves on disk is written by this module: under a temporary name, synced, then
+renamed, then the folder is synced, since without that last step a crash may undo the rename. What
+the operating system refuses becomes a `StorageError` that says how much room there was.
+"""
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from penstock import fault
+from penstock.errors import StorageError
+
+CHUNK_BYTES = 8 << 20
+"""Bytes under one checksum; a multiple of every element size."""
+
+TEMPORARY_PREFIX = ".tmp-"
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What a reader must know of a file to trust it: its size, and one checksum per chunk."""
+
+    bytes: int
+    checksums: tuple[str, ...]
+
+
+class ChecksummedFile:
+    """A new file, written from front to back, that takes checksums of its chunks on the way."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.bytes = 0
+        self._checksums: list[str] = []
+        self._hash = xxhash.xxh3_128()
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+
+    def write(self, data: bytes | np.ndarray) -> None:
+        """Append bytes, or the bytes of a contiguous array."""
+        view = memoryview(data).cast("B")
+        while len(view):
+            piece = view[: CHUNK_BYTES - self.bytes % CHUNK_BYTES]
+            self._hash.update(piece)
+            _write_all(self._descriptor, piece)
+            self.bytes += len(piece)
+            if self.bytes % CHUNK_BYTES == 0:
+                self._end_chunk()
+            view = view[len(piece) :]
+
+    def finish(self) -> FileRecord:
+        """Sync and close the file, and return its record."""
+        if self.bytes % CHUNK_BYTES:
+            self._end_chunk()
+        sync(self._descriptor)
+        self.close()
+        return FileRecord(self.bytes, tuple(self._checksums))
+
+    def close(self) -> None:
+        """Close the file without promising anything about it; closing twice is allowed."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def _end_chunk(self) -> None:
+        self._checksums.append(self._hash.hexdigest())
+        self._hash.reset()
+
+
+def write(descriptor: int, data: memoryview) -> int:
+    """Hand bytes to the operating system and return how many it took; tests put faults here."""
+    return os.write(descriptor, data)
+
+
+def sync(descriptor: int) -> None:
+    """Wait until a file or folder is on the medium; tests put faults here.
+
+    An error is final: the kernel may have dropped the pages, so that a second call would succeed
+    with the bytes lost.
+    """
+    os.fsync(descriptor)
+
+
+def _write_all(descriptor: int, data: memoryview) -> None:
+    while len(data):
+        data = data[write(descriptor, data) :]
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names inside a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        sync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def replace_file(path: Path, content: bytes, point: str) -> None:
+    """Put `content` under `path` so that a crash leaves the old content or the new, never less.
+
+    `point` is the prefix of the fault points on the way.
+    """
+    temporary = path.with_name(TEMPORARY_PREFIX + path.name)
+    temporary.unlink(missing_ok=True)
+    try:
+        file = ChecksummedFile(temporary)
+        try:
+            file.write(content)
+            fault.point(f"{point}.before_sync")
+            file.finish()
+        finally:
+            file.close()
+        fault.point(f"{point}.before_rename")
+        os.rename(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    fault.point(f"{point}.after_rename")
+    sync_folder(path.parent)
+    fault.point(f"{point}.after_sync")
+
+
+def remove_folder(folder: Path) -> None:
+    """Delete a folder so that no crash can leave half of it under its own name."""
+    doomed = folder.with_name(f"{TEMPORARY_PREFIX}old-{folder.name}")
+    shutil.rmtree(doomed, ignore_errors=True)
+    os.rename(folder, doomed)
+    sync_folder(folder.parent)
+    fault.point("remove.after_rename")
+    shutil.rmtree(doomed)
+
+
+def remove_temporaries(folder: Path) -> None:
+    """Delete what a crash has left of unfinished writing directly inside `folder`."""
+    for path in folder.glob(f"{TEMPORARY_PREFIX}*"):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def free_bytes(folder: Path) -> int:
+    """Return the bytes that an ordinary user may still write where `folder` is, or is to be."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+@contextmanager
+def storage_errors(folder: Path, needed_bytes: int) -> Iterator[None]:
+    """Turn what the operating system refuses, inside the block, into a `StorageError`.
+
+    Args:
+        folder: what was to be written, named in the message.
+        needed_bytes: bytes of all of it.
+    """
+    try:
+        yield
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        advice = "make room or choose another place"
+        if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+            advice = "make the folder writable or choose another place"
+        elif error.errno == errno.EIO:
+            advice = "check the disk"
+        raise StorageError(
+            f"{folder}: cannot write it: {reason}; it needs {needed_bytes:,} bytes, "
+            f"{free_bytes(folder.parent):,} bytes are free; {advice}; "
+            "what was saved before is unchanged"
+        ) from error
+
+
+def require_space(folder: Path, needed_bytes: int) -> None:
+    """Raise `OSError` (disk full) at once if `needed_bytes` do not fit beside `folder`."""
+    if free_bytes(folder.parent) < needed_bytes:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))

@@ -1,0 +1,168 @@
+"""Weights leave Penstock as a Hugging Face folder: what `from_pretrained` loads.
+
+One weight after another is converted and written, so that exporting a model takes the memory of a
+piece of one weight, not of the model.
+"""
+
+import json
+import math
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from penstock.errors import ConfigError
+from penstock.store import tensor_file
+from penstock.store.files import (
+    TEMPORARY_PREFIX,
+    ChecksummedFile,
+    require_space,
+    storage_errors,
+    sync_folder,
+)
+from penstock.store.interface import MASTER, Store
+
+MAX_SHARD_BYTES = 2 << 30
+"""A file is exceeded only by a single tensor that is larger."""
+
+_PIECE_ELEMENTS = 4 << 20
+
+
+def export_huggingface(
+    store: Store,
+    folder: Path,
+    *,
+    config: Mapping[str, Any],
+    dtype: torch.dtype = torch.float32,
+    generation_config: Mapping[str, Any] | None = None,
+    tokenizer_files: Sequence[Path] = (),
+    aliases: Mapping[str, str] | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> list[Path]:
+    """Write a store's weights as a Hugging Face model folder.
+
+    Args:
+        store: what to export; pending updates are made first.
+        folder: must not exist yet, or be empty; it appears only when all in it is on disk.
+        config: the content of `config.json`; `dtype` is set in it.
+        dtype: float32, bfloat16 or float16, in which the weights are written (ties to even).
+        generation_config: the content of `generation_config.json`, if there is to be one.
+        tokenizer_files: files that are copied in under their own names.
+        aliases: further names of weights, as alias to weight, that are to be written as copies. A
+            tied weight needs none of this where `transformers` ties it again by itself.
+        max_shard_bytes: greatest size of the tensors in one file.
+
+    Returns:
+        The weight files.
+
+    Raises:
+        ConfigError: the folder is in use, or the data type or an alias makes no sense.
+        StorageError: the disk is full, read-only or failing; nothing half-written is left.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder}: already in use; choose a new folder, or delete this one")
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ConfigError(f"weights are exported as float32, bfloat16 or float16, not as {dtype}")
+    store.flush()
+    sources = {name: name for name in store.program.weights} | dict(aliases or {})
+    for alias, name in (aliases or {}).items():
+        if name not in store.program.weights:
+            raise ConfigError(f"alias {alias!r} names the weight {name!r}, which does not exist")
+    entries = [
+        tensor_file.Entry(name, dtype, store.program.weights[source].shape)
+        for name, source in sources.items()
+    ]
+    shards = _shards(entries, max_shard_bytes)
+    names = _shard_names(len(shards))
+    documents = _documents(config, generation_config, dtype, entries, shards, names)
+    needed_bytes = sum(tensor_file.file_bytes(shard) for shard in shards)
+    temporary = folder.with_name(f"{TEMPORARY_PREFIX}{folder.name}")
+    with storage_errors(folder, needed_bytes):
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            require_space(folder, needed_bytes)
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir()
+            for name, shard in zip(names, shards, strict=True):
+                tensor_file.write(
+                    temporary / name, shard, lambda entry: _pieces(store, entry, sources)
+                )
+            for name, document in documents.items():
+                _write_file(temporary / name, json.dumps(document, indent=2).encode() + b"\n")
+            for path in tokenizer_files:
+                _write_file(temporary / path.name, path.read_bytes())
+            sync_folder(temporary)
+            temporary.rename(folder)
+            sync_folder(folder.parent)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+    return [folder / name for name in names]
+
+
+def _shards(entries: Sequence[tensor_file.Entry], max_bytes: int) -> list[list[tensor_file.Entry]]:
+    shards: list[list[tensor_file.Entry]] = [[]]
+    held_bytes = 0
+    for entry in entries:
+        if shards[-1] and held_bytes + entry.bytes > max_bytes:
+            shards.append([])
+            held_bytes = 0
+        shards[-1].append(entry)
+        held_bytes += entry.bytes
+    return shards
+
+
+def _shard_names(count: int) -> list[str]:
+    if count == 1:
+        return ["model.safetensors"]
+    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def _documents(
+    config: Mapping[str, Any],
+    generation_config: Mapping[str, Any] | None,
+    dtype: torch.dtype,
+    entries: Sequence[tensor_file.Entry],
+    shards: Sequence[Sequence[tensor_file.Entry]],
+    names: Sequence[str],
+) -> dict[str, Mapping[str, Any]]:
+    documents: dict[str, Mapping[str, Any]] = {
+        "config.json": {**config, "dtype": str(dtype).removeprefix("torch.")}
+    }
+    if generation_config is not None:
+        documents["generation_config.json"] = generation_config
+    if len(shards) > 1:
+        documents["model.safetensors.index.json"] = {
+            "metadata": {
+                "total_parameters": sum(math.prod(entry.shape) for entry in entries),
+                "total_size": sum(entry.bytes for entry in entries),
+            },
+            "weight_map": {
+                entry.name: name
+                for name, shard in zip(names, shards, strict=True)
+                for entry in shard
+            },
+        }
+    return documents
+
+
+def _pieces(
+    store: Store, entry: tensor_file.Entry, sources: Mapping[str, str]
+) -> Iterator[np.ndarray]:
+    elements = math.prod(entry.shape)
+    for begin in range(0, elements, _PIECE_ELEMENTS):
+        end = min(begin + _PIECE_ELEMENTS, elements)
+        values = torch.from_numpy(store.read(sources[entry.name], MASTER, begin, end))
+        yield values.to(entry.dtype).view(torch.uint8).numpy()
+
+
+def _write_file(path: Path, content: bytes) -> None:
+    file = ChecksummedFile(path)
+    try:
+        file.write(content)
+        file.finish()
+    finally:
+        file.close()

@@ -1,0 +1,77 @@
+"""What a store is to the rest of the house: weights out, gradients in, and one commit per step."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from penstock.program import Program
+
+MASTER = "master"
+"""The role of the float32 weight itself, among the roles of the optimizer's state."""
+
+
+@dataclass(frozen=True)
+class Commit:
+    """What was decided when a step's last gradient had arrived.
+
+    `step` counts from 1. `grad_norm` is the global norm before clipping, `clip_scale` what every
+    gradient is multiplied by, `learning_rate` the schedule's value for this step's update.
+    """
+
+    step: int
+    grad_norm: float
+    clip_scale: float
+    learning_rate: float
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of weights that were streamed out, and bytes of gradients that came in."""
+
+    streamed_bytes: int
+    gradient_bytes: int
+
+
+class Store(Protocol):
+    """Owns every weight and all optimizer state; see `DramStore` for what each method does."""
+
+    program: Program
+    step: int
+
+    @property
+    def memory_bytes(self) -> Mapping[str, int]: ...
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None: ...
+
+    def fetch(self, stage: int, positions: Sequence[int] | None = None) -> list[torch.Tensor]: ...
+
+    def receive(self, stage: int, gradients: Sequence[torch.Tensor | None]) -> None: ...
+
+    def commit(self) -> Commit: ...
+
+    def discard(self) -> None: ...
+
+    def flush(self) -> None: ...
+
+    def unchanged(self) -> dict[str, str]: ...
+
+    def take_traffic(self) -> Traffic: ...
+
+    def master(self, name: str) -> torch.Tensor: ...
+
+    def state(self, name: str) -> dict[str, torch.Tensor]: ...
+
+    def roles(self, name: str) -> dict[str, torch.dtype]: ...
+
+    def read(self, name: str, role: str, begin: int, end: int) -> np.ndarray: ...
+
+    def begin_restore(self) -> None: ...
+
+    def write(self, name: str, role: str, begin: int, values: np.ndarray) -> None: ...
+
+    def finish_restore(self, step: int) -> None: ...
+
+    def content_hash(self) -> str: ...

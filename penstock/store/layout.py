@@ -1,0 +1,73 @@
+"""Where each weight lies: one slab of memory per stage and role, of exactly the size it needs.
+
+A role is what a piece of memory holds of a weight: its master (whole, or as two halves), its
+gradient, a moment of the optimizer. All weights of a stage lie side by side in the stage's slab of
+each role, so that a stage is a handful of allocations and a stream reads memory in order. A tied
+weight lies once, in the slab of its home, the first stage that uses it.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from penstock.kernels.memory import allocate
+from penstock.program import Program
+
+ALIGNMENT_BYTES = 64
+"""Where a weight may begin in a slab: at a cache line, as vector loads and copies like it."""
+
+
+def homes(program: Program) -> dict[str, int]:
+    """Return the home stage of every weight, in the order in which the stages use them."""
+    table: dict[str, int] = {}
+    for stage in program.stages:
+        for name in stage.weights:
+            table.setdefault(name, stage.index)
+    return table
+
+
+def allocate_role(
+    program: Program, dtypes: Mapping[str, np.dtype]
+) -> tuple[dict[str, np.ndarray], int]:
+    """Allocate one role: a slab per stage, cut into one flat array per weight.
+
+    Args:
+        program: says which weights there are, how large, and at which stage they are at home.
+        dtypes: element type per weight; weights that are not named here have no such role.
+
+    Returns:
+        Per weight a zeroed flat array `[elements]` that begins at a multiple of 64 bytes, and the
+        bytes of all slabs.
+
+    Raises:
+        BudgetError: the operating system has no room for a slab.
+    """
+    by_stage: dict[int, list[str]] = {}
+    for name, home in homes(program).items():
+        if name in dtypes:
+            by_stage.setdefault(home, []).append(name)
+    arrays: dict[str, np.ndarray] = {}
+    total_bytes = 0
+    for names in by_stage.values():
+        sizes = [program.weights[name].elements * dtypes[name].itemsize for name in names]
+        slab = allocate(_slab_bytes(sizes))
+        total_bytes += slab.nbytes
+        begin = 0
+        for name, size in zip(names, sizes, strict=True):
+            arrays[name] = slab[begin : begin + size].view(dtypes[name])
+            begin += _aligned(size)
+    return arrays, total_bytes
+
+
+def _slab_bytes(sizes: Iterable[int]) -> int:
+    """Bytes of tensors side by side, each but the last padded to the alignment."""
+    begin = end = 0
+    for size in sizes:
+        end = begin + size
+        begin += _aligned(size)
+    return end
+
+
+def _aligned(size: int) -> int:
+    return math.ceil(size / ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -1,0 +1,54 @@
+"""JSON files that carry a checksum of their own content, since even a table of checksums can rot.
+
+The file is `{"checksum": xxh3_128 of the content, "content": ...}`. The checksum is taken over the
+content in one canonical spelling, so that white space and the order of keys do not matter.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from penstock.errors import CorruptionError
+
+MAX_BYTES = 256 << 20
+"""Larger files are refused unread: the table of a model of 10^12 weights takes some 70 MB."""
+
+
+def seal(content: dict[str, Any]) -> bytes:
+    """Return the bytes of a sealed file with this content."""
+    sealed = {"checksum": _checksum(content), "content": content}
+    return json.dumps(sealed, indent=1).encode()
+
+
+def unseal(path: Path) -> dict[str, Any]:
+    """Read a sealed file and return its content.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CorruptionError: it is too large, is not of this form, or its checksum does not match.
+    """
+    size = path.stat().st_size
+    if size > MAX_BYTES:
+        raise _broken(path, f"it has {size:,} bytes, at most {MAX_BYTES:,} make sense")
+    try:
+        sealed = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise _broken(path, f"it is not JSON: {error}") from error
+    match sealed:
+        case {"checksum": str(expected), "content": dict(content)}:
+            found = _checksum(content)
+            if found != expected:
+                raise _broken(path, f"its content has checksum {found}, {expected} was expected")
+            return content
+    raise _broken(path, "it has no checksum or no content")
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return xxhash.xxh3_128_hexdigest(canonical.encode())
+
+
+def _broken(path: Path, what: str) -> CorruptionError:
+    return CorruptionError(f"{path}: {what}; the file has changed since it was written")

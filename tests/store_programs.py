@@ -1,0 +1,93 @@
+"""Small programs for tests of the store: stages and weights by hand, nothing that computes."""
+
+import dataclasses
+
+import numpy as np
+import torch
+
+from penstock.program import Kind, Program, Stage, TensorSpec, WeightSpec
+
+
+def _refuse(*tensors):
+    raise AssertionError("a store test must not run the program")
+
+
+_EMPTY = {"Executable": _refuse, "int": 0}
+_NOTHING = {
+    field.name: _EMPTY.get(field.type, ())
+    for field in dataclasses.fields(Kind)
+    if field.default_factory is dataclasses.MISSING
+}
+"""What a kind needs to be made and the store never looks at."""
+
+
+def make_program(layers, frozen=(), stream_dtype=torch.float32, name="small"):
+    """Return a program from `[{weight: shape, ...}, ...]`, one table per stage.
+
+    A weight that appears in several stages is tied; those named in `frozen` are not trained.
+    """
+    weights, stages = {}, []
+    for index, layer in enumerate(layers):
+        for weight, shape in layer.items():
+            weights[weight] = WeightSpec(weight, shape, stream_dtype, weight not in frozen)
+        kind = Kind(
+            **_NOTHING
+            | {
+                "name": f"kind{index}",
+                "digest": f"digest{index}",
+                "weights": tuple(TensorSpec(shape, stream_dtype) for shape in layer.values()),
+                "trainable": tuple(weight not in frozen for weight in layer),
+            }
+        )
+        stages.append(Stage(index, f"stage{index}", kind, tuple(layer), (), ()))
+    return Program(name, tuple(stages), weights, {}, (), {}, None, (), (), ())
+
+
+LAYERS = (
+    {"embed": (50, 16), "position": (7, 16)},
+    {"block.0.weight": (33, 17), "block.0.bias": (33,)},
+    {"block.1.weight": (64, 40), "block.1.bias": (1,), "block.1.scale": ()},
+    {"norm": (16,), "embed": (50, 16)},
+)
+"""Sizes that fill no vector and no cache line; `embed` is tied; `block.1.scale` is a scalar."""
+
+
+def random_weights(program, seed):
+    """Return float32 weights for a program, by name."""
+    generator = np.random.default_rng(seed)
+    return {
+        name: torch.from_numpy(np.asarray(generator.standard_normal(spec.shape), np.float32))
+        for name, spec in program.weights.items()
+    }
+
+
+def random_gradients(program, generator, scale=1.0):
+    """Return, per stage, float32 gradients of its trainable weights in stage order."""
+    return {
+        stage.index: [
+            torch.from_numpy(
+                np.asarray(
+                    generator.standard_normal(program.weights[name].shape) * scale, np.float32
+                )
+            )
+            for name in stage.weights
+            if program.weights[name].trainable
+        ]
+        for stage in program.stages
+    }
+
+
+def send(store, gradients):
+    """Hand gradients to a store as a backward sweep does: the last stage first."""
+    for stage in sorted(gradients, reverse=True):
+        if gradients[stage]:
+            store.receive(stage, gradients[stage])
+
+
+def forward_sweep(store):
+    """Fetch every stage once, in order, and return copies of what streamed, by weight."""
+    seen = {}
+    for stage in store.program.stages:
+        for name, view in zip(stage.weights, store.fetch(stage.index), strict=True):
+            seen[name] = view.clone()
+    return seen
