@@ -1,0 +1,124 @@
+"""From a Hugging Face configuration to a function that builds the model."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+)
+
+from penstock.errors import ConfigError, did_you_mean
+
+_TASKS: dict[str, tuple[Any, Any]] = {
+    "causal_lm": (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING),
+    "masked_lm": (AutoModelForMaskedLM, MODEL_FOR_MASKED_LM_MAPPING),
+}
+
+
+def read_config(config: Mapping[str, Any] | str | Path) -> dict[str, Any]:
+    """Return the configuration as a dict, from a dict, a `config.json`, or the folder of one.
+
+    Raises:
+        ConfigError: no such file, not JSON, or no `model_type` in it.
+    """
+    if isinstance(config, Mapping):
+        fields, origin = dict(config), "the model config"
+    else:
+        path = Path(config)
+        path = path / "config.json" if path.is_dir() else path
+        origin = str(path)
+        try:
+            fields = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ConfigError(
+                f"expected a Hugging Face config.json at {path}, there is no such file"
+            ) from None
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"cannot read {path} as a Hugging Face config: {error}") from None
+        if not isinstance(fields, dict):
+            raise ConfigError(f"expected {path} to hold a JSON object, it holds a {type(fields)}")
+    model_type = fields.get("model_type")
+    if model_type is None:
+        raise ConfigError(f"{origin} has no model_type; add for example model_type: gpt2")
+    if model_type not in CONFIG_MAPPING:
+        raise ConfigError(
+            f"{origin}: transformers knows no model_type {model_type!r}"
+            f"{did_you_mean(str(model_type), CONFIG_MAPPING.keys())}"
+        )
+    return fields
+
+
+def make_config(fields: Mapping[str, Any], overrides: Mapping[str, Any]) -> Any:
+    """Return the `PreTrainedConfig` for a config dict with some fields replaced.
+
+    Raises:
+        ConfigError: a field of `overrides` that this kind of model does not have, or values that
+            do not go together.
+    """
+    model_type = fields["model_type"]
+    cls = CONFIG_MAPPING[model_type]
+    synonyms = dict(cls.attribute_map)
+    known = {*cls().to_dict(), *synonyms} - {"model_type"}
+    for name in overrides:
+        if name not in known and name not in fields:
+            raise ConfigError(f"{model_type} has no field {name!r}{did_you_mean(name, known)}")
+    merged = {**fields, **{synonyms.get(name, name): value for name, value in overrides.items()}}
+    del merged["model_type"]
+    try:
+        return AutoConfig.for_model(model_type, **merged)
+    except Exception as error:  # validators of transformers raise many kinds
+        raise ConfigError(f"{model_type} refuses this configuration: {error}") from error
+
+
+def find_task(config: Any) -> str:
+    """Return the task that a configuration was made for: `causal_lm` or `masked_lm`.
+
+    Raises:
+        ConfigError: `transformers` has neither kind of model for it.
+    """
+    architectures = " ".join(getattr(config, "architectures", None) or [])
+    if "ForMaskedLM" in architectures:
+        return "masked_lm"
+    causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    masked = type(config) in MODEL_FOR_MASKED_LM_MAPPING
+    if causal and ("CausalLM" in architectures or "LMHead" in architectures):
+        return "causal_lm"
+    if masked and not getattr(config, "is_decoder", False):
+        return "masked_lm"
+    if causal:
+        return "causal_lm"
+    raise ConfigError(
+        f"transformers has no causal or masked language model for {config.model_type}; "
+        f"give a factory (package.module:function) and a loss instead"
+    )
+
+
+def builder(config: Any, task: str) -> Callable[[], nn.Module]:
+    """Return the function that builds the model in training mode.
+
+    Weights are float32 whatever type the config names (the store keeps masters in float32), and
+    attention is PyTorch's fused one where the architecture supports it.
+
+    Raises:
+        ConfigError: `transformers` has no such model for this task.
+    """
+    auto_class, mapping = _TASKS[task]
+    if type(config) not in mapping:
+        raise ConfigError(f"transformers has no {task} model for {config.model_type}")
+    model_class = mapping[type(config)]
+    if isinstance(model_class, (list, tuple)):
+        model_class = model_class[0]
+    attention = "sdpa" if getattr(model_class, "_supports_sdpa", False) else "eager"
+
+    def build() -> nn.Module:
+        model = auto_class.from_config(config, dtype=torch.float32, attn_implementation=attention)
+        return model.train()
+
+    return build

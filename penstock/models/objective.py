@@ -1,0 +1,120 @@
+"""From a model to a scalar loss: the modules that are captured.
+
+Language-model losses are sums over the tokens of a micro-batch; the trainer divides by the number
+of labelled tokens of the whole global batch. A micro-batch's share of the gradient then does not
+depend on how the batch was cut. Custom losses are the user's own, usually means.
+Each wrapper holds the user's model as `model`, so exported names are the user's after `model.`.
+"""
+
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from penstock.errors import CompileError
+from penstock.models.masks import fixed_shape_masks
+
+WEIGHT_PREFIX = "model."
+IGNORED_LABEL = -100
+
+
+class LanguageModel(nn.Module):
+    """What the modules below share: the call of a model that maps token ids to logits."""
+
+    def __init__(self, model: nn.Module, *, hugging_face: bool, options: dict[str, Any]) -> None:
+        super().__init__()
+        self.model = model
+        self._options = options
+        self._masks = fixed_shape_masks if hugging_face else nullcontext
+
+    def logits(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Run the model on its inputs; returns [batch, tokens, vocabulary]."""
+        with self._masks():
+            output = self.model(**inputs, **self._options)
+        logits = getattr(output, "logits", output)
+        if isinstance(logits, (tuple, list)):
+            logits = logits[0]
+        if not isinstance(logits, torch.Tensor) or logits.dim() != 3:
+            shape = tuple(logits.shape) if isinstance(logits, torch.Tensor) else type(logits)
+            raise CompileError(
+                f"expected a language model that returns logits of shape [batch, tokens, "
+                f"vocabulary] (or an object with .logits), {type(self.model).__name__} returned "
+                f"{shape}; set task: custom and give a loss"
+            )
+        return logits
+
+
+class Logits(LanguageModel):
+    """`model` as a function of token ids that returns logits [batch, tokens, vocabulary]."""
+
+    def forward(self, **inputs: torch.Tensor) -> torch.Tensor:
+        """Return the logits for `input_ids` [batch, tokens] and what else the model takes."""
+        return self.logits(inputs)
+
+
+class CausalLMLoss(LanguageModel):
+    """Sum of the next-token cross-entropies; `labels[t]` already is the token that follows `t`."""
+
+    def forward(self, *, labels: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
+        """Return the summed loss [] over `labels` [batch, tokens] that are not -100."""
+        logits = self.logits(inputs)
+        if logits.dtype != torch.float32:  # an unneeded .float() would leave nodes in the graph
+            logits = logits.float()
+        return F.cross_entropy(
+            logits.view(-1, logits.size(-1)),
+            labels.view(-1),
+            ignore_index=IGNORED_LABEL,
+            reduction="sum",
+        )
+
+
+class MaskedLMLoss(CausalLMLoss):
+    """Sum of the cross-entropies at masked tokens; `labels` are -100 everywhere else."""
+
+
+class CustomLoss(nn.Module):
+    """The user's module, and the user's `loss(output, **targets)` if there is one."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[..., torch.Tensor] | None,
+        target_names: Iterable[str],
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self._loss = loss
+        self._target_names = tuple(target_names)
+
+    def forward(self, **inputs: torch.Tensor) -> torch.Tensor:
+        """Return the loss [] of one micro-batch."""
+        targets = {name: inputs.pop(name) for name in self._target_names}
+        with fixed_shape_masks() if _is_hugging_face(self.model) else nullcontext():
+            output = self.model(**inputs)
+        loss = output if self._loss is None else self._loss(output, **targets)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            came = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+            cure = "give loss: package.module:function" if self._loss is None else "reduce it"
+            raise CompileError(
+                f"expected a scalar loss from {type(self.model).__name__}, got {came}; {cure}"
+            )
+        return loss
+
+
+class Outputs(nn.Module):
+    """The user's module alone, for tasks without logits."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **inputs: torch.Tensor) -> Any:
+        """Return what the module returns."""
+        return self.model(**inputs)
+
+
+def _is_hugging_face(model: nn.Module) -> bool:
+    return any(base.__module__.startswith("transformers.") for base in type(model).__mro__)

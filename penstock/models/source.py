@@ -1,0 +1,396 @@
+"""Where a model comes from: its structure for capture, and its weights one at a time.
+
+A `ModelSource` never holds a model with memory behind it. `module` is on fake tensors and made to
+be exported; weights come from `initial_weights`, one after the other, so GPT-3 175B can be
+described on a laptop. All names given out are those of the user's model's own `state_dict()`.
+"""
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from penstock.errors import CompileError, ConfigError, PenstockError, did_you_mean
+from penstock.models.built import Built
+from penstock.models.deferred import TensorNames, record
+from penstock.models.huggingface import builder, find_task, make_config, read_config
+from penstock.models.objective import (
+    WEIGHT_PREFIX,
+    CausalLMLoss,
+    CustomLoss,
+    Logits,
+    MaskedLMLoss,
+    Outputs,
+)
+from penstock.models.presets import resolve_preset
+
+SEQUENCE = "sequence_length"
+TASKS = ("causal_lm", "masked_lm", "custom")
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """One input of a micro-batch: `shape` without the batch dimension, and the type.
+
+    A dimension may be the word `sequence_length`, which stands for the length that is asked for.
+    """
+
+    shape: tuple[int | str, ...]
+    dtype: torch.dtype = torch.float32
+
+    @classmethod
+    def like(cls, example: torch.Tensor) -> "InputSpec":
+        """The spec of an example batch; its first dimension is the batch."""
+        return cls(tuple(example.shape[1:]), example.dtype)
+
+    def make(self, micro_batch: int, sequence_length: int) -> torch.Tensor:
+        """An empty tensor [micro_batch, *shape]."""
+        sizes = [sequence_length if size == SEQUENCE else int(size) for size in self.shape]
+        return torch.empty([micro_batch, *sizes], dtype=self.dtype)
+
+
+TOKENS = InputSpec((SEQUENCE,), torch.int64)
+Inputs = Mapping[str, InputSpec | torch.Tensor]
+
+
+class _Origin(Protocol):
+    """What `Deferred` and `Built` have in common."""
+
+    @property
+    def module(self) -> nn.Module: ...
+
+    @property
+    def fake_mode(self) -> FakeTensorMode: ...
+
+    @property
+    def names(self) -> TensorNames: ...
+
+    @property
+    def aliases(self) -> dict[str, str]: ...
+
+    def materialise(
+        self, seed: int, names: Iterable[str] | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]: ...
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model that is never built whole.
+
+    Attributes:
+        name: for people; a preset's name, a model type, a class.
+        task: `causal_lm`, `masked_lm` or `custom`.
+        module: on fake tensors; `module(**example_inputs(...))` is the scalar loss.
+        logits_module: shares `module`'s tensors; the same inputs without the labels give logits
+            (or what a custom module returns). `.eval()` it for evaluation, and `.train()` after:
+            the mode is that of the shared modules.
+        loss_reduction: `sum` over labelled tokens (language models) or `mean` (custom).
+        inputs: the specs of all inputs of `module`, in order.
+        targets: names of those inputs that `logits_module` does not take.
+        weight_prefix: what names in an export of `module` have before the public name.
+        vocab_size, max_sequence_length: of language models; None where nothing says.
+        hf_config: the `transformers` configuration, or None.
+    """
+
+    name: str
+    task: str
+    module: nn.Module
+    logits_module: nn.Module
+    loss_reduction: str
+    inputs: Mapping[str, InputSpec]
+    targets: tuple[str, ...]
+    vocab_size: int | None
+    max_sequence_length: int | None
+    hf_config: Any
+    _origin: _Origin = field(repr=False)
+    weight_prefix: str = WEIGHT_PREFIX
+
+    @property
+    def fake_mode(self) -> FakeTensorMode:
+        """The mode of all of the source's fake tensors; further inputs must be made under it."""
+        return self._origin.fake_mode
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Further names of tied tensors, and the name that each goes by."""
+        return self._origin.aliases
+
+    @property
+    def trainable(self) -> frozenset[str]:
+        """Names of the parameters that require a gradient."""
+        parameters = self._origin.names.parameters
+        return frozenset(name for name, tensor in parameters.items() if tensor.requires_grad)
+
+    def public_name(self, exported: str) -> str:
+        """The name in the user's model of a tensor or module path in an export of `module`."""
+        name = exported.removeprefix(self.weight_prefix)
+        return self.aliases.get(name, name)
+
+    def example_inputs(self, micro_batch: int, sequence_length: int) -> dict[str, torch.Tensor]:
+        """Fake inputs of `module`, by name, for one micro-batch.
+
+        Raises:
+            ConfigError: a size below one, or a sequence longer than the model takes.
+        """
+        for name, value in (("micro_batch", micro_batch), (SEQUENCE, sequence_length)):
+            if value < 1:
+                raise ConfigError(f"expected {name} of at least 1, got {value}")
+        limit = self.max_sequence_length
+        if limit is not None and sequence_length > limit:
+            raise ConfigError(
+                f"{self.name} takes sequences of at most {limit} tokens, sequence_length is "
+                f"{sequence_length}; lower it, or raise the model's number of positions"
+            )
+        with self.fake_mode:
+            return {
+                name: spec.make(micro_batch, sequence_length) for name, spec in self.inputs.items()
+            }
+
+    def initial_weights(
+        self, seed: int, names: Iterable[str] | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, tensor) of every parameter, frozen ones too, tied ones once.
+
+        Equal to the bit to those of the plain model built after `torch.manual_seed(seed)`; for a
+        module that came built, its own values, whatever the seed. In no particular order.
+        """
+        wanted = self._origin.names.parameters if names is None else names
+        return self._origin.materialise(seed, wanted)
+
+    def buffers(self, seed: int = 0) -> dict[str, torch.Tensor]:
+        """Values of all buffers, and of tensors that are plain attributes of modules."""
+        return dict(self._origin.materialise(seed, self._origin.names.buffers))
+
+    def parameter_count(self) -> int:
+        """Values in all parameters, tied ones counted once."""
+        return sum(tensor.numel() for tensor in self._origin.names.parameters.values())
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every parameter, by name, in module order."""
+        return {name: tuple(t.shape) for name, t in self._origin.names.parameters.items()}
+
+    @classmethod
+    def from_preset(cls, name: str, overrides: Mapping[str, Any] | None = None) -> "ModelSource":
+        """A model by preset name, with fields of its configuration replaced.
+
+        Raises:
+            ConfigError: unknown preset or field, or fields that do not go together.
+        """
+        resolved = resolve_preset(name, overrides)
+        fields = {"model_type": resolved.model_type, **resolved.config}
+        config = make_config(fields, {})
+        return _language_model(name, record(builder(config, resolved.task)), resolved.task, config)
+
+    @classmethod
+    def from_hf_config(
+        cls,
+        config: Mapping[str, Any] | str | Path,
+        overrides: Mapping[str, Any] | None = None,
+        task: str | None = None,
+    ) -> "ModelSource":
+        """A `transformers` model with fresh weights.
+
+        Args:
+            config: a dict with `model_type`, a `config.json`, or the folder of one.
+            overrides: fields of the configuration to replace.
+            task: `causal_lm` or `masked_lm`; by default what the configuration was made for.
+
+        Raises:
+            ConfigError: unreadable, an unknown model type or field, or no such model for the task.
+        """
+        made = make_config(read_config(config), overrides or {})
+        task = task or find_task(made)
+        if task not in ("causal_lm", "masked_lm"):
+            raise ConfigError(f"expected task causal_lm or masked_lm, got {task!r}")
+        return _language_model(made.model_type, record(builder(made, task)), task, made)
+
+    @classmethod
+    def from_factory(
+        cls, reference: str, args: Mapping[str, Any] | None = None, **options: Any
+    ) -> "ModelSource":
+        """A user's model by the function that builds it; `options` as in `from_module`.
+
+        Args:
+            reference: `package.module:function`, importable from here or the current folder.
+            args: keyword arguments of the function.
+
+        Raises:
+            ConfigError: no such module or function, or arguments that it does not take.
+            CompileError: the function fails or cannot be replayed.
+        """
+        factory = load_reference(reference)
+        arguments = dict(args or {})
+        try:
+            inspect.signature(factory).bind(**arguments)
+        except TypeError as error:
+            raise ConfigError(f"{reference} does not take these args: {error}") from None
+        except ValueError:
+            pass  # builtins have no signature; calling says what is wrong
+        try:
+            origin = record(lambda: factory(**arguments))
+        except PenstockError:
+            raise
+        except Exception as error:
+            kind = type(error).__name__
+            raise CompileError(f"{reference} failed to build a model: {kind}: {error}") from error
+        return _from_origin(origin, **options)
+
+    @classmethod
+    def from_module(cls, module: nn.Module, **options: Any) -> "ModelSource":
+        """A model that is already built; its values are the initial weights.
+
+        The module is neither changed nor copied: weights are handed out as its own tensors.
+
+        Args:
+            module: on the CPU.
+            task: `causal_lm`, `masked_lm` (forward takes `input_ids` and returns logits) or
+                `custom`; by default `custom`, unless it is a `transformers` language model.
+            loss: for custom: a function `loss(output, **targets)` or its `package.module:function`;
+                by default the module returns its scalar mean loss.
+            inputs: for custom: what `forward` takes, by name, as `InputSpec`s or example batches;
+                by default `input_ids`, and `labels` too if there is no `loss`.
+            targets: for custom: the same for what `loss` takes; by default `labels`.
+            vocab_size, max_sequence_length: where the module has no configuration that says.
+
+        Raises:
+            ConfigError, CompileError: a name that does not exist, or a module that cannot be used.
+        """
+        return _from_origin(Built(module), **options)
+
+
+def _language_model(
+    name: str,
+    origin: _Origin,
+    task: str,
+    config: Any,
+    vocab_size: int | None = None,
+    max_sequence_length: int | None = None,
+) -> ModelSource:
+    """The source of a model that maps `input_ids` to logits."""
+    origin.module.train()
+    causal = task == "causal_lm"
+    hugging_face = config is not None
+    options: dict[str, Any] = {"use_cache": False} if hugging_face and causal else {}
+    wrapper = CausalLMLoss if causal else MaskedLMLoss
+    inputs = {"input_ids": TOKENS, "labels": TOKENS}
+    if hugging_face and not causal:
+        inputs = {"input_ids": TOKENS, "attention_mask": TOKENS, "labels": TOKENS}
+    positions = max_sequence_length or getattr(config, "max_position_embeddings", None)
+    return ModelSource(
+        name=name,
+        task=task,
+        module=wrapper(origin.module, hugging_face=hugging_face, options=options),
+        logits_module=Logits(origin.module, hugging_face=hugging_face, options=options),
+        loss_reduction="sum",
+        inputs=inputs,
+        targets=("labels",),
+        vocab_size=vocab_size or getattr(config, "vocab_size", None),
+        max_sequence_length=positions,
+        hf_config=config,
+        _origin=origin,
+    )
+
+
+def _from_origin(
+    origin: _Origin,
+    *,
+    task: str | None = None,
+    loss: str | Callable[..., torch.Tensor] | None = None,
+    inputs: Inputs | None = None,
+    targets: Inputs | None = None,
+    vocab_size: int | None = None,
+    max_sequence_length: int | None = None,
+) -> ModelSource:
+    """The source of a user's module; the arguments are those of `ModelSource.from_module`."""
+    module = origin.module
+    name = type(module).__name__
+    config = _transformers_config(module)
+    if task is None:
+        own = loss is None and inputs is None and config is not None
+        task = find_task(config) if own else "custom"
+    if task not in TASKS:
+        raise ConfigError(
+            f"expected task {', '.join(TASKS)}, got {task!r}{did_you_mean(task, TASKS)}"
+        )
+    if task != "custom":
+        if loss is not None or inputs is not None or targets is not None:
+            raise ConfigError(f"loss, inputs and targets go with task: custom, not with {task}")
+        return _language_model(name, origin, task, config, vocab_size, max_sequence_length)
+    if isinstance(loss, str):
+        loss = load_reference(loss)
+    given = _specs(inputs) if inputs is not None else {"input_ids": TOKENS}
+    if targets is not None:
+        labels = _specs(targets)
+    else:
+        labels = {"labels": TOKENS} if inputs is None else {}
+    if loss is None:
+        given, labels = {**given, **labels}, {}
+    if both := given.keys() & labels.keys():
+        raise ConfigError(f"{', '.join(sorted(both))} cannot be both an input and a target")
+    module.train()
+    return ModelSource(
+        name=name,
+        task=task,
+        module=CustomLoss(module, loss, labels),
+        logits_module=Outputs(module),
+        loss_reduction="mean",
+        inputs={**given, **labels},
+        targets=tuple(labels),
+        vocab_size=vocab_size or getattr(config, "vocab_size", None),
+        max_sequence_length=max_sequence_length or getattr(config, "max_position_embeddings", None),
+        hf_config=config,
+        _origin=origin,
+    )
+
+
+def load_reference(reference: str) -> Callable[..., Any]:
+    """Import `package.module:function`, from the current folder too, as `python -m` would.
+
+    Raises:
+        ConfigError: the module or the function does not exist, or it cannot be called.
+    """
+    module_name, colon, attribute = reference.partition(":")
+    if not (module_name and colon and attribute):
+        raise ConfigError(f"expected package.module:function, got {reference!r}")
+    folder = os.getcwd()
+    if folder not in sys.path and "" not in sys.path:
+        sys.path.append(folder)
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"cannot import {module_name} for {reference!r}: {error}; looked in the current "
+            f"folder {folder} and on PYTHONPATH"
+        ) from error
+    except Exception as error:
+        kind = type(error).__name__
+        raise ConfigError(f"importing {module_name} failed: {kind}: {error}") from error
+    found = getattr(module, attribute, None)
+    if found is None:
+        raise ConfigError(
+            f"{module_name} has no {attribute!r}{did_you_mean(attribute, vars(module))}"
+        )
+    if not callable(found):
+        raise ConfigError(f"{reference} is a {type(found).__name__}, expected a function")
+    return found
+
+
+def _specs(inputs: Inputs) -> dict[str, InputSpec]:
+    return {
+        name: InputSpec.like(value) if isinstance(value, torch.Tensor) else value
+        for name, value in inputs.items()
+    }
+
+
+def _transformers_config(module: nn.Module) -> Any:
+    from transformers import PreTrainedModel
+
+    return module.config if isinstance(module, PreTrainedModel) else None

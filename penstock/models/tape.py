@@ -1,0 +1,82 @@
+"""The log of a constructor as plain data: operations on windows of numbered storages."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import TreeSpec
+
+DEFAULT_GENERATOR = 0
+BEFORE_FIRST_DRAW = -1
+
+
+@dataclass(frozen=True)
+class Window:
+    """A tensor as a strided view: `storage` is its number in the log, `offset` counts elements."""
+
+    storage: int
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def covers(self, storage_bytes: int) -> bool:
+        """Whether writing every element of the window writes every byte of its storage."""
+        elements, expected = 1, 1
+        for size, stride in sorted(
+            zip(self.size, self.stride, strict=True), key=lambda pair: (pair[1], pair[0])
+        ):
+            elements *= size
+            if size == 1:
+                continue
+            if stride != expected:
+                return False
+            expected *= size
+        return self.offset == 0 and elements * self.dtype.itemsize == storage_bytes
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A real tensor that the constructor brought along, such as `torch.tensor([1.0, 2.0])`."""
+
+    value: torch.Tensor
+
+
+@dataclass(frozen=True)
+class GeneratorNumber:
+    """A `torch.Generator` argument, by its number in the log."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One use of a random generator.
+
+    `number` counts the uses of this generator. `restore` says what the constructor did to its state
+    since the last use: nothing (None), put back the state after an earlier use (its number), or
+    set it to a state of its own, as `torch.manual_seed` does (that state).
+    """
+
+    generator: int
+    number: int
+    restore: int | torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One logged call: `arguments` is its flattened (args, kwargs) with tensors as windows.
+
+    `writes` are windows changed in place, `overwrites` those among them of which no old byte is
+    read; `creates` pairs a position in the flattened result with the window that it becomes.
+    """
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    structure: TreeSpec
+    reads: tuple[Window, ...]
+    writes: tuple[Window, ...]
+    overwrites: tuple[Window, ...]
+    creates: tuple[tuple[int, Window], ...]
+    draw: Draw | None

@@ -1,0 +1,269 @@
+"""Deferred initialisation against the plain constructor: the same bits, one tensor at a time."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from families import FAMILIES, plain_builder
+from torch import nn
+
+from penstock.errors import CompileError, ConfigError
+from penstock.models.deferred import record
+
+
+class ConvNet(nn.Module):
+    """Convolutions, batch norm, buffers, partial writes, every common initialiser."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3)
+        self.norm = nn.BatchNorm2d(8)
+        self.head = nn.Linear(8, 10)
+        self.table = nn.Embedding(12, 6, padding_idx=3)
+        self.temperature = nn.Parameter(torch.tensor([0.5, 2.0]).log())
+        self.offset = nn.Parameter(torch.arange(6.0).reshape(2, 3).t())
+        self.scratch = torch.rand(3)
+        self.register_buffer("scale", torch.linspace(0, 1, 5) ** 2, persistent=False)
+        self.register_buffer("shuffle", torch.randperm(9))
+        nn.init.kaiming_normal_(self.stem.weight, nonlinearity="relu")
+        nn.init.trunc_normal_(self.head.weight, std=0.02)
+        nn.init.zeros_(self.head.bias)
+        with torch.no_grad():
+            self.head.weight[2:4].normal_(3.0)
+            self.head.weight[:, 1] *= 2
+            self.head.bias += self.temperature.sum()
+            self.table.weight.data = self.table.weight.data.clamp(-1, 1)
+
+
+class InitialisedTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(7, 7) for _ in range(3)))
+        self.last = nn.Linear(7, 7, bias=False)
+        self.last.weight = self.layers[0].weight
+        self.apply(self._fill)
+
+    def _fill(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.orthogonal_(module.weight)
+            nn.init.sparse_(module.weight, 0.3)
+            nn.init.xavier_uniform_(module.weight)
+
+
+class OwnSeeds(nn.Module):
+    """Reseeds in the middle, forks, goes back, and draws from generators of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.randn(40))
+        with torch.random.fork_rng(devices=[]):
+            self.b = nn.Parameter(torch.randn(40))
+        self.c = nn.Parameter(torch.randn(40))
+        state = torch.get_rng_state()
+        torch.manual_seed(7)
+        self.d = nn.Parameter(torch.randn(5))
+        torch.manual_seed(7)
+        self.e = nn.Parameter(torch.rand(5))
+        torch.set_rng_state(state)
+        generator = torch.Generator().manual_seed(3)
+        self.f = nn.Parameter(torch.empty(20).normal_(generator=generator))
+        self.g = nn.Parameter(torch.randn(3))
+        self.h = nn.Parameter(torch.rand(20, generator=generator))
+
+
+class DropPathRates(nn.Module):
+    """Reads values that depend on no seed, as vision transformers do for stochastic depth."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        rates = [rate.item() for rate in torch.linspace(0, 0.3, 4)]
+        self.layers = nn.ModuleList(nn.Dropout(rate) for rate in rates)
+        kept = torch.nonzero(torch.arange(6) % 2).flatten()
+        self.weight = nn.Parameter(torch.randn(len(rates), kept.numel()))
+        self.register_buffer("kept", kept)
+
+
+def encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    return nn.TransformerEncoder(layer, 3)
+
+
+def recurrent() -> nn.Module:
+    return nn.LSTM(5, 7, 2)
+
+
+CUSTOM = [ConvNet, InitialisedTwice, OwnSeeds, DropPathRates, encoder, recurrent]
+
+
+def real_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    found = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    found.update({k: v for k, v in vars(module).items() if isinstance(v, torch.Tensor)})
+    return found
+
+
+def assert_same_bits(build, seed: int) -> None:
+    deferred = record(build)
+    torch.manual_seed(seed)
+    expected = real_tensors(build())
+    torch.manual_seed(999)
+    before = torch.get_rng_state()
+    names = []
+    for name, tensor in deferred.materialise(seed):
+        assert torch.equal(torch.get_rng_state(), before), "the global random state changed"
+        reference = expected[name]
+        assert tensor.dtype == reference.dtype
+        assert tensor.stride() == reference.stride()
+        assert torch.equal(tensor, reference), f"{name} differs, seed {seed}"
+        names.append(name)
+    assert sorted(names) == sorted(expected)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 12345])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_start_as_the_plain_model_does(family: str, seed: int) -> None:
+    assert_same_bits(plain_builder(family), seed)
+
+
+@pytest.mark.parametrize("seed", [0, 5, 2**40 + 3])
+@pytest.mark.parametrize("build", CUSTOM, ids=lambda build: build.__name__)
+def test_custom_modules_start_as_the_plain_model_does(build, seed: int) -> None:
+    assert_same_bits(build, seed)
+
+
+def test_recording_leaves_the_global_random_state_alone() -> None:
+    before = torch.get_rng_state()
+    record(OwnSeeds)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_generator_from_outside_is_left_as_it_was() -> None:
+    generator = torch.Generator().manual_seed(11)
+
+    def build() -> nn.Module:
+        layer = nn.Linear(4, 4)
+        nn.init.normal_(layer.weight, generator=generator)
+        return layer
+
+    first = dict(record(build).materialise(0))
+    assert generator.initial_seed() == 11
+    torch.manual_seed(0)
+    assert torch.equal(first["weight"], build().weight)
+
+
+def test_a_part_of_the_names_is_the_same_part_of_the_weights() -> None:
+    deferred = record(ConvNet)
+    torch.manual_seed(4)
+    expected = real_tensors(ConvNet())
+    for name in expected:
+        [(got, tensor)] = deferred.materialise(4, [name])
+        assert got == name
+        assert torch.equal(tensor, expected[name])
+
+
+def test_materialising_again_gives_the_same() -> None:
+    deferred = record(OwnSeeds)
+    first, second = dict(deferred.materialise(3)), dict(deferred.materialise(3))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    other = dict(deferred.materialise(4))
+    assert not torch.equal(first["a"], other["a"])
+    assert torch.equal(first["d"], other["d"])  # the constructor's own seed
+
+
+def test_interleaved_replays_do_not_disturb_each_other() -> None:
+    deferred = record(InitialisedTwice)
+    expected = dict(deferred.materialise(1))
+    mixed = zip(deferred.materialise(1), deferred.materialise(2), strict=True)
+    for (name, tensor), _ in mixed:
+        torch.rand(3)
+        assert torch.equal(tensor, expected[name])
+
+
+def test_tied_weights_come_once_under_their_first_name() -> None:
+    deferred = record(InitialisedTwice)
+    assert deferred.aliases == {"last.weight": "layers.0.weight"}
+    assert "last.weight" not in dict(deferred.materialise(0))
+    gpt2 = record(plain_builder("gpt2"))
+    assert gpt2.aliases == {"lm_head.weight": "transformer.wte.weight"}
+    assert gpt2.module.lm_head.weight is gpt2.module.transformer.wte.weight
+
+
+def test_an_unknown_name_is_refused() -> None:
+    with pytest.raises(
+        ConfigError,
+        match=re.escape("the model has no tensor 'head.wieght' (did you mean 'head.weight'?)"),
+    ):
+        record(ConvNet).materialise(0, ["head.wieght"])
+
+
+class ReadsRandom(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = torch.randn(3).sum().item()
+
+
+class ReadsRandomAsArray(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = torch.randn(3).numpy().sum()
+
+
+def test_looking_at_random_values_is_refused() -> None:
+    with pytest.raises(CompileError) as caught:
+        record(ReadsRandom)
+    message = str(caught.value)
+    assert "test_deferred.py:" in message
+    assert "looks at the values of random tensors" in message
+    assert "build the model yourself and pass the nn.Module instead" in message
+    with pytest.raises(CompileError, match=r"pass the nn.Module instead"):
+        record(ReadsRandomAsArray)
+
+
+def test_weights_from_before_the_constructor_are_refused() -> None:
+    layer = nn.Linear(2, 2)
+    with pytest.raises(CompileError, match=r"^weight existed before the constructor ran"):
+        record(lambda: layer)
+    with pytest.raises(CompileError, match=r"writes .* into a tensor that existed before"):
+        record(lambda: nn.init.zeros_(layer.weight))
+
+
+def test_the_constructor_must_return_a_module() -> None:
+    with pytest.raises(CompileError, match=r"returns a torch.nn.Module, it returned tuple"):
+        record(lambda: (nn.Linear(2, 2),))
+
+
+PEAK = """
+import resource
+import torch
+from torch import nn
+from penstock.models.deferred import record
+
+def build():
+    layers = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(96)))
+    for layer in layers:
+        nn.init.normal_(layer.weight, std=0.02)
+    return layers
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+for _ in record(lambda: nn.Linear(1024, 1024)).materialise(0):  # first use of every kernel
+    pass
+start = peak()
+deferred = record(build)
+total = 0
+for _, tensor in deferred.materialise(0):
+    total += tensor.nbytes
+print(total, peak() - start)
+"""
+
+
+def test_a_few_tensors_are_in_memory_at_a_time() -> None:
+    """96 layers of 4 MiB, initialised twice: 384 MiB when whole, but never whole."""
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK], capture_output=True, text=True, check=True, timeout=120
+    )
+    total, peak = map(int, done.stdout.split())
+    assert total > 96 * 1024 * 1024 * 4
+    assert peak < 6 * 1024 * 1024 * 4
