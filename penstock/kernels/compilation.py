@@ -1,0 +1,68 @@
+"""How every compiled kernel is declared, and where its machine code is kept.
+
+Numba's on-disk cache is keyed by the time stamp of the file that holds the kernel; a kernel that
+inlines functions from another file is *not* recompiled when that file changes. Here the cache
+folder's name therefore contains a digest of all sources of this package, so that stale machine
+code can never be picked up. Set `NUMBA_CACHE_DIR` to choose the place; without it the code goes
+beside the sources or, where those are read-only, into the user's cache folder.
+"""
+
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numba
+from numba.core import config as _numba_config
+
+config: Any = _numba_config  # its attributes are made from the environment
+
+
+def _source_digest() -> str:
+    digest = hashlib.sha256(numba.__version__.encode())
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _cache_folder() -> str | None:
+    """The first writable place for compiled code, or None if there is no such place."""
+    places = [Path(__file__).parent / "__pycache__"]
+    cache_home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    places.append(Path(cache_home) / "penstock")
+    if config.CACHE_DIR:
+        places = [Path(config.CACHE_DIR) / "penstock"]
+    for place in places:
+        folder = place / f"kernels-{_source_digest()}"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError:
+            continue
+        if os.access(folder, os.W_OK):
+            return str(folder)
+    return None
+
+
+_FOLDER = _cache_folder()
+
+
+def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile `function` on first use, in parallel over its `prange` and without the GIL.
+
+    No fast-math: what is computed is what is written, with the fused multiply-adds that are asked
+    for by name. The function must not allocate Python objects.
+    """
+    if _FOLDER is None:
+        return numba.njit(parallel=True, nogil=True, error_model="numpy")(function)
+    # Numba reads the folder once, while decorating; its other users in this process keep theirs.
+    before = config.CACHE_DIR
+    config.CACHE_DIR = _FOLDER
+    try:
+        return numba.njit(parallel=True, nogil=True, error_model="numpy", cache=True)(function)
+    finally:
+        config.CACHE_DIR = before
+
+
+inlined = numba.njit(forceinline=True, nogil=True, error_model="numpy")
+"""Decorator for the pieces of which kernels are made; they become part of each kernel's code."""

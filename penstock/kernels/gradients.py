@@ -1,0 +1,178 @@
+"""How a gradient enters the store: rounded or added, and squared and summed, in one pass.
+
+The sum of squares is that of what the store then holds (after rounding, after adding), since this
+is what the optimizer will see. float64 can square any float32 and add up 2^700 of them, so the sum
+is finite exactly when every element is: it is the non-finite flag too.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+from numba import prange, types
+from numba.extending import overload
+
+from penstock.kernels.arguments import require_flat
+from penstock.kernels.bfloat16 import from_bfloat16, to_bfloat16
+from penstock.kernels.blocks import BLOCK_LENGTH, STRIDE, block_bounds, block_count
+from penstock.kernels.compilation import inlined, kernel
+from penstock.kernels.vectors import (
+    LANES,
+    every_lane,
+    first_lanes,
+    fma,
+    load,
+    splat,
+    store,
+    sum_lanes,
+    widened,
+)
+
+
+def load_gradient(gradient: Any, index: Any, lanes: Any) -> Any:
+    """In a kernel: 16 float32 values of a gradient held as float32 or as bfloat16 patterns."""
+    raise TypeError("load_gradient works only inside a kernel")
+
+
+def store_gradient(gradient: Any, index: Any, value: Any, lanes: Any) -> Any:
+    """In a kernel: write 16 float32 values to a gradient, rounded to its type; returns these."""
+    raise TypeError("store_gradient works only inside a kernel")
+
+
+@overload(load_gradient, jit_options={"forceinline": True})
+def _load_gradient(gradient, index, lanes):
+    if gradient.dtype == types.uint16:
+        return lambda gradient, index, lanes: from_bfloat16(load(gradient, index, lanes))
+    return lambda gradient, index, lanes: load(gradient, index, lanes)
+
+
+@overload(store_gradient, jit_options={"forceinline": True})
+def _store_gradient(gradient, index, value, lanes):
+    if gradient.dtype == types.uint16:
+
+        def write_rounded(gradient, index, value, lanes):
+            rounded = to_bfloat16(value)
+            store(gradient, index, rounded, lanes)
+            return from_bfloat16(rounded)
+
+        return write_rounded
+
+    def write(gradient, index, value, lanes):
+        store(gradient, index, value, lanes)
+        return value
+
+    return write
+
+
+@inlined
+def _copy_at(source, destination, i, lanes, total):
+    kept = widened(store_gradient(destination, i, load_gradient(source, i, lanes), lanes))
+    return fma(kept, kept, total)
+
+
+@inlined
+def _add_at(source, destination, i, lanes, total):
+    added = load_gradient(destination, i, lanes) + load_gradient(source, i, lanes)
+    kept = widened(store_gradient(destination, i, added, lanes))
+    return fma(kept, kept, total)
+
+
+@inlined
+def _square_at(gradient, i, lanes, total):
+    value = widened(load_gradient(gradient, i, lanes))
+    return fma(value, value, total)
+
+
+@kernel
+def _copy(source, destination, sums):
+    length = source.size
+    for block in prange(block_count(length)):
+        first, whole, last = block_bounds(block, length)
+        total = splat(0.0)
+        for i in range(first, whole, STRIDE):
+            for j in range(i, i + STRIDE, LANES):
+                total = _copy_at(source, destination, j, every_lane(), total)
+        for i in range(whole, last, LANES):
+            total = _copy_at(source, destination, i, first_lanes(last - i), total)
+        sums[block] = sum_lanes(total)
+
+
+@kernel
+def _add(source, destination, sums):
+    length = source.size
+    for block in prange(block_count(length)):
+        first, whole, last = block_bounds(block, length)
+        total = splat(0.0)
+        for i in range(first, whole, STRIDE):
+            for j in range(i, i + STRIDE, LANES):
+                total = _add_at(source, destination, j, every_lane(), total)
+        for i in range(whole, last, LANES):
+            total = _add_at(source, destination, i, first_lanes(last - i), total)
+        sums[block] = sum_lanes(total)
+
+
+@kernel
+def _square(gradient, sums):
+    length = gradient.size
+    for block in prange(block_count(length)):
+        first, whole, last = block_bounds(block, length)
+        total = splat(0.0)
+        for i in range(first, whole, STRIDE):
+            for j in range(i, i + STRIDE, LANES):
+                total = _square_at(gradient, j, every_lane(), total)
+        for i in range(whole, last, LANES):
+            total = _square_at(gradient, i, first_lanes(last - i), total)
+        sums[block] = sum_lanes(total)
+
+
+def _block_sums(length: int) -> np.ndarray:
+    return np.empty(-(-length // BLOCK_LENGTH), np.float64)
+
+
+def copy_gradient(source: np.ndarray, destination: np.ndarray) -> float:
+    """Write a gradient into the store's slab, rounded once to the slab's type.
+
+    Args:
+        source: float32 `[n]`.
+        destination: float32 `[n]`, or uint16 `[n]` for bfloat16 patterns (ties to even).
+
+    Returns:
+        The float64 sum of the squares of what was written; not finite exactly when an element
+        is not. The same to the bit for any number of threads.
+
+    Raises:
+        ValueError: an array has another type, length or layout.
+    """
+    require_flat("gradient", source, source.size, np.float32)
+    require_flat("gradient slab", destination, source.size, np.float32, np.uint16, write=True)
+    sums = _block_sums(source.size)
+    _copy(source, destination, sums)
+    # The exact sum, rounded once: no order to depend on.
+    return math.fsum(sums)
+
+
+def add_gradient(source: np.ndarray, destination: np.ndarray) -> float:
+    """Add a gradient to what the store's slab holds: the second use of a tied weight.
+
+    Arguments, result and errors are those of `copy_gradient`; the sum of squares is that of the
+    sum. A bfloat16 slab is rounded at every addition.
+    """
+    require_flat("gradient", source, source.size, np.float32)
+    require_flat("gradient slab", destination, source.size, np.float32, np.uint16, write=True)
+    sums = _block_sums(source.size)
+    _add(source, destination, sums)
+    return math.fsum(sums)
+
+
+def sum_of_squares(gradient: np.ndarray) -> float:
+    """Return the float64 sum of squares of a gradient, float32 or bfloat16 patterns `[n]`.
+
+    The same to the bit as `copy_gradient` returned when it wrote these values.
+
+    Raises:
+        ValueError: the array has another type or layout.
+    """
+    require_flat("gradient", gradient, gradient.size, np.float32, np.uint16)
+    sums = _block_sums(gradient.size)
+    _square(gradient, sums)
+    return math.fsum(sums)

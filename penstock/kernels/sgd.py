@@ -1,0 +1,109 @@
+"""Stochastic gradient descent, with momentum or without, in one pass.
+
+The arithmetic is that of `torch.optim.SGD` with dampening 0: weight decay is added to the gradient
+(L2 regularisation), *not* decoupled as in AdamW and Lion. A momentum of zeros at the first step is
+the same as torch's copy of the first gradient.
+"""
+
+import numpy as np
+from numba import prange
+
+from penstock.kernels.arguments import require_flat
+from penstock.kernels.blocks import STRIDE, block_bounds, block_count
+from penstock.kernels.compilation import inlined, kernel
+from penstock.kernels.gradients import load_gradient
+from penstock.kernels.split_master import Weight, load_weight, require_weight, store_weight
+from penstock.kernels.vectors import LANES, every_lane, first_lanes, fma, load, splat, store
+
+
+@inlined
+def _plain_at(weight, gradient, scalars, i, lanes):
+    scale, decay, learning_rate = scalars
+    w = load_weight(weight, i, lanes)
+    g = fma(splat(decay), w, load_gradient(gradient, i, lanes) * splat(scale))
+    store_weight(weight, i, w - splat(learning_rate) * g, lanes)
+
+
+@kernel
+def _plain(weight, gradient, scalars):
+    length = gradient.size
+    for block in prange(block_count(length)):
+        first, whole, last = block_bounds(block, length)
+        for i in range(first, whole, STRIDE):
+            for j in range(i, i + STRIDE, LANES):
+                _plain_at(weight, gradient, scalars, j, every_lane())
+        for i in range(whole, last, LANES):
+            _plain_at(weight, gradient, scalars, i, first_lanes(last - i))
+
+
+@inlined
+def _momentum_at(weight, gradient, momentum, scalars, i, lanes):
+    scale, decay, learning_rate, keep, of_gradient, of_momentum = scalars
+    w = load_weight(weight, i, lanes)
+    g = fma(splat(decay), w, load_gradient(gradient, i, lanes) * splat(scale))
+    m = fma(splat(keep), load(momentum, i, lanes), g)
+    direction = fma(splat(of_momentum), m, splat(of_gradient) * g)
+    store_weight(weight, i, w - splat(learning_rate) * direction, lanes)
+    store(momentum, i, m, lanes)
+
+
+@kernel
+def _momentum(weight, gradient, momentum, scalars):
+    length = gradient.size
+    for block in prange(block_count(length)):
+        first, whole, last = block_bounds(block, length)
+        for i in range(first, whole, STRIDE):
+            for j in range(i, i + STRIDE, LANES):
+                _momentum_at(weight, gradient, momentum, scalars, j, every_lane())
+        for i in range(whole, last, LANES):
+            _momentum_at(weight, gradient, momentum, scalars, i, first_lanes(last - i))
+
+
+def sgd(
+    weight: Weight,
+    gradient: np.ndarray,
+    *,
+    learning_rate: float,
+    weight_decay: float,
+    gradient_scale: float = 1.0,
+) -> None:
+    """Update a weight in place, without momentum.
+
+    Args:
+        weight: `(float32 [n],)` or the two uint16 halves `[n]` of a split master.
+        gradient: float32 `[n]` or bfloat16 patterns (uint16 `[n]`).
+        learning_rate: the step is this times the gradient.
+        weight_decay: times the weight, added to the gradient.
+        gradient_scale: what the gradient is multiplied by first (the clip factor).
+
+    Raises:
+        ValueError: an array has another type, length or layout.
+    """
+    require_weight(weight, gradient.size)
+    require_flat("gradient", gradient, gradient.size, np.float32, np.uint16)
+    scalars = (gradient_scale, weight_decay, learning_rate)
+    _plain(weight, gradient, tuple(map(np.float32, scalars)))
+
+
+def sgd_momentum(
+    weight: Weight,
+    gradient: np.ndarray,
+    momentum_state: np.ndarray,
+    *,
+    learning_rate: float,
+    momentum: float,
+    nesterov: bool,
+    weight_decay: float,
+    gradient_scale: float = 1.0,
+) -> None:
+    """Update a weight and its momentum, float32 `[n]`, in place; the rest is as for `sgd`.
+
+    The weight moves along the momentum or, with `nesterov`, along gradient + `momentum` x momentum.
+    """
+    require_weight(weight, gradient.size)
+    require_flat("gradient", gradient, gradient.size, np.float32, np.uint16)
+    require_flat("momentum", momentum_state, gradient.size, np.float32, write=True)
+    # Both forms are one linear combination: one kernel serves both, exactly.
+    of_gradient, of_momentum = (1.0, momentum) if nesterov else (0.0, 1.0)
+    scalars = (gradient_scale, weight_decay, learning_rate, momentum, of_gradient, of_momentum)
+    _momentum(weight, gradient, momentum_state, tuple(map(np.float32, scalars)))

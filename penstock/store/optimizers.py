@@ -1,0 +1,323 @@
+"""Which arithmetic updates which weight: optimizers, their state, and groups by name pattern.
+
+An optimizer here holds settings only. Its state belongs to the store's slabs and is handed in as
+flat arrays by role, one fused pass per weight.
+"""
+
+import fnmatch
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+
+from penstock.errors import ConfigError, did_you_mean
+
+State = Mapping[str, np.ndarray]
+"""Flat float32 arrays by role."""
+
+
+class Optimizer(Protocol):
+    """What the store asks of an optimizer."""
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The float32 arrays it keeps per weight, all zeros at the start."""
+        ...
+
+    def update(
+        self,
+        weight: tuple[np.ndarray, ...],
+        gradient: np.ndarray,
+        state: State,
+        *,
+        step: int,
+        learning_rate: float,
+        weight_decay: float,
+        gradient_scale: float = 1.0,
+    ) -> None:
+        """Update one weight and its state in place.
+
+        Args:
+            weight: `(float32 [n],)`, or `(high, low)` uint16 `[n]` of a split master.
+            gradient: float32 `[n]` or bfloat16 patterns (uint16 `[n]`).
+            state: float32 `[n]` for each of `roles`.
+            step: the number of this weight's update, from 1.
+            learning_rate, weight_decay: of this step and this weight's group.
+            gradient_scale: what the gradient is multiplied by first (the clip factor).
+        """
+        ...
+
+
+def _require(optimizer: str, name: str, value: float, low: float, high: float) -> None:
+    if not low <= value < high:
+        raise ConfigError(
+            f"{optimizer}: {name} must be at least {low:g} and below {high:g}, got {value!r}"
+        )
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """`torch.optim.AdamW`: decoupled weight decay, bias-corrected moments."""
+
+    roles: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+
+    beta1: float = 0.9
+    beta2: float = 0.999
+    epsilon: float = 1e-8
+
+    def __post_init__(self) -> None:
+        _require("adamw", "beta1", self.beta1, 0.0, 1.0)
+        _require("adamw", "beta2", self.beta2, 0.0, 1.0)
+        _require("adamw", "epsilon", self.epsilon, 0.0, float("inf"))
+
+    def update(
+        self,
+        weight: tuple[np.ndarray, ...],
+        gradient: np.ndarray,
+        state: State,
+        *,
+        step: int,
+        learning_rate: float,
+        weight_decay: float,
+        gradient_scale: float = 1.0,
+    ) -> None:
+        from penstock.kernels import adamw
+
+        adamw(
+            weight,
+            gradient,
+            state["exp_avg"],
+            state["exp_avg_sq"],
+            step=step,
+            learning_rate=learning_rate,
+            beta1=self.beta1,
+            beta2=self.beta2,
+            epsilon=self.epsilon,
+            weight_decay=weight_decay,
+            gradient_scale=gradient_scale,
+        )
+
+
+@dataclass(frozen=True)
+class SGD:
+    """`torch.optim.SGD` with dampening 0: weight decay is added to the gradient, not decoupled."""
+
+    momentum: float = 0.0
+    nesterov: bool = False
+
+    def __post_init__(self) -> None:
+        _require("sgd", "momentum", self.momentum, 0.0, 1.0)
+        if self.nesterov and self.momentum == 0:
+            raise ConfigError("sgd: nesterov needs a momentum above 0; set momentum or drop it")
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return ("momentum",) if self.momentum else ()
+
+    def update(
+        self,
+        weight: tuple[np.ndarray, ...],
+        gradient: np.ndarray,
+        state: State,
+        *,
+        step: int,
+        learning_rate: float,
+        weight_decay: float,
+        gradient_scale: float = 1.0,
+    ) -> None:
+        from penstock.kernels import sgd, sgd_momentum
+
+        if not self.momentum:
+            sgd(
+                weight,
+                gradient,
+                learning_rate=learning_rate,
+                weight_decay=weight_decay,
+                gradient_scale=gradient_scale,
+            )
+            return
+        sgd_momentum(
+            weight,
+            gradient,
+            state["momentum"],
+            learning_rate=learning_rate,
+            momentum=self.momentum,
+            nesterov=self.nesterov,
+            weight_decay=weight_decay,
+            gradient_scale=gradient_scale,
+        )
+
+
+@dataclass(frozen=True)
+class Lion:
+    """Lion (Chen et al. 2023): the sign of a blend of gradient and mean; decoupled decay."""
+
+    roles: ClassVar[tuple[str, ...]] = ("exp_avg",)
+
+    beta1: float = 0.9
+    beta2: float = 0.99
+
+    def __post_init__(self) -> None:
+        _require("lion", "beta1", self.beta1, 0.0, 1.0)
+        _require("lion", "beta2", self.beta2, 0.0, 1.0)
+
+    def update(
+        self,
+        weight: tuple[np.ndarray, ...],
+        gradient: np.ndarray,
+        state: State,
+        *,
+        step: int,
+        learning_rate: float,
+        weight_decay: float,
+        gradient_scale: float = 1.0,
+    ) -> None:
+        from penstock.kernels import lion
+
+        lion(
+            weight,
+            gradient,
+            state["exp_avg"],
+            learning_rate=learning_rate,
+            beta1=self.beta1,
+            beta2=self.beta2,
+            weight_decay=weight_decay,
+            gradient_scale=gradient_scale,
+        )
+
+
+_OPTIMIZERS: dict[str, type[AdamW] | type[SGD] | type[Lion]] = {
+    "adamw": AdamW,
+    "sgd": SGD,
+    "lion": Lion,
+}
+
+OPTIMIZER_NAMES = tuple(_OPTIMIZERS)
+
+
+def make_optimizer(name: str, **hyper: Any) -> Optimizer:
+    """Return the optimizer called `name` with these settings.
+
+    Args:
+        name: one of `OPTIMIZER_NAMES`.
+        hyper: `adamw`: beta1, beta2, epsilon; `sgd`: momentum, nesterov; `lion`: beta1, beta2.
+
+    Raises:
+        ConfigError: an unknown name or setting, or a value out of its range.
+    """
+    if name not in _OPTIMIZERS:
+        raise ConfigError(
+            f"optimizer {name!r} is not known{did_you_mean(name, _OPTIMIZERS)}; "
+            f"choose one of {', '.join(_OPTIMIZERS)}"
+        )
+    kind = _OPTIMIZERS[name]
+    known = [field.name for field in fields(kind)]
+    for setting in hyper:
+        if setting not in known:
+            raise ConfigError(
+                f"{name} has no setting {setting!r}{did_you_mean(setting, known)}; "
+                f"it has {', '.join(known)}"
+            )
+    return kind(**hyper)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Settings for the weights whose names match one of `match`.
+
+    A pattern is a shell pattern over the whole name: `*.bias`, `transformer.h.[0-9].*`. A weight
+    decay of None means the run's default.
+    """
+
+    match: Sequence[str]
+    learning_rate_scale: float = 1.0
+    """Factor on the schedule's learning rate."""
+    weight_decay: float | None = None
+
+    def __post_init__(self) -> None:
+        name = f"optimizer group {self.match!r}"
+        if isinstance(self.match, str) or not self.match:
+            raise ConfigError(f"{name}: expected a list of one or more name patterns")
+        for what in ("learning_rate_scale", "weight_decay"):
+            value = getattr(self, what)
+            if value is not None and not 0 <= value < float("inf"):
+                raise ConfigError(f"{name}: {what} must be 0 or more, got {value!r}")
+
+
+@dataclass(frozen=True)
+class GroupSettings:
+    """What one weight trains with."""
+
+    learning_rate_scale: float
+    """Times the schedule's learning rate."""
+    weight_decay: float
+    group: int | None
+    """Index of the group that matched; None for the default."""
+
+
+def _closest(pattern: str, names: Iterable[str]) -> str:
+    """A suggestion for a pattern that matches nothing: a weight it may have meant."""
+    names = list(names)
+    bare = pattern.strip("*")
+    endings = {name[-len(bare) :]: name for name in reversed(names)} if bare else {}
+    return did_you_mean(pattern, names) or did_you_mean(bare, endings)
+
+
+def assign_groups(
+    weights: Mapping[str, tuple[int, ...]],
+    groups: Sequence[Group],
+    *,
+    weight_decay: float,
+    decay_1d: bool,
+) -> dict[str, GroupSettings]:
+    """Give each weight the settings of the first group that matches its name.
+
+    Args:
+        weights: shape of every trainable weight by name.
+        groups: in order of precedence.
+        weight_decay: for weights whose group sets none.
+        decay_1d: whether that default also holds for weights of fewer than two dimensions
+            (biases, norms). A group that sets a weight decay means it, whatever the shape.
+
+    Returns:
+        Settings by weight name, in the order of `weights`.
+
+    Raises:
+        ConfigError: a group matches no weight, or gets none because earlier groups took all that
+            it matches.
+    """
+    settings = {}
+    used = [False] * len(groups)
+    matched: list[list[int]] = []
+    for name, shape in weights.items():
+        hits = [i for i, group in enumerate(groups) if _matches(name, group)]
+        matched.append(hits)
+        chosen = hits[0] if hits else None
+        decay = weight_decay if decay_1d or len(shape) >= 2 else 0.0
+        scale = 1.0
+        if chosen is not None:
+            used[chosen] = True
+            group = groups[chosen]
+            scale = group.learning_rate_scale
+            decay = decay if group.weight_decay is None else group.weight_decay
+        settings[name] = GroupSettings(scale, decay, chosen)
+    for index, group in enumerate(groups):
+        if used[index]:
+            continue
+        patterns = ", ".join(repr(pattern) for pattern in group.match)
+        if any(index in hits for hits in matched):
+            raise ConfigError(
+                f"optimizer group {index + 1} ({patterns}) gets no weight: earlier groups take "
+                "all that it matches; move it up"
+            )
+        hint = next(filter(None, (_closest(p, weights) for p in group.match)), "")
+        raise ConfigError(
+            f"optimizer group {index + 1} ({patterns}) matches none of the {len(weights)} "
+            f"trainable weights{hint}; correct the pattern or remove the group"
+        )
+    return settings
+
+
+def _matches(name: str, group: Group) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in group.match)
