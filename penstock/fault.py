@@ -32,7 +32,7 @@ def watching(watcher: Callable[[str], None]) -> Iterator[None]:
 
 
 def killer(name: str, count: int = 1) -> Callable[[str], None]:
-    """Return a watcher that kills this process, as `kill -9` does, at a point's `count`-th visit."""
+    """Return a watcher that kills this process, with SIGKILL, at a point's `count`-th visit."""
     remaining = count
 
     def watcher(reached: str) -> None:

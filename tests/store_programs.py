@@ -6,11 +6,14 @@ import numpy as np
 import torch
 
 from penstock.program import Kind, Program, Stage, TensorSpec, WeightSpec
+from penstock.store import AdamW, DramStore, GroupSettings, Schedule
 
 
 def _refuse(*tensors):
     raise AssertionError("a store test must not run the program")
 
+
+CONSTANT = Schedule("constant", peak=1e-2)
 
 _EMPTY = {"Executable": _refuse, "int": 0}
 _NOTHING = {
@@ -91,3 +94,37 @@ def forward_sweep(store):
         for name, view in zip(stage.weights, store.fetch(stage.index), strict=True):
             seen[name] = view.clone()
     return seen
+
+
+def training_store(
+    program,
+    precision="fp32",
+    *,
+    clip_norm=None,
+    gradient_dtype=torch.float32,
+    schedule=CONSTANT,
+    optimizer=None,
+    weight_decay=0.1,
+):
+    """Return a `DramStore` with the same settings for all weights, by default of AdamW."""
+    settings = GroupSettings(learning_rate_scale=1.0, weight_decay=weight_decay, group=None)
+    return DramStore(
+        program,
+        precision,
+        optimizer or AdamW(0.9, 0.95, 1e-8),
+        dict.fromkeys(program.weights, settings),
+        schedule,
+        clip_norm,
+        gradient_dtype,
+    )
+
+
+def train(store, steps, seed, scale=1.0):
+    """Run some steps on random gradients that depend on seed and step alone; return the commits."""
+    commits = []
+    for _ in range(steps):
+        forward_sweep(store)
+        generator = np.random.default_rng([seed, store.step])
+        send(store, random_gradients(store.program, generator, scale))
+        commits.append(store.commit())
+    return commits

@@ -13,18 +13,41 @@ from penstock.store.checkpoint import (
 from penstock.store.dram import DramStore
 from penstock.store.huggingface import export_huggingface
 from penstock.store.interface import Commit, Store, Traffic
+from penstock.store.optimizers import (
+    OPTIMIZER_NAMES,
+    SGD,
+    AdamW,
+    Group,
+    GroupSettings,
+    Lion,
+    Optimizer,
+    assign_groups,
+    make_optimizer,
+)
+from penstock.store.schedules import Schedule, learning_rate
 
 __all__ = [
+    "OPTIMIZER_NAMES",
+    "SGD",
+    "AdamW",
     "CheckpointState",
     "Commit",
     "DramStore",
+    "Group",
+    "GroupSettings",
+    "Lion",
+    "Optimizer",
     "SavedCheckpoint",
+    "Schedule",
     "Store",
     "Traffic",
+    "assign_groups",
     "checkpoint_weights",
     "export_huggingface",
     "find_checkpoint",
+    "learning_rate",
     "load_checkpoint",
+    "make_optimizer",
     "read_state",
     "save_checkpoint",
     "verify_checkpoint",

@@ -5,11 +5,9 @@ rate); each weight is updated when it is next fetched, so that stage 0 is ready 
 rest hides behind compute. Nobody outside can tell: every way to look at a weight updates it first.
 """
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
 
 import numpy as np
 import torch
@@ -20,9 +18,8 @@ from penstock.store.gradients import Gradients, clip_scale
 from penstock.store.interface import MASTER, Commit, Traffic
 from penstock.store.layout import allocate_role, homes
 from penstock.store.masters import Masters, content_hash
-
-if TYPE_CHECKING:
-    from penstock.store.optimizers import GroupSettings, Optimizer
+from penstock.store.optimizers import GroupSettings, Optimizer
+from penstock.store.schedules import Schedule, learning_rate
 
 _STREAM_DTYPES = {
     "fp32": (torch.float32,),
@@ -40,8 +37,8 @@ class DramStore:
         program: names the weights, their shapes and the stages that use them.
         precision: `fp32`, or `bf16` for a program whose weights stream as bfloat16.
         optimizer: makes the updates; None for a program that only infers.
-        groups: settings of every trainable weight, by name.
-        schedule: learning rate of update number 0, 1, ...
+        groups: settings of every trainable weight, by name (`assign_groups`).
+        schedule: the learning rate of every update.
         clip_norm: greatest global norm of the gradients, or None not to clip.
         gradient_dtype: float32 or bfloat16, how gradients are kept until they are used.
 
@@ -56,7 +53,7 @@ class DramStore:
         precision: Literal["fp32", "bf16"],
         optimizer: Optimizer | None = None,
         groups: Mapping[str, GroupSettings] | None = None,
-        schedule: Callable[[int], float] | None = None,
+        schedule: Schedule | None = None,
         clip_norm: float | None = None,
         gradient_dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -190,7 +187,7 @@ class DramStore:
             self._gradient_bytes += received_bytes
 
     def commit(self) -> Commit:
-        """Decide the step: fix clip factor and learning rate, and let every weight await its update.
+        """Decide the step: fix clip factor and learning rate; every weight now awaits its update.
 
         Raises:
             NoTrainingError: a trainable weight has got no gradient. Nothing is committed.
@@ -201,7 +198,7 @@ class DramStore:
         self._require_loaded()
         norm = slabs.norm(self.step + 1)
         assert self._schedule is not None
-        rate = float(self._schedule(self.step))
+        rate = learning_rate(self._schedule, self.step)
         self._commit = Commit(self.step + 1, norm, clip_scale(norm, self._clip_norm), rate)
         self.step += 1
         self._state_is_zero = False
@@ -210,7 +207,7 @@ class DramStore:
         return self._commit
 
     def discard(self) -> None:
-        """Throw away the gradients that have come since the last commit, so as to replay the step."""
+        """Throw away the gradients that came since the last commit; the step may be replayed."""
         self._require_optimizer().clear()
 
     def flush(self) -> None:
@@ -230,7 +227,9 @@ class DramStore:
 
     def _apply(self, name: str) -> None:
         commit, slabs, optimizer = self._commit, self._gradients, self._optimizer
-        assert commit is not None and slabs is not None and optimizer is not None
+        assert commit is not None
+        assert slabs is not None
+        assert optimizer is not None
         settings = self._groups[name]
         rate = commit.learning_rate * settings.learning_rate_scale
         watched = name in self._never_changed and rate > 0
@@ -287,7 +286,7 @@ class DramStore:
         return {role: torch.from_numpy(array).view(shape) for role, array in arrays.items()}
 
     def roles(self, name: str) -> dict[str, torch.dtype]:
-        """Return what `read` and `write` know of a weight: the master, then the optimizer's roles."""
+        """Return what `read` and `write` know of a weight: its master, then its state."""
         return {MASTER: torch.float32, **dict.fromkeys(self._state.get(name, {}), torch.float32)}
 
     def read(self, name: str, role: str, begin: int, end: int) -> np.ndarray:

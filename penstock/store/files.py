@@ -45,7 +45,7 @@ class ChecksummedFile:
 
     def write(self, data: bytes | np.ndarray) -> None:
         """Append bytes, or the bytes of a contiguous array."""
-        view = memoryview(data).cast("B")
+        view = (data.data if isinstance(data, np.ndarray) else memoryview(data)).cast("B")
         while len(view):
             piece = view[: CHUNK_BYTES - self.bytes % CHUNK_BYTES]
             self._hash.update(piece)

@@ -11,9 +11,12 @@ import numpy as np
 import torch
 import xxhash
 
-from penstock.kernels.split_master import Weight, join, split
+from penstock.kernels import join, split
 from penstock.program import Program
 from penstock.store.layout import allocate_role
+
+Weight = tuple[np.ndarray] | tuple[np.ndarray, np.ndarray]
+"""A weight's memory: `(float32 master,)` or `(high uint16, low uint16)`; all flat."""
 
 PIECE_ELEMENTS = 4 << 20
 """Elements that are read, joined or converted at a time: what a pass over a model holds besides."""
@@ -76,7 +79,7 @@ class Masters:
         """Return a hash of a weight's memory, to see whether an update has changed it."""
         digest = xxhash.xxh3_128()
         for part in self._weights[name]:
-            digest.update(memoryview(part))
+            digest.update(part.data)
         return digest.digest()
 
 
@@ -96,5 +99,5 @@ def content_hash(program: Program, masters: Masters) -> str:
     for name in sorted(program.weights):
         digest.update(f"{name}\0{list(program.weights[name].shape)}\0".encode())
         for piece in masters.pieces(name):
-            digest.update(memoryview(piece))
+            digest.update(piece.data)
     return digest.hexdigest()

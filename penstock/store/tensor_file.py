@@ -50,7 +50,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Extent:
-    """Where a tensor lies in a file: bytes `begin` to `end`, counted from the file's start."""
+    """Where a tensor lies in a file: bytes `begin` to `end`, from the file's start."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -127,7 +127,7 @@ def write(
         file.close()
 
 
-def header_length(path: Path, first: bytes | memoryview, total_bytes: int) -> int:
+def header_length(path: Path, first: bytes | bytearray, total_bytes: int) -> int:
     """Return the bytes of the length field and the header together, from a file's first 8 bytes."""
     if len(first) < 8:
         raise _broken(path, f"it has {total_bytes} bytes, fewer than the 8 of a header's length")
@@ -137,7 +137,7 @@ def header_length(path: Path, first: bytes | memoryview, total_bytes: int) -> in
     return 8 + length
 
 
-def parse_header(path: Path, data: bytes | memoryview, total_bytes: int) -> dict[str, Extent]:
+def parse_header(path: Path, data: bytes | bytearray, total_bytes: int) -> dict[str, Extent]:
     """Return the tensors of a file in the order in which they lie.
 
     Args:
@@ -178,8 +178,7 @@ def _without_repetition(pairs: list[tuple[str, object]]) -> dict[str, object]:
 def _extent(path: Path, name: str, entry: object, start: int) -> Extent:
     match entry:
         case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(begin), int(end)]} if (
-            len(entry) == 3
-            and dtype in _ITEM_BYTES
+            dtype in _ITEM_BYTES
             and len(shape) <= _MAX_DIMENSIONS
             and all(type(size) is int and 0 <= size < 2**63 for size in shape)
             and 0 <= begin <= end

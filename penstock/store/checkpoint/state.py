@@ -62,11 +62,7 @@ def state_bytes(state: CheckpointState) -> bytes:
         name: {"bytes": record.bytes, "checksums": list(record.checksums)}
         for name, record in state.files.items()
     }
-    tensors = {
-        name: [place.file, place.extent.dtype, list(place.extent.shape), place.extent.begin]
-        + [place.extent.end]
-        for name, place in state.tensors.items()
-    }
+    tensors = {name: _described(place) for name, place in state.tensors.items()}
     content = {
         "format": FORMAT,
         "version": VERSION,
@@ -77,6 +73,11 @@ def state_bytes(state: CheckpointState) -> bytes:
         "extra": state.extra,
     }
     return sealed_json.seal(content)
+
+
+def _described(place: Place) -> list[object]:
+    extent = place.extent
+    return [place.file, extent.dtype, list(extent.shape), extent.begin, extent.end]
 
 
 def read_state(folder: Path) -> CheckpointState:
@@ -142,10 +143,10 @@ def _record(path: Path, name: str, entry: object) -> FileRecord:
 
 def _place(path: Path, name: str, entry: object) -> Place:
     match entry:
-        case [str(file), str(dtype), [*shape], int(begin), int(end)] if all(
-            type(size) is int for size in shape
-        ):
-            return Place(file, Extent(dtype, tuple(shape), begin, end))
+        case [str(file), str(dtype), [*shape], int(begin), int(end)]:
+            sizes = tuple(size for size in shape if isinstance(size, int))
+            if len(sizes) == len(shape):
+                return Place(file, Extent(dtype, sizes, begin, end))
     raise _broken(path, f"tensor {name!r} is described by {str(entry)[:100]}")
 
 
