@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli import data, evaluate, export, generate, init, program, train
+from penstock.cli import data, evaluate, export, generate, init, inspect, program, train
 from penstock.errors import PenstockError
 
 app = typer.Typer(
@@ -40,6 +40,7 @@ app.command("train")(train.train)
 app.command("eval")(evaluate.evaluate)
 app.command("generate")(generate.generate)
 app.command("export")(export.export)
+app.command("inspect")(inspect.inspect)
 app.command("program")(program.program)
 app.add_typer(data.app, name="data")
 

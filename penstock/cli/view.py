@@ -164,8 +164,7 @@ class LiveView:
     def __call__(self, event: Event) -> None:
         self._progress(event)
         if isinstance(event, Evaluated | Notice | Stopped | Finished):
-            for line in event_lines(event):
-                self._console.print(line, markup=False, highlight=False)
+            self._console.print("\n".join(event_lines(event)), markup=False, highlight=False)
 
     def render(self) -> RenderableType:
         """Return the panel as it stands now."""

@@ -1,0 +1,145 @@
+"""`penstock inspect`: what a run holds, and whether every byte of it is still what was written."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from penstock.cli.figures import show_bytes, show_count
+
+if TYPE_CHECKING:
+    from penstock.config import Config
+    from penstock.store import CheckpointState
+
+
+def inspect(
+    run: Annotated[Path, typer.Argument(help="Folder of a run.")],
+    only_hash: Annotated[
+        bool,
+        typer.Option(
+            "--hash", help="Print only a hash of the newest weights: equal to the bit, equal hash."
+        ),
+    ] = False,
+) -> None:
+    """Print what RUN holds: configuration, progress, and checkpoints with all checksums verified.
+
+    Exits with 6 if a checkpoint is damaged, naming the file and the place.
+    """
+    from penstock.config import load_run
+    from penstock.errors import ConfigError, CorruptionError
+
+    settings = load_run(run)
+
+    from penstock.store import find_checkpoint, verify_checkpoint
+
+    latest = find_checkpoint(run / "checkpoints", "latest")
+    if only_hash:
+        if latest is None:
+            raise ConfigError(f"{run}: no checkpoint yet, so there are no weights to hash")
+        typer.echo(weights_hash(latest, verify_checkpoint(latest)))
+        return
+    for line in (*_configuration_lines(settings), *_progress_lines(run)):
+        typer.echo(line)
+    damaged: CorruptionError | None = None
+    for folder in checkpoint_folders(run):
+        try:
+            state = verify_checkpoint(folder)
+        except CorruptionError as error:
+            typer.echo(f"checkpoint   {folder.name}  DAMAGED")
+            damaged = damaged or error
+            continue
+        typer.echo(f"checkpoint   {folder.name}  {_checkpoint(state)}{_marks(run, folder, latest)}")
+        if folder == latest:
+            typer.echo(f"weights      {weights_hash(folder, state)}")
+    if latest is None:
+        typer.echo("checkpoint   none yet")
+    if damaged is not None:
+        raise damaged
+
+
+def checkpoint_folders(run: Path) -> list[Path]:
+    """Return the finished checkpoints of a run, oldest first."""
+    return sorted(path.parent for path in (run / "checkpoints").glob("step-*/state.json"))
+
+
+def weights_hash(folder: Path, state: CheckpointState) -> str:
+    """Return the hash that `DramStore.content_hash` gives after loading this checkpoint.
+
+    Covers names, shapes and float32 values in the order of the names. Reads one tensor at a time,
+    so that a model larger than memory can be hashed.
+    """
+    import xxhash
+    from safetensors import safe_open
+
+    digest = xxhash.xxh3_128()
+    for name, shape in sorted(state.weights.items()):
+        tensor = f"master/{name}"
+        digest.update(f"{name}\0{list(shape)}\0".encode())
+        with safe_open(folder / state.tensors[tensor].file, framework="numpy") as file:
+            digest.update(file.get_tensor(tensor).tobytes())
+    return digest.hexdigest()
+
+
+def _configuration_lines(settings: Config) -> list[str]:
+    model = settings.to_mapping()["model"]
+    schedule = settings.optimizer.schedule.name
+    return [
+        f"run          {settings.run.dir}",
+        f"model        {model if model is not None else 'brought from Python'}",
+        f"training     {settings.run.steps} steps of {settings.batch.size} sequences, "
+        f"{settings.precision}, {settings.optimizer.name} {settings.optimizer.learning_rate:g} "
+        f"{schedule}, seed {settings.run.seed}",
+        f"trajectory   {settings.digest()}",
+    ]
+
+
+def _progress_lines(run: Path) -> list[str]:
+    from penstock.metrics import read_metrics
+
+    rows = read_metrics(run / "metrics.jsonl")
+    steps = [row for row in rows if row.get("event") == "step"]
+    evaluations = [row for row in rows if row.get("event") == "evaluation"]
+    lines = []
+    if steps:
+        last = steps[-1]
+        lines.append(f"progress     step {last['step']}, loss {_loss(last)}")
+    if evaluations:
+        last = evaluations[-1]
+        best = min(evaluations, key=lambda row: _or_infinity(row.get("loss")))
+        lines.append(
+            f"held out     loss {_loss(last)} at step {last['step']}, "
+            f"best {_loss(best)} at step {best['step']}"
+        )
+    return lines
+
+
+def _checkpoint(state: CheckpointState) -> str:
+    parameters = sum(math.prod(shape) for shape in state.weights.values())
+    return (
+        f"step {state.step}, {show_count(parameters)} parameters in {len(state.weights)} weights, "
+        f"{show_bytes(state.bytes)} in {len(state.files)} files, all checksums match"
+    )
+
+
+def _marks(run: Path, folder: Path, latest: Path | None) -> str:
+    from penstock.errors import ConfigError
+    from penstock.store import find_checkpoint
+
+    try:
+        best = find_checkpoint(run / "checkpoints", "best")
+    except ConfigError:  # None is marked as the best: the run was never evaluated.
+        best = None
+    marks = [word for word, of in (("newest", latest), ("best", best)) if of == folder]
+    return f" ({', '.join(marks)})" if marks else ""
+
+
+def _loss(row: dict) -> str:
+    value = row.get("loss")
+    return "not finite" if value is None else f"{value:.4f}"
+
+
+def _or_infinity(value: float | None) -> float:
+    return math.inf if value is None else value

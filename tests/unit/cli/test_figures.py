@@ -1,0 +1,52 @@
+"""Numbers as people read them."""
+
+import math
+
+import pytest
+
+from penstock.cli.figures import (
+    show_bytes,
+    show_count,
+    show_duration,
+    show_flops,
+    show_rate,
+    sparkline,
+)
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        (show_bytes(0), "0 B"),
+        (show_bytes(999), "999 B"),
+        (show_bytes(1024), "1.00 KiB"),
+        (show_bytes(1536 * 2**20), "1.50 GiB"),
+        (show_bytes(350 * 2**30), "350 GiB"),
+        (show_bytes(5000 * 2**40), "5000 TiB"),
+        (show_rate(1.5e9), "1.50 GB/s"),
+        (show_rate(796e6), "796 MB/s"),
+        (show_count(12), "12"),
+        (show_count(124_439_808), "124M"),
+        (show_count(16384), "16.4k"),
+        (show_count(174.6e9), "175G"),
+        (show_flops(2.5e12), "2.50 TFLOP"),
+        (show_duration(0.25), "0.25 s"),
+        (show_duration(12.34), "12.3 s"),
+        (show_duration(59.97), "1 min 00 s"),
+        (show_duration(245), "4 min 05 s"),
+        (show_duration(3 * 3600 + 20 * 60), "3 h 20 min"),
+        (show_duration(51 * 3600), "2 d 3 h"),
+        (show_duration(math.inf), "unknown"),
+    ],
+)
+def test_figures(shown, expected):
+    assert shown == expected
+
+
+def test_a_sparkline_rises_and_falls_with_its_values():
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
+    assert sparkline([7, 0], 10) == "█▁"
+    assert sparkline([1.0, 1.0, 1.0], 3) == "▁▁▁"
+    assert sparkline([], 5) == ""
+    assert sparkline([math.nan, 2.0, math.inf, 3.0], 5) == "▁█"
+    assert sparkline(list(range(1000)), 4) == "▁▃▆█"

@@ -1,0 +1,140 @@
+"""The table of a program: every figure against sums done by hand."""
+
+import dataclasses
+import io
+
+import torch
+from rich.console import Console
+
+from penstock.cli.program import live_values, render, title
+from penstock.program import (
+    Kind,
+    Program,
+    Saved,
+    Stage,
+    TensorSpec,
+    ValueSpec,
+    WeightSpec,
+    verify,
+)
+
+F32 = torch.float32
+TOKENS = TensorSpec((2, 8), torch.int64)
+HIDDEN = TensorSpec((2, 8, 16), F32)  # 1 KiB
+LOSS = TensorSpec((), F32)
+
+
+def refuse(*tensors):
+    raise AssertionError("a table runs nothing")
+
+
+def kind(name, weights, inputs, output, saved=()):
+    known = {
+        "name": name,
+        "digest": name,
+        "weights": weights,
+        "trainable": (True,) * len(weights),
+        "inputs": inputs,
+        "inputs_grad": (True,) * len(inputs),
+        "outputs": (output,),
+        "outputs_grad": (True,),
+        "saved": saved,
+        "forward_flops": 1_000_000,
+        "backward_flops": 2_000_000,
+    }
+    # The rest is what a table does not look at.
+    rest = {
+        field.name: {"Executable": refuse, "int": 0, "bool": False}.get(str(field.type), ())
+        for field in dataclasses.fields(Kind)
+        if field.name not in known and field.default_factory is dataclasses.MISSING
+    }
+    return Kind(**known, **rest)
+
+
+def small_program(blocks=4):
+    """Embedding, equal blocks, and a head tied to the embedding."""
+    table = TensorSpec((32, 16), F32)
+    square = TensorSpec((16, 16), F32)
+    embed = kind("embedding", (table,), (TOKENS,), HIDDEN)
+    block = kind(
+        "block", (square,), (HIDDEN,), HIDDEN, (Saved(HIDDEN, bytes=1024), Saved(HIDDEN, input=0))
+    )
+    head = kind("head", (table,), (HIDDEN, TOKENS), LOSS)
+    stages = [Stage(0, "wte", embed, ("wte.weight",), ("ids",), ("x0",))]
+    for number in range(blocks):
+        stages.append(
+            Stage(
+                number + 1,
+                f"h.{number}",
+                block,
+                (f"h.{number}.weight",),
+                (f"x{number}",),
+                (f"x{number + 1}",),
+            )
+        )
+    last = len(stages)
+    stages.append(Stage(last, "head", head, ("wte.weight",), (f"x{blocks}", "ids"), ("loss",)))
+    names = ["wte.weight", *(f"h.{number}.weight" for number in range(blocks))]
+    values = {f"x{n}": ValueSpec(f"x{n}", HIDDEN, "stage", True) for n in range(blocks + 1)}
+    values["ids"] = ValueSpec("ids", TOKENS, "input", False)
+    values["loss"] = ValueSpec("loss", LOSS, "stage", True)
+    return verify(
+        Program(
+            name="small",
+            stages=tuple(stages),
+            weights={
+                name: WeightSpec(name, (32, 16) if name == "wte.weight" else (16, 16), F32, True)
+                for name in names
+            },
+            values=values,
+            inputs=("ids",),
+            constants={},
+            prelude=None,
+            prelude_inputs=(),
+            prelude_outputs=(),
+            results=("loss",),
+        )
+    )
+
+
+def text_of(program, fold):
+    console = Console(record=True, width=200, file=io.StringIO())
+    console.print(render(program, fold=fold))
+    return [" ".join(line.split()) for line in console.export_text().splitlines()]
+
+
+def cells(line):
+    return [cell.strip() for cell in line.strip("│┃ ").split("│")]
+
+
+def test_equal_neighbours_share_a_line_and_the_sums_are_those_of_all():
+    lines = text_of(small_program(), fold=True)
+    assert lines[0] == "small: one micro-batch is ids [2, 8]"
+    body = [cells(line) for line in lines if line.startswith("│")]
+    assert body == [
+        ["0", "wte", "embedding", "512", "2.00 KiB", "1.00 MFLOP", "2.00 MFLOP",
+         "1: 1.00 KiB", "0 B"],
+        ["1-4", "h.0 ... h.3", "block x4", "256", "1.00 KiB", "1.00 MFLOP", "2.00 MFLOP",
+         "1: 1.00 KiB", "1.00 KiB"],
+        ["5", "head", "head", "512", "2.00 KiB", "1.00 MFLOP", "2.00 MFLOP", "1: 4 B", "0 B"],
+        ["6", "in all; tied weights counted once", "3 kinds", "1.54k", "8.00 KiB", "6.00 MFLOP",
+         "12.0 MFLOP", "1.00 KiB most", "4.00 KiB"],
+    ]  # fmt: skip
+
+
+def test_all_stages_can_have_their_line():
+    lines = text_of(small_program(), fold=False)
+    body = [cells(line) for line in lines if line.startswith("│")]
+    assert [row[1] for row in body[:-1]] == ["wte", "h.0", "h.1", "h.2", "h.3", "head"]
+
+
+def test_a_value_is_live_until_its_last_reader():
+    program = small_program(blocks=3)
+    assert live_values(program) == [(1, 1024)] * 4 + [(1, 4)]
+    assert title(program) == "small: one micro-batch is ids [2, 8]"
+
+
+def test_96_blocks_are_one_line():
+    body = [line for line in text_of(small_program(96), fold=True) if line.startswith("│")]
+    assert len(body) == 4
+    assert "block x96" in body[1]

@@ -1,0 +1,116 @@
+"""The command line starts light, and a mistake is answered without a traceback."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+HEAVY = ("torch", "transformers", "numba", "tensorboard", "numpy", "pyarrow", "tokenizers")
+
+
+def penstock(*arguments, cwd=ROOT):
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", "from penstock.cli import main; main()", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        timeout=120,
+        check=False,
+    )
+
+
+def imported_by(statement, cwd):
+    code = f"""
+import sys
+try:
+    {statement}
+except BaseException as error:
+    assert type(error).__name__ in ("SystemExit", "ConfigError"), error
+print("loaded:", *sorted(name for name in {HEAVY!r} if name in sys.modules))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=cwd, check=True
+    )
+    return done.stdout.splitlines()[-1]
+
+
+def test_the_command_line_imports_nothing_heavy():
+    assert imported_by("import penstock.cli", ROOT) == "loaded:"
+
+
+def test_help_imports_nothing_heavy():
+    statement = "from penstock.cli import main; sys.argv[1:] = ['--help']; main()"
+    assert imported_by(statement, ROOT) == "loaded:"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train", "run.yaml"],
+        ["train", "run.yaml", "optimzer.name=sgd"],
+        ["train", "absent.yaml"],
+        ["program", "gpt22"],
+        ["eval", "absent"],
+        ["export", "absent", "out"],
+        ["generate", "absent"],
+        ["inspect", "absent"],
+        ["init", "run.yaml"],
+    ],
+)
+def test_a_mistake_is_answered_before_anything_heavy_is_imported(tmp_path, arguments):
+    (tmp_path / "run.yaml").write_text("model: gpt2\nrun: {stepps: 3}\n")
+    statement = f"from penstock.cli import main; sys.argv[1:] = {arguments!r}; main()"
+    assert imported_by(statement, tmp_path) == "loaded:"
+
+
+def test_a_mistake_is_one_clean_message_with_its_exit_code(tmp_path):
+    (tmp_path / "run.yaml").write_text("model: gpt2\nrun: {stepps: 3}\n")
+    done = penstock("train", "run.yaml", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr == (
+        "error: run.yaml:2: run.stepps: unknown key (did you mean 'steps'?); run has dir, steps, "
+        "seed\n"
+    )
+
+
+def test_debug_shows_the_traceback_wherever_it_stands(tmp_path):
+    for arguments in (["--debug", "train", "x.yaml"], ["train", "x.yaml", "--debug"]):
+        done = penstock(*arguments, cwd=tmp_path)
+        assert done.returncode == 2
+        assert "Traceback" in done.stderr
+        assert done.stderr.endswith(
+            "error: x.yaml: no such file; `penstock init x.yaml` writes a starter there\n"
+        )
+
+
+def test_help_names_every_command():
+    said = penstock("--help").stdout
+    for command in ["train", "eval", "generate", "export", "init", "data", "inspect", "program"]:
+        assert f"\n  {command} " in said
+
+
+def test_an_unknown_command_names_the_closest():
+    done = penstock("trian")
+    assert done.returncode == 2
+    assert "Did you mean 'train'?" in done.stderr
+
+
+def test_init_writes_a_starter_that_loads_and_never_overwrites(tmp_path):
+    from penstock.config import load
+
+    done = penstock("init", "my.yaml", "--model", "gpt2-medium", "--input", "a.txt", cwd=tmp_path)
+    assert done.returncode == 0
+    assert done.stdout == "wrote my.yaml\nnext: penstock train my.yaml\n"
+    config = load(tmp_path / "my.yaml")
+    assert config.model is not None
+    assert config.to_mapping()["model"] == "gpt2-medium"
+    assert config.data.input == ("a.txt",)
+    assert config.run.dir == Path("runs/my")
+    before = (tmp_path / "my.yaml").read_text()
+    again = penstock("init", "my.yaml", cwd=tmp_path)
+    assert again.returncode == 2
+    assert again.stderr == "error: my.yaml exists and is left as it is; name another file\n"
+    assert (tmp_path / "my.yaml").read_text() == before

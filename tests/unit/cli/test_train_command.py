@@ -1,0 +1,107 @@
+"""`penstock train` around a trainer that only pretends: what it is given, and how it is stopped."""
+
+import os
+import signal
+import sys
+import types
+
+import pytest
+from events_of_a_run import started, step
+from typer.testing import CliRunner
+
+from penstock.cli.app import app
+from penstock.cli.train import GracefulStop
+from penstock.errors import ConfigError
+from penstock.events import Stopped
+
+
+class PretendTrainer:
+    """Does 100 steps at once, and stops after the step in which it was asked to."""
+
+    on_step = staticmethod(lambda number: None)
+    made: list = []  # noqa: RUF012 - the test reads what the command gave to the constructor
+
+    def __init__(self, config, on_event):
+        self.config, self.on_event, self.stopping = config, on_event, False
+        PretendTrainer.made.append(config)
+
+    def request_stop(self):
+        self.stopping = True
+
+    def train(self):
+        self.on_event(started(self.config.run.dir, steps=100))
+        for number in range(1, 101):
+            PretendTrainer.on_step(number)
+            self.on_event(step(number))
+            if self.stopping:
+                self.on_event(Stopped(number, "asked to", "the trainer's own idea"))
+                return
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(
+        sys.modules, "penstock.trainer", types.SimpleNamespace(Trainer=PretendTrainer)
+    )
+    monkeypatch.setattr(PretendTrainer, "on_step", staticmethod(lambda number: None))
+    monkeypatch.setattr(PretendTrainer, "made", [])
+    (tmp_path / "text.txt").write_text("words")
+    (tmp_path / "my run.yaml").write_text("model: gpt2\ndata: {input: [text.txt]}\n")
+    return lambda *arguments: CliRunner().invoke(app, ["train", *arguments])
+
+
+def test_the_trainer_gets_the_file_with_overrides(run):
+    result = run("my run.yaml", "engines=2", "optimizer.learning_rate=1e-4")
+    assert result.exit_code == 0
+    (config,) = PretendTrainer.made
+    assert (config.engines, config.optimizer.learning_rate) == (2, 1e-4)
+    assert str(config.run.dir) == "runs/my run"
+
+
+def test_without_a_terminal_there_are_plain_lines(run):
+    lines = run("my run.yaml", "logging.every=50").stdout.splitlines()
+    assert [line.split()[1] for line in lines if line.startswith("step")] == [
+        "1/100",
+        "50/100",
+        "100/100",
+    ]
+    assert "\x1b" not in "".join(lines)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_finishes_the_step_and_says_how_to_resume(run, monkeypatch, number):
+    def interrupt_at_seven(at):
+        if at == 7:
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(PretendTrainer, "on_step", staticmethod(interrupt_at_seven))
+    before = signal.getsignal(number)
+    result = run("my run.yaml", "engines=2")
+    assert result.exit_code == 128 + number
+    assert result.stdout.splitlines()[-2:] == [
+        "stopped after step 7: asked to",
+        "resume with: penstock train 'my run.yaml' engines=2",
+    ]
+    assert signal.getsignal(number) is before
+
+
+def test_the_second_signal_stops_at_once():
+    stop = GracefulStop()
+    asked = []
+    with stop.handling(lambda: asked.append(True)):
+        signal.raise_signal(signal.SIGTERM)
+        assert asked == [True]
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert asked == [True]
+
+
+def test_fresh_refuses_a_folder_with_anything_in_it(run, tmp_path):
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "notes.txt").write_text("mine")
+    result = run("my run.yaml", "run.dir=kept", "--fresh")
+    assert isinstance(result.exception, ConfigError)
+    assert PretendTrainer.made == []
+    assert (tmp_path / "kept" / "notes.txt").read_text() == "mine"
+    assert run("my run.yaml", "run.dir=new", "--fresh").exit_code == 0

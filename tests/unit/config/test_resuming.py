@@ -1,0 +1,142 @@
+"""What a run may change when it resumes, and what it may not."""
+
+import json
+
+import pytest
+
+from penstock.config import Config, check_run, load_run, write_record
+from penstock.errors import ConfigError
+
+
+def made(**sections):
+    return Config.from_mapping({"model": "gpt2", **sections})
+
+
+def with_checkpoint(config):
+    """Leave what a run with a finished checkpoint leaves, as far as the configuration sees it."""
+    write_record(config)
+    folder = config.run.dir / "checkpoints" / "step-00000010"
+    folder.mkdir(parents=True)
+    (folder / "state.json").write_text("{}")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"engines": 4},
+        {"engine": {"memory": "1GiB", "recompute": "always", "threads": 1}},
+        {"logging": {"every": 1, "tensorboard": True}},
+        {"evaluation": {"every": None}},
+        {"checkpoint": {"every": 3, "keep_last": 9}},
+        {"data": {"path": "elsewhere"}},
+        {"store": {"gradients": "fp32"}},
+    ],
+)
+def test_what_does_not_decide_the_result_leaves_the_digest(change):
+    assert made(**change).digest() == made().digest()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model": {"preset": "gpt2", "n_layer": 3}},
+        {"batch": {"size": 64}},
+        {"batch": {"micro": 2}},
+        {"precision": "bf16"},
+        {"optimizer": {"learning_rate": 1e-3}},
+        {"optimizer": {"schedule": {"name": "constant", "final_ratio": 0.1}}},
+        {"freeze": ["*.wte.*"]},
+        {"store": {"gradients": "bf16"}},
+        {"data": {"seed": 1}},
+        {"data": {"sequence_length": 8}},
+        {"run": {"seed": 1}},
+        {"run": {"steps": 2000}},
+    ],
+)
+def test_what_decides_the_result_changes_the_digest(change):
+    assert made(**change).digest() != made().digest()
+
+
+def test_more_steps_are_the_same_run_where_the_schedule_does_not_decay_towards_them():
+    for optimizer in (
+        {"schedule": {"name": "constant"}},
+        {"schedule": {"name": "inverse_square_root", "warmup_steps": 10}},
+        {"schedule": {"name": "cosine", "decay_steps": 100}},
+    ):
+        short = made(optimizer=optimizer, run={"steps": 100})
+        assert short.digest() == made(optimizer=optimizer, run={"steps": 200}).digest()
+
+
+def test_the_trajectory_is_json():
+    values = made().trajectory()
+    assert json.loads(json.dumps(values)) == values
+    made().check_resumable(json.loads(json.dumps(values)))
+
+
+def test_a_refusal_to_resume_names_the_keys_and_both_values(tmp_path):
+    run = {"dir": str(tmp_path), "steps": 100}
+    with_checkpoint(made(run=run))
+    changed = made(run={**run, "steps": 200}, batch={"size": 16}, engines=2)
+    with pytest.raises(ConfigError) as raised:
+        check_run(changed)
+    assert str(raised.value) == (
+        f"{tmp_path} holds a run whose configuration differs where it decides the result:\n"
+        "  batch.size: 32 in the run, 16 now\n"
+        "  optimizer.schedule.decay_steps: 100 in the run, 200 now (run.steps if unset; set it "
+        "to 100 to run on at the final rate)\n"
+        "set these back to resume it, or choose another run.dir to start anew"
+    )
+
+
+def test_a_run_resumes_where_the_result_stays_the_same(tmp_path):
+    config = made(run={"dir": str(tmp_path)})
+    assert check_run(config) is False
+    with_checkpoint(config)
+    assert check_run(made(run={"dir": str(tmp_path)}, engines=2)) is True
+
+
+def test_a_folder_without_a_checkpoint_starts_under_any_configuration(tmp_path):
+    write_record(made(run={"dir": str(tmp_path)}))
+    assert check_run(made(run={"dir": str(tmp_path)}, precision="bf16")) is False
+
+
+def test_fresh_takes_a_new_or_empty_folder_and_deletes_nothing(tmp_path):
+    config = made(run={"dir": str(tmp_path / "run")})
+    assert check_run(config, fresh=True) is False
+    (tmp_path / "run").mkdir()
+    assert check_run(config, fresh=True) is False
+    write_record(config)
+    with pytest.raises(ConfigError) as raised:
+        check_run(config, fresh=True)
+    assert str(raised.value) == (
+        f"run.dir: expected a new or empty folder with --fresh, but {tmp_path}/run holds "
+        "config.yaml; move it away, or choose another with run.dir=FOLDER"
+    )
+    assert (tmp_path / "run" / "config.yaml").exists()
+
+
+def test_a_moved_run_is_found_where_it_is_now_with_its_data(tmp_path):
+    old = tmp_path / "old"
+    config = made(
+        run={"dir": str(old)}, data={"path": str(old / "text")}, optimizer={"learning_rate": 1e-5}
+    )
+    write_record(config)
+    old.rename(tmp_path / "new")
+    found = load_run(tmp_path / "new")
+    assert found.run.dir == tmp_path / "new"
+    assert found.data.path == tmp_path / "new" / "text"
+    assert found.digest() == config.digest()
+
+
+def test_what_is_no_run_is_said(tmp_path):
+    with pytest.raises(ConfigError) as raised:
+        load_run(tmp_path / "absent")
+    assert str(raised.value) == (
+        f"{tmp_path}/absent: no such run; expected the folder that run.dir named"
+    )
+    (tmp_path / "other.txt").write_text("x")
+    with pytest.raises(ConfigError) as raised:
+        load_run(tmp_path)
+    assert str(raised.value) == (
+        f"{tmp_path}: expected a run, which has a config.yaml; it holds other.txt"
+    )

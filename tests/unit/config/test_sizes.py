@@ -1,0 +1,80 @@
+"""Byte sizes, against arithmetic that anyone can do by hand."""
+
+import random
+
+import pytest
+
+from penstock.config import ByteSize
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("4GiB", 4 * 1024**3),
+        ("512MiB", 512 * 1024**2),
+        ("2GB", 2_000_000_000),
+        ("1.5 TiB", 3 * 1024**4 // 2),
+        ("  10kib ", 10240),
+        ("7B", 7),
+        (123456, 123456),
+        ("90071992547409931B", 90071992547409931),
+    ],
+)
+def test_a_size_is_read_exactly(text, count):
+    assert ByteSize.parse(text) == count
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_any_size_survives_printing_and_reading(seed):
+    draw = random.Random(seed)
+    for _ in range(200):
+        size = ByteSize(draw.randrange(1, 1 << draw.randrange(1, 60)) << draw.choice([0, 10, 20]))
+        assert ByteSize.parse(str(size)) == size, f"seed {seed}"
+
+
+def test_a_size_prints_in_the_largest_unit_that_loses_nothing():
+    assert str(ByteSize.parse("4GiB")) == "4GiB"
+    assert str(ByteSize.parse("4096MiB")) == "4GiB"
+    assert str(ByteSize.parse("1536MiB")) == "1536MiB"
+    assert str(ByteSize(1000)) == "1000B"
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (
+            "4 GX",
+            "expected a size such as 4GiB, 512MiB or 2GB, got '4 GX'; "
+            "'GX' is no unit: use KiB, MiB, GiB or TiB",
+        ),
+        (
+            "4",
+            "expected a size such as 4GiB, 512MiB or 2GB, got '4'; "
+            "4 has no unit: use KiB, MiB, GiB or TiB",
+        ),
+        (
+            "much",
+            "expected a size such as 4GiB, 512MiB or 2GB, got 'much'; write a number and a unit",
+        ),
+        (
+            "-1GiB",
+            "expected a size such as 4GiB, 512MiB or 2GB, got '-1GiB'; write a number and a unit",
+        ),
+        (
+            0,
+            "expected a size such as 4GiB, 512MiB or 2GB, got 0; it must be at least one byte",
+        ),
+        (
+            True,
+            "expected a size such as 4GiB, 512MiB or 2GB, got True; write a number and a unit",
+        ),
+        (
+            2.5,
+            "expected a size such as 4GiB, 512MiB or 2GB, got 2.5; write a number and a unit",
+        ),
+    ],
+)
+def test_what_is_no_size_is_refused_with_what_to_write(value, message):
+    with pytest.raises(ValueError, match="expected") as raised:
+        ByteSize.parse(value)
+    assert str(raised.value) == message
