@@ -83,13 +83,13 @@ class Saved:
     """One value that a stage's forward keeps for its backward.
 
     Either the stage's own input number `input` (nothing is copied), or a tensor that the forward
-    executable returns after its outputs. `owner` is the position among the saved tensors whose
-    storage this one shares, or None if it has a storage of its own: bytes are counted once.
+    executable returns after its outputs. `bytes` is what keeping it costs: its whole storage, or
+    0 where that is an input's or an earlier saved value's (a view of it).
     """
 
     tensor: TensorSpec
     input: int | None = None
-    owner: int | None = None
+    bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -104,12 +104,15 @@ class Kind:
     - `infer(*weights, *inputs, key) -> outputs`: the same without saving
     - `backward(*weights[i] for i in backward_weights, *all saved, *grads of differentiable
       outputs, key) -> (*grads of differentiable inputs, *grads of trainable weights)`
-    - `turn(*weights, *inputs, key, *grads of differentiable outputs) -> (*outputs,
-      *grads of differentiable inputs, *grads of trainable weights)`: forward and backward in one
-      go, for recomputation and for the last stage, with nothing saved in between.
+    - `recompute(*weights, *inputs, key, *grads of differentiable outputs) -> (*grads of
+      differentiable inputs, *grads of trainable weights)`: backward with nothing saved, the
+      forward made again; the same bits as `backward`.
+    - `turn`: like `recompute`, returning the outputs first; for the last stage, where forward and
+      backward are one.
 
     A gradient may be None where the loss does not depend on that input. `flops` count a
-    multiply-add as two. `transient` bytes are the peak of values that exist only inside a call.
+    multiply-add as two. A call's `transient` bytes are the peak of
+    what it allocates, what it returns included.
     """
 
     name: str
@@ -125,11 +128,14 @@ class Kind:
     forward: Executable
     infer: Executable
     backward: Executable
+    recompute: Executable
     turn: Executable
+    draws_dropout: bool
     forward_flops: int
     backward_flops: int
     forward_transient_bytes: int
     backward_transient_bytes: int
+    recompute_transient_bytes: int
     turn_transient_bytes: int
     graphs: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
@@ -140,7 +146,7 @@ class Kind:
     @property
     def saved_bytes(self) -> int:
         """Bytes that keeping costs per micro-batch beyond the stage's inputs."""
-        return sum(s.tensor.bytes for s in self.saved if s.input is None and s.owner is None)
+        return sum(s.bytes for s in self.saved)
 
 
 @dataclass(frozen=True)
@@ -187,6 +193,11 @@ class Program:
     @property
     def parameters(self) -> int:
         return sum(w.elements for w in self.weights.values())
+
+    @property
+    def draws_dropout(self) -> bool:
+        """Tell whether any stage's result depends on its dropout key."""
+        return any(stage.kind.draws_dropout for stage in self.stages)
 
     def last_use(self) -> dict[str, int]:
         """Return, per value, the index of the last stage that reads it in the forward sweep."""
@@ -280,8 +291,6 @@ def _verify_saved(where: str, kind: Kind) -> None:
                 saved.tensor == kind.inputs[saved.input],
                 f"{where}: saved value {number} differs from the input that it names",
             )
-        if saved.owner is not None:
-            _require(saved.owner < number, f"{where}: saved value {number} is owned by a later one")
     for position in kind.backward_weights:
         _require(position < len(kind.weights), f"{where}: backward reads weight {position}")
     _require(kind.saved_bytes >= 0, f"{where}: negative saved bytes")

@@ -1,0 +1,340 @@
+"""From a configuration to the parts of a run: model, program, data, store, engines.
+
+Each function makes one part and nothing else; the trainer puts them together.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from penstock.compiler import CompileOptions, Precision, compile_module
+from penstock.config import Config
+from penstock.config.model import FactoryModel, HuggingFaceConfigModel, ModelSpec, PresetModel
+from penstock.data import (
+    LanguageModelSource,
+    MaskedLanguageModelSource,
+    Source,
+    TokenDataset,
+    build_dataset,
+    check_vocabulary,
+    export_tokenizer,
+)
+from penstock.engine import Engine, EnginePlan, TorchEngine, plan_engine
+from penstock.errors import BudgetError, ConfigError, DataError
+from penstock.models import ModelSource
+from penstock.program import Program
+from penstock.store import DramStore, export_huggingface
+from penstock.store.optimizers import Group, assign_groups, make_optimizer
+from penstock.store.schedules import Schedule
+
+# Beyond this many tokens a micro-batch gains nothing: the products are large enough.
+_MICRO_BATCH_TOKENS = {"cpu": 4096, "cuda": 32768}
+_AUTO_SHARE = 0.5  # of the memory that is free at the start, for the engine
+_FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def model_source(spec: ModelSpec) -> ModelSource:
+    """Return the model that a configuration's `model` section describes."""
+    if isinstance(spec, PresetModel):
+        return ModelSource.from_preset(spec.preset, spec.overrides)
+    if isinstance(spec, HuggingFaceConfigModel):
+        return ModelSource.from_hf_config(spec.hf_config)
+    assert isinstance(spec, FactoryModel)
+    return ModelSource.from_factory(spec.factory, spec.args, loss=spec.loss)
+
+
+def choose_device(wanted: Literal["auto", "cpu", "cuda"]) -> str:
+    """Return "cpu" or "cuda"; `auto` takes a GPU if there is one."""
+    if wanted == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("engine.device: expected cpu, got cuda, which this machine has not")
+    return wanted
+
+
+def engine_budget(config: Config, device: str) -> int:
+    """Return the bytes that one engine may use."""
+    if config.engine.memory != "auto":
+        return int(config.engine.memory)
+    if device == "cuda":
+        free = torch.cuda.mem_get_info()[0]
+    else:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        with open("/proc/meminfo") if os.path.exists("/proc/meminfo") else _nothing() as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    free = int(line.split()[1]) * 1024
+    return int(free * _AUTO_SHARE) // config.engines
+
+
+class _nothing:
+    """An empty file, where there is no /proc."""
+
+    def __enter__(self) -> list[str]:
+        return []
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+
+def sequence_length(config: Config, source: ModelSource) -> int:
+    """Return the tokens per sequence: as configured, or all that the model takes."""
+    length = config.data.sequence_length or source.max_sequence_length
+    if length is None:
+        if source.task == "custom":
+            return 1
+        raise ConfigError(
+            f"data.sequence_length: {source.name} does not say how long its sequences may be; "
+            "set it"
+        )
+    return length
+
+
+def compile_source(
+    source: ModelSource,
+    *,
+    micro_batch: int,
+    length: int,
+    precision: Precision,
+    device: str = "cpu",
+    freeze: Sequence[str] = (),
+    goal: Literal["train", "evaluate", "logits"] = "train",
+    with_buffers: bool = True,
+) -> Program:
+    """Compile a model for one micro-batch of sequences.
+
+    `evaluate` is `train` without dropout; `logits` returns what comes before the loss.
+    """
+    inputs = source.example_inputs(micro_batch, length)
+    module = source.module
+    if goal == "logits":
+        module = source.logits_module
+        inputs = {name: value for name, value in inputs.items() if name not in source.targets}
+    module.train(goal == "train")
+    try:
+        return compile_module(
+            module,
+            inputs,
+            CompileOptions(
+                precision=precision,
+                device=device,
+                freeze=tuple(freeze),
+                weight_prefix=source.weight_prefix,
+                training=goal != "logits",
+            ),
+            name=source.name,
+            buffers=source.buffers if with_buffers else None,
+        )
+    finally:
+        module.train()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a step's batch is divided, and what an engine keeps of it."""
+
+    program: Program
+    plan: EnginePlan
+    micro_batch: int
+    micro_batches: int
+
+
+def lay_out(
+    config: Config, source: ModelSource, device: str, recorded_micro_batch: int | None = None
+) -> Layout:
+    """Choose the micro-batch, compile for it, and decide what is recomputed.
+
+    With `batch.micro: auto` it is the largest divisor of the batch that leaves every engine one
+    micro-batch, is not beyond what helps, and fits the budget; a resumed run keeps the one it
+    was started with, since another would sum in another order.
+
+    **Raises:** `BudgetError` if not even single sequences fit.
+    """
+    length = sequence_length(config, source)
+    budget = engine_budget(config, device)
+    size = config.batch.size
+    wanted = config.batch.micro
+    if wanted == "auto" and recorded_micro_batch is not None:
+        wanted = recorded_micro_batch
+    if wanted == "auto":
+        most = max(1, _MICRO_BATCH_TOKENS[device] // length)
+        candidates = [c for c in range(min(most, size), 0, -1) if size % c == 0]
+        candidates = [c for c in candidates if size // c >= config.engines] or candidates[-1:]
+    else:
+        candidates = [int(wanted)]
+    for number, micro_batch in enumerate(candidates):
+        program = compile_source(
+            source,
+            micro_batch=micro_batch,
+            length=length,
+            precision=config.precision,
+            device=device,
+            freeze=config.freeze,
+        )
+        micro_batches = size // micro_batch
+        if micro_batches < config.engines:
+            raise ConfigError(
+                f"engines: {config.engines} engines cannot share {micro_batches} micro-batch(es) "
+                f"of {micro_batch}; lower batch.micro or engines, or raise batch.size"
+            )
+        per_engine = -(-micro_batches // config.engines)
+        try:
+            plan = plan_engine(program, per_engine, budget, config.engine.recompute)
+        except BudgetError:
+            if number == len(candidates) - 1:
+                raise
+            continue
+        return Layout(program, plan, micro_batch, micro_batches)
+    raise AssertionError("there is always a candidate")
+
+
+def make_store(config: Config, program: Program) -> DramStore:
+    """Return an empty store with the configured optimizer and schedule."""
+    section = config.optimizer
+    hyper: dict[str, Any] = {
+        "adamw": {"beta1": section.betas[0], "beta2": section.betas[1], "epsilon": section.eps},
+        "sgd": {"momentum": section.momentum, "nesterov": section.nesterov},
+        "lion": {"beta1": section.betas[0], "beta2": section.betas[1]},
+    }[section.name]
+    groups = [
+        Group(
+            match=tuple(group.match),
+            learning_rate_scale=group.learning_rate_scale,
+            weight_decay=group.weight_decay,
+        )
+        for group in section.groups
+    ]
+    trainable = {name: w.shape for name, w in program.weights.items() if w.trainable}
+    settings = assign_groups(
+        trainable,
+        groups,
+        weight_decay=section.weight_decay,
+        decay_1d=section.decay_1d,
+    )
+    shape = section.schedule
+    schedule = Schedule(
+        name=shape.name,
+        peak=section.learning_rate,
+        decay_steps=config.decay_steps,
+        warmup_steps=shape.warmup_steps,
+        final_ratio=shape.final_ratio,
+        power=shape.power,
+        boundaries=tuple(shape.boundaries),
+        ratios=tuple(shape.ratios),
+    )
+    return DramStore(
+        program,
+        config.precision,
+        optimizer=make_optimizer(section.name, **hyper),
+        groups=settings,
+        schedule=schedule,
+        clip_norm=section.clip_norm,
+        gradient_dtype=_FLOATS[config.gradient_precision],
+    )
+
+
+def make_engines(config: Config, layout: Layout, device: str) -> list[Engine]:
+    """Return the engines of this process, each with its own budget."""
+    budget = engine_budget(config, device)
+    return [
+        TorchEngine(layout.program, layout.plan, device=device, budget_bytes=budget)
+        for _ in range(config.engines)
+    ]
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """The sources of training and held-out batches; `dataset` where they come from text."""
+
+    training: Source
+    held_out: Source | None
+    dataset: TokenDataset | None
+
+
+def open_data(config: Config, source: ModelSource, notice: Callable[[str], None]) -> TrainingData:
+    """Open the configured data set, building it first if it is to be made from `data.input`."""
+    if source.task == "custom":
+        raise DataError(
+            f"{source.name} is a module of your own: give its data from Python, "
+            "Trainer(config, source=ArraySource(...))"
+        )
+    folder = config.data_dir
+    if not folder.exists() and config.data.input:
+        notice(f"building the data set {folder} from {', '.join(config.data.input)}")
+        report = build_dataset(
+            config.data.input,
+            config.data.tokenizer,
+            folder,
+            validation=config.data.validation,
+            seed=config.data.seed,
+        )
+        for note in report.notes:
+            notice(note)
+    dataset = TokenDataset.open(folder)
+    if source.vocab_size is not None:
+        check_vocabulary(dataset, source.vocab_size)
+    length = sequence_length(config, source)
+
+    def split(name: str) -> Source:
+        if source.task == "masked_lm":
+            mask = _mask_token(dataset, source)
+            return MaskedLanguageModelSource(dataset, name, length, mask, config.data.seed)
+        return LanguageModelSource(dataset, name, length, config.data.seed)
+
+    held_out = "validation" if "validation" in dataset.splits else None
+    return TrainingData(split("train"), split(held_out) if held_out else None, dataset)
+
+
+def _mask_token(dataset: TokenDataset, source: ModelSource) -> int:
+    """Return a token id that the text never has: the model's last, beyond the data set's."""
+    assert source.vocab_size is not None
+    if source.vocab_size <= dataset.vocab_size:
+        raise DataError(
+            f"masked training needs a token that the text never has: {source.name} has a "
+            f"vocabulary of {source.vocab_size}, the data set uses all of {dataset.vocab_size}; "
+            f"set vocab_size to {dataset.vocab_size + 1} or more"
+        )
+    return source.vocab_size - 1
+
+
+def export(
+    store: DramStore, source: ModelSource, dataset: TokenDataset | None, folder: Path, dtype: str
+) -> list[Path]:
+    """Write the weights as a Hugging Face folder, with the data set's tokenizer if there is one."""
+    if dtype not in _FLOATS:
+        raise ConfigError(f"dtype: expected one of {', '.join(_FLOATS)}, got {dtype!r}")
+    config = source.hf_config.to_dict() if source.hf_config is not None else {}
+    config.setdefault("architectures", None)
+    config["architectures"] = config["architectures"] or [source.class_name]
+    with tempfile.TemporaryDirectory() as scratch:
+        if dataset is not None:
+            export_tokenizer(dataset.tokenizer(), Path(scratch))
+        return export_huggingface(
+            store,
+            folder,
+            config=config,
+            dtype=_FLOATS[dtype],
+            tokenizer_files=sorted(Path(scratch).iterdir()),
+        )
+
+
+def to_tensors(batch: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
+    """Return a batch's arrays as tensors over the same memory."""
+    return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in batch.items()}
+
+
+def set_threads(threads: int | None) -> None:
+    """Use this many CPU threads in PyTorch and in Penstock's kernels; None: every core."""
+    import numba
+
+    count = threads or len(os.sched_getaffinity(0))
+    torch.set_num_threads(count)
+    numba.set_num_threads(min(count, numba.config.NUMBA_NUM_THREADS))

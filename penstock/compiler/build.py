@@ -1,0 +1,418 @@
+"""Compile a module into a program: capture, rewrite, cut, and one kind per distinct stage."""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx, nn
+
+from penstock.compiler.capture import STREAM_DTYPE, Capture, Precision, capture
+from penstock.compiler.cut import Piece, cut, weight_free_nodes
+from penstock.compiler.joint import StageSignature, make_kind
+from penstock.compiler.rewrites import (
+    number_dropouts,
+    rewrite,
+    share_equal,
+    source_line,
+    value_of,
+)
+from penstock.errors import CompileError, ConfigError, NoTrainingError, did_you_mean
+from penstock.program import Kind, Program, Stage, TensorSpec, ValueSpec, WeightSpec, verify
+
+
+@dataclass(frozen=True)
+class CompileOptions:
+    """What a program is compiled for.
+
+    `freeze` are name patterns (fnmatch) of weights that are not trained. `device` is where the
+    engine runs. `slot_bytes` bounds the weights of one stage. `weight_prefix` is removed from the
+    parameters' names (the wrapper that adds the loss). `training` programs return a scalar loss;
+    others are only run forward.
+    """
+
+    precision: Precision = "fp32"
+    device: str = "cpu"
+    freeze: tuple[str, ...] = ()
+    slot_bytes: int | None = None
+    weight_prefix: str = ""
+    training: bool = True
+
+
+def compile_module(
+    module: nn.Module,
+    inputs: Mapping[str, torch.Tensor],
+    options: CompileOptions = CompileOptions(),
+    *,
+    name: str = "model",
+    buffers: Callable[[], Mapping[str, torch.Tensor]] | None = None,
+) -> Program:
+    """Compile `module(**inputs)` into a program.
+
+    **Arguments:** `module`, whose parameters may be fake; `inputs`, one micro-batch by keyword,
+    fake or real; `buffers` returns the real values of the module's buffers by name, and may be
+    left out for a program that is only looked at.
+
+    **Raises:** `CompileError` for what cannot be captured, `ConfigError` for a freeze pattern
+    that matches nothing, `NoTrainingError` for trainable weights that the result does not depend
+    on, `BudgetError` for a stage that does not fit `slot_bytes`.
+    """
+    captured = capture(module, inputs, options.precision)
+    key = rewrite(captured.graph)
+    return verify(_Assembly(module, captured, key, options, name, buffers).program())
+
+
+@dataclass
+class _Assembly:
+    """The state of one compilation, from the rewritten graph to the program."""
+
+    module: nn.Module
+    captured: Capture
+    key: fx.Node
+    options: CompileOptions
+    name: str
+    buffers: Callable[[], Mapping[str, torch.Tensor]] | None
+    values: dict[str, ValueSpec] = field(default_factory=dict)
+    weights: dict[str, WeightSpec] = field(default_factory=dict)
+    kinds: dict[str, Kind] = field(default_factory=dict)
+    weight_names: dict[str, str] = field(default_factory=dict)
+
+    def program(self) -> Program:
+        graph = self.captured.graph
+        self._collect_weights()
+        weight_nodes = {n for n in graph.nodes if n.name in self.weight_names}
+        free = share_equal(graph, weight_free_nodes(graph, weight_nodes, self.key))
+        results = tuple(self._result_node(node) for node in self._results())
+        for result in results:
+            if result in free or result.op == "placeholder":
+                raise NoTrainingError(
+                    f"the model's result {result.name!r} depends on no weight: nothing can train"
+                )
+        body = [n for n in graph.nodes if n.op == "call_function" and n not in free]
+        stream_bytes = {n: self._weight(n).stream_bytes for n in weight_nodes}
+        pieces = cut(body, self.module, stream_bytes, self.options.slot_bytes)
+        self._refuse_unused(weight_nodes)
+        constants, per_batch = self._split_prelude(free)
+        self._collect_outer_values(free, constants)
+        stages = self._stages(pieces, results)
+        prelude, prelude_inputs, prelude_outputs = self._prelude(per_batch, pieces)
+        used = {name for stage in stages for name in stage.inputs} | set(prelude_inputs)
+        return Program(
+            name=self.name,
+            stages=tuple(stages),
+            weights=self.weights,
+            values={n: v for n, v in self.values.items() if n in used or v.source != "constant"},
+            inputs=tuple(self.captured.inputs.values()),
+            constants={n: t for n, t in self._constant_values(constants).items() if n in used},
+            prelude=prelude,
+            prelude_inputs=prelude_inputs,
+            prelude_outputs=prelude_outputs,
+            results=tuple(node.name for node in results),
+        )
+
+    # Weights
+
+    def _collect_weights(self) -> None:
+        """Name the weights as the user's module does; tied ones once, by their first name."""
+        parameters = dict(self.module.named_parameters(remove_duplicate=False))
+        frozen = _frozen_names(self._public_names(parameters), self.options.freeze)
+        first: dict[int, str] = {}
+        aliases: dict[str, list[str]] = {}
+        for full, parameter in parameters.items():
+            name = self._public(full)
+            if id(parameter) in first:
+                aliases[first[id(parameter)]].append(name)
+            else:
+                first[id(parameter)] = name
+                aliases[name] = []
+        nodes = {n.name: n for n in self.captured.graph.nodes if n.op == "placeholder"}
+        for placeholder, full in self.captured.weights.items():
+            name = first[id(parameters[full])]
+            self.weight_names[placeholder] = name
+            if placeholder not in nodes or name in self.weights:
+                continue
+            parameter = parameters[full]
+            group = {name, *aliases[name]}
+            floating = parameter.dtype.is_floating_point
+            self.weights[name] = WeightSpec(
+                name=name,
+                shape=tuple(parameter.shape),
+                stream_dtype=STREAM_DTYPE[self.options.precision] if floating else parameter.dtype,
+                trainable=self.options.training and parameter.requires_grad and not group & frozen,
+                aliases=tuple(aliases[name]),
+            )
+
+    def _public(self, full: str) -> str:
+        return full.removeprefix(self.options.weight_prefix)
+
+    def _public_names(self, parameters: Mapping[str, nn.Parameter]) -> list[str]:
+        return [self._public(name) for name in parameters]
+
+    def _weight(self, node: fx.Node) -> WeightSpec:
+        return self.weights[self.weight_names[node.name]]
+
+    def _refuse_unused(self, weight_nodes: set[fx.Node]) -> None:
+        used = {self.weight_names[n.name] for n in weight_nodes if n.users}
+        idle = [name for name in self.weights if name not in used]
+        if idle and self.options.training:
+            raise NoTrainingError(
+                f"{len(idle)} weight(s) take no part in the model's result and would never train: "
+                f"{_few(idle)}. Remove them from the model, or use them in its loss."
+            )
+        for name in idle:
+            del self.weights[name]
+
+    # Values
+
+    def _results(self) -> tuple[fx.Node, ...]:
+        if self.options.training:
+            if len(self.captured.results) != 1:
+                raise CompileError(
+                    f"the model must return one scalar loss; it returns "
+                    f"{len(self.captured.results)} values"
+                )
+            shape = tuple(value_of(self.captured.results[0]).shape)
+            if shape not in ((), (1,)):
+                raise CompileError(
+                    f"the model must return a scalar loss; it returns a tensor of shape {shape}. "
+                    "Reduce it (mean or sum), or name a loss function in model.loss."
+                )
+        return self.captured.results
+
+    def _result_node(self, node: fx.Node) -> fx.Node:
+        (output,) = [n for n in self.captured.graph.nodes if n.op == "output"]
+        position = self.captured.results.index(node)
+        current = output.args[0][position]  # type: ignore[index]
+        assert isinstance(current, fx.Node)
+        return current
+
+    def _split_prelude(self, free: set[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
+        """Divide weight-free nodes into those of no input (constants) and those of the batch."""
+        inputs = {n for n in self.captured.graph.nodes if n.name in self.captured.inputs}
+        from_inputs = set(inputs)
+        constants, per_batch = [], []
+        for node in self.captured.graph.nodes:
+            if node not in free:
+                continue
+            if any(n in from_inputs for n in node.all_input_nodes):
+                from_inputs.add(node)
+                per_batch.append(node)
+            else:
+                constants.append(node)
+        return constants, per_batch
+
+    def _collect_outer_values(self, free: set[fx.Node], constants: Sequence[fx.Node]) -> None:
+        fixed = {*self.captured.buffers, *self.captured.constants}
+        made_once = set(constants)
+        for node in self.captured.graph.nodes:
+            if node.name in self.captured.inputs:
+                self._add_value(node, "input")
+            elif node.name in fixed or node in made_once:
+                if isinstance(node.meta.get("val"), torch.Tensor):
+                    self._add_value(node, "constant")
+            elif node in free and isinstance(node.meta.get("val"), torch.Tensor):
+                self._add_value(node, "prelude")
+
+    def _add_value(self, node: fx.Node, source: str, requires_grad: bool = False) -> None:
+        tensor = value_of(node)
+        spec = TensorSpec(tuple(tensor.shape), tensor.dtype)
+        self.values[node.name] = ValueSpec(node.name, spec, source, requires_grad)  # type: ignore[arg-type]
+
+    def _constant_values(self, constants: Sequence[fx.Node]) -> dict[str, torch.Tensor]:
+        """Compute what depends on no weight and no input; stays fake without real buffers."""
+        graph = self.captured.graph
+        names = {n.name: n for n in graph.nodes if n.op == "placeholder"}
+        if self.buffers is None:
+            return {
+                name: value_of(node)
+                for name, node in [*names.items(), *((n.name, n) for n in constants)]
+                if name in self.values and self.values[name].source == "constant"
+            }
+        real = self.buffers()
+        env: dict[fx.Node, object] = {}
+        for placeholder, buffer in self.captured.buffers.items():
+            if placeholder in names:
+                env[names[placeholder]] = real[self._public(buffer)]
+        for placeholder, tensor in self.captured.constants.items():
+            if placeholder in names:
+                env[names[placeholder]] = tensor
+        with torch.no_grad():
+            for node in constants:
+                args = fx.node.map_arg(node.args, lambda n: env[n])
+                kwargs = fx.node.map_arg(_on_device(node, "cpu"), lambda n: env[n])
+                env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+        return {
+            node.name: value.to(self.options.device)
+            for node, value in env.items()
+            if isinstance(value, torch.Tensor)
+        }
+
+    def _prelude(
+        self, per_batch: Sequence[fx.Node], pieces: Sequence[Piece]
+    ) -> tuple[fx.GraphModule | None, tuple[str, ...], tuple[str, ...]]:
+        """Gather the weight-free nodes that stages read into one executable per micro-batch."""
+        inside = set(per_batch)
+        body = {node for piece in pieces for node in piece.nodes}
+        outputs = [n for n in per_batch if any(user in body for user in n.users)]
+        outputs = [n for n in outputs if isinstance(n.meta.get("val"), torch.Tensor)]
+        for name in [n for n, v in self.values.items() if v.source == "prelude"]:
+            if name not in {n.name for n in outputs}:
+                del self.values[name]
+        if not outputs:
+            return None, (), ()
+        given: dict[fx.Node, None] = {}
+        for node in per_batch:
+            for source in node.all_input_nodes:
+                if source not in inside:
+                    given[source] = None
+        graph = fx.Graph()
+        made = {node: graph.placeholder(node.name) for node in given}
+        for node in per_batch:
+            made[node] = graph.node_copy(node, lambda n: made[n])
+            made[node].kwargs = _on_device(made[node], self.options.device)
+        graph.output(tuple(made[n] for n in outputs))
+        graph.eliminate_dead_code()
+        executable = fx.GraphModule(nn.Module(), graph, class_name="prelude")
+        return executable, tuple(n.name for n in given), tuple(n.name for n in outputs)
+
+    # Stages
+
+    def _stages(self, pieces: Sequence[Piece], results: Sequence[fx.Node]) -> list[Stage]:
+        stages = []
+        for index, piece in enumerate(pieces):
+            inside = set(piece.nodes)
+            outputs = [
+                node
+                for node in piece.nodes
+                if node in results or any(user not in inside for user in node.users)
+            ]
+            outputs = [
+                n for n in outputs if not all(u.op == "output" for u in n.users) or n in results
+            ]
+            stages.append(self._stage(index, piece, outputs))
+        return stages
+
+    def _stage(self, index: int, piece: Piece, outputs: Sequence[fx.Node]) -> Stage:
+        for node in outputs:
+            if not isinstance(node.meta.get("val"), torch.Tensor):
+                raise CompileError(f"{source_line(node)}: {node.name} would cross stages")
+        inside = set(piece.nodes)
+        weights: dict[str, fx.Node] = {}
+        placeholders: dict[fx.Node, str] = {}
+        inputs: dict[fx.Node, None] = {}
+        for node in piece.nodes:
+            for source in node.all_input_nodes:
+                if source in inside or source is self.key:
+                    continue
+                if source.name in self.weight_names:
+                    name = self.weight_names[source.name]
+                    weights.setdefault(name, source)
+                    placeholders[source] = name
+                else:
+                    inputs[source] = None
+        graph, signature = self._stage_graph(
+            piece, list(weights), placeholders, list(inputs), outputs
+        )
+        digest = _digest(graph, signature)
+        if digest not in self.kinds:
+            label = _kind_name(piece.name, {k.name for k in self.kinds.values()})
+            self.kinds[digest] = make_kind(label, digest, graph, signature, self.options.device)
+        kind = self.kinds[digest]
+        for node, needs_grad in zip(outputs, kind.outputs_grad, strict=True):
+            self._add_value(node, "stage", needs_grad)
+        return Stage(
+            index=index,
+            name=self._public(piece.name),
+            kind=kind,
+            weights=tuple(weights),
+            inputs=tuple(n.name for n in inputs),
+            outputs=tuple(n.name for n in outputs),
+        )
+
+    def _stage_graph(
+        self,
+        piece: Piece,
+        weights: Sequence[str],
+        placeholders: Mapping[fx.Node, str],
+        inputs: Sequence[fx.Node],
+        outputs: Sequence[fx.Node],
+    ) -> tuple[fx.Graph, StageSignature]:
+        graph = fx.Graph()
+        by_name = {name: graph.placeholder(f"w{i}") for i, name in enumerate(weights)}
+        made = {node: by_name[name] for node, name in placeholders.items()}
+        for i, node in enumerate(inputs):
+            made[node] = graph.placeholder(f"x{i}")
+        made[self.key] = graph.placeholder("key")
+        for i, node in enumerate(piece.nodes):
+            made[node] = graph.node_copy(node, lambda n: made[n])
+            made[node].name = f"n{i}"
+            made[node].kwargs = _on_device(made[node], self.options.device)
+        graph.output(tuple(made[n] for n in outputs))
+        number_dropouts(graph)
+        signature = StageSignature(
+            weights=tuple(
+                TensorSpec(self.weights[n].shape, self.weights[n].stream_dtype) for n in weights
+            ),
+            trainable=tuple(self.weights[n].trainable for n in weights),
+            inputs=tuple(self.values[n.name].tensor for n in inputs),
+            inputs_grad=tuple(self.values[n.name].requires_grad for n in inputs),
+        )
+        return graph, signature
+
+
+def _frozen_names(names: Sequence[str], patterns: Sequence[str]) -> set[str]:
+    frozen: set[str] = set()
+    for pattern in patterns:
+        found = fnmatch.filter(names, pattern)
+        if not found:
+            raise ConfigError(
+                f"freeze: pattern {pattern!r} matches no weight{did_you_mean(pattern, names)}; "
+                f"the model's weights are named like {_few(list(names))}"
+            )
+        frozen.update(found)
+    return frozen
+
+
+def _few(names: Sequence[str], most: int = 5) -> str:
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+
+
+def _on_device(node: fx.Node, device: str) -> dict[str, object]:
+    """Return a node's keyword arguments with any device replaced by the engine's."""
+    return {
+        name: torch.device(device) if name == "device" and value is not None else value
+        for name, value in node.kwargs.items()
+    }
+
+
+def _digest(graph: fx.Graph, signature: StageSignature) -> str:
+    """Hash a stage's graph with its names removed: equal digests share one kind."""
+    place: dict[fx.Node, str] = {}
+    lines = [repr(signature)]
+    for number, node in enumerate(graph.nodes):
+        place[node] = f"%{number}"
+        args = fx.node.map_arg((node.args, node.kwargs), lambda n: _Reference(place[n]))
+        lines.append(f"{node.op} {node.target if node.op == 'call_function' else ''} {args!r}")
+    return hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
+
+
+class _Reference(str):
+    """The place of a node within its graph, printed bare."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _kind_name(stage: str, taken: set[str]) -> str:
+    """Name a kind for its first stage: `h.0` gives `h`; a second kind of that name gets `h'`."""
+    parts = [p for p in stage.split(".") if not p.split("@")[0].isdigit()]
+    name = parts[-1] if parts else "block"
+    while name in taken:
+        name += "'"
+    return name

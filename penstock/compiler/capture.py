@@ -1,0 +1,212 @@
+"""Capture: a PyTorch module and example inputs become one flat ATen graph.
+
+`torch.export` does the work, on fake tensors, so that no weight is ever made. What this module
+adds is the bookkeeping (which placeholder is which weight, buffer or input), the precision of the
+stream, and errors that name the module and the line that cannot be captured.
+"""
+
+from __future__ import annotations
+
+import linecache
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import fx, nn
+from torch.export.graph_signature import InputKind, OutputKind
+from torch.overrides import TorchFunctionMode
+
+from penstock.compiler.regions import inline_regions
+from penstock.errors import CompileError
+
+Precision = Literal["fp32", "bf16"]
+STREAM_DTYPE: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+# Products and normalisations that need all their floating operands in one type.
+_ONE_TYPE = {
+    nn.functional.linear,
+    nn.functional.bilinear,
+    nn.functional.conv1d,
+    nn.functional.conv2d,
+    nn.functional.conv3d,
+    nn.functional.conv_transpose1d,
+    nn.functional.conv_transpose2d,
+    nn.functional.layer_norm,
+    nn.functional.group_norm,
+    nn.functional.scaled_dot_product_attention,
+    torch.matmul,
+    torch.mm,
+    torch.bmm,
+    torch.addmm,
+    torch.baddbmm,
+    torch.einsum,
+    torch.Tensor.matmul,
+    torch.Tensor.__matmul__,
+    torch.Tensor.bmm,
+    torch.Tensor.mm,
+}
+
+
+class _OneType(TorchFunctionMode):
+    """Casts mixed float32 and bfloat16 operands of products to bfloat16, as autocast would."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _ONE_TYPE:
+            floats = {t.dtype for t in _tensors(args, kwargs) if t.is_floating_point()}
+            if floats == {torch.float32, torch.bfloat16}:
+                args = tuple(map(_lower, args))
+                kwargs = {name: _lower(value) for name, value in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+def _tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(tuple(value), {})
+
+
+def _lower(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.bfloat16() if value.dtype == torch.float32 else value
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_lower, value))
+    return value
+
+
+@dataclass(frozen=True)
+class Capture:
+    """A flat ATen graph and the meaning of its placeholders.
+
+    `weights` maps placeholder names to parameter names, `buffers` to buffer names, `inputs` to
+    the keyword arguments of the module's forward; `constants` maps placeholder names to tensors
+    that the forward made literally. `results` are the nodes that the module returns.
+    """
+
+    graph: fx.Graph
+    weights: Mapping[str, str]
+    buffers: Mapping[str, str]
+    inputs: Mapping[str, str]
+    constants: Mapping[str, torch.Tensor]
+    results: tuple[fx.Node, ...]
+
+
+def capture(
+    module: nn.Module, inputs: Mapping[str, torch.Tensor], precision: Precision = "fp32"
+) -> Capture:
+    """Export `module(**inputs)` to a graph.
+
+    **Arguments:** `module` with fake (or real) parameters; `inputs` by keyword, fake or real;
+    `precision`: with "bf16", floating parameters take part as bfloat16 and products whose
+    operands mix types run in bfloat16, as under autocast.
+
+    **Raises:** `CompileError` naming the module and line that cannot be captured.
+    """
+    lowered = _lowered_parameters(module) if precision == "bf16" else nullcontext()
+    mode = _OneType() if precision == "bf16" else nullcontext()
+    try:
+        with lowered, mode:
+            exported = torch.export.export(module, (), dict(inputs), strict=False)
+    except CompileError:
+        raise
+    except Exception as error:  # whatever the user's forward raised is what we must explain
+        raise CompileError(_explain(module, error)) from error
+    return _read_signature(exported)
+
+
+def _read_signature(exported: torch.export.ExportedProgram) -> Capture:
+    signature = exported.graph_signature
+    weights: dict[str, str] = {}
+    buffers: dict[str, str] = {}
+    inputs: dict[str, str] = {}
+    constants: dict[str, torch.Tensor] = {}
+    for spec in signature.input_specs:
+        name, target = spec.arg.name, spec.target
+        if spec.kind is InputKind.PARAMETER:
+            weights[name] = str(target)
+        elif spec.kind is InputKind.BUFFER:
+            buffers[name] = str(target)
+        elif spec.kind is InputKind.CONSTANT_TENSOR:
+            constants[name] = exported.constants[str(target)]
+        elif spec.kind is InputKind.USER_INPUT:
+            inputs[name] = name
+        else:
+            raise CompileError(f"the model takes an input of kind {spec.kind.name} ({name})")
+    graph = inline_regions(exported.graph_module)
+    nodes = {node.name: node for node in graph.nodes}
+    results = []
+    for out in signature.output_specs:
+        if out.kind is OutputKind.BUFFER_MUTATION:
+            raise CompileError(
+                f"the forward writes its buffer {out.target!r} (running statistics of a batch "
+                "norm, a cache): an engine keeps no state between steps, so a replayed step "
+                "would differ. Use LayerNorm or GroupNorm, or call .eval() on that module."
+            )
+        if out.kind in (OutputKind.USER_OUTPUT, OutputKind.LOSS_OUTPUT):
+            if out.arg.name not in nodes:
+                raise CompileError(f"the model must return tensors; it returns {out.arg}")
+            results.append(nodes[out.arg.name])
+    return Capture(graph, weights, buffers, inputs, constants, tuple(results))
+
+
+@contextmanager
+def _lowered_parameters(module: nn.Module) -> Iterator[None]:
+    """Let every floating parameter stand as bfloat16, shapes and tying kept, then restore it."""
+    replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
+    lowered: dict[int, nn.Parameter] = {}
+    for child in module.modules():
+        for name, parameter in child._parameters.items():
+            if parameter is None or parameter.dtype != torch.float32:
+                continue
+            if id(parameter) not in lowered:
+                with torch.no_grad():
+                    cast = parameter.detach().to(torch.bfloat16)
+                lowered[id(parameter)] = nn.Parameter(cast, parameter.requires_grad)
+            replaced.append((child, name, parameter))
+            child._parameters[name] = lowered[id(parameter)]
+    try:
+        yield
+    finally:
+        for child, name, parameter in replaced:
+            child._parameters[name] = parameter
+
+
+def _explain(module: nn.Module, error: Exception) -> str:
+    """Say which module and which line of the user's code could not be captured, and what to do."""
+    names = {id(child): name or type(module).__name__ for name, child in module.named_modules()}
+    where, line = "the model's forward", ""
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        owner = frame.f_locals.get("self")
+        inside_torch = "/torch/" in frame.f_code.co_filename.replace("\\", "/")
+        if isinstance(owner, nn.Module) and id(owner) in names and not inside_torch:
+            file = frame.f_code.co_filename
+            where = f"{names[id(owner)]} ({type(owner).__name__})"
+            line = f" at {file}:{number}: {linecache.getline(file, number).strip()!r}"
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return f"cannot capture {where}{line}: {reason}. {_advice(error)}"
+
+
+def _advice(error: Exception) -> str:
+    text = f"{type(error).__name__} {error}"
+    if "data-dependent" in text or "DataDependent" in text or "unbacked" in text:
+        return (
+            "The forward decides on the value of a tensor, which no ahead-of-time graph can hold: "
+            "use torch.where or masking, or take the decision outside the model."
+        )
+    if isinstance(error, NotImplementedError) or "fake" in text.lower():
+        return (
+            "An operator has no shape rule for tensors without data: use a built-in PyTorch "
+            "operator, or register one with torch.library.register_fake."
+        )
+    return "Check that the module runs with these inputs: forward(**inputs) in plain PyTorch."

@@ -1,0 +1,230 @@
+"""Cut a captured graph into stages.
+
+Natural boundaries come first: the children of repeated containers (`transformer.h.0`, `.1`, ...),
+read off the module path that every node carries. Where a model has none, or a stage is too large
+for the engine's slot, cuts go where the fewest bytes of activations are alive.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx, nn
+
+from penstock.compiler.rewrites import value_of
+from penstock.errors import BudgetError
+
+# Without containers, stages of about an eighth of the model keep the engine's slots small.
+_PARTS_WITHOUT_CONTAINERS = 8
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The nodes of one stage, in order, and a name to show."""
+
+    name: str
+    nodes: tuple[fx.Node, ...]
+
+
+def node_bytes(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.element_size()
+    if isinstance(value, (list, tuple)):
+        return sum(v.numel() * v.element_size() for v in value if isinstance(v, torch.Tensor))
+    return 0
+
+
+def weight_free_nodes(graph: fx.Graph, weights: set[fx.Node], key: fx.Node) -> set[fx.Node]:
+    """Return the computing nodes that depend on no weight and no dropout: the prelude."""
+    bound = {*weights, key}
+    free: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        if any(n in bound for n in node.all_input_nodes):
+            bound.add(node)
+        else:
+            free.add(node)
+    return free
+
+
+def cut(
+    nodes: Sequence[fx.Node],
+    module: nn.Module,
+    weights: Mapping[fx.Node, int],
+    slot_bytes: int | None = None,
+) -> list[Piece]:
+    """Divide `nodes` (prelude and placeholders set aside) into consecutive pieces.
+
+    **Arguments:** `weights` maps weight placeholders to their stream bytes; `slot_bytes` is the
+    largest stage that the engine takes.
+
+    **Raises:** `BudgetError` naming the stage that cannot be cut small enough.
+    """
+    containers = _containers(module)
+    pieces = _by_container(nodes, containers)
+    if len(pieces) == 1:
+        total = sum(weights.values())
+        largest = max(weights.values(), default=0)
+        limit = max(largest, total // _PARTS_WITHOUT_CONTAINERS)
+        pieces = _split(pieces[0], weights, limit)
+    if slot_bytes is not None:
+        pieces = [part for piece in pieces for part in _fit(piece, weights, slot_bytes)]
+    return pieces
+
+
+def _containers(module: nn.Module) -> list[str]:
+    """Return the paths of the outermost modules with numbered children that own parameters."""
+    found: list[str] = []
+    for path, child in module.named_modules():
+        if any(path.startswith(f"{outer}.") for outer in found):
+            continue
+        numbered = [name for name, _ in child.named_children() if name.isdigit()]
+        owning = [n for n in numbered if any(True for _ in child.get_submodule(n).parameters())]
+        if len(owning) >= 2 and len(numbered) == len(list(child.children())):
+            found.append(path)
+    return found
+
+
+def _by_container(nodes: Sequence[fx.Node], containers: Sequence[str]) -> list[Piece]:
+    blocks = _block_of(nodes, containers)
+    pieces: list[Piece] = []
+    current: list[fx.Node] = []
+    name, block = "embed", None
+    last_seen = max((i for i, b in enumerate(blocks) if b is not None), default=-1)
+    for position, (node, here) in enumerate(zip(nodes, blocks, strict=True)):
+        starts_head = block is not None and here is None and position > last_seen
+        starts_block = here is not None and here != block
+        if (starts_block or starts_head) and not _belongs_before(node, current):
+            if current and not (block is None and not _reads_weight(current)):
+                pieces.append(Piece(name, tuple(current)))
+                current = []
+            block = here
+            name = here or "head"
+        current.append(node)
+    if not pieces and block is None:
+        name = "model"
+    if current:
+        pieces.append(Piece(name, tuple(current)))
+    return pieces
+
+
+def _block_of(nodes: Sequence[fx.Node], containers: Sequence[str]) -> list[str | None]:
+    """Return per node the numbered block that it belongs to, as its module path, or None."""
+    patterns = [
+        (re.compile(rf"^{re.escape(path)}\.(\d+)(@\d+)?($|\.)" if path else r"^(\d+)(@\d+)?($|\.)"))
+        for path in containers
+    ]
+    with_weights = {
+        match.group(0).rstrip(".")
+        for node in nodes
+        if any(n.op == "placeholder" for n in node.all_input_nodes)
+        for path in _paths(node)
+        for pattern in patterns
+        if (match := pattern.match(path))
+    }
+    blocks: list[str | None] = []
+    for node in nodes:
+        found = None
+        for path in _paths(node):
+            for pattern in patterns:
+                match = pattern.match(path)
+                if match and match.group(0).rstrip(".") in with_weights:
+                    found = match.group(0).rstrip(".")
+        blocks.append(found)
+    return blocks
+
+
+def _paths(node: fx.Node) -> list[str]:
+    stack = node.meta.get("nn_module_stack") or {}
+    return [str(path) for path, _ in stack.values()]
+
+
+def _belongs_before(node: fx.Node, current: Sequence[fx.Node]) -> bool:
+    """A part of a multi-output operator stays with the operator."""
+    return bool(current) and node.target.__name__ == "getitem" and node.args[0] in current  # type: ignore[union-attr]
+
+
+def _reads_weight(nodes: Sequence[fx.Node]) -> bool:
+    return any(n.op == "placeholder" for node in nodes for n in node.all_input_nodes)
+
+
+def _fit(piece: Piece, weights: Mapping[fx.Node, int], slot_bytes: int) -> list[Piece]:
+    if _weight_bytes(piece.nodes, weights) <= slot_bytes:
+        return [piece]
+    parts = _split(piece, weights, slot_bytes)
+    for part in parts:
+        need = _weight_bytes(part.nodes, weights)
+        if need > slot_bytes:
+            raise BudgetError(
+                f"stage {part.name} needs {need:,} bytes of weights at once and cannot be cut "
+                f"further; a slot holds {slot_bytes:,}. Raise engine.memory."
+            )
+    return parts
+
+
+def _weight_bytes(nodes: Sequence[fx.Node], weights: Mapping[fx.Node, int]) -> int:
+    used = {n for node in nodes for n in node.all_input_nodes if n in weights}
+    return sum(weights[n] for n in used)
+
+
+def _split(piece: Piece, weights: Mapping[fx.Node, int], limit: int) -> list[Piece]:
+    """Cut a piece into parts of at most `limit` weight bytes, each cut where least is alive."""
+    live = _live_bytes(piece.nodes)
+    cuts: list[int] = []
+    start = 0
+    while _weight_bytes(piece.nodes[start:], weights) > limit:
+        end = start + 1
+        while _weight_bytes(piece.nodes[start : end + 1], weights) <= limit:
+            end += 1
+        # Behind the first weight use (else nothing is gained) and not within a multi-output op.
+        first = next((i for i in range(start, end) if _reads_weight([piece.nodes[i]])), start)
+        allowed = [
+            i
+            for i in range(first + 1, end + 1)
+            if i < len(piece.nodes) and not _belongs_before(piece.nodes[i], piece.nodes[:i])
+        ]
+        if not allowed:
+            break
+        best = min(allowed, key=lambda i: (live[i], -i))
+        cuts.append(best)
+        start = best
+    if not cuts:
+        return [piece]
+    bounds = [0, *cuts, len(piece.nodes)]
+    return [
+        Piece(f"{piece.name}.{number}", piece.nodes[a:b])
+        for number, (a, b) in enumerate(zip(bounds, bounds[1:], strict=False))
+    ]
+
+
+def _live_bytes(nodes: Sequence[fx.Node]) -> list[int]:
+    """Return, per position, the bytes of values made before it and read at or after it."""
+    place = {node: i for i, node in enumerate(nodes)}
+    change = [0] * (len(nodes) + 1)
+    for i, node in enumerate(nodes):
+        if isinstance(node.meta.get("val"), torch.Tensor) and _is_view(node):
+            continue
+        last = max((place.get(user, len(nodes) - 1) for user in node.users), default=i)
+        change[i + 1] += node_bytes(node)
+        if last + 1 < len(change):
+            change[last + 1] -= node_bytes(node)
+    live, total = [], 0
+    for position in range(len(nodes)):
+        total += change[position]
+        live.append(total)
+    return live
+
+
+def _is_view(node: fx.Node) -> bool:
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and any(
+        a.alias_info is not None for a in target._schema.arguments
+    )
+
+
+__all__ = ["Piece", "cut", "node_bytes", "value_of", "weight_free_nodes"]

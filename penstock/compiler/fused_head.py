@@ -1,0 +1,159 @@
+"""The last linear layer and the cross-entropy in one operator, in chunks of tokens.
+
+The logits of a large vocabulary never exist whole: of a chunk of tokens they are made, turned in
+place into their own gradient, and used for the gradients of the hidden states and of the weight
+before the next chunk's overwrite them. Losses are sums over tokens in float32.
+
+Source of the method: Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, 2024,
+and Hsu et al., Liger Kernel, 2024; here the chunks are large, since accumulating the gradient of
+the weight reads and writes all of it once per chunk.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.kernels import cross_entropy as kernels
+
+# Logits of a chunk, in bytes: large enough that adding to the weight's gradient once per chunk
+# costs little beside the products (measured: benchmarks/streaming_tax.py).
+CHUNK_BYTES = 128 << 20
+_MIN_ROWS = 64
+
+
+def chunk_rows(tokens: int, vocabulary: int, element_bytes: int) -> int:
+    """Return how many tokens share a chunk: equal chunks of at most `CHUNK_BYTES`."""
+    most = max(_MIN_ROWS, CHUNK_BYTES // (vocabulary * element_bytes))
+    chunks = -(-tokens // most)
+    return -(-tokens // chunks)
+
+
+def loss_sum(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ignore_index: int
+) -> Tensor:
+    """Return the sum of the cross-entropies of `hidden @ weight.T + bias`, float32 [].
+
+    **Arguments:** `hidden` [tokens, width]; `weight` [vocabulary, width]; `bias` [vocabulary] or
+    None; `labels` int64 [tokens], entries equal to `ignore_index` count nothing.
+    """
+    losses = []
+    for rows, logits in _logit_chunks(hidden, weight, bias):
+        losses.append(_losses(logits, labels[rows], ignore_index))
+    return torch.cat(losses).sum()
+
+
+def gradients(
+    scale: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    ignore_index: int,
+    with_weight: bool,
+) -> list[Tensor]:
+    """Return the gradients of `scale * loss_sum` for hidden, weight and bias (if any)."""
+    return loss_sum_and_gradients(scale, hidden, weight, bias, labels, ignore_index, with_weight)[
+        1:
+    ]
+
+
+def loss_sum_and_gradients(
+    scale: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    ignore_index: int,
+    with_weight: bool,
+) -> list[Tensor]:
+    """Return the loss sum and, in the same pass over the logits, all its gradients times `scale`.
+
+    Gradients have the type of what they are gradients of; chunks add up in float32.
+    """
+    factor = float(scale)
+    grad_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+    grad_weight = torch.empty(0)
+    grad_bias = torch.zeros(weight.shape[0], dtype=torch.float32, device=weight.device)
+    losses = []
+    for number, (rows, logits) in enumerate(_logit_chunks(hidden, weight, bias)):
+        losses.append(_losses_to_gradients(logits, labels[rows], ignore_index, factor))
+        torch.mm(logits, weight, out=grad_hidden[rows])
+        if not with_weight:
+            continue
+        if number == 0:
+            grad_weight = torch.mm(logits.t(), hidden[rows])
+        elif weight.dtype == torch.float32:
+            torch.addmm(grad_weight, logits.t(), hidden[rows], out=grad_weight)
+        else:
+            if grad_weight.dtype != torch.float32:
+                grad_weight = grad_weight.float()
+            grad_weight.add_(torch.mm(logits.t(), hidden[rows]))
+        if bias is not None:
+            grad_bias += logits.sum(0, dtype=torch.float32)
+    grads = [torch.cat(losses).sum(), grad_hidden]
+    if with_weight:
+        grads.append(grad_weight.to(weight.dtype))
+        if bias is not None:
+            grads.append(grad_bias.to(bias.dtype))
+    return grads
+
+
+def _logit_chunks(hidden: Tensor, weight: Tensor, bias: Tensor | None):  # type: ignore[no-untyped-def]
+    """Yield (rows of this chunk, its logits [rows, vocabulary]) over one reused buffer."""
+    tokens, vocabulary = hidden.shape[0], weight.shape[0]
+    step = chunk_rows(tokens, vocabulary, hidden.element_size())
+    buffer = torch.empty((step, vocabulary), dtype=hidden.dtype, device=hidden.device)
+    for start in range(0, tokens, step):
+        rows = slice(start, min(start + step, tokens))
+        logits = buffer[: rows.stop - rows.start]
+        if bias is None:
+            torch.mm(hidden[rows], weight.t(), out=logits)
+        else:
+            torch.addmm(bias, hidden[rows], weight.t(), out=logits)
+        yield rows, logits
+
+
+def _losses(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+    """Return each row's cross-entropy in float32, 0 where ignored."""
+    if logits.device.type == "cpu":
+        losses = kernels.cross_entropy(_bits(logits), labels.numpy(), ignore_index=ignore_index)
+        return torch.from_numpy(losses)
+    return torch.nn.functional.cross_entropy(
+        logits.float(), labels, ignore_index=ignore_index, reduction="none"
+    )
+
+
+def _losses_to_gradients(
+    logits: Tensor, labels: Tensor, ignore_index: int, factor: float
+) -> Tensor:
+    """Return each row's cross-entropy and overwrite `logits` with its gradient times `factor`."""
+    if logits.device.type == "cpu":
+        losses = kernels.cross_entropy_and_gradient(
+            _bits(logits), labels.numpy(), ignore_index=ignore_index, scale=factor
+        )
+        return torch.from_numpy(losses)
+    row_losses = _losses(logits, labels, ignore_index)
+    probabilities = torch.softmax(logits.float(), dim=1)
+    kept = labels != ignore_index
+    rows = torch.arange(len(labels), device=labels.device)
+    probabilities[rows, labels.where(kept, 0)] -= 1.0
+    logits.copy_(probabilities.mul_((kept * factor)[:, None]))
+    return row_losses
+
+
+def _bits(logits: Tensor) -> np.ndarray:
+    """View logits for the kernels: float32 as they are, bfloat16 as their bit patterns."""
+    if logits.dtype == torch.bfloat16:
+        return logits.view(torch.uint16).numpy()
+    return logits.numpy()
+
+
+def scratch_bytes(hidden: Tensor, weight: Tensor, gradients: bool) -> int:
+    """Return what the operator allocates beside its results: logits, and sums in float32."""
+    element = hidden.element_size()
+    logits = chunk_rows(hidden.shape[0], weight.shape[0], element) * weight.shape[0] * element
+    if not gradients or weight.dtype == torch.float32:
+        return logits
+    return logits + weight.numel() * (4 + element)

@@ -1,0 +1,359 @@
+"""From a stage's forward graph to its executables: trace the joint graph, then divide it.
+
+Autograd is traced once per kind over fake tensors; the result is a graph of forward and backward
+operators together. Values that the backward needs are *saved*, except those that depend on
+weights or the dropout key alone: these are made again from the weights, which stream a second
+time. So nothing that is saved is a weight or a view of one.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from penstock.compiler.cost import graph_flops, peak_bytes
+from penstock.errors import ProgramError
+from penstock.program import Kind, Saved, TensorSpec
+
+aten = torch.ops.aten
+penstock = torch.ops.penstock
+
+
+@dataclass(frozen=True)
+class StageSignature:
+    """What a stage's graph takes: weights, then inputs, then the dropout key."""
+
+    weights: tuple[TensorSpec, ...]
+    trainable: tuple[bool, ...]
+    inputs: tuple[TensorSpec, ...]
+    inputs_grad: tuple[bool, ...]
+
+
+def make_kind(
+    name: str, digest: str, graph: fx.Graph, signature: StageSignature, device: str
+) -> Kind:
+    """Compile one stage's forward graph into a kind.
+
+    **Arguments:** `graph` takes (*weights, *inputs, key) and returns its outputs as a tuple, in
+    ATen operators before autograd; `device` is where the engine will run it ("cpu", "cuda").
+    """
+    joint, outputs, outputs_grad = _trace(graph, signature, device)
+    parts = _Parts.of(joint, signature, len(outputs), sum(outputs_grad))
+    needs_backward = any(outputs_grad)
+    saved_nodes = _saved_nodes(parts) if needs_backward else []
+    forward = _extract(
+        joint, parts.weights + parts.inputs + [parts.key], parts.outputs + saved_nodes
+    )
+    infer = _extract(joint, parts.weights + parts.inputs + [parts.key], parts.outputs)
+    backward, backward_weights = _backward(parts, saved_nodes)
+    everything = parts.weights + parts.inputs + [parts.key] + parts.tangents
+    recompute = _fuse_turns(_extract(joint, everything, parts.gradients))
+    turn = _fuse_turns(_extract(joint, everything, parts.outputs + parts.gradients))
+    all_saved = _saved_specs(parts, saved_nodes) if needs_backward else []
+    graphs = {
+        "forward": forward,
+        "infer": infer,
+        "backward": backward,
+        "recompute": recompute,
+        "turn": turn,
+    }
+    modules = {key: _executable(g, f"{key}_{name}") for key, g in graphs.items()}
+    forward_flops = graph_flops(infer)
+    return Kind(
+        name=name,
+        digest=digest,
+        weights=signature.weights,
+        trainable=signature.trainable,
+        inputs=signature.inputs,
+        inputs_grad=signature.inputs_grad,
+        outputs=tuple(outputs),
+        outputs_grad=tuple(outputs_grad),
+        saved=tuple(all_saved),
+        backward_weights=tuple(backward_weights),
+        forward=modules["forward"],
+        infer=modules["infer"],
+        backward=modules["backward"],
+        recompute=modules["recompute"],
+        turn=modules["turn"],
+        draws_dropout=bool(_calls(infer, penstock.dropout.default)),
+        forward_flops=forward_flops,
+        backward_flops=max(0, graph_flops(turn) - forward_flops) if needs_backward else 0,
+        forward_transient_bytes=peak_bytes(forward),
+        backward_transient_bytes=peak_bytes(backward),
+        recompute_transient_bytes=peak_bytes(recompute),
+        turn_transient_bytes=peak_bytes(turn),
+        graphs=graphs,
+    )
+
+
+def _executable(graph: fx.Graph, name: str) -> fx.GraphModule:
+    return fx.GraphModule(torch.nn.Module(), graph, class_name=name.replace(".", "_"))
+
+
+def _trace(
+    graph: fx.Graph, signature: StageSignature, device: str
+) -> tuple[fx.Graph, list[TensorSpec], list[bool]]:
+    """Return the joint graph (*weights, *inputs, key, *tangents) -> (*outputs, *gradients)."""
+    interpreter = fx.Interpreter(fx.GraphModule(torch.nn.Module(), graph))
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    grads = (*signature.trainable, *signature.inputs_grad)
+
+    def leaves(flat: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [t.detach().requires_grad_(g) for t, g in zip(flat, grads, strict=True)]
+
+    with mode:
+        flat = [
+            torch.empty(spec.shape, dtype=spec.dtype, device=device)
+            for spec in (*signature.weights, *signature.inputs)
+        ]
+        key = torch.empty((), dtype=torch.int64)  # stays on the host: it is read as a number
+        with torch.enable_grad():
+            outs = interpreter.run(*leaves(flat), key)
+        outputs = [TensorSpec(tuple(o.shape), o.dtype) for o in outs]
+        outputs_grad = [o.requires_grad for o in outs]
+        tangents = [
+            torch.empty(o.shape, dtype=o.dtype, device=device) for o in outs if o.requires_grad
+        ]
+
+        def joint(*args: torch.Tensor) -> tuple[Any, ...]:
+            given = leaves(args[: len(flat)])
+            with torch.enable_grad():
+                results = interpreter.run(*given, args[len(flat)])
+            wanted = [t for t, g in zip(given, grads, strict=True) if g]
+            roots = [r for r in results if r.requires_grad]
+            found: Sequence[torch.Tensor | None] = [None] * len(wanted)
+            if roots and wanted:
+                found = torch.autograd.grad(
+                    roots, wanted, list(args[len(flat) + 1 :]), allow_unused=True
+                )
+            weight_grads = found[: sum(signature.trainable)]
+            input_grads = found[sum(signature.trainable) :]
+            return (*results, *input_grads, *weight_grads)
+
+        traced = make_fx(joint)(*flat, key, *tangents).graph
+    _simplify(traced)
+    return traced, outputs, outputs_grad
+
+
+_IDENTITIES = {aten.detach.default, aten.alias.default}
+
+
+def _simplify(graph: fx.Graph) -> None:
+    """Drop what changes no value: detaches, views to the same shape, contiguous on contiguous."""
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        source = node.args[0] if node.args else None
+        same_shape = (
+            node.target in (aten.view.default, aten._unsafe_view.default, aten.expand.default)
+            and isinstance(source, fx.Node)
+            and source.meta["val"].shape == node.meta["val"].shape
+            and source.meta["val"].stride() == node.meta["val"].stride()
+        )
+        if node.target in _IDENTITIES or same_shape:
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+    graph.eliminate_dead_code()
+
+
+@dataclass
+class _Parts:
+    """The joint graph's nodes by role."""
+
+    graph: fx.Graph
+    weights: list[fx.Node]
+    inputs: list[fx.Node]
+    key: fx.Node
+    tangents: list[fx.Node]
+    outputs: list[fx.Node]
+    gradients: list[fx.Node | None]
+
+    @classmethod
+    def of(cls, graph: fx.Graph, signature: StageSignature, outputs: int, tangents: int) -> _Parts:
+        given = [n for n in graph.nodes if n.op == "placeholder"]
+        w, i = len(signature.weights), len(signature.inputs)
+        returned = list(_output_args(graph))
+        if len(given) != w + i + 1 + tangents:
+            raise ProgramError(f"joint graph takes {len(given)} values, not {w + i + 1 + tangents}")
+        return cls(
+            graph,
+            given[:w],
+            given[w : w + i],
+            given[w + i],
+            given[w + i + 1 :],
+            returned[:outputs],
+            returned[outputs:],
+        )
+
+
+def _output_args(graph: fx.Graph) -> Sequence[Any]:
+    (output,) = [n for n in graph.nodes if n.op == "output"]
+    args = output.args[0]
+    return args if isinstance(args, (tuple, list)) else (args,)
+
+
+def _descendants(graph: fx.Graph, roots: Sequence[fx.Node]) -> set[fx.Node]:
+    found = set(roots)
+    for node in graph.nodes:
+        if node.op == "call_function" and any(n in found for n in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _saved_nodes(parts: _Parts) -> list[fx.Node]:
+    """Return the forward values that the backward needs and cannot make again from weights."""
+    backward = _descendants(parts.graph, parts.tangents)
+    from_inputs = _descendants(parts.graph, parts.inputs)
+    wanted: dict[fx.Node, None] = {}
+
+    def need(node: fx.Node) -> None:
+        if node in backward or node in wanted:
+            return
+        if node in from_inputs:
+            if node.op == "call_function":
+                if isinstance(node.meta["val"], torch.Tensor):
+                    wanted[node] = None
+                else:
+                    for source in node.all_input_nodes:
+                        need(source)
+            return
+        for source in node.all_input_nodes:
+            need(source)
+
+    for node in parts.graph.nodes:
+        if node in backward and node.op == "call_function":
+            for source in node.all_input_nodes:
+                need(source)
+    for gradient in parts.gradients:
+        if gradient is not None:
+            need(gradient)
+    return list(wanted)
+
+
+def _backward(parts: _Parts, saved: Sequence[fx.Node]) -> tuple[fx.Graph, list[int]]:
+    """Return the backward graph and the positions of the weights that it reads."""
+    everything = [*parts.weights, *parts.inputs, *saved, *parts.tangents, parts.key]
+    full = _extract(parts.graph, everything, parts.gradients)
+    read = {n.name for n in full.nodes if n.op == "placeholder" and n.users}
+    for gradient in parts.gradients:
+        if gradient is not None and gradient.op == "placeholder":
+            read.add(gradient.name)
+    weights = [i for i, n in enumerate(parts.weights) if n.name in read]
+    inputs = [n for n in parts.inputs if n.name in read]
+    taken = [
+        *(parts.weights[i] for i in weights),
+        *inputs,
+        *saved,
+        *parts.tangents,
+        parts.key,
+    ]
+    return _extract(parts.graph, taken, parts.gradients), weights
+
+
+def _saved_specs(parts: _Parts, saved: Sequence[fx.Node]) -> list[Saved]:
+    """Describe what backward gets saved: inputs that it reads first, then the saved tensors."""
+    backward, _ = _backward(parts, saved)
+    given = [n.name for n in backward.nodes if n.op == "placeholder"]
+    specs: list[Saved] = []
+    known = {_storage(node) for node in parts.inputs}
+    weights = {_storage(node) for node in parts.weights}
+    for position, node in enumerate(parts.inputs):
+        if node.name in given:
+            specs.append(Saved(_spec(node), input=position))
+    for node in saved:
+        storage = _storage(node)
+        if storage in weights:
+            raise ProgramError(f"saved value {node.name} is a view of a weight")
+        whole = node.meta["val"].untyped_storage().nbytes()
+        specs.append(Saved(_spec(node), bytes=0 if storage in known else whole))
+        known.add(storage)
+    return specs
+
+
+def _storage(node: fx.Node) -> int:
+    return int(node.meta["val"].untyped_storage()._cdata)
+
+
+def _spec(node: fx.Node) -> TensorSpec:
+    value = node.meta["val"]
+    return TensorSpec(tuple(value.shape), value.dtype)
+
+
+def _extract(
+    graph: fx.Graph, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node | None]
+) -> fx.Graph:
+    """Copy the part of `graph` that makes `outputs` from `inputs` into a graph of its own."""
+    new = fx.Graph()
+    made: dict[fx.Node, fx.Node] = {}
+    for node in inputs:
+        made[node] = new.placeholder(node.name)
+        made[node].meta = dict(node.meta)
+    wanted: set[fx.Node] = set()
+    stack = [n for n in outputs if n is not None]
+    while stack:
+        node = stack.pop()
+        if node in made or node in wanted:
+            continue
+        wanted.add(node)
+        stack.extend(node.all_input_nodes)
+    for node in graph.nodes:
+        if node not in wanted:
+            continue
+        if node.op == "placeholder":
+            raise ProgramError(f"{node.name} is needed but not given to this part of the graph")
+        made[node] = new.node_copy(node, lambda n: made[n])
+    new.output(tuple(None if n is None else made[n] for n in outputs))
+    return new
+
+
+def _fuse_turns(graph: fx.Graph) -> fx.Graph:
+    """Where the head's loss and its gradients meet in one graph, make them in one pass."""
+    fused = False
+    for backward in _calls(graph, penstock.linear_cross_entropy_backward.default):
+        scale, *rest = backward.args
+        for forward in _calls(graph, penstock.linear_cross_entropy.default):
+            if list(forward.args) != rest[:5] or scale in _descendants(graph, [forward]):
+                continue
+            with graph.inserting_before(backward):
+                turn = graph.call_function(
+                    penstock.linear_cross_entropy_turn.default, backward.args
+                )
+                turn.meta = dict(backward.meta)
+                turn.meta["val"] = [forward.meta["val"], *backward.meta["val"]]
+                loss = graph.call_function(operator.getitem, (turn, 0))
+                loss.meta = dict(forward.meta)
+            for item in list(backward.users):
+                item.args = (turn, item.args[1] + 1)
+            forward.replace_all_uses_with(loss)
+            graph.erase_node(backward)
+            graph.erase_node(forward)
+            fused = True
+    return _in_order(graph) if fused else graph
+
+
+def _calls(graph: fx.Graph, target: Any) -> list[fx.Node]:
+    return [n for n in graph.nodes if n.target is target]
+
+
+def _in_order(graph: fx.Graph) -> fx.Graph:
+    """Copy a graph so that every node stands behind what it reads, otherwise as before."""
+    new = fx.Graph()
+    made: dict[fx.Node, fx.Node] = {}
+
+    def copy(node: fx.Node) -> None:
+        if node in made:
+            return
+        for source in node.all_input_nodes:
+            copy(source)
+        made[node] = new.node_copy(node, lambda n: made[n])
+
+    for node in graph.nodes:
+        copy(node)
+    return new

@@ -1,0 +1,104 @@
+"""Operators that the compiler puts into graphs in place of slower or unrepeatable ones.
+
+Registered once under the `penstock` namespace with shape rules and gradients, so that autograd
+traces through them like through any built-in operator. The arithmetic of the CPU versions is in
+`penstock.kernels`; on other devices plain PyTorch operators do the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.compiler import fused_head, keyed_dropout
+
+linear_cross_entropy = torch.library.custom_op(
+    "penstock::linear_cross_entropy", fused_head.loss_sum, mutates_args=()
+)
+linear_cross_entropy_backward = torch.library.custom_op(
+    "penstock::linear_cross_entropy_backward", fused_head.gradients, mutates_args=()
+)
+linear_cross_entropy_turn = torch.library.custom_op(
+    "penstock::linear_cross_entropy_turn", fused_head.loss_sum_and_gradients, mutates_args=()
+)
+dropout = torch.library.custom_op("penstock::dropout", keyed_dropout.dropout, mutates_args=())
+
+
+@linear_cross_entropy.register_fake
+def _(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ignore_index: int
+) -> Tensor:
+    return hidden.new_empty((), dtype=torch.float32)
+
+
+def _gradients_like(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> list[Tensor]:
+    like = (hidden, weight) if bias is None else (hidden, weight, bias)
+    return [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in like]
+
+
+@linear_cross_entropy_backward.register_fake
+def _(
+    scale: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    ignore_index: int,
+    with_weight: bool,
+) -> list[Tensor]:
+    grads = _gradients_like(hidden, weight, bias)
+    return grads if with_weight else grads[:1]
+
+
+@linear_cross_entropy_turn.register_fake
+def _(
+    scale: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    ignore_index: int,
+    with_weight: bool,
+) -> list[Tensor]:
+    grads = _gradients_like(hidden, weight, bias)
+    loss = hidden.new_empty((), dtype=torch.float32)
+    return [loss, *(grads if with_weight else grads[:1])]
+
+
+def _save_head(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    hidden, weight, bias, labels, ctx.ignore_index = inputs
+    ctx.save_for_backward(hidden, weight, bias, labels)
+
+
+def _head_backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
+    hidden, weight, bias, labels = ctx.saved_tensors
+    with_weight = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
+    grads = linear_cross_entropy_backward(
+        scale, hidden, weight, bias, labels, ctx.ignore_index, with_weight
+    )
+    by_place: list[Tensor | None] = [*grads, None, None][:3]
+    return (*by_place, None, None)
+
+
+linear_cross_entropy.register_autograd(_head_backward, setup_context=_save_head)
+
+
+@dropout.register_fake
+def _(value: Tensor, key: Tensor, number: int, probability: float) -> Tensor:
+    return torch.empty_like(value, memory_format=torch.contiguous_format)
+
+
+def _save_dropout(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, key, ctx.number, ctx.probability = inputs
+    ctx.save_for_backward(key)
+
+
+def _dropout_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    # Dropout multiplies by a mask that only the key decides, so its gradient is itself.
+    (key,) = ctx.saved_tensors
+    return dropout(grad, key, ctx.number, ctx.probability), None, None, None
+
+
+dropout.register_autograd(_dropout_backward, setup_context=_save_dropout)

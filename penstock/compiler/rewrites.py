@@ -1,0 +1,291 @@
+"""Rewrites of the captured graph, before autograd sees it. Each keeps the function it computes.
+
+- composed activations become the fused operator (`recognise.py` proves them equal);
+- a linear layer that feeds only a cross-entropy becomes one operator (`fused_head.py`);
+- dropout is keyed, so that replay and recomputation see the same bits (`keyed_dropout.py`);
+- in-place operators become their functional twins, since a stage may not write its inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from penstock.compiler import ops  # noqa: F401  (registers the penstock operators)
+from penstock.compiler.recognise import fuse_activations
+from penstock.errors import CompileError
+
+aten = torch.ops.aten
+KEY = "penstock_key"
+
+_VIEWS = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
+_PASS_THROUGH = {aten.alias.default, aten.contiguous.default, aten.detach_.default}
+_CHECKS = {aten._assert_tensor_metadata.default}
+_SUM = 2  # the reduction code of aten losses: 0 none, 1 mean, 2 sum
+_MEAN = 1
+
+
+def rewrite(graph: fx.Graph) -> fx.Node:
+    """Apply every rewrite to `graph` in place; return the placeholder of the dropout key."""
+    _drop_checks(graph)
+    _functionalise(graph)
+    fuse_activations(graph)
+    fuse_heads(graph)
+    key = _key_placeholder(graph)
+    _key_dropouts(graph, key)
+    _refuse_random(graph)
+    graph.eliminate_dead_code()
+    return key
+
+
+def value_of(node: fx.Node) -> torch.Tensor:
+    """Return the fake tensor that a node computes."""
+    return node.meta["val"]
+
+
+def source_line(node: fx.Node) -> str:
+    """Say where in the user's model a node comes from: module path, and file and line if known."""
+    stack = node.meta.get("nn_module_stack", {})
+    path = list(stack.values())[-1][0] if stack else ""
+    trace = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
+    places = [line for line in trace if line.startswith("File ") and "/torch/" not in line]
+    line = f" at {places[-1]}" if places else ""
+    return f"{path or 'the model'}{line}"
+
+
+def share_equal(graph: fx.Graph, among: set[fx.Node]) -> set[fx.Node]:
+    """Let equal operators of the prelude be one (models make rotary tables once per layer).
+
+    Returns the nodes of `among` that remain.
+    """
+    seen: dict[tuple[Any, ...], fx.Node] = {}
+    for node in list(graph.nodes):
+        if node not in among:
+            continue
+        key = (node.target, repr((node.args, node.kwargs)))
+        if key in seen:
+            node.replace_all_uses_with(seen[key])
+            graph.erase_node(node)
+        else:
+            seen[key] = node
+    return set(seen.values())
+
+
+def _drop_checks(graph: fx.Graph) -> None:
+    for node in list(graph.nodes):
+        if node.target in _CHECKS:
+            graph.erase_node(node)
+    graph.eliminate_dead_code()
+
+
+def _functionalise(graph: fx.Graph) -> None:
+    """Replace `relu_(x)` and its like by `relu(x)`, later readers of x reading the new value."""
+    order = {node: number for number, node in enumerate(graph.nodes)}
+    for node in list(graph.nodes):
+        target = node.target
+        if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+            continue
+        if not target._schema.is_mutable:
+            continue
+        packet, overload = target._schema.name.split("::")[1], target._overloadname
+        twin = getattr(getattr(aten, packet.rstrip("_"), None), overload, None)
+        written = node.args[0] if node.args else None
+        if twin is None or not packet.endswith("_") or not isinstance(written, fx.Node):
+            raise CompileError(
+                f"{source_line(node)} writes a tensor in place with {target}, which a stage may "
+                "not do; use the operator's functional form."
+            )
+        if written.op == "placeholder" or _has_views(written, order[node]):
+            raise CompileError(
+                f"{source_line(node)} writes in place ({target}) to a tensor that is an input or "
+                "that other views share; use the operator's functional form."
+            )
+        node.target = twin
+        written.replace_all_uses_with(
+            node, delete_user_cb=lambda user, at=order[node]: order[user] > at
+        )
+
+
+def _has_views(node: fx.Node, before: int) -> bool:
+    def is_view(n: fx.Node) -> bool:
+        target = n.target
+        return isinstance(target, torch._ops.OpOverload) and any(
+            a.alias_info is not None and not a.alias_info.is_write for a in target._schema.arguments
+        )
+
+    return is_view(node) or any(is_view(user) for user in node.users)
+
+
+def fuse_heads(graph: fx.Graph) -> int:
+    """Fuse `cross_entropy(linear(h, W, b))` into one chunked operator; return how many."""
+    fused = 0
+    for node in list(graph.nodes):
+        if node.target is aten.cross_entropy_loss.default and _fuse_head(graph, node):
+            fused += 1
+    graph.eliminate_dead_code()
+    return fused
+
+
+def _fuse_head(graph: fx.Graph, loss: fx.Node) -> bool:
+    arguments = _named(loss)
+    if arguments.get("weight") is not None or arguments.get("label_smoothing", 0.0):
+        return False
+    reduction = arguments.get("reduction", _MEAN)
+    labels = arguments["target"]
+    if reduction not in (_SUM, _MEAN) or value_of(labels).dtype != torch.int64:
+        return False
+    logits = arguments["self"]
+    if value_of(logits).dim() != 2:
+        return False
+    vocabulary = value_of(logits).shape[-1]
+    at: fx.Node = logits
+    while at.target is not aten.linear.default:
+        only = len(at.users) == 1
+        keeps_rows = value_of(at).shape[-1] == vocabulary
+        casts = at.target in (aten.to.dtype, aten._to_copy.default, aten.to.dtype_layout)
+        if not (only and keeps_rows and (at.target in _VIEWS | _PASS_THROUGH or casts)):
+            return False
+        at = at.all_input_nodes[0]
+    linear = _named(at)
+    hidden, weight = linear["input"], linear["weight"]
+    if len(at.users) != 1 or value_of(weight).shape[0] != vocabulary:
+        return False
+    with graph.inserting_before(loss):
+        flat = _call(graph, loss, aten.reshape.default, (hidden, [-1, value_of(hidden).shape[-1]]))
+        ignore = arguments.get("ignore_index", -100)
+        total = _call(
+            graph,
+            loss,
+            torch.ops.penstock.linear_cross_entropy.default,
+            (flat, weight, linear.get("bias"), labels, ignore),
+        )
+        result = total
+        if reduction == _MEAN:
+            kept = _call(graph, loss, aten.ne.Scalar, (labels, ignore))
+            count = _call(graph, loss, aten.sum.default, (kept,))
+            result = _call(graph, loss, aten.div.Tensor, (total, count))
+        if value_of(loss).dtype != torch.float32:
+            result = _call(graph, loss, aten.to.dtype, (result, value_of(loss).dtype))
+    loss.replace_all_uses_with(result)
+    return True
+
+
+def _call(
+    graph: fx.Graph,
+    like: fx.Node,
+    target: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None = None,
+) -> fx.Node:
+    """Insert an operator that stands where `like` stands in the user's model."""
+    node = graph.call_function(target, args, kwargs)
+    node.meta = dict(like.meta)
+    with value_of(like).fake_mode:  # type: ignore[attr-defined]
+        node.meta["val"] = target(
+            *fx.node.map_arg(args, value_of), **fx.node.map_arg(kwargs or {}, value_of)
+        )
+    return node
+
+
+def _named(node: fx.Node) -> dict[str, Any]:
+    """Return an operator's arguments by their schema names."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    names = [a.name for a in node.target._schema.arguments]
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
+def _key_placeholder(graph: fx.Graph) -> fx.Node:
+    first = next(iter(graph.nodes))
+    with graph.inserting_before(first):
+        key = graph.placeholder(KEY)
+    with value_of(first).fake_mode:  # type: ignore[attr-defined]
+        key.meta["val"] = torch.empty((), dtype=torch.int64)
+    return key
+
+
+def _key_dropouts(graph: fx.Graph, key: fx.Node) -> None:
+    for node in list(graph.nodes):
+        if node.target is aten.dropout.default:
+            value, probability, training = _dropout_arguments(node)
+            if not training or probability == 0.0:
+                node.replace_all_uses_with(value)
+                graph.erase_node(node)
+                continue
+            with graph.inserting_before(node):
+                keyed = _call(
+                    graph, node, torch.ops.penstock.dropout.default, (value, key, 0, probability)
+                )
+            node.replace_all_uses_with(keyed)
+            graph.erase_node(node)
+        elif node.target is aten.scaled_dot_product_attention.default:
+            if _named(node).get("dropout_p", 0.0):
+                _expand_attention(graph, node, key)
+    graph.eliminate_dead_code()
+
+
+def _dropout_arguments(node: fx.Node) -> tuple[fx.Node, float, bool]:
+    arguments = _named(node)
+    return arguments["input"], float(arguments["p"]), bool(arguments["train"])
+
+
+def _expand_attention(graph: fx.Graph, node: fx.Node, key: fx.Node) -> None:
+    """Write attention with dropout out: the fused operator draws its own, unrepeatable bits."""
+    arguments = _named(node)
+    query, keys, values = arguments["query"], arguments["key"], arguments["value"]
+    mask, scale = arguments.get("attn_mask"), arguments.get("scale")
+    head_width = value_of(query).shape[-1]
+    with graph.inserting_before(node):
+
+        def call(target: Callable[..., Any], *args: Any) -> fx.Node:
+            return _call(graph, node, target, args)
+
+        if arguments.get("enable_gqa", False):
+            groups = value_of(query).shape[-3] // value_of(keys).shape[-3]
+            keys = call(aten.repeat_interleave.self_int, keys, groups, -3)
+            values = call(aten.repeat_interleave.self_int, values, groups, -3)
+        scaled = call(aten.mul.Tensor, query, scale if scale else head_width**-0.5)
+        scores = call(aten.matmul.default, scaled, call(aten.transpose.int, keys, -2, -1))
+        if arguments.get("is_causal", False):
+            length, width = value_of(query).shape[-2], value_of(arguments["key"]).shape[-2]
+            device = value_of(query).device
+            options = {"dtype": torch.bool, "device": device}
+            ones = _call(graph, node, aten.ones.default, ([length, width],), options)
+            mask = call(aten.tril.default, ones)
+        if mask is not None:
+            if value_of(mask).dtype == torch.bool:
+                hidden = call(aten.logical_not.default, mask)
+                scores = call(aten.masked_fill.Scalar, scores, hidden, float("-inf"))
+            else:
+                scores = call(aten.add.Tensor, scores, mask)
+        weights = call(aten.softmax.int, scores, -1)
+        dropped = call(
+            torch.ops.penstock.dropout.default, weights, key, 0, float(arguments["dropout_p"])
+        )
+        result = call(aten.matmul.default, dropped, values)
+    node.replace_all_uses_with(result)
+    graph.erase_node(node)
+
+
+def number_dropouts(graph: fx.Graph) -> None:
+    """Give the dropouts of one stage's graph the numbers 0, 1, ... in order."""
+    found = [n for n in graph.nodes if n.target is torch.ops.penstock.dropout.default]
+    for number, node in enumerate(found):
+        value, key, _, probability = node.args
+        node.args = (value, key, number, probability)
+
+
+def _refuse_random(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        target = node.target
+        if not isinstance(target, torch._ops.OpOverload):
+            continue
+        if torch.Tag.nondeterministic_seeded in target.tags and target.namespace == "aten":
+            if target is aten.scaled_dot_product_attention.default:
+                continue  # random only through its dropout, which was taken out above
+            raise CompileError(
+                f"{source_line(node)} draws random numbers with {target}, which a replayed step "
+                "could not repeat; use torch.nn.Dropout, or pass the random values as an input."
+            )

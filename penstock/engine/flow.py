@@ -1,0 +1,86 @@
+"""The values of one micro-batch on their way through the stages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from penstock.engine.memory import MemoryAccount
+from penstock.program import Program, Stage
+
+
+def dropout_key(seed: int, step: int, micro_batch: int, stage: int) -> int:
+    """Mix a dropout key from what identifies it (splitmix64 finaliser; Steele et al. 2014)."""
+    mask = (1 << 64) - 1
+    mixed = seed & mask
+    for part in (step, micro_batch, stage):
+        mixed = (mixed + 0x9E3779B97F4A7C15 * (part + 1)) & mask
+        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & mask
+        mixed ^= mixed >> 31
+    return mixed >> 1  # fits a signed 64-bit tensor
+
+
+@dataclass
+class Flow:
+    """Values by name, what stages saved for their backward, and gradients of values.
+
+    Every tensor in here is entered in the account exactly as often as it is referred to.
+    """
+
+    number: int
+    seed: int
+    step: int
+    values: dict[str, torch.Tensor] = field(default_factory=dict)
+    saved: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def key(self, stage: int) -> torch.Tensor:
+        return torch.tensor(dropout_key(self.seed, self.step, self.number, stage))
+
+    def put(self, account: MemoryAccount, values: Mapping[str, torch.Tensor], what: str) -> None:
+        account.hold(values.values(), what)
+        self.values.update(values)
+
+    def inputs(self, stage: Stage, constants: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        return [constants[n] if n in constants else self.values[n] for n in stage.inputs]
+
+    def keep(self, account: MemoryAccount, stage: Stage, tensors: Sequence[torch.Tensor]) -> None:
+        account.hold(tensors, stage.name)
+        self.saved[stage.index] = list(tensors)
+
+    def take_saved(self, account: MemoryAccount, stage: Stage) -> list[torch.Tensor]:
+        tensors = self.saved.pop(stage.index)
+        account.release(tensors)
+        return tensors
+
+    def drop_read(
+        self, account: MemoryAccount, program: Program, last_use: Mapping[str, int], stage: Stage
+    ) -> None:
+        """Let go of the values that no later stage of the forward sweep reads."""
+        for name in {*stage.inputs, *stage.outputs}:
+            if name in self.values and last_use[name] <= stage.index:
+                account.release([self.values.pop(name)])
+
+    def add_gradient(self, account: MemoryAccount, name: str, gradient: torch.Tensor) -> None:
+        """Add to a value's gradient; stages add in the order of the backward sweep."""
+        have = self.gradients.get(name)
+        if have is not None:
+            account.release([have])
+            gradient = have + gradient
+        account.hold([gradient], name)
+        self.gradients[name] = gradient
+
+    def take_gradients(
+        self, account: MemoryAccount, stage: Stage, values: Mapping[str, torch.Tensor] | None = None
+    ) -> list[torch.Tensor | None]:
+        """Return the gradients of a stage's differentiable outputs; None where none came."""
+        found: list[torch.Tensor | None] = []
+        for name, needs in zip(stage.outputs, stage.kind.outputs_grad, strict=True):
+            if needs:
+                gradient = self.gradients.pop(name, None)
+                account.release([gradient])
+                found.append(gradient)
+        return found

@@ -1,0 +1,81 @@
+"""What the trainer asks of an engine: a step is a fixed sequence of these calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from penstock.engine.memory import MemoryAccount
+from penstock.program import Program
+from penstock.tree import TreeNode
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The part of a step's global batch that one engine computes.
+
+    `micro_batches` maps, per micro-batch, the program's inputs to tensors; the first of them is
+    number `first` of the step's `total`. `loss_scale` is the gradient of the step's loss with
+    respect to each micro-batch's: 1 / tokens for summed losses, 1 / micro-batches for means.
+    """
+
+    micro_batches: Sequence[Mapping[str, torch.Tensor]]
+    first: int
+    total: int
+    seed: int
+    step: int
+    loss_scale: float = 1.0
+
+
+class PendingGradients(Protocol):
+    """A stage's gradients on their way from the device."""
+
+    def wait(self) -> list[TreeNode]:
+        """Return the sums of the tree that this engine holds, in host memory."""
+        ...
+
+
+class Engine(Protocol):
+    """Computes stages. Calls per step: `begin`; `forward` for stages 0..S-2; `turn` for the last;
+    `backward` for stages S-2..0. For evaluation: `begin`; `infer` for every stage; `results`.
+
+    Weights come as the fabric hands them over and may be gone after the call.
+    """
+
+    program: Program
+    memory: MemoryAccount
+
+    def begin(self, batch: Batch) -> None:
+        """Take the inputs of a step and compute the prelude; forget any step before."""
+        ...
+
+    def load(self, stage: int, weights: Sequence[torch.Tensor]) -> None:
+        """Start moving a stage's weights to the device; they are used by the next call for it."""
+        ...
+
+    def forward(self, stage: int) -> None:
+        """Run a stage on all micro-batches, keeping what backward needs."""
+        ...
+
+    def turn(self, stage: int) -> PendingGradients:
+        """Run the last stage forward and backward; return its weights' gradients."""
+        ...
+
+    def backward(self, stage: int) -> PendingGradients:
+        """Run a stage backward on all micro-batches; return its weights' gradients."""
+        ...
+
+    def infer(self, stage: int) -> None:
+        """Run a stage forward, keeping nothing for a backward."""
+        ...
+
+    def losses(self) -> list[float]:
+        """Return the loss of each micro-batch, once the last stage has run."""
+        ...
+
+    def first_non_finite(self) -> str | None:
+        """Return the first value now held that is NaN or infinite, or None."""
+        ...

@@ -1,0 +1,67 @@
+"""The byte account of an engine: every tensor that it keeps is entered against one budget."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from penstock.errors import BudgetError
+
+
+class MemoryAccount:
+    """Counts storages, not tensors: a view of something held costs nothing more.
+
+    `current_bytes` is what is held now, `peak_bytes` the largest it has been, calls' own
+    allocations included. `budget_bytes` None means no limit.
+    """
+
+    def __init__(self, budget_bytes: int | None = None) -> None:
+        self.budget_bytes = budget_bytes
+        self.current_bytes = 0
+        self.peak_bytes = 0
+        self.peak_at = ""
+        self._held: dict[int, tuple[int, int]] = {}
+
+    def hold(self, tensors: Iterable[torch.Tensor | None], what: str) -> None:
+        """Enter tensors as held on behalf of `what` (a stage's name, for messages)."""
+        for tensor in tensors:
+            if tensor is None:
+                continue
+            storage = tensor.untyped_storage()
+            key = storage._cdata if tensor.device.type == "meta" else storage.data_ptr()
+            size, count = self._held.get(key, (storage.nbytes(), 0))
+            self._held[key] = (size, count + 1)
+            if count == 0:
+                self.current_bytes += size
+        self.peak(0, what)
+
+    def release(self, tensors: Iterable[torch.Tensor | None]) -> None:
+        """Take back one `hold` of each tensor."""
+        for tensor in tensors:
+            if tensor is None:
+                continue
+            storage = tensor.untyped_storage()
+            key = storage._cdata if tensor.device.type == "meta" else storage.data_ptr()
+            size, count = self._held[key]
+            if count == 1:
+                del self._held[key]
+                self.current_bytes -= size
+            else:
+                self._held[key] = (size, count - 1)
+
+    def peak(self, transient_bytes: int, what: str) -> None:
+        """Note that `transient_bytes` more are in use for the length of a call."""
+        total = self.current_bytes + transient_bytes
+        if total > self.peak_bytes:
+            self.peak_bytes, self.peak_at = total, what
+        if self.budget_bytes is not None and total > self.budget_bytes:
+            raise BudgetError(
+                f"stage {what} needs {total:,} bytes on the engine, the budget is "
+                f"{self.budget_bytes:,}; raise engine.memory or lower batch.micro"
+            )
+
+    def clear(self) -> None:
+        """Forget what is held (a step was thrown away); peaks stay."""
+        self._held.clear()
+        self.current_bytes = 0

@@ -1,0 +1,123 @@
+"""The engine without arithmetic: same calls, same values by shape, same bytes, no work.
+
+It runs `TorchEngine`'s own code on tensors without memory. Schedules, traffic and memory are
+tested with it, and `plan.py` predicts an engine's bytes with it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import torch
+
+from penstock.engine.interface import Batch, PendingGradients
+from penstock.engine.memory import MemoryAccount
+from penstock.engine.plan import EnginePlan
+from penstock.engine.slots import Arrived
+from penstock.engine.torch_engine import TorchEngine
+from penstock.program import Kind, Program, TensorSpec, backward_fetch
+from penstock.tree import TreeNode, TreeSum
+
+_META = torch.device("meta")
+
+
+class NullEngine(TorchEngine):
+    """Takes the weights, keeps the shapes, returns gradients of zero and a loss of zero."""
+
+    def __init__(
+        self, program: Program, plan: EnginePlan, *, budget_bytes: int | None = None
+    ) -> None:
+        super().__init__(_without_work(program), plan, device="meta", budget_bytes=budget_bytes)
+
+    def losses(self) -> list[float]:
+        """Return a loss of zero per micro-batch."""
+        return [0.0] * len(self._losses)
+
+    def first_non_finite(self) -> str | None:
+        """Nothing is computed, so nothing is infinite."""
+        return None
+
+    def _finish(self, total: TreeSum) -> PendingGradients:
+        zeros = [
+            TreeNode(
+                node.level,
+                node.index,
+                tuple(
+                    None if t is None else torch.zeros((), dtype=t.dtype).expand(t.shape)
+                    for t in node.tensors
+                ),
+            )
+            for node in total.nodes()
+        ]
+        return Arrived(zeros)
+
+
+def dry_run(program: Program, micro_batches: int, plan: EnginePlan) -> MemoryAccount:
+    """Run one step of the null engine and return its account."""
+    engine = NullEngine(program, plan)
+    inputs = {
+        name: _empty(program.values[name].tensor)
+        for name in program.inputs
+        if name in program.values
+    }
+    batch = [
+        {
+            n: inputs[n].clone() if n in inputs else torch.empty(0, device=_META)
+            for n in program.inputs
+        }
+        for _ in range(micro_batches)
+    ]
+    engine.begin(Batch(batch, 0, micro_batches, 0, 0))
+    last = len(program.stages) - 1
+    for stage in program.stages[:-1]:
+        engine.load(stage.index, [_empty(w) for w in stage.kind.weights])
+        engine.forward(stage.index)
+    engine.load(last, [_empty(w) for w in program.stages[last].kind.weights])
+    if any(program.stages[last].kind.outputs_grad):
+        engine.turn(last)
+        for stage in reversed(program.stages[:-1]):
+            positions = backward_fetch(stage, stage.index in plan.recompute, last=False)
+            engine.load(stage.index, [_empty(stage.kind.weights[i]) for i in positions])
+            engine.backward(stage.index)
+    else:
+        engine.infer(last)
+    return engine.memory
+
+
+def _empty(spec: TensorSpec) -> torch.Tensor:
+    return torch.empty(spec.shape, dtype=spec.dtype, device=_META)
+
+
+def _without_work(program: Program) -> Program:
+    kinds: dict[str, Kind] = {}
+    for stage in program.stages:
+        if stage.kind.digest not in kinds:
+            kinds[stage.kind.digest] = _null_kind(stage.kind)
+    return dataclasses.replace(
+        program,
+        stages=tuple(dataclasses.replace(s, kind=kinds[s.kind.digest]) for s in program.stages),
+        constants={n: _empty(program.values[n].tensor) for n in program.constants},
+        prelude=_returning([program.values[n].tensor for n in program.prelude_outputs])
+        if program.prelude is not None
+        else None,
+    )
+
+
+def _null_kind(kind: Kind) -> Kind:
+    saved = [TensorSpec((s.bytes,), torch.uint8) for s in kind.saved if s.input is None]
+    gradients = [spec for spec, grad in zip(kind.inputs, kind.inputs_grad, strict=True) if grad] + [
+        spec for spec, grad in zip(kind.weights, kind.trainable, strict=True) if grad
+    ]
+    return dataclasses.replace(
+        kind,
+        forward=_returning([*kind.outputs, *saved]),
+        infer=_returning(kind.outputs),
+        backward=_returning(gradients),
+        recompute=_returning(gradients),
+        turn=_returning([*kind.outputs, *gradients]),
+    )
+
+
+def _returning(specs: Sequence[TensorSpec]) -> Callable[..., tuple[torch.Tensor, ...]]:
+    return lambda *_: tuple(_empty(spec) for spec in specs)

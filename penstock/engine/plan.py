@@ -1,0 +1,105 @@
+"""What an engine keeps and what it makes again, decided before the first step.
+
+The prediction is not a formula beside the engine that could drift from it: it runs a whole step of
+the engine's own code on tensors without memory, and reads the account.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from penstock.errors import BudgetError
+from penstock.program import Program, Stage
+
+SLOTS = 2  # the stage that computes, and the one on its way
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """`recompute` are the stages whose forward is made again in the backward sweep."""
+
+    recompute: frozenset[int] = frozenset()
+    slots: int = SLOTS
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The peak of an engine's account over one step, and the stage at which it is reached."""
+
+    peak_bytes: int
+    stage: str
+
+
+def predict_bytes(program: Program, micro_batches: int, plan: EnginePlan) -> Prediction:
+    """Return the engine bytes of one step over `micro_batches` micro-batches."""
+    from penstock.engine.null_engine import dry_run
+
+    memory = dry_run(program, micro_batches, plan)
+    waiting = max(s.kind.weight_bytes for s in program.stages) * (plan.slots - 1)
+    return Prediction(memory.peak_bytes + waiting, memory.peak_at)
+
+
+def plan_engine(
+    program: Program,
+    micro_batches: int,
+    budget_bytes: int | None,
+    recompute: Literal["auto", "always", "never"] = "auto",
+) -> EnginePlan:
+    """Choose which stages to recompute so that a step fits the budget.
+
+    Stages that free the most bytes per operation repeated go first, and no more than needed.
+
+    **Raises:** `BudgetError` naming the stage at the peak and the least budget that would do.
+    """
+    candidates = _by_value(program.stages)
+    everything = EnginePlan(frozenset(candidates))
+    if recompute == "always":
+        return _checked(program, micro_batches, everything, budget_bytes)
+    nothing = EnginePlan()
+    if recompute == "never":
+        return _checked(program, micro_batches, nothing, budget_bytes)
+    if budget_bytes is None:
+        return nothing
+    if predict_bytes(program, micro_batches, nothing).peak_bytes <= budget_bytes:
+        return nothing
+    _checked(program, micro_batches, everything, budget_bytes)
+    low, high = 0, len(candidates)  # the first `high` fit, the first `low` do not
+    while high - low > 1:
+        middle = (low + high) // 2
+        plan = EnginePlan(frozenset(candidates[:middle]))
+        if predict_bytes(program, micro_batches, plan).peak_bytes <= budget_bytes:
+            high = middle
+        else:
+            low = middle
+    return EnginePlan(frozenset(candidates[:high]))
+
+
+def _by_value(stages: Sequence[Stage]) -> list[int]:
+    """Order the stages but the last by bytes freed per operation made twice, best first."""
+    worth = [s for s in stages[:-1] if s.kind.saved_bytes > 0]
+    return [
+        s.index
+        for s in sorted(worth, key=lambda s: -s.kind.saved_bytes / (1 + s.kind.forward_flops))
+    ]
+
+
+def _checked(
+    program: Program, micro_batches: int, plan: EnginePlan, budget_bytes: int | None
+) -> EnginePlan:
+    if budget_bytes is None:
+        return plan
+    found = predict_bytes(program, micro_batches, plan)
+    if found.peak_bytes > budget_bytes:
+        raise BudgetError(
+            f"the engine needs {_gib(found.peak_bytes)} for a step of {micro_batches} "
+            f"micro-batch(es), the budget is {_gib(budget_bytes)}; the peak is at stage "
+            f"{found.stage}. Raise engine.memory to at least {_gib(found.peak_bytes)}, or lower "
+            "batch.micro, batch.size or data.sequence_length."
+        )
+    return plan
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 / 10 else f"{size / 2**20:.2f} MiB"

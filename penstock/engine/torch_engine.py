@@ -1,0 +1,228 @@
+"""The engine that computes with PyTorch, on the CPU or on one GPU.
+
+It runs each stage on all its micro-batches before the next stage (so a stage's weights pass once
+per sweep), keeps what the backward needs or makes it again as its plan says, and sums gradients in
+the fixed tree. On the CPU the store's weights are read in place; on a GPU they come through pinned
+slots on a stream of their own and gradients go back on another (`slots.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from penstock.engine.flow import Flow
+from penstock.engine.interface import Batch, PendingGradients
+from penstock.engine.memory import MemoryAccount
+from penstock.engine.plan import EnginePlan
+from penstock.engine.slots import WeightSlots, make_slots
+from penstock.program import Program, Stage, backward_fetch
+from penstock.tree import TreeNode, TreeSum
+
+
+class TorchEngine:
+    """Runs a program's stages with PyTorch on `device` within `budget_bytes`."""
+
+    def __init__(
+        self,
+        program: Program,
+        plan: EnginePlan,
+        *,
+        device: str = "cpu",
+        budget_bytes: int | None = None,
+    ) -> None:
+        self.program = program
+        self.memory = MemoryAccount(budget_bytes)
+        self._plan = plan
+        self._device = torch.device(device)
+        self._slots: WeightSlots = make_slots(program, self._device, plan.slots)
+        self._last_use = program.last_use()
+        self._flows: list[Flow] = []
+        self._batch: Batch | None = None
+        self._losses: list[torch.Tensor] = []
+
+    def begin(self, batch: Batch) -> None:
+        """Take the inputs of a step and compute the prelude; forget any step before."""
+        self.memory.clear()
+        self._flows, self._losses, self._batch = [], [], batch
+        program = self.program
+        for offset, inputs in enumerate(batch.micro_batches):
+            flow = Flow(batch.first + offset, batch.seed, batch.step)
+            missing = [name for name in program.inputs if name not in inputs]
+            if missing:
+                raise KeyError(f"the batch lacks {missing}; the program reads {program.inputs}")
+            given = {n: inputs[n].to(self._device) for n in program.inputs if n in program.values}
+            flow.put(self.memory, given, "inputs")
+            if program.prelude is not None:
+                args = [
+                    program.constants[n] if n in program.constants else flow.values[n]
+                    for n in program.prelude_inputs
+                ]
+                with torch.no_grad():
+                    made = program.prelude(*args)
+                flow.put(
+                    self.memory, dict(zip(program.prelude_outputs, made, strict=True)), "prelude"
+                )
+            for name in list(flow.values):
+                if name not in self._last_use:
+                    self.memory.release([flow.values.pop(name)])
+            self._flows.append(flow)
+
+    def load(self, stage: int, weights: Sequence[torch.Tensor]) -> None:
+        """Start moving a stage's weights to the device; they are used by the next call for it."""
+        self._slots.load(stage, weights)
+
+    @torch.no_grad()
+    def forward(self, stage: int) -> None:
+        """Run a stage on all micro-batches, keeping what backward needs."""
+        place, kind = self.program.stages[stage], self.program.stages[stage].kind
+        recompute = stage in self._plan.recompute
+        with self._slots.use(stage) as weights:
+            held = self._enter(place, weights)
+            for flow in self._flows:
+                inputs = flow.inputs(place, self.program.constants)
+                self.memory.peak(kind.forward_transient_bytes, place.name)
+                run = kind.infer if recompute else kind.forward
+                results = run(*weights, *inputs, flow.key(stage))
+                outputs = results[: len(kind.outputs)]
+                if recompute:
+                    flow.keep(self.memory, place, inputs)
+                elif kind.saved:
+                    made = iter(results[len(kind.outputs) :])
+                    saved = [
+                        inputs[s.input] if s.input is not None else next(made) for s in kind.saved
+                    ]
+                    flow.keep(self.memory, place, saved)
+                flow.put(self.memory, dict(zip(place.outputs, outputs, strict=True)), place.name)
+                flow.drop_read(self.memory, self.program, self._last_use, place)
+            self.memory.release(held)
+
+    @torch.no_grad()
+    def turn(self, stage: int) -> PendingGradients:
+        """Run the last stage forward and backward; return its weights' gradients."""
+        assert self._batch is not None
+        place, kind = self.program.stages[stage], self.program.stages[stage].kind
+        total = TreeSum(self._batch.total)
+        with self._slots.use(stage) as weights:
+            held = self._enter(place, weights)
+            for flow in self._flows:
+                inputs = flow.inputs(place, self.program.constants)
+                scales = [
+                    torch.full(
+                        spec.shape, self._batch.loss_scale, dtype=spec.dtype, device=self._device
+                    )
+                    for spec, needs in zip(kind.outputs, kind.outputs_grad, strict=True)
+                    if needs
+                ]
+                self.memory.peak(kind.turn_transient_bytes, place.name)
+                results = kind.turn(*weights, *inputs, flow.key(stage), *scales)
+                self._losses.append(results[0].detach().reshape(()).float())
+                flow.drop_read(self.memory, self.program, self._last_use, place)
+                self._distribute(flow, place, results[len(kind.outputs) :], total)
+            self.memory.release(held)
+        return self._finish(total)
+
+    @torch.no_grad()
+    def backward(self, stage: int) -> PendingGradients:
+        """Run a stage backward on all micro-batches; return its weights' gradients."""
+        assert self._batch is not None
+        place, kind = self.program.stages[stage], self.program.stages[stage].kind
+        recompute = stage in self._plan.recompute
+        total = TreeSum(self._batch.total)
+        with self._slots.use(stage) as weights:
+            held = self._enter(place, weights)
+            for flow in self._flows:
+                saved = flow.take_saved(self.memory, place) if stage in flow.saved else []
+                if not any(kind.outputs_grad):
+                    continue
+                tangents = self._tangents(flow, place)
+                if recompute:
+                    self.memory.peak(kind.recompute_transient_bytes, place.name)
+                    results = kind.recompute(*weights, *saved, flow.key(stage), *tangents)
+                else:
+                    self.memory.peak(kind.backward_transient_bytes, place.name)
+                    results = kind.backward(*weights, *saved, *tangents, flow.key(stage))
+                del saved, tangents
+                self._distribute(flow, place, results, total)
+            self.memory.release(held)
+        return self._finish(total)
+
+    @torch.no_grad()
+    def infer(self, stage: int) -> None:
+        """Run a stage forward, keeping nothing for a backward."""
+        place, kind = self.program.stages[stage], self.program.stages[stage].kind
+        with self._slots.use(stage) as weights:
+            held = self._enter(place, weights)
+            for flow in self._flows:
+                inputs = flow.inputs(place, self.program.constants)
+                self.memory.peak(kind.forward_transient_bytes, place.name)
+                outputs = kind.infer(*weights, *inputs, flow.key(stage))
+                flow.put(self.memory, dict(zip(place.outputs, outputs, strict=True)), place.name)
+                flow.drop_read(self.memory, self.program, self._last_use, place)
+            self.memory.release(held)
+        if stage == len(self.program.stages) - 1:
+            self._losses = [
+                flow.values[self.program.results[0]].reshape(-1)[:1].sum().float()
+                for flow in self._flows
+            ]
+
+    def results(self) -> list[tuple[torch.Tensor, ...]]:
+        """Return the program's results per micro-batch, after `infer` of the last stage."""
+        return [tuple(f.values[n] for n in self.program.results) for f in self._flows]
+
+    def losses(self) -> list[float]:
+        """Return the loss of each micro-batch, once the last stage has run."""
+        return [float(loss) for loss in self._losses]
+
+    def first_non_finite(self) -> str | None:
+        """Return the first value now held that is NaN or infinite, or None."""
+        for flow in self._flows:
+            for name, value in flow.values.items():
+                if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+                    return name
+        return None
+
+    def backward_positions(self, stage: int) -> tuple[int, ...]:
+        """Return which of a stage's weights must be loaded for its backward."""
+        last = stage == len(self.program.stages) - 1
+        return backward_fetch(self.program.stages[stage], stage in self._plan.recompute, last)
+
+    def _enter(self, place: Stage, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        self.memory.hold(weights, place.name)
+        return list(weights)
+
+    def _tangents(self, flow: Flow, place: Stage) -> list[torch.Tensor]:
+        found = flow.take_gradients(self.memory, place)
+        specs = [
+            spec
+            for spec, needs in zip(place.kind.outputs, place.kind.outputs_grad, strict=True)
+            if needs
+        ]
+        return [
+            torch.zeros(spec.shape, dtype=spec.dtype, device=self._device) if g is None else g
+            for g, spec in zip(found, specs, strict=True)
+        ]
+
+    def _distribute(
+        self,
+        flow: Flow,
+        place: Stage,
+        results: Sequence[torch.Tensor | None],
+        total: TreeSum,
+    ) -> None:
+        """Hand gradients of inputs to the stages that made them, those of weights to the sum."""
+        kind = place.kind
+        names = [n for n, g in zip(place.inputs, kind.inputs_grad, strict=True) if g]
+        for name, gradient in zip(names, results[: len(names)], strict=True):
+            if gradient is not None:
+                flow.add_gradient(self.memory, name, gradient)
+        if any(kind.trainable):
+            total.add(TreeNode(0, flow.number, tuple(results[len(names) :])))
+            self.memory.peak(
+                sum(t.nbytes for n in total.nodes() for t in n.tensors if t is not None),
+                place.name,
+            )
+
+    def _finish(self, total: TreeSum) -> PendingGradients:
+        return self._slots.send_back(total.nodes())

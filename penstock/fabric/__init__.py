@@ -1,0 +1,6 @@
+"""The fabric: broadcast of weights, reduction of gradients; it knows nothing of models."""
+
+from penstock.fabric.interface import Fabric, Traffic
+from penstock.fabric.local import LocalFabric
+
+__all__ = ["Fabric", "LocalFabric", "Traffic"]

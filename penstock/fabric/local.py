@@ -1,0 +1,38 @@
+"""The fabric of one process: engines read the store's memory in place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from penstock.fabric.interface import Traffic
+from penstock.tree import TreeNode, TreeSum
+
+
+class LocalFabric:
+    """Passes references; counts the bytes that a fabric between machines would carry."""
+
+    def __init__(self, engines: int = 1) -> None:
+        self._engines = engines
+        self.traffic = Traffic()
+
+    def broadcast(self, tensors: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
+        """Hand the same tensors to every engine; the store sends each byte once."""
+        self.traffic.broadcast_bytes += sum(t.nbytes for t in tensors)
+        return [tensors] * self._engines
+
+    def reduce(
+        self, parts: Sequence[Sequence[TreeNode]], leaves: int
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Finish the sum over all micro-batches; only the root travels to the store."""
+        total = TreeSum(leaves)
+        for nodes in parts:
+            for node in nodes:
+                total.add(node)
+        root = total.root()
+        self.traffic.reduced_bytes += sum(t.nbytes for t in root if t is not None)
+        return root
+
+    def close(self) -> None:
+        """Nothing is held."""

@@ -1,0 +1,514 @@
+"""The trainer: the step protocol, from the first sweep to the last checkpoint.
+
+A step is: a forward sweep over the stages, the turn at the last one, a backward sweep, and the
+commit, which alone makes it count. Weights come from the store through the fabric to the engines,
+gradients go back the same way; whatever fails before the commit has not happened.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock import assembly
+from penstock.config import Config, load
+from penstock.config.record import write_record
+from penstock.data import Source
+from penstock.engine import Batch, Engine, EnginePlan, TorchEngine
+from penstock.errors import ConfigError, DataError, NonFiniteError, NoTrainingError
+from penstock.events import (
+    Evaluated,
+    Finished,
+    Listener,
+    Notice,
+    RunStarted,
+    Saved,
+    StepDone,
+    Stopped,
+)
+from penstock.fabric import LocalFabric
+from penstock.generation import generate_tokens
+from penstock.models import ModelSource
+from penstock.program import Program, Stage, backward_fetch
+from penstock.store import find_checkpoint, load_checkpoint, read_state, save_checkpoint
+from penstock.tree import share
+
+IGNORED_LABEL = -100
+
+
+class Trainer:
+    """Trains a model as a configuration says; resumes by itself where the run already is.
+
+    **Arguments:** `config`, a `Config`, a mapping of its keys, or the path of a YAML file;
+    `model`, a built `nn.Module` in place of `config.model`; `source`, batches in place of
+    `config.data` (any object with the methods of `penstock.data.Source`); `on_event` is told
+    what happens (`penstock.events`).
+    """
+
+    def __init__(
+        self,
+        config: Config | Mapping[str, Any] | str | Path,
+        *,
+        model: nn.Module | ModelSource | None = None,
+        source: Source | None = None,
+        held_out: Source | None = None,
+        on_event: Listener | None = None,
+    ) -> None:
+        self.config = _as_config(config)
+        self._tell: Listener = on_event or (lambda event: None)
+        assembly.set_threads(self.config.engine.threads)
+        self.model = _as_source(self.config, model)
+        self.device = assembly.choose_device(self.config.engine.device)
+        if source is None:
+            self._data = assembly.open_data(self.config, self.model, self._notice)
+        else:
+            self._data = assembly.TrainingData(source, held_out, None)
+        self._checkpoints = self.config.run.dir / "checkpoints"
+        checkpoint = find_checkpoint(self._checkpoints, "latest")
+        recorded = read_state(checkpoint).extra if checkpoint else {}
+        self._check_resumable(recorded)
+        self._layout = assembly.lay_out(
+            self.config, self.model, self.device, recorded.get("micro_batch")
+        )
+        self.program: Program = self._layout.program
+        self.store = assembly.make_store(self.config, self.program)
+        if checkpoint:
+            load_checkpoint(self.store, checkpoint)
+        else:
+            self.store.load(
+                self.model.initial_weights(self.config.run.seed, list(self.program.weights))
+            )
+        self.resumed_from = self.store.step if checkpoint else None
+        self.engines = assembly.make_engines(self.config, self._layout, self.device)
+        self.fabric = LocalFabric(len(self.engines))
+        self._evaluation: tuple[Program, Engine] | None = None
+        self._best_loss: float | None = recorded.get("best_loss")
+        self._evaluations_since_best: int = recorded.get("evaluations_since_best", 0)
+        self._saved_step = self.resumed_from
+        self._stop_reason: str | None = None
+
+    @property
+    def step(self) -> int:
+        """The number of steps that are committed."""
+        return self.store.step
+
+    def request_stop(self, reason: str = "a stop was asked for") -> None:
+        """Finish the step in flight, save and return from `train`; callable from anywhere."""
+        self._stop_reason = reason
+
+    # The run
+
+    def train(self) -> dict[str, Any]:
+        """Run to the configured number of steps and return a summary of the run's figures."""
+        config, started = self.config, time.perf_counter()
+        write_record(config)
+        self._announce()
+        first_step, last_loss = self.step, math.nan
+        while self.step < config.run.steps and self._stop_reason is None:
+            last_loss = self.run_step().loss
+            if config.evaluation.every and self.step % config.evaluation.every == 0:
+                self._evaluate_and_judge()
+            if config.checkpoint.every and self.step % config.checkpoint.every == 0:
+                self.save()
+        if self.step == first_step and self.step >= config.run.steps:
+            self._notice(f"the run already has its {config.run.steps} steps; nothing to do")
+        self._refuse_unchanged(self.store.flush)
+        if self._saved_step != self.step:
+            self.save()
+        if self._stop_reason is not None and self.step < config.run.steps:
+            command = f"penstock train {config.run.dir / 'config.yaml'}"
+            self._tell(Stopped(self.step, self._stop_reason, command))
+        summary = {
+            "steps": self.step - first_step,
+            "loss": last_loss,
+            "best_held_out_loss": self._best_loss,
+            "seconds": time.perf_counter() - started,
+            "engine_peak_bytes": max(e.memory.peak_bytes for e in self.engines),
+            "store_bytes": sum(self.store.memory_bytes.values()),
+        }
+        if self._stop_reason is None:
+            self._tell(Finished(summary))
+        return summary
+
+    def run_step(self) -> StepDone:
+        """Do one step: sweep forward, turn, sweep backward, commit."""
+        started = time.perf_counter()
+        tokens, loss_scale = self._begin_step()
+        last = self.program.stages[-1]
+        for stage in self._streamed(self._forward_order()):
+            if stage is not last:
+                for engine in self.engines:
+                    engine.forward(stage.index)
+        if self.step == 1:
+            self._refuse_unchanged(lambda: None)
+        nodes = [engine.turn(last.index) for engine in self.engines]
+        loss = math.fsum(x for engine in self.engines for x in engine.losses()) * loss_scale
+        if not math.isfinite(loss):
+            self._refuse_loss(loss)
+        waiting = (last, nodes)
+        for stage in self._streamed(self._backward_order()):
+            nodes = [engine.backward(stage.index) for engine in self.engines]
+            self._return_gradients(*waiting)
+            waiting = (stage, nodes)
+        self._return_gradients(*waiting)
+        try:
+            commit = self.store.commit()
+        except NonFiniteError:
+            self.store.discard()
+            raise
+        traffic = self.store.take_traffic()
+        done = StepDone(
+            step=commit.step,
+            loss=loss,
+            learning_rate=commit.learning_rate,
+            grad_norm=commit.grad_norm,
+            clip_scale=commit.clip_scale,
+            seconds=time.perf_counter() - started,
+            tokens=tokens,
+            streamed_bytes=traffic.streamed_bytes,
+            gradient_bytes=traffic.gradient_bytes,
+            engine_bytes=max(e.memory.peak_bytes for e in self.engines),
+            store_bytes=sum(self.store.memory_bytes.values()),
+        )
+        self._tell(done)
+        return done
+
+    # The parts of a step
+
+    def _begin_step(self) -> tuple[int, float]:
+        """Give every engine its part of the batch; return the batch's tokens and loss scale."""
+        size, micro = self.config.batch.size, self._layout.micro_batch
+        parts = share(self._layout.micro_batches, len(self.engines))
+        batches: list[list[dict[str, torch.Tensor]]] = []
+        for part in parts:
+            indices = range(part.start * micro, part.stop * micro)
+            rows = assembly.to_tensors(self._data.training.batch(self.step, indices, size))
+            batches.append(_micro_batches(rows, micro))
+        everything = [rows for batch in batches for rows in batch]
+        scale = self._loss_scale(everything)
+        for engine, part, batch in zip(self.engines, parts, batches, strict=True):
+            engine.begin(
+                Batch(
+                    batch,
+                    part.start,
+                    self._layout.micro_batches,
+                    self.config.run.seed,
+                    self.step,
+                    scale,
+                )
+            )
+        first = next(iter(everything[0].values()))
+        return sum(next(iter(rows.values())).numel() for rows in everything) if (
+            self.model.task != "custom"
+        ) else size * (1 if first.dim() else 1), scale
+
+    def _loss_scale(self, micro_batches: Sequence[Mapping[str, torch.Tensor]]) -> float:
+        """Return the factor from the micro-batches' losses to the step's mean loss."""
+        if self.model.loss_reduction == "mean":
+            return 1.0 / len(micro_batches)
+        count = sum(int((rows["labels"] != IGNORED_LABEL).sum()) for rows in micro_batches)
+        if count == 0:
+            raise DataError(f"step {self.step + 1}: no token of the batch has a label")
+        return 1.0 / count
+
+    def _forward_order(self) -> list[tuple[Stage, tuple[int, ...] | None]]:
+        return [(stage, None) for stage in self.program.stages]
+
+    def _backward_order(self) -> list[tuple[Stage, tuple[int, ...] | None]]:
+        return [
+            (stage, backward_fetch(stage, stage.index in self._layout.plan.recompute, False))
+            for stage in reversed(self.program.stages[:-1])
+        ]
+
+    def _streamed(self, order: list[tuple[Stage, tuple[int, ...] | None]]) -> Iterator[Stage]:
+        """Yield stages whose weights are loaded; the next one's are then on their way."""
+        for number, (stage, _) in enumerate(order):
+            for ahead in order[number + (number > 0) : number + 2]:
+                self._load(*ahead)
+            yield stage
+
+    def _load(self, stage: Stage, positions: tuple[int, ...] | None) -> None:
+        weights = self.store.fetch(stage.index, positions)
+        for engine, tensors in zip(self.engines, self.fabric.broadcast(weights), strict=True):
+            engine.load(stage.index, tensors)
+
+    def _return_gradients(self, stage: Stage, parts: Sequence[Any]) -> None:
+        """Finish a stage's sum in the fabric and hand it to the store."""
+        if not any(stage.kind.trainable) or not any(stage.kind.outputs_grad):
+            return
+        nodes = [part.wait() for part in parts]
+        self.store.receive(stage.index, self.fabric.reduce(nodes, self._layout.micro_batches))
+
+    def _refuse_loss(self, loss: float) -> None:
+        """Find the first stage that went non-finite by running the sweep again, and say so."""
+        self.store.discard()
+        self._begin_step()
+        for stage in self._streamed(self._forward_order()):
+            for engine in self.engines:
+                engine.infer(stage.index)
+                if engine.first_non_finite() is not None or stage is self.program.stages[-1]:
+                    raise NonFiniteError(
+                        f"step {self.step + 1}: the loss is {loss}; {stage.name} is the first "
+                        f"stage whose output is not finite. The step was not committed: the "
+                        f"weights are those of step {self.step}. Lower optimizer.learning_rate, "
+                        "or look at the batch."
+                    )
+
+    def _refuse_unchanged(self, settle: Any) -> None:
+        """After the first update, stop if a trainable weight has not changed in any bit."""
+        settle()
+        still = self.store.unchanged()
+        if still:
+            lines = "; ".join(f"{name} ({reason})" for name, reason in list(still.items())[:5])
+            raise NoTrainingError(
+                f"{len(still)} trainable weight(s) did not change in the first step: {lines}. "
+                "Freeze them by name, or see why they get no gradient."
+            )
+
+    # Beside the steps
+
+    def evaluate(self, batches: int | None = None) -> dict[str, float]:
+        """Return the mean loss, the perplexity and the tokens of `batches` held-out batches."""
+        if self._data.held_out is None:
+            raise DataError("there is no held-out text: the data set has no validation split")
+        program, engine = self._evaluator()
+        micro = self._layout.micro_batch
+        limit = (batches or self.config.evaluation.batches) * self.config.batch.size
+        total, count = 0.0, 0
+        for rows in self._data.held_out.evaluation_batches(micro, limit):
+            tensors = assembly.to_tensors(rows)
+            padded, weight = self._fill_up(tensors, micro)
+            if weight == 0:
+                continue
+            engine.begin(Batch([padded], 0, 1, self.config.run.seed, 0))
+            for stage in program.stages:
+                engine.load(stage.index, self.store.stream(stage.weights))
+                engine.infer(stage.index)
+            (loss,) = engine.losses()
+            total += loss if self.model.loss_reduction == "sum" else loss * weight
+            count += weight
+        self.store.take_traffic()
+        if count == 0:
+            raise DataError("the held-out split is smaller than one micro-batch")
+        loss = total / count
+        return {"loss": loss, "perplexity": _exp(loss), "tokens": count}
+
+    def _fill_up(
+        self, rows: dict[str, torch.Tensor], micro: int
+    ) -> tuple[dict[str, torch.Tensor], int]:
+        """Return a whole micro-batch and what it counts; rows that are made up count nothing."""
+        have = len(next(iter(rows.values())))
+        if self.model.loss_reduction == "mean":
+            return rows, have if have == micro else 0
+        filled = {}
+        for name, value in rows.items():
+            padding = value[:1].expand(micro - have, *value.shape[1:]).clone()
+            if name == "labels":
+                padding.fill_(IGNORED_LABEL)
+            filled[name] = torch.cat([value, padding])
+        return filled, int((rows["labels"] != IGNORED_LABEL).sum())
+
+    def _evaluator(self) -> tuple[Program, Engine]:
+        """Return the program without dropout, which is the same one where there is none."""
+        if self._evaluation is None:
+            program = self.program
+            if program.draws_dropout:
+                program = self._compile("evaluate", self._layout.micro_batch, self._length())
+            self._evaluation = program, TorchEngine(program, EnginePlan(), device=self.device)
+        return self._evaluation
+
+    def _compile(self, goal: Any, micro_batch: int, length: int) -> Program:
+        return assembly.compile_source(
+            self.model,
+            micro_batch=micro_batch,
+            length=length,
+            precision=self.config.precision,
+            device=self.device,
+            freeze=self.config.freeze if goal != "logits" else (),
+            goal=goal,
+        )
+
+    def _length(self) -> int:
+        return assembly.sequence_length(self.config, self.model)
+
+    def _evaluate_and_judge(self) -> None:
+        """Evaluate, keep the best checkpoint, and stop when nothing has improved for long."""
+        if self._data.held_out is None:
+            return
+        started = time.perf_counter()
+        found = self.evaluate()
+        best = self._best_loss is None or found["loss"] < self._best_loss
+        if best:
+            self._best_loss, self._evaluations_since_best = found["loss"], 0
+        else:
+            self._evaluations_since_best += 1
+        seconds = time.perf_counter() - started
+        self._tell(Evaluated(self.step, found["loss"], found["perplexity"], seconds, best))
+        if best and self.config.checkpoint.best:
+            self.save(best=True)
+        patience = self.config.evaluation.early_stop_patience
+        if patience is not None and self._evaluations_since_best >= patience:
+            self.request_stop(f"no better held-out loss in {patience} evaluations")
+
+    def save(self, best: bool = False) -> Path:
+        """Write a checkpoint of the last committed step; return its folder."""
+        if self._saved_step == self.step and not best:
+            found = find_checkpoint(self._checkpoints, "latest")
+            assert found is not None
+            return found
+        started = time.perf_counter()
+        dataset = self._data.dataset
+        saved = save_checkpoint(
+            self.store,
+            self._checkpoints,
+            {
+                "trajectory": self.config.trajectory(),
+                "micro_batch": self._layout.micro_batch,
+                "data": dataset.fingerprint if dataset else None,
+                "best_loss": self._best_loss,
+                "evaluations_since_best": self._evaluations_since_best,
+            },
+            best=best,
+            keep_last=self.config.checkpoint.keep_last,
+        )
+        self._saved_step = self.step
+        seconds = time.perf_counter() - started
+        self._tell(Saved(self.step, saved.folder, seconds, saved.bytes))
+        return saved.folder
+
+    def export(self, folder: str | Path, dtype: str = "fp32") -> list[Path]:
+        """Write the weights as a Hugging Face folder, loadable by `from_pretrained`."""
+        return assembly.export(self.store, self.model, self._data.dataset, Path(folder), dtype)
+
+    def generate(
+        self,
+        prompt: str = "",
+        *,
+        max_new_tokens: int = 200,
+        temperature: float = 0.8,
+        top_k: int | None = 50,
+        seed: int = 0,
+    ) -> Iterator[str]:
+        """Yield the text that the model writes after `prompt`, piece by piece."""
+        if self.model.task != "causal_lm":
+            raise ConfigError(
+                f"{self.model.name} is trained for {self.model.task}; only causal "
+                "language models write text"
+            )
+        if self._data.dataset is None:
+            raise ConfigError("generate needs the data set's tokenizer; this run has none")
+        tokenizer = self._data.dataset.tokenizer()
+        tokens = tokenizer.encode(prompt) or [tokenizer.end_of_document]
+        window = min(self._length(), _power_of_two(len(tokens) + max_new_tokens))
+        written: list[int] = []
+        text = ""
+        for token in generate_tokens(
+            self._compile("logits", 1, window),
+            self.store.stream,
+            tokens,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            seed=seed,
+            device=self.device,
+            stop=tokenizer.end_of_document,
+        ):
+            written.append(token)
+            now = tokenizer.decode(written)
+            if not now.endswith("\ufffd"):  # else the token ends within a character
+                yield now[len(text) :]
+                text = now
+
+    # Words to the user
+
+    def _notice(self, text: str) -> None:
+        self._tell(Notice(text))
+
+    def _check_resumable(self, recorded: Mapping[str, Any]) -> None:
+        if not recorded:
+            return
+        self.config.check_resumable(recorded["trajectory"])
+        dataset = self._data.dataset
+        if dataset is not None and recorded.get("data") not in (None, dataset.fingerprint):
+            raise DataError(
+                f"{self.config.run.dir} was trained on another data set than {dataset.path}; "
+                "point data.path at the one it was started with, or choose another run.dir"
+            )
+
+    def _announce(self) -> None:
+        layout, program = self._layout, self.program
+        tokens = self.config.batch.size * (self._length() if self.model.task != "custom" else 1)
+        self._tell(
+            RunStarted(
+                run_dir=self.config.run.dir,
+                model=self.model.name,
+                parameters=program.parameters,
+                weight_bytes=sum(program.stage_stream_bytes(s) for s in program.stages),
+                state_bytes=sum(self.store.memory_bytes.values()),
+                engine_bytes=assembly.engine_budget(self.config, self.device),
+                steps=self.config.run.steps,
+                tokens_per_step=tokens,
+                resumed_from=self.resumed_from,
+                precision=self.config.precision,
+                device=self.device,
+                micro_batch=layout.micro_batch,
+                micro_batches=layout.micro_batches,
+                recompute_stages=len(layout.plan.recompute),
+                stages=len(program.stages),
+            )
+        )
+
+
+def build_program(
+    spec: Any, *, micro_batch: int, sequence_length: int | None, precision: str
+) -> Program:
+    """Compile a model to look at: nothing is made that has the size of a weight."""
+    source = assembly.model_source(spec)
+    length = sequence_length or source.max_sequence_length or 1
+    return assembly.compile_source(
+        source,
+        micro_batch=micro_batch,
+        length=length,
+        precision="bf16" if precision == "bf16" else "fp32",
+        with_buffers=False,
+    )
+
+
+def _as_config(config: Config | Mapping[str, Any] | str | Path) -> Config:
+    if isinstance(config, Config):
+        return config
+    if isinstance(config, Mapping):
+        return Config.from_mapping(config)
+    return load(config)
+
+
+def _as_source(config: Config, model: nn.Module | ModelSource | None) -> ModelSource:
+    if isinstance(model, ModelSource):
+        return model
+    if model is not None:
+        return ModelSource.from_module(model)
+    if config.model is None:
+        raise ConfigError("model: expected a preset or a mapping; from Python, Trainer(model=...)")
+    return assembly.model_source(config.model)
+
+
+def _micro_batches(rows: Mapping[str, torch.Tensor], micro: int) -> list[dict[str, torch.Tensor]]:
+    count = len(next(iter(rows.values()))) // micro
+    return [
+        {name: value[i * micro : (i + 1) * micro] for name, value in rows.items()}
+        for i in range(count)
+    ]
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << max(0, count - 1).bit_length()
+
+
+def _exp(loss: float) -> float:
+    return math.exp(loss) if loss < 700 else math.inf
