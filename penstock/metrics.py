@@ -12,8 +12,19 @@ import os
 from pathlib import Path
 from typing import Any
 
+from penstock.config import Config
 from penstock.errors import ConfigError, StorageError
-from penstock.events import Evaluated, Event, RunStarted, Saved, StepDone
+from penstock.events import (
+    Evaluated,
+    Event,
+    Finished,
+    Listener,
+    RunStarted,
+    Saved,
+    StepDone,
+    Stopped,
+    broadcast,
+)
 
 
 class MetricsFile:
@@ -124,6 +135,8 @@ class TensorBoard:
                 event.step,
                 {"evaluation/loss": event.loss, "evaluation/perplexity": event.perplexity},
             )
+        elif isinstance(event, Stopped | Finished):
+            self.close()
 
     def close(self) -> None:
         """Flush and close the files; calling it again does nothing."""
@@ -134,6 +147,17 @@ class TensorBoard:
     def _scalars(self, step: int, values: dict[str, float]) -> None:
         for name, value in values.items():
             self._writer.add_scalar(name, value, global_step=step)
+
+
+def recorder(config: Config) -> Listener:
+    """Return the listener that writes what a configuration asks for into its run's folder.
+
+    Raises `ConfigError` at once if TensorBoard is asked for and not installed.
+    """
+    listeners: list[Listener] = [MetricsFile(config.run.dir / "metrics.jsonl")]
+    if config.logging.tensorboard:
+        listeners.append(TensorBoard(config.run.dir / "tensorboard"))
+    return broadcast(listeners)
 
 
 def _plain(value: Any) -> Any:

@@ -56,11 +56,14 @@ def train(
 
 
 def _run(settings: Config, view: View, resume_command: str) -> None:
+    from penstock.events import broadcast
+    from penstock.metrics import recorder
     from penstock.trainer import Trainer
 
     stop = GracefulStop()
+    watchers = broadcast([recorder(settings), view])
     with view:
-        trainer = Trainer(settings, on_event=naming_command(view, resume_command))
+        trainer = Trainer(settings, on_event=naming_command(watchers, resume_command))
         with stop.handling(trainer.request_stop):
             trainer.train()
     if stop.signal is not None:
@@ -88,14 +91,14 @@ class GracefulStop:
         self.signal: int | None = None
 
     @contextmanager
-    def handling(self, request_stop: Callable[[], Any]) -> Iterator[None]:
-        """Handle both signals inside the block; put back what was there after it."""
+    def handling(self, request_stop: Callable[[str], Any]) -> Iterator[None]:
+        """Handle both signals inside the block, giving the reason; put back what was there."""
 
         def handle(number: int, frame: FrameType | None) -> None:
             if self.signal is not None:
                 raise KeyboardInterrupt
             self.signal = number
-            request_stop()
+            request_stop("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
 
         numbers = (signal.SIGINT, signal.SIGTERM)
         previous = {number: signal.signal(number, handle) for number in numbers}

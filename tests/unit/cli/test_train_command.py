@@ -13,6 +13,7 @@ from penstock.cli.app import app
 from penstock.cli.train import GracefulStop
 from penstock.errors import ConfigError
 from penstock.events import Stopped
+from penstock.metrics import read_metrics
 
 
 class PretendTrainer:
@@ -22,19 +23,19 @@ class PretendTrainer:
     made: list = []  # noqa: RUF012 - the test reads what the command gave to the constructor
 
     def __init__(self, config, on_event):
-        self.config, self.on_event, self.stopping = config, on_event, False
+        self.config, self.on_event, self.reason = config, on_event, None
         PretendTrainer.made.append(config)
 
-    def request_stop(self):
-        self.stopping = True
+    def request_stop(self, reason):
+        self.reason = reason
 
     def train(self):
         self.on_event(started(self.config.run.dir, steps=100))
         for number in range(1, 101):
             PretendTrainer.on_step(number)
             self.on_event(step(number))
-            if self.stopping:
-                self.on_event(Stopped(number, "asked to", "the trainer's own idea"))
+            if self.reason:
+                self.on_event(Stopped(number, self.reason, "the trainer's own idea"))
                 return
 
 
@@ -69,8 +70,16 @@ def test_without_a_terminal_there_are_plain_lines(run):
     assert "\x1b" not in "".join(lines)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_finishes_the_step_and_says_how_to_resume(run, monkeypatch, number):
+def test_every_step_stands_in_the_runs_metrics(run, tmp_path):
+    assert run("my run.yaml", "--quiet").stdout == ""
+    found = read_metrics(tmp_path / "runs" / "my run" / "metrics.jsonl")
+    assert [row["step"] for row in found] == list(range(1, 101))
+
+
+@pytest.mark.parametrize(
+    ("number", "name"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")]
+)
+def test_the_first_signal_finishes_the_step_and_says_how_to_resume(run, monkeypatch, number, name):
     def interrupt_at_seven(at):
         if at == 7:
             os.kill(os.getpid(), number)
@@ -80,7 +89,7 @@ def test_the_first_signal_finishes_the_step_and_says_how_to_resume(run, monkeypa
     result = run("my run.yaml", "engines=2")
     assert result.exit_code == 128 + number
     assert result.stdout.splitlines()[-2:] == [
-        "stopped after step 7: asked to",
+        f"stopped after step 7: {name}",
         "resume with: penstock train 'my run.yaml' engines=2",
     ]
     assert signal.getsignal(number) is before
@@ -89,12 +98,12 @@ def test_the_first_signal_finishes_the_step_and_says_how_to_resume(run, monkeypa
 def test_the_second_signal_stops_at_once():
     stop = GracefulStop()
     asked = []
-    with stop.handling(lambda: asked.append(True)):
+    with stop.handling(asked.append):
         signal.raise_signal(signal.SIGTERM)
-        assert asked == [True]
+        assert asked == ["SIGTERM"]
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
-    assert asked == [True]
+    assert asked == ["SIGTERM"]
 
 
 def test_fresh_refuses_a_folder_with_anything_in_it(run, tmp_path):
