@@ -1,0 +1,203 @@
+"""`penstock data`: make a data set of text, and look at one."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+if TYPE_CHECKING:
+    from penstock.data import TokenDataset
+
+app = typer.Typer(help="Make data sets of text, and inspect them.", no_args_is_help=True)
+
+
+class SeveralInputs(TyperCommand):
+    """Lets one `--input` take several values, as in `--input a.txt b.txt`.
+
+    The option parser knows only options with a fixed number of values.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, spread_inputs(args))
+
+
+def spread_inputs(args: list[str]) -> list[str]:
+    """Repeat `--input` before each of the values that follow one; options end the values."""
+    spread: list[str] = []
+    collecting = named = False
+    for position, arg in enumerate(args):
+        if arg == "--":
+            return spread + args[position:]
+        if arg.startswith("-") and arg != "-":
+            collecting = arg in ("--input", "-i") or arg.startswith("--input=")
+            named = arg in ("--input", "-i")
+        elif collecting:
+            if not named:
+                spread.append("--input")
+            named = False
+        spread.append(arg)
+    return spread
+
+
+@app.command(cls=SeveralInputs)
+def build(
+    input: Annotated[
+        list[str],
+        typer.Option(
+            "--input",
+            "-i",
+            metavar="FILES...",
+            help="Text, .jsonl or .parquet files, or folders of them; several after one flag.",
+        ),
+    ],
+    tokenizer: Annotated[
+        str,
+        typer.Option(
+            metavar="bytes|train-bpe:SIZE|PATH",
+            help="Raw bytes; a byte-level BPE trained on the input; or a tokenizer.json, "
+            "a Hugging Face folder or another data set to take it from.",
+        ),
+    ],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="The folder to make.")],
+    validation: Annotated[
+        float, typer.Option(metavar="F", help="Share of the documents to hold out; 0 for none.")
+    ] = 0.05,
+    seed: Annotated[int, typer.Option(help="Decides which documents are held out.")] = 0,
+    field: Annotated[
+        str, typer.Option(help="Field or column with the text in .jsonl and .parquet files.")
+    ] = "text",
+    glob: Annotated[
+        str | None, typer.Option(help="Pattern for names of files inside folders, such as '*.py'.")
+    ] = None,
+    exclude: Annotated[
+        list[str] | None,
+        typer.Option(help="Pattern for files and folders inside folders to leave out; repeatable."),
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a data set that is there.")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only errors.")] = False,
+) -> None:
+    """Turn text into a data set: tokens in memory-mapped, checksummed shards."""
+    from penstock.data import TokenDataset, build_dataset
+
+    started = time.monotonic()
+    with _progress(quiet) as on_progress:
+        report = build_dataset(
+            input,
+            tokenizer,
+            out,
+            validation=validation,
+            seed=seed,
+            field=field,
+            glob=glob,
+            exclude=exclude or (),
+            overwrite=overwrite,
+            on_progress=on_progress,
+        )
+    if quiet:
+        return
+    for note in report.notes:
+        typer.echo(f"note: {note}")
+    seconds = time.monotonic() - started
+    files = "1 file" if report.files == 1 else f"{report.files:,} files"
+    typer.echo(f"built {report.path} from {files} in {seconds:.1f} s")
+    typer.echo(_table(TokenDataset.open(report.path)))
+
+
+@app.command()
+def inspect(
+    dataset: Annotated[Path, typer.Argument(metavar="DIR", help="A data set.")],
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only errors.")] = False,
+) -> None:
+    """Print what a data set holds, and check every byte of it against its checksums."""
+    from penstock.data import TokenDataset
+
+    opened = TokenDataset.open(dataset)
+    if not quiet:
+        typer.echo(_table(opened))
+    with _progress(quiet) as on_progress:
+        checked = opened.verify(lambda done, total: on_progress("checking", done, total))
+    if not quiet:
+        typer.echo(
+            f"all checksums match: {_bytes(checked)} in {len(opened.manifest.files())} files"
+        )
+
+
+def _table(dataset: "TokenDataset") -> str:
+    manifest = dataset.manifest
+    by = {"document": "by document", "tail": "the last tokens", "none": "none"}
+    lines = [
+        f"data set     {dataset.path}",
+        f"tokenizer    {manifest.tokenizer.name}, vocabulary {manifest.vocab_size:,}, end of "
+        f"document {dataset.end_of_document}",
+        f"stored as    {manifest.dtype}, {dataset.bytes_per_token:.2f} bytes of text per token",
+    ]
+    for name, split in manifest.splits.items():
+        documents = "1 document" if split.documents == 1 else f"{split.documents:,} documents"
+        shards = "1 shard" if len(split.shards) == 1 else f"{len(split.shards):,} shards"
+        lines.append(f"{name:<12} {split.tokens:,} tokens, {documents}, {shards}")
+    lines.append(
+        f"held out     {by[manifest.validation_by]} (share {manifest.validation_fraction:g}, "
+        f"seed {manifest.seed})"
+    )
+    lines.append(f"fingerprint  {dataset.fingerprint}")
+    return "\n".join(lines)
+
+
+def _bytes(count: int) -> str:
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+@contextmanager
+def _progress(quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
+    """A progress bar on a terminal, one line per phase in a log, nothing when quiet."""
+    if quiet:
+        yield lambda phase, done, total: None
+        return
+    if not sys.stderr.isatty():
+        begun: set[str] = set()
+
+        def line(phase: str, done: int, total: int) -> None:
+            if phase not in begun:
+                begun.add(phase)
+                typer.echo(f"{phase} {_bytes(total)}", err=True)
+
+        yield line
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    columns = (
+        TextColumn("{task.description:<22}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        tasks: dict[str, Any] = {}
+
+        def show(phase: str, done: int, total: int) -> None:
+            if phase not in tasks:
+                tasks[phase] = bar.add_task(phase, total=total)
+            bar.update(tasks[phase], completed=done, total=total)
+
+        yield show

@@ -1,0 +1,37 @@
+"""Text to token shards on disk, and samples from them by (seed, step, index)."""
+
+from penstock.data.build import BuildReport, build_dataset
+from penstock.data.dataset import TokenDataset, check_vocabulary
+from penstock.data.sampling import (
+    ArraySource,
+    Batch,
+    LanguageModelSource,
+    MaskedLanguageModelSource,
+    Source,
+)
+from penstock.data.tokenizers import (
+    ByteTokenizer,
+    FileTokenizer,
+    Tokenizer,
+    dataset_tokenizer,
+    export_tokenizer,
+    load_tokenizer,
+)
+
+__all__ = [
+    "ArraySource",
+    "Batch",
+    "BuildReport",
+    "ByteTokenizer",
+    "FileTokenizer",
+    "LanguageModelSource",
+    "MaskedLanguageModelSource",
+    "Source",
+    "TokenDataset",
+    "Tokenizer",
+    "build_dataset",
+    "check_vocabulary",
+    "dataset_tokenizer",
+    "export_tokenizer",
+    "load_tokenizer",
+]

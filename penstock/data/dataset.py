@@ -1,0 +1,207 @@
+"""Reading a data set: tokens by position, memory-mapped, each chunk checked before its first use.
+
+Opening looks at `dataset.json` and at file sizes only. A token is never handed out from a chunk
+whose checksum has not been compared in this process.
+"""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from penstock.data.integrity import check_chunk, check_size, map_file, read_checked
+from penstock.data.manifest import MANIFEST_NAME, Manifest, ShardRecord, load_manifest
+from penstock.data.tokenizers import Tokenizer, dataset_tokenizer
+from penstock.errors import DataError, did_you_mean
+
+
+class TokenDataset:
+    """A data set on disk, opened with `TokenDataset.open`.
+
+    Attributes:
+        path: its folder.
+        manifest: the content of `dataset.json`.
+        fingerprint: identifies the content: equal for equal data sets, wherever they lie.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest, fingerprint: str) -> None:
+        self.path = path
+        self.manifest = manifest
+        self.fingerprint = fingerprint
+        self._splits = {
+            name: _Split(path, split.shards, manifest) for name, split in manifest.splits.items()
+        }
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], verify: bool = False) -> "TokenDataset":
+        """Open the data set in the folder `path`.
+
+        Args:
+            path: a folder made by `penstock data build`.
+            verify: check every byte now. Without it, sizes are checked now and each chunk before
+                its first token is used.
+
+        Raises:
+            DataError: there is no data set at `path`.
+            CorruptionError: a file is missing, has a wrong size or fails its checksum.
+        """
+        folder = Path(path)
+        if not folder.exists():
+            siblings = [entry.name for entry in folder.parent.glob("*") if entry.is_dir()]
+            raise DataError(
+                f"data set {folder} does not exist{did_you_mean(folder.name, siblings)}; make one "
+                f"with: penstock data build --input FILES... --tokenizer bytes --out {folder}"
+            )
+        if not (folder / MANIFEST_NAME).exists():
+            raise DataError(
+                f"{folder} is not a data set: it has no {MANIFEST_NAME}; make one with: "
+                f"penstock data build --input {folder} --tokenizer bytes --out DIR"
+            )
+        manifest, fingerprint = load_manifest(folder)
+        for record in manifest.files():
+            check_size(folder, record)
+        dataset = cls(folder, manifest, fingerprint)
+        if verify:
+            dataset.verify()
+        return dataset
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids that a token may have."""
+        return self.manifest.vocab_size
+
+    @property
+    def end_of_document(self) -> int:
+        """The id that follows every document."""
+        return self.manifest.tokenizer.end_of_document
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """Names of the splits: `train`, and `validation` where there is one."""
+        return tuple(self._splits)
+
+    @property
+    def bytes_per_token(self) -> float:
+        """UTF-8 bytes of text for one token, on average, ends of documents included."""
+        return self.manifest.text_bytes / sum(s.tokens for s in self.manifest.splits.values())
+
+    def tokenizer(self) -> Tokenizer:
+        """Return the tokenizer that made the tokens."""
+        return dataset_tokenizer(self.path)
+
+    def tokens(self, split: str) -> int:
+        """Return the number of tokens of `split`."""
+        return self._split(split).tokens
+
+    def documents(self, split: str) -> int:
+        """Return the number of documents of `split`."""
+        self._split(split)
+        return dict(self.manifest.splits)[split].documents  # type: ignore[index]
+
+    def read(self, split: str, start: int, stop: int) -> np.ndarray:
+        """Return tokens `start` to `stop` of `split`, a copy, uint16 or uint32 [stop - start].
+
+        Raises:
+            DataError: the split has not so many tokens.
+            CorruptionError: a chunk among them fails its checksum.
+        """
+        source = self._split(split)
+        if not 0 <= start <= stop <= source.tokens:
+            raise DataError(
+                f"tokens {start} to {stop} wanted, split {split!r} of {self.path} has "
+                f"{source.tokens}"
+            )
+        return source.read(start, stop)
+
+    def document_ends(self, split: str) -> np.ndarray:
+        """Return the position just after each document of `split`, int64 [documents]."""
+        return self._split(split).document_ends()
+
+    def verify(self, on_progress: Callable[[int, int], None] | None = None) -> int:
+        """Check every byte; return how many there were.
+
+        Args:
+            on_progress: called with (bytes checked, bytes in all) as it goes.
+
+        Raises:
+            CorruptionError: a file is missing, has a wrong size or fails a checksum.
+        """
+        records = self.manifest.files()
+        total = sum(record.size_bytes for record in records)
+        done = 0
+        for record in records:
+            read_checked(self.path, record, self.manifest.chunk_bytes)
+            done += record.size_bytes
+            if on_progress:
+                on_progress(done, total)
+        return total
+
+    def _split(self, name: str) -> "_Split":
+        if name not in self._splits:
+            raise DataError(
+                f"data set {self.path} has no split {name!r}{did_you_mean(name, self._splits)}; "
+                f"it has {', '.join(self._splits)}"
+            )
+        return self._splits[name]
+
+
+class _Split:
+    """The shards of one split as one sequence of tokens."""
+
+    def __init__(self, folder: Path, shards: list[ShardRecord], manifest: Manifest) -> None:
+        self._folder = folder
+        self._shards = shards
+        self._chunk_bytes = manifest.chunk_bytes
+        self._dtype = np.dtype(manifest.dtype).newbyteorder("<")
+        # [shards + 1]: where each shard begins, and the end.
+        self._starts = np.cumsum([0, *(shard.tokens for shard in shards)], dtype=np.int64)
+        self._maps: dict[int, np.ndarray] = {}
+        self._checked = [np.zeros(len(shard.data.chunks), dtype=bool) for shard in shards]
+
+    @property
+    def tokens(self) -> int:
+        return int(self._starts[-1])
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        result = np.empty(stop - start, dtype=self._dtype.newbyteorder("="))
+        number = int(np.searchsorted(self._starts, start, side="right")) - 1
+        done = start
+        while done < stop:
+            base, end = int(self._starts[number]), int(self._starts[number + 1])
+            until = min(stop, end)
+            result[done - start : until - start] = self._part(number, done - base, until - base)
+            done = until
+            number += 1
+        return result
+
+    def _part(self, number: int, start: int, stop: int) -> np.ndarray:
+        record = self._shards[number].data
+        if number not in self._maps:
+            self._maps[number] = map_file(self._folder, record)
+        content = self._maps[number]
+        first, last = start * self._dtype.itemsize, stop * self._dtype.itemsize
+        checked = self._checked[number]
+        for chunk in range(first // self._chunk_bytes, -(-last // self._chunk_bytes)):
+            if not checked[chunk]:
+                check_chunk(self._folder, record, content, chunk, self._chunk_bytes)
+                checked[chunk] = True
+        return content[first:last].view(self._dtype)
+
+    def document_ends(self) -> np.ndarray:
+        parts = [
+            read_checked(self._folder, shard.index, self._chunk_bytes).view("<u8")
+            for shard in self._shards
+        ]
+        return np.concatenate([np.empty(0, np.int64), *(part.astype(np.int64) for part in parts)])
+
+
+def check_vocabulary(dataset: TokenDataset, model_vocab_size: int) -> None:
+    """Raise DataError if the data set may hold token ids that the model has no embedding for."""
+    size = dataset.vocab_size
+    if size > model_vocab_size:
+        raise DataError(
+            f"data set {dataset.path} has token ids up to {size - 1} (vocabulary {size}), model "
+            f"has vocab_size {model_vocab_size}; set the model's vocab_size to {size} or more, "
+            "or build the data set again with the model's tokenizer"
+        )

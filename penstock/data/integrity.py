@@ -1,0 +1,64 @@
+"""Checking stored bytes against the manifest: sizes when a data set is opened, checksums per chunk.
+
+A message names the file, the bytes and both checksums, so that a bad disk can be told from a bad
+copy.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from penstock.data.manifest import FileRecord
+from penstock.errors import CorruptionError
+
+ADVICE = "restore the file from a copy or build the data set again"
+
+
+def check_size(folder: Path, record: FileRecord) -> None:
+    """Raise CorruptionError unless the file is there with the size that the manifest says."""
+    path = folder / record.file
+    try:
+        size_bytes = path.stat().st_size if path.is_file() else None
+    except OSError as error:
+        raise CorruptionError(f"cannot read {path}: {error.strerror}; {ADVICE}") from None
+    if size_bytes is None:
+        raise CorruptionError(f"{path} is missing; {ADVICE}")
+    if size_bytes != record.size_bytes:
+        state = "cut short" if size_bytes < record.size_bytes else "too long"
+        raise CorruptionError(
+            f"{path} is {state}: {size_bytes} bytes, expected {record.size_bytes}; {ADVICE}"
+        )
+
+
+def map_file(folder: Path, record: FileRecord) -> np.ndarray:
+    """Return the bytes of a file as a read-only memory map, uint8 [size]; nothing is read yet."""
+    if record.size_bytes == 0:  # the system refuses to map nothing
+        return np.empty(0, dtype=np.uint8)
+    try:
+        return np.memmap(folder / record.file, dtype=np.uint8, mode="r", shape=record.size_bytes)
+    except (OSError, ValueError) as error:
+        raise CorruptionError(f"cannot map {folder / record.file}: {error}; {ADVICE}") from None
+
+
+def check_chunk(
+    folder: Path, record: FileRecord, content: np.ndarray, number: int, chunk_bytes: int
+) -> None:
+    """Raise CorruptionError unless chunk `number` of `content`, uint8 [size], has its checksum."""
+    start = number * chunk_bytes
+    chunk = content[start : start + chunk_bytes]
+    actual = xxhash.xxh3_128_hexdigest(chunk.data)
+    if actual != record.chunks[number]:
+        raise CorruptionError(
+            f"{folder / record.file} is corrupt between byte {start} and {start + chunk.size}: "
+            f"checksum {actual}, expected {record.chunks[number]}; {ADVICE}"
+        )
+
+
+def read_checked(folder: Path, record: FileRecord, chunk_bytes: int) -> np.ndarray:
+    """Return a whole file, uint8 [size], every chunk of it checked."""
+    check_size(folder, record)
+    content = map_file(folder, record)
+    for number in range(len(record.chunks)):
+        check_chunk(folder, record, content, number, chunk_bytes)
+    return content

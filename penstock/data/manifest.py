@@ -1,0 +1,178 @@
+"""`dataset.json`: what a data set on disk consists of, and the rules it must obey.
+
+A data set is a folder. Its tokens lie in shards `train-00000.bin`, `train-00001.bin`, ... as bare
+little-endian integers (uint16 where the vocabulary allows it, uint32 otherwise), one after the
+other, every document followed by one end-of-document token. Beside each shard lies an `.idx` file:
+for every document that ends in the shard, the position in the split just after its last token
+(uint64, little-endian). `dataset.json` names all of these files with their sizes and a checksum
+for every chunk, and carries a checksum of itself. Nothing else in the folder is ever read, except
+`tokenizer.json`, which it names too.
+"""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import xxhash
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from penstock.errors import CorruptionError, DataError
+
+FORMAT = "penstock-dataset"
+VERSION = 1
+MANIFEST_NAME = "dataset.json"
+TOKENIZER_NAME = "tokenizer.json"
+INDEX_ENTRY_BYTES = 8
+
+# A plain name: a manifest must not be able to point outside of its folder.
+FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$", max_length=120)]
+Checksum = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Split = Literal["train", "validation"]
+TokenType = Literal["uint16", "uint32"]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class FileRecord(_Part):
+    """One file: its name, its size and the xxh3_128 checksum of every chunk of it."""
+
+    file: FileName
+    size_bytes: Count
+    chunks: list[Checksum]
+
+
+class ShardRecord(_Part):
+    """One shard: its tokens and the ends of the documents that end in it."""
+
+    tokens: Count
+    documents: Count
+    data: FileRecord
+    index: FileRecord
+
+
+class SplitRecord(_Part):
+    """One split: an unbroken sequence of tokens, cut into shards."""
+
+    tokens: Count
+    documents: Count
+    shards: list[ShardRecord]
+
+
+class TokenizerRecord(_Part):
+    """Which tokenizer made the tokens; `data` is its file, absent for bytes."""
+
+    kind: Literal["bytes", "file"]
+    name: str
+    end_of_document: Count
+    data: FileRecord | None
+
+
+class Manifest(_Part):
+    """The whole of `dataset.json` but for its own checksum."""
+
+    format: Literal["penstock-dataset"]
+    version: Literal[1]
+    vocab_size: Annotated[int, Field(ge=1, le=2**32)]
+    dtype: TokenType
+    chunk_bytes: Annotated[int, Field(ge=8, le=2**30, multiple_of=8)]
+    seed: int
+    validation_fraction: Annotated[float, Field(ge=0, lt=1)]
+    validation_by: Literal["document", "tail", "none"]
+    text_bytes: Count
+    tokenizer: TokenizerRecord
+    splits: dict[Split, SplitRecord]
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one stored token."""
+        return 2 if self.dtype == "uint16" else 4
+
+    def files(self) -> list[FileRecord]:
+        """Every file of the data set but `dataset.json`, in a fixed order."""
+        found = [self.tokenizer.data] if self.tokenizer.data else []
+        for split in self.splits.values():
+            for shard in split.shards:
+                found += [shard.data, shard.index]
+        return found
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "Manifest":
+        if self.dtype == "uint16" and self.vocab_size > 2**16:
+            raise ValueError("a vocabulary beyond 65536 does not fit uint16")
+        if self.tokenizer.end_of_document >= self.vocab_size:
+            raise ValueError("the end-of-document token is beyond the vocabulary")
+        if (self.tokenizer.kind == "file") != (self.tokenizer.data is not None):
+            raise ValueError("exactly a tokenizer of kind 'file' has a file")
+        if "train" not in self.splits:
+            raise ValueError("there is no train split")
+        for name, split in self.splits.items():
+            if split.tokens != sum(shard.tokens for shard in split.shards):
+                raise ValueError(f"split {name} and its shards differ in their number of tokens")
+            if split.documents != sum(shard.documents for shard in split.shards):
+                raise ValueError(f"split {name} and its shards differ in their number of documents")
+            for shard in split.shards:
+                if shard.data.size_bytes != shard.tokens * self.token_bytes:
+                    raise ValueError(f"{shard.data.file} has not the size of its tokens")
+                if shard.index.size_bytes != shard.documents * INDEX_ENTRY_BYTES:
+                    raise ValueError(f"{shard.index.file} has not the size of its documents")
+        names = [MANIFEST_NAME]
+        for record in self.files():
+            names.append(record.file)
+            if len(record.chunks) != -(-record.size_bytes // self.chunk_bytes):
+                raise ValueError(f"{record.file} has not one checksum per chunk")
+        if len(set(names)) != len(names):
+            raise ValueError("two files have the same name")
+        return self
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return xxhash.xxh3_128_hexdigest(canonical.encode())
+
+
+def dump_manifest(manifest: Manifest) -> str:
+    """Return the text of `dataset.json`: the manifest and, last, its own checksum."""
+    content = manifest.model_dump(mode="json")
+    return json.dumps(content | {"checksum": _checksum(content)}, indent=1) + "\n"
+
+
+def load_manifest(folder: Path) -> tuple[Manifest, str]:
+    """Read `dataset.json` in `folder`; return the manifest and its checksum.
+
+    The checksum covers the checksums of all files, so it identifies the data set's content.
+
+    Raises:
+        DataError: the format version is not one that this release reads, or it cannot be read.
+        CorruptionError: it is not JSON, breaks a rule of the format, or fails its checksum.
+    """
+    path = folder / MANIFEST_NAME
+    advice = "restore the file from a copy or build the data set again"
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise CorruptionError(f"{path} is not JSON ({error}); {advice}") from None
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise CorruptionError(f"{path} does not describe a Penstock data set; {advice}")
+    if content.get("version") != VERSION:
+        raise DataError(
+            f"{path} has format version {content.get('version')}, this release of Penstock reads "
+            f"version {VERSION}; build the data set again with this release"
+        )
+    expected = content.pop("checksum", None)
+    actual = _checksum(content)
+    if actual != expected:
+        raise CorruptionError(
+            f"{path} does not match its checksum: {actual}, expected {expected}; {advice}"
+        )
+    try:
+        return Manifest.model_validate(content), actual
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        reason = f"{place}: {first['msg']}" if place else first["msg"]
+        raise CorruptionError(f"{path} breaks the format ({reason}); {advice}") from None

@@ -1,0 +1,162 @@
+"""All or nothing: a folder is made aside, synced, and appears under its name in one rename.
+
+The folder `.NAME.building` beside the wanted one is held by a lock on itself. The kernel drops the
+lock when the process dies, so one left over from a killed build is known for what it is and is
+emptied by the next build; one that is in use is respected.
+"""
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from penstock.errors import DataError, StorageError
+
+
+@contextlib.contextmanager
+def published_folder(
+    out: Path, replaceable: Callable[[Path], bool] | None = None
+) -> Iterator[Path]:
+    """Yield an empty folder that becomes `out` when the block ends, and vanishes if it fails.
+
+    Args:
+        out: the folder to make; its parents are made too.
+        replaceable: None refuses an existing `out`; otherwise says of an existing folder whether
+            it may be replaced (it never is where this says no).
+
+    Raises:
+        DataError: `out` exists, or another process is building it.
+        StorageError: the operating system refused to store something, in here or in the block.
+    """
+    out = Path(os.path.realpath(out))  # a link stays, what it points to is replaced
+    aside = out.with_name(f".{out.name}.building")
+    _refuse_existing(out, replaceable)
+    with contextlib.ExitStack() as locks:
+        try:
+            missing = [parent for parent in out.parents if not parent.exists()]
+            out.parent.mkdir(parents=True, exist_ok=True)
+            locks.callback(_remove_empty, missing)
+            locks.callback(os.close, _claim(aside, out))
+            try:
+                yield aside
+                _sync(aside)
+                _refuse_existing(out, replaceable)
+                _move(aside, out, locks)
+                _sync(out.parent)
+            finally:
+                # What failed half-way, or the folder that was replaced, or nothing.
+                shutil.rmtree(aside, ignore_errors=True)
+        except OSError as error:
+            raise StorageError(
+                f"cannot write {out}: {error.strerror or error}; nothing was left behind; "
+                "free some space there or choose another output folder"
+            ) from error
+
+
+def _refuse_existing(out: Path, replaceable: Callable[[Path], bool] | None) -> None:
+    if not os.path.lexists(out):
+        return
+    if replaceable is None:
+        raise DataError(
+            f"{out} exists; choose another output folder, or replace it with --overwrite"
+        )
+    if not replaceable(out):
+        raise DataError(
+            f"{out} exists and is not a data set, so --overwrite does not replace it; "
+            "choose another output folder or remove it yourself"
+        )
+
+
+def _claim(aside: Path, out: Path) -> int:
+    """Make and lock the folder `aside`, emptied; return the descriptor that holds the lock."""
+    while True:
+        with contextlib.suppress(FileExistsError):
+            aside.mkdir()
+        try:
+            lock = _lock(aside)
+        except FileNotFoundError:  # its owner has just renamed it
+            continue
+        except BlockingIOError:
+            raise DataError(
+                f"another process is building {out} right now; wait for it to end, or choose "
+                "another output folder"
+            ) from None
+        if _is_still(aside, lock):
+            for entry in list(os.scandir(aside)):
+                if entry.is_dir(follow_symlinks=False):
+                    shutil.rmtree(entry.path)
+                else:
+                    os.unlink(entry.path)
+            return lock
+        os.close(lock)
+
+
+def _lock(folder: Path) -> int:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _remove_empty(folders: list[Path]) -> None:
+    """Remove `folders`, the deepest first, up to one that holds something."""
+    with contextlib.suppress(OSError):
+        for folder in folders:
+            folder.rmdir()
+
+
+def _is_still(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _move(aside: Path, out: Path, locks: contextlib.ExitStack) -> None:
+    """Put `aside` in the place of `out`; what was there before is then at `aside`, or gone."""
+    if not os.path.lexists(out):
+        os.rename(aside, out)
+        return
+    # The replaced folder takes the name `aside`: nobody may claim it before it is removed.
+    locks.callback(os.close, _lock(out))
+    if _exchange(aside, out):
+        return
+    old = out.with_name(f".{out.name}.replaced")
+    shutil.rmtree(old, ignore_errors=True)
+    os.rename(out, old)
+    os.rename(aside, out)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Swap two names in one atomic operation; return False where the system has none."""
+    current_directory, exchange = -100, 2  # AT_FDCWD and RENAME_EXCHANGE, see renameat2(2)
+    if not sys.platform.startswith("linux"):
+        return False
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    if renameat2(
+        current_directory, os.fsencode(first), current_directory, os.fsencode(second), exchange
+    ):
+        number = ctypes.get_errno()
+        if number in (errno.ENOSYS, errno.EINVAL):  # the kernel or the file system cannot
+            return False
+        raise OSError(number, os.strerror(number), str(second))
+    return True

@@ -1,0 +1,290 @@
+"""Where text comes from: text files, JSON Lines, Parquet, and folders of them.
+
+Documents come as pieces of bounded length, in a fixed order, so that neither a corpus nor a single
+document need fit in memory. Every complaint names the file and the record.
+"""
+
+import codecs
+import contextlib
+import fnmatch
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from glob import glob as expand_pattern
+from glob import has_magic
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import DataError, did_you_mean
+
+PIECE_CHARACTERS = 2**18
+BLOCK_BYTES = 2**18
+
+# Where a text may be cut without changing how GPT-2's word splitting sees either side: after a
+# line break, or before a space, with something other than white space on both sides of it.
+_LINE_CUT = re.compile(r"(?<=\S)\n(?=\S)")
+_SPACE_CUT = re.compile(r"(?<=\S) (?=\S)")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Part of a document.
+
+    Attributes:
+        record: where it is from, for people: `file`, `file:line` or `file, row n`.
+        text: valid Unicode, at most about PIECE_CHARACTERS long.
+        ends_document: whether it is the last piece of its document.
+        input_bytes: about how many bytes of input it took, for progress.
+    """
+
+    record: str
+    text: str
+    ends_document: bool
+    input_bytes: int
+
+
+def find_files(
+    inputs: Iterable[str | os.PathLike[str]], glob: str | None = None, exclude: Sequence[str] = ()
+) -> list[Path]:
+    """Return the files to read: the inputs in their order, folders walked in sorted order.
+
+    Args:
+        inputs: files, folders and patterns such as `texts/*.txt` (`**` for any depth). In
+            folders, names that begin with a dot are left out.
+        glob: pattern that a file's name inside a folder must match, such as `*.py`.
+        exclude: patterns; a file or folder inside a folder is left out if its name or its path
+            from that folder matches one.
+
+    Raises:
+        DataError: an input does not exist, is neither file nor folder, or there is no file at all.
+    """
+    found: list[Path] = []
+    named = [path for one in inputs for path in _expand(os.fspath(one))]
+    for path in named:
+        if path.is_dir():
+            found += _walk(path, glob, exclude)
+        elif path.is_file():
+            found.append(path)
+        elif not os.path.lexists(path):
+            siblings: list[str] = []
+            with contextlib.suppress(OSError):
+                siblings = [entry.name for entry in path.parent.iterdir()]
+            raise DataError(f"input {path} does not exist{did_you_mean(path.name, siblings)}")
+        else:
+            raise DataError(f"input {path} is neither a file nor a folder")
+    if not found:
+        pattern = f" that match {glob!r}" if glob else ""
+        where = ", ".join(str(path) for path in named) or "no inputs at all"
+        raise DataError(f"found no files{pattern} in {where}")
+    return found
+
+
+def _expand(one: str) -> list[Path]:
+    """The paths that match a pattern; a path that exists stands for itself, whatever its name."""
+    if os.path.lexists(one) or not has_magic(one):
+        return [Path(one)]
+    return [Path(match) for match in sorted(expand_pattern(one, recursive=True))] or [Path(one)]
+
+
+def _walk(folder: Path, glob: str | None, exclude: Sequence[str]) -> Iterator[Path]:
+    def wanted(path: Path) -> bool:
+        relative = path.relative_to(folder).as_posix()
+        return not path.name.startswith(".") and not any(
+            fnmatch.fnmatchcase(path.name, one) or fnmatch.fnmatchcase(relative, one)
+            for one in exclude
+        )
+
+    def fail(error: OSError) -> None:
+        raise DataError(f"cannot read folder {error.filename}: {error.strerror}")
+
+    for base, folders, files in os.walk(folder, onerror=fail):
+        folders[:] = sorted(name for name in folders if wanted(Path(base, name)))
+        for name in sorted(files):
+            path = Path(base, name)
+            if wanted(path) and (glob is None or fnmatch.fnmatchcase(name, glob)):
+                yield path
+
+
+def read_pieces(path: Path, field: str = "text") -> Iterator[Piece]:
+    """Yield the documents of a file, piece by piece; empty documents are left out.
+
+    `.jsonl` holds one JSON object per line with the text in `field`, `.parquet` has a column
+    `field`; any other file is UTF-8 text and one document. A byte order mark is dropped.
+
+    Raises:
+        DataError: the file cannot be read or is broken; names the place.
+    """
+    readers = {".jsonl": _json_lines, ".parquet": _parquet_rows}
+    reader = readers.get(path.suffix.lower())
+    try:
+        if reader is None:
+            yield from _text_file(path)
+            return
+        for record, text, input_bytes in reader(path, field):
+            yield from _cut(record, text, input_bytes)
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}") from None
+
+
+def _cut_position(text: str) -> int:
+    """The last good place to cut `text`, past its middle; its length where there is none."""
+    for pattern, offset in ((_LINE_CUT, 1), (_SPACE_CUT, 0)):
+        cut = -1
+        for match in pattern.finditer(text, len(text) // 2):
+            cut = match.start() + offset
+        if cut > 0:
+            return cut
+    return len(text)
+
+
+def _cut(record: str, text: str, input_bytes: int) -> Iterator[Piece]:
+    start, share = 0, input_bytes
+    while len(text) - start > PIECE_CHARACTERS:
+        window = text[start : start + PIECE_CHARACTERS]
+        cut = _cut_position(window)
+        part = input_bytes * cut // len(text)
+        share -= part
+        yield Piece(record, window[:cut], False, part)
+        start += cut
+    if start < len(text):
+        yield Piece(record, text[start:], True, share)
+
+
+def _text_file(path: Path) -> Iterator[Piece]:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    held, position = "", 0
+    with path.open("rb") as file:
+        while True:
+            block = file.read(BLOCK_BYTES)
+            undecoded = len(decoder.getstate()[0])
+            try:
+                text = decoder.decode(block, final=not block)
+            except UnicodeDecodeError as error:
+                raise _not_utf8(str(path), position - undecoded + error.start, error) from None
+            held += text.removeprefix("\ufeff") if position == 0 else text
+            position += len(block)
+            # One character too many is kept back, so that the last piece is never empty.
+            while len(held) > PIECE_CHARACTERS:
+                cut = _cut_position(held[:PIECE_CHARACTERS])
+                yield Piece(str(path), held[:cut], False, len(held[:cut].encode()))
+                held = held[cut:]
+            if not block:
+                break
+    if held:
+        yield Piece(str(path), held, True, len(held.encode()))
+
+
+def _not_utf8(where: str, offset: int, error: UnicodeDecodeError) -> DataError:
+    return DataError(
+        f"{where}: byte {offset} (0x{error.object[error.start]:02x}) is not UTF-8 text "
+        f"({error.reason}); convert the file to UTF-8 or leave it out"
+    )
+
+
+def _json_lines(path: Path, field: str) -> Iterator[tuple[str, str, int]]:
+    position = 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            record = f"{path}:{number}"
+            start, position = position, position + len(line)
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)
+                start = position - len(line)
+            try:
+                decoded = line.decode().strip()
+            except UnicodeDecodeError as error:
+                raise _not_utf8(record, start + error.start, error) from None
+            if decoded:
+                yield record, _field_of(record, decoded, field), position - start
+
+
+def _field_of(record: str, line: str, field: str) -> str:
+    try:
+        value: Any = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{record}: broken JSON at column {error.colno}: {error.msg}") from None
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{record}: broken JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise DataError(
+            f"{record}: wanted a JSON object with a field {field!r}, got {_kind(value)}"
+        )
+    if field not in value:
+        present = ", ".join(map(repr, value)) or "none"
+        raise DataError(
+            f"{record}: no field {field!r}{did_you_mean(field, value)}; the fields are {present}; "
+            "name another one with --field"
+        )
+    return _checked_text(record, field, value[field])
+
+
+def _checked_text(record: str, field: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise DataError(f"{record}: field {field!r} must be text, got {_kind(value)}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{record}: field {field!r} has half of a surrogate pair at character {error.start}, "
+            "which is not text"
+        ) from None
+    return value
+
+
+def _kind(value: Any) -> str:
+    names = {type(None): "null", bool: "a boolean", str: "text", list: "a list", dict: "an object"}
+    return names.get(type(value), "a number")
+
+
+def _parquet_rows(path: Path, field: str) -> Iterator[tuple[str, str, int]]:
+    try:
+        import pyarrow as arrow
+        import pyarrow.parquet as parquet
+    except ImportError:
+        raise DataError(
+            f"{path}: reading Parquet needs pyarrow; install it with: "
+            "pip install 'penstock[parquet]'"
+        ) from None
+    broken = (arrow.ArrowException, OSError)
+    try:
+        file = parquet.ParquetFile(path)
+    except broken as error:
+        raise DataError(f"{path} is not a readable Parquet file: {_first_line(error)}") from None
+    with file:
+        schema = file.schema_arrow
+        if field not in schema.names:
+            raise DataError(
+                f"{path}: no column {field!r}{did_you_mean(field, schema.names)}; the columns are "
+                f"{', '.join(map(repr, schema.names))}; name another one with --field"
+            )
+        kind = schema.field(field).type
+        if not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind)):
+            raise DataError(f"{path}: column {field!r} must be text, it is {kind}")
+        row = 0
+        row_bytes = path.stat().st_size // max(1, file.metadata.num_rows)
+        batches = file.iter_batches(batch_size=256, columns=[field])
+        while True:
+            try:
+                batch = next(batches, None)
+            except broken as error:
+                raise DataError(
+                    f"{path}: broken Parquet data after row {row}: {_first_line(error)}"
+                ) from None
+            if batch is None:
+                return
+            for value in batch.column(0):
+                record = f"{path}, row {row}"
+                try:
+                    text = value.as_py()
+                except UnicodeDecodeError as error:
+                    raise DataError(
+                        f"{record}: byte {error.start} of the text is not UTF-8 ({error.reason})"
+                    ) from None
+                yield record, _checked_text(record, field, text), row_bytes
+                row += 1
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0]

@@ -1,0 +1,321 @@
+"""Text to token ids and back: raw bytes, a byte-level BPE trained here, or anyone's tokenizer.json.
+
+Text is only ever text. The name of a special token inside a document (`<|endoftext|>`, say) is
+encoded like any other characters, so that no document can forge a boundary. Special tokens are
+added by Penstock alone, as ids.
+"""
+
+import contextlib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from penstock.data.integrity import read_checked
+from penstock.data.manifest import MANIFEST_NAME, TOKENIZER_NAME, load_manifest
+from penstock.errors import ConfigError, DataError, did_you_mean
+
+if TYPE_CHECKING:
+    import tokenizers as library
+
+END_OF_TEXT = "<|endoftext|>"
+BYTE_VOCABULARY = 257
+LARGEST_VOCABULARY = 2**24
+# What tokenizers that do not name their own end-of-document token usually call it.
+KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[SEP]")
+CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+
+
+class Tokenizer(Protocol):
+    """What the rest of Penstock asks of a tokenizer.
+
+    Attributes:
+        name: what to show to people.
+        vocab_size: ids are 0 ... vocab_size - 1.
+        end_of_document: the id that follows every document.
+    """
+
+    name: str
+    vocab_size: int
+    end_of_document: int
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Return the ids of each text, int [n]; no special token is added."""
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Return the text of `ids`; bytes that are not UTF-8 become U+FFFD."""
+
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a token by its name (`[MASK]`), or None."""
+
+    def to_json(self) -> str:
+        """Return the content of a `tokenizer.json` that encodes as this tokenizer does."""
+
+
+class ByteTokenizer:
+    """The 256 byte values of UTF-8, and 256 for the end of a document."""
+
+    name = "bytes"
+    vocab_size = BYTE_VOCABULARY
+    end_of_document = 256
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Return the UTF-8 bytes of each text, uint8 [n]."""
+        return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Return the text of `ids`; bytes that are not UTF-8 become U+FFFD."""
+        array = _checked(ids, self)
+        parts = np.split(array, np.flatnonzero(array == self.end_of_document))
+        texts = [
+            part[part != self.end_of_document].astype(np.uint8).tobytes().decode(errors="replace")
+            for part in parts
+        ]
+        return END_OF_TEXT.join(texts)
+
+    def token_id(self, token: str) -> int | None:
+        """Return the id of the end of text; there are no other tokens with a name."""
+        return self.end_of_document if token == END_OF_TEXT else None
+
+    def to_json(self) -> str:
+        """Return the same tokenizer for other tools: a byte-level BPE without a single merge."""
+        from tokenizers import AddedToken, decoders, models, pre_tokenizers
+        from tokenizers import Tokenizer as Library
+
+        vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
+        tokenizer = Library(models.BPE(vocab=vocabulary, merges=[]))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
+        return tokenizer.to_str(pretty=True)
+
+
+class FileTokenizer:
+    """A tokenizer of the `tokenizers` library, as `tokenizer.json` holds it.
+
+    Args:
+        tokenizer: the library's object; its padding and truncation are switched off.
+        name: what to show to people.
+        end_of_document: the id of the token that ends a document.
+        vocab_size: a limit below the tokenizer's own vocabulary, from the model's configuration.
+    """
+
+    def __init__(
+        self,
+        tokenizer: "library.Tokenizer",
+        name: str,
+        end_of_document: int,
+        vocab_size: int | None = None,
+    ) -> None:
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        tokenizer.encode_special_tokens = True
+        self._tokenizer = tokenizer
+        self._json = tokenizer.to_str(pretty=True)
+        self.name = name
+        # Not the number of tokens: ids may have holes.
+        own = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        self.vocab_size = min(own, vocab_size or own)
+        self.end_of_document = end_of_document
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Return the ids of each text, uint32 [n]; no special token is added."""
+        encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(one.ids, dtype=np.uint32) for one in encoded]
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Return the text of `ids`; bytes that are not UTF-8 become U+FFFD."""
+        return self._tokenizer.decode(_checked(ids, self).tolist(), skip_special_tokens=False)
+
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a token by its name, or None."""
+        return self._tokenizer.token_to_id(token)
+
+    def to_json(self) -> str:
+        """Return the content of `tokenizer.json`."""
+        return self._json
+
+
+def export_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    """Write `tokenizer` into `folder` so that `AutoTokenizer.from_pretrained` loads it.
+
+    Byte tokens come out as a byte-level BPE without merges: the same ids for the same text.
+    """
+    (folder / TOKENIZER_NAME).write_text(tokenizer.to_json(), encoding="utf-8")
+    end = tokenizer.decode([tokenizer.end_of_document])
+    content = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": end,
+        "bos_token": end,
+        "clean_up_tokenization_spaces": False,
+    }
+    (folder / CONFIG_FILES[0]).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _checked(ids: Sequence[int] | np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
+    array = np.asarray(ids, dtype=np.int64)
+    beyond = array[(array < 0) | (array >= tokenizer.vocab_size)]
+    if beyond.size:
+        raise DataError(
+            f"token id {beyond[0]} has no text: tokenizer {tokenizer.name} has ids "
+            f"0-{tokenizer.vocab_size - 1}"
+        )
+    return array
+
+
+def _byte_characters() -> list[str]:
+    """The character that byte-level tokenizers write for each byte (GPT-2's encoder.py)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = (byte for byte in range(256) if byte not in printable)
+    table = {byte: chr(byte) for byte in printable}
+    table |= {byte: chr(256 + number) for number, byte in enumerate(others)}
+    return [table[byte] for byte in range(256)]
+
+
+def train_size(spec: str) -> int | None:
+    """Return SIZE of `train-bpe:SIZE`, or None if `spec` is something else.
+
+    Raises:
+        ConfigError: SIZE is not a number that a byte-level vocabulary can have.
+    """
+    if spec.partition(":")[0] != "train-bpe":
+        return None
+    text = spec.partition(":")[2]
+    size = int(text) if text.isascii() and text.isdigit() and len(text) < 12 else 0
+    if not BYTE_VOCABULARY <= size <= LARGEST_VOCABULARY:
+        raise ConfigError(
+            f"tokenizer {spec!r}: wanted train-bpe:SIZE with SIZE from {BYTE_VOCABULARY} (every "
+            f"byte and the end of text) to {LARGEST_VOCABULARY}, such as train-bpe:4096"
+        )
+    return size
+
+
+def train_bpe(texts: Iterator[str], size: int) -> FileTokenizer:
+    """Train a byte-level BPE of at most `size` tokens, one of which is `<|endoftext|>`.
+
+    Words are cut out as GPT-2 does. A text too poor for so many merges gives fewer tokens. The
+    same texts give the same tokenizer.
+    """
+    from tokenizers import Tokenizer as Library
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Library(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    failure: list[BaseException] = []
+
+    def guarded() -> Iterator[str]:
+        # The library wraps what an iterator raises in an exception of its own.
+        try:
+            yield from texts
+        except BaseException as error:
+            failure.append(error)
+
+    tokenizer.train_from_iterator(guarded(), trainer=trainer)
+    if failure:
+        raise failure[0]
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    assert end is not None, "special tokens come first in the vocabulary"
+    return FileTokenizer(tokenizer, f"train-bpe:{size}", end)
+
+
+def load_tokenizer(spec: str) -> Tokenizer:
+    """Return the tokenizer that `spec` names.
+
+    Args:
+        spec: `bytes`, the path of a tokenizer.json, or of a folder with one in it: a Hugging Face
+            model or tokenizer, or a data set, whose tokenizer is then used again.
+
+    Raises:
+        DataError: there is no such file, it is broken, or it has no end-of-document token.
+    """
+    if spec == "bytes":
+        return ByteTokenizer()
+    path = Path(spec)
+    if path.is_dir() and (path / MANIFEST_NAME).is_file():
+        return dataset_tokenizer(path)
+    file = path / TOKENIZER_NAME if path.is_dir() else path
+    if not path.exists():
+        known = ["bytes", "train-bpe:4096"]
+        with contextlib.suppress(OSError):
+            known += [str(path.parent / entry.name) for entry in path.parent.iterdir()]
+        raise DataError(
+            f"tokenizer {spec!r} does not exist{did_you_mean(spec, known)}; wanted bytes, "
+            "train-bpe:SIZE, or the path of a tokenizer.json or of a folder with one"
+        )
+    if not file.exists():
+        raise DataError(
+            f"folder {path} holds no {TOKENIZER_NAME}; write one with transformers: "
+            "AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)"
+        )
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise DataError(f"cannot read tokenizer {file}: {error.strerror}") from None
+    tokenizer = _parse(content, file)
+    end = _end_token(tokenizer, file)
+    limit = _json_file(file.parent / "config.json").get("vocab_size")
+    loaded = FileTokenizer(tokenizer, path.name, end, limit if isinstance(limit, int) else None)
+    if loaded.end_of_document >= loaded.vocab_size:
+        raise DataError(
+            f"tokenizer {file}: the token that ends a document has id "
+            f"{loaded.end_of_document}, config.json beside it allows ids below {limit}"
+        )
+    return loaded
+
+
+def dataset_tokenizer(folder: Path) -> Tokenizer:
+    """Return the tokenizer that made the data set in `folder`."""
+    manifest, _ = load_manifest(folder)
+    if manifest.tokenizer.kind == "bytes":
+        return ByteTokenizer()
+    record = manifest.tokenizer.data
+    assert record is not None, "the manifest's rules"
+    content = read_checked(folder, record, manifest.chunk_bytes)
+    tokenizer = _parse(content.tobytes(), folder / record.file)
+    end = manifest.tokenizer.end_of_document
+    return FileTokenizer(tokenizer, manifest.tokenizer.name, end, manifest.vocab_size)
+
+
+def _parse(content: bytes, file: Path) -> "library.Tokenizer":
+    from tokenizers import Tokenizer as Library
+
+    try:
+        return Library.from_str(content.decode())
+    except Exception as error:  # the library raises nothing narrower
+        raise DataError(f"{file} is not a tokenizer of the `tokenizers` library: {error}") from None
+
+
+def _json_file(path: Path) -> dict[str, Any]:
+    """The object in a JSON file that need not be there."""
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"cannot read {path} beside the tokenizer: {error}") from None
+    return content if isinstance(content, dict) else {}
+
+
+def _end_token(tokenizer: "library.Tokenizer", file: Path) -> int:
+    """The end-of-document token: what the files beside it say, else a name that is well known."""
+    named = []
+    for name in CONFIG_FILES:
+        token = _json_file(file.parent / name).get("eos_token")
+        named.append(token.get("content") if isinstance(token, dict) else token)
+    for token in [*named, *KNOWN_ENDS]:
+        number = tokenizer.token_to_id(token) if isinstance(token, str) else None
+        if number is not None:
+            return number
+    raise DataError(
+        f"tokenizer {file} has no token to end a document with; name one as eos_token in a "
+        f"tokenizer_config.json beside it (looked for {', '.join(KNOWN_ENDS)})"
+    )
