@@ -82,7 +82,7 @@ class AdamW:
         weight_decay: float,
         gradient_scale: float = 1.0,
     ) -> None:
-        from penstock.kernels import adamw
+        from penstock.kernels.adamw import adamw
 
         adamw(
             weight,
@@ -126,7 +126,7 @@ class SGD:
         weight_decay: float,
         gradient_scale: float = 1.0,
     ) -> None:
-        from penstock.kernels import sgd, sgd_momentum
+        from penstock.kernels.sgd import sgd, sgd_momentum
 
         if not self.momentum:
             sgd(
@@ -173,7 +173,7 @@ class Lion:
         weight_decay: float,
         gradient_scale: float = 1.0,
     ) -> None:
-        from penstock.kernels import lion
+        from penstock.kernels.lion import lion
 
         lion(
             weight,

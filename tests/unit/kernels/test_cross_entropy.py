@@ -1,0 +1,138 @@
+"""Fused cross-entropy against PyTorch's in float64."""
+
+import math
+
+import numba
+import numpy as np
+import pytest
+import torch
+
+from penstock.errors import DataError
+from penstock.kernels.cross_entropy import cross_entropy, cross_entropy_and_gradient
+from penstock.kernels.exponential import exponential
+from penstock.kernels.vectors import every_lane, load, store
+
+IGNORE = -100
+
+
+def reference(logits: torch.Tensor, labels: np.ndarray, scale: float) -> tuple:
+    exact = logits.double().requires_grad_()
+    losses = torch.nn.functional.cross_entropy(
+        exact, torch.from_numpy(labels), ignore_index=IGNORE, reduction="none"
+    )
+    (scale * losses.sum()).backward()
+    return losses.detach().numpy(), exact.grad.numpy()
+
+
+def case(rows: int, width: int, seed: int, spread: float) -> tuple[torch.Tensor, np.ndarray]:
+    generator = np.random.default_rng(seed)
+    logits = (spread * generator.standard_normal((rows, width))).astype(np.float32)
+    labels = generator.integers(0, width, rows)
+    labels[generator.random(rows) < 0.2] = IGNORE
+    return torch.from_numpy(logits), labels
+
+
+def patterns(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.view(torch.int16).numpy().view(np.uint16)
+
+
+WIDTHS = [*range(1, 41), 63, 64, 65, 1023, 1025, 5000, 50257]
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("spread", [0.1, 5.0, 100.0])
+def test_float32_losses_and_gradients(width, spread):
+    logits, labels = case(9, width, width, spread)
+    losses, gradient = reference(logits, labels, 0.25)
+    own = logits.numpy().copy()
+    np.testing.assert_allclose(
+        cross_entropy(own, labels, ignore_index=IGNORE), losses, rtol=3e-7, atol=3e-7
+    )
+    np.testing.assert_array_equal(own, logits.numpy())
+    result = cross_entropy_and_gradient(own, labels, ignore_index=IGNORE, scale=0.25)
+    np.testing.assert_allclose(result, losses, rtol=3e-7, atol=3e-7)
+    # Relative to each element, so that the smallest probabilities count too. float32 rounds the
+    # distance to the row's maximum, which is up to 87: that alone is 87 x 2^-24.
+    np.testing.assert_allclose(own, gradient, rtol=8e-6, atol=1e-37)
+
+
+@pytest.mark.parametrize("width", [1, 2, 17, 33, 1000, 50257])
+def test_bfloat16_gradients_are_rounded_once(width):
+    logits, labels = case(9, width, width, 3.0)
+    logits = logits.bfloat16()
+    losses, gradient = reference(logits, labels, 0.25)
+    own = logits.clone()
+    result = cross_entropy_and_gradient(patterns(own), labels, ignore_index=IGNORE, scale=0.25)
+    np.testing.assert_allclose(result, losses, rtol=3e-7, atol=3e-7)
+    np.testing.assert_allclose(own.double().numpy(), gradient, rtol=2**-8, atol=1e-37)
+
+
+def test_a_logit_may_be_minus_infinity():
+    logits, labels = case(4, 100, 0, 2.0)
+    labels[:] = 5
+    logits[:, 10:50] = -math.inf
+    losses, gradient = reference(logits, labels, 1.0)
+    own = logits.numpy().copy()
+    result = cross_entropy_and_gradient(own, labels, ignore_index=IGNORE, scale=1.0)
+    np.testing.assert_allclose(result, losses, rtol=3e-7)
+    np.testing.assert_allclose(own, gradient, rtol=2e-6, atol=1e-37)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("place", [0, 31, 50, 99])
+def test_a_bad_logit_is_seen_in_the_loss(bad, place):
+    logits, labels = case(3, 100, 1, 2.0)
+    labels[:] = 5
+    logits[1, place] = bad
+    losses = cross_entropy(logits.numpy(), labels, ignore_index=IGNORE)
+    assert np.isnan(losses).tolist() == [False, True, False]
+
+
+def test_large_logits_do_not_overflow():
+    logits = np.array([[1e38, -1e38, 0.0], [88.0, 89.0, 1e4]], np.float32)
+    losses = cross_entropy(logits, np.array([0, 2]), ignore_index=IGNORE)
+    np.testing.assert_array_equal(losses, 0)
+
+
+@pytest.mark.parametrize("label", [-1, 7, 10**12])
+def test_a_label_outside_the_vocabulary_is_refused_before_anything_is_written(label):
+    logits = np.ones((3, 7), np.float32)
+    with pytest.raises(DataError) as caught:
+        cross_entropy_and_gradient(logits, np.array([0, label, 1]), ignore_index=IGNORE, scale=1)
+    assert str(caught.value) == (
+        f"label {label} in row 1: expected 0 to 6 or -100 to ignore the row; "
+        "check that the data was built with the model's tokenizer"
+    )
+    np.testing.assert_array_equal(logits, 1)
+
+
+def test_the_number_of_threads_does_not_change_a_bit():
+    results = []
+    for threads in (1, numba.config.NUMBA_NUM_THREADS):
+        numba.set_num_threads(threads)
+        logits, labels = case(37, 1001, 2, 3.0)
+        losses = cross_entropy_and_gradient(logits.numpy(), labels, ignore_index=IGNORE, scale=0.1)
+        results.append((losses, logits.numpy()))
+    np.testing.assert_array_equal(results[0][0], results[1][0])
+    np.testing.assert_array_equal(results[0][1], results[1][1])
+
+
+@numba.njit
+def _exponentials(values, out):
+    for i in range(0, values.size, 16):
+        store(out, i, exponential(load(values, i, every_lane())), every_lane())
+
+
+def test_the_exponential_is_within_two_units_in_the_last_place():
+    values = np.linspace(-87.2, 0, 1 << 20, dtype=np.float32)
+    out = np.empty_like(values)
+    _exponentials(values, out)
+    exact = np.exp(values.astype(np.float64))
+    assert (np.abs(out - exact) / np.spacing(exact.astype(np.float32))).max() < 2
+
+
+def test_the_exponential_at_its_ends():
+    values = np.array([0, -0.0, -87.4, -1e30, -np.inf, np.nan] + [-1] * 10, np.float32)
+    out = np.empty_like(values)
+    _exponentials(values, out)
+    np.testing.assert_array_equal(out[:6], [1, 1, 0, 0, 0, np.nan])
