@@ -159,7 +159,17 @@ class DramStore:
         for name in names:
             self._update(name)
         chosen = names if positions is None else [names[position] for position in positions]
-        views = [self._masters.stream(name) for name in chosen]
+        return self._views(chosen)
+
+    def stream(self, names: Sequence[str]) -> list[torch.Tensor]:
+        """Return weights by name, as `fetch` does by stage: for another program of the model."""
+        self._require_loaded()
+        for name in names:
+            self._update(name)
+        return self._views(names)
+
+    def _views(self, names: Sequence[str]) -> list[torch.Tensor]:
+        views = [self._masters.stream(name) for name in names]
         with self._count:
             self._streamed_bytes += sum(view.nbytes for view in views)
         return views

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from penstock.errors import NonFiniteError, NoTrainingError
-from penstock.kernels import add_gradient, copy_gradient
+from penstock.kernels.gradients import add_gradient, copy_gradient
 from penstock.program import Program, Stage
 from penstock.store.layout import allocate_role, homes
 

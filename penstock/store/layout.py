@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from penstock.kernels import allocate
+from penstock.kernels.memory import allocate
 from penstock.program import Program
 
 ALIGNMENT_BYTES = 64

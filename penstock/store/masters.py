@@ -11,12 +11,9 @@ import numpy as np
 import torch
 import xxhash
 
-from penstock.kernels import join, split
+from penstock.kernels.split_master import Weight, join, split
 from penstock.program import Program
 from penstock.store.layout import allocate_role
-
-Weight = tuple[np.ndarray] | tuple[np.ndarray, np.ndarray]
-"""A weight's memory: `(float32 master,)` or `(high uint16, low uint16)`; all flat."""
 
 PIECE_ELEMENTS = 4 << 20
 """Elements that are read, joined or converted at a time: what a pass over a model holds besides."""

@@ -441,3 +441,17 @@ def test_the_precision_must_be_that_of_the_program():
         DramStore(program, "fp32")
     with pytest.raises(ValueError, match="precision must be 'fp32' or 'bf16', not 'fp8'"):
         DramStore(program, "fp8")
+
+
+def test_weights_stream_by_name_too_and_are_counted():
+    program = make_program(LAYERS)
+    store = loaded(program)
+    train(store, 1, seed=0)
+    twin = loaded(program)
+    train(twin, 1, seed=0)
+    store.take_traffic()
+    views = store.stream(["norm", "position"])
+    assert all(
+        torch.equal(v, twin.master(n)) for v, n in zip(views, ("norm", "position"), strict=True)
+    )
+    assert store.take_traffic() == Traffic(4 * (16 + 7 * 16), 0)
