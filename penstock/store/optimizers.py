@@ -257,11 +257,13 @@ class GroupSettings:
 
 
 def _closest(pattern: str, names: Iterable[str]) -> str:
-    """A suggestion for a pattern that matches nothing: a weight it may have meant."""
+    """A suggestion for a pattern that matches nothing: a weight or an ending it may have meant."""
     names = list(names)
-    bare = pattern.strip("*")
-    endings = {name[-len(bare) :]: name for name in reversed(names)} if bare else {}
-    return did_you_mean(pattern, names) or did_you_mean(bare, endings)
+    hint = did_you_mean(pattern, names)
+    if hint or not pattern.startswith("*"):
+        return hint
+    ending = len(pattern) - 1
+    return did_you_mean(pattern, ["*" + name[-ending:] for name in names]) if ending else ""
 
 
 def assign_groups(
