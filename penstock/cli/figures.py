@@ -36,10 +36,10 @@ def show_count(count: float) -> str:
 
 
 def show_flops(count: float) -> str:
-    """Return floating point operations, such as `1.2 TFLOP`."""
+    """Return floating point operations, such as `1.20 T`."""
     for unit in ("", "K", "M", "G", "T", "P"):
         if abs(count) < 1000 or unit == "P":
-            return f"{_three(count)} {unit}FLOP"
+            return f"{_three(count)} {unit}".rstrip() if count else "0"
         count /= 1000
     raise AssertionError("unreachable: P ends the loop")
 

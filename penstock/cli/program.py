@@ -64,12 +64,9 @@ def program(
         precision=chosen,
     )
     console = Console()
-    # A pipe has no width of its own; the table then takes what it needs.
-    console.print(
-        render(built, fold=not all_stages),
-        width=None if console.is_terminal else 200,
-        soft_wrap=not console.is_terminal,
-    )
+    if not console.is_terminal:
+        console = Console(width=160)  # A pipe has no width of its own to keep to.
+    console.print(render(built, fold=not all_stages))
 
 
 def configuration(model: str, overrides: list[str]) -> Config:
@@ -88,13 +85,16 @@ def render(program: Program, fold: bool = True) -> Table:
     Sizes on a line of several stages are of one of them. `live` are the values that wait between
     this stage and the next, `saved` what backward keeps beyond a stage's inputs, per micro-batch.
     """
+    from rich import box
     from rich.table import Table
 
-    table = Table(title=title(program), title_justify="left", pad_edge=False)
+    table = Table(
+        title=title(program), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
     table.add_column("stage", no_wrap=True)
-    table.add_column("name", no_wrap=True)
+    table.add_column("name", min_width=8)  # the one that gives way where the terminal is narrow
     table.add_column("kind", no_wrap=True)
-    for heading in ("weights", "streamed", "forward", "backward", "live", "saved"):
+    for heading in ("weights", "streamed", "forward\nFLOP", "backward\nFLOP", "live", "saved"):
         table.add_column(heading, justify="right", no_wrap=True)
     live = live_values(program)
     for stages in _lines(program, live, fold):
@@ -103,7 +103,7 @@ def render(program: Program, fold: bool = True) -> Table:
         count, size = live[first.index]
         table.add_row(
             f"{first.index}-{last.index}" if many else str(first.index),
-            f"{first.name} ... {last.name}" if many else first.name,
+            names(first, last),
             f"{first.kind.name} x{len(stages)}" if many else first.kind.name,
             show_count(sum(w.elements for w in _weights(program, first))),
             show_bytes(program.stage_stream_bytes(first)),
@@ -116,13 +116,13 @@ def render(program: Program, fold: bool = True) -> Table:
     kinds = len({stage.kind.digest for stage in program.stages})
     table.add_row(
         str(len(program.stages)),
-        "in all; tied weights counted once" if _tied(program) else "in all",
+        "in all, tied weights once" if _tied(program) else "in all",
         f"{kinds} kinds",
         show_count(program.parameters),
         show_bytes(sum(program.stage_stream_bytes(stage) for stage in program.stages)),
         show_flops(sum(stage.kind.forward_flops for stage in program.stages)),
         show_flops(sum(stage.kind.backward_flops for stage in program.stages)),
-        f"{show_bytes(max(size for _, size in live))} most",
+        f"<= {show_bytes(max(size for _, size in live))}",
         show_bytes(sum(stage.kind.saved_bytes for stage in program.stages)),
     )
     return table
@@ -134,6 +134,15 @@ def title(program: Program) -> str:
         f"{name} {list(program.values[name].tensor.shape)}" for name in program.inputs
     )
     return f"{program.name}: one micro-batch is {inputs}"
+
+
+def names(first: Stage, last: Stage) -> str:
+    """Return `transformer.h.0 ... 11` for a line of several stages, the name for one."""
+    if first is last:
+        return first.name
+    prefix = first.name.rpartition(".")[0]
+    shared = prefix and last.name.startswith(f"{prefix}.")
+    return f"{first.name} ... {last.name[len(prefix) + 1 :] if shared else last.name}"
 
 
 def live_values(program: Program) -> list[tuple[int, int]]:
