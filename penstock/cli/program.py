@@ -83,7 +83,8 @@ def render(program: Program, fold: bool = True) -> Table:
     """Return a program as a table; with `fold`, equal neighbours share a line.
 
     Sizes on a line of several stages are of one of them. `live` are the values that wait between
-    this stage and the next, `saved` what backward keeps beyond a stage's inputs, per micro-batch.
+    this stage and the next (their number where it is not one; in the last line the most at any
+    time), `saved` what backward keeps beyond a stage's inputs. Both are per micro-batch.
     """
     from rich import box
     from rich.table import Table
@@ -92,7 +93,7 @@ def render(program: Program, fold: bool = True) -> Table:
         title=title(program), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
     )
     table.add_column("stage", no_wrap=True)
-    table.add_column("name", min_width=8)  # the one that gives way where the terminal is narrow
+    table.add_column("name", overflow="fold")  # the one that gives way where the terminal is narrow
     table.add_column("kind", no_wrap=True)
     for heading in ("weights", "streamed", "forward\nFLOP", "backward\nFLOP", "live", "saved"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -109,7 +110,7 @@ def render(program: Program, fold: bool = True) -> Table:
             show_bytes(program.stage_stream_bytes(first)),
             show_flops(first.kind.forward_flops),
             show_flops(first.kind.backward_flops),
-            f"{count}: {show_bytes(size)}" if count else "-",
+            show_live(count, size),
             show_bytes(first.kind.saved_bytes),
         )
     table.add_section()
@@ -122,7 +123,7 @@ def render(program: Program, fold: bool = True) -> Table:
         show_bytes(sum(program.stage_stream_bytes(stage) for stage in program.stages)),
         show_flops(sum(stage.kind.forward_flops for stage in program.stages)),
         show_flops(sum(stage.kind.backward_flops for stage in program.stages)),
-        f"<= {show_bytes(max(size for _, size in live))}",
+        show_bytes(max(size for _, size in live)),
         show_bytes(sum(stage.kind.saved_bytes for stage in program.stages)),
     )
     return table
@@ -143,6 +144,13 @@ def names(first: Stage, last: Stage) -> str:
     prefix = first.name.rpartition(".")[0]
     shared = prefix and last.name.startswith(f"{prefix}.")
     return f"{first.name} ... {last.name[len(prefix) + 1 :] if shared else last.name}"
+
+
+def show_live(count: int, size: int) -> str:
+    """Return the bytes of live values, with their number where it is not one."""
+    if count <= 1:
+        return show_bytes(size) if count else "-"
+    return f"{count}: {show_bytes(size)}"
 
 
 def live_values(program: Program) -> list[tuple[int, int]]:
