@@ -89,14 +89,14 @@ def render(program: Program, fold: bool = True) -> Table:
     from rich import box
     from rich.table import Table
 
-    table = Table(
-        title=title(program), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
-    )
+    table = Table(title=title(program), title_justify="left", box=box.SIMPLE_HEAD, padding=0)
     table.add_column("stage", no_wrap=True)
     table.add_column("name", overflow="fold")  # the one that gives way where the terminal is narrow
     table.add_column("kind", no_wrap=True)
     for heading in ("weights", "streamed", "forward\nFLOP", "backward\nFLOP", "live", "saved"):
         table.add_column(heading, justify="right", no_wrap=True)
+    if _tied(program):
+        table.caption = "tied weights stream with each of their stages, and are one weight in all"
     live = live_values(program)
     for stages in _lines(program, live, fold):
         first, last = stages[0], stages[-1]
@@ -117,7 +117,7 @@ def render(program: Program, fold: bool = True) -> Table:
     kinds = len({stage.kind.digest for stage in program.stages})
     table.add_row(
         str(len(program.stages)),
-        "in all, tied weights once" if _tied(program) else "in all",
+        "in all",
         f"{kinds} kinds",
         show_count(program.parameters),
         show_bytes(sum(program.stage_stream_bytes(stage) for stage in program.stages)),
