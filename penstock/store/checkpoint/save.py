@@ -92,7 +92,7 @@ def save_checkpoint(
     store.flush()
     plan = _plan(store)
     needed_bytes = sum(tensor_file.file_bytes(list(entries)) for entries in plan.values())
-    with storage_errors(checkpoints, 0):
+    with storage_errors(checkpoints, needed_bytes):
         checkpoints.mkdir(parents=True, exist_ok=True)
         sync_folder(checkpoints.parent)
         remove_temporaries(checkpoints)

@@ -1,0 +1,121 @@
+"""An exported folder is what `from_pretrained` loads, to the bit."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from store_programs import make_program, train, training_store
+
+from penstock.errors import ConfigError, StorageError
+from penstock.store import DramStore, export_huggingface, files
+
+
+def tiny_gpt2(seed=0):
+    torch.manual_seed(seed)
+    config = transformers.GPT2Config(vocab_size=97, n_positions=16, n_embd=24, n_layer=2, n_head=3)
+    return transformers.GPT2LMHeadModel(config)
+
+
+def store_of(model, precision="fp32", frozen=()):
+    """A store with the model's weights, one stage per block; the head is tied."""
+    layers = [{}, {}, {}, {}]
+    for name, weight in model.named_parameters():
+        parts = name.split(".")
+        place = int(parts[2]) + 1 if parts[1] == "h" else 3 if parts[1] == "ln_f" else 0
+        layers[place][name] = tuple(weight.shape)
+    layers[3]["transformer.wte.weight"] = layers[0]["transformer.wte.weight"]
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    store = training_store(make_program(layers, frozen, dtype), precision)
+    store.load(model.named_parameters())
+    return store
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("max_shard_bytes", [2 << 30, 20_000])
+def test_transformers_loads_the_trained_weights(tmp_path, precision, max_shard_bytes):
+    model = tiny_gpt2()
+    store = store_of(model, precision, frozen=("transformer.wpe.weight",))
+    train(store, 2, seed=0)
+    folder = tmp_path / "out" / "model"
+    paths = export_huggingface(
+        store,
+        folder,
+        config=model.config.to_dict(),
+        generation_config=model.generation_config.to_dict(),
+        max_shard_bytes=max_shard_bytes,
+    )
+    assert (len(paths) > 1) == (max_shard_bytes < 1 << 20)
+    assert all(path.stat().st_size < max_shard_bytes + 4096 for path in paths)
+    loaded = transformers.GPT2LMHeadModel.from_pretrained(folder)
+    assert loaded.dtype == torch.float32
+    parameters = dict(loaded.named_parameters())
+    assert parameters.keys() == store.program.weights.keys()
+    for name, weight in parameters.items():
+        assert torch.equal(weight, store.master(name)), name
+    assert loaded.lm_head.weight is loaded.transformer.wte.weight
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_pytorchs_own_rounding(tmp_path, dtype):
+    model = tiny_gpt2(1)
+    export_huggingface(
+        store_of(model, "bf16"), tmp_path / "m", config=model.config.to_dict(), dtype=dtype
+    )
+    loaded = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "m", dtype="auto")
+    for name, weight in loaded.named_parameters():
+        assert weight.dtype == dtype
+        assert torch.equal(weight, model.get_parameter(name).to(dtype)), name
+
+
+def test_a_weight_can_be_written_under_further_names(tmp_path):
+    model = tiny_gpt2()
+    config = model.config.to_dict() | {"tie_word_embeddings": False}
+    aliases = {"lm_head.weight": "transformer.wte.weight"}
+    export_huggingface(store_of(model), tmp_path / "m", config=config, aliases=aliases)
+    loaded = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "m")
+    assert loaded.lm_head.weight is not loaded.transformer.wte.weight
+    assert torch.equal(loaded.lm_head.weight, model.transformer.wte.weight)
+    with pytest.raises(ConfigError, match="alias 'x' names the weight 'y', which does not exist"):
+        export_huggingface(store_of(model), tmp_path / "n", config=config, aliases={"x": "y"})
+
+
+def test_the_other_files_come_along(tmp_path):
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0"}')
+    (tmp_path / "vocab.txt").write_bytes(b"\xff\x00")
+    model = tiny_gpt2()
+    files_in = [tmp_path / "tokenizer.json", tmp_path / "vocab.txt"]
+    folder = tmp_path / "m"
+    export_huggingface(
+        store_of(model), folder, config=model.config.to_dict(), tokenizer_files=files_in
+    )
+    assert {path.name for path in folder.iterdir()} == {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "vocab.txt",
+    }
+    assert all((folder / path.name).read_bytes() == path.read_bytes() for path in files_in)
+    assert json.loads((folder / "config.json").read_text())["dtype"] == "float32"
+
+
+def test_nothing_is_overwritten_and_nothing_half_written_is_left(tmp_path, monkeypatch):
+    store = DramStore(make_program([{"a": (1000,)}]), "fp32")
+    store.load([("a", torch.ones(1000))])
+    folder = tmp_path / "m"
+    folder.mkdir()
+    (folder / "mine.txt").write_text("precious")
+    with pytest.raises(ConfigError) as caught:
+        export_huggingface(store, folder, config={})
+    assert str(caught.value) == f"{folder}: already in use; choose a new folder, or delete this one"
+    monkeypatch.setattr(files, "free_bytes", lambda place: 1_000)
+    with pytest.raises(StorageError) as caught:
+        export_huggingface(store, tmp_path / "n", config={})
+    assert str(caught.value) == (
+        f"{tmp_path}/n: cannot write it: No space left on device; it needs 4,104 bytes, 1,000 "
+        "bytes are free; make room or choose another place; what was saved before is unchanged"
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+    assert [path.name for path in folder.iterdir()] == ["mine.txt"]
+    with pytest.raises(ConfigError, match=r"not as torch\.int8"):
+        export_huggingface(store, tmp_path / "n", config={}, dtype=torch.int8)
