@@ -10,13 +10,20 @@ import numpy as np
 from numba import prange
 
 from penstock.kernels.arguments import require_flat
-from penstock.kernels.blocks import STRIDE, block_bounds, block_count
+from penstock.kernels.blocks import AHEAD, STRIDE, block_bounds, block_count
 from penstock.kernels.compilation import inlined, kernel
 from penstock.kernels.gradients import load_gradient
-from penstock.kernels.split_master import Weight, load_weight, require_weight, store_weight
+from penstock.kernels.split_master import (
+    Weight,
+    fetch_weight,
+    load_weight,
+    require_weight,
+    store_weight,
+)
 from penstock.kernels.vectors import (
     LANES,
     every_lane,
+    fetch,
     first_lanes,
     fma,
     load,
@@ -46,6 +53,10 @@ def _adamw(weight, gradient, average, square, scalars):
     for block in prange(block_count(length)):
         first, whole, last = block_bounds(block, length)
         for i in range(first, whole, STRIDE):
+            fetch_weight(weight, i + AHEAD)
+            fetch(gradient, i + AHEAD)
+            fetch(average, i + AHEAD)
+            fetch(square, i + AHEAD)
             for j in range(i, i + STRIDE, LANES):
                 _at(weight, gradient, average, square, scalars, j, every_lane())
         for i in range(whole, last, LANES):

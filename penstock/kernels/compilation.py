@@ -7,8 +7,11 @@ code can never be picked up. Set `NUMBA_CACHE_DIR` to choose the place; without 
 beside the sources or, where those are read-only, into the user's cache folder.
 """
 
+import functools
 import hashlib
+import importlib
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,24 +47,49 @@ def _cache_folder() -> str | None:
     return None
 
 
+def _threads_may_meet() -> bool:
+    """Whether Numba has a thread pool here into which two Python threads may call at once."""
+    for pool in ("tbbpool", "omppool"):
+        try:
+            importlib.import_module(f"numba.np.ufunc.{pool}")
+        except ImportError:
+            continue
+        return True
+    return False
+
+
 _FOLDER = _cache_folder()
+_THREADS_MAY_MEET = _threads_may_meet()
+_ONE_AT_A_TIME = threading.Lock()
 
 
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile `function` on first use, in parallel over its `prange` and without the GIL.
 
     No fast-math: what is computed is what is written, with the fused multiply-adds that are asked
-    for by name. The function must not allocate Python objects.
+    for by name. The function must not allocate Python objects. It may be called from several
+    threads at once.
     """
-    if _FOLDER is None:
-        return numba.njit(parallel=True, nogil=True, error_model="numpy")(function)
+    options = {"parallel": True, "nogil": True, "error_model": "numpy"}
     # Numba reads the folder once, while decorating; its other users in this process keep theirs.
     before = config.CACHE_DIR
-    config.CACHE_DIR = _FOLDER
+    config.CACHE_DIR = _FOLDER or before
     try:
-        return numba.njit(parallel=True, nogil=True, error_model="numpy", cache=True)(function)
+        compiled = numba.njit(cache=_FOLDER is not None, **options)(function)
     finally:
         config.CACHE_DIR = before
+    return compiled if _THREADS_MAY_MEET else _one_at_a_time(compiled)
+
+
+def _one_at_a_time(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Numba's last-resort pool (`workqueue`) ends the process when two threads meet in it."""
+
+    @functools.wraps(compiled)
+    def call(*arguments: Any) -> Any:
+        with _ONE_AT_A_TIME:
+            return compiled(*arguments)
+
+    return call
 
 
 inlined = numba.njit(forceinline=True, nogil=True, error_model="numpy")

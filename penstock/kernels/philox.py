@@ -9,7 +9,7 @@ import numpy as np
 from numba import prange
 
 from penstock.kernels.arguments import require_flat
-from penstock.kernels.blocks import STRIDE, block_bounds, block_count
+from penstock.kernels.blocks import block_bounds, block_count
 from penstock.kernels.compilation import inlined, kernel
 from penstock.kernels.vectors import (
     LANES,
@@ -25,6 +25,7 @@ _M0 = np.uint32(0xD2511F53)
 _M1 = np.uint32(0xCD9E8D57)
 _W0 = np.uint32(0x9E3779B9)
 _W1 = np.uint32(0xBB67AE85)
+_GROUP = 4 * LANES  # elements that one call decides
 
 
 @inlined
@@ -56,16 +57,17 @@ def _words(group, stream0, stream1, k0, k1):
 def _mask(out, k0, k1, stream0, stream1, limit):
     length = out.size
     for block in prange(block_count(length)):
-        first, whole, last = block_bounds(block, length)
+        first, _, last = block_bounds(block, length)
+        whole = last - (last - first) % _GROUP
         bound = splat(limit)
-        for i in range(first, whole, STRIDE):
-            a, b, c, d = _words(i // STRIDE, stream0, stream1, k0, k1)
+        for i in range(first, whole, _GROUP):
+            a, b, c, d = _words(i // _GROUP, stream0, stream1, k0, k1)
             store(out, i, a < bound, every_lane())
             store(out, i + LANES, b < bound, every_lane())
             store(out, i + 2 * LANES, c < bound, every_lane())
             store(out, i + 3 * LANES, d < bound, every_lane())
         if whole < last:
-            a, b, c, d = _words(whole // STRIDE, stream0, stream1, k0, k1)
+            a, b, c, d = _words(whole // _GROUP, stream0, stream1, k0, k1)
             rest = last - whole
             store(out, whole, a < bound, first_lanes(rest))
             store(out, whole + LANES, b < bound, first_lanes(max(rest - LANES, 0)))

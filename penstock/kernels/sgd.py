@@ -9,11 +9,17 @@ import numpy as np
 from numba import prange
 
 from penstock.kernels.arguments import require_flat
-from penstock.kernels.blocks import STRIDE, block_bounds, block_count
+from penstock.kernels.blocks import AHEAD, STRIDE, block_bounds, block_count
 from penstock.kernels.compilation import inlined, kernel
 from penstock.kernels.gradients import load_gradient
-from penstock.kernels.split_master import Weight, load_weight, require_weight, store_weight
-from penstock.kernels.vectors import LANES, every_lane, first_lanes, fma, load, splat, store
+from penstock.kernels.split_master import (
+    Weight,
+    fetch_weight,
+    load_weight,
+    require_weight,
+    store_weight,
+)
+from penstock.kernels.vectors import LANES, every_lane, fetch, first_lanes, fma, load, splat, store
 
 
 @inlined
@@ -30,6 +36,8 @@ def _plain(weight, gradient, scalars):
     for block in prange(block_count(length)):
         first, whole, last = block_bounds(block, length)
         for i in range(first, whole, STRIDE):
+            fetch_weight(weight, i + AHEAD)
+            fetch(gradient, i + AHEAD)
             for j in range(i, i + STRIDE, LANES):
                 _plain_at(weight, gradient, scalars, j, every_lane())
         for i in range(whole, last, LANES):
@@ -53,6 +61,9 @@ def _momentum(weight, gradient, momentum, scalars):
     for block in prange(block_count(length)):
         first, whole, last = block_bounds(block, length)
         for i in range(first, whole, STRIDE):
+            fetch_weight(weight, i + AHEAD)
+            fetch(gradient, i + AHEAD)
+            fetch(momentum, i + AHEAD)
             for j in range(i, i + STRIDE, LANES):
                 _momentum_at(weight, gradient, momentum, scalars, j, every_lane())
         for i in range(whole, last, LANES):

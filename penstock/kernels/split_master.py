@@ -38,6 +38,7 @@ from penstock.kernels.vectors import (
     LANES,
     bits_of,
     every_lane,
+    fetch,
     first_lanes,
     from_bits,
     load,
@@ -72,6 +73,11 @@ def store_weight(weight: Any, index: Any, value: Any, lanes: Any) -> Any:
     raise TypeError("store_weight works only inside a kernel")
 
 
+def fetch_weight(weight: Any, index: Any) -> Any:
+    """In a kernel: ask for 32 values of a `Weight` from `index` on to come into the cache."""
+    raise TypeError("fetch_weight works only inside a kernel")
+
+
 def _is_split(weight: Any) -> bool:
     return isinstance(weight, numba.types.BaseTuple) and len(weight) == 2
 
@@ -95,6 +101,18 @@ def _store_weight(weight, index, value, lanes):
 
         return write
     return lambda weight, index, value, lanes: store(weight[0], index, value, lanes)
+
+
+@overload(fetch_weight, jit_options={"forceinline": True})
+def _fetch_weight(weight, index):
+    if _is_split(weight):
+
+        def fetch_both(weight, index):
+            fetch(weight[0], index)
+            fetch(weight[1], index)
+
+        return fetch_both
+    return lambda weight, index: fetch(weight[0], index)
 
 
 @inlined

@@ -222,6 +222,27 @@ def store(typing_context, array, index, value, lanes):
     return types.void(array, types.intp, value, mask), generate
 
 
+@intrinsic
+def fetch(typing_context, array, index):
+    """Ask for 32 elements of a flat array from `index` on to come into the first-level cache.
+
+    Harmless wherever the index points, also behind the end.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array_type = signature.args[0]
+        pointer = _pointer(context, builder, array_type, *arguments)
+        pointer = builder.bitcast(pointer, _I8.as_pointer())
+        # To be read, soon, data: the codes of LLVM's `prefetch`.
+        codes = [ir.Constant(_I32, code) for code in (0, 3, 1)]
+        for line in range(array_type.dtype.bitwidth // 16):
+            address = builder.gep(pointer, [ir.Constant(_I64, 64 * line)])
+            _call(builder, "llvm.prefetch.p0", ir.VoidType(), [address, *codes])
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp), generate
+
+
 # --- arithmetic ----------------------------------------------------------------------------------
 
 
