@@ -11,6 +11,8 @@ the weight reads and writes all of it once per chunk.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -21,6 +23,7 @@ from penstock.kernels import cross_entropy as kernels
 # costs little beside the products (measured: benchmarks/streaming_tax.py).
 CHUNK_BYTES = 128 << 20
 _MIN_ROWS = 64
+_ROW_MULTIPLE = 64  # elements
 
 
 def chunk_rows(tokens: int, vocabulary: int, element_bytes: int) -> int:
@@ -39,8 +42,8 @@ def loss_sum(
     None; `labels` int64 [tokens], entries equal to `ignore_index` count nothing.
     """
     losses = []
-    for rows, logits in _logit_chunks(hidden, weight, bias):
-        losses.append(_losses(logits, labels[rows], ignore_index))
+    for rows, _, padded in _logit_chunks(hidden, weight, bias):
+        losses.append(_losses(padded, labels[rows], ignore_index))
     return torch.cat(losses).sum()
 
 
@@ -77,15 +80,15 @@ def loss_sum_and_gradients(
     grad_weight = torch.empty(0)
     grad_bias = torch.zeros(weight.shape[0], dtype=torch.float32, device=weight.device)
     losses = []
-    for number, (rows, logits) in enumerate(_logit_chunks(hidden, weight, bias)):
-        losses.append(_losses_to_gradients(logits, labels[rows], ignore_index, factor))
+    for number, (rows, logits, padded) in enumerate(_logit_chunks(hidden, weight, bias)):
+        losses.append(_losses_to_gradients(padded, labels[rows], ignore_index, factor))
         torch.mm(logits, weight, out=grad_hidden[rows])
         if not with_weight:
             continue
         if number == 0:
             grad_weight = torch.mm(logits.t(), hidden[rows])
         elif weight.dtype == torch.float32:
-            torch.addmm(grad_weight, logits.t(), hidden[rows], out=grad_weight)
+            grad_weight.addmm_(logits.t(), hidden[rows])
         else:
             if grad_weight.dtype != torch.float32:
                 grad_weight = grad_weight.float()
@@ -100,19 +103,33 @@ def loss_sum_and_gradients(
     return grads
 
 
-def _logit_chunks(hidden: Tensor, weight: Tensor, bias: Tensor | None):  # type: ignore[no-untyped-def]
-    """Yield (rows of this chunk, its logits [rows, vocabulary]) over one reused buffer."""
+def _logit_chunks(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Yield (rows of this chunk, its logits, the same with padding) over one reused buffer.
+
+    The buffer's rows are padded to whole cache lines, without which the product runs at two thirds
+    of its speed (a vocabulary of 50257 leaves every row at another alignment). What pads is minus
+    infinity: probability zero, gradient zero.
+    """
     tokens, vocabulary = hidden.shape[0], weight.shape[0]
     step = chunk_rows(tokens, vocabulary, hidden.element_size())
-    buffer = torch.empty((step, vocabulary), dtype=hidden.dtype, device=hidden.device)
+    width = _padded(vocabulary)
+    buffer = torch.empty((step, width), dtype=hidden.dtype, device=hidden.device)
     for start in range(0, tokens, step):
         rows = slice(start, min(start + step, tokens))
-        logits = buffer[: rows.stop - rows.start]
+        padded = buffer[: rows.stop - rows.start]
+        padded[:, vocabulary:] = float("-inf")
+        logits = padded[:, :vocabulary]
         if bias is None:
             torch.mm(hidden[rows], weight.t(), out=logits)
         else:
             torch.addmm(bias, hidden[rows], weight.t(), out=logits)
-        yield rows, logits
+        yield rows, logits, padded
+
+
+def _padded(vocabulary: int) -> int:
+    return -(-vocabulary // _ROW_MULTIPLE) * _ROW_MULTIPLE
 
 
 def _losses(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
@@ -153,7 +170,8 @@ def _bits(logits: Tensor) -> np.ndarray:
 def scratch_bytes(hidden: Tensor, weight: Tensor, gradients: bool) -> int:
     """Return what the operator allocates beside its results: logits, and sums in float32."""
     element = hidden.element_size()
-    logits = chunk_rows(hidden.shape[0], weight.shape[0], element) * weight.shape[0] * element
+    rows = chunk_rows(hidden.shape[0], weight.shape[0], element)
+    logits = rows * _padded(weight.shape[0]) * element
     if not gradients or weight.dtype == torch.float32:
         return logits
     return logits + weight.numel() * (4 + element)

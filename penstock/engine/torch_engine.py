@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from penstock.engine.flow import Flow
+from penstock.engine.host_memory import keep_freed_pages
 from penstock.engine.interface import Batch, PendingGradients
 from penstock.engine.memory import MemoryAccount
 from penstock.engine.plan import EnginePlan
@@ -36,6 +37,8 @@ class TorchEngine:
         self.memory = MemoryAccount(budget_bytes)
         self._plan = plan
         self._device = torch.device(device)
+        if self._device.type == "cpu":
+            keep_freed_pages()
         self._slots: WeightSlots = make_slots(program, self._device, plan.slots)
         self._last_use = program.last_use()
         self._flows: list[Flow] = []

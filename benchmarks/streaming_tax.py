@@ -1,0 +1,231 @@
+"""What weight streaming costs against the plain PyTorch loop that holds everything resident.
+
+GPT-2 from `transformers` with random weights, 4 sequences of 512 tokens, AdamW with clipping, in
+fp32 and bf16. Three loops, each in a process of its own, take turns step by step: plain PyTorch
+(fused AdamW, foreach clipping, autocast for bf16), the same under `torch.compile`, and Penstock.
+The ratio of a round is Penstock's tokens/s over the other's in the same round; the median counts.
+
+    python benchmarks/streaming_tax.py [--quick] [--rounds N] [--precision fp32|bf16]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+
+SEQUENCES, LENGTH, VOCABULARY = 4, 512, 50257
+LEARNING_RATE, WEIGHT_DECAY, CLIP, SEED = 3e-4, 0.1, 1.0, 0
+TARGETS = {"eager": 1.15, "compiled": 1.0}
+
+
+def main() -> None:
+    """Run the benchmark, or one of its workers."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="two layers, eager only, 50 s")
+    parser.add_argument("--rounds", type=int, default=None)
+    parser.add_argument("--precision", choices=["fp32", "bf16"], action="append")
+    parser.add_argument("--layers", type=int, default=None)
+    parser.add_argument("--worker", nargs=3, metavar=("LOOP", "PRECISION", "LAYERS"))
+    options = parser.parse_args()
+    if options.worker:
+        serve(options.worker[0], options.worker[1], int(options.worker[2]))
+        return
+    layers = options.layers or (2 if options.quick else 12)
+    rounds = options.rounds or (3 if options.quick else 7)
+    loops = ["penstock", "eager"]
+    if not options.quick and shutil.which("gcc"):
+        loops.append("compiled")
+    results = [
+        compare(loops, precision, layers, rounds)
+        for precision in options.precision or ["fp32", "bf16"]
+    ]
+    print(json.dumps(summary(results, layers, rounds)))
+
+
+def compare(loops: list[str], precision: str, layers: int, rounds: int) -> dict:
+    """Take turns for `rounds` rounds; print a table; return medians, ratios and peak memory."""
+    workers = {name: Worker(name, precision, layers) for name in loops}
+    for worker in workers.values():
+        worker.step()  # the first step compiles, allocates and warms up
+        worker.step()
+    seconds: dict[str, list[float]] = {name: [] for name in loops}
+    for number in range(rounds):
+        for name in loops if number % 2 == 0 else reversed(loops):
+            seconds[name].append(workers[name].step())
+    finals = {name: worker.finish() for name, worker in workers.items()}
+    tokens = SEQUENCES * LENGTH
+    result: dict = {"precision": precision, "loss": {}, "tokens_per_second": {}, "ratio": {}}
+    result["peak_rss_gib"] = {}
+    print(f"\n{precision}, {layers} layers, {rounds} rounds, {SEQUENCES} x {LENGTH} tokens")
+    print(
+        f"{'loop':10} {'tokens/s':>9} {'slowest':>8} {'fastest':>8} {'peak RSS':>10}"
+        f" {'penstock is':>12} {'last loss':>10}"
+    )
+    for name in loops:
+        rates = [tokens / s for s in seconds[name]]
+        ratios = [a / b for a, b in zip(seconds[name], seconds["penstock"], strict=True)]
+        result["tokens_per_second"][name] = round(statistics.median(rates), 1)
+        result["ratio"][name] = round(statistics.median(ratios), 3)
+        result["peak_rss_gib"][name] = round(finals[name]["peak_rss_bytes"] / 2**30, 2)
+        result["loss"][name] = finals[name]["loss"]
+        print(
+            f"{name:10} {statistics.median(rates):9.1f} {min(rates):8.1f} {max(rates):8.1f}"
+            f" {result['peak_rss_gib'][name]:6.2f} GiB {result['ratio'][name]:11.3f}x"
+            f" {finals[name]['loss']:10.5f}"
+        )
+    return result
+
+
+def summary(results: list[dict], layers: int, rounds: int) -> dict:
+    """Return the benchmark's JSON line: the least ratio to eager counts."""
+    return {
+        "benchmark": "streaming_tax",
+        "value": min(r["ratio"]["eager"] for r in results),
+        "target": TARGETS["eager"],
+        "unit": "tokens/s over eager PyTorch's",
+        "least_ratio_to_compiled": min(
+            (r["ratio"]["compiled"] for r in results if "compiled" in r["ratio"]), default=None
+        ),
+        "target_compiled": TARGETS["compiled"],
+        "layers": layers,
+        "rounds": rounds,
+        "by_precision": results,
+    }
+
+
+class Worker:
+    """One loop in its own process, which does a step for each line that it is sent."""
+
+    def __init__(self, loop: str, precision: str, layers: int) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, "--worker", loop, precision, str(layers)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def step(self) -> float:
+        """Do one step and return its seconds."""
+        return self._ask("step")["seconds"]
+
+    def finish(self) -> dict:
+        """End the process and return its last loss and its peak memory."""
+        answer = self._ask("finish")
+        self._process.wait(timeout=60)
+        return answer
+
+    def _ask(self, word: str) -> dict:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(word + "\n")
+        self._process.stdin.flush()
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                return json.loads(line)
+        raise RuntimeError(f"a worker ended: exit code {self._process.wait()}")
+
+
+def serve(loop: str, precision: str, layers: int) -> None:
+    """Be a worker: read words from stdin, answer in JSON lines."""
+    make = {"penstock": penstock_loop, "eager": eager_loop, "compiled": compiled_loop}[loop]
+    step = make(precision, layers)
+    loss = float("nan")
+    for line in sys.stdin:
+        if line.strip() == "finish":
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            print(json.dumps({"loss": loss, "peak_rss_bytes": peak}), flush=True)
+            return
+        started = time.perf_counter()
+        loss = step()
+        print(json.dumps({"seconds": time.perf_counter() - started}), flush=True)
+
+
+def batches():  # type: ignore[no-untyped-def]
+    """Return the training tokens as arrays: input_ids and labels, 256 rows of 512."""
+    import numpy as np
+
+    tokens = np.random.default_rng(SEED).integers(0, VOCABULARY, (256, LENGTH + 1))
+    return {"input_ids": tokens[:, :-1].copy(), "labels": tokens[:, 1:].copy()}
+
+
+def penstock_loop(precision: str, layers: int) -> Callable[[], float]:
+    """Return a step of Penstock's trainer on the CPU."""
+    from penstock.data import ArraySource
+    from penstock.trainer import Trainer
+
+    trainer = Trainer(
+        {
+            "model": {"preset": "gpt2", "n_layer": layers},
+            "precision": precision,
+            "data": {"sequence_length": LENGTH},
+            "batch": {"size": SEQUENCES, "micro": SEQUENCES},
+            "optimizer": {
+                "learning_rate": LEARNING_RATE,
+                "weight_decay": WEIGHT_DECAY,
+                "clip_norm": CLIP,
+                "decay_1d": True,
+                "betas": [0.9, 0.999],
+                "schedule": {"name": "constant"},
+            },
+            "engine": {"device": "cpu"},
+            "run": {"dir": tempfile.mkdtemp(), "seed": SEED},
+        },
+        source=ArraySource(batches()),
+    )
+    return lambda: trainer.run_step().loss
+
+
+def eager_loop(precision: str, layers: int, compile_model: bool = False) -> Callable[[], float]:
+    """Return a step of the plain PyTorch loop: everything resident, fused AdamW, one clip."""
+    import contextlib
+
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from penstock.data import ArraySource
+
+    torch.manual_seed(SEED)
+    config = GPT2Config(n_layer=layers, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    model = GPT2LMHeadModel(config).train()
+    run = torch.compile(model) if compile_model else model
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True
+    )
+    source = ArraySource(batches())
+    steps = iter(range(1_000_000))
+
+    def step() -> float:
+        rows = source.batch(next(steps), range(SEQUENCES), SEQUENCES)
+        ids, labels = torch.from_numpy(rows["input_ids"]), torch.from_numpy(rows["labels"])
+        lowered = (
+            torch.autocast("cpu", torch.bfloat16)
+            if precision == "bf16"
+            else contextlib.nullcontext()
+        )
+        with lowered:
+            logits = run(input_ids=ids, use_cache=False).logits
+            loss = torch.nn.functional.cross_entropy(logits.view(-1, VOCABULARY), labels.view(-1))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP, foreach=True)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.item()
+
+    return step
+
+
+def compiled_loop(precision: str, layers: int) -> Callable[[], float]:
+    """Return the same step with the model under `torch.compile`."""
+    return eager_loop(precision, layers, compile_model=True)
+
+
+if __name__ == "__main__":
+    main()
