@@ -70,7 +70,7 @@ def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     for by name. The function must not allocate Python objects. It may be called from several
     threads at once.
     """
-    options = {"parallel": True, "nogil": True, "error_model": "numpy"}
+    options: dict[str, Any] = {"parallel": True, "nogil": True, "error_model": "numpy"}
     # Numba reads the folder once, while decorating; its other users in this process keep theirs.
     before = config.CACHE_DIR
     config.CACHE_DIR = _FOLDER or before
