@@ -48,10 +48,25 @@ _ONE_TYPE = {
     torch.Tensor.bmm,
     torch.Tensor.mm,
 }
+# Losses, which autocast computes in float32 too: few numbers, and all of them are averaged.
+_IN_FLOAT32 = {
+    nn.functional.binary_cross_entropy,
+    nn.functional.binary_cross_entropy_with_logits,
+    nn.functional.cosine_embedding_loss,
+    nn.functional.cross_entropy,
+    nn.functional.hinge_embedding_loss,
+    nn.functional.huber_loss,
+    nn.functional.kl_div,
+    nn.functional.l1_loss,
+    nn.functional.mse_loss,
+    nn.functional.nll_loss,
+    nn.functional.smooth_l1_loss,
+    nn.functional.soft_margin_loss,
+}
 
 
 class _OneType(TorchFunctionMode):
-    """Casts mixed float32 and bfloat16 operands of products to bfloat16, as autocast would."""
+    """Runs products of mixed operands in bfloat16 and losses in float32, as autocast would."""
 
     def __torch_function__(
         self,
@@ -66,6 +81,9 @@ class _OneType(TorchFunctionMode):
             if floats == {torch.float32, torch.bfloat16}:
                 args = tuple(map(_lower, args))
                 kwargs = {name: _lower(value) for name, value in kwargs.items()}
+        elif func in _IN_FLOAT32:
+            args = tuple(map(_raise, args))
+            kwargs = {name: _raise(value) for name, value in kwargs.items()}
         return func(*args, **kwargs)
 
 
@@ -83,6 +101,11 @@ def _lower(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(map(_lower, value))
     return value
+
+
+def _raise(value: Any) -> Any:
+    low = isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16
+    return value.float() if low else value
 
 
 @dataclass(frozen=True)

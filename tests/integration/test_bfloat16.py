@@ -1,0 +1,68 @@
+"""bfloat16 streaming strays from the float32 run as far as autocast does, not farther.
+
+Both round products to bfloat16. Penstock also streams embeddings and norms in it and keeps the
+values between stages in it, which autocast leaves in float32; the bounds below say what that costs.
+"""
+
+import math
+
+import pytest
+import torch
+from plain_training import Recipe, plain, streamed, trainer_of
+from tiny_models import CASES
+
+SEEDS = (0, 1, 2)
+
+
+def strayed(run, reference, start):
+    """Return how far a run is from the reference: losses (absolute), weights (share of travel)."""
+    losses = math.sqrt(
+        sum((a - b) ** 2 for a, b in zip(run.losses, reference.losses, strict=True))
+        / len(reference.losses)
+    )
+    apart = sum(float((run.weights[n] - w).square().sum()) for n, w in reference.weights.items())
+    moved = sum(float((start[n] - w).square().sum()) for n, w in reference.weights.items())
+    return losses, math.sqrt(apart / moved)
+
+
+def root_mean_square(values):
+    return math.sqrt(sum(value * value for value in values) / len(values))
+
+
+@pytest.mark.parametrize(
+    ("name", "weights_bound"),
+    [
+        ("gpt2", 1.5),
+        ("bert", 1.5),
+        ("classifier", 1.1),
+        ("llama", 2.0),  # of tiny width: the residual stream is a larger part of the error
+    ],
+)
+def test_as_near_to_float32_as_autocast(name, weights_bound, tmp_path):
+    ours, theirs, size = [], [], 0.0
+    for seed in SEEDS:
+        case, recipe = CASES[name](), Recipe(seed=seed)
+        start = {n: p.detach() for n, p in case.plain(seed).named_parameters()}
+        reference = plain(case, recipe)
+        size = max(size, *reference.losses)
+        run = streamed(case, recipe, tmp_path / str(seed), precision="bf16")
+        ours.append(strayed(run, reference, start))
+        theirs.append(strayed(plain(case, recipe, autocast=torch.bfloat16), reference, start))
+    (our_losses, our_weights), (losses, weights) = (
+        [root_mean_square(column) for column in zip(*rows, strict=True)] for rows in (ours, theirs)
+    )
+    assert our_weights <= weights_bound * weights
+    # A loss is a mean over a hundred tokens, so it strays by far less than bfloat16's 2**-9.
+    assert our_losses <= max(1.5 * losses, 2**-12 * size)
+
+
+def test_the_master_is_float32_and_streams_as_its_upper_half(tmp_path):
+    case, recipe = CASES["gpt2"](), Recipe(steps=6)
+    trainer, _ = trainer_of(case, recipe, tmp_path, precision="bf16")
+    trainer.train()
+    for stage in trainer.program.stages:
+        for name, weight in zip(stage.weights, trainer.store.fetch(stage.index), strict=True):
+            assert weight.dtype == torch.bfloat16
+            master = trainer.store.master(name)
+            assert torch.equal(weight, master.to(torch.bfloat16))
+            assert not torch.equal(weight.float(), master)
