@@ -48,7 +48,7 @@ def model_source(spec: ModelSpec) -> ModelSource:
     if isinstance(spec, HuggingFaceConfigModel):
         return ModelSource.from_hf_config(spec.hf_config)
     assert isinstance(spec, FactoryModel)
-    return ModelSource.from_factory(spec.factory, spec.args, loss=spec.loss)
+    return ModelSource.from_factory(spec.factory, spec.args, loss=spec.loss, task=spec.task)
 
 
 def choose_device(wanted: Literal["auto", "cpu", "cuda"]) -> str:
@@ -261,7 +261,7 @@ class TrainingData:
 
 def open_data(config: Config, source: ModelSource, notice: Callable[[str], None]) -> TrainingData:
     """Open the configured data set, building it first if it is to be made from `data.input`."""
-    if source.task == "custom":
+    if source.task == "custom" and set(source.inputs) != {"input_ids", "labels"}:
         raise DataError(
             f"{source.name} is a module of your own: give its data from Python, "
             "Trainer(config, source=ArraySource(...))"
@@ -337,4 +337,4 @@ def set_threads(threads: int | None) -> None:
 
     count = threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(count)
-    numba.set_num_threads(min(count, numba.config.NUMBA_NUM_THREADS))
+    numba.set_num_threads(min(count, int(numba.config.NUMBA_NUM_THREADS)))  # type: ignore[attr-defined]

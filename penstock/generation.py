@@ -25,12 +25,15 @@ def generate_tokens(
     seed: int = 0,
     device: str = "cpu",
     stop: int | None = None,
+    vocabulary: int | None = None,
 ) -> Iterator[int]:
     """Yield new token ids after `prompt`, one at a time.
 
     **Arguments:** `program` returns logits [1, window, vocabulary] for `input_ids`
     [1, window]; `fetch` returns weights by name; `temperature` 0 takes the likeliest token;
-    `top_k` None chooses among all; `stop` ends the text and is not yielded.
+    `top_k` None chooses among all; `stop` ends the text and is not yielded; ids
+    from `vocabulary` on (a model's vocabulary may be padded beyond the tokenizer's) are never
+    chosen.
 
     Attention is causal, so a text shorter than the window is filled up behind; of a longer one
     the model sees the last `window` tokens.
@@ -52,7 +55,7 @@ def generate_tokens(
             engine.load(stage.index, fetch(stage.weights))
             engine.infer(stage.index)
         (logits,) = engine.results()[0]
-        token = _choose(logits[0, len(visible) - 1], temperature, top_k, generator)
+        token = _choose(logits[0, len(visible) - 1, :vocabulary], temperature, top_k, generator)
         if token == stop:
             return
         tokens.append(token)

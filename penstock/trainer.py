@@ -31,9 +31,11 @@ from penstock.events import (
     Saved,
     StepDone,
     Stopped,
+    broadcast,
 )
 from penstock.fabric import LocalFabric
 from penstock.generation import generate_tokens
+from penstock.metrics import recorder
 from penstock.models import ModelSource
 from penstock.program import Program, Stage, backward_fetch
 from penstock.store import find_checkpoint, load_checkpoint, read_state, save_checkpoint
@@ -61,7 +63,8 @@ class Trainer:
         on_event: Listener | None = None,
     ) -> None:
         self.config = _as_config(config)
-        self._tell: Listener = on_event or (lambda event: None)
+        self._listener: Listener = on_event or (lambda event: None)
+        self._tell = self._listener
         assembly.set_threads(self.config.engine.threads)
         self.model = _as_source(self.config, model)
         self.device = assembly.choose_device(self.config.engine.device)
@@ -108,6 +111,7 @@ class Trainer:
         """Run to the configured number of steps and return a summary of the run's figures."""
         config, started = self.config, time.perf_counter()
         write_record(config)
+        self._tell = broadcast([recorder(config), self._listener])
         self._announce()
         first_step, last_loss = self.step, math.nan
         while self.step < config.run.steps and self._stop_reason is None:
@@ -203,10 +207,12 @@ class Trainer:
                     scale,
                 )
             )
-        first = next(iter(everything[0].values()))
-        return sum(next(iter(rows.values())).numel() for rows in everything) if (
-            self.model.task != "custom"
-        ) else size * (1 if first.dim() else 1), scale
+        return self._tokens_per_step(), scale
+
+    def _tokens_per_step(self) -> int:
+        """Return the tokens of a step, or its rows where a model does not read tokens."""
+        has_tokens = "input_ids" in self.model.inputs
+        return self.config.batch.size * (self._length() if has_tokens else 1)
 
     def _loss_scale(self, micro_batches: Sequence[Mapping[str, torch.Tensor]]) -> float:
         """Return the factor from the micro-batches' losses to the step's mean loss."""
@@ -404,7 +410,7 @@ class Trainer:
         if self._data.dataset is None:
             raise ConfigError("generate needs the data set's tokenizer; this run has none")
         tokenizer = self._data.dataset.tokenizer()
-        tokens = tokenizer.encode(prompt) or [tokenizer.end_of_document]
+        tokens = tokenizer.encode_batch([prompt])[0].tolist() or [tokenizer.end_of_document]
         window = min(self._length(), _power_of_two(len(tokens) + max_new_tokens))
         written: list[int] = []
         text = ""
@@ -418,6 +424,7 @@ class Trainer:
             seed=seed,
             device=self.device,
             stop=tokenizer.end_of_document,
+            vocabulary=tokenizer.vocab_size,
         ):
             written.append(token)
             now = tokenizer.decode(written)
@@ -443,7 +450,6 @@ class Trainer:
 
     def _announce(self) -> None:
         layout, program = self._layout, self.program
-        tokens = self.config.batch.size * (self._length() if self.model.task != "custom" else 1)
         self._tell(
             RunStarted(
                 run_dir=self.config.run.dir,
@@ -453,7 +459,7 @@ class Trainer:
                 state_bytes=sum(self.store.memory_bytes.values()),
                 engine_bytes=assembly.engine_budget(self.config, self.device),
                 steps=self.config.run.steps,
-                tokens_per_step=tokens,
+                tokens_per_step=self._tokens_per_step(),
                 resumed_from=self.resumed_from,
                 precision=self.config.precision,
                 device=self.device,

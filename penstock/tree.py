@@ -8,6 +8,7 @@ owns whole, the fabric goes on with what the engines hand over.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -83,4 +84,4 @@ def share(leaves: int, parts: int) -> Sequence[range]:
     if parts > leaves:
         raise ValueError(f"{parts} engines cannot share {leaves} micro-batches")
     bounds = [leaves * part // parts for part in range(parts + 1)]
-    return [range(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [range(a, b) for a, b in itertools.pairwise(bounds)]

@@ -56,14 +56,11 @@ def train(
 
 
 def _run(settings: Config, view: View, resume_command: str) -> None:
-    from penstock.events import broadcast
-    from penstock.metrics import recorder
     from penstock.trainer import Trainer
 
     stop = GracefulStop()
-    watchers = broadcast([recorder(settings), view])
     with view:
-        trainer = Trainer(settings, on_event=naming_command(watchers, resume_command))
+        trainer = Trainer(settings, on_event=naming_command(view, resume_command))
         with stop.handling(trainer.request_stop):
             trainer.train()
     if stop.signal is not None:

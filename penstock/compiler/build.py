@@ -6,6 +6,7 @@ import fnmatch
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -185,7 +186,7 @@ class _Assembly:
     def _result_node(self, node: fx.Node) -> fx.Node:
         (output,) = [n for n in self.captured.graph.nodes if n.op == "output"]
         position = self.captured.results.index(node)
-        current = output.args[0][position]  # type: ignore[index]
+        current = output.args[0][position]
         assert isinstance(current, fx.Node)
         return current
 
@@ -232,7 +233,7 @@ class _Assembly:
                 if name in self.values and self.values[name].source == "constant"
             }
         real = self.buffers()
-        env: dict[fx.Node, object] = {}
+        env: dict[fx.Node, Any] = {}
         for placeholder, buffer in self.captured.buffers.items():
             if placeholder in names:
                 env[names[placeholder]] = real[self._public(buffer)]
@@ -381,7 +382,7 @@ def _few(names: Sequence[str], most: int = 5) -> str:
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
-def _on_device(node: fx.Node, device: str) -> dict[str, object]:
+def _on_device(node: fx.Node, device: str) -> dict[str, Any]:
     """Return a node's keyword arguments with any device replaced by the engine's."""
     return {
         name: torch.device(device) if name == "device" and value is not None else value

@@ -7,6 +7,7 @@ for the engine's slot, cuts go where the fewest bytes of activations are alive.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -198,7 +199,7 @@ def _split(piece: Piece, weights: Mapping[fx.Node, int], limit: int) -> list[Pie
     bounds = [0, *cuts, len(piece.nodes)]
     return [
         Piece(f"{piece.name}.{number}", piece.nodes[a:b])
-        for number, (a, b) in enumerate(zip(bounds, bounds[1:], strict=False))
+        for number, (a, b) in enumerate(itertools.pairwise(bounds))
     ]
 
 

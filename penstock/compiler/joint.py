@@ -330,7 +330,7 @@ def _fuse_turns(graph: fx.Graph) -> fx.Graph:
                 loss = graph.call_function(operator.getitem, (turn, 0))
                 loss.meta = dict(forward.meta)
             for item in list(backward.users):
-                item.args = (turn, item.args[1] + 1)
+                item.args = (turn, int(item.args[1]) + 1)  # type: ignore[arg-type]
             forward.replace_all_uses_with(loss)
             graph.erase_node(backward)
             graph.erase_node(forward)

@@ -3,8 +3,8 @@
 Models write GELU in many ways (`0.5 x (1 + tanh(...))` with the terms in any order). Instead of
 matching spellings, a small subgraph of elementwise operators over one tensor is *evaluated* in
 float64 on a dense grid and compared with the functions that PyTorch has fused: equal to 1e-7
-everywhere on the grid (models round the constants), and it is that function. The fused operator saves one tensor for backward
-where the composed one saves four, and reads memory once.
+everywhere on the grid (models round the constants), and it is that function. The fused operator
+saves one tensor for backward where the composed one saves four, and reads memory once.
 """
 
 from __future__ import annotations

@@ -38,12 +38,18 @@ def inline_regions(module: fx.GraphModule) -> fx.Graph:
             else:
                 raise CompileError(f"the forward uses {name}, which Penstock does not compile")
             assert isinstance(body, fx.Node)
-            _inline(graph, node, module.get_submodule(str(body.target)).graph, args, detach)
+            _inline(graph, node, _graph_of(module, body), args, detach)
             again = True
     for node in list(graph.nodes):
         if node.op == "get_attr" and not node.users:
             graph.erase_node(node)
     return graph
+
+
+def _graph_of(module: fx.GraphModule, body: fx.Node) -> fx.Graph:
+    region = module.get_submodule(str(body.target))
+    assert isinstance(region, fx.GraphModule)
+    return region.graph
 
 
 def _inline(
@@ -68,7 +74,7 @@ def _inline(
     for user in list(call.users):
         if user.target is not operator.getitem:
             raise CompileError(f"{user.name} takes the result of a region whole")
-        user.replace_all_uses_with(results[int(user.args[1])])  # type: ignore[arg-type,call-overload]
+        user.replace_all_uses_with(results[int(user.args[1])])  # type: ignore[arg-type]
         graph.erase_node(user)
     graph.erase_node(call)
 

@@ -104,9 +104,8 @@ def _functionalise(graph: fx.Graph) -> None:
                 "that other views share; use the operator's functional form."
             )
         node.target = twin
-        written.replace_all_uses_with(
-            node, delete_user_cb=lambda user, at=order[node]: order[user] > at
-        )
+        for user in [u for u in written.users if order[u] > order[node]]:
+            user.replace_input_with(written, node)
 
 
 def _has_views(node: fx.Node, before: int) -> bool:
@@ -220,9 +219,10 @@ def _key_dropouts(graph: fx.Graph, key: fx.Node) -> None:
                 )
             node.replace_all_uses_with(keyed)
             graph.erase_node(node)
-        elif node.target is aten.scaled_dot_product_attention.default:
-            if _named(node).get("dropout_p", 0.0):
-                _expand_attention(graph, node, key)
+        elif node.target is aten.scaled_dot_product_attention.default and _named(node).get(
+            "dropout_p", 0.0
+        ):
+            _expand_attention(graph, node, key)
     graph.eliminate_dead_code()
 
 

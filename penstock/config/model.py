@@ -5,7 +5,7 @@ Nothing here builds a model or imports torch; `penstock.models` does, from these
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BeforeValidator,
@@ -95,9 +95,14 @@ class FactoryModel(Section):
 
     factory: str = Field(description="`package.module:function` that returns an nn.Module")
     args: dict[str, Any] = setting({}, "keyword arguments of the factory")
+    task: Literal["causal_lm", "masked_lm", "custom"] | None = setting(
+        None,
+        "causal_lm, masked_lm: forward(input_ids) returns logits; custom: the loss is the module's "
+        "own; null: custom, or what a model of transformers is for",
+    )
     loss: str | None = setting(
         None,
-        "`package.module:function`(outputs, batch) -> scalar loss; null: the module returns it",
+        "`package.module:function`(output, **targets) -> scalar loss; null: the module returns it",
         example="my_package.losses:cross_entropy",
     )
 

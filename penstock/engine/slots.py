@@ -119,7 +119,7 @@ class DeviceSlots:
         with torch.cuda.stream(self._return):
             self._return.wait_event(done)
             for node in nodes:
-                tensors = []
+                tensors: list[torch.Tensor | None] = []
                 for tensor in node.tensors:
                     if tensor is None:
                         tensors.append(None)

@@ -114,6 +114,11 @@ class ModelSource:
     weight_prefix: str = WEIGHT_PREFIX
 
     @property
+    def class_name(self) -> str:
+        """The class of the user's model."""
+        return type(self._origin.module).__name__
+
+    @property
     def fake_mode(self) -> FakeTensorMode:
         """The mode of all of the source's fake tensors; further inputs must be made under it."""
         return self._origin.fake_mode
