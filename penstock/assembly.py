@@ -336,5 +336,7 @@ def set_threads(threads: int | None) -> None:
     import numba
 
     count = threads or len(os.sched_getaffinity(0))
-    torch.set_num_threads(count)
     numba.set_num_threads(min(count, int(numba.config.NUMBA_NUM_THREADS)))  # type: ignore[attr-defined]
+    # In this order: Numba starts its threads here, which resets OpenMP's number for PyTorch too,
+    # and PyTorch's sums over rows (the gradients of norms) are cut by that number.
+    torch.set_num_threads(count)

@@ -92,16 +92,26 @@ def streamed(case: Case, recipe: Recipe, folder: Path, **changes: Any) -> Traine
 
 
 def trainer_of(
-    case: Case, recipe: Recipe, folder: Path, **changes: Any
+    case: Case, recipe: Recipe, folder: Path, until: int | None = None, **changes: Any
 ) -> tuple[Trainer, list[StepDone]]:
-    """Return a trainer of the recipe, and the list into which its steps will go."""
+    """Return a trainer of the recipe, and the list into which its steps will go.
+
+    With `until`, it is asked to stop as soon as that step is done.
+    """
     events: list[StepDone] = []
+
+    def listen(event: object) -> None:
+        if isinstance(event, StepDone):
+            events.append(event)
+            if event.step == until:
+                trainer.request_stop("the test says so")
+
     trainer = Trainer(
         recipe.config(folder, **changes),
         model=case.source(recipe.seed),
         source=case.data(recipe.seed),
         held_out=case.data(recipe.seed + 1),
-        on_event=lambda event: events.append(event) if isinstance(event, StepDone) else None,
+        on_event=listen,
     )
     return trainer, events
 

@@ -1,0 +1,172 @@
+"""What must not change a single bit: stopping and resuming, recomputation, the number of engines.
+
+Two runs are equal when their losses are equal as numbers and the hashes of their weights agree.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from plain_training import Recipe, trainer_of
+from sweeps import gradients_by_weight, sweep
+from tiny_models import FIELDS, language_model
+
+from penstock.engine import EnginePlan, TorchEngine
+
+PLAN = EnginePlan()
+STEPS = 8
+PRECISIONS = ("fp32", "bf16")
+DROPOUT = {"resid_pdrop": 0.2, "embd_pdrop": 0.1, "attn_pdrop": 0.15}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def gpt2(dropout):
+    return language_model("gpt2", **(DROPOUT if dropout else {}))
+
+
+def recipe_of(seed=0, **changes):
+    return Recipe(seed=seed, steps=STEPS, warmup_steps=2, **changes)
+
+
+def run(folder, case, recipe=None, until=None, **changes):
+    """Train and return (losses, hash of the weights); with `until`, stop after that step."""
+    trainer, events = trainer_of(case, recipe or recipe_of(), folder, until, **changes)
+    trainer.train()
+    return [event.loss for event in events], trainer.store.content_hash()
+
+
+@pytest.mark.parametrize("dropout", [False, True], ids=["plain", "dropout"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_run_that_stopped_and_went_on_equals_one_that_never_stopped(precision, dropout, tmp_path):
+    case = gpt2(dropout)
+    losses, weights = run(tmp_path / "whole", case, precision=precision)
+    assert len(losses) == STEPS
+    went_on = []
+    for until in (1, 4, None):  # twice stopped, three trainers on one folder
+        part, last = run(tmp_path / "parts", case, until=until, precision=precision)
+        assert len(went_on) + len(part) == (until or STEPS)
+        went_on += part
+    assert went_on == losses
+    assert last == weights
+
+
+def test_another_process_goes_on_to_the_same_bits(tmp_path):
+    case = gpt2(dropout=True)
+    losses, weights = run(tmp_path / "whole", case)
+    begun, _ = run(tmp_path / "parts", case, until=3)
+    script = (
+        "import sys\n"
+        "from test_bit_equality import gpt2, run\n"
+        "from pathlib import Path\n"
+        "losses, weights = run(Path(sys.argv[1]), gpt2(True))\n"
+        "print(repr(losses)); print(weights)\n"
+    )
+    here = Path(__file__).parent
+    done = subprocess.run(
+        [sys.executable, "-c", script, tmp_path / "parts"],
+        env={"PYTHONPATH": f"{here}:{here.parent}", "PATH": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    went_on, last = done.stdout.strip().splitlines()
+    assert [*begun, *eval(went_on)] == losses
+    assert last == weights
+
+
+@pytest.mark.parametrize("dropout", [False, True], ids=["plain", "dropout"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_recomputing_equals_keeping(precision, dropout, tmp_path):
+    case = gpt2(dropout)
+    found = {
+        kind: run(tmp_path / kind, case, precision=precision, engine={"recompute": kind})
+        for kind in ("never", "always", "auto")
+    }
+    assert found["always"] == found["never"]
+    assert found["auto"] == found["never"]
+
+
+@pytest.mark.parametrize("family", sorted(FIELDS))
+def test_recomputing_equals_keeping_in_every_family(family, tmp_path):
+    case = language_model(family)
+    recipe = Recipe(seed=1, steps=2, warmup_steps=0)
+    kept = run(tmp_path / "kept", case, recipe, engine={"recompute": "never"})
+    assert run(tmp_path / "made", case, recipe, engine={"recompute": "always"}) == kept
+
+
+@pytest.mark.parametrize("dropout", [False, True], ids=["plain", "dropout"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_any_number_of_engines_gives_the_same_bits(precision, dropout, tmp_path):
+    case, recipe = gpt2(dropout), recipe_of(size=10, micro=2)  # 5 micro-batches: no power of two
+    alone = run(tmp_path / "1", case, recipe, precision=precision)
+    for engines in (2, 3, 4, 5):
+        folder = tmp_path / str(engines)
+        assert run(folder, case, recipe, precision=precision, engines=engines) == alone, engines
+
+
+def test_a_run_may_change_engines_and_recomputation_when_it_resumes(tmp_path):
+    case = gpt2(dropout=True)
+    losses, weights = run(tmp_path / "whole", case)
+    begun, _ = run(tmp_path / "parts", case, until=3, engines=2)
+    changed = {"engines": 4, "engine": {"recompute": "always"}}
+    ended, last = run(tmp_path / "parts", case, **changed)
+    assert (begun + ended, last) == (losses, weights)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_order_in_which_an_engine_sees_its_micro_batches_changes_nothing(seed, tmp_path):
+    """A micro-batch keeps its number, and the sum is a tree over these numbers."""
+    case = gpt2(dropout=True)
+    trainer, _ = trainer_of(case, recipe_of(seed, size=14), tmp_path)
+    program = trainer.program
+    weights = {name: trainer.store.master(name) for name in program.weights}
+    rows = trainer._data.training.batch(0, range(14), 14)
+    parts = [
+        {name: torch.from_numpy(value[2 * i : 2 * i + 2]) for name, value in rows.items()}
+        for i in range(7)
+    ]
+
+    def sums(order):
+        """Feed each micro-batch as an engine of its own would see it, in this order."""
+        found, losses = {stage.index: [] for stage in program.stages}, {}
+        for number in order:
+            part = sweep(
+                TorchEngine(program, PLAN),
+                PLAN,
+                weights,
+                [parts[number]],
+                first=number,
+                total=7,
+                seed=seed,
+                scale=0.01,
+            )
+            (losses[number],) = part.losses
+            for index, nodes in part.nodes.items():
+                found[index] += nodes
+        return gradients_by_weight(program, found, 7), [losses[n] for n in range(7)]
+
+    expected, losses = sums(range(7))
+    for order in ([6, 5, 4, 3, 2, 1, 0], [3, 0, 6, 2, 5, 1, 4]):
+        found, again = sums(order)
+        assert again == losses
+        assert found.keys() == set(program.weights)
+        assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def test_runs_that_differ_are_told_apart(tmp_path):
+    """The tests above compare hashes: a hash must differ where training does."""
+    case = gpt2(dropout=True)
+    _, weights = run(tmp_path / "a", case)
+    _, other = run(tmp_path / "b", case, recipe_of(seed=1))
+    assert other != weights
+    _, without = run(tmp_path / "c", gpt2(dropout=False))
+    assert without != weights
