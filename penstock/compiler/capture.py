@@ -7,10 +7,13 @@ stream, and errors that name the module and the line that cannot be captured.
 
 from __future__ import annotations
 
+import io
 import linecache
+import logging
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -139,7 +142,7 @@ def capture(
     lowered = _lowered_parameters(module) if precision == "bf16" else nullcontext()
     mode = _OneType() if precision == "bf16" else nullcontext()
     try:
-        with lowered, mode:
+        with lowered, mode, _quiet_torch():
             exported = torch.export.export(module, (), dict(inputs), strict=False)
     except CompileError:
         raise
@@ -168,19 +171,59 @@ def _read_signature(exported: torch.export.ExportedProgram) -> Capture:
             raise CompileError(f"the model takes an input of kind {spec.kind.name} ({name})")
     graph = inline_regions(exported.graph_module)
     nodes = {node.name: node for node in graph.nodes}
+    for buffer in _written_buffers(graph, buffers):
+        raise _refused_write(buffer)
     results = []
     for out in signature.output_specs:
         if out.kind is OutputKind.BUFFER_MUTATION:
-            raise CompileError(
-                f"the forward writes its buffer {out.target!r} (running statistics of a batch "
-                "norm, a cache): an engine keeps no state between steps, so a replayed step "
-                "would differ. Use LayerNorm or GroupNorm, or call .eval() on that module."
-            )
+            raise _refused_write(str(out.target))
         if out.kind in (OutputKind.USER_OUTPUT, OutputKind.LOSS_OUTPUT):
             if out.arg.name not in nodes:
                 raise CompileError(f"the model must return tensors; it returns {out.arg}")
             results.append(nodes[out.arg.name])
     return Capture(graph, weights, buffers, inputs, constants, tuple(results))
+
+
+def _written_buffers(graph: fx.Graph, buffers: Mapping[str, str]) -> Iterator[str]:
+    """Yield the buffers that operators write, by their schema or, as batch norm does, beside it."""
+    for node in graph.nodes:
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        written = [
+            value
+            for argument, value in zip(node.target._schema.arguments, node.args, strict=False)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        if node.target is torch.ops.aten.batch_norm.default and node.args[5]:
+            written += node.args[3:5]
+        yield from (buffers[n.name] for n in written if getattr(n, "name", None) in buffers)
+
+
+def _refused_write(buffer: str) -> CompileError:
+    return CompileError(
+        f"the forward writes its buffer {buffer!r} (running statistics of a batch norm, a cache): "
+        "an engine keeps no state between steps, so a replayed step would differ. Use LayerNorm "
+        "or GroupNorm, or call .eval() on that module."
+    )
+
+
+@contextmanager
+def _quiet_torch() -> Iterator[None]:
+    """Keep PyTorch from printing, as graphs and tracebacks, what the error says in a sentence."""
+    loggers = [
+        logging.getLogger(name) for name in ("torch.fx", "torch._subclasses", "torch.export")
+    ]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    printed = io.StringIO()
+    try:
+        with redirect_stderr(printed):
+            yield
+        sys.stderr.write(printed.getvalue())  # the user's own, since the export succeeded
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 @contextmanager
@@ -210,21 +253,24 @@ def _explain(module: nn.Module, error: Exception) -> str:
     names = {id(child): name or type(module).__name__ for name, child in module.named_modules()}
     where, line = "the model's forward", ""
     for frame, number in traceback.walk_tb(error.__traceback__):
-        owner = frame.f_locals.get("self")
+        first = frame.f_code.co_varnames[:1] if frame.f_code.co_argcount else ()
+        owner = frame.f_locals.get(*first) if first else None
         inside_torch = "/torch/" in frame.f_code.co_filename.replace("\\", "/")
         if isinstance(owner, nn.Module) and id(owner) in names and not inside_torch:
             file = frame.f_code.co_filename
             where = f"{names[id(owner)]} ({type(owner).__name__})"
             line = f" at {file}:{number}: {linecache.getline(file, number).strip()!r}"
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    reason = reason.strip().rstrip(".")
     return f"cannot capture {where}{line}: {reason}. {_advice(error)}"
 
 
 def _advice(error: Exception) -> str:
     text = f"{type(error).__name__} {error}"
-    if "data-dependent" in text or "DataDependent" in text or "unbacked" in text:
+    signs = ("data-dependent", "DataDependent", "unbacked", "for tensor subclasses")
+    if any(sign in text for sign in signs):
         return (
-            "The forward decides on the value of a tensor, which no ahead-of-time graph can hold: "
+            "The forward needs the value of a tensor, which no ahead-of-time graph can hold: "
             "use torch.where or masking, or take the decision outside the model."
         )
     if isinstance(error, NotImplementedError) or "fake" in text.lower():

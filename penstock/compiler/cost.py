@@ -11,8 +11,13 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
+from penstock.compiler.products import onednn_flops
+
 aten = torch.ops.aten
 penstock = torch.ops.penstock
+
+
+_ONEDNN = "mkldnn::_linear_pointwise"
 
 
 def graph_flops(graph: fx.Graph) -> int:
@@ -20,6 +25,9 @@ def graph_flops(graph: fx.Graph) -> int:
     total = 0
     for node in graph.nodes:
         if node.op != "call_function":
+            continue
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name == _ONEDNN:
+            total += onednn_flops(*_values(node.args))
             continue
         own = _OWN.get(node.target)
         if own is not None:

@@ -17,13 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.compiler.products import product
 from penstock.kernels import cross_entropy as kernels
 
 # Logits of a chunk, in bytes: large enough that adding to the weight's gradient once per chunk
 # costs little beside the products (measured: benchmarks/streaming_tax.py).
 CHUNK_BYTES = 128 << 20
 _MIN_ROWS = 64
-_ROW_MULTIPLE = 64  # elements
 
 
 def chunk_rows(tokens: int, vocabulary: int, element_bytes: int) -> int:
@@ -42,8 +42,8 @@ def loss_sum(
     None; `labels` int64 [tokens], entries equal to `ignore_index` count nothing.
     """
     losses = []
-    for rows, _, padded in _logit_chunks(hidden, weight, bias):
-        losses.append(_losses(padded, labels[rows], ignore_index))
+    for rows, logits in _logit_chunks(hidden, weight, bias):
+        losses.append(_losses(logits, labels[rows], ignore_index))
     return torch.cat(losses).sum()
 
 
@@ -80,19 +80,14 @@ def loss_sum_and_gradients(
     grad_weight = torch.empty(0)
     grad_bias = torch.zeros(weight.shape[0], dtype=torch.float32, device=weight.device)
     losses = []
-    for number, (rows, logits, padded) in enumerate(_logit_chunks(hidden, weight, bias)):
-        losses.append(_losses_to_gradients(padded, labels[rows], ignore_index, factor))
-        torch.mm(logits, weight, out=grad_hidden[rows])
+    for number, (rows, logits) in enumerate(_logit_chunks(hidden, weight, bias)):
+        losses.append(_losses_to_gradients(logits, labels[rows], ignore_index, factor))
+        grad_hidden[rows] = product(logits, weight)
         if not with_weight:
             continue
-        if number == 0:
-            grad_weight = torch.mm(logits.t(), hidden[rows])
-        elif weight.dtype == torch.float32:
-            grad_weight.addmm_(logits.t(), hidden[rows])
-        else:
-            if grad_weight.dtype != torch.float32:
-                grad_weight = grad_weight.float()
-            grad_weight.add_(torch.mm(logits.t(), hidden[rows]))
+        part = product(logits.t(), hidden[rows])
+        # Chunks add up in float32 whatever the type, not to round away what others added.
+        grad_weight = part if number == 0 else grad_weight.float().add_(part)
         if bias is not None:
             grad_bias += logits.sum(0, dtype=torch.float32)
     grads = [torch.cat(losses).sum(), grad_hidden]
@@ -105,31 +100,17 @@ def loss_sum_and_gradients(
 
 def _logit_chunks(
     hidden: Tensor, weight: Tensor, bias: Tensor | None
-) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yield (rows of this chunk, its logits, the same with padding) over one reused buffer.
-
-    The buffer's rows are padded to whole cache lines, without which the product runs at two thirds
-    of its speed (a vocabulary of 50257 leaves every row at another alignment). What pads is minus
-    infinity: probability zero, gradient zero.
-    """
-    tokens, vocabulary = hidden.shape[0], weight.shape[0]
-    step = chunk_rows(tokens, vocabulary, hidden.element_size())
-    width = _padded(vocabulary)
-    buffer = torch.empty((step, width), dtype=hidden.dtype, device=hidden.device)
+) -> Iterator[tuple[slice, Tensor]]:
+    """Yield (rows of this chunk, its logits [rows, vocabulary]); logits are the caller's to use."""
+    tokens = hidden.shape[0]
+    step = chunk_rows(tokens, weight.shape[0], hidden.element_size())
     for start in range(0, tokens, step):
         rows = slice(start, min(start + step, tokens))
-        padded = buffer[: rows.stop - rows.start]
-        padded[:, vocabulary:] = float("-inf")
-        logits = padded[:, :vocabulary]
-        if bias is None:
-            torch.mm(hidden[rows], weight.t(), out=logits)
-        else:
-            torch.addmm(bias, hidden[rows], weight.t(), out=logits)
-        yield rows, logits, padded
-
-
-def _padded(vocabulary: int) -> int:
-    return -(-vocabulary // _ROW_MULTIPLE) * _ROW_MULTIPLE
+        logits = product(hidden[rows], weight.t())
+        if bias is not None:
+            logits += bias
+        yield rows, logits
+        del logits  # before the next chunk's are made
 
 
 def _losses(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
@@ -171,7 +152,8 @@ def scratch_bytes(hidden: Tensor, weight: Tensor, gradients: bool) -> int:
     """Return what the operator allocates beside its results: logits, and sums in float32."""
     element = hidden.element_size()
     rows = chunk_rows(hidden.shape[0], weight.shape[0], element)
-    logits = rows * _padded(weight.shape[0]) * element
-    if not gradients or weight.dtype == torch.float32:
+    logits = rows * weight.shape[0] * element
+    if not gradients or rows == hidden.shape[0]:
         return logits
-    return logits + weight.numel() * (4 + element)
+    parts = element if weight.dtype == torch.float32 else 4 + element
+    return logits + weight.numel() * parts

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from penstock.compiler.cost import graph_flops, peak_bytes
+from penstock.compiler.products import choose_products
 from penstock.errors import ProgramError
 from penstock.program import Kind, Saved, TensorSpec
 
@@ -139,6 +140,7 @@ def _trace(
 
         traced = make_fx(joint)(*flat, key, *tangents).graph
     _simplify(traced)
+    choose_products(traced)
     return traced, outputs, outputs_grad
 
 

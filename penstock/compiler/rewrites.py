@@ -31,6 +31,7 @@ _MEAN = 1
 def rewrite(graph: fx.Graph) -> fx.Node:
     """Apply every rewrite to `graph` in place; return the placeholder of the dropout key."""
     _drop_checks(graph)
+    _refuse_shapes_from_values(graph)
     _functionalise(graph)
     fuse_activations(graph)
     fuse_heads(graph)
@@ -79,6 +80,17 @@ def _drop_checks(graph: fx.Graph) -> None:
         if node.target in _CHECKS:
             graph.erase_node(node)
     graph.eliminate_dead_code()
+
+
+def _refuse_shapes_from_values(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and not all(isinstance(n, int) for n in value.shape):
+            raise CompileError(
+                f"{source_line(node)} makes a tensor whose shape depends on values "
+                f"({node.target}), which no ahead-of-time graph can hold: use torch.where or a "
+                "mask instead."
+            )
 
 
 def _functionalise(graph: fx.Graph) -> None:
