@@ -70,7 +70,7 @@ def cut(
     pieces = _by_container(nodes, containers)
     if len(pieces) == 1:
         total = sum(weights.values())
-        largest = max(weights.values(), default=0)
+        largest = max((_weight_bytes([n], weights) for n in nodes), default=0)
         limit = max(largest, total // _PARTS_WITHOUT_CONTAINERS)
         pieces = _split(pieces[0], weights, limit)
     if slot_bytes is not None:
