@@ -11,6 +11,7 @@ The ratio of a round is Penstock's tokens/s over the other's in the same round; 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import resource
 import shutil
@@ -21,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable
 
-SEQUENCES, LENGTH, VOCABULARY = 4, 512, 50257
+VOCABULARY = 50257
 LEARNING_RATE, WEIGHT_DECAY, CLIP, SEED = 3e-4, 0.1, 1.0, 0
 TARGETS = {"eager": 1.15, "compiled": 1.0}
 
@@ -29,30 +30,46 @@ TARGETS = {"eager": 1.15, "compiled": 1.0}
 def main() -> None:
     """Run the benchmark, or one of its workers."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="two layers, eager only, 50 s")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="one layer, one sequence of 256, eager only: within 50 s",
+    )
     parser.add_argument("--rounds", type=int, default=None)
     parser.add_argument("--precision", choices=["fp32", "bf16"], action="append")
     parser.add_argument("--layers", type=int, default=None)
-    parser.add_argument("--worker", nargs=3, metavar=("LOOP", "PRECISION", "LAYERS"))
+    parser.add_argument("--worker", metavar="JSON", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        serve(options.worker[0], options.worker[1], int(options.worker[2]))
+        serve(Job(**json.loads(options.worker)))
         return
-    layers = options.layers or (2 if options.quick else 12)
+    layers = options.layers or (1 if options.quick else 12)
+    sequences, length = (1, 256) if options.quick else (4, 512)
     rounds = options.rounds or (3 if options.quick else 7)
     loops = ["penstock", "eager"]
     if not options.quick and shutil.which("gcc"):
         loops.append("compiled")
     results = [
-        compare(loops, precision, layers, rounds)
+        compare(loops, Job("", precision, layers, sequences, length), rounds)
         for precision in options.precision or ["fp32", "bf16"]
     ]
     print(json.dumps(summary(results, layers, rounds)))
 
 
-def compare(loops: list[str], precision: str, layers: int, rounds: int) -> dict:
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What one worker does: which loop, on what."""
+
+    loop: str
+    precision: str
+    layers: int
+    sequences: int
+    length: int
+
+
+def compare(loops: list[str], job: Job, rounds: int) -> dict:
     """Take turns for `rounds` rounds; print a table; return medians, ratios and peak memory."""
-    workers = {name: Worker(name, precision, layers) for name in loops}
+    workers = {name: Worker(dataclasses.replace(job, loop=name)) for name in loops}
     for worker in workers.values():
         worker.step()  # the first step compiles, allocates and warms up
         worker.step()
@@ -61,10 +78,13 @@ def compare(loops: list[str], precision: str, layers: int, rounds: int) -> dict:
         for name in loops if number % 2 == 0 else reversed(loops):
             seconds[name].append(workers[name].step())
     finals = {name: worker.finish() for name, worker in workers.items()}
-    tokens = SEQUENCES * LENGTH
-    result: dict = {"precision": precision, "loss": {}, "tokens_per_second": {}, "ratio": {}}
+    tokens = job.sequences * job.length
+    result: dict = {"precision": job.precision, "loss": {}, "tokens_per_second": {}, "ratio": {}}
     result["peak_rss_gib"] = {}
-    print(f"\n{precision}, {layers} layers, {rounds} rounds, {SEQUENCES} x {LENGTH} tokens")
+    print(
+        f"\n{job.precision}, {job.layers} layers, {rounds} rounds, "
+        f"{job.sequences} x {job.length} tokens"
+    )
     print(
         f"{'loop':10} {'tokens/s':>9} {'slowest':>8} {'fastest':>8} {'peak RSS':>10}"
         f" {'penstock is':>12} {'last loss':>10}"
@@ -104,9 +124,9 @@ def summary(results: list[dict], layers: int, rounds: int) -> dict:
 class Worker:
     """One loop in its own process, which does a step for each line that it is sent."""
 
-    def __init__(self, loop: str, precision: str, layers: int) -> None:
+    def __init__(self, job: Job) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, __file__, "--worker", loop, precision, str(layers)],
+            [sys.executable, __file__, "--worker", json.dumps(dataclasses.asdict(job))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -133,10 +153,10 @@ class Worker:
         raise RuntimeError(f"a worker ended: exit code {self._process.wait()}")
 
 
-def serve(loop: str, precision: str, layers: int) -> None:
+def serve(job: Job) -> None:
     """Be a worker: read words from stdin, answer in JSON lines."""
-    make = {"penstock": penstock_loop, "eager": eager_loop, "compiled": compiled_loop}[loop]
-    step = make(precision, layers)
+    make = {"penstock": penstock_loop, "eager": eager_loop, "compiled": compiled_loop}[job.loop]
+    step = make(job)
     loss = float("nan")
     for line in sys.stdin:
         if line.strip() == "finish":
@@ -148,25 +168,25 @@ def serve(loop: str, precision: str, layers: int) -> None:
         print(json.dumps({"seconds": time.perf_counter() - started}), flush=True)
 
 
-def batches():  # type: ignore[no-untyped-def]
-    """Return the training tokens as arrays: input_ids and labels, 256 rows of 512."""
+def batches(length: int):  # type: ignore[no-untyped-def]
+    """Return the training tokens as arrays: input_ids and labels, 256 rows."""
     import numpy as np
 
-    tokens = np.random.default_rng(SEED).integers(0, VOCABULARY, (256, LENGTH + 1))
+    tokens = np.random.default_rng(SEED).integers(0, VOCABULARY, (256, length + 1))
     return {"input_ids": tokens[:, :-1].copy(), "labels": tokens[:, 1:].copy()}
 
 
-def penstock_loop(precision: str, layers: int) -> Callable[[], float]:
+def penstock_loop(job: Job) -> Callable[[], float]:
     """Return a step of Penstock's trainer on the CPU."""
     from penstock.data import ArraySource
     from penstock.trainer import Trainer
 
     trainer = Trainer(
         {
-            "model": {"preset": "gpt2", "n_layer": layers},
-            "precision": precision,
-            "data": {"sequence_length": LENGTH},
-            "batch": {"size": SEQUENCES, "micro": SEQUENCES},
+            "model": {"preset": "gpt2", "n_layer": job.layers},
+            "precision": job.precision,
+            "data": {"sequence_length": job.length},
+            "batch": {"size": job.sequences, "micro": job.sequences},
             "optimizer": {
                 "learning_rate": LEARNING_RATE,
                 "weight_decay": WEIGHT_DECAY,
@@ -178,12 +198,12 @@ def penstock_loop(precision: str, layers: int) -> Callable[[], float]:
             "engine": {"device": "cpu"},
             "run": {"dir": tempfile.mkdtemp(), "seed": SEED},
         },
-        source=ArraySource(batches()),
+        source=ArraySource(batches(job.length)),
     )
     return lambda: trainer.run_step().loss
 
 
-def eager_loop(precision: str, layers: int, compile_model: bool = False) -> Callable[[], float]:
+def eager_loop(job: Job, compile_model: bool = False) -> Callable[[], float]:
     """Return a step of the plain PyTorch loop: everything resident, fused AdamW, one clip."""
     import contextlib
 
@@ -193,21 +213,21 @@ def eager_loop(precision: str, layers: int, compile_model: bool = False) -> Call
     from penstock.data import ArraySource
 
     torch.manual_seed(SEED)
-    config = GPT2Config(n_layer=layers, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    config = GPT2Config(n_layer=job.layers, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
     model = GPT2LMHeadModel(config).train()
     run = torch.compile(model) if compile_model else model
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True
     )
-    source = ArraySource(batches())
+    source = ArraySource(batches(job.length))
     steps = iter(range(1_000_000))
 
     def step() -> float:
-        rows = source.batch(next(steps), range(SEQUENCES), SEQUENCES)
+        rows = source.batch(next(steps), range(job.sequences), job.sequences)
         ids, labels = torch.from_numpy(rows["input_ids"]), torch.from_numpy(rows["labels"])
         lowered = (
             torch.autocast("cpu", torch.bfloat16)
-            if precision == "bf16"
+            if job.precision == "bf16"
             else contextlib.nullcontext()
         )
         with lowered:
@@ -222,9 +242,9 @@ def eager_loop(precision: str, layers: int, compile_model: bool = False) -> Call
     return step
 
 
-def compiled_loop(precision: str, layers: int) -> Callable[[], float]:
+def compiled_loop(job: Job) -> Callable[[], float]:
     """Return the same step with the model under `torch.compile`."""
-    return eager_loop(precision, layers, compile_model=True)
+    return eager_loop(job, compile_model=True)
 
 
 if __name__ == "__main__":

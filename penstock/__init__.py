@@ -4,11 +4,16 @@
 command line starts without torch.
 """
 
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.config import Config
     from penstock.trainer import Trainer
+
+# PyTorch and Numba each have a pool of OpenMP threads. By default the idle pool's threads spin for
+# milliseconds on the cores that the other one needs; so they sleep. Read when torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 __version__ = "0.1.0"
 __all__ = ["Config", "Trainer", "__version__"]
