@@ -116,7 +116,7 @@ def _trace(
         ]
         key = torch.empty((), dtype=torch.int64)  # stays on the host: it is read as a number
         with torch.enable_grad():
-            outs = interpreter.run(*leaves(flat), key)
+            outs = _dense(interpreter.run(*leaves(flat), key))
         outputs = [TensorSpec(tuple(o.shape), o.dtype) for o in outs]
         outputs_grad = [o.requires_grad for o in outs]
         tangents = [
@@ -126,7 +126,7 @@ def _trace(
         def joint(*args: torch.Tensor) -> tuple[Any, ...]:
             given = leaves(args[: len(flat)])
             with torch.enable_grad():
-                results = interpreter.run(*given, args[len(flat)])
+                results = _dense(interpreter.run(*given, args[len(flat)]))
             wanted = [t for t, g in zip(given, grads, strict=True) if g]
             roots = [r for r in results if r.requires_grad]
             found: Sequence[torch.Tensor | None] = [None] * len(wanted)
@@ -136,12 +136,33 @@ def _trace(
                 )
             weight_grads = found[: sum(signature.trainable)]
             input_grads = found[sum(signature.trainable) :]
-            return (*results, *input_grads, *weight_grads)
+            others = [*args, *results, *input_grads]
+            return (*results, *_dense(input_grads), *_own(_dense(weight_grads), others))
 
         traced = make_fx(joint)(*flat, key, *tangents).graph
     _simplify(traced)
     choose_products(traced)
     return traced, outputs, outputs_grad
+
+
+def _dense(tensors: Sequence[torch.Tensor | None]) -> list[Any]:
+    """Return tensors without gaps: what crosses stages is traced there by its shape alone."""
+    return [None if t is None else t.contiguous() for t in tensors]
+
+
+def _own(
+    gradients: Sequence[torch.Tensor | None], others: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor | None]:
+    """Return gradients that share memory with nothing: micro-batches add to them in place."""
+    taken = {t.untyped_storage()._cdata for t in others if t is not None}
+    owned: list[torch.Tensor | None] = []
+    for gradient in gradients:
+        if gradient is not None and gradient.untyped_storage()._cdata in taken:
+            gradient = gradient.clone()
+        if gradient is not None:
+            taken.add(gradient.untyped_storage()._cdata)
+        owned.append(gradient)
+    return owned
 
 
 _IDENTITIES = {aten.detach.default, aten.alias.default}

@@ -1,0 +1,168 @@
+"""The head and its loss in one operator: the values and gradients of PyTorch's own two."""
+
+from fnmatch import fnmatch
+
+import pytest
+import torch
+from sweeps import compiled, one_step, sweep, weights_of
+from torch import nn
+from torch.nn import functional as F
+
+from penstock.compiler import fused_head
+from penstock.engine import EnginePlan, TorchEngine
+
+TOKENS, WIDTH, VOCABULARY = 200, 12, 37
+
+
+class Head(nn.Module):
+    """A layer, then a head with its loss."""
+
+    def __init__(self, *, bias=True, reduction="mean", ignore_index=-100, smoothing=0.0):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=bias)
+        self.options = {
+            "reduction": reduction,
+            "ignore_index": ignore_index,
+            "label_smoothing": smoothing,
+        }
+
+    def forward(self, x, labels):
+        logits = self.head(torch.tanh(self.body(x)))
+        return F.cross_entropy(logits.float(), labels, **self.options)
+
+
+def rows_of(seed, ignore_index=-100, share=0.2):
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(VOCABULARY, (TOKENS,), generator=generator)
+    ignored = torch.rand(TOKENS, generator=generator) < share
+    return {
+        "x": 2 * torch.randn(TOKENS, WIDTH, generator=generator),
+        "labels": labels.masked_fill(ignored, ignore_index),
+    }
+
+
+def is_fused(program, name="penstock.linear_cross_entropy"):
+    return any(
+        name in str(node.target)
+        for stage in program.stages
+        for node in stage.kind.graphs["infer"].nodes
+    )
+
+
+@pytest.fixture(params=[7, 64, TOKENS, 10**6], ids="chunks of {}".format)
+def chunks(request, monkeypatch):
+    """Cut the tokens into chunks of that many rows: odd ones, a last one that is short, one."""
+    monkeypatch.setattr(fused_head, "_MIN_ROWS", 1)
+    monkeypatch.setattr(fused_head, "CHUNK_BYTES", request.param * VOCABULARY * 4)
+    return request.param
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"bias": False},
+        {"reduction": "sum"},
+        {"reduction": "sum", "bias": False, "ignore_index": 5},
+        {"ignore_index": 0},
+    ],
+    ids=str,
+)
+def test_losses_and_gradients_are_those_of_pytorch(options, seed, chunks):
+    module, rows = Head(**options), rows_of(seed, options.get("ignore_index", -100))
+    assert is_fused(compiled(module, rows))
+    for plan in (EnginePlan(), EnginePlan(recompute=frozenset({0, 1}))):
+        step = one_step(module, [rows], plan)
+        module.zero_grad()
+        loss = module(**rows)
+        loss.backward()
+        assert step.losses[0] == pytest.approx(float(loss.detach()), rel=1e-6)
+        for name, parameter in module.named_parameters():
+            scale = float(parameter.grad.abs().max())
+            assert float((step.gradients[name] - parameter.grad).abs().max()) <= 2e-6 * scale, name
+
+
+def test_a_head_that_is_not_last_is_differentiated_apart(chunks):
+    """Where more follows the loss, its forward and its backward are two operators."""
+
+    class Regularised(Head):
+        def forward(self, x, labels):
+            return super().forward(x, labels) ** 2
+
+    module, rows = Regularised(), rows_of(3)
+    assert is_fused(compiled(module, rows))
+    step = one_step(module, [rows])
+    loss = module(**rows)
+    loss.backward()
+    assert step.losses[0] == pytest.approx(float(loss.detach()), rel=1e-6)
+    for name, parameter in module.named_parameters():
+        assert torch.allclose(step.gradients[name], parameter.grad, rtol=1e-4, atol=1e-6), name
+
+
+@pytest.mark.parametrize("freeze", ["head.weight", "head.*", "body.*", "head.bias"])
+def test_frozen_heads_pass_gradients_on(freeze):
+    module, rows = Head(), rows_of(1)
+    step = one_step(module, [rows], freeze=(freeze,))
+    loss = module(**rows)
+    loss.backward()
+    trained = {name for name, _ in module.named_parameters() if not fnmatch(name, freeze)}
+    assert step.gradients.keys() == trained
+    for name, parameter in module.named_parameters():
+        if name in trained:
+            assert torch.allclose(step.gradients[name], parameter.grad, rtol=1e-4, atol=1e-7), name
+
+
+def test_no_labelled_token_is_no_loss_where_losses_are_summed():
+    module = Head(reduction="sum")
+    rows = rows_of(0) | {"labels": torch.full((TOKENS,), -100)}
+    step = one_step(module, [rows])
+    assert step.losses == [0.0]
+    assert all(not gradient.any() for gradient in step.gradients.values())
+
+
+def test_bfloat16_is_as_near_to_float32_as_pytorch_is(chunks):
+    module, rows = Head(reduction="sum"), rows_of(4)
+    exact = module(**rows)
+    exact.backward()
+    step = one_step(module, [rows], precision="bf16")
+    other = Head(reduction="sum")
+    with torch.autocast("cpu", torch.bfloat16):
+        other(**rows).backward()
+    assert step.losses[0] == pytest.approx(float(exact.detach()), rel=2**-8)
+    for (name, parameter), cast in zip(module.named_parameters(), other.parameters(), strict=True):
+        ours = (step.gradients[name] - parameter.grad).norm()
+        theirs = (cast.grad - parameter.grad).norm()
+        assert ours <= 2.0 * theirs, name
+
+
+def test_what_the_operator_cannot_do_stays_as_it_was():
+    module, rows = Head(smoothing=0.1), rows_of(2)
+    assert not is_fused(compiled(module, rows))
+    step = one_step(module, [rows])
+    assert step.losses[0] == pytest.approx(float(module(**rows).detach()), rel=1e-6)
+
+
+def test_the_logits_never_exist_whole(monkeypatch):
+    """No tensor of the step is as large as tokens x vocabulary."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    monkeypatch.setattr(fused_head, "CHUNK_BYTES", 64 * VOCABULARY * 4)
+    largest = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            nonlocal largest
+            results = function(*args, **(kwargs or {}))
+            for value in results if isinstance(results, (tuple, list)) else (results,):
+                if isinstance(value, torch.Tensor):
+                    largest = max(largest, value.untyped_storage().nbytes())
+            return results
+
+    module, rows = Head(), rows_of(0)
+    program, plan = compiled(module, rows), EnginePlan()
+    with Watch():
+        sweep(TorchEngine(program, plan), plan, weights_of(module, program), [rows])
+    assert 0 < largest < TOKENS * VOCABULARY * 4 // 2
