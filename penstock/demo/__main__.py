@@ -1,0 +1,218 @@
+"""Train a small GPT on Python's standard library, read what it writes, and hand it on.
+
+The run is `recipes/demo.yaml`; arguments are `key=value` overrides, as for `penstock train`. What
+it uses, a user has too: `Config`, `Trainer`, `penstock.data`. Heavy imports come after the
+configuration has been checked.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from penstock.cli.train import GracefulStop, naming_command
+from penstock.cli.view import LineView, LiveView, View
+from penstock.config import Config, check_run, load, load_run
+from penstock.errors import ConfigError, PenstockError, ProgramError
+
+if TYPE_CHECKING:
+    from penstock.trainer import Trainer
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "demo.yaml"
+PROMPT = "def "
+# Two programs that compute one loss differ by the rounding of their arithmetic.
+LARGEST_DIFFERENCE = {"fp32": 1e-4, "bf16": 1e-2}
+
+WELCOME = """\
+Penstock trains a small GPT on the source of Python's standard library. Weights and optimizer
+state stay in the store; each step streams them, layer by layer, through the engine. It takes some
+{minutes} minutes on two idle cores. Ctrl-C saves and stops; `{again}` goes on from there.
+"""
+MINUTES = {"fp32": "five", "bf16": "three"}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the demo, or go on with it; return the exit code."""
+    console = Console(highlight=False, markup=False)
+    python = [os.path.relpath(sys.executable), "-m", "penstock.demo", *arguments]
+    again = shlex.join(python) if arguments else "make demo"
+    try:
+        config = demo_config(arguments)
+        exported = config.run.dir / "exported"
+        done = exported.exists()
+        if done:
+            console.print(f"The demo is done: {config.run.dir} has all its steps.\n")
+        else:
+            minutes = MINUTES[config.precision]
+            console.print(WELCOME.format(minutes=minutes, again=again), soft_wrap=True)
+            trainer = train(config, console, again)
+            if trainer.step < config.run.steps:
+                return 130
+            write_a_sample(trainer, console)
+            hand_on(trainer, exported, console)
+        from penstock.demo.report import figures
+
+        console.print(figures(config, exported))
+    except PenstockError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        console.print(f"\nstopped; go on with: {again}", soft_wrap=True)
+        return 130
+    show_next_commands(config, console, done)
+    return 0
+
+
+def demo_config(overrides: Sequence[str]) -> Config:
+    """Return what the run in `run.dir` was started with, or else the recipe for this machine."""
+    if not RECIPE.exists():
+        raise ConfigError(f"{RECIPE} is missing; run the demo from a clone of the repository")
+    recipe = load(RECIPE).to_mapping()
+    recipe["data"]["input"] = [sysconfig.get_paths()["stdlib"]]
+    recipe["precision"] = fastest_precision()
+    config = Config.from_mapping(recipe, overrides)
+    if (config.run.dir / "checkpoints" / "index.json").exists():
+        config = load_run(config.run.dir, overrides)
+    check_run(config)
+    return config
+
+
+def fastest_precision() -> str:
+    """Return bf16 where the processor multiplies it in hardware, else fp32."""
+    import torch
+
+    processor: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    in_hardware = processor.get("avx512_bf16") or processor.get("amx_bf16")
+    return "bf16" if torch.cuda.is_available() or in_hardware else "fp32"
+
+
+def train(config: Config, console: Console, again: str) -> Trainer:
+    """Train to the last step, or until a signal: the run is saved in either case."""
+    from penstock.demo.text import build_data
+    from penstock.trainer import Trainer
+
+    build_data(config, console)
+    view: View = LineView(console, config.logging.every)
+    if console.is_terminal:
+        view = LiveView(console)
+    stop = GracefulStop()
+    with view:
+        trainer = Trainer(config, on_event=naming_command(view, again))
+        if getattr(trainer.model.hf_config, "model_type", None) != "gpt2":
+            raise ConfigError(
+                f"model: the demo trains a GPT-2 of any size, got {trainer.model.name}; "
+                "train others with: penstock train"
+            )
+        with stop.handling(trainer.request_stop):
+            if trainer.step == 0:
+                evaluate_untrained(trainer, view)
+            trainer.train()
+    return trainer
+
+
+def evaluate_untrained(trainer: Trainer, view: View) -> None:
+    """Show and record the held-out loss before the first step."""
+    from penstock.events import Evaluated, broadcast
+    from penstock.metrics import MetricsFile
+
+    found = trainer.evaluate()
+    folder = trainer.config.run.dir
+    folder.mkdir(parents=True, exist_ok=True)
+    tell = broadcast([MetricsFile(folder / "metrics.jsonl"), view])
+    tell(Evaluated(0, found["loss"], found["perplexity"], 0.0, best=False))
+
+
+def write_a_sample(trainer: Trainer, console: Console) -> None:
+    """Print what the model writes."""
+    console.print()
+    console.rule(f"what it writes after {PROMPT!r}")
+    console.print(PROMPT, end="")
+    for piece in trainer.generate(PROMPT, max_new_tokens=160, temperature=0.7):
+        console.print(piece, end="", soft_wrap=True)
+    console.print()
+    console.rule()
+
+
+def hand_on(trainer: Trainer, exported: Path, console: Console) -> None:
+    """Export the model, and compare its held-out loss in `transformers` with Penstock's.
+
+    The folder gets its name after that, so that one that is there has been compared.
+    """
+    aside = exported.with_name("exported.aside")
+    if aside.exists():
+        shutil.rmtree(aside)
+    trainer.export(aside)
+    ours, theirs = trainer.evaluate()["loss"], loss_in_transformers(trainer, aside)
+    precision = trainer.config.precision
+    if not abs(ours - theirs) <= LARGEST_DIFFERENCE[precision]:
+        raise ProgramError(
+            f"{aside}: the held-out loss is {ours:.5f} in Penstock and {theirs:.5f} in "
+            "transformers, which should agree; please report this"
+        )
+    aside.replace(exported)
+    console.print(
+        f"\n{exported} loads with transformers' AutoModelForCausalLM. The same held-out tokens, "
+        f"in {precision}:\nloss {theirs:.5f} there, {ours:.5f} in Penstock, "
+        f"{abs(ours - theirs):.1e} apart.\n",
+        soft_wrap=True,
+    )
+
+
+def loss_in_transformers(trainer: Trainer, folder: Path) -> float:
+    """Return the mean loss that the exported model has on the tokens of an evaluation."""
+    import torch
+    from torch.nn.functional import cross_entropy
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    from penstock.data import LanguageModelSource, TokenDataset
+
+    logging.disable_progress_bar()
+
+    config = trainer.config
+    dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    length = config.data.sequence_length or model.config.n_positions
+    source = LanguageModelSource(TokenDataset.open(config.data_dir), "validation", length)
+    total, count = 0.0, 0
+    for rows in source.evaluation_batches(8, config.evaluation.batches * config.batch.size):
+        inputs, labels = (torch.from_numpy(rows[name]) for name in ("input_ids", "labels"))
+        with torch.no_grad():
+            logits = model(input_ids=inputs).logits.float()  # [rows, length, vocabulary]
+        total += cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").item()
+        count += labels.numel()
+    return total / count
+
+
+def show_next_commands(config: Config, console: Console, done: bool) -> None:
+    """Print what to try next, as commands that can be pasted."""
+    penstock = os.path.relpath(Path(sys.executable).with_name("penstock"))
+    run = shlex.quote(str(config.run.dir))
+    steps = config.run.steps
+    commands = {
+        "let it write": f"{penstock} generate {run} --prompt 'class '",
+        "see what the run holds, every checksum verified": f"{penstock} inspect {run}",
+        "train on, twice as long, at the rate it ended with": (
+            f"{penstock} train {run}/config.yaml run.steps={2 * steps} "
+            f"optimizer.schedule.decay_steps={config.decay_steps}"
+        ),
+        "look at a larger model": f"{penstock} program gpt3-175b",
+        "start a run of your own": f"{penstock} init train.yaml --model gpt2 --input 'FILES'",
+    }
+    if done:
+        commands["do the demo again from the start"] = f"mv {run} {run}.old; make demo"
+    console.print("\nnext:")
+    for what, command in commands.items():
+        console.print(f"  {command}    # {what}", soft_wrap=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

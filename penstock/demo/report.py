@@ -1,0 +1,85 @@
+"""What the demo's table says, from the run's metrics and the exported model alone."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from rich.table import Table
+
+from penstock.cli.figures import show_bytes, show_duration
+from penstock.config import Config
+from penstock.data import TokenDataset
+from penstock.metrics import read_metrics
+
+
+def figures(config: Config, exported: Path) -> Table:
+    """Return the table: speed, loss, bytes streamed beside the rule, memory, time."""
+    rows = read_metrics(config.run.dir / "metrics.jsonl")
+    steps = [row for row in rows if row["event"] == "step"]
+    evaluations = [row for row in rows if row["event"] == "evaluation"]
+    last = steps[-1]
+    step_seconds = sum(row["seconds"] for row in steps)
+    seconds = sum(row["seconds"] for row in rows)
+    speed = sum(row["tokens"] for row in steps) / step_seconds
+    most_out, back = traffic_by_the_rule(exported, 2 if config.precision == "bf16" else 4)
+    bytes_per_token = TokenDataset.open(config.data_dir).bytes_per_token
+
+    table = Table(title=f"{config.run.dir}, {last['step']} steps", show_header=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+
+    table.add_row("speed", f"{speed:,.0f} tokens/s", "over all steps")
+    for row in (evaluations[0], evaluations[-1]) if evaluations else ():
+        table.add_row(
+            f"held-out loss, step {row['step']}",
+            f"{row['loss']:.3f} nats/token",
+            f"{row['loss'] / math.log(2) / bytes_per_token:.3f} bits/byte",
+        )
+    table.add_row(
+        "weights out per step",
+        f"{_megabytes(last['streamed_bytes'])}",
+        f"twice, the last stage once: at most {_megabytes(most_out)}",
+    )
+    table.add_row(
+        "gradients in per step", _megabytes(last["gradient_bytes"]), f"once: {_megabytes(back)}"
+    )
+    table.add_row(
+        "store",
+        show_bytes(last["store_bytes"]),
+        "model, gradients and optimizer state",
+    )
+    table.add_row(
+        "engine at its peak",
+        show_bytes(max(row["engine_bytes"] for row in steps)),
+        "activations of a step, and the stages on their way",
+    )
+    table.add_row("time", show_duration(seconds), f"{show_duration(step_seconds)} of it in steps")
+    return table
+
+
+def traffic_by_the_rule(exported: Path, bytes_per_number: int) -> tuple[int, int]:
+    """Return the bytes of weights and of gradients that a step may move, from the shapes alone.
+
+    Reads the shapes in the exported files and nothing that Penstock has counted. The table of token
+    embeddings is in the first stage and, as the head's matrix, in the last. Weights travel twice,
+    the last stage's once; but what a stage's backward does not read, such as a bias or the
+    table that tokens are looked up in, need not come a second time, hence "at most". Gradients
+    travel once, in float32.
+    """
+    from safetensors import safe_open
+
+    numbers = {"wte": 0, "wpe": 0, "h": 0, "ln_f": 0}
+    for path in sorted(exported.glob("*.safetensors")):
+        with safe_open(path, framework="numpy") as file:
+            for name in file.keys():  # noqa: SIM118 - the file is no mapping
+                part = name.removeprefix("transformer.").split(".")[0]
+                numbers[part] += math.prod(file.get_slice(name).get_shape())
+    all_but_last = numbers["wte"] + numbers["wpe"] + numbers["h"]
+    last = numbers["ln_f"] + numbers["wte"]
+    return (2 * all_but_last + last) * bytes_per_number, (all_but_last + last) * 4
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:.2f} MB"
