@@ -187,7 +187,7 @@ def lay_out(
             )
         per_engine = -(-micro_batches // config.engines)
         try:
-            plan = plan_engine(program, per_engine, budget, config.engine.recompute)
+            plan = plan_engine(program, per_engine, budget, config.engine.recompute, device=device)
         except BudgetError:
             if number == len(candidates) - 1:
                 raise
@@ -196,8 +196,13 @@ def lay_out(
     raise AssertionError("there is always a candidate")
 
 
-def make_store(config: Config, program: Program) -> DramStore:
-    """Return an empty store with the configured optimizer and schedule."""
+def make_store(
+    config: Config,
+    program: Program,
+    device: str = "cpu",
+    notice: Callable[[str], None] = lambda text: None,
+) -> DramStore:
+    """Return an empty store with the configured optimizer and schedule, for engines on `device`."""
     section = config.optimizer
     hyper: dict[str, Any] = {
         "adamw": {"beta1": section.betas[0], "beta2": section.betas[1], "epsilon": section.eps},
@@ -230,7 +235,7 @@ def make_store(config: Config, program: Program) -> DramStore:
         boundaries=tuple(shape.boundaries),
         ratios=tuple(shape.ratios),
     )
-    return DramStore(
+    store = DramStore(
         program,
         config.precision,
         optimizer=make_optimizer(section.name, **hyper),
@@ -239,6 +244,12 @@ def make_store(config: Config, program: Program) -> DramStore:
         clip_norm=section.clip_norm,
         gradient_dtype=_FLOATS[config.gradient_precision],
     )
+    if device == "cuda" and not store.page_lock():
+        notice(
+            "the system did not lock all of the weights' memory in place: they go to the GPU "
+            "through the driver's buffers, more slowly and not beside its work"
+        )
+    return store
 
 
 def make_engines(config: Config, layout: Layout, device: str) -> list[Engine]:

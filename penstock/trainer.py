@@ -80,7 +80,7 @@ class Trainer:
             self.config, self.model, self.device, recorded.get("micro_batch")
         )
         self.program: Program = self._layout.program
-        self.store = assembly.make_store(self.config, self.program)
+        self.store = assembly.make_store(self.config, self.program, self.device, self._notice)
         if checkpoint:
             load_checkpoint(self.store, checkpoint)
         else:

@@ -242,8 +242,7 @@ class _Assembly:
                 env[names[placeholder]] = tensor
         with torch.no_grad():
             for node in constants:
-                args = fx.node.map_arg(node.args, lambda n: env[n])
-                kwargs = fx.node.map_arg(_on_device(node, "cpu"), lambda n: env[n])
+                args, kwargs = fx.node.map_arg(_on_device(node, "cpu"), lambda n: env[n])
                 env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
         return {
             node.name: value.to(self.options.device)
@@ -273,7 +272,7 @@ class _Assembly:
         made = {node: graph.placeholder(node.name) for node in given}
         for node in per_batch:
             made[node] = graph.node_copy(node, lambda n: made[n])
-            made[node].kwargs = _on_device(made[node], self.options.device)
+            _move(made[node], self.options.device)
         graph.output(tuple(made[n] for n in outputs))
         graph.eliminate_dead_code()
         executable = fx.GraphModule(nn.Module(), graph, class_name="prelude")
@@ -350,7 +349,7 @@ class _Assembly:
         for i, node in enumerate(piece.nodes):
             made[node] = graph.node_copy(node, lambda n: made[n])
             made[node].name = f"n{i}"
-            made[node].kwargs = _on_device(made[node], self.options.device)
+            _move(made[node], self.options.device)
         graph.output(tuple(made[n] for n in outputs))
         number_dropouts(graph)
         signature = StageSignature(
@@ -382,12 +381,21 @@ def _few(names: Sequence[str], most: int = 5) -> str:
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
-def _on_device(node: fx.Node, device: str) -> dict[str, Any]:
-    """Return a node's keyword arguments with any device replaced by the engine's."""
-    return {
-        name: torch.device(device) if name == "device" and value is not None else value
-        for name, value in node.kwargs.items()
-    }
+def _on_device(node: fx.Node, device: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return a node's arguments, any device among them replaced by the engine's."""
+
+    def replaced(value: Any) -> Any:
+        return torch.device(device) if isinstance(value, torch.device) else value
+
+    return (
+        tuple(map(replaced, node.args)),
+        {name: replaced(value) for name, value in node.kwargs.items()},
+    )
+
+
+def _move(node: fx.Node, device: str) -> None:
+    """Let a node make its tensors on the engine's device."""
+    node.args, node.kwargs = _on_device(node, device)
 
 
 def _digest(graph: fx.Graph, signature: StageSignature) -> str:

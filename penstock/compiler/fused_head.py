@@ -75,7 +75,8 @@ def loss_sum_and_gradients(
 
     Gradients have the type of what they are gradients of; chunks add up in float32.
     """
-    factor = float(scale)
+    # On a GPU the number stays there: reading it would wait for all that is queued.
+    factor = float(scale) if scale.device.type == "cpu" else scale
     grad_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)
     grad_weight = torch.empty(0)
     grad_bias = torch.zeros(weight.shape[0], dtype=torch.float32, device=weight.device)
@@ -124,16 +125,19 @@ def _losses(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
 
 
 def _losses_to_gradients(
-    logits: Tensor, labels: Tensor, ignore_index: int, factor: float
+    logits: Tensor, labels: Tensor, ignore_index: int, factor: float | Tensor
 ) -> Tensor:
     """Return each row's cross-entropy and overwrite `logits` with its gradient times `factor`."""
     if logits.device.type == "cpu":
         losses = kernels.cross_entropy_and_gradient(
-            _bits(logits), labels.numpy(), ignore_index=ignore_index, scale=factor
+            _bits(logits), labels.numpy(), ignore_index=ignore_index, scale=float(factor)
         )
         return torch.from_numpy(losses)
-    row_losses = _losses(logits, labels, ignore_index)
-    probabilities = torch.softmax(logits.float(), dim=1)
+    logarithms = torch.log_softmax(logits, dim=1, dtype=torch.float32)
+    row_losses = torch.nn.functional.nll_loss(
+        logarithms, labels, ignore_index=ignore_index, reduction="none"
+    )
+    probabilities = logarithms.exp_()
     kept = labels != ignore_index
     rows = torch.arange(len(labels), device=labels.device)
     probabilities[rows, labels.where(kept, 0)] -= 1.0
@@ -153,6 +157,8 @@ def scratch_bytes(hidden: Tensor, weight: Tensor, gradients: bool) -> int:
     element = hidden.element_size()
     rows = chunk_rows(hidden.shape[0], weight.shape[0], element)
     logits = rows * weight.shape[0] * element
+    if hidden.device.type == "cuda":
+        logits += 2 * rows * weight.shape[0] * 4  # the losses' copies in float32
     if not gradients or rows == hidden.shape[0]:
         return logits
     parts = element if weight.dtype == torch.float32 else 4 + element

@@ -127,6 +127,7 @@ def _trace(
             given = leaves(args[: len(flat)])
             with torch.enable_grad():
                 results = _dense(interpreter.run(*given, args[len(flat)]))
+                results = _off_weights(results, given[: len(signature.weights)])
             wanted = [t for t, g in zip(given, grads, strict=True) if g]
             roots = [r for r in results if r.requires_grad]
             found: Sequence[torch.Tensor | None] = [None] * len(wanted)
@@ -148,6 +149,12 @@ def _trace(
 def _dense(tensors: Sequence[torch.Tensor | None]) -> list[Any]:
     """Return tensors without gaps: what crosses stages is traced there by its shape alone."""
     return [None if t is None else t.contiguous() for t in tensors]
+
+
+def _off_weights(results: Sequence[Any], weights: Sequence[torch.Tensor]) -> list[Any]:
+    """Return results that are no view of a weight, which is gone when the next stage reads them."""
+    theirs = {weight.untyped_storage()._cdata for weight in weights}
+    return [r.clone() if r.untyped_storage()._cdata in theirs else r for r in results]
 
 
 def _own(
@@ -285,7 +292,8 @@ def _saved_specs(parts: _Parts, saved: Sequence[fx.Node]) -> list[Saved]:
     backward, _ = _backward(parts, saved)
     given = [n.name for n in backward.nodes if n.op == "placeholder"]
     specs: list[Saved] = []
-    known = {_storage(node) for node in parts.inputs}
+    inputs = {_storage(node): position for position, node in enumerate(parts.inputs)}
+    known = set(inputs)
     weights = {_storage(node) for node in parts.weights}
     for position, node in enumerate(parts.inputs):
         if node.name in given:
@@ -295,7 +303,8 @@ def _saved_specs(parts: _Parts, saved: Sequence[fx.Node]) -> list[Saved]:
         if storage in weights:
             raise ProgramError(f"saved value {node.name} is a view of a weight")
         whole = node.meta["val"].untyped_storage().nbytes()
-        specs.append(Saved(_spec(node), bytes=0 if storage in known else whole))
+        own = 0 if storage in known else whole
+        specs.append(Saved(_spec(node), bytes=own, view_of=inputs.get(storage)))
         known.add(storage)
     return specs
 

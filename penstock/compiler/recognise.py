@@ -10,7 +10,7 @@ saves one tensor for backward where the composed one saves four, and reads memor
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import fx
@@ -61,15 +61,18 @@ def fuse_activations(graph: fx.Graph) -> int:
     grid = torch.cat(
         [torch.linspace(-12, 12, 4801, dtype=torch.float64), torch.tensor([-1e4, -50.0, 50.0, 1e4])]
     )
+    references = {name: reference(grid) for name, (reference, _) in _FUSED.items()}
+    # What is put into the graph on the way comes behind all that is still to be looked at.
+    order = {node: place for place, node in enumerate(graph.nodes)}
     replaced = 0
     for node in reversed(list(graph.nodes)):
         if node.op != "call_function" or node.target not in _ELEMENTWISE or not node.users:
             continue
-        found = _region(node)
+        found = _region(node, order)
         if found is None:
             continue
         source, members = found
-        name = _match(node, source, members, grid)
+        name = _match(node, source, members, grid, references)
         if name is None:
             continue
         with graph.inserting_before(node):
@@ -81,7 +84,7 @@ def fuse_activations(graph: fx.Graph) -> int:
     return replaced
 
 
-def _region(end: fx.Node) -> tuple[fx.Node, list[fx.Node]] | None:
+def _region(end: fx.Node, order: Mapping[fx.Node, int]) -> tuple[fx.Node, list[fx.Node]] | None:
     """Return the one tensor that `end` is an elementwise function of, and the nodes between.
 
     The source is the nearest node that every path from `end` upward meets; None if the paths do
@@ -89,7 +92,6 @@ def _region(end: fx.Node) -> tuple[fx.Node, list[fx.Node]] | None:
     """
     members: set[fx.Node] = set()
     frontier: set[fx.Node] = {end}
-    order = {n: i for i, n in enumerate(end.graph.nodes)}
     while len(members) <= _MOST_NODES:
         latest = max(frontier, key=order.__getitem__)
         if len(frontier) == 1 and members & {latest} == set() and latest is not end:
@@ -106,7 +108,13 @@ def _region(end: fx.Node) -> tuple[fx.Node, list[fx.Node]] | None:
     return None
 
 
-def _match(end: fx.Node, source: fx.Node, members: list[fx.Node], grid: torch.Tensor) -> str | None:
+def _match(
+    end: fx.Node,
+    source: fx.Node,
+    members: list[fx.Node],
+    grid: torch.Tensor,
+    references: Mapping[str, torch.Tensor],
+) -> str | None:
     """Evaluate the region on the grid and name the fused function that it equals, if any."""
     outside = [u for m in members if m is not end for u in m.users if u not in members]
     if outside:
@@ -117,7 +125,7 @@ def _match(end: fx.Node, source: fx.Node, members: list[fx.Node], grid: torch.Te
         kwargs = fx.node.map_arg(member.kwargs, lambda n: values[n])
         assert isinstance(member.target, torch._ops.OpOverload)
         values[member] = member.target(*args, **kwargs)
-    for name, (reference, _) in _FUSED.items():
-        if torch.allclose(values[end], reference(grid), rtol=1e-7, atol=1e-7):
+    for name, reference in references.items():
+        if torch.allclose(values[end], reference, rtol=1e-7, atol=1e-7):
             return name
     return None

@@ -32,12 +32,16 @@ class Prediction:
     stage: str
 
 
-def predict_bytes(program: Program, micro_batches: int, plan: EnginePlan) -> Prediction:
+def predict_bytes(
+    program: Program, micro_batches: int, plan: EnginePlan, device: str = "cpu"
+) -> Prediction:
     """Return the engine bytes of one step over `micro_batches` micro-batches."""
     from penstock.engine.null_engine import dry_run
 
     memory = dry_run(program, micro_batches, plan)
-    waiting = max(s.kind.weight_bytes for s in program.stages) * (plan.slots - 1)
+    # On a GPU every slot is there all the time, the one of the stage that computes included.
+    slots = plan.slots if device == "cuda" else plan.slots - 1
+    waiting = max(s.kind.weight_bytes for s in program.stages) * slots
     return Prediction(memory.peak_bytes + waiting, memory.peak_at)
 
 
@@ -46,6 +50,7 @@ def plan_engine(
     micro_batches: int,
     budget_bytes: int | None,
     recompute: Literal["auto", "always", "never"] = "auto",
+    device: str = "cpu",
 ) -> EnginePlan:
     """Choose which stages to recompute so that a step fits the budget.
 
@@ -56,20 +61,20 @@ def plan_engine(
     candidates = _by_value(program.stages)
     everything = EnginePlan(frozenset(candidates))
     if recompute == "always":
-        return _checked(program, micro_batches, everything, budget_bytes)
+        return _checked(program, micro_batches, everything, budget_bytes, device)
     nothing = EnginePlan()
     if recompute == "never":
-        return _checked(program, micro_batches, nothing, budget_bytes)
+        return _checked(program, micro_batches, nothing, budget_bytes, device)
     if budget_bytes is None:
         return nothing
-    if predict_bytes(program, micro_batches, nothing).peak_bytes <= budget_bytes:
+    if predict_bytes(program, micro_batches, nothing, device).peak_bytes <= budget_bytes:
         return nothing
-    _checked(program, micro_batches, everything, budget_bytes)
+    _checked(program, micro_batches, everything, budget_bytes, device)
     low, high = 0, len(candidates)  # the first `high` fit, the first `low` do not
     while high - low > 1:
         middle = (low + high) // 2
         plan = EnginePlan(frozenset(candidates[:middle]))
-        if predict_bytes(program, micro_batches, plan).peak_bytes <= budget_bytes:
+        if predict_bytes(program, micro_batches, plan, device).peak_bytes <= budget_bytes:
             high = middle
         else:
             low = middle
@@ -86,11 +91,15 @@ def _by_value(stages: Sequence[Stage]) -> list[int]:
 
 
 def _checked(
-    program: Program, micro_batches: int, plan: EnginePlan, budget_bytes: int | None
+    program: Program,
+    micro_batches: int,
+    plan: EnginePlan,
+    budget_bytes: int | None,
+    device: str,
 ) -> EnginePlan:
     if budget_bytes is None:
         return plan
-    found = predict_bytes(program, micro_batches, plan)
+    found = predict_bytes(program, micro_batches, plan, device)
     if found.peak_bytes > budget_bytes:
         raise BudgetError(
             f"the engine needs {_gib(found.peak_bytes)} for a step of {micro_batches} "

@@ -1,8 +1,9 @@
 """How weights reach an engine and gradients leave it.
 
 On the CPU the store's memory is the engine's: weights are read in place. On a GPU a few slots of
-device memory, each as large as the largest stage, are filled in turn on a copy stream while the
-stage before computes; gradients return on a third stream into page-locked memory.
+device memory, each as large as the largest stage, are filled in turn on a copy lane while the
+stage before computes; gradients return on a third lane into a ring of page-locked buffers. All
+memory is taken in large pieces and used again, never per tensor.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Protocol
 import torch
 
 from penstock.engine.interface import PendingGradients
+from penstock.engine.lanes import CudaLanes, Lanes, Mark
 from penstock.program import Program
 from penstock.tree import TreeNode
 
@@ -22,6 +24,10 @@ _ALIGNMENT = 512  # bytes; what device allocations are aligned to
 
 class WeightSlots(Protocol):
     """The path of weights to the device and of gradients back."""
+
+    resident: Sequence[torch.Tensor]  # device memory that the slots hold all the time
+
+    def reset(self) -> None: ...
 
     def load(self, stage: int, weights: Sequence[torch.Tensor]) -> None: ...
 
@@ -32,27 +38,50 @@ class WeightSlots(Protocol):
 
 def make_slots(program: Program, device: torch.device, slots: int) -> WeightSlots:
     """Return the slots that fit a device."""
-    return DeviceSlots(program, device, slots) if device.type == "cuda" else InPlace()
+    if device.type != "cuda":
+        return InPlace()
+    return DeviceSlots(slot_bytes(program), slots, CudaLanes(device))
+
+
+def slot_bytes(program: Program) -> int:
+    """Return the bytes of one slot: what the largest stage takes, each weight aligned."""
+    return max(sum(_aligned(w.bytes) for w in stage.kind.weights) for stage in program.stages)
 
 
 class Arrived:
-    """Gradients that are in host memory once `event` (None: already) has happened."""
+    """Gradients that are in host memory once `mark` (None: already) was passed."""
 
-    def __init__(self, nodes: list[TreeNode], event: torch.cuda.Event | None = None) -> None:
-        self._nodes = nodes
-        self._event = event
+    def __init__(self, nodes: list[TreeNode], mark: Mark | None = None) -> None:
+        self._nodes: list[TreeNode] | None = nodes
+        self._mark = mark
 
     def wait(self) -> list[TreeNode]:
-        if self._event is not None:
-            self._event.synchronize()
+        """Return the sums; they stay good until their buffer's next turn in the ring."""
+        if self._nodes is None:
+            raise RuntimeError(
+                "these gradients were overwritten by those of a later stage: wait for a stage's "
+                "gradients before two more stages send theirs"
+            )
+        if self._mark is not None:
+            self._mark.synchronize()
         return self._nodes
+
+    def overwrite(self) -> None:
+        """Note that the buffer is another stage's from now on."""
+        self._nodes = None
 
 
 class InPlace:
     """Weights are views of the store's memory, used where they are."""
 
+    resident: Sequence[torch.Tensor] = ()
+
     def __init__(self) -> None:
         self._loaded: dict[int, Sequence[torch.Tensor]] = {}
+
+    def reset(self) -> None:
+        """Forget what was loaded for a step that was given up."""
+        self._loaded.clear()
 
     def load(self, stage: int, weights: Sequence[torch.Tensor]) -> None:
         self._loaded[stage] = weights
@@ -69,69 +98,95 @@ class InPlace:
 
 
 class DeviceSlots:
-    """`count` slots on a GPU, filled and emptied in turn."""
+    """`count` slots of `size_bytes` on a device, filled in turn, and as many return buffers.
 
-    def __init__(self, program: Program, device: torch.device, count: int) -> None:
-        largest = max(
-            sum(_aligned(w.bytes) for w in stage.kind.weights) for stage in program.stages
-        )
-        self._device = device
-        self._slots = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(count)]
-        self._free = [torch.cuda.Event() for _ in range(count)]
-        self._next = 0
-        self._loaded: dict[int, tuple[int, list[torch.Tensor], torch.cuda.Event]] = {}
-        self._copy = torch.cuda.Stream(device)
-        self._return = torch.cuda.Stream(device)
+    A slot is filled again only behind the computation that read it last; a stage computes only
+    behind the copy of its weights. With two slots one stage computes while the next one loads.
+    """
+
+    def __init__(self, size_bytes: int, count: int, lanes: Lanes) -> None:
+        self._lanes = lanes
+        self._slots = [lanes.device_memory(size_bytes) for _ in range(count)]
+        self.resident: Sequence[torch.Tensor] = self._slots
+        # The memory may have been used on the compute lane before it was ours.
+        self._read = [lanes.mark("compute") for _ in range(count)]
+        self._next_slot = 0
+        self._loaded: dict[int, tuple[int, list[torch.Tensor], Mark]] = {}
+        self._buffers = [lanes.host_memory(0) for _ in range(count)]
+        self._sent: list[Arrived | None] = [None] * count
+        self._next_buffer = 0
+
+    def reset(self) -> None:
+        """Forget what was loaded for a step that was given up."""
+        self._loaded.clear()
 
     def load(self, stage: int, weights: Sequence[torch.Tensor]) -> None:
-        slot = self._next
-        self._next = (slot + 1) % len(self._slots)
-        tensors: list[torch.Tensor] = []
-        with torch.cuda.stream(self._copy):
-            self._copy.wait_event(self._free[slot])
-            offset = 0
-            for weight in weights:
-                place = self._slots[slot][offset : offset + weight.nbytes]
-                tensor = place.view(weight.dtype).view(weight.shape)
-                tensor.copy_(weight, non_blocking=True)
-                tensors.append(tensor)
-                offset += _aligned(weight.nbytes)
-            ready = torch.cuda.Event()
-            ready.record(self._copy)
-        self._loaded[stage] = (slot, tensors, ready)
+        """Start copying a stage's weights into the slot whose turn it is."""
+        slot = self._next_slot
+        for waiting, (taken, _, _) in self._loaded.items():
+            if taken == slot:
+                raise RuntimeError(
+                    f"stage {stage} would overwrite stage {waiting}, which has not computed yet: "
+                    f"load at most {len(self._slots)} stages ahead"
+                )
+        self._next_slot = (slot + 1) % len(self._slots)
+        self._lanes.wait("copy", self._read[slot])
+        tensors = _views(self._slots[slot], weights)
+        for tensor, weight in zip(tensors, weights, strict=True):
+            self._lanes.copy("copy", tensor, weight)
+        self._loaded[stage] = (slot, tensors, self._lanes.mark("copy"))
 
     @contextmanager
     def use(self, stage: int) -> Iterator[Sequence[torch.Tensor]]:
-        slot, tensors, ready = self._loaded.pop(stage)
-        compute = torch.cuda.current_stream(self._device)
-        compute.wait_event(ready)
+        """Hand out a stage's weights to what is queued for computation within the context."""
+        slot, tensors, there = self._loaded.pop(stage)
+        self._lanes.wait("compute", there)
         try:
             yield tensors
         finally:
-            self._free[slot] = torch.cuda.Event()
-            self._free[slot].record(compute)
+            self._read[slot] = self._lanes.mark("compute")
 
     def send_back(self, nodes: list[TreeNode]) -> PendingGradients:
-        """Copy the sums to page-locked memory on the return stream; nobody waits yet."""
-        done = torch.cuda.Event()
-        done.record(torch.cuda.current_stream(self._device))
-        sent = []
-        with torch.cuda.stream(self._return):
-            self._return.wait_event(done)
-            for node in nodes:
-                tensors: list[torch.Tensor | None] = []
-                for tensor in node.tensors:
-                    if tensor is None:
-                        tensors.append(None)
-                        continue
-                    tensor.record_stream(self._return)
-                    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-                    host.copy_(tensor, non_blocking=True)
-                    tensors.append(host)
-                sent.append(TreeNode(node.level, node.index, tuple(tensors)))
-            arrived = torch.cuda.Event()
-            arrived.record(self._return)
-        return Arrived(sent, arrived)
+        """Copy the sums to the host buffer whose turn it is; nobody waits yet."""
+        place = self._next_buffer
+        self._next_buffer = (place + 1) % len(self._buffers)
+        tensors = [t for node in nodes for t in node.tensors if t is not None]
+        self._clear_buffer(place, sum(_aligned(t.nbytes) for t in tensors))
+        self._lanes.wait("return", self._lanes.mark("compute"))
+        hosts = iter(_views(self._buffers[place], tensors))
+        there = []
+        for node in nodes:
+            copies: list[torch.Tensor | None] = []
+            for tensor in node.tensors:
+                if tensor is None:
+                    copies.append(None)
+                    continue
+                host = next(hosts)
+                self._lanes.copy("return", host, tensor)
+                copies.append(host)
+            there.append(TreeNode(node.level, node.index, tuple(copies)))
+        arrived = Arrived(there, self._lanes.mark("return"))
+        self._sent[place] = arrived
+        return arrived
+
+    def _clear_buffer(self, place: int, size_bytes: int) -> None:
+        """Take a buffer from the stage that had it; let it grow to the largest stage."""
+        before = self._sent[place]
+        if before is not None:
+            before.overwrite()
+        if self._buffers[place].nbytes < size_bytes:
+            self._lanes.mark("return").synchronize()  # a copy into the old one may be under way
+            self._buffers[place] = self._lanes.host_memory(size_bytes)
+
+
+def _views(memory: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return tensors of the shapes and types of `like`, side by side in `memory`."""
+    views, offset = [], 0
+    for tensor in like:
+        part = memory[offset : offset + tensor.nbytes]
+        views.append(part.view(tensor.dtype).view(tensor.shape))
+        offset += _aligned(tensor.nbytes)
+    return views
 
 
 def _aligned(size: int) -> int:

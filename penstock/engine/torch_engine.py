@@ -17,6 +17,7 @@ from penstock.engine.host_memory import keep_freed_pages
 from penstock.engine.interface import Batch, PendingGradients
 from penstock.engine.memory import MemoryAccount
 from penstock.engine.plan import EnginePlan
+from penstock.engine.repeatable import choose_repeatable_kernels
 from penstock.engine.slots import WeightSlots, make_slots
 from penstock.program import Program, Stage, backward_fetch
 from penstock.tree import TreeNode, TreeSum
@@ -39,6 +40,8 @@ class TorchEngine:
         self._device = torch.device(device)
         if self._device.type == "cpu":
             keep_freed_pages()
+        elif self._device.type == "cuda":
+            choose_repeatable_kernels(program)
         self._slots: WeightSlots = make_slots(program, self._device, plan.slots)
         self._last_use = program.last_use()
         self._flows: list[Flow] = []
@@ -48,6 +51,8 @@ class TorchEngine:
     def begin(self, batch: Batch) -> None:
         """Take the inputs of a step and compute the prelude; forget any step before."""
         self.memory.clear()
+        self.memory.hold(self._slots.resident, "the slots of weights")
+        self._slots.reset()
         self._flows, self._losses, self._batch = [], [], batch
         program = self.program
         for offset, inputs in enumerate(batch.micro_batches):
@@ -176,7 +181,9 @@ class TorchEngine:
 
     def losses(self) -> list[float]:
         """Return the loss of each micro-batch, once the last stage has run."""
-        return [float(loss) for loss in self._losses]
+        if not self._losses:
+            return []
+        return torch.stack(self._losses).tolist()  # one look at the device, not one per loss
 
     def first_non_finite(self) -> str | None:
         """Return the first value now held that is NaN or infinite, or None."""

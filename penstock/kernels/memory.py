@@ -5,7 +5,9 @@ every whole 2 MiB of a slab asks for a huge page. What lies behind the last whol
 small pages: a slab never occupies more than its size rounded up to one small page.
 """
 
+import contextlib
 import mmap
+import weakref
 
 import numpy as np
 
@@ -54,3 +56,36 @@ def allocate(size_bytes: int) -> np.ndarray:
             # A kernel built without huge pages: the slab is as good, only slower.
             return everything[start : start + size_bytes]
     return everything[start : start + size_bytes]
+
+
+def page_lock(memory: np.ndarray) -> bool:
+    """Lock a slab's pages, so that a CUDA device copies from and to them on its own.
+
+    From pages that the system may move, a copy goes through a buffer of the driver's and holds up
+    whoever queued it. The pages are unlocked when the slab's last view is gone.
+
+    Args:
+        memory: what `allocate` returned, whole.
+
+    Returns:
+        Whether they are locked; False where there is no CUDA device, or the system refuses.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        return False
+    if memory.nbytes == 0:
+        return True
+    runtime = torch.cuda.cudart()
+    address = memory.ctypes.data
+    if int(runtime.cudaHostRegister(address, memory.nbytes, 0)) != 0:
+        # The runtime remembers the refusal and reports it with the next kernel: this one.
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device="cuda").add_(1)
+        return False
+    owner = memory
+    while isinstance(owner.base, np.ndarray):
+        owner = owner.base
+    unlock = weakref.finalize(owner, runtime.cudaHostUnregister, address)
+    unlock.atexit = False  # the device is gone by then, and the system unlocks what is left
+    return True

@@ -96,6 +96,15 @@ class DramStore:
             for name, array in arrays.items():
                 self._state.setdefault(name, {})[role] = array
 
+    def page_lock(self) -> bool:
+        """Lock in place what streams, for engines on a GPU; once, before the first step.
+
+        Returns:
+            Whether the system allowed it; where it did not, the copies to the GPU are slower and
+            do not overlap with its work, but are the same.
+        """
+        return self._masters.page_lock()
+
     # --- weights in -------------------------------------------------------------------------------
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:

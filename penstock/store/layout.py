@@ -60,6 +60,23 @@ def allocate_role(
     return arrays, total_bytes
 
 
+def slabs_of(arrays: Iterable[np.ndarray]) -> list[np.ndarray]:
+    """Return the slabs in which arrays of `allocate_role` lie, each once, uint8 [bytes]."""
+    owners: dict[int, tuple[np.ndarray, int, int]] = {}
+    for array in arrays:
+        owner = array
+        while isinstance(owner.base, np.ndarray):
+            owner = owner.base
+        begin = array.ctypes.data
+        _, first, last = owners.get(id(owner), (owner, begin, begin))
+        owners[id(owner)] = (owner, min(first, begin), max(last, begin + array.nbytes))
+    return [
+        owner.view(np.uint8)[first - owner.ctypes.data : last - owner.ctypes.data]
+        for owner, first, last in owners.values()
+        if last > first
+    ]
+
+
 def _slab_bytes(sizes: Iterable[int]) -> int:
     """Bytes of tensors side by side, each but the last padded to the alignment."""
     begin = end = 0

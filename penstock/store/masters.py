@@ -11,9 +11,10 @@ import numpy as np
 import torch
 import xxhash
 
+from penstock.kernels.memory import page_lock
 from penstock.kernels.split_master import Weight, join, split
 from penstock.program import Program
-from penstock.store.layout import allocate_role
+from penstock.store.layout import allocate_role, slabs_of
 
 PIECE_ELEMENTS = 4 << 20
 """Elements that are read, joined or converted at a time: what a pass over a model holds besides."""
@@ -47,6 +48,10 @@ class Masters:
     def stream(self, name: str) -> torch.Tensor:
         """Return the view of a weight that streams: float32 or bfloat16, in its shape."""
         return self._streams[name]
+
+    def page_lock(self) -> bool:
+        """Lock the pages that stream to a device; return whether the system allowed all of them."""
+        return all(page_lock(slab) for slab in slabs_of(w[0] for w in self._weights.values()))
 
     def read(self, name: str, begin: int, end: int) -> np.ndarray:
         """Return elements `begin` to `end` of a flattened weight, float32; maybe a view."""

@@ -1,0 +1,124 @@
+"""The same training on every device that this machine has: the CPU, and a GPU where there is one.
+
+The reference is a plain PyTorch loop on the same device. Micro-batches are several, so that sums,
+slots and the return of gradients are all at work; tied weights and dropout are among the cases.
+"""
+
+import fnmatch
+
+import pytest
+import torch
+from plain_training import Recipe, adamw, distance, streamed, trainer_of
+from tiny_models import IGNORED, language_model
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+RECIPE = Recipe(steps=5, warmup_steps=1)
+# AdamW makes steps of full size of gradients that are rounding noise (keys' biases): those are
+# compared by losses alone.
+NOISE = ("*attn.c_attn.bias", "*k_proj.bias", "*key.bias")
+DROPOUT = {"resid_pdrop": 0.2, "embd_pdrop": 0.1, "attn_pdrop": 0.15}
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    was, threads = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield request.param
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(was)
+
+
+def plain_on(device, case, recipe):
+    """Follow the recipe with autograd and `torch.optim.AdamW` on a device."""
+    model = case.plain(recipe.seed).to(device)
+    parameters = dict(model.named_parameters())
+    optimizer = adamw(
+        [
+            {"params": [p for p in parameters.values() if p.dim() >= 2], "weight_decay": 0.1},
+            {"params": [p for p in parameters.values() if p.dim() < 2], "weight_decay": 0.0},
+        ]
+    )
+    source, losses = case.data(recipe.seed), []
+    for step in range(recipe.steps):
+        batch = source.batch(step, range(recipe.size), recipe.size)
+        rows = {name: torch.from_numpy(value).to(device) for name, value in batch.items()}
+        count = int((rows["labels"] != IGNORED).sum())
+        total = 0.0
+        for begin in range(0, recipe.size, recipe.micro):
+            part = {name: value[begin : begin + recipe.micro] for name, value in rows.items()}
+            loss = case.loss(model, part)
+            (loss / count).backward()
+            total += float(loss.detach())
+        losses.append(total / count)
+        torch.nn.utils.clip_grad_norm_(parameters.values(), recipe.clip_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = recipe.rate(step)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, {name: parameter.detach().cpu() for name, parameter in parameters.items()}
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "bert", "opt"])
+def test_five_steps_agree_with_plain_pytorch_on_the_same_device(family, seed, device, tmp_path):
+    case = language_model(family)
+    recipe = Recipe(seed=seed, steps=RECIPE.steps, warmup_steps=RECIPE.warmup_steps)
+    ours = streamed(case, recipe, tmp_path, engine={"device": device})
+    losses, weights = plain_on(device, case, recipe)
+    assert ours.losses == pytest.approx(losses, rel=5e-6)
+    for name, weight in weights.items():
+        if not any(fnmatch.fnmatch(name, pattern) for pattern in NOISE):
+            assert distance(ours.weights[name], weight) < 2e-3, name
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_resuming_recomputing_and_more_engines_keep_every_bit(precision, device, tmp_path):
+    case = language_model("gpt2", **DROPOUT)
+
+    def run(folder, until=None, recompute="never", engines=1):
+        trainer, events = trainer_of(
+            case,
+            RECIPE,
+            tmp_path / folder,
+            until,
+            precision=precision,
+            engines=engines,
+            engine={"device": device, "recompute": recompute},
+        )
+        trainer.train()
+        return [event.loss for event in events], trainer.store.content_hash()
+
+    losses, weights = run("whole")
+    begun, _ = run("parts", until=2)
+    ended, last = run("parts", engines=2)
+    assert (begun + ended, last) == (losses, weights)
+    assert run("recomputed", recompute="always") == (losses, weights)
+
+
+def test_an_evaluation_between_steps_changes_nothing(device, tmp_path):
+    case = language_model("gpt2")
+    hashes, seen = [], []
+    for folder, every in (("without", None), ("with", 1)):
+        trainer, _ = trainer_of(
+            case,
+            RECIPE,
+            tmp_path / folder,
+            engine={"device": device},
+            evaluation={"every": every, "batches": 2},
+        )
+        trainer.train()
+        seen.append(trainer.evaluate(2)["loss"])
+        hashes.append(trainer.store.content_hash())
+    assert hashes[0] == hashes[1]
+    assert seen[0] == seen[1]
+
+
+def test_the_account_stays_below_what_was_predicted(device, tmp_path):
+    from penstock.engine import predict_bytes
+
+    case = language_model("gpt2")
+    trainer, _ = trainer_of(case, RECIPE, tmp_path, engine={"device": device})
+    trainer.train()
+    plan, count = trainer._layout.plan, trainer._layout.micro_batches
+    predicted = predict_bytes(trainer.program, count, plan, device).peak_bytes
+    assert 0 < trainer.engines[0].memory.peak_bytes <= predicted

@@ -1,0 +1,171 @@
+"""Slots and the return ring never mix up two stages, in whatever order a device does its work.
+
+The lanes here do what a device may do at worst: nothing that is queued happens until somebody
+waits for it, and then the lanes take turns at random, as far as the marks allow. A copy reads its
+source when it happens, not when it is queued.
+"""
+
+from collections import deque
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.engine.slots import DeviceSlots
+from penstock.tree import TreeNode
+
+LANES = ("compute", "copy", "return")
+
+
+class Place:
+    """A mark: `passed` once the lane has come to it."""
+
+    def __init__(self, lanes):
+        self._lanes, self.passed = lanes, False
+
+    def synchronize(self):
+        while not self.passed:
+            self._lanes.go_on()
+
+
+class RandomLanes:
+    """Three queues of which a random one goes on, by a seed."""
+
+    def __init__(self, seed):
+        self._random = np.random.default_rng(seed)
+        self._queues = {lane: deque() for lane in LANES}
+
+    def device_memory(self, size_bytes):
+        return torch.full((size_bytes,), 255, dtype=torch.uint8)
+
+    host_memory = device_memory
+
+    def copy(self, lane, target, source):
+        self.queue(lane, lambda: target.copy_(source))
+
+    def queue(self, lane, action):
+        self._queues[lane].append((None, action))
+
+    def mark(self, lane):
+        place = Place(self)
+        self._queues[lane].append((None, lambda: setattr(place, "passed", True)))
+        return place
+
+    def wait(self, lane, mark):
+        self._queues[lane].append((mark, lambda: None))
+
+    def go_on(self):
+        """Do one thing in a lane that need not wait."""
+        free = [
+            queue
+            for queue in self._queues.values()
+            if queue and (queue[0][0] is None or queue[0][0].passed)
+        ]
+        assert free, "every lane waits for another"
+        _, action = free[self._random.integers(len(free))].popleft()
+        action()
+
+    def go_on_a_little(self):
+        for _ in range(int(self._random.integers(12))):
+            if any(self._queues.values()):
+                self.go_on()
+
+
+def weights_of(random, stages):
+    return [
+        [
+            torch.from_numpy(random.standard_normal(shape).astype(np.float32))
+            for shape in ((3, int(random.integers(1, 5))), (), (int(random.integers(0, 9)),))
+        ]
+        for _ in range(stages)
+    ]
+
+
+def compute(lanes, slots, stage, scale):
+    """Queue what reads a stage's weights late; return the sums that will be there then."""
+    with slots.use(stage) as weights:
+        sums = tuple(torch.full(weight.shape, -1.0) for weight in weights)
+
+        def read():
+            for total, weight in zip(sums, weights, strict=True):
+                total.copy_(weight * scale)
+
+        lanes.queue("compute", read)
+    return [TreeNode(0, 0, sums), TreeNode(1, 1, (None, *sums[1:]))]
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("seed", range(40))
+def test_every_stage_computes_with_its_own_weights_and_sends_its_own_sums(seed, count):
+    random, lanes = np.random.default_rng(seed), RandomLanes(seed)
+    weights = weights_of(random, stages=7)
+    slots = DeviceSlots(4096, count, lanes)
+    for _ in range(2):  # steps
+        order = [*range(7), *range(5, -1, -1)]
+        waiting = None
+        slots.load(order[0], weights[order[0]])
+        for place, stage in enumerate(order):
+            if place + 1 < len(order):
+                slots.load(order[place + 1], weights[order[place + 1]])
+            nodes = compute(lanes, slots, stage, scale=place + 1)
+            lanes.go_on_a_little()
+            if place < 6:
+                continue
+            sent = slots.send_back(nodes)
+            if waiting is not None:
+                check(*waiting, weights)
+            waiting = (stage, place + 1, sent)
+        check(*waiting, weights)
+
+
+def check(stage, scale, sent, weights):
+    first, second = sent.wait()
+    assert (second.level, second.index) == (1, 1)
+    assert second.tensors[0] is None
+    for came, weight in zip(first.tensors, weights[stage], strict=True):
+        assert torch.equal(came, weight * scale)
+    for came, weight in zip(second.tensors[1:], weights[stage][1:], strict=True):
+        assert torch.equal(came, weight * scale)
+
+
+def test_a_backward_that_reads_only_some_weights_gets_these():
+    lanes = RandomLanes(0)
+    slots = DeviceSlots(4096, 2, lanes)
+    (stage,) = weights_of(np.random.default_rng(0), stages=1)
+    for chosen in ([stage[2]], [], [stage[1], stage[0]]):
+        slots.load(0, chosen)
+        (node, _) = compute(lanes, slots, 0, scale=2.0)
+        lanes.mark("compute").synchronize()
+        assert all(torch.equal(a, 2 * b) for a, b in zip(node.tensors, chosen, strict=True))
+
+
+def test_loading_too_far_ahead_is_refused():
+    slots = DeviceSlots(4096, 2, RandomLanes(0))
+    weight = [torch.zeros(3)]
+    slots.load(0, weight)
+    slots.load(1, weight)
+    with pytest.raises(RuntimeError, match="stage 2 would overwrite stage 0, which has not"):
+        slots.load(2, weight)
+
+
+def test_a_step_that_was_given_up_leaves_its_slots_to_the_next():
+    lanes = RandomLanes(3)
+    slots = DeviceSlots(4096, 2, lanes)
+    old, new = [torch.zeros(5)], [torch.arange(5.0)]
+    slots.load(0, old)
+    slots.load(1, old)
+    slots.reset()
+    slots.load(0, new)
+    slots.load(1, new)
+    nodes = compute(lanes, slots, 0, scale=3.0)
+    assert torch.equal(slots.send_back(nodes).wait()[0].tensors[0], 3 * new[0])
+
+
+def test_gradients_that_nobody_waited_for_in_time_are_not_mistaken_for_others():
+    lanes = RandomLanes(5)
+    slots = DeviceSlots(4096, 2, lanes)
+    sent = [slots.send_back([TreeNode(0, 0, (torch.full((4,), float(i)),))]) for i in range(3)]
+    with pytest.raises(RuntimeError, match="overwritten by those of a later stage"):
+        sent[0].wait()
+    assert sent[1].wait()[0].tensors[0].tolist() == [1.0] * 4
+    assert sent[2].wait()[0].tensors[0].tolist() == [2.0] * 4
