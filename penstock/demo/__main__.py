@@ -114,7 +114,8 @@ def train(config: Config, console: Console, again: str) -> Trainer:
         with stop.handling(trainer.request_stop):
             if trainer.step == 0:
                 evaluate_untrained(trainer, view)
-            trainer.train()
+            if trainer.step < config.run.steps:
+                trainer.train()
     return trainer
 
 

@@ -1,0 +1,208 @@
+"""`make demo` at a scale of seconds: the whole of it, stopped and gone on, and the second time."""
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from penstock.demo.__main__ import main
+from penstock.demo.text import python_files
+
+STDLIB = Path(sysconfig.get_paths()["stdlib"])
+SMALL = [
+    f"data.input=['{STDLIB / 'json'}', '{STDLIB / 'logging'}']",
+    "data.tokenizer=train-bpe:512",
+    "model.vocab_size=512",
+    "model.n_positions=64",
+    "model.n_layer=3",
+    "model.n_embd=32",
+    "model.n_head=2",
+    "optimizer.schedule.warmup_steps=2",
+    "evaluation.every=4",
+    "evaluation.batches=2",
+    "checkpoint.every=4",
+]
+DEMO = [sys.executable, "-m", "penstock.demo"]
+ENVIRONMENT = os.environ | {
+    "PYTHONPATH": str(Path(__file__).parents[2]),
+    "COLUMNS": "120",
+    "TERM": "xterm-256color",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+def demo(folder, *arguments, **keywords):
+    return subprocess.run(
+        [*DEMO, *SMALL, *arguments],
+        cwd=folder,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        **keywords,
+    )
+
+
+def steps_recorded(folder):
+    lines = (folder / "runs/demo/metrics.jsonl").read_text().splitlines()
+    return [row["step"] for row in map(json.loads, lines) if row["event"] == "step"]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("demo")
+    return folder, demo(folder, "run.steps=8")
+
+
+def test_it_trains_writes_exports_and_reports(finished):
+    folder, result = finished
+    assert result.returncode == 0, result.stderr
+    assert "Traceback" not in result.stderr
+    out = result.stdout
+    assert "what it writes after 'def '" in out
+    before, after = (
+        float(re.search(rf"held-out loss, step {step} +│ ([\d.]+) nats/token", out)[1])
+        for step in (0, 8)
+    )
+    assert after < before
+    assert steps_recorded(folder) == list(range(1, 9))
+    for command in ("generate", "inspect", "train", "program", "init"):
+        assert f"penstock {command} " in out.split("next:")[1]
+
+
+def test_the_bytes_are_within_the_rule_and_near_it(finished):
+    """Twice, the last stage once; a block's second pass may leave its biases at home."""
+    folder, result = finished
+    exported = AutoModelForCausalLM.from_pretrained(folder / "runs/demo/exported").transformer
+
+    def numbers(*modules):
+        return sum(p.numel() for module in modules for p in module.parameters())
+
+    outer, blocks = numbers(exported.wte, exported.wpe), numbers(exported.h)
+    last = numbers(exported.wte, exported.ln_f)
+    row = json.loads((folder / "runs/demo/metrics.jsonl").read_text().splitlines()[1])
+    width = {"bf16": 2, "fp32": 4}[re.search(r"parameters, (\w+) on", result.stdout)[1]]
+    assert row["gradient_bytes"] == 4 * (outer + blocks + last)
+    most = width * (2 * (outer + blocks) + last)
+    assert width * (outer + 1.9 * blocks + last) <= row["streamed_bytes"] <= most
+    assert f"at most {most / 1e6:.2f} MB" in result.stdout
+    assert f"once: {row['gradient_bytes'] / 1e6:.2f} MB" in result.stdout
+
+
+def test_the_export_is_a_model_with_its_tokenizer(finished):
+    folder, result = finished
+    tokenizer = AutoTokenizer.from_pretrained(folder / "runs/demo/exported")
+    model = AutoModelForCausalLM.from_pretrained(folder / "runs/demo/exported")
+    ids = torch.tensor([tokenizer.encode("def f(x):\n    return x\n")])
+    assert model(input_ids=ids, labels=ids).loss < 6.5  # ln 512 = 6.24 knows nothing
+    apart = float(re.search(r"([\d.e+-]+) apart", result.stdout)[1])
+    assert apart < 1e-2
+
+
+def test_the_second_time_says_so_and_trains_nothing(finished, monkeypatch, capsys):
+    folder, _ = finished
+    monkeypatch.chdir(folder)
+    before = (folder / "runs/demo/metrics.jsonl").read_bytes()
+    assert main([*SMALL, "run.steps=8"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("The demo is done: runs/demo has all its steps.\n")
+    assert "mv runs/demo runs/demo.old" in out
+    assert (folder / "runs/demo/metrics.jsonl").read_bytes() == before
+
+
+def test_other_numbers_for_a_run_that_is_there_are_refused(finished, monkeypatch, capsys):
+    folder, _ = finished
+    monkeypatch.chdir(folder)
+    assert main([*SMALL, "run.steps=8", "optimizer.learning_rate=1"]) == 2
+    assert "optimizer.learning_rate: 0.00" in capsys.readouterr().err
+
+
+def test_ctrl_c_in_a_terminal_saves_and_the_next_time_goes_on(tmp_path):
+    """A real terminal: the panel is drawn, and Ctrl-C arrives as it does from a keyboard."""
+    arguments = ["run.steps=2000", "evaluation.every=500"]
+    seen, code = in_a_terminal(tmp_path, arguments, until="left", send=b"\x03")
+    assert code == 130
+    assert "held-out loss" in seen
+    assert "tokens/s" in seen
+    assert "stopped after step" in seen
+    assert "goes on from there" in seen
+    stopped_at = max(steps_recorded(tmp_path))
+    assert stopped_at < 2000
+    assert (tmp_path / f"runs/demo/checkpoints/step-{stopped_at:08d}").is_dir()
+
+    process = subprocess.Popen(
+        [*DEMO, *SMALL, *arguments, "logging.every=1"],
+        cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    try:
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if line.startswith("step "):
+                process.send_signal(signal.SIGTERM)
+                break
+        lines += process.stdout.readlines()
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+    assert any(f"resumed from step {stopped_at}" in line for line in lines)
+    assert any("stopped after step" in line and "SIGTERM" in line for line in lines)
+    assert steps_recorded(tmp_path) == list(range(1, max(steps_recorded(tmp_path)) + 1))
+
+
+def in_a_terminal(folder, arguments, until, send):
+    """Run the demo in a pseudo-terminal, type `send` once `until` is seen; (output, exit code)."""
+    child, terminal = pty.fork()
+    if child == 0:
+        os.chdir(folder)
+        os.execve(sys.executable, [*DEMO, *SMALL, *arguments], ENVIRONMENT)
+    seen, sent, deadline = b"", False, time.monotonic() + 200
+    while time.monotonic() < deadline:
+        if not select.select([terminal], [], [], 1)[0]:
+            continue
+        try:
+            part = os.read(terminal, 65536)
+        except OSError:  # Linux reports the end of a terminal so
+            break
+        if not part:
+            break
+        seen += part
+        if not sent and until.encode() in seen:
+            os.write(terminal, send)
+            sent = True
+    else:
+        os.kill(child, signal.SIGKILL)
+    os.close(terminal)
+    return seen.decode(errors="replace"), os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_no_python_source_is_said(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    assert main([*SMALL, "run.steps=8", "data.input=[empty]"]) == 3
+    assert capsys.readouterr().err == (
+        "error: found no Python source in empty; name a folder of it with 'data.input=[FOLDER]'\n"
+    )
+
+
+def test_tests_other_peoples_packages_and_other_encodings_are_left_out(tmp_path):
+    for name in ("a.py", "test/b.py", "site-packages/c.py", "deep/down/d.py", "e.txt"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("x = 1\n")
+    (tmp_path / "latin.py").write_bytes("# -*- coding: latin-1 -*-\n# \xe9\n".encode("latin-1"))
+    found = [path.relative_to(tmp_path).as_posix() for path in python_files(tmp_path)]
+    assert found == ["a.py", "deep/down/d.py"]
