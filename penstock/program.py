@@ -84,12 +84,14 @@ class Saved:
 
     Either the stage's own input number `input` (nothing is copied), or a tensor that the forward
     executable returns after its outputs. `bytes` is what keeping it costs: its whole storage, or
-    0 where that is an input's or an earlier saved value's (a view of it).
+    0 where that is an input's or an earlier saved value's (a view of it); `view_of` is then the
+    number of the input whose memory it keeps alive, if it is an input's.
     """
 
     tensor: TensorSpec
     input: int | None = None
     bytes: int = 0
+    view_of: int | None = None
 
 
 @dataclass(frozen=True)

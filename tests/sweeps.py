@@ -73,6 +73,29 @@ def sweep(
     return Step(losses, gradients_by_weight(program, nodes, count), nodes)
 
 
+def sweep_and_let_go(
+    engine: Engine,
+    plan: EnginePlan,
+    weights: Mapping[str, torch.Tensor],
+    micro_batches: Sequence[Rows],
+) -> None:
+    """Do one step as the trainer does it: a stage's gradients leave while the next computes."""
+    program, last = engine.program, engine.program.stages[-1]
+    engine.begin(Batch(micro_batches, 0, len(micro_batches), 0, 0))
+    for stage in program.stages:
+        engine.load(stage.index, [weights[name] for name in stage.weights])
+        if stage is not last:
+            engine.forward(stage.index)
+    waiting = engine.turn(last.index)
+    for stage in reversed(program.stages[:-1]):
+        positions = backward_fetch(stage, stage.index in plan.recompute, False)
+        engine.load(stage.index, [weights[stage.weights[i]] for i in positions])
+        pending = engine.backward(stage.index)
+        waiting.wait()
+        waiting = pending
+    waiting.wait()
+
+
 def gradients_by_weight(
     program: Program, nodes: Mapping[int, Sequence[TreeNode]], count: int
 ) -> dict[str, torch.Tensor | None]:

@@ -51,11 +51,6 @@ class Flow:
         account.hold(tensors, stage.name)
         self.saved[stage.index] = list(tensors)
 
-    def take_saved(self, account: MemoryAccount, stage: Stage) -> list[torch.Tensor]:
-        tensors = self.saved.pop(stage.index)
-        account.release(tensors)
-        return tensors
-
     def drop_read(
         self, account: MemoryAccount, program: Program, last_use: Mapping[str, int], stage: Stage
     ) -> None:
@@ -73,14 +68,13 @@ class Flow:
         account.hold([gradient], name)
         self.gradients[name] = gradient
 
-    def take_gradients(
-        self, account: MemoryAccount, stage: Stage, values: Mapping[str, torch.Tensor] | None = None
-    ) -> list[torch.Tensor | None]:
-        """Return the gradients of a stage's differentiable outputs; None where none came."""
-        found: list[torch.Tensor | None] = []
-        for name, needs in zip(stage.outputs, stage.kind.outputs_grad, strict=True):
-            if needs:
-                gradient = self.gradients.pop(name, None)
-                account.release([gradient])
-                found.append(gradient)
-        return found
+    def take_gradients(self, stage: Stage) -> list[torch.Tensor | None]:
+        """Return the gradients of a stage's differentiable outputs; None where none came.
+
+        They stay in the account until the engine has used them.
+        """
+        return [
+            self.gradients.pop(name, None)
+            for name, needs in zip(stage.outputs, stage.kind.outputs_grad, strict=True)
+            if needs
+        ]

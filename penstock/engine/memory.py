@@ -50,6 +50,15 @@ class MemoryAccount:
             else:
                 self._held[key] = (size, count - 1)
 
+    def reserve(self, size_bytes: int, what: str) -> None:
+        """Enter bytes that no tensor here stands for, such as sums on their way to the store."""
+        self.current_bytes += size_bytes
+        self.peak(0, what)
+
+    def give_back(self, size_bytes: int) -> None:
+        """Take back what was reserved."""
+        self.current_bytes -= size_bytes
+
     def peak(self, transient_bytes: int, what: str) -> None:
         """Note that `transient_bytes` more are in use for the length of a call."""
         total = self.current_bytes + transient_bytes

@@ -17,7 +17,7 @@ from penstock.engine.plan import EnginePlan
 from penstock.engine.slots import Arrived
 from penstock.engine.torch_engine import TorchEngine
 from penstock.program import Kind, Program, TensorSpec, backward_fetch
-from penstock.tree import TreeNode, TreeSum
+from penstock.tree import TreeNode
 
 _META = torch.device("meta")
 
@@ -38,7 +38,7 @@ class NullEngine(TorchEngine):
         """Nothing is computed, so nothing is infinite."""
         return None
 
-    def _finish(self, total: TreeSum) -> PendingGradients:
+    def _send(self, nodes: list[TreeNode]) -> PendingGradients:
         zeros = [
             TreeNode(
                 node.level,
@@ -48,7 +48,7 @@ class NullEngine(TorchEngine):
                     for t in node.tensors
                 ),
             )
-            for node in total.nodes()
+            for node in nodes
         ]
         return Arrived(zeros)
 
@@ -105,13 +105,23 @@ def _without_work(program: Program) -> Program:
 
 
 def _null_kind(kind: Kind) -> Kind:
-    saved = [TensorSpec((s.bytes,), torch.uint8) for s in kind.saved if s.input is None]
+    first, last = len(kind.weights), len(kind.weights) + len(kind.inputs)
+
+    def forward(*args: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        inputs = args[first:last]
+        saved = [
+            _empty(TensorSpec((s.bytes,), torch.uint8)) if s.view_of is None else inputs[s.view_of]
+            for s in kind.saved
+            if s.input is None
+        ]
+        return (*map(_empty, kind.outputs), *saved)
+
     gradients = [spec for spec, grad in zip(kind.inputs, kind.inputs_grad, strict=True) if grad] + [
         spec for spec, grad in zip(kind.weights, kind.trainable, strict=True) if grad
     ]
     return dataclasses.replace(
         kind,
-        forward=_returning([*kind.outputs, *saved]),
+        forward=forward,
         infer=_returning(kind.outputs),
         backward=_returning(gradients),
         recompute=_returning(gradients),

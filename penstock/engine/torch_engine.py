@@ -47,6 +47,7 @@ class TorchEngine:
         self._flows: list[Flow] = []
         self._batch: Batch | None = None
         self._losses: list[torch.Tensor] = []
+        self._sum_bytes = self._sent_bytes = 0  # gradients being summed, and those on their way
 
     def begin(self, batch: Batch) -> None:
         """Take the inputs of a step and compute the prelude; forget any step before."""
@@ -54,6 +55,7 @@ class TorchEngine:
         self.memory.hold(self._slots.resident, "the slots of weights")
         self._slots.reset()
         self._flows, self._losses, self._batch = [], [], batch
+        self._sum_bytes = self._sent_bytes = 0
         program = self.program
         for offset, inputs in enumerate(batch.micro_batches):
             flow = Flow(batch.first + offset, batch.seed, batch.step)
@@ -128,6 +130,7 @@ class TorchEngine:
                 self._losses.append(results[0].detach().reshape(()).float())
                 flow.drop_read(self.memory, self.program, self._last_use, place)
                 self._distribute(flow, place, results[len(kind.outputs) :], total)
+                del results  # the sum has what it needs; the next micro-batch needs the room
             self.memory.release(held)
         return self._finish(total)
 
@@ -141,8 +144,9 @@ class TorchEngine:
         with self._slots.use(stage) as weights:
             held = self._enter(place, weights)
             for flow in self._flows:
-                saved = flow.take_saved(self.memory, place) if stage in flow.saved else []
+                saved = flow.saved.pop(stage, [])
                 if not any(kind.outputs_grad):
+                    self.memory.release(saved)
                     continue
                 tangents = self._tangents(flow, place)
                 if recompute:
@@ -151,8 +155,10 @@ class TorchEngine:
                 else:
                     self.memory.peak(kind.backward_transient_bytes, place.name)
                     results = kind.backward(*weights, *saved, *tangents, flow.key(stage))
+                self.memory.release([*saved, *tangents])
                 del saved, tangents
                 self._distribute(flow, place, results, total)
+                del results
             self.memory.release(held)
         return self._finish(total)
 
@@ -203,16 +209,18 @@ class TorchEngine:
         return list(weights)
 
     def _tangents(self, flow: Flow, place: Stage) -> list[torch.Tensor]:
-        found = flow.take_gradients(self.memory, place)
+        found = flow.take_gradients(place)
         specs = [
             spec
             for spec, needs in zip(place.kind.outputs, place.kind.outputs_grad, strict=True)
             if needs
         ]
-        return [
-            torch.zeros(spec.shape, dtype=spec.dtype, device=self._device) if g is None else g
-            for g, spec in zip(found, specs, strict=True)
-        ]
+        for number, spec in enumerate(specs):
+            if found[number] is None:
+                zeros = torch.zeros(spec.shape, dtype=spec.dtype, device=self._device)
+                self.memory.hold([zeros], place.name)
+                found[number] = zeros
+        return [tangent for tangent in found if tangent is not None]
 
     def _distribute(
         self,
@@ -228,11 +236,26 @@ class TorchEngine:
             if gradient is not None:
                 flow.add_gradient(self.memory, name, gradient)
         if any(kind.trainable):
-            total.add(TreeNode(0, flow.number, tuple(results[len(names) :])))
-            self.memory.peak(
-                sum(t.nbytes for n in total.nodes() for t in n.tensors if t is not None),
-                place.name,
-            )
+            self._add(total, TreeNode(0, flow.number, tuple(results[len(names) :])), place)
+
+    def _add(self, total: TreeSum, leaf: TreeNode, place: Stage) -> None:
+        """Add a micro-batch's gradients to the sum, and enter what the sum holds by then."""
+        wider = sum(4 * t.numel() for t in leaf.tensors if t is not None and t.itemsize < 4)
+        self.memory.peak(_bytes([leaf]) + (wider if self._sum_bytes else 0), place.name)
+        total.add(leaf)
+        self.memory.give_back(self._sum_bytes)
+        self._sum_bytes = _bytes(total.nodes())
+        self.memory.reserve(self._sum_bytes, place.name)
 
     def _finish(self, total: TreeSum) -> PendingGradients:
-        return self._slots.send_back(total.nodes())
+        """Send a stage's sums off; those of the stage before have been taken by now."""
+        self.memory.give_back(self._sent_bytes)
+        self._sent_bytes, self._sum_bytes = self._sum_bytes, 0
+        return self._send(total.nodes())
+
+    def _send(self, nodes: list[TreeNode]) -> PendingGradients:
+        return self._slots.send_back(nodes)
+
+
+def _bytes(nodes: Sequence[TreeNode]) -> int:
+    return sum(t.nbytes for node in nodes for t in node.tensors if t is not None)
