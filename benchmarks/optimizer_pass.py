@@ -180,7 +180,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="the same, smaller")
     quick = parser.parse_args().quick
     count = (1 << 24) if quick else (1 << 25)
-    rows = measure(count, 12.0 if quick else 45.0)
+    rows = measure(count, 8.0 if quick else 45.0)
     print(f"{count / 1e6:.1f} million parameters, {numba.get_num_threads()} threads")
     print(f"{'one pass':52s} {'B/param':>7s} {'GB/s':>6s} {'limit':>6s} {'share':>6s}  clean")
     for row in rows:
