@@ -7,6 +7,7 @@ stream, and errors that name the module and the line that cannot be captured.
 
 from __future__ import annotations
 
+import gc
 import io
 import linecache
 import logging
@@ -142,7 +143,7 @@ def capture(
     lowered = _lowered_parameters(module) if precision == "bf16" else nullcontext()
     mode = _OneType() if precision == "bf16" else nullcontext()
     try:
-        with lowered, mode, _quiet_torch():
+        with lowered, mode, _quiet_torch(), _collector_at_rest():
             exported = torch.export.export(module, (), dict(inputs), strict=False)
     except CompileError:
         raise
@@ -224,6 +225,22 @@ def _quiet_torch() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
+
+
+@contextmanager
+def _collector_at_rest() -> Iterator[None]:
+    """Keep Python's cycle collector from walking the growing graph again and again.
+
+    An export makes millions of objects and few cycles: the collector took a third of its time
+    and found next to nothing (GPT-3 175B: 20 MiB).
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 @contextmanager
