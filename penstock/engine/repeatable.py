@@ -28,4 +28,4 @@ def choose_repeatable_kernels(program: Program) -> None:
     )
     torch.use_deterministic_algorithms(True, warn_only=not strict)
     # PyTorch would also fill every fresh tensor with NaN to betray whoever reads it unwritten.
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
