@@ -31,13 +31,21 @@ from penstock.engine import Engine, EnginePlan, TorchEngine, plan_engine
 from penstock.errors import BudgetError, ConfigError, DataError
 from penstock.models import ModelSource
 from penstock.program import Program
-from penstock.store import DramStore, export_huggingface
-from penstock.store.optimizers import Group, assign_groups, make_optimizer
-from penstock.store.schedules import Schedule
+from penstock.store import (
+    DramStore,
+    Group,
+    Schedule,
+    assign_groups,
+    export_huggingface,
+    make_optimizer,
+)
 
 # Beyond this many tokens a micro-batch gains nothing: the products are large enough.
 _MICRO_BATCH_TOKENS = {"cpu": 4096, "cuda": 32768}
 _AUTO_SHARE = 0.5  # of the memory that is free at the start, for the engine
+_LEAST_TOKENS = 512  # of a micro-batch; smaller products spend their time on starting
+_ENGINES = 8  # that a configuration may ask for; see `config/root.py`
+_BUDGET_SLOTS = 4  # a stage of a quarter of the budget leaves room for slots and activations
 _FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -60,29 +68,35 @@ def choose_device(wanted: Literal["auto", "cpu", "cuda"]) -> str:
     return wanted
 
 
-def engine_budget(config: Config, device: str) -> int:
-    """Return the bytes that one engine may use."""
+def engine_budget(config: Config, device: str, store_bytes: int) -> int:
+    """Return the bytes that one engine may use; `auto` leaves room for the store first."""
     if config.engine.memory != "auto":
         return int(config.engine.memory)
     if device == "cuda":
-        free = torch.cuda.mem_get_info()[0]
-    else:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        with open("/proc/meminfo") if os.path.exists("/proc/meminfo") else _nothing() as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    free = int(line.split()[1]) * 1024
+        return int(torch.cuda.mem_get_info()[0] * _AUTO_SHARE)
+    free = _free_host_bytes() - store_bytes
+    if free <= 0:
+        raise BudgetError(
+            f"the store needs {store_bytes:,} bytes, {free + store_bytes:,} are free: a smaller "
+            "model, store.gradients: bf16 or optimizer.name: sgd need less"
+        )
     return int(free * _AUTO_SHARE) // config.engines
 
 
-class _nothing:
-    """An empty file, where there is no /proc."""
+def _free_host_bytes() -> int:
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
-    def __enter__(self) -> list[str]:
-        return []
 
-    def __exit__(self, *_: object) -> None:
-        return None
+def store_bytes(config: Config, source: ModelSource) -> int:
+    """Return what the store will hold: masters, gradients, moments."""
+    roles = {"adamw": 2, "sgd": 1 if config.optimizer.momentum else 0, "lion": 1}
+    per_weight = 4 + _FLOATS[config.gradient_precision].itemsize
+    return source.parameter_count() * (per_weight + 4 * roles[config.optimizer.name])
 
 
 def sequence_length(config: Config, source: ModelSource) -> int:
@@ -108,6 +122,7 @@ def compile_source(
     freeze: Sequence[str] = (),
     goal: Literal["train", "evaluate", "logits"] = "train",
     with_buffers: bool = True,
+    slot_bytes: int | None = None,
 ) -> Program:
     """Compile a model for one micro-batch of sequences.
 
@@ -118,7 +133,9 @@ def compile_source(
     if goal == "logits":
         module = source.logits_module
         inputs = {name: value for name, value in inputs.items() if name not in source.targets}
-    module.train(goal == "train")
+    modes = [(child, child.training) for child in module.modules()]
+    if goal != "train":  # for training, every module is in the mode that its owner left it in
+        module.eval()
     try:
         return compile_module(
             module,
@@ -127,24 +144,34 @@ def compile_source(
                 precision=precision,
                 device=device,
                 freeze=tuple(freeze),
+                slot_bytes=slot_bytes,
                 weight_prefix=source.weight_prefix,
                 training=goal != "logits",
             ),
             name=source.name,
-            buffers=source.buffers if with_buffers else None,
+            buffers=(lambda: _buffers(source)) if with_buffers else None,
         )
     finally:
-        module.train()
+        for child, training in modes:
+            child.training = training
+
+
+def _buffers(source: ModelSource) -> dict[str, torch.Tensor]:
+    """Return the real buffers under every name that they have."""
+    real = source.buffers()
+    known = {alias: real[name] for alias, name in source.aliases.items() if name in real}
+    return {**known, **real}
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a step's batch is divided, and what an engine keeps of it."""
+    """How a step's batch is divided, what an engine keeps of it, and what it may use."""
 
     program: Program
     plan: EnginePlan
     micro_batch: int
     micro_batches: int
+    budget_bytes: int
 
 
 def lay_out(
@@ -152,48 +179,56 @@ def lay_out(
 ) -> Layout:
     """Choose the micro-batch, compile for it, and decide what is recomputed.
 
-    With `batch.micro: auto` it is the largest divisor of the batch that leaves every engine one
-    micro-batch, is not beyond what helps, and fits the budget; a resumed run keeps the one it
-    was started with, since another would sum in another order.
+    With `batch.micro: auto` it is the largest divisor of the batch that is not beyond what helps
+    and, unless that makes it small, leaves `_ENGINES` engines a micro-batch each. The number of
+    engines itself must not decide it, or it would decide the last bits. A resumed run keeps the one it was started with. Where a
+    step does not fit the budget, stages are cut smaller, then (auto) the micro-batch is.
 
     **Raises:** `BudgetError` if not even single sequences fit.
     """
     length = sequence_length(config, source)
-    budget = engine_budget(config, device)
-    size = config.batch.size
-    wanted = config.batch.micro
-    if wanted == "auto" and recorded_micro_batch is not None:
-        wanted = recorded_micro_batch
-    if wanted == "auto":
-        most = max(1, _MICRO_BATCH_TOKENS[device] // length)
-        candidates = [c for c in range(min(most, size), 0, -1) if size % c == 0]
-        candidates = [c for c in candidates if size // c >= config.engines] or candidates[-1:]
-    else:
-        candidates = [int(wanted)]
-    for number, micro_batch in enumerate(candidates):
-        program = compile_source(
-            source,
-            micro_batch=micro_batch,
-            length=length,
-            precision=config.precision,
-            device=device,
-            freeze=config.freeze,
-        )
-        micro_batches = size // micro_batch
+    budget = engine_budget(config, device, store_bytes(config, source))
+    problem: BudgetError | None = None
+    for micro_batch in _micro_batch_candidates(config, length, device, recorded_micro_batch):
+        micro_batches = config.batch.size // micro_batch
         if micro_batches < config.engines:
             raise ConfigError(
                 f"engines: {config.engines} engines cannot share {micro_batches} micro-batch(es) "
                 f"of {micro_batch}; lower batch.micro or engines, or raise batch.size"
             )
         per_engine = -(-micro_batches // config.engines)
-        try:
-            plan = plan_engine(program, per_engine, budget, config.engine.recompute, device=device)
-        except BudgetError:
-            if number == len(candidates) - 1:
-                raise
-            continue
-        return Layout(program, plan, micro_batch, micro_batches)
-    raise AssertionError("there is always a candidate")
+        for slot_bytes in (None, budget // _BUDGET_SLOTS):
+            try:
+                program = compile_source(
+                    source,
+                    micro_batch=micro_batch,
+                    length=length,
+                    precision=config.precision,
+                    device=device,
+                    freeze=config.freeze,
+                    slot_bytes=slot_bytes,
+                )
+                plan = plan_engine(program, per_engine, budget, config.engine.recompute, device)
+            except BudgetError as error:
+                problem = problem or error
+                continue
+            return Layout(program, plan, micro_batch, micro_batches, budget)
+    assert problem is not None
+    raise problem
+
+
+def _micro_batch_candidates(
+    config: Config, length: int, device: str, recorded: int | None
+) -> list[int]:
+    size = config.batch.size
+    if config.batch.micro != "auto":
+        return [int(config.batch.micro)]
+    if recorded is not None and size % recorded == 0:
+        return [recorded]
+    share = size * length // _ENGINES
+    tokens = max(_LEAST_TOKENS, min(share, _MICRO_BATCH_TOKENS[device]))
+    most = max(1, tokens // length)
+    return [c for c in range(min(most, size), 0, -1) if size % c == 0]
 
 
 def make_store(
@@ -254,9 +289,8 @@ def make_store(
 
 def make_engines(config: Config, layout: Layout, device: str) -> list[Engine]:
     """Return the engines of this process, each with its own budget."""
-    budget = engine_budget(config, device)
     return [
-        TorchEngine(layout.program, layout.plan, device=device, budget_bytes=budget)
+        TorchEngine(layout.program, layout.plan, device=device, budget_bytes=layout.budget_bytes)
         for _ in range(config.engines)
     ]
 

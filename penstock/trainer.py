@@ -1,15 +1,14 @@
-"""The trainer: the step protocol, from the first sweep to the last checkpoint.
+"""The trainer: a run from its first step to its last checkpoint.
 
-A step is: a forward sweep over the stages, the turn at the last one, a backward sweep, and the
-commit, which alone makes it count. Weights come from the store through the fabric to the engines,
-gradients go back the same way; whatever fails before the commit has not happened.
+What happens within a step is in `step.py`. Here: making or resuming the run, evaluation, saving,
+early stop, and what follows training (export, generation). Notebooks use the same class.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +36,9 @@ from penstock.fabric import LocalFabric
 from penstock.generation import generate_tokens
 from penstock.metrics import recorder
 from penstock.models import ModelSource
-from penstock.program import Program, Stage, backward_fetch
+from penstock.program import Program
+from penstock.step import IGNORED_LABEL, StepRunner
 from penstock.store import find_checkpoint, load_checkpoint, read_state, save_checkpoint
-from penstock.tree import share
-
-IGNORED_LABEL = -100
 
 
 class Trainer:
@@ -50,7 +47,7 @@ class Trainer:
     **Arguments:** `config`, a `Config`, a mapping of its keys, or the path of a YAML file;
     `model`, a built `nn.Module` in place of `config.model`; `source`, batches in place of
     `config.data` (any object with the methods of `penstock.data.Source`); `on_event` is told
-    what happens (`penstock.events`).
+    what happens (`penstock.events`); `must_exist` refuses a run without a checkpoint.
     """
 
     def __init__(
@@ -61,6 +58,7 @@ class Trainer:
         source: Source | None = None,
         held_out: Source | None = None,
         on_event: Listener | None = None,
+        must_exist: bool = False,
     ) -> None:
         self.config = _as_config(config)
         self._listener: Listener = on_event or (lambda event: None)
@@ -75,7 +73,12 @@ class Trainer:
         self._checkpoints = self.config.run.dir / "checkpoints"
         checkpoint = find_checkpoint(self._checkpoints, "latest")
         recorded = read_state(checkpoint).extra if checkpoint else {}
-        self._check_resumable(recorded)
+        if must_exist and not checkpoint:
+            raise ConfigError(
+                f"{self.config.run.dir} holds no checkpoint: nothing was trained there yet; "
+                "run `penstock train` first"
+            )
+        self._recorded = recorded
         self._layout = assembly.lay_out(
             self.config, self.model, self.device, recorded.get("micro_batch")
         )
@@ -90,6 +93,18 @@ class Trainer:
         self.resumed_from = self.store.step if checkpoint else None
         self.engines = assembly.make_engines(self.config, self._layout, self.device)
         self.fabric = LocalFabric(len(self.engines))
+        self._runner = StepRunner(
+            self.model,
+            self._layout,
+            self.store,
+            self.fabric,
+            self.engines,
+            self._data.training,
+            seed=self.config.run.seed,
+            batch_size=self.config.batch.size,
+            tokens=self._tokens_per_step(),
+        )
+        self._watching = not checkpoint  # that every weight trains is checked in a run's beginning
         self._evaluation: tuple[Program, Engine] | None = None
         self._best_loss: float | None = recorded.get("best_loss")
         self._evaluations_since_best: int = recorded.get("evaluations_since_best", 0)
@@ -110,171 +125,73 @@ class Trainer:
     def train(self) -> dict[str, Any]:
         """Run to the configured number of steps and return a summary of the run's figures."""
         config, started = self.config, time.perf_counter()
+        self._check_resumable()
         write_record(config)
         self._tell = broadcast([recorder(config), self._listener])
         self._announce()
-        first_step, last_loss = self.step, math.nan
+        self._refuse_tiny_held_out()
+        first_step, last_loss = self.step, None  # type: int, float | None
+        if self._out_of_patience():
+            self._notice("the run has stopped early; raise evaluation.early_stop_patience to go on")
+            self._stop_reason = "no better held-out loss"
         while self.step < config.run.steps and self._stop_reason is None:
-            last_loss = self.run_step().loss
+            try:
+                last_loss = self.run_step().loss
+            except NonFiniteError:
+                self._save_if_new()  # what is committed is good
+                raise
             if config.evaluation.every and self.step % config.evaluation.every == 0:
                 self._evaluate_and_judge()
             if config.checkpoint.every and self.step % config.checkpoint.every == 0:
                 self.save()
         if self.step == first_step and self.step >= config.run.steps:
             self._notice(f"the run already has its {config.run.steps} steps; nothing to do")
-        self._refuse_unchanged(self.store.flush)
-        if self._saved_step != self.step:
-            self.save()
-        if self._stop_reason is not None and self.step < config.run.steps:
-            command = f"penstock train {config.run.dir / 'config.yaml'}"
-            self._tell(Stopped(self.step, self._stop_reason, command))
+        self._save_if_new()
         summary = {
             "steps": self.step - first_step,
-            "loss": last_loss,
-            "best_held_out_loss": self._best_loss,
+            **({} if last_loss is None else {"loss": last_loss}),
+            **({} if self._best_loss is None else {"best_held_out_loss": self._best_loss}),
             "seconds": time.perf_counter() - started,
             "engine_peak_bytes": max(e.memory.peak_bytes for e in self.engines),
             "store_bytes": sum(self.store.memory_bytes.values()),
         }
-        if self._stop_reason is None:
+        if self._stop_reason is not None and self.step < config.run.steps:
+            command = f"penstock train {config.run.dir / 'config.yaml'}"
+            self._tell(Stopped(self.step, self._stop_reason, command))
+        else:
             self._tell(Finished(summary))
+        self._stop_reason, self._tell = None, self._listener
         return summary
 
     def run_step(self) -> StepDone:
-        """Do one step: sweep forward, turn, sweep backward, commit."""
-        started = time.perf_counter()
-        tokens, loss_scale = self._begin_step()
-        last = self.program.stages[-1]
-        for stage in self._streamed(self._forward_order()):
-            if stage is not last:
-                for engine in self.engines:
-                    engine.forward(stage.index)
-        if self.step == 1:
-            self._refuse_unchanged(lambda: None)
-        nodes = [engine.turn(last.index) for engine in self.engines]
-        loss = math.fsum(x for engine in self.engines for x in engine.losses()) * loss_scale
-        if not math.isfinite(loss):
-            self._refuse_loss(loss)
-        waiting = (last, nodes)
-        for stage in self._streamed(self._backward_order()):
-            nodes = [engine.backward(stage.index) for engine in self.engines]
-            self._return_gradients(*waiting)
-            waiting = (stage, nodes)
-        self._return_gradients(*waiting)
-        try:
-            commit = self.store.commit()
-        except NonFiniteError:
-            self.store.discard()
-            raise
-        traffic = self.store.take_traffic()
-        done = StepDone(
-            step=commit.step,
-            loss=loss,
-            learning_rate=commit.learning_rate,
-            grad_norm=commit.grad_norm,
-            clip_scale=commit.clip_scale,
-            seconds=time.perf_counter() - started,
-            tokens=tokens,
-            streamed_bytes=traffic.streamed_bytes,
-            gradient_bytes=traffic.gradient_bytes,
-            engine_bytes=max(e.memory.peak_bytes for e in self.engines),
-            store_bytes=sum(self.store.memory_bytes.values()),
-        )
+        """Do one step, tell of it, and check once that every weight trains."""
+        done = self._runner.run()
         self._tell(done)
+        if self._watching and done.learning_rate > 0:
+            self._watching = False
+            self._refuse_unchanged()
         return done
 
-    # The parts of a step
+    def _refuse_unchanged(self) -> None:
+        """After the first update, stop if a trainable weight got a gradient of nothing but zeros.
 
-    def _begin_step(self) -> tuple[int, float]:
-        """Give every engine its part of the batch; return the batch's tokens and loss scale."""
-        size, micro = self.config.batch.size, self._layout.micro_batch
-        parts = share(self._layout.micro_batches, len(self.engines))
-        batches: list[list[dict[str, torch.Tensor]]] = []
-        for part in parts:
-            indices = range(part.start * micro, part.stop * micro)
-            rows = assembly.to_tensors(self._data.training.batch(self.step, indices, size))
-            batches.append(_micro_batches(rows, micro))
-        everything = [rows for batch in batches for rows in batch]
-        scale = self._loss_scale(everything)
-        for engine, part, batch in zip(self.engines, parts, batches, strict=True):
-            engine.begin(
-                Batch(
-                    batch,
-                    part.start,
-                    self._layout.micro_batches,
-                    self.config.run.seed,
-                    self.step,
-                    scale,
-                )
-            )
-        return self._tokens_per_step(), scale
-
-    def _tokens_per_step(self) -> int:
-        """Return the tokens of a step, or its rows where a model does not read tokens."""
-        has_tokens = "input_ids" in self.model.inputs
-        return self.config.batch.size * (self._length() if has_tokens else 1)
-
-    def _loss_scale(self, micro_batches: Sequence[Mapping[str, torch.Tensor]]) -> float:
-        """Return the factor from the micro-batches' losses to the step's mean loss."""
-        if self.model.loss_reduction == "mean":
-            return 1.0 / len(micro_batches)
-        count = sum(int((rows["labels"] != IGNORED_LABEL).sum()) for rows in micro_batches)
-        if count == 0:
-            raise DataError(f"step {self.step + 1}: no token of the batch has a label")
-        return 1.0 / count
-
-    def _forward_order(self) -> list[tuple[Stage, tuple[int, ...] | None]]:
-        return [(stage, None) for stage in self.program.stages]
-
-    def _backward_order(self) -> list[tuple[Stage, tuple[int, ...] | None]]:
-        return [
-            (stage, backward_fetch(stage, stage.index in self._layout.plan.recompute, False))
-            for stage in reversed(self.program.stages[:-1])
-        ]
-
-    def _streamed(self, order: list[tuple[Stage, tuple[int, ...] | None]]) -> Iterator[Stage]:
-        """Yield stages whose weights are loaded; the next one's are then on their way."""
-        for number, (stage, _) in enumerate(order):
-            for ahead in order[number + (number > 0) : number + 2]:
-                self._load(*ahead)
-            yield stage
-
-    def _load(self, stage: Stage, positions: tuple[int, ...] | None) -> None:
-        weights = self.store.fetch(stage.index, positions)
-        for engine, tensors in zip(self.engines, self.fabric.broadcast(weights), strict=True):
-            engine.load(stage.index, tensors)
-
-    def _return_gradients(self, stage: Stage, parts: Sequence[Any]) -> None:
-        """Finish a stage's sum in the fabric and hand it to the store."""
-        if not any(stage.kind.trainable) or not any(stage.kind.outputs_grad):
-            return
-        nodes = [part.wait() for part in parts]
-        self.store.receive(stage.index, self.fabric.reduce(nodes, self._layout.micro_batches))
-
-    def _refuse_loss(self, loss: float) -> None:
-        """Find the first stage that went non-finite by running the sweep again, and say so."""
-        self.store.discard()
-        self._begin_step()
-        for stage in self._streamed(self._forward_order()):
-            for engine in self.engines:
-                engine.infer(stage.index)
-                if engine.first_non_finite() is not None or stage is self.program.stages[-1]:
-                    raise NonFiniteError(
-                        f"step {self.step + 1}: the loss is {loss}; {stage.name} is the first "
-                        f"stage whose output is not finite. The step was not committed: the "
-                        f"weights are those of step {self.step}. Lower optimizer.learning_rate, "
-                        "or look at the batch."
-                    )
-
-    def _refuse_unchanged(self, settle: Any) -> None:
-        """After the first update, stop if a trainable weight has not changed in any bit."""
-        settle()
+        A weight whose update was lost to rounding (a rate still warming up) is only named.
+        """
+        self.store.flush()
         still = self.store.unchanged()
-        if still:
-            lines = "; ".join(f"{name} ({reason})" for name, reason in list(still.items())[:5])
+        zero = [name for name, reason in still.items() if "zero" in reason]
+        if zero:
             raise NoTrainingError(
-                f"{len(still)} trainable weight(s) did not change in the first step: {lines}. "
-                "Freeze them by name, or see why they get no gradient."
+                f"{len(zero)} trainable weight(s) did not change in the first step, their gradient "
+                f"was zero in every element: {', '.join(zero[:5])}"
+                f"{' ...' if len(zero) > 5 else ''}. Freeze them by name, or see why the loss does "
+                "not depend on them."
+            )
+        if still:
+            names = ", ".join(list(still)[:5])
+            self._notice(
+                f"{len(still)} weight(s) have not changed yet, the update was too small for their "
+                f"precision: {names}{' ...' if len(still) > 5 else ''}"
             )
 
     # Beside the steps
@@ -343,6 +260,11 @@ class Trainer:
     def _length(self) -> int:
         return assembly.sequence_length(self.config, self.model)
 
+    def _tokens_per_step(self) -> int:
+        """Return the tokens of a step, or its rows where a model does not read tokens."""
+        has_tokens = "input_ids" in self.model.inputs
+        return self.config.batch.size * (self._length() if has_tokens else 1)
+
     def _evaluate_and_judge(self) -> None:
         """Evaluate, keep the best checkpoint, and stop when nothing has improved for long."""
         if self._data.held_out is None:
@@ -359,8 +281,29 @@ class Trainer:
         if best and self.config.checkpoint.best:
             self.save(best=True)
         patience = self.config.evaluation.early_stop_patience
-        if patience is not None and self._evaluations_since_best >= patience:
+        if self._out_of_patience():
             self.request_stop(f"no better held-out loss in {patience} evaluations")
+
+    def _out_of_patience(self) -> bool:
+        patience = self.config.evaluation.early_stop_patience
+        return patience is not None and self._evaluations_since_best >= patience
+
+    def _refuse_tiny_held_out(self) -> None:
+        """A held-out set that cannot fill one micro-batch must not stop the run in its middle."""
+        if self._data.held_out is None or not self.config.evaluation.every:
+            return
+        if self.model.loss_reduction == "mean":
+            micro = self._layout.micro_batch
+            first = next(iter(self._data.held_out.evaluation_batches(micro, micro)), {})
+            if not first or len(next(iter(first.values()))) < micro:
+                raise DataError(
+                    f"the held-out data has fewer rows than a micro-batch of {micro}: give more, "
+                    "lower batch.micro, or set evaluation.every to null"
+                )
+
+    def _save_if_new(self) -> None:
+        if self._saved_step != self.step:
+            self.save()
 
     def save(self, best: bool = False) -> Path:
         """Write a checkpoint of the last committed step; return its folder."""
@@ -437,7 +380,8 @@ class Trainer:
     def _notice(self, text: str) -> None:
         self._tell(Notice(text))
 
-    def _check_resumable(self, recorded: Mapping[str, Any]) -> None:
+    def _check_resumable(self) -> None:
+        recorded = self._recorded
         if not recorded:
             return
         self.config.check_resumable(recorded["trajectory"])
@@ -457,7 +401,7 @@ class Trainer:
                 parameters=program.parameters,
                 weight_bytes=sum(program.stage_stream_bytes(s) for s in program.stages),
                 state_bytes=sum(self.store.memory_bytes.values()),
-                engine_bytes=assembly.engine_budget(self.config, self.device),
+                engine_bytes=layout.budget_bytes,
                 steps=self.config.run.steps,
                 tokens_per_step=self._tokens_per_step(),
                 resumed_from=self.resumed_from,
@@ -502,14 +446,6 @@ def _as_source(config: Config, model: nn.Module | ModelSource | None) -> ModelSo
     if config.model is None:
         raise ConfigError("model: expected a preset or a mapping; from Python, Trainer(model=...)")
     return assembly.model_source(config.model)
-
-
-def _micro_batches(rows: Mapping[str, torch.Tensor], micro: int) -> list[dict[str, torch.Tensor]]:
-    count = len(next(iter(rows.values()))) // micro
-    return [
-        {name: value[i * micro : (i + 1) * micro] for name, value in rows.items()}
-        for i in range(count)
-    ]
 
 
 def _power_of_two(count: int) -> int:

@@ -26,7 +26,7 @@ def evaluate(
 
     from penstock.trainer import Trainer
 
-    result = Trainer(settings).evaluate(batches)
+    result = Trainer(settings, must_exist=True).evaluate(batches)
     typer.echo(
         f"loss {result['loss']:.6f}  perplexity {result['perplexity']:.6g}  "
         f"({result['tokens']} tokens)"

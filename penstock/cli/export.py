@@ -31,5 +31,5 @@ def export(
 
     from penstock.trainer import Trainer
 
-    Trainer(settings).export(out, dtype.value)
+    Trainer(settings, must_exist=True).export(out, dtype.value)
     typer.echo(f"wrote {out}")

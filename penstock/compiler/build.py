@@ -136,14 +136,23 @@ class _Assembly:
             if placeholder not in nodes or name in self.weights:
                 continue
             parameter = parameters[full]
+            if parameter.dtype != torch.float32:
+                raise CompileError(
+                    f"weight {name!r} is {parameter.dtype}: the store keeps float32 masters; call "
+                    ".float() on the model, precision: bf16 then streams bfloat16"
+                )
             group = {name, *aliases[name]}
-            floating = parameter.dtype.is_floating_point
             self.weights[name] = WeightSpec(
                 name=name,
                 shape=tuple(parameter.shape),
-                stream_dtype=STREAM_DTYPE[self.options.precision] if floating else parameter.dtype,
+                stream_dtype=STREAM_DTYPE[self.options.precision],
                 trainable=self.options.training and parameter.requires_grad and not group & frozen,
                 aliases=tuple(aliases[name]),
+            )
+        if self.options.training and not any(w.trainable for w in self.weights.values()):
+            raise NoTrainingError(
+                "every weight is frozen: nothing can train; leave some out of freeze, or set "
+                "requires_grad"
             )
 
     def _public(self, full: str) -> str:
@@ -245,7 +254,7 @@ class _Assembly:
                 args, kwargs = fx.node.map_arg(_on_device(node, "cpu"), lambda n: env[n])
                 env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
         return {
-            node.name: value.to(self.options.device)
+            node.name: value.to(self.options.device).contiguous()
             for node, value in env.items()
             if isinstance(value, torch.Tensor)
         }
@@ -273,7 +282,11 @@ class _Assembly:
         for node in per_batch:
             made[node] = graph.node_copy(node, lambda n: made[n])
             _move(made[node], self.options.device)
-        graph.output(tuple(made[n] for n in outputs))
+        # Stages are traced for values without gaps.
+        dense = [
+            graph.call_function(torch.ops.aten.contiguous.default, (made[n],)) for n in outputs
+        ]
+        graph.output(tuple(dense))
         graph.eliminate_dead_code()
         executable = fx.GraphModule(nn.Module(), graph, class_name="prelude")
         return executable, tuple(n.name for n in given), tuple(n.name for n in outputs)

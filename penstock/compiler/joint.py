@@ -367,6 +367,7 @@ def _fuse_turns(graph: fx.Graph) -> fx.Graph:
             graph.erase_node(backward)
             graph.erase_node(forward)
             fused = True
+            break
     return _in_order(graph) if fused else graph
 
 

@@ -49,10 +49,10 @@ def choose_products(graph: fx.Graph) -> None:
         return
     for node in list(graph.nodes):
         if node.target is aten.mm.default:
-            bias, (left, right) = None, node.args  # type: ignore[misc,str-unpack]
+            bias, (left, right) = None, node.args
         elif node.target is aten.addmm.default and not node.kwargs:
             bias, left, right = node.args
-            if bias.meta["val"].dim() != 1:
+            if bias.meta["val"].shape != right.meta["val"].shape[1:]:
                 continue
         else:
             continue

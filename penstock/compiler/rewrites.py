@@ -30,6 +30,7 @@ _MEAN = 1
 
 def rewrite(graph: fx.Graph) -> fx.Node:
     """Apply every rewrite to `graph` in place; return the placeholder of the dropout key."""
+    _refuse_regions(graph)
     _drop_checks(graph)
     _refuse_shapes_from_values(graph)
     _functionalise(graph)
@@ -75,6 +76,16 @@ def share_equal(graph: fx.Graph, among: set[fx.Node]) -> set[fx.Node]:
     return set(seen.values())
 
 
+def _refuse_regions(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        if node.op == "get_attr" or isinstance(node.target, torch._ops.HigherOrderOperator):
+            what = node.target if node.op == "get_attr" else node.target.name()
+            raise CompileError(
+                f"{source_line(node)} uses control flow inside the graph ({what}), which Penstock "
+                "does not compile: use torch.where, or take the decision outside the model."
+            )
+
+
 def _drop_checks(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.target in _CHECKS:
@@ -110,17 +121,34 @@ def _functionalise(graph: fx.Graph) -> None:
                 f"{source_line(node)} writes a tensor in place with {target}, which a stage may "
                 "not do; use the operator's functional form."
             )
-        if written.op == "placeholder" or _has_views(written, order[node]):
+        if written.op == "placeholder" or _has_views(written):
             raise CompileError(
                 f"{source_line(node)} writes in place ({target}) to a tensor that is an input or "
                 "that other views share; use the operator's functional form."
             )
         node.target = twin
-        for user in [u for u in written.users if order[u] > order[node]]:
-            user.replace_input_with(written, node)
+        result, after = node, [u for u in written.users if order[u] > order[node]]
+        if _widens(node, written):
+            # In place, the result keeps the type of what is written.
+            users = list(node.users)
+            with graph.inserting_after(node):
+                result = _call(graph, written, aten.to.dtype, (node, value_of(written).dtype))
+            for user in users:
+                user.replace_input_with(node, result)
+        for user in after:
+            user.replace_input_with(written, result)
 
 
-def _has_views(node: fx.Node, before: int) -> bool:
+def _widens(node: fx.Node, written: fx.Node) -> bool:
+    """Tell whether the functional twin promotes to another type than the in-place operator."""
+    with value_of(written).fake_mode:  # type: ignore[attr-defined]
+        result = node.target(  # type: ignore[operator]
+            *fx.node.map_arg(node.args, value_of), **fx.node.map_arg(node.kwargs, value_of)
+        )
+    return bool(result.dtype != value_of(written).dtype)
+
+
+def _has_views(node: fx.Node) -> bool:
     def is_view(n: fx.Node) -> bool:
         target = n.target
         return isinstance(target, torch._ops.OpOverload) and any(
@@ -272,7 +300,7 @@ def _expand_attention(graph: fx.Graph, node: fx.Node, key: fx.Node) -> None:
                 scores = call(aten.masked_fill.Scalar, scores, hidden, float("-inf"))
             else:
                 scores = call(aten.add.Tensor, scores, mask)
-        weights = call(aten.softmax.int, scores, -1)
+        weights = call(aten._safe_softmax.default, scores, -1)
         dropped = call(
             torch.ops.penstock.dropout.default, weights, key, 0, float(arguments["dropout_p"])
         )

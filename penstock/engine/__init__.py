@@ -1,6 +1,6 @@
 """The engine: computes one stage at a time; holds activations; stateless between steps."""
 
-from penstock.engine.interface import Batch, Engine
+from penstock.engine.interface import Batch, Engine, PendingGradients
 from penstock.engine.memory import MemoryAccount
 from penstock.engine.null_engine import NullEngine
 from penstock.engine.plan import EnginePlan, plan_engine, predict_bytes
@@ -12,6 +12,7 @@ __all__ = [
     "EnginePlan",
     "MemoryAccount",
     "NullEngine",
+    "PendingGradients",
     "TorchEngine",
     "plan_engine",
     "predict_bytes",

@@ -6,6 +6,7 @@ the engine's own code on tensors without memory, and reads the account.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -111,4 +112,6 @@ def _checked(
 
 
 def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 / 10 else f"{size / 2**20:.2f} MiB"
+    """Show a size rounded up, so that what is shown is enough."""
+    unit, name = (2**30, "GiB") if size >= 2**30 / 10 else (2**20, "MiB")
+    return f"{math.ceil(100 * size / unit) / 100:.2f} {name}"

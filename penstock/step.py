@@ -1,0 +1,177 @@
+"""The step protocol: forward sweep, turn, backward sweep, commit.
+
+Weights come from the store through the fabric to the engines, gradients go back the same way.
+Only the commit makes a step count; whatever fails before it has not happened.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from penstock.assembly import Layout, to_tensors
+from penstock.data import Source
+from penstock.engine import Batch, Engine, PendingGradients
+from penstock.errors import DataError, NonFiniteError
+from penstock.events import StepDone
+from penstock.fabric import Fabric
+from penstock.models import ModelSource
+from penstock.program import Stage, backward_fetch
+from penstock.store import DramStore
+from penstock.tree import share
+
+IGNORED_LABEL = -100
+Order = list[tuple[Stage, tuple[int, ...] | None]]
+
+
+class StepRunner:
+    """Runs steps of one layout over a store, a fabric and engines; it holds no state of its own.
+
+    **Arguments:** `seed` keys the dropout; `batch_size` is the sequences (or rows) of a step and
+    `tokens` what they count as; `source` gives them.
+    """
+
+    def __init__(
+        self,
+        model: ModelSource,
+        layout: Layout,
+        store: DramStore,
+        fabric: Fabric,
+        engines: Sequence[Engine],
+        source: Source,
+        *,
+        seed: int,
+        batch_size: int,
+        tokens: int,
+    ) -> None:
+        self._model = model
+        self._layout = layout
+        self._stages = layout.program.stages
+        self._store = store
+        self._fabric = fabric
+        self._engines = engines
+        self._source = source
+        self._seed = seed
+        self._batch_size = batch_size
+        self._tokens = tokens
+
+    def run(self) -> StepDone:
+        """Do one step and commit it.
+
+        **Raises:** `NonFiniteError` and whatever the data or the engines raise; the step has then
+        not happened, and running it again is safe.
+        """
+        started = time.perf_counter()
+        self._store.discard()  # what an interrupted step left behind
+        self._store.take_traffic()
+        loss_scale = self._begin()
+        last = self._stages[-1]
+        for stage in self._streamed(self._forward_order()):
+            if stage is not last:
+                for engine in self._engines:
+                    engine.forward(stage.index)
+        waiting = (last, [engine.turn(last.index) for engine in self._engines])
+        losses = [x for engine in self._engines for x in engine.losses()]
+        if not all(map(math.isfinite, losses)):
+            self._refuse_losses(losses)
+        for stage in self._streamed(self._backward_order()):
+            parts = [engine.backward(stage.index) for engine in self._engines]
+            self._return_gradients(*waiting)
+            waiting = (stage, parts)
+        self._return_gradients(*waiting)
+        commit = self._store.commit()
+        traffic = self._store.take_traffic()
+        return StepDone(
+            step=commit.step,
+            loss=math.fsum(losses) * loss_scale,
+            learning_rate=commit.learning_rate,
+            grad_norm=commit.grad_norm,
+            clip_scale=commit.clip_scale,
+            seconds=time.perf_counter() - started,
+            tokens=self._tokens,
+            streamed_bytes=traffic.streamed_bytes,
+            gradient_bytes=traffic.gradient_bytes,
+            engine_bytes=max(e.memory.peak_bytes for e in self._engines),
+            store_bytes=sum(self._store.memory_bytes.values()),
+        )
+
+    def _begin(self) -> float:
+        """Give every engine its part of the batch; return the factor from losses to their mean."""
+        size, micro, total = self._batch_size, self._layout.micro_batch, self._layout.micro_batches
+        parts = share(total, len(self._engines))
+        batches: list[list[dict[str, torch.Tensor]]] = []
+        for part in parts:
+            indices = range(part.start * micro, part.stop * micro)
+            rows = to_tensors(self._source.batch(self._store.step, indices, size))
+            batches.append(_micro_batches(rows, micro))
+        scale = self._loss_scale([rows for batch in batches for rows in batch])
+        for engine, part, batch in zip(self._engines, parts, batches, strict=True):
+            engine.begin(Batch(batch, part.start, total, self._seed, self._store.step, scale))
+        return scale
+
+    def _loss_scale(self, micro_batches: Sequence[Mapping[str, torch.Tensor]]) -> float:
+        if self._model.loss_reduction == "mean":
+            return 1.0 / len(micro_batches)
+        count = sum(int((rows["labels"] != IGNORED_LABEL).sum()) for rows in micro_batches)
+        if count == 0:
+            raise DataError(f"step {self._store.step + 1}: no token of the batch has a label")
+        return 1.0 / count
+
+    def _forward_order(self) -> Order:
+        return [(stage, None) for stage in self._stages]
+
+    def _backward_order(self) -> Order:
+        recompute = self._layout.plan.recompute
+        return [
+            (stage, backward_fetch(stage, stage.index in recompute, False))
+            for stage in reversed(self._stages[:-1])
+        ]
+
+    def _streamed(self, order: Order) -> Iterator[Stage]:
+        """Yield stages whose weights are loaded, the next stage's loading having been started."""
+        for number, (stage, _) in enumerate(order):
+            for ahead in order[number + (number > 0) : number + 2]:
+                self._load(*ahead)
+            yield stage
+
+    def _load(self, stage: Stage, positions: tuple[int, ...] | None) -> None:
+        weights = self._store.fetch(stage.index, positions)
+        for engine, tensors in zip(self._engines, self._fabric.broadcast(weights), strict=True):
+            engine.load(stage.index, tensors)
+
+    def _return_gradients(self, stage: Stage, parts: Sequence[PendingGradients]) -> None:
+        """Finish a stage's sum in the fabric and hand it to the store."""
+        if not any(stage.kind.trainable) or not any(stage.kind.outputs_grad):
+            return
+        nodes = [part.wait() for part in parts]
+        self._store.receive(stage.index, self._fabric.reduce(nodes, self._layout.micro_batches))
+
+    def _refuse_losses(self, losses: Sequence[float]) -> None:
+        """Find the first stage that went non-finite by running the sweep again, and say so."""
+        bad = next(loss for loss in losses if not math.isfinite(loss))
+        self._store.discard()
+        self._begin()
+        found = self._stages[-1].name
+        for stage in self._streamed(self._forward_order()):
+            for engine in self._engines:
+                engine.infer(stage.index)
+            if any(engine.first_non_finite() is not None for engine in self._engines):
+                found = stage.name
+                break
+        step = self._store.step
+        raise NonFiniteError(
+            f"step {step + 1}: the loss is {bad}; {found} is the first stage whose output is not "
+            f"finite. The step was not committed: the weights are those of step {step}. Look at "
+            "the batch, or start a run with a lower optimizer.learning_rate in another run.dir."
+        )
+
+
+def _micro_batches(rows: Mapping[str, torch.Tensor], micro: int) -> list[dict[str, torch.Tensor]]:
+    count = len(next(iter(rows.values()))) // micro
+    return [
+        {name: value[i * micro : (i + 1) * micro] for name, value in rows.items()}
+        for i in range(count)
+    ]
