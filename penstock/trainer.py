@@ -130,7 +130,8 @@ class Trainer:
         self._tell = broadcast([recorder(config), self._listener])
         self._announce()
         self._refuse_tiny_held_out()
-        first_step, last_loss = self.step, None  # type: int, float | None
+        first_step = self.step
+        last_loss: float | None = None
         if self._out_of_patience():
             self._notice("the run has stopped early; raise evaluation.early_stop_patience to go on")
             self._stop_reason = "no better held-out loss"
