@@ -181,8 +181,9 @@ def lay_out(
 
     With `batch.micro: auto` it is the largest divisor of the batch that is not beyond what helps
     and, unless that makes it small, leaves `_ENGINES` engines a micro-batch each. The number of
-    engines itself must not decide it, or it would decide the last bits. A resumed run keeps the one it was started with. Where a
-    step does not fit the budget, stages are cut smaller, then (auto) the micro-batch is.
+    engines itself must not decide it, or it would decide the last bits. A resumed run keeps the
+    one it was started with. Where a step does not fit the budget, stages are cut smaller, then
+    (auto) the micro-batch is.
 
     **Raises:** `BudgetError` if not even single sequences fit.
     """
