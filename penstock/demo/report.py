@@ -23,6 +23,8 @@ def figures(config: Config, exported: Path) -> Table:
     seconds = sum(row["seconds"] for row in rows)
     speed = sum(row["tokens"] for row in steps) / step_seconds
     most_out, back = traffic_by_the_rule(exported, 2 if config.precision == "bf16" else 4)
+    micro = config.batch.micro
+    many = f", for {config.batch.size // micro} micro-batches" if micro != "auto" else ""
     bytes_per_token = TokenDataset.open(config.data_dir).bytes_per_token
 
     table = Table(title=f"{config.run.dir}, {last['step']} steps", show_header=False)
@@ -39,8 +41,8 @@ def figures(config: Config, exported: Path) -> Table:
         )
     table.add_row(
         "weights out per step",
-        f"{_megabytes(last['streamed_bytes'])}",
-        f"twice, the last stage once: at most {_megabytes(most_out)}",
+        _megabytes(last["streamed_bytes"]),
+        f"twice, the last stage once: at most {_megabytes(most_out)}{many}",
     )
     table.add_row(
         "gradients in per step", _megabytes(last["gradient_bytes"]), f"once: {_megabytes(back)}"
