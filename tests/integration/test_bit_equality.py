@@ -21,14 +21,6 @@ PRECISIONS = ("fp32", "bf16")
 DROPOUT = {"resid_pdrop": 0.2, "embd_pdrop": 0.1, "attn_pdrop": 0.15}
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def gpt2(dropout):
     return language_model("gpt2", **(DROPOUT if dropout else {}))
 

@@ -17,14 +17,6 @@ ROUNDING = 5e-6
 ORDERS = (lambda count: range(count - 1, -1, -1), lambda count: [*range(1, count), 0])
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def assert_same_training(ours: Trained, case, recipe, make_optimizer=adamw):
     reference = plain(case, recipe, make_optimizer=make_optimizer)
     others = [plain(case, recipe, order=o, make_optimizer=make_optimizer) for o in ORDERS]

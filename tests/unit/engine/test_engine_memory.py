@@ -1,0 +1,131 @@
+"""The account of an engine against what is predicted and against what PyTorch really allocates."""
+
+import re
+
+import pytest
+import torch
+from real_allocations import peak_allocated_bytes
+from sweeps import sweep, sweep_and_let_go, weights_of
+from tiny_models import LENGTH, language_model
+
+from penstock.assembly import compile_source
+from penstock.config.size import ByteSize
+from penstock.engine import EnginePlan, NullEngine, TorchEngine, plan_engine, predict_bytes
+from penstock.errors import BudgetError
+
+
+def setting(family="gpt2", precision="fp32", micro_batches=4, **changes):
+    """Return a compiled model, its weights, and micro-batches of two rows with memory apart."""
+    case = language_model(family, **changes)
+    program = compile_source(case.source(0), micro_batch=2, length=LENGTH, precision=precision)
+    weights = weights_of(case.plain(0), program)
+    rows = {name: torch.from_numpy(value) for name, value in case.arrays(0).items()}
+    batches = [
+        {name: value[2 * i : 2 * i + 2].clone() for name, value in rows.items()}
+        for i in range(micro_batches)
+    ]
+    return program, weights, batches
+
+
+def plans_of(program):
+    everything = range(len(program.stages) - 1)
+    return [EnginePlan(), EnginePlan(frozenset(everything)), EnginePlan(frozenset({1}))]
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3, 8])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "bert"])
+def test_predicted_accounted_and_allocated_bytes_agree(family, precision, micro_batches):
+    program, weights, batches = setting(family, precision, micro_batches)
+    largest = max(program.stage_stream_bytes(stage) for stage in program.stages)
+    for plan in plans_of(program):
+        engine = TorchEngine(program, plan)
+        sweep(engine, plan, weights, batches)  # also lets libraries make what they keep
+        predicted = predict_bytes(program, micro_batches, plan).peak_bytes
+        # A slot more than the account, which sees one stage's weights at a time.
+        assert engine.memory.peak_bytes <= predicted
+        assert predicted <= 1.03 * engine.memory.peak_bytes + largest
+        allocated = peak_allocated_bytes(
+            lambda plan=plan: sweep_and_let_go(TorchEngine(program, plan), plan, weights, batches)
+        )
+        assert allocated <= 1.01 * predicted  # a library's own buffers are not foreseen
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
+def test_the_null_engine_has_the_account_of_the_real_one(family):
+    program, weights, batches = setting(family)
+    for plan in plans_of(program):
+        real, null = TorchEngine(program, plan), NullEngine(program, plan)
+        meta = {name: tensor.to("meta") for name, tensor in weights.items()}
+        empty = [{n: v.to("meta") for n, v in rows.items()} for rows in batches]
+        first = sweep(real, plan, weights, batches)
+        second = sweep(null, plan, meta, empty)
+        assert null.memory.peak_bytes == pytest.approx(real.memory.peak_bytes, rel=0.03)
+        assert second.losses == [0.0] * len(first.losses)
+        for name, gradient in first.gradients.items():
+            assert second.gradients[name].shape == gradient.shape
+
+
+def test_an_engine_refuses_to_go_beyond_its_budget():
+    program, weights, batches = setting()
+    plan = EnginePlan()
+    peak = predict_bytes(program, len(batches), plan).peak_bytes
+    sweep(TorchEngine(program, plan, budget_bytes=peak), plan, weights, batches)
+    with pytest.raises(BudgetError) as caught:
+        sweep(TorchEngine(program, plan, budget_bytes=peak // 2), plan, weights, batches)
+    assert re.fullmatch(
+        r"stage \S+ needs [\d,]+ bytes on the engine, the budget is [\d,]+; "
+        r"raise engine\.memory or lower batch\.micro",
+        str(caught.value),
+    )
+
+
+@pytest.mark.parametrize("kind", ["always", "never", "auto"])
+def test_the_budget_that_a_refusal_names_is_enough_and_less_is_not(kind):
+    program, weights, batches = setting("llama", num_hidden_layers=4)
+    with pytest.raises(BudgetError) as caught:
+        plan_engine(program, len(batches), 50_000, kind)
+    named = re.fullmatch(
+        r"the engine needs (?P<needs>\S+ MiB) for a step of 4 micro-batch\(es\), the budget is "
+        r"0\.05 MiB; the peak is at stage \S+\. Raise engine\.memory to at least (?P=needs), or "
+        r"lower batch\.micro, batch\.size or data\.sequence_length\.",
+        str(caught.value),
+    )
+    enough = int(ByteSize.parse(named["needs"].replace(" ", "")))
+    plan = plan_engine(program, len(batches), enough, kind)
+    exact = predict_bytes(program, len(batches), plan).peak_bytes
+    assert enough - exact < 0.011 * 2**20
+    sweep(TorchEngine(program, plan, budget_bytes=exact), plan, weights, batches)
+    if kind != "auto" or plan.recompute == plans_of(program)[1].recompute:
+        with pytest.raises(BudgetError):
+            plan_engine(program, len(batches), exact - 1, kind)
+
+
+def test_between_keeping_all_and_nothing_it_recomputes_no_more_than_it_must():
+    program, _, batches = setting("gpt2", n_layer=8)
+    keep, make = plans_of(program)[:2]
+    high = predict_bytes(program, len(batches), keep).peak_bytes
+    low = predict_bytes(program, len(batches), make).peak_bytes
+    counts = []
+    for part in range(5):
+        budget = low + (high - low) * part // 4
+        plan = plan_engine(program, len(batches), budget)
+        assert predict_bytes(program, len(batches), plan).peak_bytes <= budget
+        counts.append(len(plan.recompute))
+    assert counts == sorted(counts, reverse=True)
+    assert counts[0] > counts[2] > counts[4] == 0
+    assert plan_engine(program, len(batches), None) == EnginePlan()
+
+
+def test_depth_costs_boundary_activations_and_nothing_else():
+    """With everything recomputed: weights, gradients and inner values of one stage, any depth."""
+    boundary = 4 * 2 * LENGTH * 32 * 4  # micro-batches x [2, LENGTH, 32] in float32
+    found = {}
+    for layers in (3, 6, 12):
+        program, weights, batches = setting(n_layer=layers)
+        plan = plans_of(program)[1]
+        engine = TorchEngine(program, plan)
+        sweep(engine, plan, weights, batches)
+        found[layers] = engine.memory.peak_bytes
+    assert found[6] - found[3] == 3 * boundary
+    assert found[12] - found[6] == 6 * boundary
