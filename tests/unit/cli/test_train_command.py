@@ -13,7 +13,6 @@ from penstock.cli.app import app
 from penstock.cli.train import GracefulStop
 from penstock.errors import ConfigError
 from penstock.events import Stopped
-from penstock.metrics import read_metrics
 
 
 class PretendTrainer:
@@ -68,12 +67,6 @@ def test_without_a_terminal_there_are_plain_lines(run):
         "100/100",
     ]
     assert "\x1b" not in "".join(lines)
-
-
-def test_every_step_stands_in_the_runs_metrics(run, tmp_path):
-    assert run("my run.yaml", "--quiet").stdout == ""
-    found = read_metrics(tmp_path / "runs" / "my run" / "metrics.jsonl")
-    assert [row["step"] for row in found] == list(range(1, 101))
 
 
 @pytest.mark.parametrize(

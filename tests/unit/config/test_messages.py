@@ -54,7 +54,7 @@ def message(tmp_path, monkeypatch, text, overrides=(), training=False):
         ),
         (
             "model: {factory: 'net:build', arg: {}}\n",
-            "run.yaml:1: model.arg: unknown key (did you mean 'args'?); model has factory, args, "
+            "run.yaml:1: model.arg: unknown key (did you mean 'args'?); model has factory, args, task, "
             "loss",
         ),
         (

@@ -1,0 +1,94 @@
+"""The documentation does what it says: its examples run, its files and tests exist."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from penstock.cli.app import app
+from penstock.config import load
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = ["README.md", "docs/tour.md", "docs/assumptions.md"]
+
+
+def blocks(language):
+    found = re.findall(rf"^```{language}\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+    assert found, f"the README has no {language} block"
+    return found
+
+
+def commands():
+    """Return the `penstock` commands that are shown as lines of their own."""
+    lines = re.findall(r"^    \.venv/bin/(penstock .*)$", README, re.MULTILINE)
+    assert lines
+    return [shlex.split(line, comments=True)[1:] for line in lines]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with texts, as the examples expect one."""
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "licence.txt").write_text((ROOT / "LICENSE").read_text())
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("number", range(len(blocks("python"))))
+def test_python_blocks_run_and_train(number, folder, capsys):
+    exec(compile(blocks("python")[number], f"README.md, Python block {number + 1}", "exec"), {})
+    losses = [float(x) for x in re.findall(r"'loss': ([\d.]+)", capsys.readouterr().out)]
+    if losses:
+        assert losses[-1] < 0.7 * losses[0]
+    assert list((folder / "runs").glob("*/checkpoints/step-*/state.json"))
+
+
+@pytest.mark.parametrize("block", blocks("yaml"))
+def test_yaml_blocks_are_whole_configurations(block, folder):
+    name = re.match(r"# (\w+\.yaml)\n", block)
+    assert name, "the first line of a block names its file"
+    (folder / name[1]).write_text(block)
+    config = load(folder / name[1], training=True)
+    assert config.run.dir == Path("runs") / Path(name[1]).stem
+    from penstock.assembly import model_source
+
+    assert config.model is not None
+    vocabulary = int(config.data.tokenizer.removeprefix("train-bpe:"))
+    assert vocabulary <= (model_source(config.model).vocab_size or 0)
+
+
+@pytest.mark.parametrize("command", commands(), ids=" ".join)
+def test_commands_exist_with_their_options(command):
+    import typer
+
+    group = typer.main.get_command(app)
+    known = group.commands[command[0]]  # type: ignore[attr-defined]
+    options = {name for parameter in known.params for name in parameter.opts}
+    assert {word for word in command[1:] if word.startswith("--")} <= options
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_that_are_named_exist(page):
+    """Links, and paths in backticks, with a function after `::` or a name after it."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    links = [link.split("#")[0] for link in re.findall(r"\]\(([^)]+)\)", text)]
+    assert not [link for link in links if "://" in link and "example" in link]
+    base = (ROOT / page).parent
+    missing = [link for link in links if link and "://" not in link and not (base / link).exists()]
+    paths = re.findall(r"`((?:penstock|tests|recipes|benchmarks|docs)/[\w./-]+)(?:::(\w+))?`", text)
+    for path, name in paths:
+        if not (ROOT / path).exists():
+            missing.append(path)
+        elif name:
+            content = (ROOT / path).read_text(encoding="utf-8")
+            if not re.search(rf"^\s*(?:def|class) {name}\b", content, re.MULTILINE):
+                missing.append(f"{path}::{name}")
+    assert not missing
+
+
+def test_the_tour_and_the_assumptions_name_what_they_talk_of():
+    for page, least in (("docs/tour.md", 15), ("docs/assumptions.md", 15)):
+        text = (ROOT / page).read_text(encoding="utf-8")
+        assert len(re.findall(r"`(?:penstock|tests)/[\w./-]+::\w+`", text)) >= least
