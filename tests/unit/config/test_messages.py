@@ -54,8 +54,8 @@ def message(tmp_path, monkeypatch, text, overrides=(), training=False):
         ),
         (
             "model: {factory: 'net:build', arg: {}}\n",
-            "run.yaml:1: model.arg: unknown key (did you mean 'args'?); model has factory, args, task, "
-            "loss",
+            "run.yaml:1: model.arg: unknown key (did you mean 'args'?); model has factory, args, "
+            "task, loss",
         ),
         (
             "model: {factory: net.build}\n",
