@@ -1,0 +1,206 @@
+"""Mistakes and damage, as the command line answers them: one sentence, its exit code, no traceback.
+
+The command runs in this process, from the text of a configuration to the text on stderr.
+"""
+
+import errno
+import random
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from penstock.cli import main
+from penstock.store import files
+
+SETTINGS = {
+    "model": {"preset": "tiny", "n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 16},
+    "data": {"path": "set"},
+    "batch": {"size": 4, "micro": 2},
+    "optimizer": {"learning_rate": 1e-2, "schedule": {"warmup_steps": 1}},
+    "engine": {"threads": 1},
+    "run": {"dir": "run", "steps": 4},
+    "evaluation": {"every": None},
+    "checkpoint": {"every": 2},
+}
+
+
+@pytest.fixture
+def penstock(tmp_path, monkeypatch, capsys):
+    """Return the command as a function of its arguments: (exit code, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+    words = random.Random(0).choices(["water", "weights", "stream", "layer", "\n"], k=2000)
+    Path("text.txt").write_text(" ".join(words))
+    Path("run.yaml").write_text(yaml.safe_dump(SETTINGS))
+
+    def command(*arguments):
+        monkeypatch.setattr(sys, "argv", ["penstock", *map(str, arguments)])
+        capsys.readouterr()
+        try:
+            main()
+            code = 0
+        except SystemExit as stopped:
+            code = stopped.code or 0
+        out, err = capsys.readouterr()
+        assert "Traceback" not in out + err
+        return code, out, err
+
+    build = ("data", "build", "--input", "text.txt", "--tokenizer", "bytes", "--out", "set")
+    assert command(*build, "--validation", "0.2", "--quiet") == (0, "", "")
+    return command
+
+
+def assert_refused(result, code, pattern):
+    """The exit code, and the whole of stderr: nothing may bury the sentence."""
+    assert result[0] == code
+    assert re.fullmatch(pattern, result[2].removeprefix("error: ").rstrip("\n")), result[2]
+
+
+def test_unknown_key(penstock):
+    assert_refused(
+        penstock("train", "run.yaml", "batch.sise=3"),
+        2,
+        r"command line, batch\.sise=3: batch\.sise: unknown key \(did you mean 'size'\?\); batch "
+        r"has size, micro",
+    )
+
+
+def test_impossible_budget_names_the_least_that_would_do_and_that_does(penstock):
+    result = penstock("train", "run.yaml", "engine.memory=100KB")
+    assert_refused(
+        result,
+        5,
+        r"the engine needs (\S+) MiB for a step of 2 micro-batch\(es\), the budget is 0\.10 MiB; "
+        r"the peak is at stage \S+\. Raise engine\.memory to at least \1 MiB, or lower "
+        r"batch\.micro, batch\.size or data\.sequence_length\.",
+    )
+    assert not Path("run/checkpoints").exists()  # refused before the first step
+    least = re.search(r"at least (\S+) MiB", result[2])[1]
+    assert penstock("train", "run.yaml", f"engine.memory={least}MiB", "--quiet")[0] == 0
+
+
+def test_missing_data(penstock):
+    assert_refused(
+        penstock("train", "run.yaml", "data.path=sat"),
+        2,
+        r"command line, data\.path=sat: data\.path: sat does not exist; make it with `penstock "
+        r"data build --input FILES --tokenizer bytes --out sat`, or list files in data\.input",
+    )
+
+
+def test_vocabulary_mismatch(penstock):
+    assert_refused(
+        penstock("train", "run.yaml", "model.vocab_size=100"),
+        3,
+        r"data set set has token ids up to 256 \(vocabulary 257\), model has vocab_size 100; set "
+        r"the model's vocab_size to 257 or more, or build the data set again with the model's "
+        r"tokenizer",
+    )
+
+
+def test_corrupt_shard(penstock):
+    shard = Path("set/train-00000.bin")
+    damaged = bytearray(shard.read_bytes())
+    damaged[len(damaged) // 2] ^= 4
+    shard.write_bytes(damaged)
+    assert_refused(
+        penstock("train", "run.yaml", "--quiet"),
+        6,
+        r"set/train-00000\.bin is corrupt between byte 0 and \d+: checksum [0-9a-f]{32}, expected "
+        r"[0-9a-f]{32}; restore the file from a copy or build the data set again",
+    )
+    shard.write_bytes(damaged[:-3])
+    size = len(damaged)
+    assert_refused(
+        penstock("train", "run.yaml", "--quiet"),
+        6,
+        rf"set/train-00000\.bin is cut short: {size - 3} bytes, expected {size}; restore the file "
+        r"from a copy or build the data set again",
+    )
+
+
+def test_corrupt_checkpoint(penstock):
+    assert penstock("train", "run.yaml", "run.steps=4", "--quiet")[0] == 0
+    (damaged,) = Path("run/checkpoints/step-00000004").glob("stage-00001*.safetensors")
+    content = bytearray(damaged.read_bytes())
+    content[-5] ^= 1
+    damaged.write_bytes(content)
+    text = (
+        rf"{damaged}: damaged in bytes 0 to [\d,]+, which hold the header, \S+.*: their checksum "
+        r"is [0-9a-f]{32}, [0-9a-f]{32} was expected; use another checkpoint"
+    )
+    assert_refused(penstock("eval", "run"), 6, text)
+    assert_refused(penstock("generate", "run", "--prompt", "water"), 6, text)
+    assert_refused(penstock("export", "run", "out"), 6, text)
+    assert not Path("out").exists()
+
+
+def test_a_disk_that_fills_up_while_saving(penstock, monkeypatch):
+    """The checkpoint before stays in force, nothing half-written is left, and the run goes on."""
+    assert penstock("train", "run.yaml", "--quiet")[0] == 0
+    whole = penstock("inspect", "run", "--hash")[1]
+    written, write = [], files.write
+
+    def filling(descriptor, data):
+        written.append(len(data))
+        if sum(written) > 700_000:  # in the middle of the second checkpoint
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(descriptor, data)
+
+    monkeypatch.setattr(files, "write", filling)
+    assert_refused(
+        penstock("train", "run.yaml", "run.dir=again", "--quiet"),
+        7,
+        r"again/checkpoints/step-00000004: cannot write it: No space left on device; it needs "
+        r"[\d,]+ bytes, [\d,]+ bytes are free; make room or choose another place; what was saved "
+        r"before is unchanged",
+    )
+    monkeypatch.setattr(files, "write", write)
+    kept = sorted(path.name for path in Path("again/checkpoints").iterdir())
+    assert kept == ["index.json", "step-00000002"]
+    assert penstock("train", "run.yaml", "run.dir=again", "--quiet")[0] == 0
+    assert penstock("inspect", "again", "--hash")[1] == whole
+
+
+def test_a_group_and_a_freeze_pattern_that_match_nothing(penstock):
+    assert_refused(
+        penstock("train", "run.yaml", 'optimizer.groups=[{match: ["*.wieght"]}]'),
+        2,
+        r"optimizer group 1 \('\*\.wieght'\) matches none of the 28 trainable weights \(did you "
+        r"mean '\*\.weight'\?\); correct the pattern or remove the group",
+    )
+    assert_refused(
+        penstock("train", "run.yaml", "freeze=[transformer.wtf.weight]"),
+        2,
+        r"freeze: pattern 'transformer\.wtf\.weight' matches no weight \(did you mean "
+        r"'transformer\.wte\.weight'\?\); the model's weights are named like .*",
+    )
+
+
+def test_a_run_is_not_continued_on_another_course_or_other_data(penstock):
+    assert penstock("train", "run.yaml", "run.steps=2", "--quiet")[0] == 0
+    assert_refused(
+        penstock("train", "run.yaml", "run.steps=2", "optimizer.learning_rate=1"),
+        2,
+        r"run holds a run whose configuration differs where it decides the result:\n"
+        r"  optimizer\.learning_rate: 0\.01 in the run, 1\.0 now\n"
+        r"set these back to resume it, or choose another run\.dir to start anew",
+    )
+    Path("text.txt").write_text("other text " * 500)
+    build = ("data", "build", "--input", "text.txt", "--tokenizer", "bytes", "--out", "other")
+    assert penstock(*build, "--quiet")[0] == 0
+    assert_refused(
+        penstock("train", "run.yaml", "run.steps=2", "data.path=other"),
+        3,
+        r"run was trained on another data set than other; point data\.path at the one it was "
+        r"started with, or choose another run\.dir",
+    )
+
+
+@pytest.mark.parametrize("command", [("eval", "nix"), ("generate", "nix"), ("export", "nix", "o")])
+def test_a_run_that_is_not_there(penstock, command):
+    assert_refused(
+        penstock(*command), 2, r"nix: no such run; expected the folder that run\.dir named"
+    )

@@ -1,0 +1,141 @@
+"""A trained model writes what `transformers` writes with the exported weights, token by token."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.trainer import Trainer
+
+STEPS = 30
+
+
+def settings(folder: Path, model: dict, **changes) -> dict:
+    return {
+        "model": model,
+        "data": {"path": str(folder / "set"), "sequence_length": 32},
+        "batch": {"size": 8},
+        "optimizer": {"learning_rate": 1e-2, "schedule": {"warmup_steps": 2}},
+        "engine": {"threads": 1},
+        "run": {"dir": str(folder / "run"), "steps": STEPS},
+        "evaluation": {"every": None},
+        "checkpoint": {"every": None},
+        **changes,
+    }
+
+
+MODELS = {
+    "gpt2": {"preset": "tiny", "n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 64},
+    "llama": {
+        "hf_config": {
+            "model_type": "llama",
+            "vocab_size": 300,
+            "num_hidden_layers": 2,
+            "hidden_size": 32,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "intermediate_size": 48,
+            "max_position_embeddings": 64,
+        }
+    },
+}
+
+
+@pytest.fixture(scope="module", params=[("gpt2", "fp32"), ("llama", "fp32"), ("gpt2", "bf16")])
+def trained(request, tmp_path_factory):
+    """A model that has learnt some of a small text, and its export."""
+    from penstock.data import build_dataset
+
+    name, precision = request.param
+    folder = tmp_path_factory.mktemp("trained")
+    words = random.Random(1).choices(["water ", "weights ", "stream\n", "layers "], k=3000)
+    (folder / "text.txt").write_text("".join(words))
+    build_dataset([folder / "text.txt"], "train-bpe:290", folder / "set", validation=0.1, seed=0)
+    trainer = Trainer(settings(folder, MODELS[name], precision=precision))
+    trainer.train()
+    trainer.export(folder / "out")
+    return trainer, folder
+
+
+def loaded(folder):
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "out")
+    return model.eval(), transformers.AutoTokenizer.from_pretrained(folder / "out")
+
+
+def test_exported_weights_are_the_stores_to_the_bit(trained):
+    trainer, folder = trained
+    model, _ = loaded(folder)
+    parameters = dict(model.named_parameters())
+    assert parameters.keys() == trainer.program.weights.keys()
+    for name, parameter in parameters.items():
+        assert parameter.dtype == torch.float32
+        assert torch.equal(parameter.detach(), trainer.store.master(name)), name
+
+
+def test_the_exported_model_has_the_held_out_loss_of_the_run(trained):
+    trainer, folder = trained
+    model, _ = loaded(folder)
+    total, count = 0.0, 0
+    for rows in trainer._data.held_out.evaluation_batches(8, 16):
+        labels = torch.from_numpy(rows["labels"]).long()
+        with torch.no_grad():
+            logits = model(torch.from_numpy(rows["input_ids"]).long()).logits
+        loss = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), reduction="sum"
+        )
+        total, count = total + float(loss), count + labels.numel()
+    ours = trainer.evaluate(batches=2)
+    assert ours["tokens"] == count
+    tolerance = 2e-6 if trainer.config.precision == "fp32" else 1e-3
+    assert ours["loss"] == pytest.approx(total / count, rel=tolerance)
+
+
+@pytest.mark.parametrize("prompt", ["water", "weights str", "\nlayers water layers"])
+def test_greedy_text_is_that_of_transformers(trained, prompt):
+    trainer, folder = trained
+    if trainer.config.precision == "bf16":
+        pytest.skip("bfloat16 decides near ties otherwise than the float32 export")
+    model, tokenizer = loaded(folder)
+    inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
+    start = inputs["input_ids"].shape[1]
+    vocabulary = trainer._data.dataset.vocab_size
+    written = model.generate(
+        **inputs,
+        max_new_tokens=24,
+        do_sample=False,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.eos_token_id,
+        suppress_tokens=list(range(vocabulary, model.config.vocab_size)),
+    )[0, start:]
+    expected = tokenizer.decode(written, skip_special_tokens=True)
+    found = "".join(trainer.generate(prompt, max_new_tokens=24, temperature=0.0))
+    assert found == expected
+    assert len(found) > 5
+
+
+def test_sampling_repeats_by_seed_and_heeds_top_k(trained):
+    trainer, _ = trained
+
+    def text(**options):
+        return "".join(trainer.generate("water", max_new_tokens=16, **options))
+
+    assert text(seed=3) == text(seed=3)
+    assert len({text(seed=seed, temperature=1.5, top_k=None) for seed in range(5)}) > 1
+    assert text(top_k=1, seed=1) == text(temperature=0.0)
+
+
+def test_a_text_longer_than_the_window_goes_on(trained):
+    trainer, _ = trained
+    text = "".join(trainer.generate("water " * 40, max_new_tokens=10, temperature=0.0))
+    assert text
+
+
+def test_a_resumed_trainer_writes_the_same(trained):
+    trainer, folder = trained
+    again = Trainer(folder / "run" / "config.yaml")
+    assert again.step == STEPS
+    first = "".join(trainer.generate("str", max_new_tokens=12, seed=5))
+    assert "".join(again.generate("str", max_new_tokens=12, seed=5)) == first

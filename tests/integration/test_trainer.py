@@ -1,0 +1,280 @@
+"""The trainer besides its arithmetic: when it stops, what it keeps, and what it refuses to do."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from plain_training import Recipe, trainer_of
+from tiny_models import CASES, CONTRASTIVE, IGNORED, Case, language_model, with_rows
+from torch import nn
+
+from penstock.errors import NonFiniteError, NoTrainingError
+from penstock.events import Evaluated, Finished, Notice, Saved, Stopped
+from penstock.models import InputSpec, ModelSource
+from penstock.store import find_checkpoint, read_state
+
+
+def listening(case, recipe, folder, **changes):
+    """Return a trainer and the list of all its events."""
+    trainer, _ = trainer_of(case, recipe, folder, **changes)
+    events, steps = [], trainer._listener
+
+    def listen(event):
+        steps(event)
+        events.append(event)
+
+    trainer._listener = trainer._tell = listen
+    return trainer, events
+
+
+def of_kind(events, kind):
+    return [event for event in events if isinstance(event, kind)]
+
+
+def with_losses(trainer, losses):
+    """Let evaluations find these losses, whatever the model."""
+    given = iter(losses)
+    trainer.evaluate = lambda batches=None: {"loss": next(given), "perplexity": 1.0, "tokens": 1}
+
+
+# Evaluation, the best checkpoint, early stop
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "perceptron", "classifier"])
+def test_evaluation_is_that_of_plain_pytorch(name, tmp_path):
+    """On weights that were trained, over the same rows, an odd number that fills no batch."""
+    case = CASES[name]()
+    rows = {field: value[:22] for field, value in case.arrays(9).items()}
+    recipe = Recipe(steps=5, warmup_steps=0)
+    trainer, _ = trainer_of(case, recipe, tmp_path)
+    trainer._data = dataclasses.replace(trainer._data, held_out=with_rows(case, rows).data(0))
+    trainer.train()
+    found = trainer.evaluate(batches=100)
+    model = case.plain(recipe.seed).eval()
+    model.load_state_dict(
+        {name: trainer.store.master(name) for name in trainer.program.weights}, strict=False
+    )
+    tensors = {field: torch.from_numpy(value) for field, value in rows.items()}
+    with torch.no_grad():
+        loss = float(case.loss(model, tensors))
+    if case.summed:
+        count = int((tensors["labels"] != IGNORED).sum())
+        assert found["tokens"] == count
+        loss /= count
+    assert found["loss"] == pytest.approx(loss, rel=2e-6)
+    assert found["perplexity"] == pytest.approx(np.exp(loss), rel=1e-4)
+
+
+def test_evaluation_changes_no_bit_of_training(tmp_path):
+    case, recipe = language_model("gpt2", resid_pdrop=0.1), Recipe(steps=6)
+    plain, _ = trainer_of(case, recipe, tmp_path / "plain")
+    plain.train()
+    watched, _ = trainer_of(case, recipe, tmp_path / "watched", evaluation={"every": 1})
+    watched.train()
+    assert watched.store.content_hash() == plain.store.content_hash()
+
+
+def test_it_stops_when_nothing_improves_and_keeps_the_best(tmp_path):
+    case, recipe = language_model("gpt2"), Recipe(steps=20)
+    changes = {
+        "evaluation": {"every": 2, "early_stop_patience": 3},
+        "checkpoint": {"every": 3, "keep_last": 2},
+    }
+    trainer, events = listening(case, recipe, tmp_path, **changes)
+    with_losses(trainer, [5.0, 4.0, 4.5, 4.0, 4.1, 1.0])
+    trainer.train()
+    assert [event.best for event in of_kind(events, Evaluated)] == [True, True, False, False, False]
+    assert trainer.step == 10
+    (stopped,) = of_kind(events, Stopped)
+    assert stopped.step == 10
+    assert stopped.reason == "no better held-out loss in 3 evaluations"
+    assert not of_kind(events, Finished)
+    folders = sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*"))
+    assert folders == ["step-00000004", "step-00000009", "step-00000010"]
+    assert read_state(find_checkpoint(tmp_path / "checkpoints", "best")).step == 4
+    assert read_state(find_checkpoint(tmp_path / "checkpoints", "latest")).step == 10
+    assert of_kind(events, Saved)[-1].path.name == "step-00000010"
+
+
+def test_patience_outlives_a_restart(tmp_path):
+    case, recipe = language_model("gpt2"), Recipe(steps=20)
+    changes = {"evaluation": {"every": 1, "early_stop_patience": 3}}
+    first, _ = trainer_of(case, recipe, tmp_path, until=3, **changes)
+    with_losses(first, [3.0, 3.5, 3.2])
+    first.train()
+    second, _ = trainer_of(case, recipe, tmp_path, **changes)
+    with_losses(second, [3.1, 2.0])
+    second.train()
+    assert second.step == 4
+
+
+def test_a_request_finishes_the_step_saves_and_says_how_to_go_on(tmp_path):
+    case, recipe = language_model("gpt2"), Recipe(steps=20)
+    trainer, events = listening(case, recipe, tmp_path, until=7)
+    summary = trainer.train()
+    assert summary["steps"] == trainer.step == 7
+    (stopped,) = of_kind(events, Stopped)
+    assert stopped.reason == "the test says so"
+    assert stopped.resume_command.startswith("penstock train ")
+    assert read_state(find_checkpoint(tmp_path / "checkpoints", "latest")).step == 7
+
+
+# No silent no-op
+
+
+class HalfDetached(nn.Module):
+    """A branch that the loss reads and no gradient reaches."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.cut = nn.Linear(12, 4), nn.Linear(12, 4)
+
+    def forward(self, left, right):
+        return (self.used(left) - self.cut(right).detach()).square().mean()
+
+
+class HalfZero(nn.Module):
+    """A branch whose gradient is exactly zero."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.idle = nn.Linear(12, 4), nn.Linear(12, 4)
+
+    def forward(self, left, right):
+        return (self.used(left) + 0.0 * self.idle(right)).square().mean()
+
+
+def contrastive_with(module_class):
+    inputs = {"left": InputSpec((12,)), "right": InputSpec((12,))}
+
+    def source(seed):
+        torch.manual_seed(seed)
+        return ModelSource.from_module(module_class(), inputs=inputs)
+
+    return dataclasses.replace(CONTRASTIVE, build=module_class, source=source)
+
+
+def test_weights_that_no_gradient_reaches_are_named_and_nothing_is_committed(tmp_path):
+    trainer, _ = trainer_of(contrastive_with(HalfDetached), Recipe(warmup_steps=0), tmp_path)
+    before = trainer.store.content_hash()
+    with pytest.raises(NoTrainingError, match=r"cut\.weight.*cut\.bias|cut\.bias.*cut\.weight"):
+        trainer.train()
+    assert trainer.step == 0
+    assert trainer.store.content_hash() == before
+
+
+@pytest.mark.parametrize("warmup", [0, 3])
+def test_weights_whose_gradient_is_zero_are_named_after_the_first_update(warmup, tmp_path):
+    recipe = Recipe(warmup_steps=warmup, weight_decay=0.0)
+    trainer, _ = listening(contrastive_with(HalfZero), recipe, tmp_path)
+    with pytest.raises(NoTrainingError) as caught:
+        trainer.train()
+    assert str(caught.value) == (
+        "2 trainable weight(s) did not change in the first step, their gradient was zero in every "
+        "element: idle.weight, idle.bias. Freeze them by name, or see why the loss does not "
+        "depend on them."
+    )
+    assert trainer.step == (1 if warmup == 0 else 2)  # the first rate above zero
+
+
+@pytest.mark.parametrize("frozen", ["idle.*", "used.*"])
+def test_frozen_weights_are_nobodys_mistake(frozen, tmp_path):
+    case = contrastive_with(HalfZero)
+    trainer, events = listening(case, Recipe(steps=5, weight_decay=0.0, freeze=(frozen,)), tmp_path)
+    if frozen == "used.*":  # and what is left does not train
+        with pytest.raises(NoTrainingError, match=r"idle\.weight, idle\.bias"):
+            trainer.train()
+        return
+    trainer.train()
+    start = case.plain(0).state_dict()
+    assert torch.equal(trainer.store.master("idle.weight"), start["idle.weight"])
+    assert not torch.equal(trainer.store.master("used.weight"), start["used.weight"])
+    assert not of_kind(events, Notice)
+
+
+# Losses and gradients that are not numbers
+
+
+class Explodes(nn.Module):
+    """Block 2 of 4 divides by zero when it sees a value, at first within its activations only."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(number == 2) for number in range(4))
+
+    def forward(self, left, right):
+        x = left
+        for block in self.blocks:
+            x = block(x, right)
+        return x.square().mean()
+
+
+class Block(nn.Module):
+    def __init__(self, bad):
+        super().__init__()
+        self.linear, self.bad = nn.Linear(12, 12), bad
+
+    def forward(self, x, right):
+        y = x + torch.tanh(self.linear(x))
+        if self.bad:
+            y = y / (right[:, :1] != 77.0)  # infinite where the row holds the value
+        return y
+
+
+def poisoned(step, recipe, value=77.0) -> Case:
+    """Rows of which one, seen first in that step, holds the value."""
+    case = contrastive_with(Explodes)
+    rows = case.arrays(0)
+    clean = dataclasses.replace(case, arrays=lambda seed: rows).data(recipe.seed)
+    target = clean.batch(step, range(recipe.size), recipe.size)["right"][5]
+    earlier = [clean.batch(s, range(recipe.size), recipe.size)["right"] for s in range(step)]
+    place = int(np.flatnonzero((rows["right"] == target).all(axis=1))[0])
+    assert not any((batch == target).all(axis=1).any() for batch in earlier)
+    changed = {name: value.copy() for name, value in rows.items()}
+    changed["right"][place, 0] = value
+    return with_rows(case, changed)
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+def test_a_loss_that_is_no_number_names_the_stage_and_commits_nothing(engines, tmp_path):
+    recipe = Recipe(steps=8)
+    case = poisoned(4, recipe)
+    trainer, _ = listening(case, recipe, tmp_path / "a", engines=engines)
+    with pytest.raises(NonFiniteError) as caught:
+        trainer.train()
+    assert str(caught.value) == (
+        "step 5: the loss is nan; blocks.2 is the first stage whose output is not finite. The "
+        "step was not committed: the weights are those of step 4. Look at the batch, or start a "
+        "run with a lower optimizer.learning_rate in another run.dir."
+    )
+    assert trainer.step == 4
+    clean, _ = trainer_of(case, recipe, tmp_path / "b", until=4)
+    clean.train()
+    assert trainer.store.content_hash() == clean.store.content_hash()
+    # What was committed is saved, and the step is tried again by whoever goes on.
+    assert read_state(find_checkpoint(tmp_path / "a" / "checkpoints", "latest")).step == 4
+    again, _ = trainer_of(case, recipe, tmp_path / "a", engines=engines)
+    assert again.step == 4
+    with pytest.raises(NonFiniteError, match=r"^step 5: "):
+        again.train()
+
+
+class RootOfZero(nn.Module):
+    """The loss is a number, its gradient is not: the root of exactly zero."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(12, 4, bias=False), nn.Linear(4, 1, bias=False)
+
+    def forward(self, left, right):
+        return self.second(self.first(left * 0.0)).abs().sum(dim=1).sqrt().mean()
+
+
+def test_a_gradient_that_is_no_number_is_not_committed(tmp_path):
+    trainer, _ = trainer_of(contrastive_with(RootOfZero), Recipe(warmup_steps=0), tmp_path)
+    before = trainer.store.content_hash()
+    with pytest.raises(NonFiniteError, match=r"first\.weight|second\.weight"):
+        trainer.train()
+    assert trainer.step == 0
+    assert trainer.store.content_hash() == before
