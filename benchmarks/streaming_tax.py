@@ -101,6 +101,7 @@ def compare(loops: list[str], job: Job, rounds: int) -> dict:
             f" {result['peak_rss_gib'][name]:6.2f} GiB {result['ratio'][name]:11.3f}x"
             f" {finals[name]['loss']:10.5f}"
         )
+    sys.stdout.flush()  # a run that is cut short keeps its first table
     return result
 
 
