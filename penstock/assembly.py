@@ -16,8 +16,13 @@ import numpy as np
 import torch
 
 from penstock.compiler import CompileOptions, Precision, compile_module
-from penstock.config import Config
-from penstock.config.model import FactoryModel, HuggingFaceConfigModel, ModelSpec, PresetModel
+from penstock.config import (
+    Config,
+    FactoryModel,
+    HuggingFaceConfigModel,
+    ModelSpec,
+    PresetModel,
+)
 from penstock.data import (
     LanguageModelSource,
     MaskedLanguageModelSource,
@@ -126,7 +131,8 @@ def compile_source(
 ) -> Program:
     """Compile a model for one micro-batch of sequences.
 
-    `evaluate` is `train` without dropout; `logits` returns what comes before the loss.
+    `evaluate` returns the loss without dropout, `logits` what comes before the loss; both are
+    only run forward.
     """
     inputs = source.example_inputs(micro_batch, length)
     module = source.module
@@ -146,7 +152,7 @@ def compile_source(
                 freeze=tuple(freeze),
                 slot_bytes=slot_bytes,
                 weight_prefix=source.weight_prefix,
-                training=goal != "logits",
+                training=goal == "train",
             ),
             name=source.name,
             buffers=(lambda: _buffers(source)) if with_buffers else None,

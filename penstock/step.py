@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from penstock.assembly import Layout, to_tensors
-from penstock.data import Source
+from penstock.data import IGNORED_LABEL, Source
 from penstock.engine import Batch, Engine, PendingGradients
 from penstock.errors import DataError, NonFiniteError
 from penstock.events import StepDone
@@ -23,7 +23,6 @@ from penstock.program import Stage, backward_fetch
 from penstock.store import DramStore
 from penstock.tree import share
 
-IGNORED_LABEL = -100
 Order = list[tuple[Stage, tuple[int, ...] | None]]
 
 
@@ -106,7 +105,7 @@ class StepRunner:
         for part in parts:
             indices = range(part.start * micro, part.stop * micro)
             rows = to_tensors(self._source.batch(self._store.step, indices, size))
-            batches.append(_micro_batches(rows, micro))
+            batches.append(_micro_batches(rows, micro, len(part)))
         scale = self._loss_scale([rows for batch in batches for rows in batch])
         for engine, part, batch in zip(self._engines, parts, batches, strict=True):
             engine.begin(Batch(batch, part.start, total, self._seed, self._store.step, scale))
@@ -158,7 +157,7 @@ class StepRunner:
         for stage in self._streamed(self._forward_order()):
             for engine in self._engines:
                 engine.infer(stage.index)
-            if any(engine.first_non_finite() is not None for engine in self._engines):
+            if not all(engine.is_finite(stage.index) for engine in self._engines):
                 found = stage.name
                 break
         step = self._store.step
@@ -169,8 +168,15 @@ class StepRunner:
         )
 
 
-def _micro_batches(rows: Mapping[str, torch.Tensor], micro: int) -> list[dict[str, torch.Tensor]]:
-    count = len(next(iter(rows.values()))) // micro
+def _micro_batches(
+    rows: Mapping[str, torch.Tensor], micro: int, count: int
+) -> list[dict[str, torch.Tensor]]:
+    for name, value in rows.items():
+        if len(value) != micro * count:
+            raise DataError(
+                f"the source was asked for {micro * count} rows and gave {len(value)} of {name!r}; "
+                "`batch` must return a row per index"
+            )
     return [
         {name: value[i * micro : (i + 1) * micro] for name, value in rows.items()}
         for i in range(count)

@@ -6,21 +6,19 @@ early stop, and what follows training (export, generation). Notebooks use the sa
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from penstock import assembly
-from penstock.config import Config, load
-from penstock.config.record import write_record
+from penstock.config import Config, load, write_record
 from penstock.data import Source
-from penstock.engine import Batch, Engine, EnginePlan, TorchEngine
+from penstock.engine import EnginePlan, TorchEngine
 from penstock.errors import ConfigError, DataError, NonFiniteError, NoTrainingError
+from penstock.evaluation import Evaluator
 from penstock.events import (
     Evaluated,
     Finished,
@@ -33,11 +31,11 @@ from penstock.events import (
     broadcast,
 )
 from penstock.fabric import LocalFabric
-from penstock.generation import generate_tokens
+from penstock.generation import Writer
 from penstock.metrics import recorder
 from penstock.models import ModelSource
 from penstock.program import Program
-from penstock.step import IGNORED_LABEL, StepRunner
+from penstock.step import StepRunner
 from penstock.store import find_checkpoint, load_checkpoint, read_state, save_checkpoint
 
 
@@ -105,7 +103,8 @@ class Trainer:
             tokens=self._tokens_per_step(),
         )
         self._watching = not checkpoint  # that every weight trains is checked in a run's beginning
-        self._evaluation: tuple[Program, Engine] | None = None
+        self._evaluator = self._make_evaluator()
+        self._writer: Writer | None = None
         self._best_loss: float | None = recorded.get("best_loss")
         self._evaluations_since_best: int = recorded.get("evaluations_since_best", 0)
         self._saved_step = self.resumed_from
@@ -129,7 +128,8 @@ class Trainer:
         write_record(config)
         self._tell = broadcast([recorder(config), self._listener])
         self._announce()
-        self._refuse_tiny_held_out()
+        if self._evaluator is not None and config.evaluation.every:
+            self._evaluator.refuse_too_little()
         first_step = self.step
         last_loss: float | None = None
         if self._out_of_patience():
@@ -199,64 +199,17 @@ class Trainer:
 
     def evaluate(self, batches: int | None = None) -> dict[str, float]:
         """Return the mean loss, the perplexity and the tokens of `batches` held-out batches."""
-        if self._data.held_out is None:
+        if self._evaluator is None:
             raise DataError("there is no held-out text: the data set has no validation split")
-        program, engine = self._evaluator()
-        micro = self._layout.micro_batch
-        limit = (batches or self.config.evaluation.batches) * self.config.batch.size
-        total, count = 0.0, 0
-        for rows in self._data.held_out.evaluation_batches(micro, limit):
-            tensors = assembly.to_tensors(rows)
-            padded, weight = self._fill_up(tensors, micro)
-            if weight == 0:
-                continue
-            engine.begin(Batch([padded], 0, 1, self.config.run.seed, 0))
-            for stage in program.stages:
-                engine.load(stage.index, self.store.stream(stage.weights))
-                engine.infer(stage.index)
-            (loss,) = engine.losses()
-            total += loss if self.model.loss_reduction == "sum" else loss * weight
-            count += weight
+        found = self._evaluator.evaluate(batches or self.config.evaluation.batches)
         self.store.take_traffic()
-        if count == 0:
-            raise DataError("the held-out split is smaller than one micro-batch")
-        loss = total / count
-        return {"loss": loss, "perplexity": _exp(loss), "tokens": count}
+        return found
 
-    def _fill_up(
-        self, rows: dict[str, torch.Tensor], micro: int
-    ) -> tuple[dict[str, torch.Tensor], int]:
-        """Return a whole micro-batch and what it counts; rows that are made up count nothing."""
-        have = len(next(iter(rows.values())))
-        if self.model.loss_reduction == "mean":
-            return rows, have if have == micro else 0
-        filled = {}
-        for name, value in rows.items():
-            padding = value[:1].expand(micro - have, *value.shape[1:]).clone()
-            if name == "labels":
-                padding.fill_(IGNORED_LABEL)
-            filled[name] = torch.cat([value, padding])
-        return filled, int((rows["labels"] != IGNORED_LABEL).sum())
-
-    def _evaluator(self) -> tuple[Program, Engine]:
-        """Return the program without dropout, which is the same one where there is none."""
-        if self._evaluation is None:
-            program = self.program
-            if program.draws_dropout:
-                program = self._compile("evaluate", self._layout.micro_batch, self._length())
-            self._evaluation = program, TorchEngine(program, EnginePlan(), device=self.device)
-        return self._evaluation
-
-    def _compile(self, goal: Any, micro_batch: int, length: int) -> Program:
-        return assembly.compile_source(
-            self.model,
-            micro_batch=micro_batch,
-            length=length,
-            precision=self.config.precision,
-            device=self.device,
-            freeze=self.config.freeze if goal != "logits" else (),
-            goal=goal,
-        )
+    def _make_evaluator(self) -> Evaluator | None:
+        held_out = self._data.held_out
+        if held_out is None:
+            return None
+        return Evaluator(self.config, self.model, self._layout, self.store, held_out, self.device)
 
     def _length(self) -> int:
         return assembly.sequence_length(self.config, self.model)
@@ -268,7 +221,7 @@ class Trainer:
 
     def _evaluate_and_judge(self) -> None:
         """Evaluate, keep the best checkpoint, and stop when nothing has improved for long."""
-        if self._data.held_out is None:
+        if self._evaluator is None:
             return
         started = time.perf_counter()
         found = self.evaluate()
@@ -288,19 +241,6 @@ class Trainer:
     def _out_of_patience(self) -> bool:
         patience = self.config.evaluation.early_stop_patience
         return patience is not None and self._evaluations_since_best >= patience
-
-    def _refuse_tiny_held_out(self) -> None:
-        """A held-out set that cannot fill one micro-batch must not stop the run in its middle."""
-        if self._data.held_out is None or not self.config.evaluation.every:
-            return
-        if self.model.loss_reduction == "mean":
-            micro = self._layout.micro_batch
-            first = next(iter(self._data.held_out.evaluation_batches(micro, micro)), {})
-            if not first or len(next(iter(first.values()))) < micro:
-                raise DataError(
-                    f"the held-out data has fewer rows than a micro-batch of {micro}: give more, "
-                    "lower batch.micro, or set evaluation.every to null"
-                )
 
     def _save_if_new(self) -> None:
         if self._saved_step != self.step:
@@ -346,6 +286,18 @@ class Trainer:
         seed: int = 0,
     ) -> Iterator[str]:
         """Yield the text that the model writes after `prompt`, piece by piece."""
+        if self._writer is None:
+            self._writer = self._make_writer()
+        yield from self._writer.write(
+            prompt,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            seed=seed,
+        )
+        self.store.take_traffic()
+
+    def _make_writer(self) -> Writer:
         if self.model.task != "causal_lm":
             raise ConfigError(
                 f"{self.model.name} is trained for {self.model.task}; only causal "
@@ -353,28 +305,25 @@ class Trainer:
             )
         if self._data.dataset is None:
             raise ConfigError("generate needs the data set's tokenizer; this run has none")
+
+        def make_engine(window: int) -> TorchEngine:
+            program = assembly.compile_source(
+                self.model,
+                micro_batch=1,
+                length=window,
+                precision=self.config.precision,
+                device=self.device,
+                goal="logits",
+            )
+            return TorchEngine(
+                program,
+                EnginePlan(),
+                device=self.device,
+                budget_bytes=self._layout.budget_bytes,
+            )
+
         tokenizer = self._data.dataset.tokenizer()
-        tokens = tokenizer.encode_batch([prompt])[0].tolist() or [tokenizer.end_of_document]
-        window = min(self._length(), _power_of_two(len(tokens) + max_new_tokens))
-        written: list[int] = []
-        text = ""
-        for token in generate_tokens(
-            self._compile("logits", 1, window),
-            self.store.stream,
-            tokens,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            seed=seed,
-            device=self.device,
-            stop=tokenizer.end_of_document,
-            vocabulary=tokenizer.vocab_size,
-        ):
-            written.append(token)
-            now = tokenizer.decode(written)
-            if not now.endswith("\ufffd"):  # else the token ends within a character
-                yield now[len(text) :]
-                text = now
+        return Writer(make_engine, self.store.stream, tokenizer, self._length())
 
     # Words to the user
 
@@ -447,11 +396,3 @@ def _as_source(config: Config, model: nn.Module | ModelSource | None) -> ModelSo
     if config.model is None:
         raise ConfigError("model: expected a preset or a mapping; from Python, Trainer(model=...)")
     return assembly.model_source(config.model)
-
-
-def _power_of_two(count: int) -> int:
-    return 1 << max(0, count - 1).bit_length()
-
-
-def _exp(loss: float) -> float:
-    return math.exp(loss) if loss < 700 else math.inf

@@ -19,6 +19,7 @@ from tiny_models import IGNORED, LENGTH, Case
 from torch import nn
 
 from penstock.assembly import set_threads
+from penstock.data import Source
 from penstock.events import StepDone
 from penstock.trainer import Trainer
 
@@ -95,7 +96,13 @@ def streamed(case: Case, recipe: Recipe, folder: Path, **changes: Any) -> Traine
 
 
 def trainer_of(
-    case: Case, recipe: Recipe, folder: Path, until: int | None = None, **changes: Any
+    case: Case,
+    recipe: Recipe,
+    folder: Path,
+    until: int | None = None,
+    *,
+    held_out: Source | None = None,
+    **changes: Any,
 ) -> tuple[Trainer, list[StepDone]]:
     """Return a trainer of the recipe, and the list into which its steps will go.
 
@@ -113,7 +120,7 @@ def trainer_of(
         recipe.config(folder, **changes),
         model=case.source(recipe.seed),
         source=case.data(recipe.seed),
-        held_out=case.data(recipe.seed + 1),
+        held_out=held_out or case.data(recipe.seed + 1),
         on_event=listen,
     )
     return trainer, events

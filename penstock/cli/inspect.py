@@ -33,18 +33,23 @@ def inspect(
 
     settings = load_run(run)
 
-    from penstock.store import find_checkpoint, verify_checkpoint
+    from penstock.store import (
+        checkpoint_folders,
+        checkpoint_hash,
+        find_checkpoint,
+        verify_checkpoint,
+    )
 
     latest = find_checkpoint(run / "checkpoints", "latest")
     if only_hash:
         if latest is None:
             raise ConfigError(f"{run}: no checkpoint yet, so there are no weights to hash")
-        typer.echo(weights_hash(latest, verify_checkpoint(latest)))
+        typer.echo(checkpoint_hash(latest, verify_checkpoint(latest)))
         return
     for line in (*_configuration_lines(settings), *_progress_lines(run)):
         typer.echo(line)
     damaged: CorruptionError | None = None
-    for folder in checkpoint_folders(run):
+    for folder in checkpoint_folders(run / "checkpoints"):
         try:
             state = verify_checkpoint(folder)
         except CorruptionError as error:
@@ -53,34 +58,11 @@ def inspect(
             continue
         typer.echo(f"checkpoint   {folder.name}  {_checkpoint(state)}{_marks(run, folder, latest)}")
         if folder == latest:
-            typer.echo(f"weights      {weights_hash(folder, state)}")
+            typer.echo(f"weights      {checkpoint_hash(folder, state)}")
     if latest is None:
         typer.echo("checkpoint   none yet")
     if damaged is not None:
         raise damaged
-
-
-def checkpoint_folders(run: Path) -> list[Path]:
-    """Return the finished checkpoints of a run, oldest first."""
-    return sorted(path.parent for path in (run / "checkpoints").glob("step-*/state.json"))
-
-
-def weights_hash(folder: Path, state: CheckpointState) -> str:
-    """Return the hash that `DramStore.content_hash` gives after loading this checkpoint.
-
-    Covers names, shapes and float32 values in the order of the names. Reads one tensor at a time,
-    so that a model larger than memory can be hashed.
-    """
-    import xxhash
-    from safetensors import safe_open
-
-    digest = xxhash.xxh3_128()
-    for name, shape in sorted(state.weights.items()):
-        tensor = f"master/{name}"
-        digest.update(f"{name}\0{list(shape)}\0".encode())
-        with safe_open(folder / state.tensors[tensor].file, framework="numpy") as file:
-            digest.update(file.get_tensor(tensor).tobytes())
-    return digest.hexdigest()
 
 
 def _configuration_lines(settings: Config) -> list[str]:

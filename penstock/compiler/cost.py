@@ -11,6 +11,8 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
+from penstock.compiler import ops  # noqa: F401  (registers the penstock operators)
+from penstock.compiler.fused_head import scratch_bytes
 from penstock.compiler.products import onednn_flops
 
 aten = torch.ops.aten
@@ -123,8 +125,6 @@ def _storages(node: fx.Node) -> list[tuple[int, int]]:
 
 def _scratch(node: fx.Node) -> int:
     """Return the bytes that an operator of ours allocates inside itself: the chunk of logits."""
-    from penstock.compiler.fused_head import scratch_bytes
-
     heads = {
         penstock.linear_cross_entropy.default: 0,
         penstock.linear_cross_entropy_backward.default: 1,

@@ -8,6 +8,7 @@ for the engine's slot, cuts go where the fewest bytes of activations are alive.
 from __future__ import annotations
 
 import itertools
+import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,6 @@ from dataclasses import dataclass
 import torch
 from torch import fx, nn
 
-from penstock.compiler.rewrites import value_of
 from penstock.errors import BudgetError
 
 # Without containers, stages of about an eighth of the model keep the engine's slots small.
@@ -175,19 +175,20 @@ def _weight_bytes(nodes: Sequence[fx.Node], weights: Mapping[fx.Node, int]) -> i
 
 def _split(piece: Piece, weights: Mapping[fx.Node, int], limit: int) -> list[Piece]:
     """Cut a piece into parts of at most `limit` weight bytes, each cut where least is alive."""
-    live = _live_bytes(piece.nodes)
+    nodes = _sink_weight_nodes(piece.nodes, weights)
+    live = _live_bytes(nodes)
     cuts: list[int] = []
     start = 0
-    while _weight_bytes(piece.nodes[start:], weights) > limit:
+    while _weight_bytes(nodes[start:], weights) > limit:
         end = start + 1
-        while _weight_bytes(piece.nodes[start : end + 1], weights) <= limit:
+        while _weight_bytes(nodes[start : end + 1], weights) <= limit:
             end += 1
         # Behind the first weight use (else nothing is gained) and not within a multi-output op.
-        first = next((i for i in range(start, end) if _reads_weight([piece.nodes[i]])), start)
+        first = next((i for i in range(start, end) if _reads_weight([nodes[i]])), start)
         allowed = [
             i
             for i in range(first + 1, end + 1)
-            if i < len(piece.nodes) and not _belongs_before(piece.nodes[i], piece.nodes[:i])
+            if i < len(nodes) and not _belongs_before(nodes[i], nodes[:i])
         ]
         if not allowed:
             break
@@ -196,36 +197,64 @@ def _split(piece: Piece, weights: Mapping[fx.Node, int], limit: int) -> list[Pie
         start = best
     if not cuts:
         return [piece]
-    bounds = [0, *cuts, len(piece.nodes)]
+    bounds = [0, *cuts, len(nodes)]
     return [
-        Piece(f"{piece.name}.{number}", piece.nodes[a:b])
+        Piece(f"{piece.name}.{number}", tuple(nodes[a:b]))
         for number, (a, b) in enumerate(itertools.pairwise(bounds))
     ]
 
 
+def _sink_weight_nodes(nodes: Sequence[fx.Node], weights: Mapping[fx.Node, int]) -> list[fx.Node]:
+    """Move what is made of weights alone (a transpose) to its first user.
+
+    Else a cut could part them, and a stage would do nothing but hand a weight on as a value.
+    """
+    of_weights: set[fx.Node] = set()
+    for node in nodes:
+        sources = node.all_input_nodes
+        if sources and all(n in weights or n in of_weights for n in sources):
+            of_weights.add(node)
+    inside = set(nodes)
+    ordered: list[fx.Node] = []
+    placed: set[fx.Node] = set()
+
+    def place(node: fx.Node) -> None:
+        for source in node.all_input_nodes:
+            if source in of_weights and source not in placed:
+                place(source)
+        placed.add(node)
+        ordered.append(node)
+
+    for node in nodes:
+        used_here = any(user in inside for user in node.users)
+        if node not in placed and not (node in of_weights and used_here):
+            place(node)
+    return ordered
+
+
 def _live_bytes(nodes: Sequence[fx.Node]) -> list[int]:
-    """Return, per position, the bytes of values made before it and read at or after it."""
+    """Return, per position, the bytes of values made before it and read at or after it.
+
+    A view is alive as its base: it has no bytes of its own.
+    """
     place = {node: i for i, node in enumerate(nodes)}
-    change = [0] * (len(nodes) + 1)
+    base: dict[fx.Node, fx.Node] = {}
+    last: dict[fx.Node, int] = {}
     for i, node in enumerate(nodes):
-        if isinstance(node.meta.get("val"), torch.Tensor) and _is_view(node):
-            continue
-        last = max((place.get(user, len(nodes) - 1) for user in node.users), default=i)
-        change[i + 1] += node_bytes(node)
-        if last + 1 < len(change):
-            change[last + 1] -= node_bytes(node)
-    live, total = [], 0
-    for position in range(len(nodes)):
-        total += change[position]
-        live.append(total)
-    return live
+        base[node] = base.get(node.all_input_nodes[0], node) if _is_view(node) else node
+        end = max((place.get(user, len(nodes) - 1) for user in node.users), default=i)
+        last[base[node]] = max(last.get(base[node], 0), end)
+    change = [0] * (len(nodes) + 1)
+    for node, end in last.items():
+        change[place[node] + 1] += node_bytes(node)
+        change[end + 1] -= node_bytes(node)
+    return list(itertools.accumulate(change[: len(nodes)]))
 
 
 def _is_view(node: fx.Node) -> bool:
     target = node.target
+    if target is operator.getitem:
+        return True
     return isinstance(target, torch._ops.OpOverload) and any(
         a.alias_info is not None for a in target._schema.arguments
     )
-
-
-__all__ = ["Piece", "cut", "node_bytes", "value_of", "weight_free_nodes"]

@@ -3,6 +3,7 @@
 from penstock.data.build import BuildReport, build_dataset
 from penstock.data.dataset import TokenDataset, check_vocabulary
 from penstock.data.sampling import (
+    IGNORED_LABEL,
     ArraySource,
     Batch,
     LanguageModelSource,
@@ -19,6 +20,7 @@ from penstock.data.tokenizers import (
 )
 
 __all__ = [
+    "IGNORED_LABEL",
     "ArraySource",
     "Batch",
     "BuildReport",

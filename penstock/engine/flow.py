@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from penstock.engine.memory import MemoryAccount
+from penstock.errors import DataError
 from penstock.program import Program, Stage
 
 
@@ -21,6 +22,32 @@ def dropout_key(seed: int, step: int, micro_batch: int, stage: int) -> int:
         mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & mask
         mixed ^= mixed >> 31
     return mixed >> 1  # fits a signed 64-bit tensor
+
+
+def check_inputs(program: Program, inputs: Mapping[str, torch.Tensor]) -> None:
+    """Refuse a micro-batch that is not what the program was compiled for.
+
+    **Raises:** `DataError` naming the input, what was expected and what came.
+    """
+    for name in program.inputs:
+        if name not in inputs:
+            raise DataError(
+                f"the batch lacks {name!r}: the model reads {', '.join(program.inputs)}; "
+                f"the source gave {', '.join(inputs) or 'nothing'}"
+            )
+        if name not in program.values:
+            continue  # an argument that the model does not look at
+        wanted, came = program.values[name].tensor, inputs[name]
+        if (wanted.shape, wanted.dtype) != (tuple(came.shape), came.dtype):
+            raise DataError(
+                f"the batch's {name!r} must be {_described(wanted.dtype, wanted.shape)} per "
+                f"micro-batch, as in the model's example inputs; the source gave "
+                f"{_described(came.dtype, came.shape)}"
+            )
+
+
+def _described(dtype: torch.dtype, shape: Sequence[int]) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
 
 
 @dataclass

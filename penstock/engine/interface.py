@@ -76,6 +76,6 @@ class Engine(Protocol):
         """Return the loss of each micro-batch, once the last stage has run."""
         ...
 
-    def first_non_finite(self) -> str | None:
-        """Return the first value now held that is NaN or infinite, or None."""
+    def is_finite(self, stage: int) -> bool:
+        """Tell, after `infer` of a stage, whether it wrote no NaN and no infinity."""
         ...

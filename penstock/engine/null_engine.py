@@ -34,9 +34,9 @@ class NullEngine(TorchEngine):
         """Return a loss of zero per micro-batch."""
         return [0.0] * len(self._losses)
 
-    def first_non_finite(self) -> str | None:
+    def is_finite(self, stage: int) -> bool:
         """Nothing is computed, so nothing is infinite."""
-        return None
+        return True
 
     def _send(self, nodes: list[TreeNode]) -> PendingGradients:
         zeros = [

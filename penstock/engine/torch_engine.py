@@ -12,14 +12,14 @@ from collections.abc import Sequence
 
 import torch
 
-from penstock.engine.flow import Flow
+from penstock.engine.flow import Flow, check_inputs
 from penstock.engine.host_memory import keep_freed_pages
 from penstock.engine.interface import Batch, PendingGradients
 from penstock.engine.memory import MemoryAccount
 from penstock.engine.plan import EnginePlan
 from penstock.engine.repeatable import choose_repeatable_kernels
 from penstock.engine.slots import WeightSlots, make_slots
-from penstock.program import Program, Stage, backward_fetch
+from penstock.program import Program, Stage
 from penstock.tree import TreeNode, TreeSum
 
 
@@ -59,10 +59,12 @@ class TorchEngine:
         program = self.program
         for offset, inputs in enumerate(batch.micro_batches):
             flow = Flow(batch.first + offset, batch.seed, batch.step)
-            missing = [name for name in program.inputs if name not in inputs]
-            if missing:
-                raise KeyError(f"the batch lacks {missing}; the program reads {program.inputs}")
-            given = {n: inputs[n].to(self._device) for n in program.inputs if n in program.values}
+            check_inputs(program, inputs)
+            given = {
+                name: inputs[name].to(self._device).contiguous()
+                for name in program.inputs
+                if name in program.values
+            }
             flow.put(self.memory, given, "inputs")
             if program.prelude is not None:
                 args = [
@@ -191,18 +193,14 @@ class TorchEngine:
             return []
         return torch.stack(self._losses).tolist()  # one look at the device, not one per loss
 
-    def first_non_finite(self) -> str | None:
-        """Return the first value now held that is NaN or infinite, or None."""
-        for flow in self._flows:
-            for name, value in flow.values.items():
-                if value.is_floating_point() and not bool(torch.isfinite(value).all()):
-                    return name
-        return None
-
-    def backward_positions(self, stage: int) -> tuple[int, ...]:
-        """Return which of a stage's weights must be loaded for its backward."""
-        last = stage == len(self.program.stages) - 1
-        return backward_fetch(self.program.stages[stage], stage in self._plan.recompute, last)
+    def is_finite(self, stage: int) -> bool:
+        """Tell, after `infer` of a stage, whether it wrote no NaN and no infinity."""
+        return all(
+            bool(torch.isfinite(flow.values[name]).all())
+            for flow in self._flows
+            for name in self.program.stages[stage].outputs
+            if flow.values[name].is_floating_point()
+        )
 
     def _enter(self, place: Stage, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         self.memory.hold(weights, place.name)

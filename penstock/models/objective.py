@@ -14,11 +14,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from penstock.data import IGNORED_LABEL
 from penstock.errors import CompileError
 from penstock.models.masks import fixed_shape_masks
 
 WEIGHT_PREFIX = "model."
-IGNORED_LABEL = -100
 
 
 class LanguageModel(nn.Module):

@@ -3,6 +3,8 @@
 from penstock.store.checkpoint import (
     CheckpointState,
     SavedCheckpoint,
+    checkpoint_folders,
+    checkpoint_hash,
     checkpoint_weights,
     find_checkpoint,
     load_checkpoint,
@@ -42,6 +44,8 @@ __all__ = [
     "Store",
     "Traffic",
     "assign_groups",
+    "checkpoint_folders",
+    "checkpoint_hash",
     "checkpoint_weights",
     "export_huggingface",
     "find_checkpoint",

@@ -12,12 +12,13 @@ from typing import Literal
 import numpy as np
 import torch
 
-from penstock.errors import ConfigError, did_you_mean
+from penstock.errors import ConfigError, StorageError, did_you_mean
 from penstock.program import Program
+from penstock.store.content_hash import hash_weights
 from penstock.store.gradients import Gradients, clip_scale
 from penstock.store.interface import MASTER, Commit, Traffic
 from penstock.store.layout import allocate_role, homes
-from penstock.store.masters import Masters, content_hash
+from penstock.store.masters import Masters
 from penstock.store.optimizers import GroupSettings, Optimizer
 from penstock.store.schedules import Schedule, learning_rate
 
@@ -75,6 +76,7 @@ class DramStore:
         self._state_is_zero = True
         self._commit: Commit | None = None
         self._pending: set[str] = set()
+        self._updating: str | None = None
         self._never_changed = {n for n in self._trainable if program.weights[n].elements}
         self._unchanged: dict[str, str] = {}
         # Kernels are parallel inside; Numba does not promise that two may run side by side.
@@ -240,9 +242,16 @@ class DramStore:
         if name not in self._pending:
             return
         with self._compute:
+            if self._updating is not None:
+                raise StorageError(
+                    f"the update of {self._updating} was interrupted half-way, so the weights are "
+                    "those of no step; open the run again, it goes on from its last checkpoint"
+                )
             if name in self._pending:
+                self._updating = name  # stays where an interrupt falls into the next two lines
                 self._apply(name)
                 self._pending.discard(name)
+                self._updating = None
 
     def _apply(self, name: str) -> None:
         commit, slabs, optimizer = self._commit, self._gradients, self._optimizer
@@ -320,6 +329,7 @@ class DramStore:
         """Forget gradients and pending updates; the store is of no use until `finish_restore`."""
         self._is_loaded = False
         self._pending.clear()
+        self._updating = None
         self._commit = None
         self._unchanged.clear()
         self._never_changed = {n for n in self._trainable if self.program.weights[n].elements}
@@ -342,14 +352,13 @@ class DramStore:
         self._is_loaded = True
 
     def content_hash(self) -> str:
-        """Return a hash of all weights: equal for two stores exactly when they agree to the bit.
-
-        It covers names, shapes and float32 values, in the order of the names, and does not depend
-        on precision or on how the program is cut.
-        """
+        """Return a hash of all weights (`content_hash.py`)."""
         self._require_loaded()
         self.flush()
-        return content_hash(self.program, self._masters)
+        return hash_weights(
+            (name, spec.shape, (piece.data for piece in self._masters.pieces(name)))
+            for name, spec in sorted(self.program.weights.items())
+        )
 
     def _require_loaded(self) -> None:
         if not self._is_loaded:

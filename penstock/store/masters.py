@@ -90,16 +90,3 @@ def _stream(weight: Weight, shape: tuple[int, ...]) -> torch.Tensor:
     if len(weight) == 2:
         flat = flat.view(torch.bfloat16)
     return flat.view(shape)
-
-
-def content_hash(program: Program, masters: Masters) -> str:
-    """Return a hash of all weights that depends on nothing but names, shapes and values.
-
-    The same in fp32 and bf16 precision, and however the program is cut into stages.
-    """
-    digest = xxhash.xxh3_128()
-    for name in sorted(program.weights):
-        digest.update(f"{name}\0{list(program.weights[name].shape)}\0".encode())
-        for piece in masters.pieces(name):
-            digest.update(piece.data)
-    return digest.hexdigest()

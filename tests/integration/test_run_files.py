@@ -2,7 +2,10 @@
 
 from pathlib import Path
 
+import pytest
+
 from penstock import Trainer
+from penstock.errors import StorageError
 from penstock.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]
@@ -60,3 +63,34 @@ def test_a_run_that_was_interrupted_in_a_step_can_go_on(tmp_path):
     plain = Trainer(config(tmp_path / "b", 4))
     plain.train()
     assert trainer.store.content_hash() == plain.store.content_hash()
+
+
+def test_an_update_that_was_interrupted_is_never_made_twice(tmp_path, monkeypatch):
+    """Half of it may be in the weights: they are used no more, and the run goes on from disk."""
+    settings = {**config(tmp_path / "a", 4), "checkpoint": {"every": 2}}
+    trainer = Trainer(settings)
+    apply, calls = trainer.store._apply, []
+
+    def interrupted(name):
+        apply(name)
+        calls.append(name)
+        if trainer.step == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(trainer.store, "_apply", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    monkeypatch.undo()
+    for use in (trainer.train, trainer.save, trainer.store.content_hash):
+        with pytest.raises(StorageError) as caught:
+            use()
+        assert str(caught.value) == (
+            f"the update of {calls[-1]} was interrupted half-way, so the weights are those of no "
+            "step; open the run again, it goes on from its last checkpoint"
+        )
+    again = Trainer(settings)
+    assert again.step == 2
+    again.train()
+    plain = Trainer(config(tmp_path / "b", 4))
+    plain.train()
+    assert again.store.content_hash() == plain.store.content_hash()

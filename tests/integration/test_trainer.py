@@ -9,7 +9,7 @@ from plain_training import Recipe, trainer_of
 from tiny_models import CASES, CONTRASTIVE, IGNORED, Case, language_model, with_rows
 from torch import nn
 
-from penstock.errors import NonFiniteError, NoTrainingError
+from penstock.errors import DataError, NonFiniteError, NoTrainingError
 from penstock.events import Evaluated, Finished, Notice, Saved, Stopped
 from penstock.models import InputSpec, ModelSource
 from penstock.store import find_checkpoint, read_state
@@ -47,8 +47,7 @@ def test_evaluation_is_that_of_plain_pytorch(name, tmp_path):
     case = CASES[name]()
     rows = {field: value[:22] for field, value in case.arrays(9).items()}
     recipe = Recipe(steps=5, warmup_steps=0)
-    trainer, _ = trainer_of(case, recipe, tmp_path)
-    trainer._data = dataclasses.replace(trainer._data, held_out=with_rows(case, rows).data(0))
+    trainer, _ = trainer_of(case, recipe, tmp_path, held_out=with_rows(case, rows).data(0))
     trainer.train()
     found = trainer.evaluate(batches=100)
     model = case.plain(recipe.seed).eval()
@@ -278,3 +277,58 @@ def test_a_gradient_that_is_no_number_is_not_committed(tmp_path):
         trainer.train()
     assert trainer.step == 0
     assert trainer.store.content_hash() == before
+
+
+# Rows that are not what the model was compiled for
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda rows: {**rows, "left": rows["left"].astype(np.float64)},
+            "the batch's 'left' must be float32 [4, 12] per micro-batch, as in the model's example "
+            "inputs; the source gave float64 [4, 12]",
+        ),
+        (
+            lambda rows: {**rows, "right": rows["right"][:, :5]},
+            "the batch's 'right' must be float32 [4, 12] per micro-batch, as in the model's "
+            "example inputs; the source gave float32 [4, 5]",
+        ),
+        (
+            lambda rows: {"left": rows["left"]},
+            "the batch lacks 'right': the model reads left, right; the source gave left",
+        ),
+    ],
+)
+def test_rows_of_another_type_or_shape_are_refused(change, message, tmp_path):
+    case = with_rows(CONTRASTIVE, change(CONTRASTIVE.arrays(0)))
+    trainer, _ = trainer_of(case, Recipe(size=8, micro=4), tmp_path)
+    with pytest.raises(DataError) as caught:
+        trainer.train()
+    assert str(caught.value) == message
+    assert trainer.step == 0
+
+
+def test_a_source_that_gives_too_few_rows_is_refused(tmp_path):
+    trainer, _ = trainer_of(CONTRASTIVE, Recipe(size=8, micro=4), tmp_path)
+    source = trainer._data.training
+    whole = source.batch
+    source.batch = lambda *call: {name: rows[:-1] for name, rows in whole(*call).items()}
+    with pytest.raises(DataError) as caught:
+        trainer.train()
+    assert str(caught.value) == (
+        "the source was asked for 8 rows and gave 7 of 'left'; `batch` must return a row per index"
+    )
+
+
+def test_rows_that_are_views_with_gaps_train_as_their_copies(tmp_path):
+    rows = CONTRASTIVE.arrays(0)
+    wide = {name: np.repeat(array, 2, axis=1)[:, ::2] for name, array in rows.items()}
+    losses = []
+    for number, given in enumerate((rows, wide)):
+        trainer, _ = listening(
+            with_rows(CONTRASTIVE, given), Recipe(steps=6), tmp_path / str(number)
+        )
+        losses.append(trainer.train()["loss"])
+    assert losses[0] == losses[1]

@@ -2,6 +2,8 @@
 
 from penstock.store.checkpoint.index import find_checkpoint
 from penstock.store.checkpoint.load import (
+    checkpoint_folders,
+    checkpoint_hash,
     checkpoint_weights,
     load_checkpoint,
     verify_checkpoint,
@@ -12,6 +14,8 @@ from penstock.store.checkpoint.state import CheckpointState, read_state
 __all__ = [
     "CheckpointState",
     "SavedCheckpoint",
+    "checkpoint_folders",
+    "checkpoint_hash",
     "checkpoint_weights",
     "find_checkpoint",
     "load_checkpoint",

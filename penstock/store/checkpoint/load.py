@@ -13,14 +13,17 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
+from safetensors import safe_open
 
 from penstock.errors import ConfigError, CorruptionError, StorageError
 from penstock.store import tensor_file
 from penstock.store.checkpoint.state import (
+    STATE_NAME,
     CheckpointState,
     read_state,
     tensor_name,
 )
+from penstock.store.content_hash import hash_weights
 from penstock.store.files import CHUNK_BYTES, FileRecord
 from penstock.store.interface import MASTER, Store
 from penstock.store.tensor_file import Extent
@@ -93,6 +96,25 @@ def verify_checkpoint(folder: Path) -> CheckpointState:
     for _ in _pieces(folder, state, lambda name: True, verify=True):
         pass
     return state
+
+
+def checkpoint_folders(checkpoints: Path) -> list[Path]:
+    """Return the finished checkpoints under a folder, oldest first."""
+    return sorted(path.parent for path in checkpoints.glob(f"step-*/{STATE_NAME}"))
+
+
+def checkpoint_hash(folder: Path, state: CheckpointState) -> str:
+    """Return the hash that `DramStore.content_hash` gives after loading this checkpoint.
+
+    One tensor is read at a time, so that a model larger than memory can be hashed.
+    """
+
+    def values(name: str) -> Iterator[memoryview]:
+        tensor = tensor_name(MASTER, name)
+        with safe_open(folder / state.tensors[tensor].file, framework="numpy") as file:
+            yield file.get_tensor(tensor).data
+
+    return hash_weights((n, shape, values(n)) for n, shape in sorted(state.weights.items()))
 
 
 def _require_same_model(store: Store, folder: Path, state: CheckpointState) -> None:

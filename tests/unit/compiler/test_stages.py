@@ -208,3 +208,31 @@ def test_no_stage_has_more_weight_than_a_slot_holds_and_the_result_is_the_same(s
     assert cut.losses == whole.losses
     for name, gradient in whole.gradients.items():
         assert torch.equal(cut.gradients[name], gradient)
+
+
+class Transposing(nn.Module):
+    """Weights that are transposed long before they are used, as `x @ w.t()` may be."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.Parameter(torch.randn(8, 8)) for _ in range(4))
+
+    def forward(self, x):
+        turned = [weight.t() for weight in (self.a, self.b, self.c, self.d)]
+        for weight in turned:
+            x = torch.tanh(x @ weight)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("slot_bytes", [None, 300])
+def test_a_weight_is_turned_where_it_is_used(slot_bytes):
+    torch.manual_seed(0)
+    module = Transposing()
+    program = compiled(module, X, slot_bytes=slot_bytes)
+    assert [stage.weights for stage in program.stages] == [("a",), ("b",), ("c",), ("d",)]
+    crossing = {name for stage in program.stages for name in stage.inputs}
+    assert all(program.values[name].tensor.shape == (5, 8) for name in crossing)
+    found = one_step(module, [X], slot_bytes=slot_bytes)
+    module(**X).backward()
+    for name, parameter in module.named_parameters():
+        torch.testing.assert_close(found.gradients[name], parameter.grad)
