@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from penstock.cli.figures import show_bytes
+
 
 class Dtype(StrEnum):
     """Types of exported weights."""
@@ -31,5 +33,6 @@ def export(
 
     from penstock.trainer import Trainer
 
-    Trainer(settings, must_exist=True).export(out, dtype.value)
-    typer.echo(f"wrote {out}")
+    files = Trainer(settings, must_exist=True).export(out, dtype.value)
+    written = show_bytes(sum(file.stat().st_size for file in files))
+    typer.echo(f"wrote {out}: {', '.join(sorted(file.name for file in files))} ({written})")

@@ -268,10 +268,16 @@ def event_lines(event: Event) -> list[str]:
 
 
 def _summary(summary: Mapping[str, Any]) -> str:
-    return ", ".join(
-        f"{name} {value:.6g}" if isinstance(value, float) else f"{name} {value}"
-        for name, value in summary.items()
-    )
+    return ", ".join(_figure(name, value) for name, value in summary.items())
+
+
+def _figure(name: str, value: Any) -> str:
+    if name.endswith("_bytes"):
+        return f"{name.removesuffix('_bytes').replace('_', ' ')} {show_bytes(value)}"
+    if name == "seconds":
+        return f"time {show_duration(value)}"
+    shown = f"{value:.4f}" if isinstance(value, float) else f"{value}"
+    return f"{name.replace('_', ' ')} {shown}"
 
 
 def _memory(used: int, budget: int) -> RenderableType:

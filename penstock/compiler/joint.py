@@ -3,7 +3,8 @@
 Autograd is traced once per kind over fake tensors; the result is a graph of forward and backward
 operators together. Values that the backward needs are *saved*, except those that depend on
 weights or the dropout key alone: these are made again from the weights, which stream a second
-time. So nothing that is saved is a weight or a view of one.
+time. So nothing that is saved is a weight or a view of one. Nor is saved what a few passes over
+memory make again from what is saved anyhow, such as a GELU beside its argument (`remake.py`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from penstock.compiler.cost import graph_flops, peak_bytes
 from penstock.compiler.products import choose_products
+from penstock.compiler.remake import keep_costly, make_late
 from penstock.errors import ProgramError
 from penstock.program import Kind, Saved, TensorSpec
 
@@ -238,15 +240,18 @@ def _descendants(graph: fx.Graph, roots: Sequence[fx.Node]) -> set[fx.Node]:
 
 
 def _saved_nodes(parts: _Parts) -> list[fx.Node]:
-    """Return the forward values that the backward needs and cannot make again from weights."""
+    """Return the forward values that the backward needs and cannot cheaply make again."""
     backward = _descendants(parts.graph, parts.tangents)
     from_inputs = _descendants(parts.graph, parts.inputs)
     wanted: dict[fx.Node, None] = {}
+    inputs: set[fx.Node] = set()
 
     def need(node: fx.Node) -> None:
         if node in backward or node in wanted:
             return
         if node in from_inputs:
+            if node in parts.inputs:
+                inputs.add(node)
             if node.op == "call_function":
                 if isinstance(node.meta["val"], torch.Tensor):
                     wanted[node] = None
@@ -264,7 +269,8 @@ def _saved_nodes(parts: _Parts) -> list[fx.Node]:
     for gradient in parts.gradients:
         if gradient is not None:
             need(gradient)
-    return list(wanted)
+    free = {node for node in parts.graph.nodes if node not in from_inputs}
+    return keep_costly(list(wanted), free | inputs)
 
 
 def _backward(parts: _Parts, saved: Sequence[fx.Node]) -> tuple[fx.Graph, list[int]]:
@@ -284,7 +290,8 @@ def _backward(parts: _Parts, saved: Sequence[fx.Node]) -> tuple[fx.Graph, list[i
         *parts.tangents,
         parts.key,
     ]
-    return _extract(parts.graph, taken, parts.gradients), weights
+    backward = _extract(parts.graph, taken, parts.gradients)
+    return make_late(backward, [tangent.name for tangent in parts.tangents]), weights
 
 
 def _saved_specs(parts: _Parts, saved: Sequence[fx.Node]) -> list[Saved]:

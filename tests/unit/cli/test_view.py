@@ -111,7 +111,7 @@ def test_quiet_says_only_what_must_be_read():
     ]
     assert lines_of(10, events, quiet=True) == [
         "note: read me",
-        "finished: loss 3.14159, steps 10",
+        "finished: loss 3.1416, steps 10",
     ]
 
 
