@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from penstock.trainer import Trainer
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "demo.yaml"
-PROMPT = "def "
+PROMPT = "class Stack:\n    def"
 # Two programs that compute one loss differ by the rounding of their arithmetic.
 LARGEST_DIFFERENCE = {"fp32": 1e-4, "bf16": 1e-2}
 
