@@ -134,7 +134,7 @@ def evaluate_untrained(trainer: Trainer, view: View) -> None:
 def write_a_sample(trainer: Trainer, console: Console) -> None:
     """Print what the model writes."""
     console.print()
-    console.rule(f"what it writes after {PROMPT!r}")
+    console.rule(f"given '{' '.join(PROMPT.split())}', the model writes")
     console.print(PROMPT, end="")
     for piece in trainer.generate(PROMPT, max_new_tokens=160, temperature=0.7):
         console.print(piece, end="", soft_wrap=True)

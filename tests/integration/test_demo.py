@@ -70,7 +70,7 @@ def test_it_trains_writes_exports_and_reports(finished):
     assert result.returncode == 0, result.stderr
     assert "Traceback" not in result.stderr
     out = result.stdout
-    assert "what it writes after 'def '" in out
+    assert "given 'class Stack: def', the model writes" in out
     before, after = (
         float(re.search(rf"held-out loss, step {step} +│ ([\d.]+) nats/token", out)[1])
         for step in (0, 8)
