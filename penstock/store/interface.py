@@ -29,10 +29,13 @@ class Commit:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of weights that were streamed out, and bytes of gradients that came in."""
+    """Bytes of weights that were streamed out, and of gradients that came in; where there is a
+    flash tier, what was read from it and written to it."""
 
     streamed_bytes: int
     gradient_bytes: int
+    read_bytes: int = 0
+    written_bytes: int = 0
 
 
 class Store(Protocol):

@@ -1,0 +1,5 @@
+"""The flash tier: a store that is larger than memory, and durable step by step."""
+
+from penstock.store.flash.store import FlashStore
+
+__all__ = ["FlashStore"]

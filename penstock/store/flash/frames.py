@@ -1,0 +1,119 @@
+"""Which units' weights are in memory, and which leave when another must come.
+
+The order in which stages are visited is known: 0 to S-1, back to 0, and again. So the one that
+leaves is the one whose next visit is farthest away (Belady, A study of replacement algorithms,
+1966), which nothing can beat: what fits stays, the rest streams, and the turns at both ends of the
+sweep cost nothing. Least-recently-used would be the worst choice for this order.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from penstock.errors import BudgetError
+from penstock.kernels.memory import allocate
+from penstock.store.flash.layout import Unit
+
+
+class Frames:
+    """The weights in memory, one frame per unit, within `budget_bytes`. Not safe by itself: its
+    owner calls it under a lock."""
+
+    def __init__(self, units: Sequence[Unit], visits: Sequence[Sequence[int]], budget: int) -> None:
+        self.budget_bytes = budget
+        self._units = units
+        self._visits = visits
+        self._places: list[list[int]] = [[] for _ in units]
+        for position, visited in enumerate(visits):
+            for unit in visited:
+                self._places[unit].append(position)
+        self._frames: dict[int, np.ndarray] = {}
+        self._spare: list[np.ndarray] = []
+        self.cursor = 0  # the visit that comes next
+        self._require_pairs()
+
+    def _require_pairs(self) -> None:
+        """The stage that computes and the one that follows are in memory together."""
+        ring = [*self._visits, *self._visits[:1]]
+        for first, second in itertools.pairwise(ring):
+            need = sum(self._units[unit].stream_bytes for unit in {*first, *second})
+            if need > self.budget_bytes:
+                stages = sorted({self._units[unit].stage for unit in {*first, *second}})
+                raise BudgetError(
+                    f"store.dram leaves {self.budget_bytes:,} bytes for weights in memory; stages "
+                    f"{', '.join(map(str, stages))}, of which one follows the other, need "
+                    f"{need:,}; raise store.dram by {need - self.budget_bytes:,}"
+                )
+
+    def __contains__(self, unit: int) -> bool:
+        return unit in self._frames
+
+    def __getitem__(self, unit: int) -> np.ndarray:
+        return self._frames[unit]
+
+    def visit(self, stage: int) -> None:
+        """Note that a stage was fetched: the cursor goes behind its next visit."""
+        count = len(self._visits)
+        both = (stage, count - 1 - stage)  # on the way forward, and on the way back
+        self.cursor = (1 + min(both, key=lambda place: (place - self.cursor) % count)) % count
+
+    def next_use(self, unit: int) -> int:
+        """Return how many visits there are before a unit's next."""
+        places, count = self._places[unit], len(self._visits)
+        at = bisect.bisect_left(places, self.cursor)
+        place = places[at] if at < len(places) else places[0] + count
+        return place - self.cursor
+
+    def upcoming(self) -> list[int]:
+        """Return the units in the order of their next visits."""
+        return sorted(range(len(self._units)), key=self.next_use)
+
+    def make_room(self, unit: int, untouchable: Collection[int], patient: bool) -> bool:
+        """Take a frame for `unit`, evicting others; return whether that was possible.
+
+        **Arguments:** `untouchable` stay; where `patient`, only units go whose next visit is
+        farther than that of `unit`.
+        """
+        need = self._units[unit].stream_bytes
+        for number, spare in enumerate(self._spare):
+            if spare.nbytes == need:
+                self._frames[unit] = self._spare.pop(number)
+                return True
+        victims = sorted(
+            (u for u in self._frames if u not in untouchable), key=self.next_use, reverse=True
+        )
+        if patient:
+            mine = self.next_use(unit)
+            victims = [u for u in victims if self.next_use(u) > mine]
+        chosen: list[int] = []
+        free = self.budget_bytes - sum(f.nbytes for f in self._frames.values())
+        for victim in victims:
+            if free >= need:
+                break
+            chosen.append(victim)
+            free += self._frames[victim].nbytes
+        if free < need:
+            return False
+        for victim in chosen:
+            self._spare.append(self._frames.pop(victim))
+        for number, spare in enumerate(self._spare):
+            if spare.nbytes == need:
+                self._frames[unit] = self._spare.pop(number)
+                break
+        else:
+            self._frames[unit] = allocate(need)
+        while self._spare and self.memory_bytes > self.budget_bytes:
+            self._spare.pop()
+        return True
+
+    def drop(self, unit: int) -> None:
+        """Let a unit's frame go: what it holds counts for nothing."""
+        self._spare.append(self._frames.pop(unit))
+
+    @property
+    def memory_bytes(self) -> int:
+        return sum(f.nbytes for f in (*self._frames.values(), *self._spare))

@@ -1,0 +1,204 @@
+"""The journal of a flash store: which step is durable, where its extents lie, what they hold.
+
+Append-only. A record is `[header | payload]`, padded to whole sectors, and behind it a *seal* of
+one sector. The record is synced before the seal is written, and the seal before anybody relies on
+it:
+
+- no seal: the process died while appending; the record never counted and is overwritten;
+- a seal whose record does not match, or a header or seal that is neither whole nor blank: the bytes
+  have changed since they were written, which is an error with a name and a place.
+
+The distinction rests on sectors of 512 bytes being written whole or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from penstock import fault
+from penstock.errors import CorruptionError, StorageError
+from penstock.store import files
+
+VERSION = 1
+SECTOR_BYTES = 512
+MAX_RECORD_BYTES = 1 << 30  # the checksums of 64 TB of extents take 128 MiB
+ROTATE_BYTES = 16 << 20
+_MAGIC, _SEAL = b"PSTKREC\1", b"PSTKSEAL"
+_HEADER = struct.Struct("<8sQQ16s")  # magic, number, payload bytes, checksum of the payload
+_SEALED = struct.Struct("<8sQ16s")  # magic, number, checksum of the whole record
+_CHECK_BYTES = 16  # a sector ends with the checksum of what it holds before
+
+
+@dataclass(frozen=True)
+class Record:
+    """One record: a mapping, and bytes beside it (checksums, which would be bulky as text)."""
+
+    content: Mapping[str, Any]
+    blob: bytes = b""
+
+
+class Journal:
+    """An open journal, to be appended to by one process.
+
+    `records` are the first, which says what the store is, and the last ones.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.records, self._end = read_records(path)
+        self._count = len(self.records)
+        self._descriptor = os.open(path, os.O_RDWR)
+        os.ftruncate(self._descriptor, self._end)  # a record that was never finished
+
+    @classmethod
+    def create(cls, path: Path, first: Record) -> Journal:
+        """Make a journal whose first record says what the store is; durable on return."""
+        files.replace_file(path, _spelled(0, first), "journal.create")
+        return cls(path)
+
+    def append(self, record: Record, keep: int) -> None:
+        """Add a record; on return it is durable. Of those before, the first and `keep` stay.
+
+        Raises:
+            OSError: the system refused; the record does not count then.
+        """
+        body, seal = _record(self._count, record)
+        fault.point("journal.before_record")
+        _write(self._descriptor, body, self._end)
+        fault.point("journal.before_record_sync")
+        files.sync(self._descriptor)
+        fault.point("journal.before_seal")
+        _write(self._descriptor, seal, self._end + len(body))
+        fault.point("journal.before_seal_sync")
+        files.sync(self._descriptor)
+        fault.point("journal.after_seal_sync")
+        self._end += len(body) + len(seal)
+        self._count += 1
+        self.records = [self.records[0], *[*self.records[1:], record][-keep:]]
+        if self._end > ROTATE_BYTES and self._count > keep + 2:
+            self._begin_anew(self.records, "journal.rotate")
+
+    def drop_last(self) -> None:
+        """Forget the last record, durably: the one before is the truth again."""
+        self._begin_anew(self.records[:-1], "journal.drop")
+
+    def _begin_anew(self, kept: list[Record], point: str) -> None:
+        """Put a new file with these records in the old one's place."""
+        content = b"".join(_spelled(number, record) for number, record in enumerate(kept))
+        files.replace_file(self.path, content, point)
+        self.close()
+        self._descriptor = os.open(self.path, os.O_RDWR)
+        self.records, self._count, self._end = kept, len(kept), len(content)
+
+    def close(self) -> None:
+        """Close the file; closing twice is allowed."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def read_records(path: Path) -> tuple[list[Record], int]:
+    """Return the records of a journal that count, and where the next one goes.
+
+    Raises:
+        CorruptionError: bytes have changed, with the place and both checksums.
+        StorageError: the file cannot be read.
+    """
+    try:
+        data = memoryview(path.read_bytes())
+    except OSError as error:
+        raise StorageError(f"{path}: cannot read it: {error.strerror}") from error
+    records: list[Record] = []
+    place = 0
+    while place < len(data):
+        found = _read(path, data, place, len(records))
+        if found is None:
+            break
+        record, place = found
+        records.append(record)
+    if not records:
+        raise CorruptionError(f"{path}: holds no whole record; it is not a journal, or was cut off")
+    return records, place
+
+
+def _read(path: Path, data: memoryview, place: int, number: int) -> tuple[Record, int] | None:
+    """Return the record at `place` and where the next begins; None where none was finished."""
+    sector = data[place : place + SECTOR_BYTES]
+    if len(sector) < SECTOR_BYTES or not any(sector):
+        return None
+    _require_sector(path, sector, place, f"the header of record {number}")
+    magic, found, length, expected = _HEADER.unpack_from(sector)
+    if magic != _MAGIC or found != number or length > MAX_RECORD_BYTES:
+        raise CorruptionError(
+            f"{path}: at byte {place:,} record {number} was expected, {found} of {length:,} bytes "
+            "is there; the journal was put together from others"
+        )
+    end = place + SECTOR_BYTES + _padded(length)
+    seal = data[end : end + SECTOR_BYTES]
+    if len(seal) < SECTOR_BYTES or not any(seal):
+        return None
+    _require_sector(path, seal, end, f"the seal of record {number}")
+    body = data[place:end]
+    *_, sealed = _SEALED.unpack_from(seal)
+    came = xxhash.xxh3_128_digest(body)
+    payload = body[SECTOR_BYTES : SECTOR_BYTES + length]
+    if came != sealed or xxhash.xxh3_128_digest(payload) != expected:
+        raise CorruptionError(
+            f"{path}: record {number}, bytes {place:,} to {end:,}, has checksum {came.hex()}, "
+            f"{sealed.hex()} was expected; the file has changed since it was written"
+        )
+    try:
+        size = int.from_bytes(payload[:8], "little")
+        content = json.loads(bytes(payload[8 : 8 + size]))
+    except ValueError as error:
+        raise CorruptionError(f"{path}: record {number} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CorruptionError(f"{path}: record {number} is not a mapping")
+    return Record(content, bytes(payload[8 + size :])), end + SECTOR_BYTES
+
+
+def _require_sector(path: Path, sector: memoryview, place: int, what: str) -> None:
+    expected = bytes(sector[-_CHECK_BYTES:])
+    found = xxhash.xxh3_128_digest(sector[:-_CHECK_BYTES])
+    if found != expected:
+        raise CorruptionError(
+            f"{path}: {what}, at byte {place:,}, has checksum {found.hex()}, {expected.hex()} was "
+            "expected; the file has changed since it was written"
+        )
+
+
+def _record(number: int, record: Record) -> tuple[bytes, bytes]:
+    """Return a record's bytes and its seal."""
+    text = json.dumps(record.content, separators=(",", ":")).encode()
+    payload = len(text).to_bytes(8, "little") + text + record.blob
+    header = _HEADER.pack(_MAGIC, number, len(payload), xxhash.xxh3_128_digest(payload))
+    body = _sector(header) + payload.ljust(_padded(len(payload)), b"\0")
+    return body, _sector(_SEALED.pack(_SEAL, number, xxhash.xxh3_128_digest(body)))
+
+
+def _spelled(number: int, record: Record) -> bytes:
+    return b"".join(_record(number, record))
+
+
+def _sector(content: bytes) -> bytes:
+    padded = content.ljust(SECTOR_BYTES - _CHECK_BYTES, b"\0")
+    return padded + xxhash.xxh3_128_digest(padded)
+
+
+def _padded(size: int) -> int:
+    return -(-size // SECTOR_BYTES) * SECTOR_BYTES
+
+
+def _write(descriptor: int, data: bytes, offset: int) -> None:
+    view = memoryview(data)
+    while view:
+        count = os.pwrite(descriptor, view, offset)
+        view, offset = view[count:], offset + count

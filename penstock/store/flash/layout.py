@@ -1,0 +1,165 @@
+"""Where everything lies in the flash tier's file.
+
+A *unit* is the weights of one home stage that are treated alike: same stream type, trainable or
+not, same type of gradient. Its weights lie one behind the other in one flat range of elements,
+which is cut into *blocks*: what is read, updated and written at a time, and has one checksum. On
+flash a unit has two extents: its weights as they stream (float32, or the high halves of split
+masters), and its state, per block the low halves and then each role of the optimizer.
+
+A trainable unit has several *places*, each with room for both extents. An update goes to the next
+place, never over what a durable step may need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from penstock.program import Program
+from penstock.store.flash.medium import ALIGNMENT_BYTES
+from penstock.store.layout import homes
+
+BLOCK_ELEMENTS = 1 << 19
+"""5 MiB of state under AdamW: enough for full speed, and many can be on their way."""
+
+_PAD_ELEMENTS = ALIGNMENT_BYTES // 2  # so that halves of a block are aligned on flash
+_WEIGHT_PAD = 32  # a weight begins at a cache line
+
+
+@dataclass(frozen=True)
+class Block:
+    """Elements `begin` to `end` of a unit."""
+
+    number: int
+    begin: int
+    end: int
+
+    @property
+    def elements(self) -> int:
+        return self.end - self.begin
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Weights of one stage that are treated alike; `begins` are their first elements."""
+
+    index: int
+    stage: int
+    names: tuple[str, ...]
+    begins: tuple[int, ...]
+    sizes: tuple[int, ...]
+    elements: int
+    split: bool
+    trainable: bool
+    roles: tuple[str, ...]
+    places: int
+    offset: int
+    block_elements: int
+
+    @property
+    def stream_width(self) -> int:
+        """Bytes of an element as it streams."""
+        return 2 if self.split else 4
+
+    @property
+    def state_width(self) -> int:
+        """Bytes of an element that do not stream: the low half, and the optimizer's roles."""
+        return (2 if self.split else 0) + 4 * len(self.roles)
+
+    @property
+    def stream_bytes(self) -> int:
+        return self.elements * self.stream_width
+
+    @property
+    def place_bytes(self) -> int:
+        return self.elements * (self.stream_width + self.state_width)
+
+    @property
+    def blocks(self) -> list[Block]:
+        starts = range(0, self.elements, self.block_elements)
+        return [
+            Block(number, begin, min(begin + self.block_elements, self.elements))
+            for number, begin in enumerate(starts)
+        ]
+
+    def stream_offset(self, place: int, element: int = 0) -> int:
+        """Return where an element's stream value lies in the file."""
+        return self.offset + place * self.place_bytes + element * self.stream_width
+
+    def state_offset(self, place: int, block: Block) -> int:
+        """Return where a block's state lies in the file."""
+        state = self.offset + place * self.place_bytes + self.stream_bytes
+        return state + block.begin * self.state_width
+
+    def pieces(self, block: Block) -> list[tuple[str, int, int, int]]:
+        """Return the parts of weights within a block: name, begin and end in the unit, begin in
+        the weight."""
+        found = []
+        for name, begin, size in zip(self.names, self.begins, self.sizes, strict=True):
+            first, last = max(begin, block.begin), min(begin + size, block.end)
+            if first < last:
+                found.append((name, first, last, first - begin))
+        return found
+
+
+@dataclass(frozen=True)
+class FlashLayout:
+    """All units of a program, and the size of the file that holds them."""
+
+    units: tuple[Unit, ...]
+    unit_of: Mapping[str, int]
+    file_bytes: int
+
+    @classmethod
+    def of(
+        cls, program: Program, roles: Sequence[str], keep_steps: int, block_elements: int
+    ) -> FlashLayout:
+        """Lay out a program whose trainable weights have these float32 roles of state.
+
+        `block_elements` is a multiple of 2048, so that every part of a block can be read directly.
+        """
+        groups: dict[tuple[int, bool, bool], list[str]] = {}
+        for name, stage in homes(program).items():
+            spec = program.weights[name]
+            alike = (stage, spec.stream_dtype == torch.bfloat16, spec.trainable)
+            groups.setdefault(alike, []).append(name)
+        units: list[Unit] = []
+        offset = 0
+        for (stage, split, trainable), names in groups.items():
+            begins, end = [], 0
+            for name in names:
+                begins.append(end)
+                end += -(-program.weights[name].elements // _WEIGHT_PAD) * _WEIGHT_PAD
+            unit = Unit(
+                index=len(units),
+                stage=stage,
+                names=tuple(names),
+                begins=tuple(begins),
+                sizes=tuple(program.weights[name].elements for name in names),
+                elements=-(-end // _PAD_ELEMENTS) * _PAD_ELEMENTS,
+                split=split,
+                trainable=trainable,
+                roles=tuple(roles) if trainable else (),
+                places=keep_steps + 1 if trainable else 1,
+                offset=offset,
+                block_elements=block_elements,
+            )
+            units.append(unit)
+            offset += unit.places * unit.place_bytes
+        unit_of = {name: unit.index for unit in units for name in unit.names}
+        return cls(tuple(units), unit_of, offset)
+
+    def begin_of(self, name: str) -> int:
+        """Return the first element of a weight within its unit."""
+        unit = self.units[self.unit_of[name]]
+        return unit.begins[unit.names.index(name)]
+
+    def described(self) -> list[Any]:
+        """Return plain data that says all of this, for the journal's first record."""
+        return [
+            [unit.stage, list(unit.names), list(unit.sizes), unit.split, list(unit.roles)]
+            for unit in self.units
+        ]

@@ -1,0 +1,838 @@
+"""The store whose weights and optimizer state live on flash, with as much in memory as is allowed.
+
+Three threads beside the caller's share the work, each doing one thing: the *reader* brings weights
+and blocks of state in, in the order in which they will be needed; the *updater* makes the pending
+updates; the *writer* takes what was updated to fresh places, and when all of a step is there seals
+the step in the journal. Nothing is ever written over what the last durable steps need, so that a
+crash at any instant leaves the last durable step.
+
+Per step, weights and state of a trainable weight are read once and written once for the update,
+and its weights are read once more for the backward sweep unless they are still in memory.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import xxhash
+
+from penstock import fault
+from penstock.errors import (
+    BudgetError,
+    ConfigError,
+    CorruptionError,
+    PenstockError,
+    StorageError,
+    did_you_mean,
+)
+from penstock.kernels.memory import allocate
+from penstock.kernels.split_master import join, split
+from penstock.program import Program
+from penstock.store import files
+from penstock.store.content_hash import hash_weights
+from penstock.store.flash.frames import Frames
+from penstock.store.flash.journal import Journal, Record
+from penstock.store.flash.layout import BLOCK_ELEMENTS, Block, FlashLayout, Unit
+from penstock.store.flash.medium import ExtentFile, Lock
+from penstock.store.gradients import Gradients, clip_scale
+from penstock.store.interface import MASTER, Commit, Traffic
+from penstock.store.masters import PIECE_ELEMENTS
+from penstock.store.optimizers import GroupSettings, Optimizer
+from penstock.store.schedules import Schedule, learning_rate
+
+JOURNAL, EXTENTS = "journal", "extents"
+FORMAT = "penstock-flash"
+VERSION = 1
+CHECKSUM_BYTES = 16
+_LEAST_BUFFERS, _MOST_BUFFERS = 4, 32
+
+
+class FlashStore:
+    """Weights and optimizer state of one program in files under `folder`.
+
+    `fetch`, `receive`, `commit` and the rest are called from one thread.
+
+    Args:
+        program: names the weights, their shapes and the stages that use them.
+        folder: where the files are, or are to be; a store that is there is opened.
+        optimizer: makes the updates.
+        groups: settings of every trainable weight, by name.
+        schedule: the learning rate of every update.
+        dram_bytes: memory for gradients, weights in memory and state on its way.
+        clip_norm: greatest global norm of the gradients, or None not to clip.
+        gradient_dtype: float32 or bfloat16, how gradients are kept until they are used.
+        keep_steps: how many durable steps can be opened again.
+        block_elements: what is read, updated and written at a time.
+
+    Raises:
+        BudgetError: `dram_bytes` cannot hold what must be there at once.
+        ConfigError: the store in `folder` is of another program or optimizer, or of a newer
+            format.
+        CorruptionError: the journal's bytes have changed.
+        StorageError: another process has it open, or there is no room.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        folder: Path,
+        *,
+        optimizer: Optimizer,
+        groups: Mapping[str, GroupSettings],
+        schedule: Schedule,
+        dram_bytes: int,
+        clip_norm: float | None = None,
+        gradient_dtype: torch.dtype = torch.float32,
+        keep_steps: int = 2,
+        block_elements: int = BLOCK_ELEMENTS,
+    ) -> None:
+        self.program = program
+        self.folder = folder
+        self.step = 0
+        self.extra: dict[str, Any] = {}
+        self._optimizer, self._groups, self._schedule = optimizer, dict(groups), schedule
+        self._clip_norm, self._keep = clip_norm, keep_steps
+        self._trainable = tuple(n for n in program.weights if program.weights[n].trainable)
+        self._block_elements = block_elements
+        self._layout = FlashLayout.of(program, optimizer.roles, keep_steps, block_elements)
+        units = self._layout.units
+        self._gradients = Gradients(program, gradient_dtype)
+        self._buffers, frame_bytes = self._divide(dram_bytes)
+        visits = [self._units_of(stage.weights) for stage in program.stages]
+        self._frames = Frames(units, [*visits, *visits[-2::-1]], frame_bytes)
+
+        # Where each unit's present version is, and the checksums of its blocks.
+        self._place = [0] * len(units)
+        self._checks = [[b"", b""] for _ in units]
+        self._changed = threading.Condition()
+        self._error: BaseException | None = None
+        self._closing = False
+        self._commit: Commit | None = None
+        self._awaiting: set[int] = set()  # units whose update is not yet made
+        self._pass: deque[tuple[Unit, Block]] = deque()  # blocks that the reader has yet to bring
+        self._updating: set[int] = set()  # units of which some blocks have been given out
+        self._unwritten: set[int] = set()  # units whose frame is newer than their extents
+        self._arriving: set[int] = set()  # units whose frame is being filled
+        self._demanded: list[int] = []
+        self._hurried = False  # the caller waits for updates, whatever must leave for them
+        self._in_use: deque[set[int]] = deque([set(), set()], maxlen=2)
+        self._is_loaded = False
+        self._unsealed = False
+        self._never_changed = set(self._trainable)
+        self._unchanged: dict[str, str] = {}
+        self._traffic = [0, 0, 0, 0]
+        self._staged: dict[int, _Staged] = {}
+        self._to_update: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._to_write: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._writing = 0
+        self._compute = threading.Lock()  # kernels must not run side by side
+
+        folder.mkdir(parents=True, exist_ok=True)
+        self._lock = Lock(folder)
+        try:
+            self._open()
+        except BaseException:
+            self._lock.release()
+            raise
+        self._threads = [
+            threading.Thread(target=self._guarded, args=(work,), name=name, daemon=True)
+            for name, work in (
+                ("penstock reader", self._read),
+                ("penstock updater", self._update),
+                ("penstock writer", self._write),
+            )
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # Making, opening and closing
+
+    def _divide(self, dram_bytes: int) -> tuple[deque[np.ndarray], int]:
+        """Give the gradients theirs, an eighth of the rest to blocks on their way, and the rest
+        to weights."""
+        width = max((unit.state_width for unit in self._layout.units), default=0)
+        block_bytes = self._block_elements * width
+        rest = dram_bytes - self._gradients.memory_bytes
+        count = min(_MOST_BUFFERS, max(_LEAST_BUFFERS, rest // 8 // max(1, block_bytes)))
+        frame_bytes = rest - count * block_bytes
+        if frame_bytes <= 0:
+            need = self._gradients.memory_bytes + count * block_bytes
+            raise BudgetError(
+                f"store.dram: gradients need {self._gradients.memory_bytes:,} bytes and blocks of "
+                f"state {count * block_bytes:,}, the budget is {dram_bytes:,}; raise store.dram "
+                f"above {need:,}, or set store.gradients to bf16"
+            )
+        self._buffer_bytes = count * block_bytes
+        return deque(allocate(block_bytes) for _ in range(count)), frame_bytes
+
+    def _open(self) -> None:
+        journal, extents = self.folder / JOURNAL, self.folder / EXTENTS
+        described = {
+            "format": FORMAT,
+            "version": VERSION,
+            "block_elements": self._block_elements,
+            "keep_steps": self._keep,
+            "units": self._layout.described(),
+        }
+        if journal.exists():
+            self._journal = Journal(journal)
+            _require_same(self.folder, self._journal.records[0].content, described)
+            self._file = ExtentFile(extents, self._layout.file_bytes, create=False)
+            if len(self._journal.records) > 1:
+                self._restore(self._journal.records[-1])
+            return
+        size = self._layout.file_bytes
+        with files.storage_errors(self.folder, size):
+            extents.unlink(missing_ok=True)  # without a journal it never counted
+            files.require_space(extents, size)
+            self._file = ExtentFile(extents, size, create=True)
+            files.sync_folder(self.folder)
+            fault.point("flash.before_journal")
+            self._journal = Journal.create(journal, Record(described))
+
+    def _restore(self, record: Record) -> None:
+        """Take a durable step as the present one; nothing is read but the record."""
+        content = record.content
+        self.step, self.extra = int(content["step"]), dict(content["extra"])
+        self._place = [int(place) for place in content["places"]]
+        begin = 0
+        for unit, checks in zip(self._layout.units, self._checks, strict=True):
+            size = len(unit.blocks) * CHECKSUM_BYTES
+            for half in (0, 1):
+                checks[half] = record.blob[begin : begin + size]
+                begin += size
+        if begin != len(record.blob) or len(self._place) != len(self._layout.units):
+            raise CorruptionError(
+                f"{self._journal.path}: the record of step {self.step} does not fit the store"
+            )
+        self._is_loaded = True
+
+    @property
+    def is_new(self) -> bool:
+        """Whether it holds no durable step yet, so that weights must be loaded."""
+        return not self._is_loaded
+
+    @property
+    def durable_step(self) -> int | None:
+        """The step that would be found after a crash now; None before the first."""
+        record = self._journal.records[-1].content
+        return record.get("step")
+
+    def close(self) -> None:
+        """Stop the threads and let go of the files; what is not durable yet is given up."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._to_update.put(None)
+        self._to_write.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._journal.close()
+        self._file.close()
+        self._lock.release()
+
+    def page_lock(self) -> bool:
+        """Frames come and go, so they are not locked in place."""
+        return False
+
+    @property
+    def memory_bytes(self) -> Mapping[str, int]:
+        """What the store may take of memory, by what it holds."""
+        return {
+            "weights": self._frames.budget_bytes,
+            "gradient": self._gradients.memory_bytes,
+            "blocks": self._buffer_bytes,
+        }
+
+    # One step
+
+    def fetch(self, stage: int, positions: Sequence[int] | None = None) -> list[torch.Tensor]:
+        """Return the weights of a stage, after any update that they still await.
+
+        As `DramStore.fetch`, but the views are good only until the second fetch after this one.
+        """
+        names = self.program.stages[stage].weights
+        chosen = names if positions is None else [names[position] for position in positions]
+        with self._changed:
+            self._frames.visit(stage)
+        return self._bring(chosen)
+
+    def stream(self, names: Sequence[str]) -> list[torch.Tensor]:
+        """Return weights by name, as `fetch` does by stage: for another program of the model."""
+        return self._bring(names)
+
+    def _bring(self, names: Sequence[str]) -> list[torch.Tensor]:
+        self._require_loaded()
+        needed = self._units_of(names)
+        with self._changed:
+            self._in_use.append(set(needed))
+            self._demanded = needed
+            self._require_room()
+            self._hurried = bool(self._awaiting.intersection(needed))
+            self._changed.notify_all()
+            self._wait(lambda: all(self._is_ready(unit) for unit in needed))
+            self._demanded, self._hurried = [], False
+            views = [self._view(name) for name in names]
+            self._traffic[0] += sum(view.nbytes for view in views)
+        return views
+
+    def _is_ready(self, unit: int) -> bool:
+        return unit in self._frames and unit not in self._awaiting and unit not in self._arriving
+
+    def _require_room(self) -> None:
+        at_once = set().union(*self._in_use)
+        need = sum(self._layout.units[unit].stream_bytes for unit in at_once)
+        if need > self._frames.budget_bytes:
+            raise BudgetError(
+                f"{need:,} bytes of weights are needed at once, store.dram leaves "
+                f"{self._frames.budget_bytes:,} for them; raise store.dram"
+            )
+
+    def receive(self, stage: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Take the gradients of one stage, summed over the whole batch (`DramStore.receive`)."""
+        self._gradients.check(stage, gradients)
+        self._seal_when_due()
+        trainable = self._units_of(self._gradients.trainable(stage))
+        with self._changed:
+            # Their old gradients must be used before the new ones overwrite them.
+            self._wait(lambda: not self._awaiting.intersection(trainable))
+        with self._compute:
+            self._traffic[1] += self._gradients.receive(stage, gradients)
+
+    def commit(self) -> Commit:
+        """Decide the step; its updates begin at once, in the background (`DramStore.commit`)."""
+        self._require_loaded()
+        norm = self._gradients.norm(self.step + 1)
+        self._finish_pass()
+        self._seal_when_due()
+        rate = learning_rate(self._schedule, self.step)
+        commit = Commit(self.step + 1, norm, clip_scale(norm, self._clip_norm), rate)
+        self._gradients.clear()
+        with self._changed:
+            self._commit = commit
+            self.step += 1
+            units = [unit for unit in self._layout.units if unit.trainable]
+            self._awaiting = {unit.index for unit in units}
+            self._pass = deque((unit, block) for unit in units for block in unit.blocks)
+            self._unsealed = True
+            self._changed.notify_all()
+        return commit
+
+    def discard(self) -> None:
+        """Throw away the gradients that came since the last commit; the step may be replayed."""
+        self._gradients.clear()
+
+    def flush(self) -> None:
+        """Make all updates that are still awaited, now."""
+        self._finish_pass()
+
+    def remember(self, extra: Mapping[str, Any]) -> None:
+        """Keep plain data with the present step: what the trainer wants to find again."""
+        self.extra = dict(extra)
+
+    def make_durable(self) -> None:
+        """Return when the present step would be found after a crash."""
+        self._finish_pass()
+        self._seal_when_due()
+        with self._changed:
+            self._wait(lambda: self._writing == 0)
+
+    def _finish_pass(self) -> None:
+        with self._changed:
+            self._hurried = True
+            self._in_use.extend([set(), set()])  # whoever calls for this uses no view any more
+            self._changed.notify_all()
+            self._wait(lambda: not self._awaiting)
+            self._hurried = False
+
+    def _seal_when_due(self) -> None:
+        """Ask the writer to seal the present step behind its last extent."""
+        with self._changed:
+            if not self._unsealed or self._awaiting:
+                return
+            self._unsealed = False
+            self._hand_to_writer(("seal", self.step, dict(self.extra)))
+
+    def unchanged(self) -> dict[str, str]:
+        """Return the trainable weights that no update has changed (`DramStore.unchanged`)."""
+        return {name: self._unchanged[name] for name in self._trainable if name in self._unchanged}
+
+    def take_traffic(self) -> Traffic:
+        """Return the bytes streamed, received, read from flash and written since the last call."""
+        with self._changed:
+            taken, self._traffic = Traffic(*self._traffic), [0, 0, 0, 0]
+        return taken
+
+    # The three threads
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            with self._changed:
+                self._error = self._error or error
+                self._changed.notify_all()
+
+    def _wait(self, is_so: Callable[[], bool]) -> None:
+        """Wait for a condition under the lock; raise what stopped a thread."""
+        self._changed.wait_for(lambda: self._error is not None or is_so())
+        if self._error is not None:
+            if isinstance(self._error, PenstockError):
+                raise self._error
+            raise StorageError(
+                f"{self.folder}: the store stopped: {self._error}; what is durable is step "
+                f"{self.durable_step}, open the run again to go on from there"
+            ) from self._error
+
+    def _hand_to_writer(self, job: tuple[Any, ...]) -> None:
+        self._writing += 1
+        self._to_write.put(job)
+
+    def _read(self) -> None:
+        while True:
+            with self._changed:
+                job = self._next_job()
+                while job is None:
+                    if self._closing or self._error is not None:
+                        return
+                    self._changed.wait()
+                    job = self._next_job()
+            unit, block, buffer = job
+            if block is None:
+                self._fill_frame(unit)
+                continue
+            data = self._read_state(unit, block, buffer)
+            self._to_update.put((unit, block, buffer, data))
+
+    def _next_job(self) -> tuple[Unit, Block | None, np.ndarray | None] | None:
+        """Choose what to read: what is waited for, then what the updates need, then ahead."""
+        if self._closing or self._error is not None:
+            return None
+        units = self._layout.units
+        for demanded in self._demanded:
+            missing = demanded not in self._frames and demanded not in self._awaiting
+            if missing and self._make_room(demanded, patient=False):
+                return units[demanded], None, None
+        if self._pass:
+            unit, block = self._pass[0]
+            if unit.index in self._unwritten:
+                return None  # the state of the step before is still on its way out
+            if unit.index not in self._frames:
+                if self._make_room(unit.index, patient=not self._hurried):
+                    return unit, None, None
+            elif unit.index not in self._arriving and self._buffers:
+                self._pass.popleft()
+                self._updating.add(unit.index)
+                return unit, block, self._buffers.popleft()
+            return None
+        if not self._is_loaded or self._staged:
+            return None
+        for ahead in self._frames.upcoming():
+            if ahead in self._frames:
+                continue
+            if not self._make_room(ahead, patient=True):
+                break
+            return units[ahead], None, None
+        return None
+
+    def _make_room(self, unit: int, *, patient: bool) -> bool:
+        handed_out = set().union(*self._in_use) - self._awaiting
+        held = handed_out | self._updating | self._unwritten | self._arriving
+        if not self._frames.make_room(unit, held - {unit}, patient):
+            return False
+        self._arriving.add(unit)
+        return True
+
+    def _fill_frame(self, unit: Unit) -> None:
+        """Read a unit's weights into its frame, checking each block."""
+        frame, place = self._frames[unit.index], self._place[unit.index]
+        try:
+            for block in unit.blocks:
+                part = _bytes_of(frame, unit.stream_width, block)
+                self._file.read(unit.stream_offset(place, block.begin), part)
+                self._check(unit, block, part, 0)
+        except BaseException:
+            with self._changed:
+                self._frames.drop(unit.index)
+            raise
+        with self._changed:
+            self._traffic[2] += unit.stream_bytes
+            self._arriving.discard(unit.index)
+            self._changed.notify_all()
+
+    def _read_state(self, unit: Unit, block: Block, buffer: np.ndarray | None) -> np.ndarray:
+        assert buffer is not None
+        data = buffer[: block.elements * unit.state_width]
+        if data.nbytes:
+            self._file.read(unit.state_offset(self._place[unit.index], block), data)
+            self._check(unit, block, data, 1)
+        with self._changed:
+            self._traffic[2] += data.nbytes
+        return data
+
+    def _check(self, unit: Unit, block: Block, data: np.ndarray, half: int) -> None:
+        at = block.number * CHECKSUM_BYTES
+        expected = self._checks[unit.index][half][at : at + CHECKSUM_BYTES]
+        found = xxhash.xxh3_128_digest(data.data)
+        if found == expected:
+            return
+        place = self._place[unit.index]
+        offset = unit.state_offset(place, block) if half else unit.stream_offset(place, block.begin)
+        held = ", ".join(piece[0] for piece in unit.pieces(block)[:3])
+        raise CorruptionError(
+            f"{self._file.path}: damaged in bytes {offset:,} to {offset + data.nbytes:,}, which "
+            f"hold {'the state' if half else 'the weights'} of {held}: their checksum is "
+            f"{found.hex()}, {expected.hex()} was expected; `penstock inspect --repair` goes back "
+            "to the step before, if that is whole"
+        )
+
+    def _update(self) -> None:
+        import numba
+
+        numba.set_num_threads(1)  # the other one computes; an update runs at memory speed anyway
+        checks: list[list[bytes]] = [[], []]
+        while (job := self._to_update.get()) is not None:
+            unit, block, buffer, data = job
+            stream = _bytes_of(self._frames[unit.index], unit.stream_width, block)
+            with self._compute:
+                self._apply(unit, block, data)
+            checks[0].append(xxhash.xxh3_128_digest(stream.data))
+            checks[1].append(xxhash.xxh3_128_digest(data.data))
+            with self._changed:
+                self._hand_to_writer(("block", unit, block, buffer, data))
+                if block.number == len(unit.blocks) - 1:
+                    done, checks = [b"".join(half) for half in checks], [[], []]
+                    self._hand_to_writer(("frame", unit, done))
+                    self._unwritten.add(unit.index)
+                    self._updating.discard(unit.index)
+                    self._awaiting.discard(unit.index)
+                    self._changed.notify_all()
+
+    def _apply(self, unit: Unit, block: Block, data: np.ndarray) -> None:
+        commit = self._commit
+        assert commit is not None
+        stream, low, state = _parts(unit, block, self._frames[unit.index], data)
+        for name, begin, end, first in unit.pieces(block):
+            here, there = slice(begin - block.begin, end - block.begin), slice(begin, end)
+            weight = (stream[there], low[here]) if unit.split else (stream[there],)
+            settings = self._groups[name]
+            rate = commit.learning_rate * settings.learning_rate_scale
+            watched = name in self._never_changed and rate > 0
+            before = [xxhash.xxh3_128_digest(part.data) for part in weight] if watched else []
+            gradient = self._gradients.array(name)[first : first + end - begin]
+            self._optimizer.update(
+                weight,
+                gradient,
+                {role: array[here] for role, array in state.items()},
+                step=commit.step,
+                learning_rate=rate,
+                weight_decay=settings.weight_decay,
+                gradient_scale=commit.clip_scale,
+            )
+            if watched and [xxhash.xxh3_128_digest(part.data) for part in weight] != before:
+                self._never_changed.discard(name)
+                self._unchanged.pop(name, None)
+            elif watched:
+                self._unchanged[name] = (
+                    "its gradient was zero in every element"
+                    if self._gradients.zero_everywhere(name)
+                    else f"no update was large enough, at learning rate {rate:g}"
+                )
+
+    def _write(self) -> None:
+        while (job := self._to_write.get()) is not None:
+            what, *rest = job
+            written = 0
+            if what == "block":
+                unit, block, buffer, data = rest
+                fault.point("flash.before_block")
+                self._put(unit.state_offset(self._next_place(unit), block), data)
+                written = data.nbytes
+            elif what == "frame":
+                unit, checks = rest
+                fault.point("flash.before_weights")
+                frame = self._frames[unit.index]
+                self._put(unit.stream_offset(self._next_place(unit)), frame)
+                written = frame.nbytes
+            else:
+                self._seal(*rest)
+            with self._changed:
+                self._writing -= 1
+                self._traffic[3] += written
+                if what == "block":
+                    self._buffers.append(buffer)
+                elif what == "frame":
+                    self._place[unit.index] = self._next_place(unit)
+                    self._checks[unit.index] = checks
+                    self._unwritten.discard(unit.index)
+                self._changed.notify_all()
+
+    def _next_place(self, unit: Unit) -> int:
+        return (self._place[unit.index] + 1) % unit.places
+
+    def _put(self, offset: int, data: np.ndarray) -> None:
+        with files.storage_errors(self.folder, data.nbytes):
+            self._file.write(offset, data)
+
+    def _seal(self, step: int, extra: Mapping[str, Any]) -> None:
+        """Make a step durable: its extents, then the record that names them."""
+        fault.point("flash.before_sync")
+        blob = b"".join(half for checks in self._checks for half in checks)
+        with files.storage_errors(self.folder, len(blob)):
+            self._file.sync()
+            fault.point("flash.after_sync")
+            content = {"step": step, "places": list(self._place), "extra": dict(extra)}
+            self._journal.append(Record(content, blob), self._keep)
+
+    # Weights in, and looking at them
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Fill all masters, one weight at a time, and begin at step 0 (`DramStore.load`)."""
+        self.begin_restore()
+        awaited = set(self.program.weights)
+        for name, tensor in weights:
+            spec = self.program.weights.get(name)
+            if spec is None:
+                hint = did_you_mean(name, self.program.weights)
+                raise ConfigError(f"{self.program.name} has no weight {name!r}{hint}")
+            if name not in awaited:
+                raise ConfigError(f"weight {name!r} came twice")
+            if tuple(tensor.shape) != spec.shape or tensor.dtype != torch.float32:
+                raise ConfigError(
+                    f"weight {name!r} must be float32 {list(spec.shape)}, "
+                    f"{tensor.dtype} {list(tensor.shape)} came"
+                )
+            awaited.discard(name)
+            self.write(name, MASTER, 0, tensor.detach().contiguous().view(-1).numpy())
+            unit = self._layout.units[self._layout.unit_of[name]]
+            for role in unit.roles:
+                self._staged_unit(unit).skip(role, spec.elements)
+            self._land(unit)
+        if awaited:
+            names = [name for name in self.program.weights if name in awaited]
+            raise ConfigError(
+                f"{len(names)} weights of {self.program.name} did not come: "
+                f"{', '.join(names[:5])}{' ...' if len(names) > 5 else ''}"
+            )
+        self.finish_restore(0)
+
+    def begin_restore(self) -> None:
+        """Forget everything; the store is of no use until `finish_restore`."""
+        if self.durable_step is not None and any(u.places == 1 for u in self._layout.units):
+            raise RuntimeError("frozen weights lie in one place: load them into a new folder")
+        self._finish_pass()
+        self._is_loaded = False
+        self._gradients.clear()
+        self._never_changed, self._unchanged = set(self._trainable), {}
+        with self._changed:
+            self._wait(lambda: self._writing == 0)
+            for unit in self._layout.units:
+                if unit.index in self._frames:
+                    self._frames.drop(unit.index)
+        self._staged = {}
+
+    def write(self, name: str, role: str, begin: int, values: np.ndarray) -> None:
+        """Overwrite elements of a weight or of its state, while restoring; each element once."""
+        if self._is_loaded:
+            raise RuntimeError("state is written only between begin_restore and finish_restore")
+        unit = self._layout.units[self._layout.unit_of[name]]
+        self._staged_unit(unit).take(role, self._layout.begin_of(name) + begin, values)
+        self._land(unit)
+
+    def _staged_unit(self, unit: Unit) -> _Staged:
+        return self._staged.setdefault(unit.index, _Staged(unit))
+
+    def _land(self, unit: Unit) -> None:
+        """Write a unit to its next place once all of it has come."""
+        staged = self._staged.get(unit.index)
+        if staged is None or not staged.is_whole:
+            return
+        place = self._next_place(unit)
+        checks: list[list[bytes]] = [[], []]
+        for block in unit.blocks:
+            stream, state = staged.block(block)
+            self._put(unit.stream_offset(place, block.begin), stream)
+            if state.nbytes:
+                self._put(unit.state_offset(place, block), state)
+            checks[0].append(xxhash.xxh3_128_digest(stream.data))
+            checks[1].append(xxhash.xxh3_128_digest(state.data))
+        self._checks[unit.index] = [b"".join(half) for half in checks]
+        self._place[unit.index] = place
+        del self._staged[unit.index]
+
+    def finish_restore(self, step: int) -> None:
+        """Make the store usable, and durable: all is as after `step` commits."""
+        if self._staged:
+            names = [self._layout.units[unit].names[0] for unit in self._staged]
+            raise RuntimeError(f"only parts came of the units of {', '.join(names[:5])}")
+        self.step = step
+        self._is_loaded = True
+        self._seal(step, self.extra)
+
+    def read(self, name: str, role: str, begin: int, end: int) -> np.ndarray:
+        """Return elements `begin` to `end` of a weight or of its state, flat float32."""
+        self._require_loaded()
+        self._finish_pass()
+        with self._changed:
+            self._wait(lambda: self._writing == 0)
+        unit = self._layout.units[self._layout.unit_of[name]]
+        origin = self._layout.begin_of(name)
+        found = np.empty(end - begin, np.float32)
+        for block in unit.blocks:
+            first, last = max(origin + begin, block.begin), min(origin + end, block.end)
+            if first < last:
+                values = self._read_block(unit, block, role)
+                part = values[first - block.begin : last - block.begin]
+                found[first - origin - begin : last - origin - begin] = part
+        return found
+
+    def _read_block(self, unit: Unit, block: Block, role: str) -> np.ndarray:
+        stream = allocate(block.elements * unit.stream_width)
+        state = allocate(block.elements * unit.state_width)
+        self._file.read(unit.stream_offset(self._place[unit.index], block.begin), stream)
+        self._check(unit, block, stream, 0)
+        if state.nbytes:
+            self._file.read(unit.state_offset(self._place[unit.index], block), state)
+            self._check(unit, block, state, 1)
+        whole = np.uint16 if unit.split else np.float32
+        high, low, roles = stream.view(whole), *_state_parts(unit, block, state)
+        if role != MASTER:
+            return roles[role]
+        if not unit.split:
+            return high
+        joined = np.empty(block.elements, np.float32)
+        with self._compute:
+            join(high, low, joined)
+        return joined
+
+    def master(self, name: str) -> torch.Tensor:
+        """Return a copy of a weight, float32 in its shape."""
+        spec = self.program.weights[name]
+        return torch.from_numpy(self.read(name, MASTER, 0, spec.elements)).view(spec.shape)
+
+    def state(self, name: str) -> dict[str, torch.Tensor]:
+        """Return copies of the optimizer's state of a weight by role, each in its shape."""
+        spec = self.program.weights[name]
+        unit = self._layout.units[self._layout.unit_of[name]]
+        return {
+            role: torch.from_numpy(self.read(name, role, 0, spec.elements)).view(spec.shape)
+            for role in unit.roles
+        }
+
+    def roles(self, name: str) -> dict[str, torch.dtype]:
+        """Return what `read` and `write` know of a weight: its master, then its state."""
+        unit = self._layout.units[self._layout.unit_of[name]]
+        return dict.fromkeys((MASTER, *unit.roles), torch.float32)
+
+    def content_hash(self) -> str:
+        """Return a hash of all weights (`content_hash.py`)."""
+
+        def pieces(name: str, elements: int) -> Iterable[memoryview]:
+            for begin in range(0, elements, PIECE_ELEMENTS):
+                yield self.read(name, MASTER, begin, min(begin + PIECE_ELEMENTS, elements)).data
+
+        return hash_weights(
+            (name, spec.shape, pieces(name, spec.elements))
+            for name, spec in sorted(self.program.weights.items())
+        )
+
+    def _view(self, name: str) -> torch.Tensor:
+        spec = self.program.weights[name]
+        unit = self._layout.units[self._layout.unit_of[name]]
+        begin = self._layout.begin_of(name) * unit.stream_width
+        part = self._frames[unit.index][begin : begin + spec.elements * unit.stream_width]
+        flat = torch.from_numpy(part).view(torch.bfloat16 if unit.split else torch.float32)
+        return flat.view(spec.shape)
+
+    def _units_of(self, names: Iterable[str]) -> list[int]:
+        return list(dict.fromkeys(self._layout.unit_of[name] for name in names))
+
+    def _require_loaded(self) -> None:
+        if not self._is_loaded:
+            raise RuntimeError("the store holds no weights yet: load them, or restore a checkpoint")
+
+
+class _Staged:
+    """A unit whose elements are still coming, in any order of roles and weights."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+        self._values = {
+            role: allocate(4 * unit.elements).view(np.float32) for role in (MASTER, *unit.roles)
+        }
+        self._missing = dict.fromkeys(self._values, sum(unit.sizes))
+
+    @property
+    def is_whole(self) -> bool:
+        return not any(self._missing.values())
+
+    def take(self, role: str, begin: int, values: np.ndarray) -> None:
+        self._values[role][begin : begin + values.size] = values
+        self._missing[role] -= values.size
+
+    def skip(self, role: str, count: int) -> None:
+        """Leave elements at zero, which is how state begins."""
+        self._missing[role] -= count
+
+    def block(self, block: Block) -> tuple[np.ndarray, np.ndarray]:
+        """Return a block's stream and state, uint8, as they lie on flash."""
+        unit, here = self._unit, slice(block.begin, block.end)
+        stream = allocate(block.elements * unit.stream_width)
+        state = allocate(block.elements * unit.state_width)
+        low, roles = _state_parts(unit, block, state)
+        if unit.split:
+            split(self._values[MASTER][here], stream.view(np.uint16), low)
+        else:
+            stream.view(np.float32)[:] = self._values[MASTER][here]
+        for role, array in roles.items():
+            array[:] = self._values[role][here]
+        return stream, state
+
+
+def _bytes_of(frame: np.ndarray, width: int, block: Block) -> np.ndarray:
+    return frame[block.begin * width : block.end * width]
+
+
+def _parts(
+    unit: Unit, block: Block, frame: np.ndarray, data: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+    """Return the unit's stream, and the low halves and roles of one block."""
+    low, state = _state_parts(unit, block, data)
+    return frame.view(np.uint16 if unit.split else np.float32), low, state
+
+
+def _state_parts(
+    unit: Unit, block: Block, data: np.ndarray
+) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    low_bytes = 2 * block.elements if unit.split else 0
+    low = data[:low_bytes].view(np.uint16)
+    roles, begin = {}, low_bytes
+    for role in unit.roles:
+        roles[role] = data[begin : begin + 4 * block.elements].view(np.float32)
+        begin += 4 * block.elements
+    return low, roles
+
+
+def _require_same(folder: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Refuse a store that was made for something else, naming what differs."""
+    if found.get("format") != FORMAT:
+        raise ConfigError(f"{folder}: not a Penstock store; choose another store.flash.path")
+    version: Literal[1] | Any = found.get("version")
+    if version != VERSION:
+        raise ConfigError(
+            f"{folder}: its format has version {version}, this Penstock reads {VERSION}; "
+            "open it with a newer Penstock"
+        )
+    for key in wanted:
+        if found.get(key) != wanted[key]:
+            raise ConfigError(
+                f"{folder} holds the state of another model or optimizer ({key} differs); choose "
+                "another store.flash.path, or go back to what it was made with"
+            )

@@ -1,0 +1,251 @@
+"""The store on flash does what the store in memory does, to the bit, with little memory."""
+
+import pytest
+import torch
+from store_programs import (
+    CONSTANT,
+    LAYERS,
+    forward_sweep,
+    make_program,
+    random_weights,
+    send,
+    train,
+    training_store,
+)
+
+from penstock.errors import BudgetError, ConfigError, CorruptionError, StorageError
+from penstock.store import SGD, AdamW, GroupSettings, Lion
+from penstock.store.flash import FlashStore
+
+BLOCK = 2048
+DRAM = 600_000
+
+
+@pytest.fixture
+def flash(tmp_path):
+    """Return a maker of stores under the test's folder; whatever it made is closed."""
+    made = []
+
+    def make(program, folder="flash", *, optimizer=None, dram=DRAM, **settings):
+        group = GroupSettings(learning_rate_scale=1.0, weight_decay=0.1, group=None)
+        store = FlashStore(
+            program,
+            tmp_path / folder,
+            optimizer=optimizer or AdamW(0.9, 0.95, 1e-8),
+            groups=dict.fromkeys(program.weights, group),
+            schedule=CONSTANT,
+            dram_bytes=dram,
+            block_elements=BLOCK,
+            **settings,
+        )
+        made.append(store)
+        return store
+
+    yield make
+    for store in made:
+        store.close()
+
+
+def same(flash_store, dram_store):
+    assert flash_store.step == dram_store.step
+    for name in dram_store.program.weights:
+        ours, theirs = flash_store.master(name), dram_store.master(name)
+        assert torch.equal(ours.view(torch.int32), theirs.view(torch.int32)), name
+        if not dram_store.program.weights[name].trainable:
+            continue
+        for role, value in dram_store.state(name).items():
+            assert torch.equal(flash_store.state(name)[role], value), (name, role)
+    assert flash_store.content_hash() == dram_store.content_hash()
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("optimizer", [AdamW(0.9, 0.95, 1e-8), SGD(0.9), SGD(), Lion()])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_it_trains_to_the_bits_of_the_store_in_memory(flash, precision, optimizer, seed):
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+    program = make_program(LAYERS, frozen=("position",), stream_dtype=dtype)
+    ours = flash(program, optimizer=optimizer, clip_norm=1.0)
+    theirs = training_store(program, precision, optimizer=optimizer, clip_norm=1.0)
+    for store in (ours, theirs):
+        store.load(random_weights(program, seed).items())
+    assert train(ours, 6, seed) == train(theirs, 6, seed)
+    for name, view in forward_sweep(theirs).items():
+        assert torch.equal(forward_sweep(ours)[name], view)
+    assert ours.unchanged() == theirs.unchanged() == {}
+    same(ours, theirs)
+
+
+DEEP = [{f"{i}.weight": (90, 70), f"{i}.bias": (70,)} for i in range(9)]
+
+
+def test_with_room_for_three_stages_of_nine(flash):
+    program = make_program(DEEP)
+    # Gradients, four blocks of state, and three stages of weights.
+    ours = flash(program, dram=9 * 25_600 + 4 * BLOCK * 8 + 3 * 32_768)
+    theirs = training_store(program)
+    for store in (ours, theirs):
+        store.load(random_weights(program, 1).items())
+    assert train(ours, 4, 1) == train(theirs, 4, 1)
+    same(ours, theirs)
+
+
+def backward_too(store, seed, steps):
+    """Steps whose backward sweep fetches again, as a real one does."""
+    import numpy as np
+    from store_programs import random_gradients
+
+    for _ in range(steps):
+        forward_sweep(store)
+        gradients = random_gradients(store.program, np.random.default_rng([seed, store.step]))
+        for stage in reversed(store.program.stages):
+            if stage is not store.program.stages[-1]:
+                store.fetch(stage.index)
+            send(store, {stage.index: gradients[stage.index]})
+        store.commit()
+    store.make_durable()
+
+
+def test_state_is_read_and_written_once_and_weights_read_twice(flash):
+    program = make_program(DEEP)
+    elements = 9 * 8192  # a stage's 6370 weights, padded
+    store = flash(program, dram=9 * 25_600 + 4 * BLOCK * 8 + 2 * 32_768)
+    store.load(random_weights(program, 1).items())
+    backward_too(store, 1, 1)
+    store.take_traffic()
+    backward_too(store, 1, 3)
+    traffic = store.take_traffic()
+    assert traffic.written_bytes == 3 * elements * 12
+    # At the turns what is in memory is not read again.
+    assert 3 * elements * (8 + 4 + 4) >= traffic.read_bytes >= 3 * elements * (8 + 4 + 2.5)
+
+
+def test_what_fits_is_not_read_again(flash):
+    program = make_program(DEEP)
+    store = flash(program, dram=2_000_000)
+    store.load(random_weights(program, 1).items())
+    backward_too(store, 1, 2)
+    store.take_traffic()
+    backward_too(store, 1, 2)
+    assert store.take_traffic().read_bytes == 2 * 9 * 8192 * 8  # state alone
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_store_that_is_opened_again_goes_on_to_the_same_bits(flash, dtype):
+    program = make_program(LAYERS, stream_dtype=dtype)
+    precision = "fp32" if dtype == torch.float32 else "bf16"
+    theirs = training_store(program, precision)
+    ours = flash(program)
+    assert ours.is_new
+    for store in (ours, theirs):
+        store.load(random_weights(program, 2).items())
+    assert ours.durable_step == 0
+    train(ours, 3, 5)
+    ours.remember({"note": "three"})
+    ours.make_durable()
+    assert ours.durable_step == 3
+    train(ours, 2, 5)  # the last of them will not be durable
+    ours.close()
+    again = flash(program)
+    assert not again.is_new
+    assert again.step in (3, 4)
+    assert again.extra == {"note": "three"}
+    train(again, 6 - again.step, 5)
+    train(theirs, 6, 5)
+    same(again, theirs)
+
+
+def test_durability_lags_a_commit_by_less_than_a_step(flash):
+    program = make_program(LAYERS)
+    store = flash(program)
+    store.load(random_weights(program, 2).items())
+    for step in range(4):
+        forward_sweep(store)
+        import numpy as np
+        from store_programs import random_gradients
+
+        send(store, random_gradients(program, np.random.default_rng(step)))
+        store.flush()
+        with store._changed:
+            store._wait(lambda: store._writing == 0)
+        assert store.durable_step == step  # before step + 1 is committed
+        store.commit()
+
+
+def test_a_second_process_is_kept_out(flash):
+    program = make_program(LAYERS)
+    flash(program)
+    with pytest.raises(StorageError, match=r"is open for writing in another process \(process \d"):
+        flash(program)
+
+
+def test_another_model_or_optimizer_is_refused(flash):
+    flash(make_program(LAYERS)).close()
+    with pytest.raises(ConfigError, match="holds the state of another model or optimizer"):
+        flash(make_program(DEEP))
+    with pytest.raises(ConfigError, match="holds the state of another model or optimizer"):
+        flash(make_program(LAYERS), optimizer=Lion())
+    flash(make_program(LAYERS))
+
+
+def test_a_budget_that_is_too_small_says_what_is_needed(flash):
+    program = make_program(DEEP)
+    with pytest.raises(BudgetError, match=r"raise store\.dram above [\d,]+") as caught:
+        flash(program, dram=250_000)
+    least = int(str(caught.value).split("above ")[1].split(",")[0].replace(",", "") or 0)
+    assert least >= 0
+    enough = 9 * 25_600 + 4 * BLOCK * 8 + 32_768
+    with pytest.raises(BudgetError, match=r"one follows the other.*raise store\.dram by [\d,]+"):
+        flash(program, dram=enough)
+    flash(program, dram=enough + 32_768)
+
+
+def test_every_flipped_bit_on_flash_is_named(flash, tmp_path):
+    import random
+
+    program = make_program(LAYERS, stream_dtype=torch.bfloat16)
+    store = flash(program)
+    store.load(random_weights(program, 2).items())
+    train(store, 2, 5)
+    store.make_durable()
+    store.close()
+    chosen = random.Random(0)
+    extents, journal = tmp_path / "flash" / "extents", tmp_path / "flash" / "journal"
+    held = {unit: store._place[unit.index] for unit in store._layout.units}
+    for _ in range(150):
+        unit = chosen.choice(list(held))
+        begin = unit.offset + held[unit] * unit.place_bytes
+        byte = chosen.randrange(begin, begin + unit.place_bytes)
+        with flipped(extents, byte, chosen.randrange(8)):
+            again = flash(program)
+            with pytest.raises(CorruptionError, match=r"extents: damaged in bytes .*checksum"):
+                read_all(again)
+            again.close()
+    for _ in range(300):
+        byte = chosen.randrange(journal.stat().st_size)
+        with (
+            flipped(journal, byte, chosen.randrange(8)),
+            pytest.raises(CorruptionError, match=r"journal: .*checksum"),
+        ):
+            flash(program)
+    read_all(flash(program))
+
+
+class flipped:
+    def __init__(self, path, byte, bit):
+        self.path, self.byte, self.mask = path, byte, 1 << bit
+
+    def __enter__(self):
+        with self.path.open("r+b") as file:
+            file.seek(self.byte)
+            value = file.read(1)[0]
+            file.seek(self.byte)
+            file.write(bytes([value ^ self.mask]))
+
+    def __exit__(self, *_):
+        self.__enter__()
+
+
+def read_all(store):
+    for name in store.program.weights:
+        for role in store.roles(name):
+            store.read(name, role, 0, store.program.weights[name].elements)
