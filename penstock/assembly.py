@@ -39,15 +39,20 @@ from penstock.program import Program
 from penstock.store import (
     DramStore,
     Group,
+    GroupSettings,
+    Optimizer,
     Schedule,
+    Store,
     assign_groups,
     export_huggingface,
     make_optimizer,
 )
+from penstock.store.flash import FlashStore
 
 # Beyond this many tokens a micro-batch gains nothing: the products are large enough.
 _MICRO_BATCH_TOKENS = {"cpu": 4096, "cuda": 32768}
 _AUTO_SHARE = 0.5  # of the memory that is free at the start, for the engine
+_AUTO_DRAM_SHARE = 0.25  # of the same, for a store on flash
 _LEAST_TOKENS = 512  # of a micro-batch; smaller products spend their time on starting
 _ENGINES = 8  # that a configuration may ask for; see `config/root.py`
 _BUDGET_SLOTS = 4  # a stage of a quarter of the budget leaves room for slots and activations
@@ -98,7 +103,9 @@ def _free_host_bytes() -> int:
 
 
 def store_bytes(config: Config, source: ModelSource) -> int:
-    """Return what the store will hold: masters, gradients, moments."""
+    """Return what the store will hold in memory: masters, gradients, moments."""
+    if config.store.flash.path is not None:
+        return flash_dram_bytes(config)
     roles = {"adamw": 2, "sgd": 1 if config.optimizer.momentum else 0, "lion": 1}
     per_weight = 4 + _FLOATS[config.gradient_precision].itemsize
     return source.parameter_count() * (per_weight + 4 * roles[config.optimizer.name])
@@ -244,13 +251,69 @@ def make_store(
     device: str = "cpu",
     notice: Callable[[str], None] = lambda text: None,
 ) -> DramStore:
-    """Return an empty store with the configured optimizer and schedule, for engines on `device`."""
+    """Return an empty store with the configured optimizer and schedule, for engines on `device`.
+
+    **Raises:** `BudgetError` if it needs more than `store.dram`.
+    """
+    store = DramStore(
+        program,
+        config.precision,
+        optimizer=_optimizer(config),
+        groups=_groups(config, program),
+        schedule=_schedule(config),
+        clip_norm=config.optimizer.clip_norm,
+        gradient_dtype=_FLOATS[config.gradient_precision],
+    )
+    needed = sum(store.memory_bytes.values())
+    if config.store.dram != "auto" and needed > int(config.store.dram):
+        raise BudgetError(
+            f"store.dram: the store of {program.name} needs {needed:,} bytes of memory, the limit "
+            f"is {int(config.store.dram):,}; raise it, or name a folder in store.flash.path"
+        )
+    if device == "cuda" and not store.page_lock():
+        notice(
+            "the system did not lock all of the weights' memory in place: they go to the GPU "
+            "through the driver's buffers, more slowly and not beside its work"
+        )
+    return store
+
+
+def make_flash_store(config: Config, program: Program, folder: Path) -> FlashStore:
+    """Return the store in a folder on flash, new or as it was left."""
+    size = config.store.flash.size
+    return FlashStore(
+        program,
+        folder,
+        optimizer=_optimizer(config),
+        groups=_groups(config, program),
+        schedule=_schedule(config),
+        dram_bytes=flash_dram_bytes(config),
+        clip_norm=config.optimizer.clip_norm,
+        gradient_dtype=_FLOATS[config.gradient_precision],
+        keep_steps=config.store.flash.keep_steps,
+        flash_bytes=None if size is None else int(size),
+    )
+
+
+def flash_dram_bytes(config: Config) -> int:
+    """Return the memory of a store on flash."""
+    if config.store.dram != "auto":
+        return int(config.store.dram)
+    return int(_free_host_bytes() * _AUTO_DRAM_SHARE)
+
+
+def _optimizer(config: Config) -> Optimizer:
     section = config.optimizer
     hyper: dict[str, Any] = {
         "adamw": {"beta1": section.betas[0], "beta2": section.betas[1], "epsilon": section.eps},
         "sgd": {"momentum": section.momentum, "nesterov": section.nesterov},
         "lion": {"beta1": section.betas[0], "beta2": section.betas[1]},
     }[section.name]
+    return make_optimizer(section.name, **hyper)
+
+
+def _groups(config: Config, program: Program) -> dict[str, GroupSettings]:
+    section = config.optimizer
     groups = [
         Group(
             match=tuple(group.match),
@@ -259,17 +322,19 @@ def make_store(
         )
         for group in section.groups
     ]
-    trainable = {name: w.shape for name, w in program.weights.items() if w.trainable}
-    settings = assign_groups(
-        trainable,
+    return assign_groups(
+        {name: w.shape for name, w in program.weights.items() if w.trainable},
         groups,
         weight_decay=section.weight_decay,
         decay_1d=section.decay_1d,
     )
-    shape = section.schedule
-    schedule = Schedule(
+
+
+def _schedule(config: Config) -> Schedule:
+    shape = config.optimizer.schedule
+    return Schedule(
         name=shape.name,
-        peak=section.learning_rate,
+        peak=config.optimizer.learning_rate,
         decay_steps=config.decay_steps,
         warmup_steps=shape.warmup_steps,
         final_ratio=shape.final_ratio,
@@ -277,21 +342,6 @@ def make_store(
         boundaries=tuple(shape.boundaries),
         ratios=tuple(shape.ratios),
     )
-    store = DramStore(
-        program,
-        config.precision,
-        optimizer=make_optimizer(section.name, **hyper),
-        groups=settings,
-        schedule=schedule,
-        clip_norm=section.clip_norm,
-        gradient_dtype=_FLOATS[config.gradient_precision],
-    )
-    if device == "cuda" and not store.page_lock():
-        notice(
-            "the system did not lock all of the weights' memory in place: they go to the GPU "
-            "through the driver's buffers, more slowly and not beside its work"
-        )
-    return store
 
 
 def make_engines(config: Config, layout: Layout, device: str) -> list[Engine]:
@@ -358,7 +408,7 @@ def _mask_token(dataset: TokenDataset, source: ModelSource) -> int:
 
 
 def export(
-    store: DramStore, source: ModelSource, dataset: TokenDataset | None, folder: Path, dtype: str
+    store: Store, source: ModelSource, dataset: TokenDataset | None, folder: Path, dtype: str
 ) -> list[Path]:
     """Write the weights as a Hugging Face folder, with the data set's tokenizer if there is one."""
     if dtype not in _FLOATS:

@@ -14,7 +14,7 @@ from penstock.engine import Batch, EnginePlan, TorchEngine
 from penstock.errors import DataError
 from penstock.models import ModelSource
 from penstock.program import Program
-from penstock.store import DramStore
+from penstock.store import Store
 
 
 class Evaluator:
@@ -29,7 +29,7 @@ class Evaluator:
         config: Config,
         model: ModelSource,
         layout: assembly.Layout,
-        store: DramStore,
+        store: Store,
         held_out: Source,
         device: str,
     ) -> None:

@@ -16,10 +16,10 @@ from typing import Any
 class RunStarted:
     """The run is about to do its first step.
 
-    `weight_bytes` is what one forward sweep streams; `state_bytes` what the store holds in all
-    (masters, gradients, moments); `engine_bytes` the engine's budget. `resumed_from` is the step
-    of the checkpoint that the run goes on from. `recompute_stages` of `stages` are computed again
-    in the backward sweep.
+    `weight_bytes` is what one forward sweep streams; `state_bytes` what the store takes of memory
+    (masters, gradients, moments), `flash_bytes` what of flash; `engine_bytes` the engine's budget.
+    `resumed_from` is the step that the run goes on from. `recompute_stages` of `stages` are
+    computed again in the backward sweep.
     """
 
     run_dir: Path
@@ -37,6 +37,7 @@ class RunStarted:
     micro_batches: int
     recompute_stages: int
     stages: int = 0
+    flash_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class StepDone:
 
     `streamed_bytes` went from the store to engines, `gradient_bytes` came back. `grad_norm` is
     before clipping, `clip_scale` the factor that clipping put on it (1 when it did not bind).
+    `flash_wait_seconds` is how long the step stood still for the flash tier.
     """
 
     step: int
@@ -58,6 +60,9 @@ class StepDone:
     gradient_bytes: int
     engine_bytes: int
     store_bytes: int
+    flash_read_bytes: int = 0
+    flash_written_bytes: int = 0
+    flash_wait_seconds: float = 0.0
 
 
 @dataclass(frozen=True)

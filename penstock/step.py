@@ -20,7 +20,7 @@ from penstock.events import StepDone
 from penstock.fabric import Fabric
 from penstock.models import ModelSource
 from penstock.program import Stage, backward_fetch
-from penstock.store import DramStore
+from penstock.store import Store
 from penstock.tree import share
 
 Order = list[tuple[Stage, tuple[int, ...] | None]]
@@ -37,7 +37,7 @@ class StepRunner:
         self,
         model: ModelSource,
         layout: Layout,
-        store: DramStore,
+        store: Store,
         fabric: Fabric,
         engines: Sequence[Engine],
         source: Source,
@@ -95,6 +95,9 @@ class StepRunner:
             gradient_bytes=traffic.gradient_bytes,
             engine_bytes=max(e.memory.peak_bytes for e in self._engines),
             store_bytes=sum(self._store.memory_bytes.values()),
+            flash_read_bytes=traffic.read_bytes,
+            flash_written_bytes=traffic.written_bytes,
+            flash_wait_seconds=traffic.waited_seconds,
         )
 
     def _begin(self) -> float:

@@ -32,11 +32,11 @@ from penstock.events import (
 )
 from penstock.fabric import LocalFabric
 from penstock.generation import Writer
+from penstock.keeper import make_keeper
 from penstock.metrics import recorder
 from penstock.models import ModelSource
 from penstock.program import Program
 from penstock.step import StepRunner
-from penstock.store import find_checkpoint, load_checkpoint, read_state, save_checkpoint
 
 
 class Trainer:
@@ -68,10 +68,9 @@ class Trainer:
             self._data = assembly.open_data(self.config, self.model, self._notice)
         else:
             self._data = assembly.TrainingData(source, held_out, None)
-        self._checkpoints = self.config.run.dir / "checkpoints"
-        checkpoint = find_checkpoint(self._checkpoints, "latest")
-        recorded = read_state(checkpoint).extra if checkpoint else {}
-        if must_exist and not checkpoint:
+        self._keeper = make_keeper(self.config)
+        recorded = self._keeper.recorded or {}
+        if must_exist and not recorded:
             raise ConfigError(
                 f"{self.config.run.dir} holds no checkpoint: nothing was trained there yet; "
                 "run `penstock train` first"
@@ -81,14 +80,8 @@ class Trainer:
             self.config, self.model, self.device, recorded.get("micro_batch")
         )
         self.program: Program = self._layout.program
-        self.store = assembly.make_store(self.config, self.program, self.device, self._notice)
-        if checkpoint:
-            load_checkpoint(self.store, checkpoint)
-        else:
-            self.store.load(
-                self.model.initial_weights(self.config.run.seed, list(self.program.weights))
-            )
-        self.resumed_from = self.store.step if checkpoint else None
+        self.store = self._keeper.open(self.model, self.program, self.device, self._notice)
+        self.resumed_from = self.store.step if recorded else None
         self.engines = assembly.make_engines(self.config, self._layout, self.device)
         self.fabric = LocalFabric(len(self.engines))
         self._runner = StepRunner(
@@ -102,7 +95,7 @@ class Trainer:
             batch_size=self.config.batch.size,
             tokens=self._tokens_per_step(),
         )
-        self._watching = not checkpoint  # that every weight trains is checked in a run's beginning
+        self._watching = not recorded  # that every weight trains is checked in a run's beginning
         self._evaluator = self._make_evaluator()
         self._writer: Writer | None = None
         self._best_loss: float | None = recorded.get("best_loss")
@@ -166,6 +159,7 @@ class Trainer:
 
     def run_step(self) -> StepDone:
         """Do one step, tell of it, and check once that every weight trains."""
+        self.store.remember(self._extra())
         done = self._runner.run()
         self._tell(done)
         if self._watching and done.learning_rate > 0:
@@ -246,31 +240,31 @@ class Trainer:
         if self._saved_step != self.step:
             self.save()
 
-    def save(self, best: bool = False) -> Path:
-        """Write a checkpoint of the last committed step; return its folder."""
+    def save(self, best: bool = False) -> None:
+        """Make the last committed step survive; as a checkpoint, if the store is in memory."""
         if self._saved_step == self.step and not best:
-            found = find_checkpoint(self._checkpoints, "latest")
-            assert found is not None
-            return found
+            return
         started = time.perf_counter()
-        dataset = self._data.dataset
-        saved = save_checkpoint(
-            self.store,
-            self._checkpoints,
-            {
-                "trajectory": self.config.trajectory(),
-                "micro_batch": self._layout.micro_batch,
-                "data": dataset.fingerprint if dataset else None,
-                "best_loss": self._best_loss,
-                "evaluations_since_best": self._evaluations_since_best,
-            },
-            best=best,
-            keep_last=self.config.checkpoint.keep_last,
-        )
+        saved = self._keeper.save(self._extra(), best)
         self._saved_step = self.step
-        seconds = time.perf_counter() - started
-        self._tell(Saved(self.step, saved.folder, seconds, saved.bytes))
-        return saved.folder
+        if saved is not None:
+            seconds = time.perf_counter() - started
+            self._tell(Saved(self.step, saved.folder, seconds, saved.bytes))
+
+    def _extra(self) -> dict[str, Any]:
+        """Return what a resumed run needs to know beside the store."""
+        dataset = self._data.dataset
+        return {
+            "trajectory": self.config.trajectory(),
+            "micro_batch": self._layout.micro_batch,
+            "data": dataset.fingerprint if dataset else None,
+            "best_loss": self._best_loss,
+            "evaluations_since_best": self._evaluations_since_best,
+        }
+
+    def close(self) -> None:
+        """Let go of the store's files and threads, if it has any."""
+        self.store.close()
 
     def export(self, folder: str | Path, dtype: str = "fp32") -> list[Path]:
         """Write the weights as a Hugging Face folder, loadable by `from_pretrained`."""
@@ -351,6 +345,7 @@ class Trainer:
                 parameters=program.parameters,
                 weight_bytes=sum(program.stage_stream_bytes(s) for s in program.stages),
                 state_bytes=sum(self.store.memory_bytes.values()),
+                flash_bytes=self.store.flash_bytes,
                 engine_bytes=layout.budget_bytes,
                 steps=self.config.run.steps,
                 tokens_per_step=self._tokens_per_step(),

@@ -210,6 +210,8 @@ def panel(progress: Progress) -> RenderableType:
         )
         table.add_row("engine", _memory(last.engine_bytes, started.engine_bytes))
         table.add_row("store", _memory(last.store_bytes, started.state_bytes))
+        if started.flash_bytes:
+            table.add_row("flash", f"{show_bytes(started.flash_bytes)}   {flash_traffic(last)}")
     if progress.saved is not None:
         table.add_row("saved", f"step {progress.saved.step}, {show_bytes(progress.saved.bytes)}")
     title = f"[bold]{escape(started.model)}[/bold]  {show_count(started.parameters)} parameters"
@@ -222,12 +224,22 @@ def step_line(progress: Progress) -> str:
     started, last = progress.started, progress.last
     assert last is not None
     of = f"/{started.steps}" if started else ""
+    flash = f"flash {flash_traffic(last)}  " if last.flash_written_bytes else ""
     return (
         f"step {last.step}{of}  loss {last.loss:.4f}  rate {last.learning_rate:.3g}  "
         f"norm {last.grad_norm:.3g}  {show_count(progress.tokens_per_second)} tokens/s  "
         f"stream {show_rate(progress.streamed_per_second)}  "
         f"gradients {show_bytes(last.gradient_bytes)}  engine {show_bytes(last.engine_bytes)}  "
-        f"left {show_duration(progress.seconds_left)}"
+        f"{flash}left {show_duration(progress.seconds_left)}"
+    )
+
+
+def flash_traffic(step: StepDone) -> str:
+    """Return what a step read and wrote on flash, and what part of it was waiting for that."""
+    share = step.flash_wait_seconds / step.seconds
+    return (
+        f"{show_bytes(step.flash_read_bytes)} read, {show_bytes(step.flash_written_bytes)} written "
+        f"per step, {share:.0%} of it waiting"
     )
 
 
@@ -235,10 +247,11 @@ def event_lines(event: Event) -> list[str]:
     """Return the lines that an event other than a step puts into a log."""
     if isinstance(event, RunStarted):
         resumed = f", resumed from step {event.resumed_from}" if event.resumed_from else ""
+        flash = f" and {show_bytes(event.flash_bytes)} on flash" if event.flash_bytes else ""
         return [
             f"{event.model}: {show_count(event.parameters)} parameters, {event.precision} on "
             f"{event.device}; {show_bytes(event.weight_bytes)} streamed per sweep, store "
-            f"{show_bytes(event.state_bytes)}, engine budget {show_bytes(event.engine_bytes)}",
+            f"{show_bytes(event.state_bytes)}{flash}, engine budget {show_bytes(event.engine_bytes)}",
             f"{event.steps} steps of {show_count(event.tokens_per_step)} tokens "
             f"({event.micro_batches} micro-batches of {event.micro_batch}), "
             f"{event.recompute_stages} of {event.stages} stages recomputed, in "

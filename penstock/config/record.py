@@ -36,7 +36,8 @@ def check_run(config: Config, fresh: bool = False) -> bool:
             f"run.dir: expected a new or empty folder with --fresh, but {folder} holds "
             f"{_contents(folder)}; move it away, or choose another with run.dir=FOLDER"
         )
-    if not has_checkpoint(folder):
+    flash = config.store.flash.path
+    if not has_checkpoint(folder) and not (flash is not None and (flash / "journal").exists()):
         return False
     if (folder / FILE_NAME).exists():
         config.check_resumable(load_run(folder).trajectory())

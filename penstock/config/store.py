@@ -2,9 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from penstock.config.section import Section, setting
+from pydantic import PlainSerializer, PlainValidator
+
+from penstock.config.section import PathText, Section, section, setting
+from penstock.config.size import ByteSize, size_or_auto
+
+
+class FlashConfig(Section):
+    """The tier below memory: a store on flash is larger than memory, and every step is durable."""
+
+    path: PathText | None = setting(
+        None,
+        "folder on a fast disk for weights and optimizer state; null: they stay in memory",
+        example="runs/large/flash",
+    )
+    size: ByteSize | None = setting(
+        None,
+        "most that the folder may take, such as 60GiB; null: what it needs and the disk has",
+        unit="bytes",
+        example="60GiB",
+    )
+    keep_steps: int = setting(2, "durable steps that can be opened again", unit="steps", ge=1)
 
 
 class StoreConfig(Section):
@@ -13,3 +33,14 @@ class StoreConfig(Section):
     gradients: Literal["fp32", "bf16", "auto"] = setting(
         "auto", "type in which the store keeps gradients; auto: that of `precision`"
     )
+    dram: Annotated[
+        ByteSize | Literal["auto"],
+        PlainValidator(size_or_auto),
+        PlainSerializer(str),
+    ] = setting(
+        "auto",
+        "memory of the store, such as 4GiB; auto: what it needs, or with flash a share of what is "
+        "free at the start",
+        unit="bytes",
+    )
+    flash: FlashConfig = section(FlashConfig, "a store larger than memory")

@@ -7,7 +7,7 @@ rest hides behind compute. Nobody outside can tell: every way to look at a weigh
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -106,6 +106,17 @@ class DramStore:
             do not overlap with its work, but are the same.
         """
         return self._masters.page_lock()
+
+    @property
+    def flash_bytes(self) -> int:
+        """Nothing of it is on flash."""
+        return 0
+
+    def remember(self, extra: Mapping[str, Any]) -> None:
+        """Memory outlives no crash: what is kept with a step goes into a checkpoint."""
+
+    def close(self) -> None:
+        """There is nothing to let go of but memory."""
 
     # --- weights in -------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -30,12 +30,13 @@ class Commit:
 @dataclass(frozen=True)
 class Traffic:
     """Bytes of weights that were streamed out, and of gradients that came in; where there is a
-    flash tier, what was read from it and written to it."""
+    flash tier, what was read from it and written to it, and how long the caller waited for it."""
 
     streamed_bytes: int
     gradient_bytes: int
     read_bytes: int = 0
     written_bytes: int = 0
+    waited_seconds: float = 0.0
 
 
 class Store(Protocol):
@@ -46,6 +47,9 @@ class Store(Protocol):
 
     @property
     def memory_bytes(self) -> Mapping[str, int]: ...
+
+    @property
+    def flash_bytes(self) -> int: ...
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None: ...
 
@@ -80,3 +84,7 @@ class Store(Protocol):
     def finish_restore(self, step: int) -> None: ...
 
     def content_hash(self) -> str: ...
+
+    def remember(self, extra: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...

@@ -1,5 +1,5 @@
 """The flash tier: a store that is larger than memory, and durable step by step."""
 
-from penstock.store.flash.store import FlashStore
+from penstock.store.flash.store import FlashStore, recorded_extra
 
-__all__ = ["FlashStore"]
+__all__ = ["FlashStore", "recorded_extra"]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -38,7 +39,7 @@ from penstock.program import Program
 from penstock.store import files
 from penstock.store.content_hash import hash_weights
 from penstock.store.flash.frames import Frames
-from penstock.store.flash.journal import Journal, Record
+from penstock.store.flash.journal import Journal, Record, read_records
 from penstock.store.flash.layout import BLOCK_ELEMENTS, Block, FlashLayout, Unit
 from penstock.store.flash.medium import ExtentFile, Lock
 from penstock.store.gradients import Gradients, clip_scale
@@ -69,6 +70,7 @@ class FlashStore:
         clip_norm: greatest global norm of the gradients, or None not to clip.
         gradient_dtype: float32 or bfloat16, how gradients are kept until they are used.
         keep_steps: how many durable steps can be opened again.
+        flash_bytes: most that the files may take, or None.
         block_elements: what is read, updated and written at a time.
 
     Raises:
@@ -91,6 +93,7 @@ class FlashStore:
         clip_norm: float | None = None,
         gradient_dtype: torch.dtype = torch.float32,
         keep_steps: int = 2,
+        flash_bytes: int | None = None,
         block_elements: int = BLOCK_ELEMENTS,
     ) -> None:
         self.program = program
@@ -103,6 +106,12 @@ class FlashStore:
         self._block_elements = block_elements
         self._layout = FlashLayout.of(program, optimizer.roles, keep_steps, block_elements)
         units = self._layout.units
+        if flash_bytes is not None and self._layout.file_bytes > flash_bytes:
+            raise BudgetError(
+                f"store.flash.size: {program.name} needs {self._layout.file_bytes:,} bytes on "
+                f"flash for {keep_steps + 1} versions of its state, the limit is {flash_bytes:,}; "
+                "raise it, or lower store.flash.keep_steps"
+            )
         self._gradients = Gradients(program, gradient_dtype)
         self._buffers, frame_bytes = self._divide(dram_bytes)
         visits = [self._units_of(stage.weights) for stage in program.stages]
@@ -128,6 +137,7 @@ class FlashStore:
         self._never_changed = set(self._trainable)
         self._unchanged: dict[str, str] = {}
         self._traffic = [0, 0, 0, 0]
+        self._waited_seconds = 0.0
         self._staged: dict[int, _Staged] = {}
         self._to_update: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._to_write: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -241,6 +251,11 @@ class FlashStore:
     def page_lock(self) -> bool:
         """Frames come and go, so they are not locked in place."""
         return False
+
+    @property
+    def flash_bytes(self) -> int:
+        """What the store takes on flash."""
+        return self._layout.file_bytes
 
     @property
     def memory_bytes(self) -> Mapping[str, int]:
@@ -365,9 +380,10 @@ class FlashStore:
         return {name: self._unchanged[name] for name in self._trainable if name in self._unchanged}
 
     def take_traffic(self) -> Traffic:
-        """Return the bytes streamed, received, read from flash and written since the last call."""
+        """Return the bytes moved, and the time that the caller waited, since the last call."""
         with self._changed:
-            taken, self._traffic = Traffic(*self._traffic), [0, 0, 0, 0]
+            taken = Traffic(*self._traffic, self._waited_seconds)
+            self._traffic, self._waited_seconds = [0, 0, 0, 0], 0.0
         return taken
 
     # The three threads
@@ -382,7 +398,10 @@ class FlashStore:
 
     def _wait(self, is_so: Callable[[], bool]) -> None:
         """Wait for a condition under the lock; raise what stopped a thread."""
-        self._changed.wait_for(lambda: self._error is not None or is_so())
+        if not is_so():
+            started = time.perf_counter()
+            self._changed.wait_for(lambda: self._error is not None or is_so())
+            self._waited_seconds += time.perf_counter() - started
         if self._error is not None:
             if isinstance(self._error, PenstockError):
                 raise self._error
@@ -757,6 +776,19 @@ class FlashStore:
     def _require_loaded(self) -> None:
         if not self._is_loaded:
             raise RuntimeError("the store holds no weights yet: load them, or restore a checkpoint")
+
+
+def recorded_extra(folder: Path) -> dict[str, Any] | None:
+    """Return what was kept with the last durable step in `folder`; None where there is none.
+
+    Raises:
+        CorruptionError: the journal's bytes have changed.
+    """
+    journal = folder / JOURNAL
+    if not journal.exists():
+        return None
+    records, _ = read_records(journal)
+    return dict(records[-1].content["extra"]) if len(records) > 1 else None
 
 
 class _Staged:

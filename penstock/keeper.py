@@ -1,0 +1,112 @@
+"""Where a run's state survives: checkpoints of a store in memory, or the flash tier itself.
+
+The trainer asks both the same: what is there, a store that stands where the run stopped, and to
+make the present step survive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from penstock import assembly
+from penstock.config import Config
+from penstock.models import ModelSource
+from penstock.program import Program
+from penstock.store import (
+    SavedCheckpoint,
+    Store,
+    find_checkpoint,
+    load_checkpoint,
+    read_state,
+    save_checkpoint,
+)
+from penstock.store.flash import FlashStore, recorded_extra
+
+Notice = Callable[[str], None]
+
+
+class Keeper(Protocol):
+    """Knows where a run's state is, and how it gets there."""
+
+    @property
+    def recorded(self) -> Mapping[str, Any] | None:
+        """What the trainer kept with the newest step; None where there is none."""
+        ...
+
+    def open(self, model: ModelSource, program: Program, device: str, notice: Notice) -> Store:
+        """Return a store with the newest step in it, or with initial weights."""
+        ...
+
+    def save(self, extra: Mapping[str, Any], best: bool) -> SavedCheckpoint | None:
+        """Make the present step survive; return the checkpoint if one was written."""
+        ...
+
+
+class CheckpointKeeper:
+    """A store in memory, saved as safetensors under `run.dir/checkpoints`."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._folder = config.run.dir / "checkpoints"
+        self._latest = find_checkpoint(self._folder, "latest")
+        self.recorded: Mapping[str, Any] | None = (
+            read_state(self._latest).extra if self._latest else None
+        )
+        self._store: Store | None = None
+
+    def open(self, model: ModelSource, program: Program, device: str, notice: Notice) -> Store:
+        """Return a store in memory."""
+        self._store = assembly.make_store(self._config, program, device, notice)
+        if self._latest is not None:
+            load_checkpoint(self._store, self._latest)
+        else:
+            seed = self._config.run.seed
+            self._store.load(model.initial_weights(seed, list(program.weights)))
+        return self._store
+
+    def save(self, extra: Mapping[str, Any], best: bool) -> SavedCheckpoint:
+        """Write a checkpoint."""
+        assert self._store is not None
+        return save_checkpoint(
+            self._store,
+            self._folder,
+            dict(extra),
+            best=best,
+            keep_last=self._config.checkpoint.keep_last,
+        )
+
+
+class FlashKeeper:
+    """A store on flash, which is durable by itself; only the best step is saved apart."""
+
+    def __init__(self, config: Config, folder: Path) -> None:
+        self._config = config
+        self._folder = folder
+        self.recorded: Mapping[str, Any] | None = recorded_extra(folder)
+        self._store: FlashStore | None = None
+
+    def open(self, model: ModelSource, program: Program, device: str, notice: Notice) -> Store:
+        """Return the store on flash; new weights go there one at a time."""
+        self._store = assembly.make_flash_store(self._config, program, self._folder)
+        if self._store.is_new:
+            seed = self._config.run.seed
+            self._store.load(model.initial_weights(seed, list(program.weights)))
+        return self._store
+
+    def save(self, extra: Mapping[str, Any], best: bool) -> SavedCheckpoint | None:
+        """Wait until the present step is durable; the best is written as safetensors too."""
+        assert self._store is not None
+        self._store.remember(extra)
+        self._store.make_durable()
+        if not best:
+            return None
+        folder = self._config.run.dir / "checkpoints"
+        return save_checkpoint(self._store, folder, dict(extra), best=True, keep_last=1)
+
+
+def make_keeper(config: Config) -> Keeper:
+    """Return what keeps the state of the run that a configuration describes."""
+    flash = config.store.flash.path
+    return CheckpointKeeper(config) if flash is None else FlashKeeper(config, flash)
