@@ -247,11 +247,13 @@ def event_lines(event: Event) -> list[str]:
     """Return the lines that an event other than a step puts into a log."""
     if isinstance(event, RunStarted):
         resumed = f", resumed from step {event.resumed_from}" if event.resumed_from else ""
-        flash = f" and {show_bytes(event.flash_bytes)} on flash" if event.flash_bytes else ""
+        store = show_bytes(event.state_bytes)
+        if event.flash_bytes:
+            store += f" of memory and {show_bytes(event.flash_bytes)} of flash"
         return [
             f"{event.model}: {show_count(event.parameters)} parameters, {event.precision} on "
             f"{event.device}; {show_bytes(event.weight_bytes)} streamed per sweep, store "
-            f"{show_bytes(event.state_bytes)}{flash}, engine budget {show_bytes(event.engine_bytes)}",
+            f"{store}, engine budget {show_bytes(event.engine_bytes)}",
             f"{event.steps} steps of {show_count(event.tokens_per_step)} tokens "
             f"({event.micro_batches} micro-batches of {event.micro_batch}), "
             f"{event.recompute_stages} of {event.stages} stages recomputed, in "

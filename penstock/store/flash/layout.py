@@ -12,6 +12,7 @@ place, never over what a durable step may need.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -49,8 +50,8 @@ class Unit:
     index: int
     stage: int
     names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
     begins: tuple[int, ...]
-    sizes: tuple[int, ...]
     elements: int
     split: bool
     trainable: bool
@@ -58,6 +59,11 @@ class Unit:
     places: int
     offset: int
     block_elements: int
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Elements of each weight."""
+        return tuple(math.prod(shape) for shape in self.shapes)
 
     @property
     def stream_width(self) -> int:
@@ -126,24 +132,42 @@ class FlashLayout:
             spec = program.weights[name]
             alike = (stage, spec.stream_dtype == torch.bfloat16, spec.trainable)
             groups.setdefault(alike, []).append(name)
+        described = [
+            {
+                "stage": stage,
+                "weights": {name: list(program.weights[name].shape) for name in names},
+                "split": split,
+                "trainable": trainable,
+                "roles": list(roles) if trainable else [],
+            }
+            for (stage, split, trainable), names in groups.items()
+        ]
+        return cls.from_description(described, keep_steps, block_elements)
+
+    @classmethod
+    def from_description(
+        cls, described: Sequence[Mapping[str, Any]], keep_steps: int, block_elements: int
+    ) -> FlashLayout:
+        """Lay out what `described` of another layout says."""
         units: list[Unit] = []
         offset = 0
-        for (stage, split, trainable), names in groups.items():
+        for index, group in enumerate(described):
+            shapes = tuple(tuple(shape) for shape in group["weights"].values())
             begins, end = [], 0
-            for name in names:
+            for shape in shapes:
                 begins.append(end)
-                end += -(-program.weights[name].elements // _WEIGHT_PAD) * _WEIGHT_PAD
+                end += -(-math.prod(shape) // _WEIGHT_PAD) * _WEIGHT_PAD
             unit = Unit(
-                index=len(units),
-                stage=stage,
-                names=tuple(names),
+                index=index,
+                stage=group["stage"],
+                names=tuple(group["weights"]),
+                shapes=shapes,
                 begins=tuple(begins),
-                sizes=tuple(program.weights[name].elements for name in names),
                 elements=-(-end // _PAD_ELEMENTS) * _PAD_ELEMENTS,
-                split=split,
-                trainable=trainable,
-                roles=tuple(roles) if trainable else (),
-                places=keep_steps + 1 if trainable else 1,
+                split=group["split"],
+                trainable=group["trainable"],
+                roles=tuple(group["roles"]),
+                places=keep_steps + 1 if group["trainable"] else 1,
                 offset=offset,
                 block_elements=block_elements,
             )
@@ -152,14 +176,24 @@ class FlashLayout:
         unit_of = {name: unit.index for unit in units for name in unit.names}
         return cls(tuple(units), unit_of, offset)
 
+    def unit(self, name: str) -> Unit:
+        """Return the unit in which a weight lies."""
+        return self.units[self.unit_of[name]]
+
     def begin_of(self, name: str) -> int:
         """Return the first element of a weight within its unit."""
         unit = self.units[self.unit_of[name]]
         return unit.begins[unit.names.index(name)]
 
-    def described(self) -> list[Any]:
+    def described(self) -> list[dict[str, Any]]:
         """Return plain data that says all of this, for the journal's first record."""
         return [
-            [unit.stage, list(unit.names), list(unit.sizes), unit.split, list(unit.roles)]
+            {
+                "stage": unit.stage,
+                "weights": {n: list(s) for n, s in zip(unit.names, unit.shapes, strict=True)},
+                "split": unit.split,
+                "trainable": unit.trainable,
+                "roles": list(unit.roles),
+            }
             for unit in self.units
         ]

@@ -28,30 +28,27 @@ from penstock import fault
 from penstock.errors import (
     BudgetError,
     ConfigError,
-    CorruptionError,
     PenstockError,
     StorageError,
     did_you_mean,
 )
 from penstock.kernels.memory import allocate
-from penstock.kernels.split_master import join, split
 from penstock.program import Program
 from penstock.store import files
-from penstock.store.content_hash import hash_weights
 from penstock.store.flash.frames import Frames
 from penstock.store.flash.journal import Journal, Record, read_records
 from penstock.store.flash.layout import BLOCK_ELEMENTS, Block, FlashLayout, Unit
 from penstock.store.flash.medium import ExtentFile, Lock
+from penstock.store.flash.staging import StagedUnit, Staging
+from penstock.store.flash.version import Version, checksum, state_parts
 from penstock.store.gradients import Gradients, clip_scale
 from penstock.store.interface import MASTER, Commit, Traffic
-from penstock.store.masters import PIECE_ELEMENTS
 from penstock.store.optimizers import GroupSettings, Optimizer
 from penstock.store.schedules import Schedule, learning_rate
 
 JOURNAL, EXTENTS = "journal", "extents"
 FORMAT = "penstock-flash"
 VERSION = 1
-CHECKSUM_BYTES = 16
 _LEAST_BUFFERS, _MOST_BUFFERS = 4, 32
 
 
@@ -117,9 +114,6 @@ class FlashStore:
         visits = [self._units_of(stage.weights) for stage in program.stages]
         self._frames = Frames(units, [*visits, *visits[-2::-1]], frame_bytes)
 
-        # Where each unit's present version is, and the checksums of its blocks.
-        self._place = [0] * len(units)
-        self._checks = [[b"", b""] for _ in units]
         self._changed = threading.Condition()
         self._error: BaseException | None = None
         self._closing = False
@@ -138,7 +132,7 @@ class FlashStore:
         self._unchanged: dict[str, str] = {}
         self._traffic = [0, 0, 0, 0]
         self._waited_seconds = 0.0
-        self._staged: dict[int, _Staged] = {}
+        self._staging: Staging | None = None
         self._to_update: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._to_write: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._writing = 0
@@ -195,8 +189,12 @@ class FlashStore:
             self._journal = Journal(journal)
             _require_same(self.folder, self._journal.records[0].content, described)
             self._file = ExtentFile(extents, self._layout.file_bytes, create=False)
+            self._version = Version(self._layout, self._file)
             if len(self._journal.records) > 1:
-                self._restore(self._journal.records[-1])
+                last = self._journal.records[-1]
+                self._version.restore(last)
+                self.step, self.extra = int(last.content["step"]), dict(last.content["extra"])
+                self._is_loaded = True
             return
         size = self._layout.file_bytes
         with files.storage_errors(self.folder, size):
@@ -204,25 +202,9 @@ class FlashStore:
             files.require_space(extents, size)
             self._file = ExtentFile(extents, size, create=True)
             files.sync_folder(self.folder)
+            self._version = Version(self._layout, self._file)
             fault.point("flash.before_journal")
             self._journal = Journal.create(journal, Record(described))
-
-    def _restore(self, record: Record) -> None:
-        """Take a durable step as the present one; nothing is read but the record."""
-        content = record.content
-        self.step, self.extra = int(content["step"]), dict(content["extra"])
-        self._place = [int(place) for place in content["places"]]
-        begin = 0
-        for unit, checks in zip(self._layout.units, self._checks, strict=True):
-            size = len(unit.blocks) * CHECKSUM_BYTES
-            for half in (0, 1):
-                checks[half] = record.blob[begin : begin + size]
-                begin += size
-        if begin != len(record.blob) or len(self._place) != len(self._layout.units):
-            raise CorruptionError(
-                f"{self._journal.path}: the record of step {self.step} does not fit the store"
-            )
-        self._is_loaded = True
 
     @property
     def is_new(self) -> bool:
@@ -382,7 +364,8 @@ class FlashStore:
     def take_traffic(self) -> Traffic:
         """Return the bytes moved, and the time that the caller waited, since the last call."""
         with self._changed:
-            taken = Traffic(*self._traffic, self._waited_seconds)
+            streamed, received, read, written = self._traffic
+            taken = Traffic(streamed, received, read, written, self._waited_seconds)
             self._traffic, self._waited_seconds = [0, 0, 0, 0], 0.0
         return taken
 
@@ -451,7 +434,7 @@ class FlashStore:
                 self._updating.add(unit.index)
                 return unit, block, self._buffers.popleft()
             return None
-        if not self._is_loaded or self._staged:
+        if not self._is_loaded:
             return None
         for ahead in self._frames.upcoming():
             if ahead in self._frames:
@@ -471,12 +454,11 @@ class FlashStore:
 
     def _fill_frame(self, unit: Unit) -> None:
         """Read a unit's weights into its frame, checking each block."""
-        frame, place = self._frames[unit.index], self._place[unit.index]
+        frame = self._frames[unit.index]
         try:
             for block in unit.blocks:
                 part = _bytes_of(frame, unit.stream_width, block)
-                self._file.read(unit.stream_offset(place, block.begin), part)
-                self._check(unit, block, part, 0)
+                self._version.read_stream(unit, block, part)
         except BaseException:
             with self._changed:
                 self._frames.drop(unit.index)
@@ -489,28 +471,10 @@ class FlashStore:
     def _read_state(self, unit: Unit, block: Block, buffer: np.ndarray | None) -> np.ndarray:
         assert buffer is not None
         data = buffer[: block.elements * unit.state_width]
-        if data.nbytes:
-            self._file.read(unit.state_offset(self._place[unit.index], block), data)
-            self._check(unit, block, data, 1)
+        self._version.read_state(unit, block, data)
         with self._changed:
             self._traffic[2] += data.nbytes
         return data
-
-    def _check(self, unit: Unit, block: Block, data: np.ndarray, half: int) -> None:
-        at = block.number * CHECKSUM_BYTES
-        expected = self._checks[unit.index][half][at : at + CHECKSUM_BYTES]
-        found = xxhash.xxh3_128_digest(data.data)
-        if found == expected:
-            return
-        place = self._place[unit.index]
-        offset = unit.state_offset(place, block) if half else unit.stream_offset(place, block.begin)
-        held = ", ".join(piece[0] for piece in unit.pieces(block)[:3])
-        raise CorruptionError(
-            f"{self._file.path}: damaged in bytes {offset:,} to {offset + data.nbytes:,}, which "
-            f"hold {'the state' if half else 'the weights'} of {held}: their checksum is "
-            f"{found.hex()}, {expected.hex()} was expected; `penstock inspect --repair` goes back "
-            "to the step before, if that is whole"
-        )
 
     def _update(self) -> None:
         import numba
@@ -522,13 +486,13 @@ class FlashStore:
             stream = _bytes_of(self._frames[unit.index], unit.stream_width, block)
             with self._compute:
                 self._apply(unit, block, data)
-            checks[0].append(xxhash.xxh3_128_digest(stream.data))
-            checks[1].append(xxhash.xxh3_128_digest(data.data))
+            checks[0].append(checksum(stream))
+            checks[1].append(checksum(data))
             with self._changed:
                 self._hand_to_writer(("block", unit, block, buffer, data))
                 if block.number == len(unit.blocks) - 1:
-                    done, checks = [b"".join(half) for half in checks], [[], []]
-                    self._hand_to_writer(("frame", unit, done))
+                    self._hand_to_writer(("frame", unit, checks))
+                    checks = [[], []]
                     self._unwritten.add(unit.index)
                     self._updating.discard(unit.index)
                     self._awaiting.discard(unit.index)
@@ -572,13 +536,13 @@ class FlashStore:
             if what == "block":
                 unit, block, buffer, data = rest
                 fault.point("flash.before_block")
-                self._put(unit.state_offset(self._next_place(unit), block), data)
+                self._put(unit.state_offset(self._version.next_place(unit), block), data)
                 written = data.nbytes
             elif what == "frame":
                 unit, checks = rest
                 fault.point("flash.before_weights")
                 frame = self._frames[unit.index]
-                self._put(unit.stream_offset(self._next_place(unit)), frame)
+                self._put(unit.stream_offset(self._version.next_place(unit)), frame)
                 written = frame.nbytes
             else:
                 self._seal(*rest)
@@ -588,13 +552,9 @@ class FlashStore:
                 if what == "block":
                     self._buffers.append(buffer)
                 elif what == "frame":
-                    self._place[unit.index] = self._next_place(unit)
-                    self._checks[unit.index] = checks
+                    self._version.advance(unit, *checks)
                     self._unwritten.discard(unit.index)
                 self._changed.notify_all()
-
-    def _next_place(self, unit: Unit) -> int:
-        return (self._place[unit.index] + 1) % unit.places
 
     def _put(self, offset: int, data: np.ndarray) -> None:
         with files.storage_errors(self.folder, data.nbytes):
@@ -603,12 +563,11 @@ class FlashStore:
     def _seal(self, step: int, extra: Mapping[str, Any]) -> None:
         """Make a step durable: its extents, then the record that names them."""
         fault.point("flash.before_sync")
-        blob = b"".join(half for checks in self._checks for half in checks)
-        with files.storage_errors(self.folder, len(blob)):
+        record = self._version.record(step, extra)
+        with files.storage_errors(self.folder, len(record.blob)):
             self._file.sync()
             fault.point("flash.after_sync")
-            content = {"step": step, "places": list(self._place), "extra": dict(extra)}
-            self._journal.append(Record(content, blob), self._keep)
+            self._journal.append(record, self._keep)
 
     # Weights in, and looking at them
 
@@ -629,11 +588,11 @@ class FlashStore:
                     f"{tensor.dtype} {list(tensor.shape)} came"
                 )
             awaited.discard(name)
-            self.write(name, MASTER, 0, tensor.detach().contiguous().view(-1).numpy())
-            unit = self._layout.units[self._layout.unit_of[name]]
+            assert self._staging is not None
+            unit = self._layout.unit(name)
             for role in unit.roles:
-                self._staged_unit(unit).skip(role, spec.elements)
-            self._land(unit)
+                self._staging.skip(unit, role, spec.elements)
+            self.write(name, MASTER, 0, tensor.detach().contiguous().view(-1).numpy())
         if awaited:
             names = [name for name in self.program.weights if name in awaited]
             raise ConfigError(
@@ -655,42 +614,36 @@ class FlashStore:
             for unit in self._layout.units:
                 if unit.index in self._frames:
                     self._frames.drop(unit.index)
-        self._staged = {}
+        self._staging = Staging(self._land)
 
     def write(self, name: str, role: str, begin: int, values: np.ndarray) -> None:
         """Overwrite elements of a weight or of its state, while restoring; each element once."""
         if self._is_loaded:
             raise RuntimeError("state is written only between begin_restore and finish_restore")
-        unit = self._layout.units[self._layout.unit_of[name]]
-        self._staged_unit(unit).take(role, self._layout.begin_of(name) + begin, values)
-        self._land(unit)
+        assert self._staging is not None
+        self._staging.take(
+            self._layout.unit(name), role, self._layout.begin_of(name) + begin, values
+        )
 
-    def _staged_unit(self, unit: Unit) -> _Staged:
-        return self._staged.setdefault(unit.index, _Staged(unit))
-
-    def _land(self, unit: Unit) -> None:
-        """Write a unit to its next place once all of it has come."""
-        staged = self._staged.get(unit.index)
-        if staged is None or not staged.is_whole:
-            return
-        place = self._next_place(unit)
+    def _land(self, staged: StagedUnit) -> None:
+        """Write a unit that has come to its next place."""
+        unit = staged.unit
+        place = self._version.next_place(unit)
         checks: list[list[bytes]] = [[], []]
         for block in unit.blocks:
             stream, state = staged.block(block)
             self._put(unit.stream_offset(place, block.begin), stream)
-            if state.nbytes:
-                self._put(unit.state_offset(place, block), state)
-            checks[0].append(xxhash.xxh3_128_digest(stream.data))
-            checks[1].append(xxhash.xxh3_128_digest(state.data))
-        self._checks[unit.index] = [b"".join(half) for half in checks]
-        self._place[unit.index] = place
-        del self._staged[unit.index]
+            self._put(unit.state_offset(place, block), state)
+            checks[0].append(checksum(stream))
+            checks[1].append(checksum(state))
+        self._version.advance(unit, *checks)
 
     def finish_restore(self, step: int) -> None:
         """Make the store usable, and durable: all is as after `step` commits."""
-        if self._staged:
-            names = [self._layout.units[unit].names[0] for unit in self._staged]
-            raise RuntimeError(f"only parts came of the units of {', '.join(names[:5])}")
+        if self._staging is None or self._staging.unfinished:
+            unfinished = self._staging.unfinished if self._staging else []
+            raise RuntimeError(f"only a part came of {', '.join(unfinished[:5]) or 'the weights'}")
+        self._staging = None
         self.step = step
         self._is_loaded = True
         self._seal(step, self.extra)
@@ -701,35 +654,7 @@ class FlashStore:
         self._finish_pass()
         with self._changed:
             self._wait(lambda: self._writing == 0)
-        unit = self._layout.units[self._layout.unit_of[name]]
-        origin = self._layout.begin_of(name)
-        found = np.empty(end - begin, np.float32)
-        for block in unit.blocks:
-            first, last = max(origin + begin, block.begin), min(origin + end, block.end)
-            if first < last:
-                values = self._read_block(unit, block, role)
-                part = values[first - block.begin : last - block.begin]
-                found[first - origin - begin : last - origin - begin] = part
-        return found
-
-    def _read_block(self, unit: Unit, block: Block, role: str) -> np.ndarray:
-        stream = allocate(block.elements * unit.stream_width)
-        state = allocate(block.elements * unit.state_width)
-        self._file.read(unit.stream_offset(self._place[unit.index], block.begin), stream)
-        self._check(unit, block, stream, 0)
-        if state.nbytes:
-            self._file.read(unit.state_offset(self._place[unit.index], block), state)
-            self._check(unit, block, state, 1)
-        whole = np.uint16 if unit.split else np.float32
-        high, low, roles = stream.view(whole), *_state_parts(unit, block, state)
-        if role != MASTER:
-            return roles[role]
-        if not unit.split:
-            return high
-        joined = np.empty(block.elements, np.float32)
-        with self._compute:
-            join(high, low, joined)
-        return joined
+        return self._version.read(name, role, begin, end)
 
     def master(self, name: str) -> torch.Tensor:
         """Return a copy of a weight, float32 in its shape."""
@@ -739,7 +664,7 @@ class FlashStore:
     def state(self, name: str) -> dict[str, torch.Tensor]:
         """Return copies of the optimizer's state of a weight by role, each in its shape."""
         spec = self.program.weights[name]
-        unit = self._layout.units[self._layout.unit_of[name]]
+        unit = self._layout.unit(name)
         return {
             role: torch.from_numpy(self.read(name, role, 0, spec.elements)).view(spec.shape)
             for role in unit.roles
@@ -747,24 +672,20 @@ class FlashStore:
 
     def roles(self, name: str) -> dict[str, torch.dtype]:
         """Return what `read` and `write` know of a weight: its master, then its state."""
-        unit = self._layout.units[self._layout.unit_of[name]]
+        unit = self._layout.unit(name)
         return dict.fromkeys((MASTER, *unit.roles), torch.float32)
 
     def content_hash(self) -> str:
         """Return a hash of all weights (`content_hash.py`)."""
-
-        def pieces(name: str, elements: int) -> Iterable[memoryview]:
-            for begin in range(0, elements, PIECE_ELEMENTS):
-                yield self.read(name, MASTER, begin, min(begin + PIECE_ELEMENTS, elements)).data
-
-        return hash_weights(
-            (name, spec.shape, pieces(name, spec.elements))
-            for name, spec in sorted(self.program.weights.items())
-        )
+        self._require_loaded()
+        self._finish_pass()
+        with self._changed:
+            self._wait(lambda: self._writing == 0)
+        return self._version.content_hash()
 
     def _view(self, name: str) -> torch.Tensor:
         spec = self.program.weights[name]
-        unit = self._layout.units[self._layout.unit_of[name]]
+        unit = self._layout.unit(name)
         begin = self._layout.begin_of(name) * unit.stream_width
         part = self._frames[unit.index][begin : begin + spec.elements * unit.stream_width]
         flat = torch.from_numpy(part).view(torch.bfloat16 if unit.split else torch.float32)
@@ -791,43 +712,6 @@ def recorded_extra(folder: Path) -> dict[str, Any] | None:
     return dict(records[-1].content["extra"]) if len(records) > 1 else None
 
 
-class _Staged:
-    """A unit whose elements are still coming, in any order of roles and weights."""
-
-    def __init__(self, unit: Unit) -> None:
-        self._unit = unit
-        self._values = {
-            role: allocate(4 * unit.elements).view(np.float32) for role in (MASTER, *unit.roles)
-        }
-        self._missing = dict.fromkeys(self._values, sum(unit.sizes))
-
-    @property
-    def is_whole(self) -> bool:
-        return not any(self._missing.values())
-
-    def take(self, role: str, begin: int, values: np.ndarray) -> None:
-        self._values[role][begin : begin + values.size] = values
-        self._missing[role] -= values.size
-
-    def skip(self, role: str, count: int) -> None:
-        """Leave elements at zero, which is how state begins."""
-        self._missing[role] -= count
-
-    def block(self, block: Block) -> tuple[np.ndarray, np.ndarray]:
-        """Return a block's stream and state, uint8, as they lie on flash."""
-        unit, here = self._unit, slice(block.begin, block.end)
-        stream = allocate(block.elements * unit.stream_width)
-        state = allocate(block.elements * unit.state_width)
-        low, roles = _state_parts(unit, block, state)
-        if unit.split:
-            split(self._values[MASTER][here], stream.view(np.uint16), low)
-        else:
-            stream.view(np.float32)[:] = self._values[MASTER][here]
-        for role, array in roles.items():
-            array[:] = self._values[role][here]
-        return stream, state
-
-
 def _bytes_of(frame: np.ndarray, width: int, block: Block) -> np.ndarray:
     return frame[block.begin * width : block.end * width]
 
@@ -836,20 +720,8 @@ def _parts(
     unit: Unit, block: Block, frame: np.ndarray, data: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
     """Return the unit's stream, and the low halves and roles of one block."""
-    low, state = _state_parts(unit, block, data)
+    low, state = state_parts(unit, block, data)
     return frame.view(np.uint16 if unit.split else np.float32), low, state
-
-
-def _state_parts(
-    unit: Unit, block: Block, data: np.ndarray
-) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    low_bytes = 2 * block.elements if unit.split else 0
-    low = data[:low_bytes].view(np.uint16)
-    roles, begin = {}, low_bytes
-    for role in unit.roles:
-        roles[role] = data[begin : begin + 4 * block.elements].view(np.float32)
-        begin += 4 * block.elements
-    return low, roles
 
 
 def _require_same(folder: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:

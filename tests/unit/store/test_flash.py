@@ -210,7 +210,7 @@ def test_every_flipped_bit_on_flash_is_named(flash, tmp_path):
     store.close()
     chosen = random.Random(0)
     extents, journal = tmp_path / "flash" / "extents", tmp_path / "flash" / "journal"
-    held = {unit: store._place[unit.index] for unit in store._layout.units}
+    held = {unit: store._version._place[unit.index] for unit in store._layout.units}
     for _ in range(150):
         unit = chosen.choice(list(held))
         begin = unit.offset + held[unit] * unit.place_bytes

@@ -1,0 +1,73 @@
+"""Weights on their way in: a unit goes to flash when all of it has come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from penstock.kernels.memory import allocate
+from penstock.kernels.split_master import split
+from penstock.store.flash.layout import Block, Unit
+from penstock.store.flash.version import state_parts
+from penstock.store.interface import MASTER
+
+
+class Staging:
+    """Gathers elements in any order of weights and roles; hands over units that are whole.
+
+    Memory is taken for units of which some has come and some has not: one, where weights come in
+    the order of the stages.
+    """
+
+    def __init__(self, hand_over: Callable[[StagedUnit], None]) -> None:
+        self._hand_over = hand_over
+        self._units: dict[int, StagedUnit] = {}
+
+    def take(self, unit: Unit, role: str, begin: int, values: np.ndarray) -> None:
+        """Take elements of a unit's weights or state, each once."""
+        staged = self._of(unit)
+        staged.values[role][begin : begin + values.size] = values
+        self._came(staged, role, values.size)
+
+    def skip(self, unit: Unit, role: str, count: int) -> None:
+        """Leave elements at zero, which is how state begins."""
+        self._came(self._of(unit), role, count)
+
+    def _of(self, unit: Unit) -> StagedUnit:
+        return self._units.setdefault(unit.index, StagedUnit(unit))
+
+    def _came(self, staged: StagedUnit, role: str, count: int) -> None:
+        staged.missing[role] -= count
+        if not any(staged.missing.values()):
+            self._hand_over(staged)
+            del self._units[staged.unit.index]
+
+    @property
+    def unfinished(self) -> list[str]:
+        """A weight of each unit of which only a part has come."""
+        return [staged.unit.names[0] for staged in self._units.values()]
+
+
+class StagedUnit:
+    """Float32 values of a unit by role, and how many have yet to come."""
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        roles = (MASTER, *unit.roles)
+        self.values = {role: allocate(4 * unit.elements).view(np.float32) for role in roles}
+        self.missing = dict.fromkeys(roles, sum(unit.sizes))
+
+    def block(self, block: Block) -> tuple[np.ndarray, np.ndarray]:
+        """Return a block's stream and state, uint8, as they lie on flash."""
+        unit, here = self.unit, slice(block.begin, block.end)
+        stream = allocate(block.elements * unit.stream_width)
+        state = allocate(block.elements * unit.state_width)
+        low, roles = state_parts(unit, block, state)
+        if unit.split:
+            split(self.values[MASTER][here], stream.view(np.uint16), low)
+        else:
+            stream.view(np.float32)[:] = self.values[MASTER][here]
+        for role, array in roles.items():
+            array[:] = self.values[role][here]
+        return stream, state

@@ -1,0 +1,174 @@
+"""A version of the whole state: where each unit's extents lie, and what their bytes must be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from penstock.errors import CorruptionError
+from penstock.kernels.memory import allocate
+from penstock.kernels.split_master import join
+from penstock.store.content_hash import hash_weights
+from penstock.store.flash.journal import Record
+from penstock.store.flash.layout import Block, FlashLayout, Unit
+from penstock.store.flash.medium import ExtentFile
+from penstock.store.interface import MASTER
+from penstock.store.masters import PIECE_ELEMENTS
+
+CHECKSUM_BYTES = 16
+
+
+def checksum(data: np.ndarray) -> bytes:
+    """Return what a block's stream or state is checked by."""
+    return xxhash.xxh3_128_digest(data.data)
+
+
+class Version:
+    """The present place and checksums of every unit; changed unit by unit as they are written."""
+
+    def __init__(self, layout: FlashLayout, file: ExtentFile) -> None:
+        self._layout = layout
+        self._file = file
+        self._place = [0] * len(layout.units)
+        self._checks = [(b"", b"") for _ in layout.units]
+
+    def record(self, step: int, extra: Mapping[str, Any]) -> Record:
+        """Return the journal's record of this version."""
+        content = {"step": step, "places": list(self._place), "extra": dict(extra)}
+        return Record(content, b"".join(half for checks in self._checks for half in checks))
+
+    def restore(self, record: Record) -> None:
+        """Become the version that a record describes.
+
+        Raises:
+            CorruptionError: it does not fit the layout.
+        """
+        begin = 0
+        for unit in self._layout.units:
+            size = len(unit.blocks) * CHECKSUM_BYTES
+            halves = (begin, begin + size, begin + 2 * size)
+            self._checks[unit.index] = (
+                record.blob[halves[0] : halves[1]],
+                record.blob[halves[1] : halves[2]],
+            )
+            begin += 2 * size
+        places = record.content.get("places")
+        if begin != len(record.blob) or not _are_places(places, self._layout.units):
+            raise CorruptionError(
+                f"{self._file.path}: the journal's record of step {record.content.get('step')} "
+                "does not fit the store"
+            )
+        self._place = list(places or [])
+
+    def next_place(self, unit: Unit) -> int:
+        """Return where the next version of a unit goes: over none that may be needed."""
+        return (self._place[unit.index] + 1) % unit.places
+
+    def advance(self, unit: Unit, streams: Iterable[bytes], states: Iterable[bytes]) -> None:
+        """Note that all of a unit was written to its next place, with these checksums."""
+        self._place[unit.index] = self.next_place(unit)
+        self._checks[unit.index] = (b"".join(streams), b"".join(states))
+
+    def read_stream(self, unit: Unit, block: Block, into: np.ndarray) -> None:
+        """Read what streams of a block.
+
+        Raises:
+            CorruptionError: its bytes have changed, with the place and both checksums.
+        """
+        offset = unit.stream_offset(self._place[unit.index], block.begin)
+        self._file.read(offset, into)
+        self._check(unit, block, into, 0, offset)
+
+    def read_state(self, unit: Unit, block: Block, into: np.ndarray) -> None:
+        """Read the rest of a block: low halves and the optimizer's state."""
+        if into.nbytes == 0:
+            return
+        offset = unit.state_offset(self._place[unit.index], block)
+        self._file.read(offset, into)
+        self._check(unit, block, into, 1, offset)
+
+    def _check(self, unit: Unit, block: Block, data: np.ndarray, half: int, offset: int) -> None:
+        at = block.number * CHECKSUM_BYTES
+        expected = self._checks[unit.index][half][at : at + CHECKSUM_BYTES]
+        found = checksum(data)
+        if found == expected:
+            return
+        held = ", ".join(piece[0] for piece in unit.pieces(block)[:3])
+        raise CorruptionError(
+            f"{self._file.path}: damaged in bytes {offset:,} to {offset + data.nbytes:,}, which "
+            f"hold {'the state' if half else 'the weights'} of {held}: their checksum is "
+            f"{found.hex()}, {expected.hex()} was expected; `penstock inspect --repair` goes back "
+            "to the durable step before, if that is whole"
+        )
+
+    def read(self, name: str, role: str, begin: int, end: int) -> np.ndarray:
+        """Return elements `begin` to `end` of a weight or of its state, flat float32."""
+        unit, origin = self._layout.unit(name), self._layout.begin_of(name)
+        found = np.empty(end - begin, np.float32)
+        for block in unit.blocks:
+            first, last = max(origin + begin, block.begin), min(origin + end, block.end)
+            if first < last:
+                values = self._read_block(unit, block, role)
+                part = values[first - block.begin : last - block.begin]
+                found[first - origin - begin : last - origin - begin] = part
+        return found
+
+    def _read_block(self, unit: Unit, block: Block, role: str) -> np.ndarray:
+        state = allocate(block.elements * unit.state_width)
+        if role != MASTER:
+            self.read_state(unit, block, state)
+            return state_parts(unit, block, state)[1][role]
+        stream = allocate(block.elements * unit.stream_width)
+        self.read_stream(unit, block, stream)
+        if not unit.split:
+            return stream.view(np.float32)
+        self.read_state(unit, block, state)
+        joined = np.empty(block.elements, np.float32)
+        join(stream.view(np.uint16), state_parts(unit, block, state)[0], joined)
+        return joined
+
+    def verify(self) -> None:
+        """Read every block. Raises `CorruptionError` at the first that has changed."""
+        for unit in self._layout.units:
+            for block in unit.blocks:
+                self.read_stream(unit, block, allocate(block.elements * unit.stream_width))
+                self.read_state(unit, block, allocate(block.elements * unit.state_width))
+
+    def content_hash(self) -> str:
+        """Return the hash of all weights (`content_hash.py`)."""
+
+        def pieces(name: str, elements: int) -> Iterable[memoryview]:
+            for begin in range(0, elements, PIECE_ELEMENTS):
+                yield self.read(name, MASTER, begin, min(begin + PIECE_ELEMENTS, elements)).data
+
+        weights = sorted(
+            (name, shape, size)
+            for unit in self._layout.units
+            for name, shape, size in zip(unit.names, unit.shapes, unit.sizes, strict=True)
+        )
+        return hash_weights((name, shape, pieces(name, size)) for name, shape, size in weights)
+
+
+def state_parts(
+    unit: Unit, block: Block, data: np.ndarray
+) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Return the low halves and the roles that lie in a block's state."""
+    low_bytes = 2 * block.elements if unit.split else 0
+    low = data[:low_bytes].view(np.uint16)
+    roles, begin = {}, low_bytes
+    for role in unit.roles:
+        roles[role] = data[begin : begin + 4 * block.elements].view(np.float32)
+        begin += 4 * block.elements
+    return low, roles
+
+
+def _are_places(found: Any, units: tuple[Unit, ...]) -> bool:
+    if not isinstance(found, list) or len(found) != len(units):
+        return False
+    return all(
+        isinstance(place, int) and 0 <= place < unit.places
+        for place, unit in zip(found, units, strict=True)
+    )
