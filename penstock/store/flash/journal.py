@@ -21,11 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import xxhash
 
 from penstock import fault
 from penstock.errors import CorruptionError, StorageError
 from penstock.store import files
+from penstock.store.flash import medium
 
 VERSION = 1
 SECTOR_BYTES = 512
@@ -198,7 +200,7 @@ def _padded(size: int) -> int:
 
 
 def _write(descriptor: int, data: bytes, offset: int) -> None:
-    view = memoryview(data)
-    while view:
-        count = os.pwrite(descriptor, view, offset)
-        view, offset = view[count:], offset + count
+    rest = np.frombuffer(data, np.uint8)
+    while rest.size:
+        count = medium.write_at(descriptor, rest, offset)
+        rest, offset = rest[count:], offset + count
