@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -428,9 +428,20 @@ def export(
         )
 
 
-def to_tensors(batch: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
-    """Return a batch's arrays as tensors over the same memory."""
-    return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in batch.items()}
+def to_tensors(batch: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
+    """Return a batch's arrays as tensors over the same memory.
+
+    **Raises:** `DataError` for what is no mapping of arrays, or of types that PyTorch lacks.
+    """
+    if not isinstance(batch, Mapping):
+        raise DataError(
+            f"the source's `batch` must return a mapping of names to arrays, it returned a "
+            f"{type(batch).__name__}"
+        )
+    try:
+        return {n: torch.from_numpy(np.ascontiguousarray(array)) for n, array in batch.items()}
+    except (TypeError, ValueError) as error:
+        raise DataError(f"the source gave an array that PyTorch cannot take: {error}") from None
 
 
 def set_threads(threads: int | None) -> None:

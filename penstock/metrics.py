@@ -62,14 +62,12 @@ class MetricsFile:
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the lines of a metrics file in order, without one that a crash cut short."""
-    if not path.exists():
-        return []
     rows = []
-    for line in path.read_text(encoding="utf-8").split("\n"):
+    for line in _lines(path):
         try:
             row = json.loads(line)
-        except ValueError:
-            continue  # Only a line torn by a crash is no JSON; its step is done again.
+        except (ValueError, RecursionError):
+            continue  # A line that a crash tore, or that rotted: figures to look at, not state.
         if isinstance(row, dict) and isinstance(row.get("step"), int):
             rows.append(row)
     return rows
@@ -80,9 +78,7 @@ def drop_after(path: Path, step: int) -> int:
 
     The file is written aside and renamed, so that a crash leaves the old one or the new one.
     """
-    if not path.exists():
-        return 0
-    lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line]
+    lines = [line for line in _lines(path) if line]
     kept = [row for row in read_metrics(path) if row["step"] <= step]
     if len(kept) == len(lines):
         return 0
@@ -93,6 +89,12 @@ def drop_after(path: Path, step: int) -> int:
         os.fsync(file.fileno())
     aside.replace(path)
     return len(lines) - len(kept)
+
+
+def _lines(path: Path) -> list[str]:
+    if path.exists() and not path.is_file():
+        raise StorageError(f"{path}: a file was expected here; move away what is there")
+    return path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else []
 
 
 class TensorBoard:

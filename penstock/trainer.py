@@ -194,7 +194,12 @@ class Trainer:
     def evaluate(self, batches: int | None = None) -> dict[str, float]:
         """Return the mean loss, the perplexity and the tokens of `batches` held-out batches."""
         if self._evaluator is None:
-            raise DataError("there is no held-out text: the data set has no validation split")
+            raise DataError(
+                "there is nothing held out: the data set has no validation split, or "
+                "Trainer(held_out=...) was not given"
+            )
+        if batches is not None and batches < 1:
+            raise ConfigError(f"batches: expected 1 or more, got {batches}")
         found = self._evaluator.evaluate(batches or self.config.evaluation.batches)
         self.store.take_traffic()
         return found
@@ -386,6 +391,10 @@ def _as_config(config: Config | Mapping[str, Any] | str | Path) -> Config:
 def _as_source(config: Config, model: nn.Module | ModelSource | None) -> ModelSource:
     if isinstance(model, ModelSource):
         return model
+    if model is not None and not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"Trainer(model=...): expected an nn.Module or a ModelSource, got {model!r}"
+        )
     if model is not None:
         return ModelSource.from_module(model)
     if config.model is None:

@@ -12,6 +12,7 @@ from penstock.cli.figures import show_bytes, show_count
 
 if TYPE_CHECKING:
     from penstock.config import Config
+    from penstock.errors import CorruptionError
     from penstock.store import CheckpointState
 
 
@@ -23,10 +24,16 @@ def inspect(
             "--hash", help="Print only a hash of the newest weights: equal to the bit, equal hash."
         ),
     ] = False,
+    repair: Annotated[
+        bool,
+        typer.Option(
+            "--repair", help="On flash: go back to the newest durable step that is whole."
+        ),
+    ] = False,
 ) -> None:
-    """Print what RUN holds: configuration, progress, and checkpoints with all checksums verified.
+    """Print what RUN holds: configuration, progress, state on flash, checkpoints, all verified.
 
-    Exits with 6 if a checkpoint is damaged, naming the file and the place.
+    Exits with 6 if anything is damaged, naming the file and the place.
     """
     from penstock.config import load_run
     from penstock.errors import ConfigError, CorruptionError
@@ -41,6 +48,13 @@ def inspect(
     )
 
     latest = find_checkpoint(run / "checkpoints", "latest")
+    flash = settings.store.flash.path
+    if repair:
+        _repair(flash)
+        return
+    if only_hash and flash is not None:
+        typer.echo(_flash_hash(flash))
+        return
     if only_hash:
         if latest is None:
             raise ConfigError(f"{run}: no checkpoint yet, so there are no weights to hash")
@@ -49,9 +63,11 @@ def inspect(
     for line in (*_configuration_lines(settings), *_progress_lines(run)):
         typer.echo(line)
     damaged: CorruptionError | None = None
+    if flash is not None:
+        damaged = _show_flash(flash)
     for folder in checkpoint_folders(run / "checkpoints"):
         try:
-            state = verify_checkpoint(folder)
+            state = _verified(folder)
         except CorruptionError as error:
             typer.echo(f"checkpoint   {folder.name}  DAMAGED")
             damaged = damaged or error
@@ -59,10 +75,61 @@ def inspect(
         typer.echo(f"checkpoint   {folder.name}  {_checkpoint(state)}{_marks(run, folder, latest)}")
         if folder == latest:
             typer.echo(f"weights      {checkpoint_hash(folder, state)}")
-    if latest is None:
+    if latest is None and flash is None:
         typer.echo("checkpoint   none yet")
     if damaged is not None:
         raise damaged
+
+
+def _repair(flash: Path | None) -> None:
+    from penstock.errors import ConfigError
+    from penstock.store.flash import repair
+
+    if flash is None:
+        raise ConfigError("--repair: this run has no store on flash; its checkpoints are separate")
+    typer.echo(f"{flash} stands at step {repair(flash)}, all checksums match")
+
+
+def _flash_hash(flash: Path) -> str:
+    from penstock.store.flash import FlashReader
+
+    with FlashReader(flash) as reader:
+        step = reader.steps[-1]
+        reader.verify(step)
+        return reader.content_hash(step)
+
+
+def _show_flash(flash: Path) -> CorruptionError | None:
+    """Print the durable steps on flash; return the damage of the newest that is not whole."""
+    from penstock.errors import CorruptionError
+    from penstock.store.flash import FlashReader
+
+    damage: CorruptionError | None = None
+    with FlashReader(flash) as reader:
+        typer.echo(
+            f"flash        {flash}: {show_bytes(reader.bytes)}, of which "
+            f"{show_bytes(reader.state_bytes)} per step; {show_count(reader.parameters)} "
+            f"parameters in {reader.weights} weights"
+        )
+        for step in reader.steps:
+            try:
+                reader.verify(step)
+                whole = f"all checksums match, weights {reader.content_hash(step)}"
+            except CorruptionError as error:
+                damage, whole = error, "DAMAGED"
+            newest = " (newest)" if step == reader.steps[-1] else ""
+            typer.echo(f"durable      step {step}  {whole}{newest}")
+    return damage
+
+
+def _verified(folder: Path) -> CheckpointState:
+    from penstock.errors import ConfigError, CorruptionError
+    from penstock.store import verify_checkpoint
+
+    try:
+        return verify_checkpoint(folder)
+    except ConfigError as error:  # the run goes by it, and it is not there
+        raise CorruptionError(str(error)) from error
 
 
 def _configuration_lines(settings: Config) -> list[str]:

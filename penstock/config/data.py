@@ -29,7 +29,7 @@ class DataConfig(Section):
     sequence_length: int | None = setting(
         None, "length of a sequence; null: the model's context", unit="tokens", example=512, ge=1
     )
-    seed: int = setting(0, "seed of the order in which sequences are drawn", ge=0)
+    seed: int = setting(0, "seed of the order in which sequences are drawn", ge=0, le=2**63 - 1)
 
     @field_validator("tokenizer")
     @classmethod

@@ -15,6 +15,8 @@ import yaml
 
 from penstock.errors import ConfigError
 
+_MOST_DIGITS = 400  # what a float can hold has 309
+
 KeyPath = tuple[str | int, ...]
 
 
@@ -26,6 +28,10 @@ class _Loader(yaml.SafeLoader):
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
             line = key_node.start_mark.line + 1
+            if not isinstance(key, Hashable):
+                raise yaml.constructor.ConstructorError(
+                    None, None, "a list or a mapping cannot be a key", key_node.start_mark
+                )
             if key in seen:
                 raise yaml.constructor.ConstructorError(
                     None,
@@ -56,6 +62,10 @@ for _tag, _pattern, _first in (
 
 def _int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
     text = node.value.replace("_", "")
+    if len(text) > _MOST_DIGITS:
+        raise yaml.constructor.ConstructorError(
+            None, None, f"a number of {len(text)} digits", node.start_mark
+        )
     return int(text, 16) if text.lower().startswith("0x") else int(text, 10)
 
 
@@ -93,7 +103,10 @@ def read(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
 
 def parse(text: str, name: str) -> tuple[dict[str, Any], dict[KeyPath, int]]:
     """Do as `read` for a text; `name` stands before the line in messages."""
-    loader = _Loader(text)
+    try:
+        loader = _Loader(text)
+    except yaml.YAMLError as error:  # a character that no YAML may hold
+        raise ConfigError(f"{name}: not valid YAML: {error}") from None
     try:
         node = loader.get_single_node()
         value = {} if node is None else loader.construct_document(node)

@@ -32,5 +32,10 @@ class EngineConfig(Section):
         "them all, auto keeps what fits. The result is the same to the bit",
     )
     threads: int | None = setting(
-        None, "CPU threads; null: the cores of the machine", unit="threads", example=4, ge=1
+        None,
+        "CPU threads; null: the cores of the machine",
+        unit="threads",
+        example=4,
+        ge=1,
+        le=1024,
     )

@@ -16,4 +16,4 @@ class RunConfig(Section):
         "Left out of a file NAME.yaml: runs/NAME",
     )
     steps: int = setting(1000, "length of the run", unit="steps", ge=1)
-    seed: int = setting(0, "seed of initial weights and dropout", ge=0)
+    seed: int = setting(0, "seed of initial weights and dropout", ge=0, le=2**63 - 1)

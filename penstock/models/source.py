@@ -215,7 +215,16 @@ class ModelSource:
         task = task or find_task(made)
         if task not in ("causal_lm", "masked_lm"):
             raise ConfigError(f"expected task causal_lm or masked_lm, got {task!r}")
-        return _language_model(made.model_type, record(builder(made, task)), task, made)
+        try:
+            origin = record(builder(made, task))
+        except PenstockError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"transformers cannot build a {made.model_type} of this configuration: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        return _language_model(made.model_type, origin, task, made)
 
     @classmethod
     def from_factory(

@@ -29,6 +29,8 @@ def unseal(path: Path) -> dict[str, Any]:
         FileNotFoundError: there is no such file.
         CorruptionError: it is too large, is not of this form, or its checksum does not match.
     """
+    if path.exists() and not path.is_file():
+        raise CorruptionError(f"{path}: a file was expected here; move away what is there")
     size = path.stat().st_size
     if size > MAX_BYTES:
         raise _broken(path, f"it has {size:,} bytes, at most {MAX_BYTES:,} make sense")

@@ -14,7 +14,7 @@ from typing import Literal
 from penstock import fault
 from penstock.errors import ConfigError, CorruptionError, StorageError
 from penstock.store import sealed_json
-from penstock.store.checkpoint.state import STATE_NAME, newer_version
+from penstock.store.checkpoint.state import STATE_NAME, newer_version, read_state
 from penstock.store.files import remove_folder, replace_file
 
 INDEX_NAME = "index.json"
@@ -73,7 +73,8 @@ def read_index(checkpoints: Path) -> Index:
     try:
         content = sealed_json.unseal(path)
     except FileNotFoundError:
-        return Index(_complete_folders(checkpoints), None)
+        complete = _complete_folders(checkpoints)
+        return Index(complete, _best_of(checkpoints, complete))
     except CorruptionError as error:
         raise CorruptionError(f"{error}; delete it to go by the checkpoints' folders") from error
     match content:
@@ -94,6 +95,17 @@ def _complete_folders(checkpoints: Path) -> tuple[str, ...]:
         if match and (path / STATE_NAME).is_file():
             found.append((int(match[1]), int(match[2] or 0), path.name))
     return tuple(name for _, _, name in sorted(found))
+
+
+def _best_of(checkpoints: Path, folders: tuple[str, ...]) -> str | None:
+    """Return the newest folder that was the best when it was saved, going by their states."""
+    for name in reversed(folders):
+        try:
+            if read_state(checkpoints / name).best:
+                return name
+        except (ConfigError, CorruptionError):
+            continue  # whoever opens this one is told of it
+    return None
 
 
 def write_index(checkpoints: Path, index: Index) -> None:

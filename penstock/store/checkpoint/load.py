@@ -17,8 +17,8 @@ from safetensors import safe_open
 
 from penstock.errors import ConfigError, CorruptionError, StorageError
 from penstock.store import tensor_file
+from penstock.store.checkpoint.index import read_index
 from penstock.store.checkpoint.state import (
-    STATE_NAME,
     CheckpointState,
     read_state,
     tensor_name,
@@ -99,8 +99,8 @@ def verify_checkpoint(folder: Path) -> CheckpointState:
 
 
 def checkpoint_folders(checkpoints: Path) -> list[Path]:
-    """Return the finished checkpoints under a folder, oldest first."""
-    return sorted(path.parent for path in checkpoints.glob(f"step-*/{STATE_NAME}"))
+    """Return the checkpoints that a run goes by, oldest first, whether they are there or not."""
+    return [checkpoints / name for name in read_index(checkpoints).folders]
 
 
 def checkpoint_hash(folder: Path, state: CheckpointState) -> str:

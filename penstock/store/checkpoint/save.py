@@ -105,7 +105,7 @@ def save_checkpoint(
             require_space(folder, needed_bytes)
             temporary.mkdir()
             fault.point("checkpoint.begin")
-            state = _write_files(store, temporary, plan, extra)
+            state = _write_files(store, temporary, plan, extra, best)
             _publish(temporary, folder, after)
         except BaseException:
             _withdraw(temporary, folder, checkpoints)
@@ -146,6 +146,7 @@ def _write_files(
     temporary: Path,
     plan: dict[str, dict[tensor_file.Entry, _Source]],
     extra: dict[str, Any],
+    best: bool,
 ) -> CheckpointState:
     files: dict[str, FileRecord] = {}
     tensors: dict[str, Place] = {}
@@ -159,7 +160,7 @@ def _write_files(
         for name, extent in tensor_file.extents(entries).items():
             tensors[name] = Place(file_name, extent)
         fault.point("checkpoint.after_file")
-    state = CheckpointState(store.step, files, tensors, extra)
+    state = CheckpointState(store.step, files, tensors, extra, best)
     file = ChecksummedFile(temporary / STATE_NAME)
     try:
         file.write(state_bytes(state))

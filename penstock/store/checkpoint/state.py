@@ -29,12 +29,14 @@ class Place:
 
 @dataclass(frozen=True)
 class CheckpointState:
-    """The content of `state.json`; `extra` is what the trainer wants to find again."""
+    """The content of `state.json`; `extra` is what the trainer wants to find again, `best` whether
+    it was the best when it was saved."""
 
     step: int
     files: dict[str, FileRecord]
     tensors: dict[str, Place]
     extra: dict[str, Any]
+    best: bool = False
 
     @property
     def bytes(self) -> int:
@@ -71,6 +73,7 @@ def state_bytes(state: CheckpointState) -> bytes:
         "files": files,
         "tensors": tensors,
         "extra": state.extra,
+        "best": state.best,
     }
     return sealed_json.seal(content)
 
@@ -96,7 +99,8 @@ def read_state(folder: Path) -> CheckpointState:
     except FileNotFoundError as error:
         raise ConfigError(
             f"{folder}: not a checkpoint: it has no {STATE_NAME}; a checkpoint is a folder such as "
-            "checkpoints/step-00000100"
+            "checkpoints/step-00000100. If it was deleted, delete checkpoints/index.json too, to "
+            "go on from the newest that is left"
         ) from error
     match content:
         case {"format": "penstock checkpoint", "version": int(version)} if version > VERSION:
@@ -115,7 +119,8 @@ def read_state(folder: Path) -> CheckpointState:
             for name, place in places.items():
                 if place.file not in records:
                     raise _broken(path, f"tensor {name!r} lies in the unknown {place.file!r}")
-            return CheckpointState(step, records, places, extra)
+            best = content.get("best") is True
+            return CheckpointState(step, records, places, extra, best)
     raise _broken(path, "it does not describe a checkpoint")
 
 

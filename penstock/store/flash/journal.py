@@ -50,12 +50,13 @@ class Record:
 class Journal:
     """An open journal, to be appended to by one process.
 
-    `records` are the first, which says what the store is, and the last ones.
+    `records` are the first, which says what the store is, and the last ones. With `to_the_damage`
+    the file is cut off where its bytes have changed, which gives up the steps behind.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, to_the_damage: bool = False) -> None:
         self.path = path
-        self.records, self._end = read_records(path)
+        self.records, self._end = read_records(path, to_the_damage)
         self._count = len(self.records)
         self._descriptor = os.open(path, os.O_RDWR)
         os.ftruncate(self._descriptor, self._end)  # a record that was never finished
@@ -107,8 +108,10 @@ class Journal:
             os.close(descriptor)
 
 
-def read_records(path: Path) -> tuple[list[Record], int]:
+def read_records(path: Path, to_the_damage: bool = False) -> tuple[list[Record], int]:
     """Return the records of a journal that count, and where the next one goes.
+
+    With `to_the_damage`, only those before the first that has changed.
 
     Raises:
         CorruptionError: bytes have changed, with the place and both checksums.
@@ -121,7 +124,12 @@ def read_records(path: Path) -> tuple[list[Record], int]:
     records: list[Record] = []
     place = 0
     while place < len(data):
-        found = _read(path, data, place, len(records))
+        try:
+            found = _read(path, data, place, len(records))
+        except CorruptionError:
+            if not (to_the_damage and records):
+                raise
+            break
         if found is None:
             break
         record, place = found

@@ -12,13 +12,14 @@ and its weights are read once more for the backward sweep unless they are still 
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -155,6 +156,8 @@ class FlashStore:
         ]
         for thread in self._threads:
             thread.start()
+        # Threads that are left to the interpreter's end can hang it, within the OpenMP pools.
+        atexit.register(self.close)
 
     # Making, opening and closing
 
@@ -220,8 +223,11 @@ class FlashStore:
     def close(self) -> None:
         """Stop the threads and let go of the files; what is not durable yet is given up."""
         with self._changed:
+            if self._closing:
+                return
             self._closing = True
             self._changed.notify_all()
+        atexit.unregister(self.close)
         self._to_update.put(None)
         self._to_write.put(None)
         for thread in self._threads:
@@ -726,17 +732,22 @@ def _parts(
 
 def _require_same(folder: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     """Refuse a store that was made for something else, naming what differs."""
-    if found.get("format") != FORMAT:
-        raise ConfigError(f"{folder}: not a Penstock store; choose another store.flash.path")
-    version: Literal[1] | Any = found.get("version")
-    if version != VERSION:
-        raise ConfigError(
-            f"{folder}: its format has version {version}, this Penstock reads {VERSION}; "
-            "open it with a newer Penstock"
-        )
+    require_readable(folder, found)
     for key in wanted:
         if found.get(key) != wanted[key]:
             raise ConfigError(
                 f"{folder} holds the state of another model or optimizer ({key} differs); choose "
                 "another store.flash.path, or go back to what it was made with"
             )
+
+
+def require_readable(folder: Path, found: Mapping[str, Any]) -> None:
+    """Refuse a journal's first record that is not of this format, or of a newer one."""
+    if found.get("format") != FORMAT:
+        raise ConfigError(f"{folder}: not a Penstock store; choose another store.flash.path")
+    version = found.get("version")
+    if version != VERSION:
+        raise ConfigError(
+            f"{folder}: its format has version {version}, this Penstock reads {VERSION}; "
+            "open it with a newer Penstock"
+        )
