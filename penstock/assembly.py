@@ -54,6 +54,7 @@ _MICRO_BATCH_TOKENS = {"cpu": 4096, "cuda": 32768}
 _AUTO_SHARE = 0.5  # of the memory that is free at the start, for the engine
 _AUTO_DRAM_SHARE = 0.25  # of the same, for a store on flash
 _LEAST_TOKENS = 512  # of a micro-batch; smaller products spend their time on starting
+_SPARE_VOCABULARY = 1.2  # times what is used; beyond, it was not meant
 _ENGINES = 8  # that a configuration may ask for; see `config/root.py`
 _BUDGET_SLOTS = 4  # a stage of a quarter of the budget leaves room for slots and activations
 _FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -383,6 +384,12 @@ def open_data(config: Config, source: ModelSource, notice: Callable[[str], None]
     dataset = TokenDataset.open(folder)
     if source.vocab_size is not None:
         check_vocabulary(dataset, source.vocab_size)
+        if source.vocab_size > _SPARE_VOCABULARY * dataset.vocab_size:
+            notice(
+                f"the model has a vocabulary of {source.vocab_size}, the data set uses "
+                f"{dataset.vocab_size}: most rows of its embedding never train; set the model's "
+                f"vocab_size to {dataset.vocab_size}, or a little more"
+            )
     length = sequence_length(config, source)
 
     def split(name: str) -> Source:

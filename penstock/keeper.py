@@ -35,6 +35,11 @@ class Keeper(Protocol):
         """What the trainer kept with the newest step; None where there is none."""
         ...
 
+    @property
+    def newest_step(self) -> int | None:
+        """The newest step that would be found now."""
+        ...
+
     def open(self, model: ModelSource, program: Program, device: str, notice: Notice) -> Store:
         """Return a store with the newest step in it, or with initial weights."""
         ...
@@ -55,6 +60,12 @@ class CheckpointKeeper:
             read_state(self._latest).extra if self._latest else None
         )
         self._store: Store | None = None
+
+    @property
+    def newest_step(self) -> int | None:
+        """The step of the newest checkpoint."""
+        latest = find_checkpoint(self._folder, "latest")
+        return read_state(latest).step if latest else None
 
     def open(self, model: ModelSource, program: Program, device: str, notice: Notice) -> Store:
         """Return a store in memory."""
@@ -86,6 +97,11 @@ class FlashKeeper:
         self._folder = folder
         self.recorded: Mapping[str, Any] | None = recorded_extra(folder)
         self._store: FlashStore | None = None
+
+    @property
+    def newest_step(self) -> int | None:
+        """The newest durable step; nobody else can write one while the store is open."""
+        return self._store.durable_step if self._store else None
 
     def open(self, model: ModelSource, program: Program, device: str, notice: Notice) -> Store:
         """Return the store on flash; new weights go there one at a time."""

@@ -37,6 +37,7 @@ from penstock.metrics import recorder
 from penstock.models import ModelSource
 from penstock.program import Program
 from penstock.step import StepRunner
+from penstock.store import FolderLock
 
 
 class Trainer:
@@ -116,9 +117,27 @@ class Trainer:
 
     def train(self) -> dict[str, Any]:
         """Run to the configured number of steps and return a summary of the run's figures."""
-        config, started = self.config, time.perf_counter()
         self._check_resumable()
-        write_record(config)
+        lock = FolderLock(self.config.run.dir, "choose another run.dir", "training.lock")
+        try:
+            self._refuse_stale()
+            write_record(self.config)
+            return self._train()
+        finally:
+            lock.release()
+            self._stop_reason, self._tell = None, self._listener
+
+    def _refuse_stale(self) -> None:
+        """Two trainers of one run must not overtake each other."""
+        newest = self._keeper.newest_step
+        if newest is not None and newest > self.step:
+            raise ConfigError(
+                f"{self.config.run.dir} has been trained to step {newest} by another trainer, this "
+                f"one stands at {self.step}; make a new Trainer, it goes on from there"
+            )
+
+    def _train(self) -> dict[str, Any]:
+        config, started = self.config, time.perf_counter()
         self._tell = broadcast([recorder(config), self._listener])
         self._announce()
         if self._evaluator is not None and config.evaluation.every:
@@ -139,7 +158,10 @@ class Trainer:
             if config.checkpoint.every and self.step % config.checkpoint.every == 0:
                 self.save()
         if self.step == first_step and self.step >= config.run.steps:
-            self._notice(f"the run already has its {config.run.steps} steps; nothing to do")
+            self._notice(
+                f"the run already has its {config.run.steps} steps; nothing to do. To train on: "
+                f"run.steps={2 * config.run.steps}"
+            )
         self._save_if_new()
         summary = {
             "steps": self.step - first_step,
@@ -154,7 +176,6 @@ class Trainer:
             self._tell(Stopped(self.step, self._stop_reason, command))
         else:
             self._tell(Finished(summary))
-        self._stop_reason, self._tell = None, self._listener
         return summary
 
     def run_step(self) -> StepDone:

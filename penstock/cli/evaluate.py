@@ -26,8 +26,9 @@ def evaluate(
 
     from penstock.trainer import Trainer
 
-    result = Trainer(settings, must_exist=True).evaluate(batches)
+    trainer = Trainer(settings, must_exist=True)
+    result = trainer.evaluate(batches)
     typer.echo(
-        f"loss {result['loss']:.6f}  perplexity {result['perplexity']:.6g}  "
+        f"step {trainer.step}  loss {result['loss']:.6f}  perplexity {result['perplexity']:.6g}  "
         f"({result['tokens']} tokens)"
     )

@@ -33,6 +33,7 @@ def export(
 
     from penstock.trainer import Trainer
 
-    files = Trainer(settings, must_exist=True).export(out, dtype.value)
+    Trainer(settings, must_exist=True).export(out, dtype.value)
+    files = sorted(out.iterdir())
     written = show_bytes(sum(file.stat().st_size for file in files))
-    typer.echo(f"wrote {out}: {', '.join(sorted(file.name for file in files))} ({written})")
+    typer.echo(f"wrote {out}: {', '.join(file.name for file in files)} ({written})")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shlex
 import signal
 from collections.abc import Callable, Iterator
@@ -95,6 +96,8 @@ class GracefulStop:
             if self.signal is not None:
                 raise KeyboardInterrupt
             self.signal = number
+            # Written at once and by no view: the step in flight may take minutes.
+            os.write(2, b"\nstopping after this step; again to stop now and lose it\n")
             request_stop("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
 
         numbers = (signal.SIGINT, signal.SIGTERM)

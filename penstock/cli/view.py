@@ -204,7 +204,7 @@ def panel(progress: Progress) -> RenderableType:
             f"{show_bytes(last.streamed_bytes)} of weights out and "
             f"{show_bytes(last.gradient_bytes)} of gradients in per step",
         )
-        clipped = f", clipped to {last.clip_scale:.2f} of it" if last.clip_scale < 1 else ""
+        clipped = f", clipped to {last.clip_scale:.2f} of it" if last.clip_scale < 0.995 else ""
         table.add_row(
             "update", f"rate {last.learning_rate:.3g}   gradient norm {last.grad_norm:.3g}{clipped}"
         )
@@ -255,7 +255,8 @@ def event_lines(event: Event) -> list[str]:
             f"{event.device}; {show_bytes(event.weight_bytes)} streamed per sweep, store "
             f"{store}, engine budget {show_bytes(event.engine_bytes)}",
             f"{event.steps} steps of {show_count(event.tokens_per_step)} tokens "
-            f"({event.micro_batches} micro-batches of {event.micro_batch}), "
+            f"({event.micro_batches} micro-batch{'es' if event.micro_batches > 1 else ''} of "
+            f"{event.micro_batch}), "
             f"{event.recompute_stages} of {event.stages} stages recomputed, in "
             f"{event.run_dir}{resumed}",
         ]
@@ -278,6 +279,8 @@ def event_lines(event: Event) -> list[str]:
             f"resume with: {event.resume_command}",
         ]
     if isinstance(event, Finished):
+        if event.summary.get("steps") == 0:
+            return []  # a notice has said so
         return ["finished: " + _summary(event.summary)]
     return []
 
@@ -292,7 +295,7 @@ def _figure(name: str, value: Any) -> str:
     if name == "seconds":
         return f"time {show_duration(value)}"
     shown = f"{value:.4f}" if isinstance(value, float) else f"{value}"
-    return f"{name.replace('_', ' ')} {shown}"
+    return f"{name.replace('_', ' ').replace('held out', 'held-out')} {shown}"
 
 
 def _memory(used: int, budget: int) -> RenderableType:

@@ -9,7 +9,7 @@ from pathlib import Path
 from penstock.config.document import read
 from penstock.config.problems import Origin
 from penstock.config.root import Config
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, did_you_mean
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), *, training: bool = False) -> Config:
@@ -49,6 +49,13 @@ def check_data(config: Config, origin: Origin | None = None) -> None:
             f"{origin.place(('data', 'path'))}data.path: {data.path} does not exist; make it with "
             f"`penstock data build --input FILES --tokenizer bytes --out {data.path}`, or list "
             "files in data.input"
+        )
+    spec = data.tokenizer
+    if spec != "bytes" and not spec.startswith("train-bpe:") and not Path(spec).exists():
+        raise ConfigError(
+            f"{origin.place(('data', 'tokenizer'))}data.tokenizer: expected bytes, train-bpe:SIZE "
+            f"or the path of a tokenizer, got {spec!r}, which does not exist"
+            f"{did_you_mean(spec, ['bytes', 'train-bpe:4096'])}"
         )
     for number, pattern in enumerate(data.input):
         if not _matches_something(pattern):

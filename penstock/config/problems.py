@@ -37,16 +37,13 @@ class Origin:
 
     def place(self, path: KeyPath) -> str:
         """Return the place of a key, or of the nearest section around it, ending in `: `."""
-        for length in range(len(path), 0, -1):
-            text = self.overridden.get(path[:length])
-            if text is not None:
+        for key, text in self.overridden.items():  # a value within, or around, what is wrong
+            if key[: len(path)] == path or path[: len(key)] == key:
                 return f"command line, {text}: "
+        for length in range(len(path), 0, -1):
             line = self.lines.get(path[:length])
             if line is not None:
                 return f"{self.name}:{line}: "
-        for key, text in self.overridden.items():
-            if key[: len(path)] == path:
-                return f"command line, {text}: "
         return f"{self.name}: " if self.name else ""
 
 

@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator
+from pydantic_core import PydanticCustomError
 
 from penstock.config.section import PathText, Section, setting
+
+
+def _folder(path: Path) -> Path:
+    if str(path) in ("", ".") or "\0" in str(path) or not str(path).isprintable():
+        raise PydanticCustomError(
+            "folder",
+            "expected the name of a folder such as runs/mine, got {got}",
+            {"got": repr(str(path))},
+        )
+    return path
 
 
 class RunConfig(Section):
     """One run."""
 
-    dir: PathText = setting(
+    dir: Annotated[PathText, AfterValidator(_folder)] = setting(
         Path("runs/run"),
         "folder of the run: checkpoints, metrics, its configuration. "
         "Left out of a file NAME.yaml: runs/NAME",

@@ -36,12 +36,21 @@ Penstock trains a small GPT on the source of Python's standard library. Weights 
 state stay in the store; each step streams them, layer by layer, through the engine. It takes some
 {minutes} minutes on two idle cores. Ctrl-C saves and stops; `{again}` goes on from there.
 """
-MINUTES = {"fp32": "five", "bf16": "three"}
+MINUTES = {"fp32": "five", "bf16": "four"}
+HELP = """\
+python -m penstock.demo [KEY=VALUE]...
+
+Trains recipes/demo.yaml, writes a sample, exports the model. Any of its keys may be set, such as
+run.dir=runs/short run.steps=100. It is trained once: run again, it goes on or says that it is done.
+"""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the demo, or go on with it; return the exit code."""
     console = Console(highlight=False, markup=False)
+    if {"--help", "-h"} & set(arguments):
+        console.print(HELP, soft_wrap=True)
+        return 0
     python = [os.path.relpath(sys.executable), "-m", "penstock.demo", *arguments]
     again = shlex.join(python) if arguments else "make demo"
     try:

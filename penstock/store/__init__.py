@@ -15,6 +15,7 @@ from penstock.store.checkpoint import (
 from penstock.store.dram import DramStore
 from penstock.store.huggingface import export_huggingface
 from penstock.store.interface import Commit, Store, Traffic
+from penstock.store.lock import FolderLock
 from penstock.store.optimizers import (
     OPTIMIZER_NAMES,
     SGD,
@@ -35,6 +36,7 @@ __all__ = [
     "CheckpointState",
     "Commit",
     "DramStore",
+    "FolderLock",
     "Group",
     "GroupSettings",
     "Lion",

@@ -1,12 +1,16 @@
 """What a run leaves in its folder, whoever started it."""
 
+import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from penstock import Trainer
-from penstock.errors import StorageError
+from penstock.errors import ConfigError, NonFiniteError, StorageError
+from penstock.events import StepDone
 from penstock.metrics import read_metrics
+from penstock.store import find_checkpoint
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,7 +43,7 @@ def test_a_finished_run_says_so_and_stays_as_it_is(tmp_path):
         config(tmp_path / "run", 3), on_event=lambda event: said.append(getattr(event, "text", ""))
     )
     assert trainer.train()["steps"] == 0
-    assert "the run already has its 3 steps; nothing to do" in said
+    assert "the run already has its 3 steps; nothing to do. To train on: run.steps=6" in said
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
 
 
@@ -94,3 +98,67 @@ def test_an_update_that_was_interrupted_is_never_made_twice(tmp_path, monkeypatc
     plain = Trainer(config(tmp_path / "b", 4))
     plain.train()
     assert again.store.content_hash() == plain.store.content_hash()
+
+
+def test_one_run_is_trained_by_one_trainer_at_a_time(tmp_path):
+    first, second = (Trainer(config(tmp_path / "run", 4)) for _ in range(2))
+    refused: list[str] = []
+
+    def try_the_other(event):
+        if isinstance(event, StepDone) and not refused:
+            with pytest.raises(StorageError) as caught:
+                second.train()
+            refused.append(str(caught.value))
+
+    first._listener = try_the_other
+    first.train()
+    assert refused == [
+        f"{tmp_path / 'run'} is in use by process {os.getpid()}; wait until it ends, or choose "
+        "another run.dir"
+    ]
+    with pytest.raises(ConfigError) as caught:
+        second.train()  # it would do steps again that are done
+    assert str(caught.value) == (
+        f"{tmp_path / 'run'} has been trained to step 4 by another trainer, this one stands at 0; "
+        "make a new Trainer, it goes on from there"
+    )
+    assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")][-1] == 4
+
+
+def test_the_best_checkpoint_outlives_its_index(tmp_path):
+    trainer = Trainer({**config(tmp_path / "run", 8), "checkpoint": {"every": 1, "keep_last": 1}})
+    losses = iter([1.0, 2.0, 3.0])
+    trainer.evaluate = lambda: {"loss": next(losses), "perplexity": 1.0, "tokens": 1}
+    trainer.train()
+    checkpoints = tmp_path / "run" / "checkpoints"
+    best = find_checkpoint(checkpoints, "best")
+    assert best.name == "step-00000003"
+    (checkpoints / "index.json").unlink()  # as the error of a damaged one advises
+    assert find_checkpoint(checkpoints, "best") == best
+    Trainer({**config(tmp_path / "run", 9), "checkpoint": {"keep_last": 1}}).save()
+    assert best.exists()
+
+
+def test_weights_that_an_update_ruined_are_not_saved(tmp_path):
+    settings = {**config(tmp_path / "run", 3), "checkpoint": {"every": 1}}
+    trainer = Trainer(settings)
+    trainer.train()
+    trainer.store.begin_restore()
+    trainer.store.write("transformer.wpe.weight", "master", 5, np.float32([np.nan]))
+    trainer.store.finish_restore(4)
+    with pytest.raises(NonFiniteError) as caught:
+        trainer.save()
+    assert str(caught.value) == (
+        "step 4 is not saved: the update made transformer.wpe.weight NaN or infinite; the "
+        "checkpoints before it stand. Start a run with a lower optimizer.learning_rate in another "
+        "run.dir"
+    )
+    assert Trainer(settings).step == 3
+
+
+def test_metrics_that_rotted_stop_no_run(tmp_path):
+    Trainer(config(tmp_path / "run", 2)).train()
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    metrics.write_bytes(b"\xff\xfe" + metrics.read_bytes() + b"[" * 100_000 + b"\n")
+    Trainer(config(tmp_path / "run", 3)).train()
+    assert read_metrics(metrics)[-1]["step"] == 3

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from penstock import fault
+from penstock.errors import NonFiniteError
 from penstock.store import tensor_file
 from penstock.store.checkpoint.index import (
     Index,
@@ -86,6 +87,7 @@ def save_checkpoint(
         StorageError: the disk is full, read-only or failing; the previous checkpoint is untouched
             and still in force, and nothing half-written is left.
         CorruptionError: the index of the existing checkpoints is damaged.
+        NonFiniteError: a weight is NaN or infinite; the previous checkpoint stays in force.
     """
     if keep_last < 1:
         raise ValueError(f"keep_last must be 1 or more, not {keep_last}")
@@ -176,7 +178,14 @@ def _pieces(store: Store, entry: tensor_file.Entry, source: _Source) -> Iterator
     elements = entry.bytes // entry.dtype.itemsize
     length = _PIECE_BYTES // entry.dtype.itemsize
     for begin in range(0, elements, length):
-        yield store.read(source.weight, source.role, begin, min(begin + length, elements))
+        piece = store.read(source.weight, source.role, begin, min(begin + length, elements))
+        if source.role == MASTER and not np.isfinite(piece).all():
+            raise NonFiniteError(
+                f"step {store.step} is not saved: the update made {source.weight} NaN or infinite; "
+                "the checkpoints before it stand. Start a run with a lower "
+                "optimizer.learning_rate in another run.dir"
+            )
+        yield piece
 
 
 def _publish(temporary: Path, folder: Path, after: Index) -> None:

@@ -6,7 +6,6 @@ multiples of `ALIGNMENT_BYTES`, which the layout sees to.
 """
 
 import errno
-import fcntl
 import os
 from pathlib import Path
 
@@ -100,28 +99,3 @@ def _open(path: Path, flags: int) -> tuple[int, bool]:
             if flags & os.O_CREAT:
                 path.unlink(missing_ok=True)
     return os.open(path, flags, 0o666), False
-
-
-class Lock:
-    """Keeps two processes from writing one store; let go when the process ends, however it does."""
-
-    def __init__(self, folder: Path) -> None:
-        self._descriptor = os.open(folder / "LOCK", os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            holder = os.pread(self._descriptor, 32, 0).decode(errors="replace").strip()
-            self.release()
-            raise StorageError(
-                f"{folder} is open for writing in another process"
-                f"{f' ({holder})' if holder else ''}; wait until it ends, or give this run a "
-                "store.flash.path of its own"
-            ) from error
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, f"process {os.getpid()}\n".encode(), 0)
-
-    def release(self) -> None:
-        """Let another process in."""
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)

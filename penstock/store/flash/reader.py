@@ -8,9 +8,10 @@ from types import TracebackType
 from penstock.errors import ConfigError, CorruptionError
 from penstock.store.flash.journal import Journal, Record, read_records
 from penstock.store.flash.layout import FlashLayout
-from penstock.store.flash.medium import ExtentFile, Lock
+from penstock.store.flash.medium import ExtentFile
 from penstock.store.flash.store import EXTENTS, JOURNAL, require_readable
 from penstock.store.flash.version import Version
+from penstock.store.lock import FolderLock
 
 
 class FlashReader:
@@ -27,7 +28,7 @@ class FlashReader:
         journal = folder / JOURNAL
         if not journal.exists():
             raise ConfigError(f"{folder}: no store on flash here yet")
-        self._lock = Lock(folder)
+        self._lock = FolderLock(folder, "look at it then")
         try:
             self._first, *self._steps = read_records(journal)[0]
             content = self._first.content

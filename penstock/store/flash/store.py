@@ -39,11 +39,12 @@ from penstock.store import files
 from penstock.store.flash.frames import Frames
 from penstock.store.flash.journal import Journal, Record, read_records
 from penstock.store.flash.layout import BLOCK_ELEMENTS, Block, FlashLayout, Unit
-from penstock.store.flash.medium import ExtentFile, Lock
+from penstock.store.flash.medium import ExtentFile
 from penstock.store.flash.staging import StagedUnit, Staging
 from penstock.store.flash.version import Version, checksum, state_parts
 from penstock.store.gradients import Gradients, clip_scale
 from penstock.store.interface import MASTER, Commit, Traffic
+from penstock.store.lock import FolderLock
 from penstock.store.optimizers import GroupSettings, Optimizer
 from penstock.store.schedules import Schedule, learning_rate
 
@@ -140,7 +141,7 @@ class FlashStore:
         self._compute = threading.Lock()  # kernels must not run side by side
 
         folder.mkdir(parents=True, exist_ok=True)
-        self._lock = Lock(folder)
+        self._lock = FolderLock(folder, "give this run a store.flash.path of its own")
         try:
             self._open()
         except BaseException:

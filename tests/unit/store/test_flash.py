@@ -174,7 +174,7 @@ def test_durability_lags_a_commit_by_less_than_a_step(flash):
 def test_a_second_process_is_kept_out(flash):
     program = make_program(LAYERS)
     flash(program)
-    with pytest.raises(StorageError, match=r"is open for writing in another process \(process \d"):
+    with pytest.raises(StorageError, match=r"is in use by process \d+; wait"):
         flash(program)
 
 

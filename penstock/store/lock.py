@@ -1,0 +1,45 @@
+"""One writer per folder: a lock that ends with its process, however that ends."""
+
+import fcntl
+import os
+from pathlib import Path
+
+from penstock.errors import StorageError
+
+
+class FolderLock:
+    """Keeps all others, in this process or another, from writing in a folder.
+
+    Args:
+        folder: made if need be; the file `name` in it names the process that holds it.
+        advice: what else whoever is refused can do.
+
+    Raises:
+        StorageError: somebody holds it.
+    """
+
+    def __init__(self, folder: Path, advice: str, name: str = "LOCK") -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(folder / name, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as error:
+            raise StorageError(
+                f"{folder}: cannot be written: {error.strerror}; make it writable, or {advice}"
+            ) from error
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.pread(self._descriptor, 32, 0).decode(errors="replace").strip()
+            self.release()
+            raise StorageError(
+                f"{folder} is in use{f' by {holder}' if holder else ''}; wait until it ends, or "
+                f"{advice}"
+            ) from error
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, f"process {os.getpid()}\n".encode(), 0)
+
+    def release(self) -> None:
+        """Let others in; releasing twice is allowed."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
