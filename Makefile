@@ -1,6 +1,7 @@
 # Each target sets up what it needs in .venv; only Python 3.11+ and make must be there.
 #   make demo            train a small GPT on real text, watch it, read what it writes
 #   make test            the whole test suite
+#   make soak            the same kind of tests for longer: thousands of crashes
 #   make lint            formatting, lint rules, types
 #   make bench           the figures that the README quotes, one script each
 #   make docs            the documentation, into site/
@@ -15,7 +16,7 @@ BENCHMARKS = $(sort $(wildcard benchmarks/*.py))
 # What each benchmark gets; QUICK=1 does the same work smaller.
 BENCH_ARGS = $(if $(QUICK),--quick)
 
-.PHONY: demo test lint bench docs clean
+.PHONY: demo test soak lint bench docs clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -23,6 +24,9 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+soak: $(READY)
+	$(BIN)/python -m pytest -m slow --timeout 3600 $(PYTEST_ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

@@ -64,11 +64,12 @@ class CrashDisk:
     def _remember(self, path, offset, size):
         pending = self._pending.setdefault(path, {})
         self._sizes.setdefault(path, path.stat().st_size)
+        first = offset // SECTOR * SECTOR
         with path.open("rb") as file:
-            for begin in range(offset // SECTOR * SECTOR, offset + size, SECTOR):
-                if begin not in pending:
-                    file.seek(begin)
-                    pending[begin] = file.read(SECTOR)
+            file.seek(first)
+            old = file.read(offset + size - first + SECTOR)
+        for begin in range(first, offset + size, SECTOR):
+            pending.setdefault(begin, old[begin - first : begin - first + SECTOR])
 
     def _sync_data(self, descriptor):
         with self._lock:

@@ -165,8 +165,10 @@ class FlashStore:
     def _divide(self, dram_bytes: int) -> tuple[deque[np.ndarray], int]:
         """Give the gradients theirs, an eighth of the rest to blocks on their way, and the rest
         to weights."""
-        width = max((unit.state_width for unit in self._layout.units), default=0)
-        block_bytes = self._block_elements * width
+        block_bytes = max(
+            unit.blocks[0].elements * unit.state_width if unit.elements else 0
+            for unit in self._layout.units
+        )
         rest = dram_bytes - self._gradients.memory_bytes
         count = min(_MOST_BUFFERS, max(_LEAST_BUFFERS, rest // 8 // max(1, block_bytes)))
         frame_bytes = rest - count * block_bytes
