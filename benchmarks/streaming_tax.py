@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from typing import Any
 
 VOCABULARY = 50257
 LEARNING_RATE, WEIGHT_DECAY, CLIP, SEED = 3e-4, 0.1, 1.0, 0
@@ -41,7 +42,9 @@ def main() -> None:
     parser.add_argument("--worker", metavar="JSON", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        serve(Job(**json.loads(options.worker)))
+        job = Job(**json.loads(options.worker))
+        loops = {"penstock": penstock_loop, "eager": eager_loop, "compiled": compiled_loop}
+        serve(loops[job.loop](job))
         return
     layers = options.layers or (1 if options.quick else 12)
     sequences, length = (1, 256) if options.quick else (4, 512)
@@ -125,9 +128,9 @@ def summary(results: list[dict], layers: int, rounds: int) -> dict:
 class Worker:
     """One loop in its own process, which does a step for each line that it is sent."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Any, script: str = __file__) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, __file__, "--worker", json.dumps(dataclasses.asdict(job))],
+            [sys.executable, script, "--worker", json.dumps(dataclasses.asdict(job))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -154,10 +157,8 @@ class Worker:
         raise RuntimeError(f"a worker ended: exit code {self._process.wait()}")
 
 
-def serve(job: Job) -> None:
-    """Be a worker: read words from stdin, answer in JSON lines."""
-    make = {"penstock": penstock_loop, "eager": eager_loop, "compiled": compiled_loop}[job.loop]
-    step = make(job)
+def serve(step: Callable[[], float]) -> None:
+    """Be a worker: read words from stdin, answer in JSON lines; `step` returns its loss."""
     loss = float("nan")
     for line in sys.stdin:
         if line.strip() == "finish":

@@ -82,7 +82,7 @@ class StepRunner:
             waiting = (stage, parts)
         self._return_gradients(*waiting)
         commit = self._store.commit()
-        traffic = self._store.take_traffic()
+        traffic, flash = self._store.take_traffic(), self._store.take_flash_traffic()
         return StepDone(
             step=commit.step,
             loss=math.fsum(losses) * loss_scale,
@@ -95,9 +95,9 @@ class StepRunner:
             gradient_bytes=traffic.gradient_bytes,
             engine_bytes=max(e.memory.peak_bytes for e in self._engines),
             store_bytes=sum(self._store.memory_bytes.values()),
-            flash_read_bytes=traffic.read_bytes,
-            flash_written_bytes=traffic.written_bytes,
-            flash_wait_seconds=traffic.waited_seconds,
+            flash_read_bytes=flash.read_bytes,
+            flash_written_bytes=flash.written_bytes,
+            flash_wait_seconds=flash.waited_seconds,
         )
 
     def _begin(self) -> float:

@@ -16,7 +16,7 @@ from penstock.errors import ConfigError, StorageError, did_you_mean
 from penstock.program import Program
 from penstock.store.content_hash import hash_weights
 from penstock.store.gradients import Gradients, clip_scale
-from penstock.store.interface import MASTER, Commit, Traffic
+from penstock.store.interface import MASTER, Commit, FlashTraffic, Traffic
 from penstock.store.layout import allocate_role, homes
 from penstock.store.masters import Masters
 from penstock.store.optimizers import GroupSettings, Optimizer
@@ -106,6 +106,10 @@ class DramStore:
             do not overlap with its work, but are the same.
         """
         return self._masters.page_lock()
+
+    def take_flash_traffic(self) -> FlashTraffic:
+        """Nothing moves there."""
+        return FlashTraffic()
 
     @property
     def flash_bytes(self) -> int:

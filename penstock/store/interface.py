@@ -29,11 +29,16 @@ class Commit:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of weights that were streamed out, and of gradients that came in; where there is a
-    flash tier, what was read from it and written to it, and how long the caller waited for it."""
+    """Bytes of weights that were streamed out, and bytes of gradients that came in."""
 
     streamed_bytes: int
     gradient_bytes: int
+
+
+@dataclass(frozen=True)
+class FlashTraffic:
+    """Bytes read from flash and written to it, and how long the caller stood still for them."""
+
     read_bytes: int = 0
     written_bytes: int = 0
     waited_seconds: float = 0.0
@@ -68,6 +73,8 @@ class Store(Protocol):
     def unchanged(self) -> dict[str, str]: ...
 
     def take_traffic(self) -> Traffic: ...
+
+    def take_flash_traffic(self) -> FlashTraffic: ...
 
     def master(self, name: str) -> torch.Tensor: ...
 

@@ -1,10 +1,8 @@
 """The store whose weights and optimizer state live on flash, with as much in memory as is allowed.
 
-Three threads beside the caller's share the work, each doing one thing: the *reader* brings weights
-and blocks of state in, in the order in which they will be needed; the *updater* makes the pending
-updates; the *writer* takes what was updated to fresh places, and when all of a step is there seals
-the step in the journal. Nothing is ever written over what the last durable steps need, so that a
-crash at any instant leaves the last durable step.
+What is read, updated and written when is the pipeline's business (`pipeline.py`). Here: what a step
+is, and that nothing is ever written over what the last durable steps need, so that a crash at any
+instant leaves the last durable step.
 
 Per step, weights and state of a trainable weight are read once and written once for the update,
 and its weights are read once more for the backward sweep unless they are still in memory.
@@ -13,11 +11,7 @@ and its weights are read once more for the backward sweep unless they are still 
 from __future__ import annotations
 
 import atexit
-import queue
-import threading
-import time
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,21 +23,19 @@ from penstock import fault
 from penstock.errors import (
     BudgetError,
     ConfigError,
-    PenstockError,
-    StorageError,
     did_you_mean,
 )
-from penstock.kernels.memory import allocate
 from penstock.program import Program
 from penstock.store import files
 from penstock.store.flash.frames import Frames
 from penstock.store.flash.journal import Journal, Record, read_records
 from penstock.store.flash.layout import BLOCK_ELEMENTS, Block, FlashLayout, Unit
 from penstock.store.flash.medium import ExtentFile
+from penstock.store.flash.pipeline import Pipeline
 from penstock.store.flash.staging import StagedUnit, Staging
 from penstock.store.flash.version import Version, checksum, state_parts
 from penstock.store.gradients import Gradients, clip_scale
-from penstock.store.interface import MASTER, Commit, Traffic
+from penstock.store.interface import MASTER, Commit, FlashTraffic, Traffic
 from penstock.store.lock import FolderLock
 from penstock.store.optimizers import GroupSettings, Optimizer
 from penstock.store.schedules import Schedule, learning_rate
@@ -112,33 +104,18 @@ class FlashStore:
                 "raise it, or lower store.flash.keep_steps"
             )
         self._gradients = Gradients(program, gradient_dtype)
-        self._buffers, frame_bytes = self._divide(dram_bytes)
+        self._buffers, self._buffer_bytes, frame_bytes = self._divide(dram_bytes)
         visits = [self._units_of(stage.weights) for stage in program.stages]
         self._frames = Frames(units, [*visits, *visits[-2::-1]], frame_bytes)
 
-        self._changed = threading.Condition()
-        self._error: BaseException | None = None
-        self._closing = False
         self._commit: Commit | None = None
-        self._awaiting: set[int] = set()  # units whose update is not yet made
-        self._pass: deque[tuple[Unit, Block]] = deque()  # blocks that the reader has yet to bring
-        self._updating: set[int] = set()  # units of which some blocks have been given out
-        self._unwritten: set[int] = set()  # units whose frame is newer than their extents
-        self._arriving: set[int] = set()  # units whose frame is being filled
-        self._demanded: list[int] = []
-        self._hurried = False  # the caller waits for updates, whatever must leave for them
-        self._in_use: deque[set[int]] = deque([set(), set()], maxlen=2)
         self._is_loaded = False
+        self._is_closed = False
         self._unsealed = False
         self._never_changed = set(self._trainable)
         self._unchanged: dict[str, str] = {}
-        self._traffic = [0, 0, 0, 0]
-        self._waited_seconds = 0.0
+        self._streamed_bytes = self._gradient_bytes = 0
         self._staging: Staging | None = None
-        self._to_update: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._to_write: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._writing = 0
-        self._compute = threading.Lock()  # kernels must not run side by side
 
         folder.mkdir(parents=True, exist_ok=True)
         self._lock = FolderLock(folder, "give this run a store.flash.path of its own")
@@ -147,24 +124,27 @@ class FlashStore:
         except BaseException:
             self._lock.release()
             raise
-        self._threads = [
-            threading.Thread(target=self._guarded, args=(work,), name=name, daemon=True)
-            for name, work in (
-                ("penstock reader", self._read),
-                ("penstock updater", self._update),
-                ("penstock writer", self._write),
-            )
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._pipeline = Pipeline(
+            self._layout,
+            self._version,
+            self._file,
+            self._journal,
+            self._frames,
+            buffers=self._buffers,
+            buffer_bytes=self._buffer_bytes,
+            update=self._apply,
+            keep_steps=keep_steps,
+        )
         # Threads that are left to the interpreter's end can hang it, within the OpenMP pools.
         atexit.register(self.close)
 
     # Making, opening and closing
 
-    def _divide(self, dram_bytes: int) -> tuple[deque[np.ndarray], int]:
-        """Give the gradients theirs, an eighth of the rest to blocks on their way, and the rest
-        to weights."""
+    def _divide(self, dram_bytes: int) -> tuple[int, int, int]:
+        """Give the gradients theirs, an eighth of the rest to blocks, and what is left to weights.
+
+        Returns how many blocks may be on their way, their size, and the bytes for weights.
+        """
         block_bytes = max(
             unit.blocks[0].elements * unit.state_width if unit.elements else 0
             for unit in self._layout.units
@@ -179,8 +159,7 @@ class FlashStore:
                 f"state {count * block_bytes:,}, the budget is {dram_bytes:,}; raise store.dram "
                 f"above {need:,}, or set store.gradients to bf16"
             )
-        self._buffer_bytes = count * block_bytes
-        return deque(allocate(block_bytes) for _ in range(count)), frame_bytes
+        return count, block_bytes, frame_bytes
 
     def _open(self) -> None:
         journal, extents = self.folder / JOURNAL, self.folder / EXTENTS
@@ -225,16 +204,11 @@ class FlashStore:
 
     def close(self) -> None:
         """Stop the threads and let go of the files; what is not durable yet is given up."""
-        with self._changed:
-            if self._closing:
-                return
-            self._closing = True
-            self._changed.notify_all()
+        if self._is_closed:
+            return
+        self._is_closed = True
         atexit.unregister(self.close)
-        self._to_update.put(None)
-        self._to_write.put(None)
-        for thread in self._threads:
-            thread.join()
+        self._pipeline.close()
         self._journal.close()
         self._file.close()
         self._lock.release()
@@ -254,7 +228,7 @@ class FlashStore:
         return {
             "weights": self._frames.budget_bytes,
             "gradient": self._gradients.memory_bytes,
-            "blocks": self._buffer_bytes,
+            "blocks": self._buffers * self._buffer_bytes,
         }
 
     # One step
@@ -266,8 +240,7 @@ class FlashStore:
         """
         names = self.program.stages[stage].weights
         chosen = names if positions is None else [names[position] for position in positions]
-        with self._changed:
-            self._frames.visit(stage)
+        self._pipeline.visit(stage)
         return self._bring(chosen)
 
     def stream(self, names: Sequence[str]) -> list[torch.Tensor]:
@@ -276,59 +249,33 @@ class FlashStore:
 
     def _bring(self, names: Sequence[str]) -> list[torch.Tensor]:
         self._require_loaded()
-        needed = self._units_of(names)
-        with self._changed:
-            self._in_use.append(set(needed))
-            self._demanded = needed
-            self._require_room()
-            self._hurried = bool(self._awaiting.intersection(needed))
-            self._changed.notify_all()
-            self._wait(lambda: all(self._is_ready(unit) for unit in needed))
-            self._demanded, self._hurried = [], False
-            views = [self._view(name) for name in names]
-            self._traffic[0] += sum(view.nbytes for view in views)
+        units = self._units_of(names)
+        frames = dict(zip(units, self._pipeline.bring(units), strict=True))
+        views = [self._view(name, frames[self._layout.unit_of[name]]) for name in names]
+        self._streamed_bytes += sum(view.nbytes for view in views)
         return views
-
-    def _is_ready(self, unit: int) -> bool:
-        return unit in self._frames and unit not in self._awaiting and unit not in self._arriving
-
-    def _require_room(self) -> None:
-        at_once = set().union(*self._in_use)
-        need = sum(self._layout.units[unit].stream_bytes for unit in at_once)
-        if need > self._frames.budget_bytes:
-            raise BudgetError(
-                f"{need:,} bytes of weights are needed at once, store.dram leaves "
-                f"{self._frames.budget_bytes:,} for them; raise store.dram"
-            )
 
     def receive(self, stage: int, gradients: Sequence[torch.Tensor | None]) -> None:
         """Take the gradients of one stage, summed over the whole batch (`DramStore.receive`)."""
         self._gradients.check(stage, gradients)
         self._seal_when_due()
-        trainable = self._units_of(self._gradients.trainable(stage))
-        with self._changed:
-            # Their old gradients must be used before the new ones overwrite them.
-            self._wait(lambda: not self._awaiting.intersection(trainable))
-        with self._compute:
-            self._traffic[1] += self._gradients.receive(stage, gradients)
+        # Their old gradients must be used before the new ones overwrite them.
+        self._pipeline.wait_for_updates(self._units_of(self._gradients.trainable(stage)))
+        with self._pipeline.compute:
+            self._gradient_bytes += self._gradients.receive(stage, gradients)
 
     def commit(self) -> Commit:
         """Decide the step; its updates begin at once, in the background (`DramStore.commit`)."""
         self._require_loaded()
         norm = self._gradients.norm(self.step + 1)
-        self._finish_pass()
+        self._pipeline.finish_pass()
         self._seal_when_due()
         rate = learning_rate(self._schedule, self.step)
         commit = Commit(self.step + 1, norm, clip_scale(norm, self._clip_norm), rate)
         self._gradients.clear()
-        with self._changed:
-            self._commit = commit
-            self.step += 1
-            units = [unit for unit in self._layout.units if unit.trainable]
-            self._awaiting = {unit.index for unit in units}
-            self._pass = deque((unit, block) for unit in units for block in unit.blocks)
-            self._unsealed = True
-            self._changed.notify_all()
+        self._commit, self._unsealed = commit, True
+        self.step += 1
+        self._pipeline.begin_pass([unit for unit in self._layout.units if unit.trainable])
         return commit
 
     def discard(self) -> None:
@@ -337,7 +284,7 @@ class FlashStore:
 
     def flush(self) -> None:
         """Make all updates that are still awaited, now."""
-        self._finish_pass()
+        self._pipeline.finish_pass()
 
     def remember(self, extra: Mapping[str, Any]) -> None:
         """Keep plain data with the present step: what the trainer wants to find again."""
@@ -345,172 +292,36 @@ class FlashStore:
 
     def make_durable(self) -> None:
         """Return when the present step would be found after a crash."""
-        self._finish_pass()
+        self._pipeline.finish_pass()
         self._seal_when_due()
-        with self._changed:
-            self._wait(lambda: self._writing == 0)
-
-    def _finish_pass(self) -> None:
-        with self._changed:
-            self._hurried = True
-            self._in_use.extend([set(), set()])  # whoever calls for this uses no view any more
-            self._changed.notify_all()
-            self._wait(lambda: not self._awaiting)
-            self._hurried = False
+        self._pipeline.drain()
 
     def _seal_when_due(self) -> None:
-        """Ask the writer to seal the present step behind its last extent."""
-        with self._changed:
-            if not self._unsealed or self._awaiting:
-                return
+        """Ask for the present step to be sealed behind its last extent."""
+        if self._unsealed and self._pipeline.is_updated:
             self._unsealed = False
-            self._hand_to_writer(("seal", self.step, dict(self.extra)))
+            self._pipeline.seal(self.step, self.extra)
 
     def unchanged(self) -> dict[str, str]:
         """Return the trainable weights that no update has changed (`DramStore.unchanged`)."""
         return {name: self._unchanged[name] for name in self._trainable if name in self._unchanged}
 
     def take_traffic(self) -> Traffic:
-        """Return the bytes moved, and the time that the caller waited, since the last call."""
-        with self._changed:
-            streamed, received, read, written = self._traffic
-            taken = Traffic(streamed, received, read, written, self._waited_seconds)
-            self._traffic, self._waited_seconds = [0, 0, 0, 0], 0.0
+        """Return the bytes that were streamed and received since the last call."""
+        taken = Traffic(self._streamed_bytes, self._gradient_bytes)
+        self._streamed_bytes = self._gradient_bytes = 0
         return taken
 
-    # The three threads
+    def take_flash_traffic(self) -> FlashTraffic:
+        """Return what moved to and from flash, and what was waited for it, since the last call."""
+        return self._pipeline.take_traffic()
 
-    def _guarded(self, work: Callable[[], None]) -> None:
-        try:
-            work()
-        except BaseException as error:
-            with self._changed:
-                self._error = self._error or error
-                self._changed.notify_all()
-
-    def _wait(self, is_so: Callable[[], bool]) -> None:
-        """Wait for a condition under the lock; raise what stopped a thread."""
-        if not is_so():
-            started = time.perf_counter()
-            self._changed.wait_for(lambda: self._error is not None or is_so())
-            self._waited_seconds += time.perf_counter() - started
-        if self._error is not None:
-            if isinstance(self._error, PenstockError):
-                raise self._error
-            raise StorageError(
-                f"{self.folder}: the store stopped: {self._error}; what is durable is step "
-                f"{self.durable_step}, open the run again to go on from there"
-            ) from self._error
-
-    def _hand_to_writer(self, job: tuple[Any, ...]) -> None:
-        self._writing += 1
-        self._to_write.put(job)
-
-    def _read(self) -> None:
-        while True:
-            with self._changed:
-                job = self._next_job()
-                while job is None:
-                    if self._closing or self._error is not None:
-                        return
-                    self._changed.wait()
-                    job = self._next_job()
-            unit, block, buffer = job
-            if block is None:
-                self._fill_frame(unit)
-                continue
-            data = self._read_state(unit, block, buffer)
-            self._to_update.put((unit, block, buffer, data))
-
-    def _next_job(self) -> tuple[Unit, Block | None, np.ndarray | None] | None:
-        """Choose what to read: what is waited for, then what the updates need, then ahead."""
-        if self._closing or self._error is not None:
-            return None
-        units = self._layout.units
-        for demanded in self._demanded:
-            missing = demanded not in self._frames and demanded not in self._awaiting
-            if missing and self._make_room(demanded, patient=False):
-                return units[demanded], None, None
-        if self._pass:
-            unit, block = self._pass[0]
-            if unit.index in self._unwritten:
-                return None  # the state of the step before is still on its way out
-            if unit.index not in self._frames:
-                if self._make_room(unit.index, patient=not self._hurried):
-                    return unit, None, None
-            elif unit.index not in self._arriving and self._buffers:
-                self._pass.popleft()
-                self._updating.add(unit.index)
-                return unit, block, self._buffers.popleft()
-            return None
-        if not self._is_loaded:
-            return None
-        for ahead in self._frames.upcoming():
-            if ahead in self._frames:
-                continue
-            if not self._make_room(ahead, patient=True):
-                break
-            return units[ahead], None, None
-        return None
-
-    def _make_room(self, unit: int, *, patient: bool) -> bool:
-        handed_out = set().union(*self._in_use) - self._awaiting
-        held = handed_out | self._updating | self._unwritten | self._arriving
-        if not self._frames.make_room(unit, held - {unit}, patient):
-            return False
-        self._arriving.add(unit)
-        return True
-
-    def _fill_frame(self, unit: Unit) -> None:
-        """Read a unit's weights into its frame, checking each block."""
-        frame = self._frames[unit.index]
-        try:
-            for block in unit.blocks:
-                part = _bytes_of(frame, unit.stream_width, block)
-                self._version.read_stream(unit, block, part)
-        except BaseException:
-            with self._changed:
-                self._frames.drop(unit.index)
-            raise
-        with self._changed:
-            self._traffic[2] += unit.stream_bytes
-            self._arriving.discard(unit.index)
-            self._changed.notify_all()
-
-    def _read_state(self, unit: Unit, block: Block, buffer: np.ndarray | None) -> np.ndarray:
-        assert buffer is not None
-        data = buffer[: block.elements * unit.state_width]
-        self._version.read_state(unit, block, data)
-        with self._changed:
-            self._traffic[2] += data.nbytes
-        return data
-
-    def _update(self) -> None:
-        import numba
-
-        numba.set_num_threads(1)  # the other one computes; an update runs at memory speed anyway
-        checks: list[list[bytes]] = [[], []]
-        while (job := self._to_update.get()) is not None:
-            unit, block, buffer, data = job
-            stream = _bytes_of(self._frames[unit.index], unit.stream_width, block)
-            with self._compute:
-                self._apply(unit, block, data)
-            checks[0].append(checksum(stream))
-            checks[1].append(checksum(data))
-            with self._changed:
-                self._hand_to_writer(("block", unit, block, buffer, data))
-                if block.number == len(unit.blocks) - 1:
-                    self._hand_to_writer(("frame", unit, checks))
-                    checks = [[], []]
-                    self._unwritten.add(unit.index)
-                    self._updating.discard(unit.index)
-                    self._awaiting.discard(unit.index)
-                    self._changed.notify_all()
-
-    def _apply(self, unit: Unit, block: Block, data: np.ndarray) -> None:
+    def _apply(self, unit: Unit, block: Block, frame: np.ndarray, data: np.ndarray) -> None:
+        """Make the update of a block; called by the updater."""
         commit = self._commit
         assert commit is not None
-        stream, low, state = _parts(unit, block, self._frames[unit.index], data)
+        stream = frame.view(np.uint16 if unit.split else np.float32)
+        low, state = state_parts(unit, block, data)
         for name, begin, end, first in unit.pieces(block):
             here, there = slice(begin - block.begin, end - block.begin), slice(begin, end)
             weight = (stream[there], low[here]) if unit.split else (stream[there],)
@@ -537,46 +348,6 @@ class FlashStore:
                     if self._gradients.zero_everywhere(name)
                     else f"no update was large enough, at learning rate {rate:g}"
                 )
-
-    def _write(self) -> None:
-        while (job := self._to_write.get()) is not None:
-            what, *rest = job
-            written = 0
-            if what == "block":
-                unit, block, buffer, data = rest
-                fault.point("flash.before_block")
-                self._put(unit.state_offset(self._version.next_place(unit), block), data)
-                written = data.nbytes
-            elif what == "frame":
-                unit, checks = rest
-                fault.point("flash.before_weights")
-                frame = self._frames[unit.index]
-                self._put(unit.stream_offset(self._version.next_place(unit)), frame)
-                written = frame.nbytes
-            else:
-                self._seal(*rest)
-            with self._changed:
-                self._writing -= 1
-                self._traffic[3] += written
-                if what == "block":
-                    self._buffers.append(buffer)
-                elif what == "frame":
-                    self._version.advance(unit, *checks)
-                    self._unwritten.discard(unit.index)
-                self._changed.notify_all()
-
-    def _put(self, offset: int, data: np.ndarray) -> None:
-        with files.storage_errors(self.folder, data.nbytes):
-            self._file.write(offset, data)
-
-    def _seal(self, step: int, extra: Mapping[str, Any]) -> None:
-        """Make a step durable: its extents, then the record that names them."""
-        fault.point("flash.before_sync")
-        record = self._version.record(step, extra)
-        with files.storage_errors(self.folder, len(record.blob)):
-            self._file.sync()
-            fault.point("flash.after_sync")
-            self._journal.append(record, self._keep)
 
     # Weights in, and looking at them
 
@@ -614,15 +385,12 @@ class FlashStore:
         """Forget everything; the store is of no use until `finish_restore`."""
         if self.durable_step is not None and any(u.places == 1 for u in self._layout.units):
             raise RuntimeError("frozen weights lie in one place: load them into a new folder")
-        self._finish_pass()
+        self._pipeline.finish_pass()
         self._is_loaded = False
         self._gradients.clear()
         self._never_changed, self._unchanged = set(self._trainable), {}
-        with self._changed:
-            self._wait(lambda: self._writing == 0)
-            for unit in self._layout.units:
-                if unit.index in self._frames:
-                    self._frames.drop(unit.index)
+        self._pipeline.drain()
+        self._pipeline.forget()
         self._staging = Staging(self._land)
 
     def write(self, name: str, role: str, begin: int, values: np.ndarray) -> None:
@@ -641,8 +409,8 @@ class FlashStore:
         checks: list[list[bytes]] = [[], []]
         for block in unit.blocks:
             stream, state = staged.block(block)
-            self._put(unit.stream_offset(place, block.begin), stream)
-            self._put(unit.state_offset(place, block), state)
+            self._pipeline.put(unit.stream_offset(place, block.begin), stream)
+            self._pipeline.put(unit.state_offset(place, block), state)
             checks[0].append(checksum(stream))
             checks[1].append(checksum(state))
         self._version.advance(unit, *checks)
@@ -655,14 +423,13 @@ class FlashStore:
         self._staging = None
         self.step = step
         self._is_loaded = True
-        self._seal(step, self.extra)
+        self._pipeline.seal_now(step, self.extra)
 
     def read(self, name: str, role: str, begin: int, end: int) -> np.ndarray:
         """Return elements `begin` to `end` of a weight or of its state, flat float32."""
         self._require_loaded()
-        self._finish_pass()
-        with self._changed:
-            self._wait(lambda: self._writing == 0)
+        self._pipeline.finish_pass()
+        self._pipeline.drain()
         return self._version.read(name, role, begin, end)
 
     def master(self, name: str) -> torch.Tensor:
@@ -687,16 +454,15 @@ class FlashStore:
     def content_hash(self) -> str:
         """Return a hash of all weights (`content_hash.py`)."""
         self._require_loaded()
-        self._finish_pass()
-        with self._changed:
-            self._wait(lambda: self._writing == 0)
+        self._pipeline.finish_pass()
+        self._pipeline.drain()
         return self._version.content_hash()
 
-    def _view(self, name: str) -> torch.Tensor:
+    def _view(self, name: str, frame: np.ndarray) -> torch.Tensor:
         spec = self.program.weights[name]
         unit = self._layout.unit(name)
         begin = self._layout.begin_of(name) * unit.stream_width
-        part = self._frames[unit.index][begin : begin + spec.elements * unit.stream_width]
+        part = frame[begin : begin + spec.elements * unit.stream_width]
         flat = torch.from_numpy(part).view(torch.bfloat16 if unit.split else torch.float32)
         return flat.view(spec.shape)
 
@@ -719,18 +485,6 @@ def recorded_extra(folder: Path) -> dict[str, Any] | None:
         return None
     records, _ = read_records(journal)
     return dict(records[-1].content["extra"]) if len(records) > 1 else None
-
-
-def _bytes_of(frame: np.ndarray, width: int, block: Block) -> np.ndarray:
-    return frame[block.begin * width : block.end * width]
-
-
-def _parts(
-    unit: Unit, block: Block, frame: np.ndarray, data: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
-    """Return the unit's stream, and the low halves and roles of one block."""
-    low, state = state_parts(unit, block, data)
-    return frame.view(np.uint16 if unit.split else np.float32), low, state
 
 
 def _require_same(folder: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:

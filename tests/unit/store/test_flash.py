@@ -1,5 +1,8 @@
 """The store on flash does what the store in memory does, to the bit, with little memory."""
 
+import random
+
+import numpy as np
 import pytest
 import torch
 from store_programs import (
@@ -7,6 +10,7 @@ from store_programs import (
     LAYERS,
     forward_sweep,
     make_program,
+    random_gradients,
     random_weights,
     send,
     train,
@@ -91,9 +95,6 @@ def test_with_room_for_three_stages_of_nine(flash):
 
 def backward_too(store, seed, steps):
     """Steps whose backward sweep fetches again, as a real one does."""
-    import numpy as np
-    from store_programs import random_gradients
-
     for _ in range(steps):
         forward_sweep(store)
         gradients = random_gradients(store.program, np.random.default_rng([seed, store.step]))
@@ -111,9 +112,9 @@ def test_state_is_read_and_written_once_and_weights_read_twice(flash):
     store = flash(program, dram=9 * 25_600 + 4 * BLOCK * 8 + 2 * 32_768)
     store.load(random_weights(program, 1).items())
     backward_too(store, 1, 1)
-    store.take_traffic()
+    store.take_flash_traffic()
     backward_too(store, 1, 3)
-    traffic = store.take_traffic()
+    traffic = store.take_flash_traffic()
     assert traffic.written_bytes == 3 * elements * 12
     # At the turns what is in memory is not read again.
     assert 3 * elements * (8 + 4 + 4) >= traffic.read_bytes >= 3 * elements * (8 + 4 + 2.5)
@@ -124,9 +125,9 @@ def test_what_fits_is_not_read_again(flash):
     store = flash(program, dram=2_000_000)
     store.load(random_weights(program, 1).items())
     backward_too(store, 1, 2)
-    store.take_traffic()
+    store.take_flash_traffic()
     backward_too(store, 1, 2)
-    assert store.take_traffic().read_bytes == 2 * 9 * 8192 * 8  # state alone
+    assert store.take_flash_traffic().read_bytes == 2 * 9 * 8192 * 8  # state alone
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -160,13 +161,9 @@ def test_durability_lags_a_commit_by_less_than_a_step(flash):
     store.load(random_weights(program, 2).items())
     for step in range(4):
         forward_sweep(store)
-        import numpy as np
-        from store_programs import random_gradients
-
         send(store, random_gradients(program, np.random.default_rng(step)))
         store.flush()
-        with store._changed:
-            store._wait(lambda: store._writing == 0)
+        store._pipeline.drain()
         assert store.durable_step == step  # before step + 1 is committed
         store.commit()
 
@@ -200,8 +197,6 @@ def test_a_budget_that_is_too_small_says_what_is_needed(flash):
 
 
 def test_every_flipped_bit_on_flash_is_named(flash, tmp_path):
-    import random
-
     program = make_program(LAYERS, stream_dtype=torch.bfloat16)
     store = flash(program)
     store.load(random_weights(program, 2).items())
