@@ -228,6 +228,8 @@ def resident_loop(job: Job) -> Callable[[], float]:
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
     )
     model = GPT2LMHeadModel(config).train()
     optimizer = torch.optim.AdamW(

@@ -101,11 +101,16 @@ def _flash_hash(flash: Path) -> str:
 
 def _show_flash(flash: Path) -> CorruptionError | None:
     """Print the durable steps on flash; return the damage of the newest that is not whole."""
-    from penstock.errors import CorruptionError
+    from penstock.errors import CorruptionError, StorageError
     from penstock.store.flash import FlashReader
 
     damage: CorruptionError | None = None
-    with FlashReader(flash) as reader:
+    try:
+        opened = FlashReader(flash)
+    except StorageError as error:
+        typer.echo(f"flash        not looked at: {error}")
+        return None
+    with opened as reader:
         typer.echo(
             f"flash        {flash}: {show_bytes(reader.bytes)}, of which "
             f"{show_bytes(reader.state_bytes)} per step; {show_count(reader.parameters)} "
@@ -114,11 +119,13 @@ def _show_flash(flash: Path) -> CorruptionError | None:
         for step in reader.steps:
             try:
                 reader.verify(step)
-                whole = f"all checksums match, weights {reader.content_hash(step)}"
+                whole = "all checksums match"
             except CorruptionError as error:
                 damage, whole = error, "DAMAGED"
             newest = " (newest)" if step == reader.steps[-1] else ""
             typer.echo(f"durable      step {step}  {whole}{newest}")
+        if damage is None and reader.steps:
+            typer.echo(f"weights      {reader.content_hash(reader.steps[-1])}")
     return damage
 
 

@@ -28,7 +28,7 @@ class FlashReader:
         journal = folder / JOURNAL
         if not journal.exists():
             raise ConfigError(f"{folder}: no store on flash here yet")
-        self._lock = FolderLock(folder, "look at it then")
+        self._lock = FolderLock(folder, "stop it")
         try:
             self._first, *self._steps = read_records(journal)[0]
             content = self._first.content
