@@ -49,7 +49,7 @@ class Job:
 def main() -> None:
     """Run the benchmark, or one of its workers."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="6 of 16 layers, two rounds")
+    parser.add_argument("--quick", action="store_true", help="4 of 16 layers, two rounds")
     parser.add_argument("--rounds", type=int, default=None)
     parser.add_argument("--folder", default=None, help="where the store on flash is made")
     parser.add_argument("--worker", metavar="JSON", help=argparse.SUPPRESS)
@@ -58,7 +58,7 @@ def main() -> None:
         job = Job(**json.loads(options.worker))
         serve(resident_loop(job) if job.loop == "resident" else penstock_loop(job))
         return
-    layers, rounds = (6, 2) if options.quick else (16, 7)
+    layers, rounds = (4, 2) if options.quick else (16, 7)
     rounds = options.rounds or rounds
     folder = tempfile.mkdtemp(dir=options.folder)
     try:
