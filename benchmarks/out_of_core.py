@@ -19,7 +19,6 @@ import dataclasses
 import json
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -254,5 +253,4 @@ def resident_loop(job: Job) -> Callable[[], float]:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
     main()

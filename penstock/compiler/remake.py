@@ -1,10 +1,10 @@
 """What a backward makes again instead of having it kept: values that cost a pass over memory.
 
 Of a block, what backward reads of activations is a third made by norms, activation functions and
-casts from values that backward reads too. Keeping only the latter costs no product of matrices,
-about one part in fifty of a block's time and, since the same operator runs on the same values,
-no bit. Source of the idea: Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016,
-section 3; here it is the rule for whatever is cheap, apart from recomputing whole stages.
+casts from values that backward reads too. Keeping only the latter costs no product of matrices and,
+since the same operator runs on the same values, no bit. Source of the idea: Chen et al., Training
+Deep Nets with Sublinear Memory Cost, 2016, section 3; here it is the rule for whatever is cheap,
+apart from recomputing whole stages.
 """
 
 from __future__ import annotations

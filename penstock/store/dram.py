@@ -12,10 +12,11 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from penstock.errors import ConfigError, StorageError, did_you_mean
+from penstock.errors import StorageError
 from penstock.program import Program
 from penstock.store.content_hash import hash_weights
 from penstock.store.gradients import Gradients, clip_scale
+from penstock.store.incoming import checked_weights
 from penstock.store.interface import MASTER, Commit, FlashTraffic, Traffic
 from penstock.store.layout import allocate_role, homes
 from penstock.store.masters import Masters
@@ -135,27 +136,8 @@ class DramStore:
                 or one of another shape or type; the store must be loaded again after it.
         """
         self.begin_restore()
-        awaited = set(self.program.weights)
-        for name, tensor in weights:
-            spec = self.program.weights.get(name)
-            if spec is None:
-                hint = did_you_mean(name, self.program.weights)
-                raise ConfigError(f"{self.program.name} has no weight {name!r}{hint}")
-            if name not in awaited:
-                raise ConfigError(f"weight {name!r} came twice")
-            if tuple(tensor.shape) != spec.shape or tensor.dtype != torch.float32:
-                raise ConfigError(
-                    f"weight {name!r} must be float32 {list(spec.shape)}, "
-                    f"{tensor.dtype} {list(tensor.shape)} came"
-                )
-            awaited.discard(name)
-            self._masters.write(name, 0, tensor.detach().contiguous().view(-1).numpy())
-        if awaited:
-            names = [name for name in self.program.weights if name in awaited]
-            raise ConfigError(
-                f"{len(names)} weights of {self.program.name} did not come: "
-                f"{', '.join(names[:5])}{' ...' if len(names) > 5 else ''}"
-            )
+        for name, values in checked_weights(self.program, weights):
+            self._masters.write(name, 0, values)
         self._clear_state()
         self.finish_restore(0)
 

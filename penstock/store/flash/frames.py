@@ -79,10 +79,8 @@ class Frames:
         farther than that of `unit`.
         """
         need = self._units[unit].stream_bytes
-        for number, spare in enumerate(self._spare):
-            if spare.nbytes == need:
-                self._frames[unit] = self._spare.pop(number)
-                return True
+        if self._reuse(unit, need):
+            return True
         victims = sorted(
             (u for u in self._frames if u not in untouchable), key=self.next_use, reverse=True
         )
@@ -100,15 +98,19 @@ class Frames:
             return False
         for victim in chosen:
             self._spare.append(self._frames.pop(victim))
-        for number, spare in enumerate(self._spare):
-            if spare.nbytes == need:
-                self._frames[unit] = self._spare.pop(number)
-                break
-        else:
+        if not self._reuse(unit, need):
             self._frames[unit] = allocate(need)
         while self._spare and self.memory_bytes > self.budget_bytes:
             self._spare.pop()
         return True
+
+    def _reuse(self, unit: int, need: int) -> bool:
+        """Give `unit` a spare frame of its size, if there is one."""
+        for number, spare in enumerate(self._spare):
+            if spare.nbytes == need:
+                self._frames[unit] = self._spare.pop(number)
+                return True
+        return False
 
     def drop(self, unit: int) -> None:
         """Let a unit's frame go: what it holds counts for nothing."""

@@ -23,7 +23,7 @@ class ExtentFile:
         self.path = path
         self.size_bytes = size_bytes
         flags = os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0)
-        self._descriptor, self.is_direct = _open(path, flags)
+        self._descriptor = _open(path, flags)
         try:
             if create and size_bytes:
                 # Takes the blocks now, so that a full disk is met here and not in mid-run.
@@ -87,15 +87,15 @@ def sync_data(descriptor: int) -> None:
     os.fdatasync(descriptor)
 
 
-def _open(path: Path, flags: int) -> tuple[int, bool]:
+def _open(path: Path, flags: int) -> int:
     """Open for direct I/O, or through the page cache where the file system has none."""
     direct = getattr(os, "O_DIRECT", 0)
     if direct:
         try:
-            return os.open(path, flags | direct, 0o666), True
+            return os.open(path, flags | direct, 0o666)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
             if flags & os.O_CREAT:
                 path.unlink(missing_ok=True)
-    return os.open(path, flags, 0o666), False
+    return os.open(path, flags, 0o666)

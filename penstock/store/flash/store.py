@@ -23,7 +23,6 @@ from penstock import fault
 from penstock.errors import (
     BudgetError,
     ConfigError,
-    did_you_mean,
 )
 from penstock.program import Program
 from penstock.store import files
@@ -35,6 +34,7 @@ from penstock.store.flash.pipeline import Pipeline
 from penstock.store.flash.staging import StagedUnit, Staging
 from penstock.store.flash.version import Version, checksum, state_parts
 from penstock.store.gradients import Gradients, clip_scale
+from penstock.store.incoming import checked_weights
 from penstock.store.interface import MASTER, Commit, FlashTraffic, Traffic
 from penstock.store.lock import FolderLock
 from penstock.store.optimizers import GroupSettings, Optimizer
@@ -354,31 +354,12 @@ class FlashStore:
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Fill all masters, one weight at a time, and begin at step 0 (`DramStore.load`)."""
         self.begin_restore()
-        awaited = set(self.program.weights)
-        for name, tensor in weights:
-            spec = self.program.weights.get(name)
-            if spec is None:
-                hint = did_you_mean(name, self.program.weights)
-                raise ConfigError(f"{self.program.name} has no weight {name!r}{hint}")
-            if name not in awaited:
-                raise ConfigError(f"weight {name!r} came twice")
-            if tuple(tensor.shape) != spec.shape or tensor.dtype != torch.float32:
-                raise ConfigError(
-                    f"weight {name!r} must be float32 {list(spec.shape)}, "
-                    f"{tensor.dtype} {list(tensor.shape)} came"
-                )
-            awaited.discard(name)
-            assert self._staging is not None
+        assert self._staging is not None
+        for name, values in checked_weights(self.program, weights):
             unit = self._layout.unit(name)
             for role in unit.roles:
-                self._staging.skip(unit, role, spec.elements)
-            self.write(name, MASTER, 0, tensor.detach().contiguous().view(-1).numpy())
-        if awaited:
-            names = [name for name in self.program.weights if name in awaited]
-            raise ConfigError(
-                f"{len(names)} weights of {self.program.name} did not come: "
-                f"{', '.join(names[:5])}{' ...' if len(names) > 5 else ''}"
-            )
+                self._staging.skip(unit, role, values.size)
+            self.write(name, MASTER, 0, values)
         self.finish_restore(0)
 
     def begin_restore(self) -> None:
