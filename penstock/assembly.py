@@ -107,9 +107,10 @@ def store_bytes(config: Config, source: ModelSource) -> int:
     """Return what the store will hold in memory: masters, gradients, moments."""
     if config.store.flash.path is not None:
         return flash_dram_bytes(config)
-    roles = {"adamw": 2, "sgd": 1 if config.optimizer.momentum else 0, "lion": 1}
+    parameters = source.parameter_count()
     per_weight = 4 + _FLOATS[config.gradient_precision].itemsize
-    return source.parameter_count() * (per_weight + 4 * roles[config.optimizer.name])
+    state = sum(role.bytes(parameters) for role in _optimizer(config).roles)
+    return parameters * per_weight + state
 
 
 def sequence_length(config: Config, source: ModelSource) -> int:
@@ -292,6 +293,7 @@ def make_flash_store(config: Config, program: Program, folder: Path) -> FlashSto
         clip_norm=config.optimizer.clip_norm,
         gradient_dtype=_FLOATS[config.gradient_precision],
         keep_steps=config.store.flash.keep_steps,
+        durable_every=config.store.flash.durable_every,
         flash_bytes=None if size is None else int(size),
     )
 
@@ -310,7 +312,7 @@ def _optimizer(config: Config) -> Optimizer:
         "sgd": {"momentum": section.momentum, "nesterov": section.nesterov},
         "lion": {"beta1": section.betas[0], "beta2": section.betas[1]},
     }[section.name]
-    return make_optimizer(section.name, **hyper)
+    return make_optimizer(section.name, **hyper, moments=section.moments)
 
 
 def _groups(config: Config, program: Program) -> dict[str, GroupSettings]:

@@ -49,6 +49,10 @@ class OptimizerConfig(Section):
     eps: float = setting(1e-8, "added to the root of the second moment (adamw)", gt=0)
     momentum: float = setting(0.9, "momentum (sgd)", ge=0, lt=1)
     nesterov: bool = setting(False, "look-ahead momentum (sgd)")
+    moments: Literal["fp32", "8bit"] = setting(
+        "fp32",
+        "how the store keeps moments; 8bit: a quarter of the memory and traffic, not the same bits",
+    )
     weight_decay: float = setting(0.1, "weight decay, decoupled for adamw and lion", ge=0)
     decay_1d: bool = setting(False, "also decay biases and norms, that is weights of one dimension")
     clip_norm: float | None = setting(
@@ -75,6 +79,8 @@ class OptimizerConfig(Section):
                     key,
                     f"has no effect on {self.name}; remove it, or choose {' or '.join(names)}",
                 )
+        if self.moments == "8bit" and self.name == "sgd" and self.momentum == 0:
+            raise refuse("moments", "has no effect on sgd without momentum; remove it")
         if self.nesterov and self.momentum == 0:
             raise refuse("nesterov", "expected a momentum above 0 with nesterov, got 0")
         return self

@@ -25,6 +25,13 @@ class FlashConfig(Section):
         example="60GiB",
     )
     keep_steps: int = setting(2, "durable steps that can be opened again", unit="steps", ge=1)
+    durable_every: int = setting(
+        1,
+        "make only every so many steps durable: fewer syncs, and what stays in memory is written "
+        "for these steps only; a crash costs the steps since",
+        unit="steps",
+        ge=1,
+    )
 
 
 class StoreConfig(Section):

@@ -10,6 +10,7 @@ __all__ = [
     "gradients",
     "lion",
     "memory",
+    "moments",
     "philox",
     "sgd",
     "split_master",

@@ -13,6 +13,19 @@ from penstock.kernels.arguments import require_flat
 from penstock.kernels.blocks import AHEAD, STRIDE, block_bounds, block_count
 from penstock.kernels.compilation import inlined, kernel
 from penstock.kernels.gradients import load_gradient
+from penstock.kernels.moments import (
+    GROUP,
+    SIGNED,
+    UNSIGNED,
+    Moment,
+    encode,
+    load_moment,
+    require_moment,
+    rounding_keys,
+    scratch,
+    scratch_of,
+    store_moment,
+)
 from penstock.kernels.split_master import (
     Weight,
     fetch_weight,
@@ -26,10 +39,8 @@ from penstock.kernels.vectors import (
     fetch,
     first_lanes,
     fma,
-    load,
     splat,
     square_root,
-    store,
 )
 
 
@@ -38,13 +49,13 @@ def _at(weight, gradient, average, square, scalars, i, lanes):
     scale, average_rate, square_keep, square_rate, root_scale, epsilon, keep, step_size = scalars
     w = load_weight(weight, i, lanes) * splat(keep)
     g = load_gradient(gradient, i, lanes) * splat(scale)
-    m = load(average, i, lanes)
+    m = load_moment(average, i, lanes)
     m = fma(splat(average_rate), g - m, m)
-    v = fma(g * g, splat(square_rate), load(square, i, lanes) * splat(square_keep))
+    v = fma(g * g, splat(square_rate), load_moment(square, i, lanes) * splat(square_keep))
     denominator = fma(square_root(v), splat(root_scale), splat(epsilon))
     store_weight(weight, i, w - splat(step_size) * (m / denominator), lanes)
-    store(average, i, m, lanes)
-    store(square, i, v, lanes)
+    store_moment(average, i, m, lanes)
+    store_moment(square, i, v, lanes)
 
 
 @kernel
@@ -63,11 +74,29 @@ def _adamw(weight, gradient, average, square, scalars):
             _at(weight, gradient, average, square, scalars, i, first_lanes(last - i))
 
 
+@kernel
+def _adamw_8bit(weight, gradient, average, square, scalars, work, keys, position):
+    length = gradient.size
+    for block in prange(block_count(length)):
+        first, _, last = block_bounds(block, length)
+        mean = (average[0], average[1], SIGNED, work, scratch_of(block, 0))
+        power = (square[0], square[1], UNSIGNED, work, scratch_of(block, 1))
+        for group in range(first, last, GROUP):
+            end = min(group + GROUP, last)
+            whole = end - (end - group) % LANES
+            for i in range(group, whole, LANES):
+                _at(weight, gradient, mean, power, scalars, i, every_lane())
+            if whole < end:
+                _at(weight, gradient, mean, power, scalars, whole, first_lanes(end - whole))
+            encode(mean, group, length, keys[0], position)
+            encode(power, group, length, keys[1], position)
+
+
 def adamw(
     weight: Weight,
     gradient: np.ndarray,
-    average: np.ndarray,
-    square: np.ndarray,
+    average: Moment,
+    square: Moment,
     *,
     step: int,
     learning_rate: float,
@@ -76,18 +105,22 @@ def adamw(
     epsilon: float,
     weight_decay: float,
     gradient_scale: float = 1.0,
+    key: int = 0,
+    position: int = 0,
 ) -> None:
     """Update a weight and its moments in place.
 
     Args:
         weight: `(float32 [n],)` or the two uint16 halves `[n]` of a split master.
         gradient: float32 `[n]` or bfloat16 patterns (uint16 `[n]`).
-        average: float32 `[n]`, running mean of the gradient (`exp_avg`).
-        square: float32 `[n]`, running mean of its square (`exp_avg_sq`).
+        average: running mean of the gradient (`exp_avg`).
+        square: running mean of its square (`exp_avg_sq`), of the same kind.
         step: number of this update, from 1; sets the bias corrections.
         learning_rate, beta1, beta2, epsilon: as in `torch.optim.AdamW`.
         weight_decay: decoupled: the weight is multiplied by `1 - learning_rate * weight_decay`.
         gradient_scale: what the gradient is multiplied by first (the clip factor).
+        key, position: what the rounding of 8-bit moments is drawn by: a number of the weight, and
+            where in the weight these elements begin.
 
     Raises:
         ValueError: an array has another type, length or layout, or `step` is below 1.
@@ -96,8 +129,8 @@ def adamw(
         raise ValueError(f"adamw: steps count from 1, got {step}")
     require_weight(weight, gradient.size)
     require_flat("gradient", gradient, gradient.size, np.float32, np.uint16)
-    require_flat("exp_avg", average, gradient.size, np.float32, write=True)
-    require_flat("exp_avg_sq", square, gradient.size, np.float32, write=True)
+    require_moment("exp_avg", average, gradient.size)
+    require_moment("exp_avg_sq", square, gradient.size)
     scalars = (
         gradient_scale,
         1 - beta1,
@@ -108,4 +141,10 @@ def adamw(
         1 - learning_rate * weight_decay,
         learning_rate / (1 - beta1**step),
     )
-    _adamw(weight, gradient, average, square, tuple(map(np.float32, scalars)))
+    rounded = tuple(map(np.float32, scalars))
+    if isinstance(average, np.ndarray):
+        _adamw(weight, gradient, average, square, rounded)
+        return
+    work = scratch(gradient.size)
+    keys = rounding_keys(key, step)
+    _adamw_8bit(weight, gradient, average, square, rounded, work, keys, position)

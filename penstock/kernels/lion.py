@@ -7,6 +7,18 @@ from penstock.kernels.arguments import require_flat
 from penstock.kernels.blocks import AHEAD, STRIDE, block_bounds, block_count
 from penstock.kernels.compilation import inlined, kernel
 from penstock.kernels.gradients import load_gradient
+from penstock.kernels.moments import (
+    GROUP,
+    SIGNED,
+    Moment,
+    encode,
+    load_moment,
+    require_moment,
+    rounding_keys,
+    scratch,
+    scratch_of,
+    store_moment,
+)
 from penstock.kernels.split_master import (
     Weight,
     fetch_weight,
@@ -20,10 +32,8 @@ from penstock.kernels.vectors import (
     fetch,
     first_lanes,
     fma,
-    load,
     select,
     splat,
-    store,
 )
 
 
@@ -32,14 +42,14 @@ def _at(weight, gradient, average, scalars, i, lanes):
     scale, blend_rate, average_rate, keep, learning_rate = scalars
     w = load_weight(weight, i, lanes) * splat(keep)
     g = load_gradient(gradient, i, lanes) * splat(scale)
-    m = load(average, i, lanes)
+    m = load_moment(average, i, lanes)
     blend = fma(splat(blend_rate), g - m, m)
     zero = splat(np.float32(0))
     # The sign of zero is zero: a weight that nothing pulls stays where it is.
     down = select(zero < blend, splat(learning_rate), zero)
     up = select(blend < zero, splat(learning_rate), zero)
     store_weight(weight, i, w - down + up, lanes)
-    store(average, i, fma(splat(average_rate), g - m, m), lanes)
+    store_moment(average, i, fma(splat(average_rate), g - m, m), lanes)
 
 
 @kernel
@@ -57,35 +67,57 @@ def _lion(weight, gradient, average, scalars):
             _at(weight, gradient, average, scalars, i, first_lanes(last - i))
 
 
+@kernel
+def _lion_8bit(weight, gradient, average, scalars, work, key, position):
+    length = gradient.size
+    for block in prange(block_count(length)):
+        first, _, last = block_bounds(block, length)
+        mean = (average[0], average[1], SIGNED, work, scratch_of(block, 0))
+        for group in range(first, last, GROUP):
+            end = min(group + GROUP, last)
+            whole = end - (end - group) % LANES
+            for i in range(group, whole, LANES):
+                _at(weight, gradient, mean, scalars, i, every_lane())
+            if whole < end:
+                _at(weight, gradient, mean, scalars, whole, first_lanes(end - whole))
+            encode(mean, group, length, key, position)
+
+
 def lion(
     weight: Weight,
     gradient: np.ndarray,
-    average: np.ndarray,
+    average: Moment,
     *,
+    step: int,
     learning_rate: float,
     beta1: float,
     beta2: float,
     weight_decay: float,
     gradient_scale: float = 1.0,
+    key: int = 0,
+    position: int = 0,
 ) -> None:
     """Update a weight and its running mean in place.
 
     Args:
         weight: `(float32 [n],)` or the two uint16 halves `[n]` of a split master.
         gradient: float32 `[n]` or bfloat16 patterns (uint16 `[n]`).
-        average: float32 `[n]`, running mean of the gradient (`exp_avg`).
+        average: running mean of the gradient (`exp_avg`).
+        step: number of this update, from 1; only the rounding of an 8-bit mean depends on it.
         learning_rate: length of each step: the direction is a sign.
         beta1: share of the old mean in the direction.
         beta2: share of the old mean in the new one.
         weight_decay: decoupled: the weight is multiplied by `1 - learning_rate * weight_decay`.
         gradient_scale: what the gradient is multiplied by first (the clip factor).
+        key, position: what the rounding of an 8-bit moment is drawn by: a number of the weight,
+            and where in the weight these elements begin.
 
     Raises:
         ValueError: an array has another type, length or layout.
     """
     require_weight(weight, gradient.size)
     require_flat("gradient", gradient, gradient.size, np.float32, np.uint16)
-    require_flat("exp_avg", average, gradient.size, np.float32, write=True)
+    require_moment("exp_avg", average, gradient.size)
     scalars = (
         gradient_scale,
         1 - beta1,
@@ -93,4 +125,9 @@ def lion(
         1 - learning_rate * weight_decay,
         learning_rate,
     )
-    _lion(weight, gradient, average, tuple(map(np.float32, scalars)))
+    rounded = tuple(map(np.float32, scalars))
+    if isinstance(average, np.ndarray):
+        _lion(weight, gradient, average, rounded)
+        return
+    work, keys = scratch(gradient.size), rounding_keys(key, step)
+    _lion_8bit(weight, gradient, average, rounded, work, keys[0], position)

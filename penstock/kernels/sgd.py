@@ -12,6 +12,18 @@ from penstock.kernels.arguments import require_flat
 from penstock.kernels.blocks import AHEAD, STRIDE, block_bounds, block_count
 from penstock.kernels.compilation import inlined, kernel
 from penstock.kernels.gradients import load_gradient
+from penstock.kernels.moments import (
+    GROUP,
+    SIGNED,
+    Moment,
+    encode,
+    load_moment,
+    require_moment,
+    rounding_keys,
+    scratch,
+    scratch_of,
+    store_moment,
+)
 from penstock.kernels.split_master import (
     Weight,
     fetch_weight,
@@ -19,7 +31,7 @@ from penstock.kernels.split_master import (
     require_weight,
     store_weight,
 )
-from penstock.kernels.vectors import LANES, every_lane, fetch, first_lanes, fma, load, splat, store
+from penstock.kernels.vectors import LANES, every_lane, fetch, first_lanes, fma, splat
 
 
 @inlined
@@ -49,10 +61,10 @@ def _momentum_at(weight, gradient, momentum, scalars, i, lanes):
     scale, decay, learning_rate, keep, of_gradient, of_momentum = scalars
     w = load_weight(weight, i, lanes)
     g = fma(splat(decay), w, load_gradient(gradient, i, lanes) * splat(scale))
-    m = fma(splat(keep), load(momentum, i, lanes), g)
+    m = fma(splat(keep), load_moment(momentum, i, lanes), g)
     direction = fma(splat(of_momentum), m, splat(of_gradient) * g)
     store_weight(weight, i, w - splat(learning_rate) * direction, lanes)
-    store(momentum, i, m, lanes)
+    store_moment(momentum, i, m, lanes)
 
 
 @kernel
@@ -68,6 +80,22 @@ def _momentum(weight, gradient, momentum, scalars):
                 _momentum_at(weight, gradient, momentum, scalars, j, every_lane())
         for i in range(whole, last, LANES):
             _momentum_at(weight, gradient, momentum, scalars, i, first_lanes(last - i))
+
+
+@kernel
+def _momentum_8bit(weight, gradient, momentum, scalars, work, key, position):
+    length = gradient.size
+    for block in prange(block_count(length)):
+        first, _, last = block_bounds(block, length)
+        mean = (momentum[0], momentum[1], SIGNED, work, scratch_of(block, 0))
+        for group in range(first, last, GROUP):
+            end = min(group + GROUP, last)
+            whole = end - (end - group) % LANES
+            for i in range(group, whole, LANES):
+                _momentum_at(weight, gradient, mean, scalars, i, every_lane())
+            if whole < end:
+                _momentum_at(weight, gradient, mean, scalars, whole, first_lanes(end - whole))
+            encode(mean, group, length, key, position)
 
 
 def sgd(
@@ -99,22 +127,32 @@ def sgd(
 def sgd_momentum(
     weight: Weight,
     gradient: np.ndarray,
-    momentum_state: np.ndarray,
+    momentum_state: Moment,
     *,
+    step: int,
     learning_rate: float,
     momentum: float,
     nesterov: bool,
     weight_decay: float,
     gradient_scale: float = 1.0,
+    key: int = 0,
+    position: int = 0,
 ) -> None:
-    """Update a weight and its momentum, float32 `[n]`, in place; the rest is as for `sgd`.
+    """Update a weight and its momentum in place; the rest is as for `sgd`.
 
     The weight moves along the momentum or, with `nesterov`, along gradient + `momentum` x momentum.
+    The rounding of an 8-bit momentum is drawn by `key`, a number of the weight, `step`, the number
+    of this update, and `position`, where in the weight these elements begin.
     """
     require_weight(weight, gradient.size)
     require_flat("gradient", gradient, gradient.size, np.float32, np.uint16)
-    require_flat("momentum", momentum_state, gradient.size, np.float32, write=True)
+    require_moment("momentum", momentum_state, gradient.size)
     # Both forms are one linear combination: one kernel serves both, exactly.
     of_gradient, of_momentum = (1.0, momentum) if nesterov else (0.0, 1.0)
     scalars = (gradient_scale, weight_decay, learning_rate, momentum, of_gradient, of_momentum)
-    _momentum(weight, gradient, momentum_state, tuple(map(np.float32, scalars)))
+    rounded = tuple(map(np.float32, scalars))
+    if isinstance(momentum_state, np.ndarray):
+        _momentum(weight, gradient, momentum_state, rounded)
+        return
+    work, keys = scratch(gradient.size), rounding_keys(key, step)
+    _momentum_8bit(weight, gradient, momentum_state, rounded, work, keys[0], position)

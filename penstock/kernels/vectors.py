@@ -169,15 +169,16 @@ def lane_numbers(typing_context):
 def load(typing_context, array, index, lanes):
     """16 elements of a flat array from `index` on; masked-off lanes give 0 and are not touched.
 
-    A float32 array gives a float32 vector, a uint16 array a uint32 vector (zero-extended).
+    A float32 array gives a float32 vector, a uint16 or uint8 array a uint32 vector (zero-extended).
     """
-    memory = {"float32": float32s.ir, "uint16": _SHORTS}.get(str(array.dtype))
-    if memory is None:
+    kinds = {"float32": (float32s.ir, "f32"), "uint16": (_SHORTS, "i16"), "uint8": (_BYTES, "i8")}
+    kind = kinds.get(str(array.dtype))
+    if kind is None:
         return None
+    memory, letters = kind
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         pointer = _pointer(context, builder, signature.args[0], *arguments[:2])
-        letters = "f32" if memory == float32s.ir else "i16"
         pointer = builder.bitcast(pointer, memory.as_pointer())
         # Numba guarantees an element's alignment only; no machine asks for more here.
         alignment = ir.Constant(_I32, memory.element.get_abi_size(context.target_data))
@@ -192,11 +193,12 @@ def load(typing_context, array, index, lanes):
 def store(typing_context, array, index, value, lanes):
     """Write a vector to a flat array from `index` on; masked-off elements are not touched.
 
-    float32 vectors go to float32 arrays, the low halves of uint32 vectors to uint16 arrays, masks
-    to bool arrays.
+    float32 vectors go to float32 arrays, the low bits of uint32 vectors to uint16 and uint8 arrays,
+    masks to bool arrays.
     """
     kinds = {
         ("float32", "float32"): (float32s.ir, "f32"),
+        ("uint8", "uint32"): (_BYTES, "i8"),
         ("uint16", "uint32"): (_SHORTS, "i16"),
         ("uint32", "uint32"): (uint32s.ir, "i32"),
         ("bool", "mask"): (_BYTES, "i8"),
@@ -210,10 +212,10 @@ def store(typing_context, array, index, value, lanes):
         array, index, value, lanes = arguments
         pointer = _pointer(context, builder, signature.args[0], array, index)
         pointer = builder.bitcast(pointer, memory.as_pointer())
-        if letters == "i16":
-            value = builder.trunc(value, memory)
-        elif letters == "i8":
+        if getattr(signature.args[2], "lane", "") == "mask":
             value = builder.zext(value, memory)
+        elif memory != signature.args[2].ir:
+            value = builder.trunc(value, memory)
         alignment = ir.Constant(_I32, memory.element.get_abi_size(context.target_data))
         name = f"llvm.masked.store.v{LANES}{letters}.p0"
         _call(builder, name, ir.VoidType(), [value, pointer, alignment, lanes])

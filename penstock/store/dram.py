@@ -17,10 +17,11 @@ from penstock.program import Program
 from penstock.store.content_hash import hash_weights
 from penstock.store.gradients import Gradients, clip_scale
 from penstock.store.incoming import checked_weights
-from penstock.store.interface import MASTER, Commit, FlashTraffic, Traffic
+from penstock.store.interface import Commit, FlashTraffic, Traffic
 from penstock.store.layout import allocate_role, homes
 from penstock.store.masters import Masters
-from penstock.store.optimizers import GroupSettings, Optimizer
+from penstock.store.optimizers import GroupSettings, Optimizer, rounding_key
+from penstock.store.roles import MASTER, Stored, stored_of
 from penstock.store.schedules import Schedule, learning_rate
 
 _STREAM_DTYPES = {
@@ -93,11 +94,12 @@ class DramStore:
             raise ValueError("an optimizer needs a schedule for its learning rate")
         self._gradients = Gradients(self.program, gradient_dtype)
         self.memory_bytes["gradient"] = self._gradients.memory_bytes
-        kinds = dict.fromkeys(self._trainable, np.dtype(np.float32))
         for role in optimizer.roles:
-            arrays, self.memory_bytes[role] = allocate_role(self.program, kinds)
+            kinds = dict.fromkeys(self._trainable, role.numpy)
+            arrays, role_bytes = allocate_role(self.program, kinds, role.group)
+            self.memory_bytes[role.name] = role_bytes
             for name, array in arrays.items():
-                self._state.setdefault(name, {})[role] = array
+                self._state.setdefault(name, {})[role.name] = array
 
     def page_lock(self) -> bool:
         """Lock in place what streams, for engines on a GPU; once, before the first step.
@@ -267,6 +269,7 @@ class DramStore:
             learning_rate=rate,
             weight_decay=settings.weight_decay,
             gradient_scale=commit.clip_scale,
+            key=rounding_key(name),
         )
         if not watched:
             return
@@ -303,19 +306,22 @@ class DramStore:
         return torch.from_numpy(self._masters.read(name, 0, spec.elements).copy()).view(spec.shape)
 
     def state(self, name: str) -> dict[str, torch.Tensor]:
-        """Return views of the optimizer's state of a weight by role, each in the weight's shape."""
+        """Return views of the optimizer's state of a weight by role, as they would be saved."""
         self._require_loaded()
         self._update(name)
-        shape = self.program.weights[name].shape
+        stored = self.roles(name)
         arrays = self._state.get(name, {})
-        return {role: torch.from_numpy(array).view(shape) for role, array in arrays.items()}
+        return {
+            role: torch.from_numpy(array).view(stored[role].shape) for role, array in arrays.items()
+        }
 
-    def roles(self, name: str) -> dict[str, torch.dtype]:
+    def roles(self, name: str) -> dict[str, Stored]:
         """Return what `read` and `write` know of a weight: its master, then its state."""
-        return {MASTER: torch.float32, **dict.fromkeys(self._state.get(name, {}), torch.float32)}
+        roles = self._optimizer.roles if self._optimizer and name in self._state else ()
+        return stored_of(self.program.weights[name].shape, roles)
 
     def read(self, name: str, role: str, begin: int, end: int) -> np.ndarray:
-        """Return elements `begin` to `end` of a weight or of its state, flat; maybe a view."""
+        """Return values `begin` to `end` of a weight or of its state, flat; maybe a view."""
         self._require_loaded()
         self._update(name)
         if role == MASTER:
@@ -334,7 +340,7 @@ class DramStore:
             self._gradients.clear()
 
     def write(self, name: str, role: str, begin: int, values: np.ndarray) -> None:
-        """Overwrite elements of a weight or of its state, from `begin` on, while restoring."""
+        """Overwrite values of a weight or of its state, from `begin` on, while restoring."""
         if self._is_loaded:
             raise RuntimeError("state is written only between begin_restore and finish_restore")
         if role == MASTER:

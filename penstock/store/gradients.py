@@ -8,7 +8,7 @@ is not rounded twice.
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -20,9 +20,15 @@ from penstock.store.layout import allocate_role, homes
 
 
 class Gradients:
-    """The gradient slabs, and the account of what has arrived in this step."""
+    """The gradient slabs, and the account of what has arrived in this step.
 
-    def __init__(self, program: Program, dtype: torch.dtype) -> None:
+    Gradients of the weights named in `elsewhere` have no slab: where they go is said by `place`
+    before they are received.
+    """
+
+    def __init__(
+        self, program: Program, dtype: torch.dtype, elsewhere: Collection[str] = ()
+    ) -> None:
         if dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"gradients are kept in float32 or bfloat16, not in {dtype}")
         self._program = program
@@ -33,10 +39,12 @@ class Gradients:
         uses = Counter(name for names in self._trainable.values() for name in names)
         half, full = np.dtype(np.uint16), np.dtype(np.float32)
         kinds = {n: half if dtype == torch.bfloat16 and k == 1 else full for n, k in uses.items()}
-        self._arrays, self.memory_bytes = allocate_role(program, kinds)
+        here = {name: kind for name, kind in kinds.items() if name not in elsewhere}
+        self._arrays, self.memory_bytes = allocate_role(program, here)
         self._order = tuple(name for name in homes(program) if name in uses)
         self._received: set[int] = set()
         self._squares: dict[str, float] = {}
+        self._zero: frozenset[str] = frozenset()
         self._non_finite: dict[int, list[str]] = {}
 
     def trainable(self, stage: int) -> tuple[str, ...]:
@@ -46,6 +54,10 @@ class Gradients:
     def array(self, name: str) -> np.ndarray:
         """Return a gradient as the optimizer's kernels take it: float32 or bfloat16 patterns."""
         return self._arrays[name]
+
+    def place(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Say where gradients that have no slab are to be written when they come."""
+        self._arrays.update(arrays)
 
     def check(self, stage: int, gradients: Sequence[torch.Tensor | None]) -> None:
         """Refuse what cannot be the gradients of `stage` in this step, before anything is written.
@@ -113,11 +125,12 @@ class Gradients:
             )
         if self._non_finite:
             raise NonFiniteError(self._describe_non_finite(step))
+        self._zero = frozenset(name for name in self._order if self._squares[name] == 0)
         return math.sqrt(math.fsum(self._squares[name] for name in self._order))
 
     def zero_everywhere(self, name: str) -> bool:
-        """Whether the gradient that is held for a weight is zero in every element."""
-        return not self._arrays[name].any()
+        """Whether the gradient of a weight was zero in every element when the norm was taken."""
+        return name in self._zero
 
     def clear(self) -> None:
         """Forget what has arrived; the slabs keep their bytes for updates that are yet to come."""

@@ -23,7 +23,8 @@ from penstock.store.files import (
     storage_errors,
     sync_folder,
 )
-from penstock.store.interface import MASTER, Store
+from penstock.store.interface import Store
+from penstock.store.roles import MASTER
 
 MAX_SHARD_BYTES = 2 << 30
 """A file is exceeded only by a single tensor that is larger."""

@@ -8,9 +8,7 @@ import numpy as np
 import torch
 
 from penstock.program import Program
-
-MASTER = "master"
-"""The role of the float32 weight itself, among the roles of the optimizer's state."""
+from penstock.store.roles import Stored
 
 
 @dataclass(frozen=True)
@@ -80,7 +78,7 @@ class Store(Protocol):
 
     def state(self, name: str) -> dict[str, torch.Tensor]: ...
 
-    def roles(self, name: str) -> dict[str, torch.dtype]: ...
+    def roles(self, name: str) -> dict[str, Stored]: ...
 
     def read(self, name: str, role: str, begin: int, end: int) -> np.ndarray: ...
 

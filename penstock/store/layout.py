@@ -28,17 +28,18 @@ def homes(program: Program) -> dict[str, int]:
 
 
 def allocate_role(
-    program: Program, dtypes: Mapping[str, np.dtype]
+    program: Program, dtypes: Mapping[str, np.dtype], group: int = 1
 ) -> tuple[dict[str, np.ndarray], int]:
     """Allocate one role: a slab per stage, cut into one flat array per weight.
 
     Args:
         program: says which weights there are, how large, and at which stage they are at home.
         dtypes: element type per weight; weights that are not named here have no such role.
+        group: elements of a weight that share a value.
 
     Returns:
-        Per weight a zeroed flat array `[elements]` that begins at a multiple of 64 bytes, and the
-        bytes of all slabs.
+        Per weight a zeroed flat array `[ceil(elements / group)]` that begins at a multiple of 64
+        bytes, and the bytes of all slabs.
 
     Raises:
         BudgetError: the operating system has no room for a slab.
@@ -50,7 +51,8 @@ def allocate_role(
     arrays: dict[str, np.ndarray] = {}
     total_bytes = 0
     for names in by_stage.values():
-        sizes = [program.weights[name].elements * dtypes[name].itemsize for name in names]
+        counts = [math.ceil(program.weights[name].elements / group) for name in names]
+        sizes = [n * dtypes[name].itemsize for n, name in zip(counts, names, strict=True)]
         slab = allocate(_slab_bytes(sizes))
         total_bytes += slab.nbytes
         begin = 0

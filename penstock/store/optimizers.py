@@ -1,28 +1,37 @@
 """Which arithmetic updates which weight: optimizers, their state, and groups by name pattern.
 
 An optimizer here holds settings only. Its state belongs to the store's slabs and is handed in as
-flat arrays by role, one fused pass per weight.
+flat arrays by role, one fused pass per weight. Moments are float32, or 8 bits per element with a
+scale per `GROUP` elements (`kernels/moments.py`), which is then a role of its own.
 """
 
 import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
+import xxhash
 
 from penstock.errors import ConfigError, did_you_mean
+from penstock.store.roles import Role
+
+if TYPE_CHECKING:
+    from penstock.kernels.moments import Moment
 
 State = Mapping[str, np.ndarray]
-"""Flat float32 arrays by role."""
+"""Flat arrays by role."""
+
+Moments = Literal["fp32", "8bit"]
+"""How an optimizer keeps its moments."""
 
 
 class Optimizer(Protocol):
     """What the store asks of an optimizer."""
 
     @property
-    def roles(self) -> tuple[str, ...]:
-        """The float32 arrays it keeps per weight, all zeros at the start."""
+    def roles(self) -> tuple[Role, ...]:
+        """The arrays it keeps per weight, all zeros at the start."""
         ...
 
     def update(
@@ -35,18 +44,41 @@ class Optimizer(Protocol):
         learning_rate: float,
         weight_decay: float,
         gradient_scale: float = 1.0,
+        key: int = 0,
+        position: int = 0,
     ) -> None:
-        """Update one weight and its state in place.
+        """Update one weight, or a part of it, and its state in place.
 
         Args:
             weight: `(float32 [n],)`, or `(high, low)` uint16 `[n]` of a split master.
             gradient: float32 `[n]` or bfloat16 patterns (uint16 `[n]`).
-            state: float32 `[n]` for each of `roles`.
+            state: an array for each of `roles`.
             step: the number of this weight's update, from 1.
             learning_rate, weight_decay: of this step and this weight's group.
             gradient_scale: what the gradient is multiplied by first (the clip factor).
+            key, position: what the rounding of 8-bit moments is drawn by: a number of the weight,
+                and where in the weight these elements begin, a multiple of `GROUP`.
         """
         ...
+
+
+def rounding_key(name: str) -> int:
+    """Return the number of a weight by which the rounding of its 8-bit moments is drawn."""
+    return xxhash.xxh3_64_intdigest(name.encode())
+
+
+def _moment_roles(names: Sequence[str], moments: Moments) -> tuple[Role, ...]:
+    if moments == "fp32":
+        return tuple(Role(name) for name in names)
+    from penstock.kernels.moments import GROUP
+
+    coded = [(Role(name, "uint8"), Role(f"{name}_scale", "float32", GROUP)) for name in names]
+    return tuple(role for pair in coded for role in pair)
+
+
+def _moment(state: State, name: str) -> "Moment":
+    scale = state.get(f"{name}_scale")
+    return state[name] if scale is None else (state[name], scale)
 
 
 def _require(optimizer: str, name: str, value: float, low: float, high: float) -> None:
@@ -60,16 +92,19 @@ def _require(optimizer: str, name: str, value: float, low: float, high: float) -
 class AdamW:
     """`torch.optim.AdamW`: decoupled weight decay, bias-corrected moments."""
 
-    roles: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
-
     beta1: float = 0.9
     beta2: float = 0.999
     epsilon: float = 1e-8
+    moments: Moments = "fp32"
 
     def __post_init__(self) -> None:
         _require("adamw", "beta1", self.beta1, 0.0, 1.0)
         _require("adamw", "beta2", self.beta2, 0.0, 1.0)
         _require("adamw", "epsilon", self.epsilon, 0.0, float("inf"))
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        return _moment_roles(("exp_avg", "exp_avg_sq"), self.moments)
 
     def update(
         self,
@@ -81,14 +116,16 @@ class AdamW:
         learning_rate: float,
         weight_decay: float,
         gradient_scale: float = 1.0,
+        key: int = 0,
+        position: int = 0,
     ) -> None:
         from penstock.kernels.adamw import adamw
 
         adamw(
             weight,
             gradient,
-            state["exp_avg"],
-            state["exp_avg_sq"],
+            _moment(state, "exp_avg"),
+            _moment(state, "exp_avg_sq"),
             step=step,
             learning_rate=learning_rate,
             beta1=self.beta1,
@@ -96,6 +133,8 @@ class AdamW:
             epsilon=self.epsilon,
             weight_decay=weight_decay,
             gradient_scale=gradient_scale,
+            key=key,
+            position=position,
         )
 
 
@@ -105,6 +144,7 @@ class SGD:
 
     momentum: float = 0.0
     nesterov: bool = False
+    moments: Moments = "fp32"
 
     def __post_init__(self) -> None:
         _require("sgd", "momentum", self.momentum, 0.0, 1.0)
@@ -112,8 +152,8 @@ class SGD:
             raise ConfigError("sgd: nesterov needs a momentum above 0; set momentum or drop it")
 
     @property
-    def roles(self) -> tuple[str, ...]:
-        return ("momentum",) if self.momentum else ()
+    def roles(self) -> tuple[Role, ...]:
+        return _moment_roles(("momentum",) if self.momentum else (), self.moments)
 
     def update(
         self,
@@ -125,6 +165,8 @@ class SGD:
         learning_rate: float,
         weight_decay: float,
         gradient_scale: float = 1.0,
+        key: int = 0,
+        position: int = 0,
     ) -> None:
         from penstock.kernels.sgd import sgd, sgd_momentum
 
@@ -140,12 +182,15 @@ class SGD:
         sgd_momentum(
             weight,
             gradient,
-            state["momentum"],
+            _moment(state, "momentum"),
+            step=step,
             learning_rate=learning_rate,
             momentum=self.momentum,
             nesterov=self.nesterov,
             weight_decay=weight_decay,
             gradient_scale=gradient_scale,
+            key=key,
+            position=position,
         )
 
 
@@ -153,14 +198,17 @@ class SGD:
 class Lion:
     """Lion (Chen et al. 2023): the sign of a blend of gradient and mean; decoupled decay."""
 
-    roles: ClassVar[tuple[str, ...]] = ("exp_avg",)
-
     beta1: float = 0.9
     beta2: float = 0.99
+    moments: Moments = "fp32"
 
     def __post_init__(self) -> None:
         _require("lion", "beta1", self.beta1, 0.0, 1.0)
         _require("lion", "beta2", self.beta2, 0.0, 1.0)
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        return _moment_roles(("exp_avg",), self.moments)
 
     def update(
         self,
@@ -172,18 +220,23 @@ class Lion:
         learning_rate: float,
         weight_decay: float,
         gradient_scale: float = 1.0,
+        key: int = 0,
+        position: int = 0,
     ) -> None:
         from penstock.kernels.lion import lion
 
         lion(
             weight,
             gradient,
-            state["exp_avg"],
+            _moment(state, "exp_avg"),
+            step=step,
             learning_rate=learning_rate,
             beta1=self.beta1,
             beta2=self.beta2,
             weight_decay=weight_decay,
             gradient_scale=gradient_scale,
+            key=key,
+            position=position,
         )
 
 
@@ -201,7 +254,8 @@ def make_optimizer(name: str, **hyper: Any) -> Optimizer:
 
     Args:
         name: one of `OPTIMIZER_NAMES`.
-        hyper: `adamw`: beta1, beta2, epsilon; `sgd`: momentum, nesterov; `lion`: beta1, beta2.
+        hyper: `adamw`: beta1, beta2, epsilon; `sgd`: momentum, nesterov; `lion`: beta1, beta2; all:
+            moments, `fp32` or `8bit`.
 
     Raises:
         ConfigError: an unknown name or setting, or a value out of its range.

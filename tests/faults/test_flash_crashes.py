@@ -13,12 +13,13 @@ from penstock.store.flash import FlashStore
 
 LAYERS = (
     {"embed": (50, 16), "frozen": (9,)},
-    {"block.weight": (70, 70), "block.bias": (70,)},
+    *({f"{i}.weight": (70, 70), f"{i}.bias": (70,)} for i in range(4)),
     {"norm": (16,), "embed": (50, 16)},
 )
 PROGRAM = make_program(LAYERS, frozen=("frozen",), stream_dtype=torch.bfloat16)
 STEPS = 4
 SEED = 7
+DRAM = 200_000  # a part of the gradients goes to flash
 
 
 def opened(folder):
@@ -29,7 +30,7 @@ def opened(folder):
         optimizer=AdamW(0.9, 0.95, 1e-8),
         groups=dict.fromkeys(PROGRAM.weights, settings),
         schedule=CONSTANT,
-        dram_bytes=300_000,
+        dram_bytes=DRAM,
         block_elements=2048,
     )
     return store

@@ -26,6 +26,7 @@ POINTS = [
     "journal.create.after_rename",
     "journal.create.after_sync",
     "flash.before_block",
+    "flash.before_gradient",
     "flash.before_weights",
     "flash.before_sync",
     "flash.after_sync",

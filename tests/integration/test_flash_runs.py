@@ -103,7 +103,7 @@ def test_damage_is_named_and_repair_goes_back_to_what_is_whole(in_memory, tmp_pa
 
 
 def test_budgets_that_cannot_hold_are_refused_with_the_arithmetic(tmp_path):
-    with pytest.raises(BudgetError, match=r"gradients need [\d,]+ bytes and blocks of state"):
+    with pytest.raises(BudgetError, match=r"the weights of two stages need [\d,]+ bytes, blocks"):
         Trainer(config(tmp_path / "a", 7, on_flash=True, dram="1MiB"))
     flash = {"path": str(tmp_path / "b" / "flash"), "size": "1MiB"}
     with pytest.raises(BudgetError, match=r"store\.flash\.size: .* needs [\d,]+ bytes on flash"):

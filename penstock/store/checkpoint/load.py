@@ -25,7 +25,8 @@ from penstock.store.checkpoint.state import (
 )
 from penstock.store.content_hash import hash_weights
 from penstock.store.files import CHUNK_BYTES, FileRecord
-from penstock.store.interface import MASTER, Store
+from penstock.store.interface import Store
+from penstock.store.roles import MASTER
 from penstock.store.tensor_file import Extent
 
 Piece = tuple[str, int, np.ndarray]
@@ -119,9 +120,9 @@ def checkpoint_hash(folder: Path, state: CheckpointState) -> str:
 
 def _require_same_model(store: Store, folder: Path, state: CheckpointState) -> None:
     wanted = {
-        tensor_name(role, name): (tensor_file.DTYPES[dtype], spec.shape)
-        for name, spec in store.program.weights.items()
-        for role, dtype in store.roles(name).items()
+        tensor_name(role, name): (tensor_file.DTYPES[stored.dtype], stored.shape)
+        for name in store.program.weights
+        for role, stored in store.roles(name).items()
     }
     found = {
         name: (place.extent.dtype, place.extent.shape) for name, place in state.tensors.items()

@@ -40,8 +40,9 @@ from penstock.store.files import (
     storage_errors,
     sync_folder,
 )
-from penstock.store.interface import MASTER, Store
+from penstock.store.interface import Store
 from penstock.store.layout import homes
+from penstock.store.roles import MASTER
 
 MAX_FILE_BYTES = 4 << 30
 """A stage's tensors go on in another file here; a file exceeds it only for a single tensor."""
@@ -120,9 +121,8 @@ def _plan(store: Store) -> dict[str, dict[tensor_file.Entry, _Source]]:
     """Return which tensors go into which file: one per stage, more where it would be too large."""
     by_stage: dict[int, list[tuple[tensor_file.Entry, _Source]]] = {}
     for name, home in homes(store.program).items():
-        shape = store.program.weights[name].shape
-        for role, dtype in store.roles(name).items():
-            entry = tensor_file.Entry(tensor_name(role, name), dtype, shape)
+        for role, stored in store.roles(name).items():
+            entry = tensor_file.Entry(tensor_name(role, name), stored.dtype, stored.shape)
             by_stage.setdefault(home, []).append((entry, _Source(name, role)))
     for tensors in by_stage.values():
         # The masters first: who wants the weights only need not read past them.

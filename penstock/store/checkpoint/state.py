@@ -11,7 +11,7 @@ from typing import Any
 from penstock.errors import ConfigError, CorruptionError
 from penstock.store import sealed_json
 from penstock.store.files import CHUNK_BYTES, FileRecord
-from penstock.store.interface import MASTER
+from penstock.store.roles import MASTER
 from penstock.store.tensor_file import Extent
 
 STATE_NAME = "state.json"

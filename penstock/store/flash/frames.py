@@ -14,9 +14,17 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from penstock.errors import BudgetError
 from penstock.kernels.memory import allocate
 from penstock.store.flash.layout import Unit
+
+
+def least_bytes(units: Sequence[Unit], visits: Sequence[Sequence[int]]) -> int:
+    """Return what must be there at once: the stage that computes and the one that follows."""
+    ring = [*visits, *visits[:1]]
+    return max(
+        sum(units[unit].stream_bytes for unit in {*first, *second})
+        for first, second in itertools.pairwise(ring)
+    )
 
 
 class Frames:
@@ -34,20 +42,11 @@ class Frames:
         self._frames: dict[int, np.ndarray] = {}
         self._spare: list[np.ndarray] = []
         self.cursor = 0  # the visit that comes next
-        self._require_pairs()
 
-    def _require_pairs(self) -> None:
-        """The stage that computes and the one that follows are in memory together."""
-        ring = [*self._visits, *self._visits[:1]]
-        for first, second in itertools.pairwise(ring):
-            need = sum(self._units[unit].stream_bytes for unit in {*first, *second})
-            if need > self.budget_bytes:
-                stages = sorted({self._units[unit].stage for unit in {*first, *second}})
-                raise BudgetError(
-                    f"store.dram leaves {self.budget_bytes:,} bytes for weights in memory; stages "
-                    f"{', '.join(map(str, stages))}, of which one follows the other, need "
-                    f"{need:,}; raise store.dram by {need - self.budget_bytes:,}"
-                )
+    @property
+    def holds_all(self) -> bool:
+        """Whether no unit ever has to leave."""
+        return sum(unit.stream_bytes for unit in self._units) <= self.budget_bytes
 
     def __contains__(self, unit: int) -> bool:
         return unit in self._frames

@@ -1,7 +1,7 @@
 """Where everything lies in the flash tier's file.
 
 A *unit* is the weights of one home stage that are treated alike: same stream type, trainable or
-not, same type of gradient. Its weights lie one behind the other in one flat range of elements,
+not, tied or not. Its weights lie one behind the other in one flat range of elements,
 which is cut into *blocks*: what is read, updated and written at a time, and has one checksum. On
 flash a unit has two extents: its weights as they stream (float32, or the high halves of split
 masters), and its state, per block the low halves and then each role of the optimizer.
@@ -12,7 +12,9 @@ place, never over what a durable step may need.
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,12 +24,13 @@ import torch
 from penstock.program import Program
 from penstock.store.flash.medium import ALIGNMENT_BYTES
 from penstock.store.layout import homes
+from penstock.store.roles import MASTER, Role
 
 BLOCK_ELEMENTS = 1 << 19
 """5 MiB of state under AdamW: enough for full speed, and many can be on their way."""
 
 _PAD_ELEMENTS = ALIGNMENT_BYTES // 2  # so that halves of a block are aligned on flash
-_WEIGHT_PAD = 32  # a weight begins at a cache line
+_WEIGHT_PAD = 32
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,8 @@ class Unit:
     elements: int
     split: bool
     trainable: bool
-    roles: tuple[str, ...]
+    tied: bool
+    roles: tuple[Role, ...]
     places: int
     offset: int
     block_elements: int
@@ -71,17 +75,21 @@ class Unit:
         return 2 if self.split else 4
 
     @property
-    def state_width(self) -> int:
-        """Bytes of an element that do not stream: the low half, and the optimizer's roles."""
-        return (2 if self.split else 0) + 4 * len(self.roles)
-
-    @property
     def stream_bytes(self) -> int:
         return self.elements * self.stream_width
 
+    def role(self, name: str) -> Role:
+        """Return the role of this name; the master is one value per element."""
+        return next((role for role in self.roles if role.name == name), Role(MASTER))
+
+    def state_bytes(self, elements: int) -> int:
+        """Bytes of a block's part that does not stream: low halves, and the optimizer's roles."""
+        size = (2 * elements if self.split else 0) + sum(r.bytes(elements) for r in self.roles)
+        return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
     @property
     def place_bytes(self) -> int:
-        return self.elements * (self.stream_width + self.state_width)
+        return self.stream_bytes + sum(self.state_bytes(block.elements) for block in self.blocks)
 
     @property
     def blocks(self) -> list[Block]:
@@ -98,7 +106,7 @@ class Unit:
     def state_offset(self, place: int, block: Block) -> int:
         """Return where a block's state lies in the file."""
         state = self.offset + place * self.place_bytes + self.stream_bytes
-        return state + block.begin * self.state_width
+        return state + block.number * self.state_bytes(self.block_elements)
 
     def pieces(self, block: Block) -> list[tuple[str, int, int, int]]:
         """Return the parts of weights within a block: name, begin and end in the unit, begin in
@@ -121,16 +129,17 @@ class FlashLayout:
 
     @classmethod
     def of(
-        cls, program: Program, roles: Sequence[str], keep_steps: int, block_elements: int
+        cls, program: Program, roles: Sequence[Role], keep_steps: int, block_elements: int
     ) -> FlashLayout:
-        """Lay out a program whose trainable weights have these float32 roles of state.
+        """Lay out a program whose trainable weights have these roles of state.
 
         `block_elements` is a multiple of 2048, so that every part of a block can be read directly.
         """
-        groups: dict[tuple[int, bool, bool], list[str]] = {}
+        uses = Counter(name for stage in program.stages for name in stage.weights)
+        groups: dict[tuple[int, bool, bool, bool], list[str]] = {}
         for name, stage in homes(program).items():
             spec = program.weights[name]
-            alike = (stage, spec.stream_dtype == torch.bfloat16, spec.trainable)
+            alike = (stage, spec.stream_dtype == torch.bfloat16, spec.trainable, uses[name] > 1)
             groups.setdefault(alike, []).append(name)
         described = [
             {
@@ -138,9 +147,10 @@ class FlashLayout:
                 "weights": {name: list(program.weights[name].shape) for name in names},
                 "split": split,
                 "trainable": trainable,
-                "roles": list(roles) if trainable else [],
+                "tied": tied,
+                "roles": [dataclasses.asdict(role) for role in roles] if trainable else [],
             }
-            for (stage, split, trainable), names in groups.items()
+            for (stage, split, trainable, tied), names in groups.items()
         ]
         return cls.from_description(described, keep_steps, block_elements)
 
@@ -153,10 +163,13 @@ class FlashLayout:
         offset = 0
         for index, group in enumerate(described):
             shapes = tuple(tuple(shape) for shape in group["weights"].values())
+            roles = tuple(Role(**role) for role in group["roles"])
+            # At a cache line, and where values are shared by neighbours, at the first of these.
+            pad = max(_WEIGHT_PAD, *(role.group for role in roles), 1)
             begins, end = [], 0
             for shape in shapes:
                 begins.append(end)
-                end += -(-math.prod(shape) // _WEIGHT_PAD) * _WEIGHT_PAD
+                end += -(-math.prod(shape) // pad) * pad
             unit = Unit(
                 index=index,
                 stage=group["stage"],
@@ -166,7 +179,8 @@ class FlashLayout:
                 elements=-(-end // _PAD_ELEMENTS) * _PAD_ELEMENTS,
                 split=group["split"],
                 trainable=group["trainable"],
-                roles=tuple(group["roles"]),
+                tied=group["tied"],
+                roles=roles,
                 places=keep_steps + 1 if group["trainable"] else 1,
                 offset=offset,
                 block_elements=block_elements,
@@ -193,7 +207,8 @@ class FlashLayout:
                 "weights": {n: list(s) for n, s in zip(unit.names, unit.shapes, strict=True)},
                 "split": unit.split,
                 "trainable": unit.trainable,
-                "roles": list(unit.roles),
+                "tied": unit.tied,
+                "roles": [dataclasses.asdict(role) for role in unit.roles],
             }
             for unit in self.units
         ]

@@ -14,23 +14,26 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from penstock import fault
 from penstock.errors import BudgetError, PenstockError, StorageError
-from penstock.kernels.memory import allocate
 from penstock.store import files
+from penstock.store.flash.blocks import StateBlocks
 from penstock.store.flash.frames import Frames
 from penstock.store.flash.journal import Journal
 from penstock.store.flash.layout import Block, FlashLayout, Unit
 from penstock.store.flash.medium import ExtentFile
+from penstock.store.flash.spill import GradientSpill
 from penstock.store.flash.version import Version, checksum
 from penstock.store.interface import FlashTraffic
 
-Update = Callable[[Unit, Block, np.ndarray, np.ndarray], None]
-"""Updates one block in place: of a unit, which block, its frame whole, the block's state."""
+Update = Callable[[Unit, Block, np.ndarray, np.ndarray, np.ndarray | None], None]
+"""Updates one block in place: of a unit, which block, its frame whole, the block's state, and its
+gradient if that was on flash."""
 
 
 class Pipeline:
@@ -38,7 +41,8 @@ class Pipeline:
 
     Args:
         frames: which weights are in memory.
-        buffers, buffer_bytes: how many blocks of state may be on their way, and their size.
+        state: which blocks of the optimizer's state are.
+        spill: where the gradients are that are not in memory.
         update: makes the update of a block; called by the updater.
         keep_steps: durable steps that the journal keeps.
     """
@@ -51,8 +55,8 @@ class Pipeline:
         journal: Journal,
         frames: Frames,
         *,
-        buffers: int,
-        buffer_bytes: int,
+        state: StateBlocks,
+        spill: GradientSpill,
         update: Update,
         keep_steps: int,
     ) -> None:
@@ -61,9 +65,12 @@ class Pipeline:
         self._file = file
         self._journal = journal
         self._frames = frames
+        self._state = state
+        self._spill = spill
         self._apply = update
         self._keep = keep_steps
-        self._buffers = deque(allocate(buffer_bytes) for _ in range(buffers))
+        self._slabs = deque(spill.slabs)
+        self._dirty: dict[int, list[list[bytes]]] = {}  # units newer than flash, their checksums
         self.compute = threading.Lock()  # kernels must not run side by side
         self._changed = threading.Condition()
         self._error: BaseException | None = None
@@ -72,7 +79,10 @@ class Pipeline:
         self._awaiting: set[int] = set()  # units whose update is not yet made
         self._pass: deque[tuple[Unit, Block]] = deque()  # blocks that the reader has yet to bring
         self._updating: set[int] = set()  # units of which some blocks have been given out
-        self._unwritten: set[int] = set()  # units whose frame is newer than their extents
+        self._unwritten: set[int] = set()  # units that the writer has yet to take out
+        self._spilling: set[int] = set()  # units whose gradient it has yet to take out
+        self._goes_out = True  # whether what the present pass updates is written
+        self._is_reading = False
         self._arriving: set[int] = set()  # units whose frame is being filled
         self._demanded: Sequence[int] = ()
         self._hurried = False  # the caller waits for updates, whatever must leave for them
@@ -113,9 +123,13 @@ class Pipeline:
             self._demanded, self._hurried = (), False
             return [self._frames[unit] for unit in units]
 
-    def begin_pass(self, units: Sequence[Unit]) -> None:
-        """Begin to update units, in this order, in the background."""
+    def begin_pass(self, units: Sequence[Unit], goes_out: bool) -> None:
+        """Begin to update units, in this order, in the background.
+
+        Where it need not go out, what is in memory whole between the steps is not written.
+        """
         with self._changed:
+            self._goes_out = goes_out
             self._awaiting = {unit.index for unit in units}
             self._pass = deque((unit, block) for unit in units for block in unit.blocks)
             self._changed.notify_all()
@@ -128,6 +142,29 @@ class Pipeline:
             self._changed.notify_all()
             self._wait(lambda: not self._awaiting)
             self._hurried = False
+
+    def write_out(self) -> None:
+        """Let the writer take out what is newer than flash. Only after `finish_pass`."""
+        with self._changed:
+            for index, checks in self._dirty.items():
+                unit = self._layout.units[index]
+                for block in unit.blocks:
+                    self._hand_to_writer(("block", unit, block, self._state.held(unit, block)))
+                self._hand_to_writer(("frame", unit, checks))
+                self._unwritten.add(index)
+            self._dirty.clear()
+
+    def slab(self) -> np.ndarray:
+        """Return a slab for a unit's gradients, when one is free; it comes back by `spill`."""
+        with self._changed:
+            self._wait(lambda: bool(self._slabs))
+            return self._slabs.popleft()
+
+    def spill(self, unit: Unit, slab: np.ndarray) -> None:
+        """Let the writer take a unit's gradients to flash."""
+        with self._changed:
+            self._spilling.add(unit.index)
+            self._hand_to_writer(("gradient", unit, slab))
 
     def wait_for_updates(self, units: Collection[int]) -> None:
         """Wait until these units are updated."""
@@ -151,14 +188,16 @@ class Pipeline:
             self._wait(lambda: self._writing == 0)
 
     def forget(self) -> None:
-        """Drop all frames: what is on flash will be written anew. Only after `drain`."""
+        """Drop what is in memory: what is on flash will be written anew. Only after `drain`."""
         with self._changed:
             self._reads_ahead = False
             self._changed.notify_all()
-            self._wait(lambda: not self._arriving)
+            self._wait(lambda: not self._arriving and not self._is_reading)
             for unit in self._layout.units:
                 if unit.index in self._frames:
                     self._frames.drop(unit.index)
+            self._state.forget()
+            self._dirty.clear()
 
     def take_traffic(self) -> FlashTraffic:
         """Return what moved, and what the caller waited, since the last call."""
@@ -243,14 +282,17 @@ class Pipeline:
                         return
                     self._changed.wait()
                     job = self._next_job()
-            unit, block, buffer = job
-            if block is None:
-                self._fill_frame(unit)
-                continue
-            data = self._read_state(unit, block, buffer)
-            self._to_update.put((unit, block, buffer, data))
+            job()
+            with self._changed:
+                self._is_reading = False
+                self._changed.notify_all()
 
-    def _next_job(self) -> tuple[Unit, Block | None, np.ndarray | None] | None:
+    def _next_job(self) -> Callable[[], None] | None:
+        job = self._choose()
+        self._is_reading = job is not None
+        return job
+
+    def _choose(self) -> Callable[[], None] | None:
         """Choose what to read: what is waited for, then what the updates need, then ahead."""
         if self._closing or self._error is not None:
             return None
@@ -258,19 +300,9 @@ class Pipeline:
         for demanded in self._demanded:
             missing = demanded not in self._frames and demanded not in self._awaiting
             if missing and self._make_room(demanded, patient=False):
-                return units[demanded], None, None
+                return partial(self._fill_frame, units[demanded])
         if self._pass:
-            unit, block = self._pass[0]
-            if unit.index in self._unwritten:
-                return None  # the state of the step before is still on its way out
-            if unit.index not in self._frames:
-                if self._make_room(unit.index, patient=not self._hurried):
-                    return unit, None, None
-            elif unit.index not in self._arriving and self._buffers:
-                self._pass.popleft()
-                self._updating.add(unit.index)
-                return unit, block, self._buffers.popleft()
-            return None
+            return self._for_the_pass(*self._pass[0])
         if not self._reads_ahead:
             return None
         for ahead in self._frames.upcoming():
@@ -278,7 +310,38 @@ class Pipeline:
                 continue
             if not self._make_room(ahead, patient=True):
                 break
-            return units[ahead], None, None
+            return partial(self._fill_frame, units[ahead])
+        return self._ahead_of_the_pass()
+
+    def _for_the_pass(self, unit: Unit, block: Block) -> Callable[[], None] | None:
+        if unit.index in self._unwritten or unit.index in self._spilling:
+            return None  # the state of the step before, or the gradient, is still on its way out
+        if unit.index not in self._frames:
+            if self._make_room(unit.index, patient=not self._hurried):
+                return partial(self._fill_frame, unit)
+            return None
+        if unit.index in self._arriving:
+            return None
+        is_there = self._state.holds(unit, block)
+        buffer = self._state.take(unit, block)
+        if buffer is None:
+            return None
+        self._pass.popleft()
+        self._updating.add(unit.index)
+        return partial(self._bring_block, unit, block, buffer, is_there)
+
+    def _ahead_of_the_pass(self) -> Callable[[], None] | None:
+        """State that the next pass will need first, as far as there is memory for it."""
+        if self._awaiting:
+            return None
+        for unit in (unit for unit in self._layout.units if unit.trainable):
+            for block in unit.blocks:
+                if self._state.holds(unit, block):
+                    continue
+                if unit.index in self._unwritten:
+                    return None  # none behind it either: the pass would wait for what they took
+                buffer = self._state.take(unit, block)
+                return None if buffer is None else partial(self._hold, unit, block, buffer)
         return None
 
     def _make_room(self, unit: int, *, patient: bool) -> bool:
@@ -305,13 +368,29 @@ class Pipeline:
             self._arriving.discard(unit.index)
             self._changed.notify_all()
 
-    def _read_state(self, unit: Unit, block: Block, buffer: np.ndarray | None) -> np.ndarray:
-        assert buffer is not None
-        data = buffer[: block.elements * unit.state_width]
+    def _bring_block(self, unit: Unit, block: Block, buffer: np.ndarray, is_there: bool) -> None:
+        """Hand a block to the updater, with its gradient if that is on flash."""
+        if not is_there:
+            self._read_state(unit, block, buffer)
+        gradient = None
+        if unit in self._spill:
+            begin = unit.state_bytes(block.elements)
+            tail = buffer[begin : begin + self._spill.block_bytes(block)]
+            gradient = self._spill.read(unit, block, tail)
+            with self._changed:
+                self._read_bytes += tail.nbytes
+        self._to_update.put((unit, block, buffer, gradient))
+
+    def _hold(self, unit: Unit, block: Block, buffer: np.ndarray) -> None:
+        self._read_state(unit, block, buffer)
+        with self._changed:
+            self._state.hold(unit, block, buffer)
+
+    def _read_state(self, unit: Unit, block: Block, buffer: np.ndarray) -> None:
+        data = buffer[: unit.state_bytes(block.elements)]
         self._version.read_state(unit, block, data)
         with self._changed:
             self._read_bytes += data.nbytes
-        return data
 
     def _update(self) -> None:
         import numba
@@ -319,18 +398,29 @@ class Pipeline:
         numba.set_num_threads(1)  # the other one computes; an update runs at memory speed anyway
         checks: list[list[bytes]] = [[], []]
         while (job := self._to_update.get()) is not None:
-            unit, block, buffer, data = job
+            unit, block, buffer, gradient = job
+            data = buffer[: unit.state_bytes(block.elements)]
             stream = _bytes_of(self._frames[unit.index], unit.stream_width, block)
             with self.compute:
-                self._apply(unit, block, self._frames[unit.index], data)
+                self._apply(unit, block, self._frames[unit.index], data, gradient)
             checks[0].append(checksum(stream))
             checks[1].append(checksum(data))
             with self._changed:
-                self._hand_to_writer(("block", unit, block, buffer, data))
+                stays = (
+                    not self._goes_out and self._state.stay_whole(unit) and self._frames.holds_all
+                )
+                if stays:
+                    self._state.hold(unit, block, buffer)
+                else:
+                    self._hand_to_writer(("block", unit, block, buffer))
                 if block.number == len(unit.blocks) - 1:
-                    self._hand_to_writer(("frame", unit, checks))
+                    if stays:
+                        self._dirty[unit.index] = checks
+                    else:
+                        self._dirty.pop(unit.index, None)
+                        self._hand_to_writer(("frame", unit, checks))
+                        self._unwritten.add(unit.index)
                     checks = [[], []]
-                    self._unwritten.add(unit.index)
                     self._updating.discard(unit.index)
                     self._awaiting.discard(unit.index)
                     self._changed.notify_all()
@@ -340,7 +430,8 @@ class Pipeline:
             what, *rest = job
             written = 0
             if what == "block":
-                unit, block, buffer, data = rest
+                unit, block, buffer = rest
+                data = buffer[: unit.state_bytes(block.elements)]
                 fault.point("flash.before_block")
                 self.put(unit.state_offset(self._version.next_place(unit), block), data)
                 written = data.nbytes
@@ -350,16 +441,23 @@ class Pipeline:
                 frame = self._frames[unit.index]
                 self.put(unit.stream_offset(self._version.next_place(unit)), frame)
                 written = frame.nbytes
+            elif what == "gradient":
+                unit, slab = rest
+                fault.point("flash.before_gradient")
+                written = self._spill.write(unit, slab)
             else:
                 self.seal_now(*rest)
             with self._changed:
                 self._writing -= 1
                 self._written_bytes += written
                 if what == "block":
-                    self._buffers.append(buffer)
+                    self._state.put_back(unit, block, buffer)
                 elif what == "frame":
                     self._version.advance(unit, *checks)
                     self._unwritten.discard(unit.index)
+                elif what == "gradient":
+                    self._spilling.discard(unit.index)
+                    self._slabs.append(slab)
                 self._changed.notify_all()
 
 

@@ -6,10 +6,11 @@ from pathlib import Path
 from types import TracebackType
 
 from penstock.errors import ConfigError, CorruptionError
+from penstock.store.flash.description import require_readable
 from penstock.store.flash.journal import Journal, Record, read_records
 from penstock.store.flash.layout import FlashLayout
 from penstock.store.flash.medium import ExtentFile
-from penstock.store.flash.store import EXTENTS, JOURNAL, require_readable
+from penstock.store.flash.store import EXTENTS, JOURNAL
 from penstock.store.flash.version import Version
 from penstock.store.lock import FolderLock
 

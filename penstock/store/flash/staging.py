@@ -10,11 +10,11 @@ from penstock.kernels.memory import allocate
 from penstock.kernels.split_master import split
 from penstock.store.flash.layout import Block, Unit
 from penstock.store.flash.version import state_parts
-from penstock.store.interface import MASTER
+from penstock.store.roles import MASTER, Role
 
 
 class Staging:
-    """Gathers elements in any order of weights and roles; hands over units that are whole.
+    """Gathers values in any order of weights and roles; hands over units that are whole.
 
     Memory is taken for units of which some has come and some has not: one, where weights come in
     the order of the stages.
@@ -25,13 +25,13 @@ class Staging:
         self._units: dict[int, StagedUnit] = {}
 
     def take(self, unit: Unit, role: str, begin: int, values: np.ndarray) -> None:
-        """Take elements of a unit's weights or state, each once."""
+        """Take values of a unit's weights or state, each once."""
         staged = self._of(unit)
         staged.values[role][begin : begin + values.size] = values
         self._came(staged, role, values.size)
 
     def skip(self, unit: Unit, role: str, count: int) -> None:
-        """Leave elements at zero, which is how state begins."""
+        """Leave values at zero, which is how state begins."""
         self._came(self._of(unit), role, count)
 
     def _of(self, unit: Unit) -> StagedUnit:
@@ -50,24 +50,26 @@ class Staging:
 
 
 class StagedUnit:
-    """Float32 values of a unit by role, and how many have yet to come."""
+    """Values of a unit by role, and how many have yet to come."""
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
-        roles = (MASTER, *unit.roles)
-        self.values = {role: allocate(4 * unit.elements).view(np.float32) for role in roles}
-        self.missing = dict.fromkeys(roles, sum(unit.sizes))
+        roles = (Role(MASTER), *unit.roles)
+        self.values = {r.name: allocate(r.bytes(unit.elements)).view(r.numpy) for r in roles}
+        self.missing = {r.name: sum(map(r.count, unit.sizes)) for r in roles}
 
     def block(self, block: Block) -> tuple[np.ndarray, np.ndarray]:
         """Return a block's stream and state, uint8, as they lie on flash."""
         unit, here = self.unit, slice(block.begin, block.end)
         stream = allocate(block.elements * unit.stream_width)
-        state = allocate(block.elements * unit.state_width)
+        state = allocate(unit.state_bytes(block.elements))
         low, roles = state_parts(unit, block, state)
         if unit.split:
             split(self.values[MASTER][here], stream.view(np.uint16), low)
         else:
             stream.view(np.float32)[:] = self.values[MASTER][here]
-        for role, array in roles.items():
-            array[:] = self.values[role][here]
+        for role in unit.roles:
+            begin = block.begin // role.group
+            values = roles[role.name]
+            values[:] = self.values[role.name][begin : begin + values.size]
         return stream, state

@@ -11,6 +11,7 @@ and its weights are read once more for the backward sweep unless they are still 
 from __future__ import annotations
 
 import atexit
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,30 +21,29 @@ import torch
 import xxhash
 
 from penstock import fault
-from penstock.errors import (
-    BudgetError,
-    ConfigError,
-)
+from penstock.errors import BudgetError
 from penstock.program import Program
 from penstock.store import files
-from penstock.store.flash.frames import Frames
+from penstock.store.flash.blocks import StateBlocks
+from penstock.store.flash.budget import SLABS, divide
+from penstock.store.flash.description import describe, require_same
+from penstock.store.flash.frames import Frames, least_bytes
 from penstock.store.flash.journal import Journal, Record, read_records
 from penstock.store.flash.layout import BLOCK_ELEMENTS, Block, FlashLayout, Unit
 from penstock.store.flash.medium import ExtentFile
 from penstock.store.flash.pipeline import Pipeline
+from penstock.store.flash.spill import GradientSpill
 from penstock.store.flash.staging import StagedUnit, Staging
 from penstock.store.flash.version import Version, checksum, state_parts
 from penstock.store.gradients import Gradients, clip_scale
 from penstock.store.incoming import checked_weights
-from penstock.store.interface import MASTER, Commit, FlashTraffic, Traffic
+from penstock.store.interface import Commit, FlashTraffic, Traffic
 from penstock.store.lock import FolderLock
-from penstock.store.optimizers import GroupSettings, Optimizer
+from penstock.store.optimizers import GroupSettings, Optimizer, rounding_key
+from penstock.store.roles import MASTER, Stored, stored_of
 from penstock.store.schedules import Schedule, learning_rate
 
 JOURNAL, EXTENTS = "journal", "extents"
-FORMAT = "penstock-flash"
-VERSION = 1
-_LEAST_BUFFERS, _MOST_BUFFERS = 4, 32
 
 
 class FlashStore:
@@ -63,6 +63,7 @@ class FlashStore:
         keep_steps: how many durable steps can be opened again.
         flash_bytes: most that the files may take, or None.
         block_elements: what is read, updated and written at a time.
+        durable_every: every how many steps are durable.
 
     Raises:
         BudgetError: `dram_bytes` cannot hold what must be there at once.
@@ -86,6 +87,7 @@ class FlashStore:
         keep_steps: int = 2,
         flash_bytes: int | None = None,
         block_elements: int = BLOCK_ELEMENTS,
+        durable_every: int = 1,
     ) -> None:
         self.program = program
         self.folder = folder
@@ -103,10 +105,15 @@ class FlashStore:
                 f"flash for {keep_steps + 1} versions of its state, the limit is {flash_bytes:,}; "
                 "raise it, or lower store.flash.keep_steps"
             )
-        self._gradients = Gradients(program, gradient_dtype)
-        self._buffers, self._buffer_bytes, frame_bytes = self._divide(dram_bytes)
+        half = gradient_dtype == torch.bfloat16
         visits = [self._units_of(stage.weights) for stage in program.stages]
-        self._frames = Frames(units, [*visits, *visits[-2::-1]], frame_bytes)
+        visits += visits[-2::-1]
+        self._division = divide(self._layout, half, least_bytes(units, visits), dram_bytes)
+        self._frames = Frames(units, visits, self._division.weight_bytes)
+        spilled = [unit for unit in units if unit.index in self._division.spilled]
+        elsewhere = {name for unit in spilled for name in unit.names}
+        self._gradients = Gradients(program, gradient_dtype, elsewhere)
+        self._durable_every = durable_every
 
         self._commit: Commit | None = None
         self._is_loaded = False
@@ -124,14 +131,20 @@ class FlashStore:
         except BaseException:
             self._lock.release()
             raise
+        self._spill = GradientSpill(folder, spilled, half, self._division.slab_bytes)
         self._pipeline = Pipeline(
             self._layout,
             self._version,
             self._file,
             self._journal,
             self._frames,
-            buffers=self._buffers,
-            buffer_bytes=self._buffer_bytes,
+            state=StateBlocks(
+                self._layout,
+                self._division.held_bytes,
+                self._division.buffers,
+                self._division.buffer_bytes,
+            ),
+            spill=self._spill,
             update=self._apply,
             keep_steps=keep_steps,
         )
@@ -140,39 +153,12 @@ class FlashStore:
 
     # Making, opening and closing
 
-    def _divide(self, dram_bytes: int) -> tuple[int, int, int]:
-        """Give the gradients theirs, an eighth of the rest to blocks, and what is left to weights.
-
-        Returns how many blocks may be on their way, their size, and the bytes for weights.
-        """
-        block_bytes = max(
-            unit.blocks[0].elements * unit.state_width if unit.elements else 0
-            for unit in self._layout.units
-        )
-        rest = dram_bytes - self._gradients.memory_bytes
-        count = min(_MOST_BUFFERS, max(_LEAST_BUFFERS, rest // 8 // max(1, block_bytes)))
-        frame_bytes = rest - count * block_bytes
-        if frame_bytes <= 0:
-            need = self._gradients.memory_bytes + count * block_bytes
-            raise BudgetError(
-                f"store.dram: gradients need {self._gradients.memory_bytes:,} bytes and blocks of "
-                f"state {count * block_bytes:,}, the budget is {dram_bytes:,}; raise store.dram "
-                f"above {need:,}, or set store.gradients to bf16"
-            )
-        return count, block_bytes, frame_bytes
-
     def _open(self) -> None:
         journal, extents = self.folder / JOURNAL, self.folder / EXTENTS
-        described = {
-            "format": FORMAT,
-            "version": VERSION,
-            "block_elements": self._block_elements,
-            "keep_steps": self._keep,
-            "units": self._layout.described(),
-        }
+        described = describe(self._layout, self._block_elements, self._keep)
         if journal.exists():
             self._journal = Journal(journal)
-            _require_same(self.folder, self._journal.records[0].content, described)
+            require_same(self.folder, self._journal.records[0].content, described)
             self._file = ExtentFile(extents, self._layout.file_bytes, create=False)
             self._version = Version(self._layout, self._file)
             if len(self._journal.records) > 1:
@@ -211,6 +197,7 @@ class FlashStore:
         self._pipeline.close()
         self._journal.close()
         self._file.close()
+        self._spill.close()
         self._lock.release()
 
     def page_lock(self) -> bool:
@@ -220,15 +207,17 @@ class FlashStore:
     @property
     def flash_bytes(self) -> int:
         """What the store takes on flash."""
-        return self._layout.file_bytes
+        return self._layout.file_bytes + self._spill.bytes
 
     @property
     def memory_bytes(self) -> Mapping[str, int]:
         """What the store may take of memory, by what it holds."""
+        division = self._division
         return {
-            "weights": self._frames.budget_bytes,
-            "gradient": self._gradients.memory_bytes,
-            "blocks": self._buffers * self._buffer_bytes,
+            "weights": division.weight_bytes,
+            "gradient": self._gradients.memory_bytes + SLABS * division.slab_bytes,
+            "blocks": division.buffers * division.buffer_bytes,
+            "state": division.held_bytes,
         }
 
     # One step
@@ -259,10 +248,20 @@ class FlashStore:
         """Take the gradients of one stage, summed over the whole batch (`DramStore.receive`)."""
         self._gradients.check(stage, gradients)
         self._seal_when_due()
+        units = self._units_of(self._gradients.trainable(stage))
         # Their old gradients must be used before the new ones overwrite them.
-        self._pipeline.wait_for_updates(self._units_of(self._gradients.trainable(stage)))
-        with self._pipeline.compute:
-            self._gradient_bytes += self._gradients.receive(stage, gradients)
+        self._pipeline.wait_for_updates(units)
+        slabs = {}
+        for unit in (self._layout.units[index] for index in units):
+            if unit in self._spill:
+                slabs[unit] = self._pipeline.slab()
+                self._gradients.place(self._spill.arrays(unit, slabs[unit]))
+        try:
+            with self._pipeline.compute:
+                self._gradient_bytes += self._gradients.receive(stage, gradients)
+        finally:
+            for unit, slab in slabs.items():
+                self._pipeline.spill(unit, slab)
 
     def commit(self) -> Commit:
         """Decide the step; its updates begin at once, in the background (`DramStore.commit`)."""
@@ -275,7 +274,8 @@ class FlashStore:
         self._gradients.clear()
         self._commit, self._unsealed = commit, True
         self.step += 1
-        self._pipeline.begin_pass([unit for unit in self._layout.units if unit.trainable])
+        units = [unit for unit in self._layout.units if unit.trainable]
+        self._pipeline.begin_pass(units, goes_out=self._is_due)
         return commit
 
     def discard(self) -> None:
@@ -293,14 +293,23 @@ class FlashStore:
     def make_durable(self) -> None:
         """Return when the present step would be found after a crash."""
         self._pipeline.finish_pass()
-        self._seal_when_due()
+        self._pipeline.write_out()
+        if self._unsealed:
+            self._seal()
         self._pipeline.drain()
 
     def _seal_when_due(self) -> None:
-        """Ask for the present step to be sealed behind its last extent."""
-        if self._unsealed and self._pipeline.is_updated:
-            self._unsealed = False
-            self._pipeline.seal(self.step, self.extra)
+        """Ask for the present step to be sealed behind its last extent, if it is to be durable."""
+        if self._unsealed and self._is_due and self._pipeline.is_updated:
+            self._seal()
+
+    def _seal(self) -> None:
+        self._unsealed = False
+        self._pipeline.seal(self.step, self.extra)
+
+    @property
+    def _is_due(self) -> bool:
+        return self.step % self._durable_every == 0
 
     def unchanged(self) -> dict[str, str]:
         """Return the trainable weights that no update has changed (`DramStore.unchanged`)."""
@@ -316,7 +325,14 @@ class FlashStore:
         """Return what moved to and from flash, and what was waited for it, since the last call."""
         return self._pipeline.take_traffic()
 
-    def _apply(self, unit: Unit, block: Block, frame: np.ndarray, data: np.ndarray) -> None:
+    def _apply(
+        self,
+        unit: Unit,
+        block: Block,
+        frame: np.ndarray,
+        data: np.ndarray,
+        spilled: np.ndarray | None,
+    ) -> None:
         """Make the update of a block; called by the updater."""
         commit = self._commit
         assert commit is not None
@@ -329,15 +345,20 @@ class FlashStore:
             rate = commit.learning_rate * settings.learning_rate_scale
             watched = name in self._never_changed and rate > 0
             before = [xxhash.xxh3_128_digest(part.data) for part in weight] if watched else []
-            gradient = self._gradients.array(name)[first : first + end - begin]
+            if spilled is None:
+                gradient = self._gradients.array(name)[first : first + end - begin]
+            else:
+                gradient = spilled[here]
             self._optimizer.update(
                 weight,
                 gradient,
-                {role: array[here] for role, array in state.items()},
+                _part(unit, state, here),
                 step=commit.step,
                 learning_rate=rate,
                 weight_decay=settings.weight_decay,
                 gradient_scale=commit.clip_scale,
+                key=rounding_key(name),
+                position=first,
             )
             if watched and [xxhash.xxh3_128_digest(part.data) for part in weight] != before:
                 self._never_changed.discard(name)
@@ -358,7 +379,7 @@ class FlashStore:
         for name, values in checked_weights(self.program, weights):
             unit = self._layout.unit(name)
             for role in unit.roles:
-                self._staging.skip(unit, role, values.size)
+                self._staging.skip(unit, role.name, role.count(values.size))
             self.write(name, MASTER, 0, values)
         self.finish_restore(0)
 
@@ -375,13 +396,13 @@ class FlashStore:
         self._staging = Staging(self._land)
 
     def write(self, name: str, role: str, begin: int, values: np.ndarray) -> None:
-        """Overwrite elements of a weight or of its state, while restoring; each element once."""
+        """Overwrite values of a weight or of its state, while restoring; each value once."""
         if self._is_loaded:
             raise RuntimeError("state is written only between begin_restore and finish_restore")
         assert self._staging is not None
-        self._staging.take(
-            self._layout.unit(name), role, self._layout.begin_of(name) + begin, values
-        )
+        unit = self._layout.unit(name)
+        origin = self._layout.begin_of(name) // unit.role(role).group
+        self._staging.take(unit, role, origin + begin, values)
 
     def _land(self, staged: StagedUnit) -> None:
         """Write a unit that has come to its next place."""
@@ -407,10 +428,8 @@ class FlashStore:
         self._pipeline.seal_now(step, self.extra)
 
     def read(self, name: str, role: str, begin: int, end: int) -> np.ndarray:
-        """Return elements `begin` to `end` of a weight or of its state, flat float32."""
-        self._require_loaded()
-        self._pipeline.finish_pass()
-        self._pipeline.drain()
+        """Return values `begin` to `end` of a weight or of its state, flat."""
+        self._settle()
         return self._version.read(name, role, begin, end)
 
     def master(self, name: str) -> torch.Tensor:
@@ -419,25 +438,29 @@ class FlashStore:
         return torch.from_numpy(self.read(name, MASTER, 0, spec.elements)).view(spec.shape)
 
     def state(self, name: str) -> dict[str, torch.Tensor]:
-        """Return copies of the optimizer's state of a weight by role, each in its shape."""
-        spec = self.program.weights[name]
-        unit = self._layout.unit(name)
+        """Return copies of the optimizer's state of a weight by role, as they would be saved."""
+        stored = self.roles(name)
+        stored.pop(MASTER)
         return {
-            role: torch.from_numpy(self.read(name, role, 0, spec.elements)).view(spec.shape)
-            for role in unit.roles
+            role: torch.from_numpy(self.read(name, role, 0, math.prod(kind.shape))).view(kind.shape)
+            for role, kind in stored.items()
         }
 
-    def roles(self, name: str) -> dict[str, torch.dtype]:
+    def roles(self, name: str) -> dict[str, Stored]:
         """Return what `read` and `write` know of a weight: its master, then its state."""
-        unit = self._layout.unit(name)
-        return dict.fromkeys((MASTER, *unit.roles), torch.float32)
+        return stored_of(self.program.weights[name].shape, self._layout.unit(name).roles)
 
     def content_hash(self) -> str:
         """Return a hash of all weights (`content_hash.py`)."""
+        self._settle()
+        return self._version.content_hash()
+
+    def _settle(self) -> None:
+        """Bring flash up to date, so that it can be read."""
         self._require_loaded()
         self._pipeline.finish_pass()
+        self._pipeline.write_out()
         self._pipeline.drain()
-        return self._version.content_hash()
 
     def _view(self, name: str, frame: np.ndarray) -> torch.Tensor:
         spec = self.program.weights[name]
@@ -455,6 +478,14 @@ class FlashStore:
             raise RuntimeError("the store holds no weights yet: load them, or restore a checkpoint")
 
 
+def _part(unit: Unit, state: Mapping[str, np.ndarray], here: slice) -> dict[str, np.ndarray]:
+    """Return the values of each role that belong to these elements of a block."""
+    return {
+        role.name: state[role.name][here.start // role.group : role.count(here.stop)]
+        for role in unit.roles
+    }
+
+
 def recorded_extra(folder: Path) -> dict[str, Any] | None:
     """Return what was kept with the last durable step in `folder`; None where there is none.
 
@@ -466,26 +497,3 @@ def recorded_extra(folder: Path) -> dict[str, Any] | None:
         return None
     records, _ = read_records(journal)
     return dict(records[-1].content["extra"]) if len(records) > 1 else None
-
-
-def _require_same(folder: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Refuse a store that was made for something else, naming what differs."""
-    require_readable(folder, found)
-    for key in wanted:
-        if found.get(key) != wanted[key]:
-            raise ConfigError(
-                f"{folder} holds the state of another model or optimizer ({key} differs); choose "
-                "another store.flash.path, or go back to what it was made with"
-            )
-
-
-def require_readable(folder: Path, found: Mapping[str, Any]) -> None:
-    """Refuse a journal's first record that is not of this format, or of a newer one."""
-    if found.get("format") != FORMAT:
-        raise ConfigError(f"{folder}: not a Penstock store; choose another store.flash.path")
-    version = found.get("version")
-    if version != VERSION:
-        raise ConfigError(
-            f"{folder}: its format has version {version}, this Penstock reads {VERSION}; "
-            "open it with a newer Penstock"
-        )

@@ -15,8 +15,8 @@ from penstock.store.content_hash import hash_weights
 from penstock.store.flash.journal import Record
 from penstock.store.flash.layout import Block, FlashLayout, Unit
 from penstock.store.flash.medium import ExtentFile
-from penstock.store.interface import MASTER
 from penstock.store.masters import PIECE_ELEMENTS
+from penstock.store.roles import MASTER
 
 CHECKSUM_BYTES = 16
 
@@ -33,10 +33,12 @@ class Version:
         self._layout = layout
         self._file = file
         self._place = [0] * len(layout.units)
+        self._is_sealed = [True] * len(layout.units)
         self._checks = [(b"", b"") for _ in layout.units]
 
     def record(self, step: int, extra: Mapping[str, Any]) -> Record:
-        """Return the journal's record of this version."""
+        """Return the journal's record of this version, whose places are not written over again."""
+        self._is_sealed = [True] * len(self._layout.units)
         content = {"step": step, "places": list(self._place), "extra": dict(extra)}
         return Record(content, b"".join(half for checks in self._checks for half in checks))
 
@@ -62,14 +64,17 @@ class Version:
                 "does not fit the store"
             )
         self._place = list(places or [])
+        self._is_sealed = [True] * len(self._layout.units)
 
     def next_place(self, unit: Unit) -> int:
-        """Return where the next version of a unit goes: over none that may be needed."""
-        return (self._place[unit.index] + 1) % unit.places
+        """Return where the next version of a unit goes: over none that a record names."""
+        place = self._place[unit.index]
+        return (place + 1) % unit.places if self._is_sealed[unit.index] else place
 
     def advance(self, unit: Unit, streams: Iterable[bytes], states: Iterable[bytes]) -> None:
         """Note that all of a unit was written to its next place, with these checksums."""
         self._place[unit.index] = self.next_place(unit)
+        self._is_sealed[unit.index] = False
         self._checks[unit.index] = (b"".join(streams), b"".join(states))
 
     def read_stream(self, unit: Unit, block: Block, into: np.ndarray) -> None:
@@ -105,19 +110,23 @@ class Version:
         )
 
     def read(self, name: str, role: str, begin: int, end: int) -> np.ndarray:
-        """Return elements `begin` to `end` of a weight or of its state, flat float32."""
+        """Return values `begin` to `end` of a weight or of its state, flat."""
         unit, origin = self._layout.unit(name), self._layout.begin_of(name)
-        found = np.empty(end - begin, np.float32)
+        kind = unit.role(role)
+        found = np.empty(end - begin, kind.numpy)
+        origin //= kind.group
         for block in unit.blocks:
-            first, last = max(origin + begin, block.begin), min(origin + end, block.end)
+            here, there = block.begin // kind.group, block.end // kind.group
+            first, last = max(origin + begin, here), min(origin + end, there)
             if first < last:
                 values = self._read_block(unit, block, role)
-                part = values[first - block.begin : last - block.begin]
-                found[first - origin - begin : last - origin - begin] = part
+                found[first - origin - begin : last - origin - begin] = values[
+                    first - here : last - here
+                ]
         return found
 
     def _read_block(self, unit: Unit, block: Block, role: str) -> np.ndarray:
-        state = allocate(block.elements * unit.state_width)
+        state = allocate(unit.state_bytes(block.elements))
         if role != MASTER:
             self.read_state(unit, block, state)
             return state_parts(unit, block, state)[1][role]
@@ -135,7 +144,7 @@ class Version:
         for unit in self._layout.units:
             for block in unit.blocks:
                 self.read_stream(unit, block, allocate(block.elements * unit.stream_width))
-                self.read_state(unit, block, allocate(block.elements * unit.state_width))
+                self.read_state(unit, block, allocate(unit.state_bytes(block.elements)))
 
     def content_hash(self) -> str:
         """Return the hash of all weights (`content_hash.py`)."""
@@ -160,8 +169,9 @@ def state_parts(
     low = data[:low_bytes].view(np.uint16)
     roles, begin = {}, low_bytes
     for role in unit.roles:
-        roles[role] = data[begin : begin + 4 * block.elements].view(np.float32)
-        begin += 4 * block.elements
+        end = begin + role.bytes(block.elements)
+        roles[role.name] = data[begin:end].view(role.numpy)
+        begin = end
     return low, roles
 
 

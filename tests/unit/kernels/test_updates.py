@@ -27,15 +27,15 @@ def by_sgd(weight, gradient, state, step):
 
 
 def by_momentum(weight, gradient, state, step):
-    sgd_momentum(weight, gradient, state[0], momentum=0.9, nesterov=False, **HYPER)
+    sgd_momentum(weight, gradient, state[0], step=step, momentum=0.9, nesterov=False, **HYPER)
 
 
 def by_nesterov(weight, gradient, state, step):
-    sgd_momentum(weight, gradient, state[0], momentum=0.9, nesterov=True, **HYPER)
+    sgd_momentum(weight, gradient, state[0], step=step, momentum=0.9, nesterov=True, **HYPER)
 
 
 def by_lion(weight, gradient, state, step):
-    lion(weight, gradient, state[0], beta1=0.9, beta2=0.99, **HYPER)
+    lion(weight, gradient, state[0], step=step, beta1=0.9, beta2=0.99, **HYPER)
 
 
 TORCH = {
@@ -128,6 +128,7 @@ def test_lion_leaves_alone_what_nothing_pulls():
         (weight,),
         np.zeros(20, np.float32),
         state[0],
+        step=1,
         learning_rate=0.1,
         beta1=0.9,
         beta2=0.99,

@@ -1,0 +1,189 @@
+"""Moments of the optimizers: float32, or 8 bits per element with a scale per 256 elements.
+
+An 8-bit moment is a small floating-point number: the code is the leading bits of a float32 whose
+exponent was shifted, so that coding is an addition and a shift. A running mean has a sign, 4 bits
+of exponent and 3 of mantissa (16 binades); a running mean of squares has no sign, 5 bits of
+exponent and 3 of mantissa (32 binades, 16 in its root). The scale makes the greatest magnitude of
+256 neighbours the greatest code. Blockwise scales are those of Dettmers et al., "8-bit Optimizers
+via Block-wise Quantization", 2022.
+
+Rounding is stochastic: up with the probability of the remainder. To the nearest, a mean that moves
+by less than half a step of its code per update would never move at all: with beta 0.999 that is the
+rule, not the exception. The random bits are a hash of the weight, the step and the element, so that
+they are the same wherever and in whatever order the update is made. A mean of squares above zero
+never becomes zero, since the update divides by its root.
+"""
+
+import struct
+from typing import Any
+
+import numba
+import numpy as np
+import xxhash
+from numba.extending import overload
+
+from penstock.kernels.arguments import require_flat
+from penstock.kernels.blocks import BLOCK_LENGTH
+from penstock.kernels.compilation import inlined
+from penstock.kernels.vectors import (
+    LANES,
+    bits_of,
+    first_lanes,
+    from_bits,
+    greatest,
+    greatest_lane,
+    lane_numbers,
+    load,
+    select,
+    shift_left,
+    shift_right,
+    splat,
+    store,
+)
+
+GROUP = 256
+"""Elements that share a scale."""
+
+Moment = np.ndarray | tuple[np.ndarray, np.ndarray]
+"""float32 `[n]`, or codes uint8 `[n]` and their scales float32 `[ceil(n / 256)]`."""
+
+_MANTISSA = 20  # bits of a float32's mantissa that a code leaves out
+_TOP = np.float32(1.875)  # the value of the greatest code, before the scale
+_TOP_BITS = 0x3FF00000
+_LEAST = np.float32(2.0**-100)  # groups whose greatest is below this count as zero
+SIGNED, UNSIGNED = 127, 255
+"""The greatest code of a mean, beside its sign, and of a mean of squares."""
+
+
+def require_moment(name: str, moment: Moment, length: int) -> None:
+    """Refuse what is not a `Moment` of `length` elements.
+
+    Raises:
+        ValueError: naming the part, what was expected and what came.
+    """
+    if isinstance(moment, np.ndarray):
+        require_flat(name, moment, length, np.float32, write=True)
+        return
+    codes, scales = moment
+    require_flat(f"codes of {name}", codes, length, np.uint8, write=True)
+    require_flat(f"scales of {name}", scales, -(-length // GROUP), np.float32, write=True)
+
+
+def load_moment(moment: Any, index: Any, lanes: Any) -> Any:
+    """In a kernel: 16 float32 values of a moment from `index` on."""
+    raise TypeError("load_moment works only inside a kernel")
+
+
+def store_moment(moment: Any, index: Any, value: Any, lanes: Any) -> Any:
+    """In a kernel: write 16 float32 values to a moment; 8-bit ones wait for `encode`."""
+    raise TypeError("store_moment works only inside a kernel")
+
+
+# Inside a kernel an 8-bit moment is (codes, scales, greatest code, scratch, its first element).
+
+
+@overload(load_moment, jit_options={"forceinline": True})
+def _load_moment(moment, index, lanes):
+    if isinstance(moment, numba.types.Array):
+        return lambda moment, index, lanes: load(moment, index, lanes)
+    return lambda moment, index, lanes: _decoded(moment, index, lanes)
+
+
+@overload(store_moment, jit_options={"forceinline": True})
+def _store_moment(moment, index, value, lanes):
+    if isinstance(moment, numba.types.Array):
+        return lambda moment, index, value, lanes: store(moment, index, value, lanes)
+
+    def write(moment, index, value, lanes):
+        scratch, first = moment[3], moment[4]
+        store(scratch, first + index % GROUP, value, lanes)
+
+    return write
+
+
+@inlined
+def _decoded(moment, index, lanes):
+    codes, scales, top = moment[0], moment[1], moment[2]
+    code = load(codes, index, lanes)
+    magnitude = code & splat(np.uint32(top))
+    base = splat(np.uint32(_TOP_BITS - (top << _MANTISSA)))
+    zero = splat(np.float32(0))
+    value = from_bits(shift_left(magnitude, _MANTISSA) + base) * splat(scales[index // GROUP])
+    value = select(magnitude < splat(np.uint32(1)), zero, value)
+    sign = shift_left(code & splat(np.uint32(255 - top)), 24)
+    return from_bits(bits_of(value) | sign)
+
+
+@inlined
+def _magnitude(value):
+    return from_bits(bits_of(value) & splat(np.uint32(0x7FFFFFFF)))
+
+
+@inlined
+def scratch_of(block, which):
+    """Where a block's scratch for its moment number `which` begins."""
+    return (2 * block + which) * GROUP
+
+
+def scratch(length: int) -> np.ndarray:
+    """Return the scratch of a kernel over `length` elements: a group of two moments per block."""
+    return np.empty(2 * GROUP * max(1, -(-length // BLOCK_LENGTH)), np.float32)
+
+
+def rounding_keys(key: int, step: int) -> tuple[np.uint32, np.uint32]:
+    """Return what the rounding of two moments of a weight is drawn by in a step."""
+    digest = xxhash.xxh3_64_intdigest(struct.pack("<QQ", key, step))
+    return np.uint32(digest & 0xFFFFFFFF), np.uint32(digest >> 32)
+
+
+@inlined
+def noise(key, index):
+    """32 random bits for each of the 16 elements from `index` on: MurmurHash3's last mixing."""
+    x = (splat(np.uint32(index)) + lane_numbers()) ^ splat(key)
+    x = x * splat(np.uint32(0x9E3779B1))
+    x = (x ^ shift_right(x, 16)) * splat(np.uint32(0x85EBCA6B))
+    x = (x ^ shift_right(x, 13)) * splat(np.uint32(0xC2B2AE35))
+    return x ^ shift_right(x, 16)
+
+
+@inlined
+def encode(moment, begin, length, key, position):
+    """Write the values of the group from `begin` on, which wait in the scratch, as codes.
+
+    `position + begin` is what the random bits of the group's first element are drawn by.
+    """
+    codes, scales, top, scratch, first = moment
+    count = min(GROUP, length - begin)
+    most = splat(np.float32(0))
+    for i in range(0, count, LANES):
+        lanes = first_lanes(min(LANES, count - i))
+        most = greatest(_magnitude(load(scratch, first + i, lanes)), most)
+    most_of_all = greatest_lane(most)
+    scale, inverse = np.float32(0), np.float32(0)
+    if most_of_all >= _LEAST:
+        scale = most_of_all / _TOP
+        inverse = np.float32(1) / scale
+    scales[begin // GROUP] = scale
+    base = np.uint32(_TOP_BITS - (top << _MANTISSA))
+    least = from_bits(splat(np.uint32(base + (1 << _MANTISSA))))
+    one, greatest_code = splat(np.uint32(1)), splat(np.uint32(top))
+    none = splat(np.uint32(0))
+    for i in range(0, count, LANES):
+        lanes = first_lanes(min(LANES, count - i))
+        value = load(scratch, first + i, lanes)
+        bits = noise(key, position + begin + i)
+        scaled = _magnitude(value) * splat(inverse)
+        # Between two codes the float32's own bits are the remainder: add, and cut off.
+        dither = shift_right(bits, 32 - _MANTISSA)
+        code = shift_right(bits_of(scaled) - splat(base) + dither, _MANTISSA)
+        code = select(greatest_code < code, greatest_code, code)
+        # Below the least code: that or zero, with the probability that keeps the mean.
+        share = from_bits(shift_right(bits, 9) | splat(np.uint32(0x3F800000)))
+        chance = (share - splat(np.float32(1))) * least
+        if top == UNSIGNED:
+            below = select(splat(np.float32(0)) < scaled, one, none)
+        else:
+            below = select(chance < scaled, one, none)
+        code = select(scaled < least, below, code)
+        sign = shift_right(bits_of(value), 24) & splat(np.uint32(255 - top))
+        store(codes, begin + i, code | sign, lanes)

@@ -1,0 +1,76 @@
+"""Which blocks of optimizer state are in memory: some always, a few others on their way.
+
+The few are read ahead of the next pass of updates, always the first that are not in memory, so that
+the pass, which takes them in the same order, never waits for one behind them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+from penstock.kernels.memory import allocate
+from penstock.store.flash.layout import Block, FlashLayout, Unit
+
+
+class StateBlocks:
+    """Memory for blocks of state. Not safe by itself: its owner calls it under a lock.
+
+    **Arguments:** `held_bytes` are for blocks that stay between steps, the first of the layout,
+    which the forward sweep needs first; `buffers` of `buffer_bytes` each are for the others.
+    """
+
+    def __init__(
+        self, layout: FlashLayout, held_bytes: int, buffers: int, buffer_bytes: int
+    ) -> None:
+        self._spare = deque(allocate(buffer_bytes) for _ in range(buffers))
+        self._held: dict[tuple[int, int], np.ndarray] = {}
+        self._staying: set[tuple[int, int]] = set()
+        self._whole: set[int] = set()
+        for unit in (unit for unit in layout.units if unit.trainable):
+            for block in unit.blocks:
+                held_bytes -= unit.state_bytes(block.elements)
+                if held_bytes < 0:
+                    return
+                self._staying.add((unit.index, block.number))
+            self._whole.add(unit.index)
+
+    def holds(self, unit: Unit, block: Block) -> bool:
+        """Whether a block's state is in memory and nobody works on it."""
+        return (unit.index, block.number) in self._held
+
+    def held(self, unit: Unit, block: Block) -> np.ndarray:
+        """Return the memory of a block that is held."""
+        return self._held[unit.index, block.number]
+
+    def stay_whole(self, unit: Unit) -> bool:
+        """Whether all blocks of a unit stay between the steps."""
+        return unit.index in self._whole
+
+    def take(self, unit: Unit, block: Block) -> np.ndarray | None:
+        """Return memory to work on a block: with its state if it was held, else to be filled; None
+        where there is none now."""
+        key = (unit.index, block.number)
+        if key in self._held:
+            return self._held.pop(key)
+        if key in self._staying:
+            return allocate(unit.state_bytes(block.elements))
+        return self._spare.popleft() if self._spare else None
+
+    def hold(self, unit: Unit, block: Block, memory: np.ndarray) -> None:
+        """Keep what `take` returned until it is taken again: the block's state is in it."""
+        self._held[unit.index, block.number] = memory
+
+    def put_back(self, unit: Unit, block: Block, memory: np.ndarray) -> None:
+        """Give back what `take` returned: what is in it is on flash."""
+        key = (unit.index, block.number)
+        if key in self._staying:
+            self._held[key] = memory
+        else:
+            self._spare.append(memory)
+
+    def forget(self) -> None:
+        """Nothing that is held counts any more."""
+        self._spare.extend(m for key, m in self._held.items() if key not in self._staying)
+        self._held.clear()

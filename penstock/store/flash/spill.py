@@ -1,0 +1,91 @@
+"""Gradients that do not fit in memory: on flash from the backward sweep until their update.
+
+Their file has no name, so that it goes with the process, whatever ends it: gradients are of use
+only until their step is decided and its updates are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from penstock.errors import CorruptionError
+from penstock.kernels.memory import allocate
+from penstock.store import files
+from penstock.store.flash.budget import SLABS
+from penstock.store.flash.layout import Block, Unit
+from penstock.store.flash.medium import ExtentFile
+from penstock.store.flash.version import checksum
+
+
+class GradientSpill:
+    """A place on flash per unit, and the slabs through which gradients go there.
+
+    `half` says whether gradients are bfloat16 patterns or float32.
+    """
+
+    def __init__(self, folder: Path, units: Sequence[Unit], half: bool, slab_bytes: int) -> None:
+        self._type = np.dtype(np.uint16 if half else np.float32)
+        self._offsets: dict[int, int] = {}
+        end = 0
+        for unit in units:
+            self._offsets[unit.index] = end
+            end += unit.elements * self._type.itemsize
+        self.bytes = end
+        self.path = folder / "gradients"
+        self._checks: dict[int, list[bytes]] = {}
+        self.slabs = [allocate(slab_bytes) for _ in range(SLABS)]
+        with files.storage_errors(folder, end):
+            self.path.unlink(missing_ok=True)
+            files.require_space(self.path, end)
+            self._file = ExtentFile(self.path, end, create=True)
+            self.path.unlink()
+
+    def __contains__(self, unit: Unit) -> bool:
+        return unit.index in self._offsets
+
+    def arrays(self, unit: Unit, slab: np.ndarray) -> Mapping[str, np.ndarray]:
+        """Return where the gradients of a unit's weights go in a slab."""
+        whole = slab[: unit.elements * self._type.itemsize].view(self._type)
+        return {
+            name: whole[begin : begin + size]
+            for name, begin, size in zip(unit.names, unit.begins, unit.sizes, strict=True)
+        }
+
+    def block_bytes(self, block: Block) -> int:
+        """Return the bytes of a block's gradient."""
+        return block.elements * self._type.itemsize
+
+    def write(self, unit: Unit, slab: np.ndarray) -> int:
+        """Write a unit's gradient, which is in a slab; return its bytes."""
+        width = self._type.itemsize
+        data = slab[: unit.elements * width]
+        checks = [checksum(data[block.begin * width : block.end * width]) for block in unit.blocks]
+        with files.storage_errors(self.path.parent, data.nbytes):
+            self._file.write(self._offsets[unit.index], data)
+        self._checks[unit.index] = checks
+        return data.nbytes
+
+    def read(self, unit: Unit, block: Block, into: np.ndarray) -> np.ndarray:
+        """Read a block's gradient into memory of `block_bytes`; return it as the kernels take it.
+
+        Raises:
+            CorruptionError: its bytes have changed, with the place and both checksums.
+        """
+        offset = self._offsets[unit.index] + block.begin * self._type.itemsize
+        self._file.read(offset, into)
+        expected, found = self._checks[unit.index][block.number], checksum(into)
+        if found != expected:
+            raise CorruptionError(
+                f"{self.path}: damaged in bytes {offset:,} to {offset + into.nbytes:,}, which hold "
+                f"gradients of {unit.names[0]}: their checksum is {found.hex()}, "
+                f"{expected.hex()} was expected; open the run again, it goes on from the last "
+                "durable step"
+            )
+        return into.view(self._type)
+
+    def close(self) -> None:
+        """Let go of the file, and of the disk's space."""
+        self._file.close()
