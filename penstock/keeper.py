@@ -106,6 +106,8 @@ class FlashKeeper:
     def open(self, model: ModelSource, program: Program, device: str, notice: Notice) -> Store:
         """Return the store on flash; new weights go there one at a time."""
         self._store = assembly.make_flash_store(self._config, program, self._folder)
+        if device == "cuda":
+            self._store.page_lock()
         if self._store.is_new:
             seed = self._config.run.seed
             self._store.load(model.initial_weights(seed, list(program.weights)))

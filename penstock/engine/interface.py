@@ -42,7 +42,7 @@ class Engine(Protocol):
     """Computes stages. Calls per step: `begin`; `forward` for stages 0..S-2; `turn` for the last;
     `backward` for stages S-2..0. For evaluation: `begin`; `infer` for every stage; `results`.
 
-    Weights come as the fabric hands them over and may be gone after the call.
+    Weights come as the fabric hands them over and may be gone when the next `load` has returned.
     """
 
     program: Program

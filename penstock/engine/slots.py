@@ -111,6 +111,7 @@ class DeviceSlots:
         # The memory may have been used on the compute lane before it was ours.
         self._read = [lanes.mark("compute") for _ in range(count)]
         self._next_slot = 0
+        self._last_copy: Mark | None = None
         self._loaded: dict[int, tuple[int, list[torch.Tensor], Mark]] = {}
         self._buffers = [lanes.host_memory(0) for _ in range(count)]
         self._sent: list[Arrived | None] = [None] * count
@@ -121,7 +122,10 @@ class DeviceSlots:
         self._loaded.clear()
 
     def load(self, stage: int, weights: Sequence[torch.Tensor]) -> None:
-        """Start copying a stage's weights into the slot whose turn it is."""
+        """Start copying a stage's weights into the slot whose turn it is.
+
+        The weights must stay where they are until the next load has returned.
+        """
         slot = self._next_slot
         for waiting, (taken, _, _) in self._loaded.items():
             if taken == slot:
@@ -134,7 +138,11 @@ class DeviceSlots:
         tensors = _views(self._slots[slot], weights)
         for tensor, weight in zip(tensors, weights, strict=True):
             self._lanes.copy("copy", tensor, weight)
-        self._loaded[stage] = (slot, tensors, self._lanes.mark("copy"))
+        there = self._lanes.mark("copy")
+        self._loaded[stage] = (slot, tensors, there)
+        if self._last_copy is not None:
+            self._last_copy.synchronize()
+        self._last_copy = there
 
     @contextmanager
     def use(self, stage: int) -> Iterator[Sequence[torch.Tensor]]:

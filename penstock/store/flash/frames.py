@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from penstock.kernels.memory import allocate
+from penstock.kernels.memory import allocate, page_lock
 from penstock.store.flash.layout import Unit
 
 
@@ -41,6 +41,7 @@ class Frames:
                 self._places[unit].append(position)
         self._frames: dict[int, np.ndarray] = {}
         self._spare: list[np.ndarray] = []
+        self.page_locked = False  # whether memory that is taken is locked in place
         self.cursor = 0  # the visit that comes next
 
     @property
@@ -98,10 +99,16 @@ class Frames:
         for victim in chosen:
             self._spare.append(self._frames.pop(victim))
         if not self._reuse(unit, need):
-            self._frames[unit] = allocate(need)
+            self._frames[unit] = self._new(need)
         while self._spare and self.memory_bytes > self.budget_bytes:
             self._spare.pop()
         return True
+
+    def _new(self, need: int) -> np.ndarray:
+        frame = allocate(need)
+        if self.page_locked:
+            page_lock(frame)  # where it is refused, copies to a GPU are slower, and the same
+        return frame
 
     def _reuse(self, unit: int, need: int) -> bool:
         """Give `unit` a spare frame of its size, if there is one."""

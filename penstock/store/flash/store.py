@@ -200,9 +200,9 @@ class FlashStore:
         self._spill.close()
         self._lock.release()
 
-    def page_lock(self) -> bool:
-        """Frames come and go, so they are not locked in place."""
-        return False
+    def page_lock(self) -> None:
+        """Lock in place the memory of weights that is taken from now on, for engines on a GPU."""
+        self._frames.page_locked = True
 
     @property
     def flash_bytes(self) -> int:

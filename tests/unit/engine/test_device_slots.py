@@ -118,6 +118,22 @@ def test_every_stage_computes_with_its_own_weights_and_sends_its_own_sums(seed, 
         check(*waiting, weights)
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_weights_may_be_overwritten_when_the_next_load_has_returned(seed):
+    random, lanes = np.random.default_rng(seed), RandomLanes(seed)
+    weights = weights_of(random, stages=6)
+    slots = DeviceSlots(4096, 2, lanes)
+    frames = [[weight.clone() for weight in stage] for stage in weights]
+    slots.load(0, frames[0])
+    for stage in range(6):
+        if stage + 1 < 6:
+            slots.load(stage + 1, frames[stage + 1])
+            for frame in frames[stage]:
+                frame.fill_(float("nan"))
+        nodes = compute(lanes, slots, stage, scale=2)
+        check(stage, 2, slots.send_back(nodes), weights)
+
+
 def check(stage, scale, sent, weights):
     first, second = sent.wait()
     assert (second.level, second.index) == (1, 1)
