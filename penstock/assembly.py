@@ -6,7 +6,6 @@ Each function makes one part and nothing else; the trainer puts them together.
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from penstock.config import (
     Config,
     FactoryModel,
     HuggingFaceConfigModel,
+    HuggingFaceModel,
     ModelSpec,
     PresetModel,
 )
@@ -30,11 +30,10 @@ from penstock.data import (
     TokenDataset,
     build_dataset,
     check_vocabulary,
-    export_tokenizer,
 )
 from penstock.engine import Engine, EnginePlan, TorchEngine, plan_engine
 from penstock.errors import BudgetError, ConfigError, DataError
-from penstock.models import ModelSource
+from penstock.models import ModelSource, WeightFiles
 from penstock.program import Program
 from penstock.store import (
     DramStore,
@@ -44,7 +43,6 @@ from penstock.store import (
     Schedule,
     Store,
     assign_groups,
-    export_huggingface,
     make_optimizer,
 )
 from penstock.store.flash import FlashStore
@@ -57,17 +55,36 @@ _LEAST_TOKENS = 512  # of a micro-batch; smaller products spend their time on st
 _SPARE_VOCABULARY = 2  # times what is used; beyond, it was not meant
 _ENGINES = 8  # that a configuration may ask for; see `config/root.py`
 _BUDGET_SLOTS = 4  # a stage of a quarter of the budget leaves room for slots and activations
+_MASK_TOKENS = ("[MASK]", "<mask>")
 _FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def model_source(spec: ModelSpec) -> ModelSource:
-    """Return the model that a configuration's `model` section describes."""
+def model_source(spec: ModelSpec, kept: Path | None = None) -> ModelSource:
+    """Return the model that a configuration's `model` section describes.
+
+    `kept` is where a run that has weights of its own keeps the small files of `model.hf`; the
+    folder itself is then not needed.
+    """
     if isinstance(spec, PresetModel):
         return ModelSource.from_preset(spec.preset, spec.overrides)
+    if isinstance(spec, HuggingFaceModel):
+        if kept is not None and kept.is_dir():
+            return ModelSource.without_weights(kept, spec.overrides)
+        return ModelSource.from_hf(spec.hf, spec.overrides, ignore=spec.ignore)
     if isinstance(spec, HuggingFaceConfigModel):
         return ModelSource.from_hf_config(spec.hf_config)
     assert isinstance(spec, FactoryModel)
     return ModelSource.from_factory(spec.factory, spec.args, loss=spec.loss, task=spec.task)
+
+
+def folder_fingerprint(config: Config, source: ModelSource) -> str | None:
+    """Return what tells the weights apart that the run would start from, if these are there."""
+    if not isinstance(config.model, HuggingFaceModel):
+        return source.weights_fingerprint()
+    folder = Path(config.model.hf)
+    if not folder.is_dir() or not any(folder.glob("*.safetensors")):
+        return None
+    return WeightFiles(folder).fingerprint()
 
 
 def choose_device(wanted: Literal["auto", "cpu", "cuda"]) -> str:
@@ -376,7 +393,7 @@ def open_data(config: Config, source: ModelSource, notice: Callable[[str], None]
         notice(f"building the data set {folder} from {', '.join(config.data.input)}")
         report = build_dataset(
             config.data.input,
-            config.data.tokenizer,
+            config.tokenizer,
             folder,
             validation=config.data.validation,
             seed=config.data.seed,
@@ -405,7 +422,15 @@ def open_data(config: Config, source: ModelSource, notice: Callable[[str], None]
 
 
 def _mask_token(dataset: TokenDataset, source: ModelSource) -> int:
-    """Return a token id that the text never has: the model's last, beyond the data set's."""
+    """Return a token id that the text never has: `[MASK]`, or the model's last if that is free.
+
+    Text is encoded as text, so that the tokenizer's own token for the purpose is never in it.
+    """
+    tokenizer = dataset.tokenizer()
+    for name in _MASK_TOKENS:
+        number = tokenizer.token_id(name)
+        if number is not None:
+            return number
     assert source.vocab_size is not None
     if source.vocab_size <= dataset.vocab_size:
         raise DataError(
@@ -414,27 +439,6 @@ def _mask_token(dataset: TokenDataset, source: ModelSource) -> int:
             f"set vocab_size to {dataset.vocab_size + 1} or more"
         )
     return source.vocab_size - 1
-
-
-def export(
-    store: Store, source: ModelSource, dataset: TokenDataset | None, folder: Path, dtype: str
-) -> list[Path]:
-    """Write the weights as a Hugging Face folder, with the data set's tokenizer if there is one."""
-    if dtype not in _FLOATS:
-        raise ConfigError(f"dtype: expected one of {', '.join(_FLOATS)}, got {dtype!r}")
-    config = source.hf_config.to_dict() if source.hf_config is not None else {}
-    config.setdefault("architectures", None)
-    config["architectures"] = config["architectures"] or [source.class_name]
-    with tempfile.TemporaryDirectory() as scratch:
-        if dataset is not None:
-            export_tokenizer(dataset.tokenizer(), Path(scratch))
-        return export_huggingface(
-            store,
-            folder,
-            config=config,
-            dtype=_FLOATS[dtype],
-            tokenizer_files=sorted(Path(scratch).iterdir()),
-        )
 
 
 def to_tensors(batch: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:

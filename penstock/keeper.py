@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from penstock import assembly
 from penstock.config import Config
+from penstock.errors import ConfigError
 from penstock.models import ModelSource
 from penstock.program import Program
 from penstock.store import (
@@ -95,7 +96,10 @@ class FlashKeeper:
     def __init__(self, config: Config, folder: Path) -> None:
         self._config = config
         self._folder = folder
-        self.recorded: Mapping[str, Any] | None = recorded_extra(folder)
+        self._found = recorded_extra(folder)
+        self.recorded: Mapping[str, Any] | None = (
+            self._found if self._found and "trajectory" in self._found else None
+        )
         self._store: FlashStore | None = None
 
     @property
@@ -108,9 +112,17 @@ class FlashKeeper:
         self._store = assembly.make_flash_store(self._config, program, self._folder)
         if device == "cuda":
             self._store.page_lock()
+        weights = model.weights_fingerprint() if self.recorded is None else None
         if self._store.is_new:
             seed = self._config.run.seed
+            self._store.remember({"weights": weights})  # durable with the weights, before any step
             self._store.load(model.initial_weights(seed, list(program.weights)))
+        elif self.recorded is None and weights != (self._found or {}).get("weights"):
+            self._store.close()
+            raise ConfigError(
+                f"{self._folder} holds the weights of another checkpoint than {model.folder}, not "
+                "trained yet; delete it, or choose another store.flash.path"
+            )
         return self._store
 
     def save(self, extra: Mapping[str, Any], best: bool) -> SavedCheckpoint | None:

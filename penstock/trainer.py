@@ -30,14 +30,15 @@ from penstock.events import (
     Stopped,
     broadcast,
 )
+from penstock.export import KEPT, export
 from penstock.fabric import LocalFabric
 from penstock.generation import Writer
 from penstock.keeper import make_keeper
 from penstock.metrics import recorder
-from penstock.models import ModelSource
+from penstock.models import ModelSource, keep_small_files
 from penstock.program import Program
 from penstock.step import StepRunner
-from penstock.store import FolderLock
+from penstock.store import MAX_SHARD_BYTES, FolderLock
 
 
 class Trainer:
@@ -63,12 +64,6 @@ class Trainer:
         self._listener: Listener = on_event or (lambda event: None)
         self._tell = self._listener
         assembly.set_threads(self.config.engine.threads)
-        self.model = _as_source(self.config, model)
-        self.device = assembly.choose_device(self.config.engine.device)
-        if source is None:
-            self._data = assembly.open_data(self.config, self.model, self._notice)
-        else:
-            self._data = assembly.TrainingData(source, held_out, None)
         self._keeper = make_keeper(self.config)
         recorded = self._keeper.recorded or {}
         if must_exist and not recorded:
@@ -77,10 +72,19 @@ class Trainer:
                 "run `penstock train` first"
             )
         self._recorded = recorded
+        self.model = _as_source(self.config, model, bool(recorded))
+        self.device = assembly.choose_device(self.config.engine.device)
+        if source is None:
+            self._data = assembly.open_data(self.config, self.model, self._notice)
+        else:
+            self._data = assembly.TrainingData(source, held_out, None)
         self._layout = assembly.lay_out(
             self.config, self.model, self.device, recorded.get("micro_batch")
         )
         self.program: Program = self._layout.program
+        self._initial_weights: str | None = (
+            recorded["weights"] if "weights" in recorded else self.model.weights_fingerprint()
+        )
         self.store = self._keeper.open(self.model, self.program, self.device, self._notice)
         self.resumed_from = self.store.step if recorded else None
         self.engines = assembly.make_engines(self.config, self._layout, self.device)
@@ -122,10 +126,17 @@ class Trainer:
         try:
             self._refuse_stale()
             write_record(self.config)
+            self._keep_small_files()
             return self._train()
         finally:
             lock.release()
             self._stop_reason, self._tell = None, self._listener
+
+    def _keep_small_files(self) -> None:
+        """Keep what the run needs of a Hugging Face folder, so that it may go."""
+        kept = self.config.run.dir / KEPT
+        if self.model.folder is not None and self.model.folder != kept:
+            keep_small_files(self.model.folder, kept)
 
     def _refuse_stale(self) -> None:
         """Two trainers of one run must not overtake each other."""
@@ -284,6 +295,7 @@ class Trainer:
             "trajectory": self.config.trajectory(),
             "micro_batch": self._layout.micro_batch,
             "data": dataset.fingerprint if dataset else None,
+            "weights": self._initial_weights,
             "best_loss": self._best_loss,
             "evaluations_since_best": self._evaluations_since_best,
         }
@@ -292,9 +304,12 @@ class Trainer:
         """Let go of the store's files and threads, if it has any."""
         self.store.close()
 
-    def export(self, folder: str | Path, dtype: str = "fp32") -> list[Path]:
+    def export(
+        self, folder: str | Path, dtype: str = "fp32", max_shard_bytes: int = MAX_SHARD_BYTES
+    ) -> list[Path]:
         """Write the weights as a Hugging Face folder, loadable by `from_pretrained`."""
-        return assembly.export(self.store, self.model, self._data.dataset, Path(folder), dtype)
+        dataset = self._data.dataset
+        return export(self.store, self.model, dataset, Path(folder), dtype, max_shard_bytes)
 
     def generate(
         self,
@@ -361,6 +376,13 @@ class Trainer:
                 f"{self.config.run.dir} was trained on another data set than {dataset.path}; "
                 "point data.path at the one it was started with, or choose another run.dir"
             )
+        weights = assembly.folder_fingerprint(self.config, self.model)
+        if weights not in (None, self._initial_weights):
+            raise ConfigError(
+                f"{self.config.run.dir} was started from other weights than are in model.hf now; "
+                "point model.hf at those it was started from (they may also be gone), or choose "
+                "another run.dir"
+            )
 
     def _announce(self) -> None:
         layout, program = self._layout, self.program
@@ -409,7 +431,9 @@ def _as_config(config: Config | Mapping[str, Any] | str | Path) -> Config:
     return load(config)
 
 
-def _as_source(config: Config, model: nn.Module | ModelSource | None) -> ModelSource:
+def _as_source(
+    config: Config, model: nn.Module | ModelSource | None, is_resumed: bool
+) -> ModelSource:
     if isinstance(model, ModelSource):
         return model
     if model is not None and not isinstance(model, nn.Module):
@@ -420,4 +444,4 @@ def _as_source(config: Config, model: nn.Module | ModelSource | None) -> ModelSo
         return ModelSource.from_module(model)
     if config.model is None:
         raise ConfigError("model: expected a preset or a mapping; from Python, Trainer(model=...)")
-    return assembly.model_source(config.model)
+    return assembly.model_source(config.model, config.run.dir / KEPT if is_resumed else None)

@@ -16,24 +16,35 @@ class Dtype(StrEnum):
 
     fp32 = "fp32"
     bf16 = "bf16"
+    fp16 = "fp16"
 
 
 def export(
     run: Annotated[Path, typer.Argument(help="Folder of a run.")],
     out: Annotated[Path, typer.Argument(help="New folder to write.")],
     dtype: Annotated[Dtype, typer.Option(help="Type of the weights.")] = Dtype.fp32,
+    shard_size: Annotated[
+        str, typer.Option(help="Greatest size of a file; a larger weight has one of its own.")
+    ] = "5GB",
 ) -> None:
-    """Write the newest checkpoint of RUN as a Hugging Face folder: safetensors and JSON."""
-    from penstock.config import load_run
+    """Write the newest state of RUN as a Hugging Face folder: safetensors, tokenizer and JSON.
+
+    Weights go from file to file, a piece at a time, whatever their size.
+    """
+    from penstock.config import ByteSize, load_run
     from penstock.errors import ConfigError
 
+    try:
+        shard_bytes = ByteSize.parse(shard_size)
+    except ValueError as error:
+        raise ConfigError(f"--shard-size: {error}") from None
     settings = load_run(run)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} exists and is left as it is; name a new folder")
 
-    from penstock.trainer import Trainer
+    from penstock.export import export_run
 
-    Trainer(settings, must_exist=True).export(out, dtype.value)
+    export_run(settings, out, dtype.value, shard_bytes)
     files = sorted(out.iterdir())
     written = show_bytes(sum(file.stat().st_size for file in files))
     typer.echo(f"wrote {out}: {', '.join(file.name for file in files)} ({written})")

@@ -4,7 +4,13 @@ Nothing here imports torch, so that a mistake in a file is answered at once.
 """
 
 from penstock.config.load import check_data, load
-from penstock.config.model import FactoryModel, HuggingFaceConfigModel, ModelSpec, PresetModel
+from penstock.config.model import (
+    FactoryModel,
+    HuggingFaceConfigModel,
+    HuggingFaceModel,
+    ModelSpec,
+    PresetModel,
+)
 from penstock.config.optimizer import GroupConfig, OptimizerConfig
 from penstock.config.patterns import matches, require_matches
 from penstock.config.record import check_run, load_run, write_record
@@ -18,6 +24,7 @@ __all__ = [
     "FactoryModel",
     "GroupConfig",
     "HuggingFaceConfigModel",
+    "HuggingFaceModel",
     "ModelSpec",
     "OptimizerConfig",
     "PresetModel",

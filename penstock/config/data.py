@@ -23,7 +23,9 @@ class DataConfig(Section):
         example=["texts/*.txt"],
     )
     tokenizer: str = setting(
-        "bytes", "tokenizer of that build: bytes, train-bpe:SIZE, or the path of a tokenizer"
+        "auto",
+        "tokenizer of that build: bytes, train-bpe:SIZE, or the path of a tokenizer; auto: that "
+        "of the folder in model.hf, bytes for other models",
     )
     validation: float = setting(0.05, "share of the text that the build holds out", ge=0, lt=1)
     sequence_length: int | None = setting(

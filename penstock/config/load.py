@@ -50,8 +50,10 @@ def check_data(config: Config, origin: Origin | None = None) -> None:
             f"`penstock data build --input FILES --tokenizer bytes --out {data.path}`, or list "
             "files in data.input"
         )
-    spec = data.tokenizer
+    spec = config.tokenizer
     if spec != "bytes" and not spec.startswith("train-bpe:") and not Path(spec).exists():
+        if data.tokenizer == "auto":
+            raise ConfigError(f"{origin.place(('model', 'hf'))}model.hf: {spec} does not exist")
         raise ConfigError(
             f"{origin.place(('data', 'tokenizer'))}data.tokenizer: expected bytes, train-bpe:SIZE "
             f"or the path of a tokenizer, got {spec!r}, which does not exist"

@@ -1,4 +1,4 @@
-"""`model`: a preset by name, a Hugging Face configuration, or the user's own `nn.Module`.
+"""`model`: a preset, a Hugging Face folder or configuration, or the user's own `nn.Module`.
 
 Nothing here builds a model or imports torch; `penstock.models` does, from these classes.
 """
@@ -18,10 +18,10 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from penstock.config.section import Section, setting
+from penstock.config.section import Patterns, Section, setting
 from penstock.errors import ConfigError, did_you_mean
 
-FORMS = ("preset", "hf_config", "factory")
+FORMS = ("preset", "hf", "hf_config", "factory")
 
 
 class PresetModel(Section):
@@ -64,6 +64,36 @@ class PresetModel(Section):
     @model_serializer
     def _flat(self) -> str | dict[str, Any]:
         return {"preset": self.preset, **self.overrides} if self.overrides else self.preset
+
+
+class HuggingFaceModel(Section):
+    """A model with its weights, from a local Hugging Face folder: `{hf: FOLDER}`."""
+
+    hf: str = Field(
+        description="local Hugging Face folder: config.json, safetensors (single or sharded) and "
+        "tokenizer; weights are read one at a time, pickles (.bin, .pt) never"
+    )
+    ignore: Patterns = setting(
+        (),
+        "patterns of tensors in the folder that the model need not have a place for",
+        example=["classifier.*"],
+    )
+    overrides: dict[str, Any] = setting(
+        {}, "keys of the folder's config.json to change, such as a dropout; written beside `hf`"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _gather_overrides(cls, value: Any) -> Any:
+        if isinstance(value, dict) and "overrides" not in value:
+            own = {key: item for key, item in value.items() if key in ("hf", "ignore")}
+            value = {**own, "overrides": {k: v for k, v in value.items() if k not in own}}
+        return value
+
+    @model_serializer
+    def _flat(self) -> dict[str, Any]:
+        ignore = {"ignore": list(self.ignore)} if self.ignore else {}
+        return {"hf": self.hf, **ignore, **self.overrides}
 
 
 class HuggingFaceConfigModel(Section):
@@ -162,7 +192,7 @@ def _normalise(value: Any) -> Any:
                 {"forms": ", ".join(FORMS), "keys": keys, "hint": next(filter(None, hints), "")},
             )  # fmt: skip
         return value
-    if isinstance(value, PresetModel | HuggingFaceConfigModel | FactoryModel):
+    if isinstance(value, ModelSpec):
         return value
     raise PydanticCustomError(
         "model",
@@ -180,12 +210,14 @@ def _form(value: Any) -> str:
 
 FORM_CLASSES: dict[str, type[Section]] = {
     "preset": PresetModel,
+    "hf": HuggingFaceModel,
     "hf_config": HuggingFaceConfigModel,
     "factory": FactoryModel,
 }
-ModelSpec = PresetModel | HuggingFaceConfigModel | FactoryModel
+ModelSpec = PresetModel | HuggingFaceModel | HuggingFaceConfigModel | FactoryModel
 ModelField = Annotated[
     Annotated[PresetModel, Tag("preset")]
+    | Annotated[HuggingFaceModel, Tag("hf")]
     | Annotated[HuggingFaceConfigModel, Tag("hf_config")]
     | Annotated[FactoryModel, Tag("factory")],
     Discriminator(_form),

@@ -11,7 +11,12 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from penstock.config.document import dump_inline
-from penstock.config.model import FactoryModel, HuggingFaceConfigModel, PresetModel
+from penstock.config.model import (
+    FactoryModel,
+    HuggingFaceConfigModel,
+    HuggingFaceModel,
+    PresetModel,
+)
 from penstock.config.optimizer import GroupConfig
 from penstock.config.root import Config
 
@@ -46,6 +51,11 @@ def markdown() -> str:
 def _model() -> str:
     forms = (
         ("A preset", "`model: NAME`, or `model: {preset: NAME, KEY: VALUE ...}`", PresetModel),
+        (
+            "A Hugging Face checkpoint, to fine-tune",
+            "`model: {hf: FOLDER}`, or `model: {hf: FOLDER, KEY: VALUE ...}`",
+            HuggingFaceModel,
+        ),
         ("A Hugging Face configuration", "`model: {hf_config: ...}`", HuggingFaceConfigModel),
         ("Your own module", "`model: {factory: ...}`", FactoryModel),
     )

@@ -14,7 +14,7 @@ from penstock.config.data import DataConfig
 from penstock.config.engine import EngineConfig
 from penstock.config.evaluation import EvaluationConfig
 from penstock.config.logging import LoggingConfig
-from penstock.config.model import ModelField
+from penstock.config.model import HuggingFaceModel, ModelField
 from penstock.config.optimizer import OptimizerConfig
 from penstock.config.problems import Origin, explain
 from penstock.config.run import RunConfig
@@ -29,7 +29,7 @@ class Config(Section):
 
     model: ModelField | None = Field(
         default=None,
-        description="What to train: a preset's name, or a mapping with preset, hf_config or "
+        description="What to train: a preset's name, or a mapping with preset, hf, hf_config or "
         "factory; null only from Python, which brings its own module",
     )
     data: DataConfig = section(DataConfig, "the training text")
@@ -101,6 +101,13 @@ class Config(Section):
     def data_dir(self) -> Path:
         """The folder of the data set: `data.path`, or the run's own."""
         return self.data.path or self.run.dir / "data"
+
+    @property
+    def tokenizer(self) -> str:
+        """The tokenizer of a data set that is yet to be built, with `auto` resolved."""
+        if self.data.tokenizer != "auto":
+            return self.data.tokenizer
+        return self.model.hf if isinstance(self.model, HuggingFaceModel) else "bytes"
 
     def to_mapping(self) -> dict[str, Any]:
         """Return the configuration as JSON-able values; `from_mapping` restores it."""

@@ -17,6 +17,7 @@ _HEAD = """\
 """
 _MODELS = """\
 # Other models:  model: {preset: gpt2, n_layer: 6}            a preset with its numbers changed
+#                model: {hf: path/to/folder}                  a checkpoint to fine-tune
 #                model: {hf_config: path/to/config.json}      any model of transformers
 #                model: {factory: "package.module:function"}  your own nn.Module
 """

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from penstock.config.root import Config
 
 # The rest (engines, budgets, recomputation, folders, logging, what is evaluated and saved) changes
-# neither weights nor losses. Where the text is does not matter either: the data set's own
-# fingerprint is compared by the trainer.
+# neither weights nor losses. Where the text and a checkpoint to start from are does not matter
+# either: the trainer compares fingerprints of what is in them.
 _DECIDING = ("model", "batch", "precision", "optimizer", "freeze")
 
 
@@ -24,6 +24,8 @@ def trajectory(config: Config) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key in _DECIDING:
         _flatten(key, whole[key], flat)
+    if "model.hf" in flat:
+        flat["model.hf"] = "a checkpoint"
     flat["store.gradients"] = config.gradient_precision
     flat["data.sequence_length"] = config.data.sequence_length
     flat["data.seed"] = config.data.seed

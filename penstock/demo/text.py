@@ -41,7 +41,7 @@ def build_data(config: Config, console: Console) -> None:
     with _progress_bars(console) as on_progress:
         report = build_dataset(
             files,
-            config.data.tokenizer,
+            config.tokenizer,
             config.data_dir,
             validation=config.data.validation,
             seed=config.data.seed,

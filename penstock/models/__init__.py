@@ -5,12 +5,24 @@
 
 from typing import TYPE_CHECKING, Any
 
+from penstock.models.folder import keep_small_files, other_files, tokenizer_files
 from penstock.models.presets import find_preset, preset_names, resolve_preset
 
 if TYPE_CHECKING:
     from penstock.models.source import InputSpec, ModelSource
+    from penstock.models.weight_files import WeightFiles
 
-__all__ = ["InputSpec", "ModelSource", "find_preset", "preset_names", "resolve_preset"]
+__all__ = [
+    "InputSpec",
+    "ModelSource",
+    "WeightFiles",
+    "find_preset",
+    "keep_small_files",
+    "other_files",
+    "preset_names",
+    "resolve_preset",
+    "tokenizer_files",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -18,4 +30,8 @@ def __getattr__(name: str) -> Any:
         from penstock.models import source
 
         return getattr(source, name)
+    if name == "WeightFiles":
+        from penstock.models.weight_files import WeightFiles
+
+        return WeightFiles
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

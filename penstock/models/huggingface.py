@@ -1,6 +1,5 @@
 """From a Hugging Face configuration to a function that builds the model."""
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from penstock.errors import ConfigError, did_you_mean
+from penstock.models.folder import CONFIG, read_json
 
 _TASKS: dict[str, tuple[Any, Any]] = {
     "causal_lm": (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING),
@@ -32,22 +32,18 @@ def read_config(config: Mapping[str, Any] | str | Path) -> dict[str, Any]:
         fields, origin = dict(config), "the model config"
     else:
         path = Path(config)
-        path = path / "config.json" if path.is_dir() else path
+        path = path / CONFIG if path.is_dir() else path
         origin = str(path)
         try:
-            fields = json.loads(path.read_text(encoding="utf-8"))
+            fields = read_json(path, "a Hugging Face config")
         except FileNotFoundError:
             raise ConfigError(
                 f"expected a Hugging Face config.json at {path}, there is no such file"
             ) from None
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"cannot read {path} as a Hugging Face config: {error}") from None
-        if not isinstance(fields, dict):
-            raise ConfigError(f"expected {path} to hold a JSON object, it holds a {type(fields)}")
     model_type = fields.get("model_type")
     if model_type is None:
         raise ConfigError(f"{origin} has no model_type; add for example model_type: gpt2")
-    if model_type not in CONFIG_MAPPING:
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise ConfigError(
             f"{origin}: transformers knows no model_type {model_type!r}"
             f"{did_you_mean(str(model_type), CONFIG_MAPPING.keys())}"
@@ -55,12 +51,27 @@ def read_config(config: Mapping[str, Any] | str | Path) -> dict[str, Any]:
     return fields
 
 
-def make_config(fields: Mapping[str, Any], overrides: Mapping[str, Any]) -> Any:
+def refuse_unreadable(folder: Path) -> None:
+    """Raise `ConfigError` unless a folder is there that may hold a model in safetensors."""
+    if folder.is_file():
+        raise ConfigError(f"{folder}: expected the folder of a model, it is a file")
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{folder}: no such folder; a model of the Hugging Face hub must be on this machine "
+            f"first: hf download {folder} --local-dir FOLDER"
+        )
+
+
+def make_config(
+    fields: Mapping[str, Any], overrides: Mapping[str, Any], tensors: int | None = None
+) -> Any:
     """Return the `PreTrainedConfig` for a config dict with some fields replaced.
 
+    `tensors` is how many the model's folder holds: it cannot have more layers.
+
     Raises:
-        ConfigError: a field of `overrides` that this kind of model does not have, or values that
-            do not go together.
+        ConfigError: a field of `overrides` that this kind of model does not have, values that
+            do not go together, or a model that was quantised.
     """
     model_type = fields["model_type"]
     cls = CONFIG_MAPPING[model_type]
@@ -71,10 +82,22 @@ def make_config(fields: Mapping[str, Any], overrides: Mapping[str, Any]) -> Any:
             raise ConfigError(f"{model_type} has no field {name!r}{did_you_mean(name, known)}")
     merged = {**fields, **{synonyms.get(name, name): value for name, value in overrides.items()}}
     del merged["model_type"]
+    if merged.get("quantization_config") is not None:
+        raise ConfigError(
+            f"this {model_type} is quantised (it has a quantization_config), which cannot be "
+            "trained on; take the original, or dequantise it with the tool that made it"
+        )
     try:
-        return AutoConfig.for_model(model_type, **merged)
+        config = AutoConfig.for_model(model_type, **merged)
     except Exception as error:  # validators of transformers raise many kinds
         raise ConfigError(f"{model_type} refuses this configuration: {error}") from error
+    layers = getattr(config, "num_hidden_layers", None)
+    if tensors is not None and isinstance(layers, int) and layers > tensors:
+        raise ConfigError(
+            f"config.json asks for {layers:,} layers, the files hold {tensors:,} tensors; they are "
+            "of different models"
+        )
+    return config
 
 
 def find_task(config: Any) -> str:

@@ -9,8 +9,8 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,8 +20,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from penstock.errors import CompileError, ConfigError, PenstockError, did_you_mean
 from penstock.models.built import Built
-from penstock.models.deferred import TensorNames, record
-from penstock.models.huggingface import builder, find_task, make_config, read_config
+from penstock.models.deferred import Deferred, TensorNames, record
+from penstock.models.huggingface import (
+    builder,
+    find_task,
+    make_config,
+    read_config,
+    refuse_unreadable,
+)
 from penstock.models.objective import (
     WEIGHT_PREFIX,
     CausalLMLoss,
@@ -31,6 +37,8 @@ from penstock.models.objective import (
     Outputs,
 )
 from penstock.models.presets import resolve_preset
+from penstock.models.pretrained import Pretrained
+from penstock.models.weight_files import WeightFiles
 
 SEQUENCE = "sequence_length"
 TASKS = ("causal_lm", "masked_lm", "custom")
@@ -98,6 +106,7 @@ class ModelSource:
         weight_prefix: what names in an export of `module` have before the public name.
         vocab_size, max_sequence_length: of language models; None where nothing says.
         hf_config: the `transformers` configuration, or None.
+        folder: the Hugging Face folder that the model came from, with its tokenizer, or None.
     """
 
     name: str
@@ -112,6 +121,7 @@ class ModelSource:
     hf_config: Any
     _origin: _Origin = field(repr=False)
     weight_prefix: str = WEIGHT_PREFIX
+    folder: Path | None = None
 
     @property
     def class_name(self) -> str:
@@ -165,7 +175,8 @@ class ModelSource:
         """Yield (name, tensor) of every parameter, frozen ones too, tied ones once.
 
         Equal to the bit to those of the plain model built after `torch.manual_seed(seed)`; for a
-        module that came built, its own values, whatever the seed. In no particular order.
+        module that came built, and for a folder of weights, their values, whatever the seed. In
+        the order of `names` from a folder, in no particular order otherwise.
         """
         wanted = self._origin.names.parameters if names is None else names
         return self._origin.materialise(seed, wanted)
@@ -173,6 +184,11 @@ class ModelSource:
     def buffers(self, seed: int = 0) -> dict[str, torch.Tensor]:
         """Values of all buffers, and of tensors that are plain attributes of modules."""
         return dict(self._origin.materialise(seed, self._origin.names.buffers))
+
+    def weights_fingerprint(self) -> str | None:
+        """Return what tells one folder of weights from another; None for other models."""
+        origin = self._origin
+        return origin.files.fingerprint() if isinstance(origin, Pretrained) else None
 
     def parameter_count(self) -> int:
         """Values in all parameters, tied ones counted once."""
@@ -215,16 +231,48 @@ class ModelSource:
         task = task or find_task(made)
         if task not in ("causal_lm", "masked_lm"):
             raise ConfigError(f"expected task causal_lm or masked_lm, got {task!r}")
-        try:
-            origin = record(builder(made, task))
-        except PenstockError:
-            raise
-        except Exception as error:
-            raise ConfigError(
-                f"transformers cannot build a {made.model_type} of this configuration: "
-                f"{type(error).__name__}: {error}"
-            ) from error
-        return _language_model(made.model_type, origin, task, made)
+        return _language_model(made.model_type, _recorded(made, task), task, made)
+
+    @classmethod
+    def from_hf(
+        cls,
+        folder: str | Path,
+        overrides: Mapping[str, Any] | None = None,
+        *,
+        ignore: Sequence[str] = (),
+    ) -> "ModelSource":
+        """A `transformers` model with the weights of a local Hugging Face folder.
+
+        They are read when `initial_weights` asks for them, one at a time, and come as float32.
+
+        Args:
+            folder: with `config.json` and safetensors, single or sharded.
+            overrides: fields of the configuration to replace, such as a dropout.
+            ignore: patterns of tensors in the folder that the model need not have a place for.
+
+        Raises:
+            ConfigError: no such folder, no safetensors in it, or weights of another model.
+            CorruptionError: a file that is not what its format says.
+        """
+        folder = Path(folder)
+        refuse_unreadable(folder)
+        fields = read_config(folder)
+        files = WeightFiles(folder)
+        made = make_config(fields, overrides or {}, tensors=len(files.tensors))
+        task = find_task(made)
+        origin = Pretrained(_recorded(made, task), files, ignore)
+        source = _language_model(made.model_type, origin, task, made)
+        return replace(source, folder=folder)
+
+    @classmethod
+    def without_weights(
+        cls, folder: Path, overrides: Mapping[str, Any] | None = None
+    ) -> "ModelSource":
+        """The model of `from_hf` from the folder's small files alone, for a run that has weights.
+
+        Its initial weights are fresh ones.
+        """
+        return replace(cls.from_hf_config(folder, overrides), folder=folder)
 
     @classmethod
     def from_factory(
@@ -278,6 +326,19 @@ class ModelSource:
             ConfigError, CompileError: a name that does not exist, or a module that cannot be used.
         """
         return _from_origin(Built(module), **options)
+
+
+def _recorded(config: Any, task: str) -> Deferred:
+    """Record the model of a configuration that may make no sense."""
+    try:
+        return record(builder(config, task))
+    except PenstockError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"transformers cannot build a {config.model_type} of this configuration: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def _language_model(

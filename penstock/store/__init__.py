@@ -3,6 +3,7 @@
 from penstock.store.checkpoint import (
     CheckpointState,
     SavedCheckpoint,
+    SavedWeights,
     checkpoint_folders,
     checkpoint_hash,
     checkpoint_weights,
@@ -13,8 +14,8 @@ from penstock.store.checkpoint import (
     verify_checkpoint,
 )
 from penstock.store.dram import DramStore
-from penstock.store.huggingface import export_huggingface
-from penstock.store.interface import Commit, Store, Traffic
+from penstock.store.huggingface import MAX_SHARD_BYTES, export_huggingface
+from penstock.store.interface import Commit, Store, Traffic, WeightReader
 from penstock.store.lock import FolderLock
 from penstock.store.optimizers import (
     OPTIMIZER_NAMES,
@@ -30,6 +31,7 @@ from penstock.store.optimizers import (
 from penstock.store.schedules import Schedule, learning_rate
 
 __all__ = [
+    "MAX_SHARD_BYTES",
     "OPTIMIZER_NAMES",
     "SGD",
     "AdamW",
@@ -42,9 +44,11 @@ __all__ = [
     "Lion",
     "Optimizer",
     "SavedCheckpoint",
+    "SavedWeights",
     "Schedule",
     "Store",
     "Traffic",
+    "WeightReader",
     "assign_groups",
     "checkpoint_folders",
     "checkpoint_hash",

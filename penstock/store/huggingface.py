@@ -23,35 +23,35 @@ from penstock.store.files import (
     storage_errors,
     sync_folder,
 )
-from penstock.store.interface import Store
+from penstock.store.interface import WeightReader
 from penstock.store.roles import MASTER
 
-MAX_SHARD_BYTES = 2 << 30
+MAX_SHARD_BYTES = 5 * 10**9
 """A file is exceeded only by a single tensor that is larger."""
 
 _PIECE_ELEMENTS = 4 << 20
 
 
 def export_huggingface(
-    store: Store,
+    weights: WeightReader,
     folder: Path,
     *,
     config: Mapping[str, Any],
     dtype: torch.dtype = torch.float32,
     generation_config: Mapping[str, Any] | None = None,
-    tokenizer_files: Sequence[Path] = (),
+    files: Sequence[Path] = (),
     aliases: Mapping[str, str] | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> list[Path]:
     """Write a store's weights as a Hugging Face model folder.
 
     Args:
-        store: what to export; pending updates are made first.
+        weights: what to export: a store, whose pending updates are made first, or saved weights.
         folder: must not exist yet, or be empty; it appears only when all in it is on disk.
         config: the content of `config.json`; `dtype` is set in it.
         dtype: float32, bfloat16 or float16, in which the weights are written (ties to even).
         generation_config: the content of `generation_config.json`, if there is to be one.
-        tokenizer_files: files that are copied in under their own names.
+        files: copied in under their own names: the tokenizer's, for example.
         aliases: further names of weights, as alias to weight, that are to be written as copies. A
             tied weight needs none of this where `transformers` ties it again by itself.
         max_shard_bytes: greatest size of the tensors in one file.
@@ -67,13 +67,14 @@ def export_huggingface(
         raise ConfigError(f"{folder}: already in use; choose a new folder, or delete this one")
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ConfigError(f"weights are exported as float32, bfloat16 or float16, not as {dtype}")
-    store.flush()
-    sources = {name: name for name in store.program.weights} | dict(aliases or {})
+    weights.flush()
+    shapes = weights.shapes
+    sources = {name: name for name in shapes} | dict(aliases or {})
     for alias, name in (aliases or {}).items():
-        if name not in store.program.weights:
+        if name not in shapes:
             raise ConfigError(f"alias {alias!r} names the weight {name!r}, which does not exist")
     entries = [
-        tensor_file.Entry(name, dtype, store.program.weights[source].shape)
+        tensor_file.Entry(name, dtype, shapes[source])
         for name, source in sources.items()
     ]
     shards = _shards(entries, max_shard_bytes)
@@ -89,11 +90,11 @@ def export_huggingface(
             temporary.mkdir()
             for name, shard in zip(names, shards, strict=True):
                 tensor_file.write(
-                    temporary / name, shard, lambda entry: _pieces(store, entry, sources)
+                    temporary / name, shard, lambda entry: _pieces(weights, entry, sources)
                 )
             for name, document in documents.items():
                 _write_file(temporary / name, json.dumps(document, indent=2).encode() + b"\n")
-            for path in tokenizer_files:
+            for path in files:
                 _write_file(temporary / path.name, path.read_bytes())
             sync_folder(temporary)
             temporary.rename(folder)
@@ -151,12 +152,12 @@ def _documents(
 
 
 def _pieces(
-    store: Store, entry: tensor_file.Entry, sources: Mapping[str, str]
+    weights: WeightReader, entry: tensor_file.Entry, sources: Mapping[str, str]
 ) -> Iterator[np.ndarray]:
     elements = math.prod(entry.shape)
     for begin in range(0, elements, _PIECE_ELEMENTS):
         end = min(begin + _PIECE_ELEMENTS, elements)
-        values = torch.from_numpy(store.read(sources[entry.name], MASTER, begin, end))
+        values = torch.from_numpy(weights.read(sources[entry.name], MASTER, begin, end))
         yield values.to(entry.dtype).view(torch.uint8).numpy()
 
 

@@ -87,7 +87,7 @@ def test_the_other_files_come_along(tmp_path):
     files_in = [tmp_path / "tokenizer.json", tmp_path / "vocab.txt"]
     folder = tmp_path / "m"
     export_huggingface(
-        store_of(model), folder, config=model.config.to_dict(), tokenizer_files=files_in
+        store_of(model), folder, config=model.config.to_dict(), files=files_in
     )
     assert {path.name for path in folder.iterdir()} == {
         "config.json",

@@ -8,12 +8,14 @@ from penstock.store.checkpoint.load import (
     load_checkpoint,
     verify_checkpoint,
 )
+from penstock.store.checkpoint.reader import SavedWeights
 from penstock.store.checkpoint.save import SavedCheckpoint, save_checkpoint
 from penstock.store.checkpoint.state import CheckpointState, read_state
 
 __all__ = [
     "CheckpointState",
     "SavedCheckpoint",
+    "SavedWeights",
     "checkpoint_folders",
     "checkpoint_hash",
     "checkpoint_weights",

@@ -218,27 +218,49 @@ def _chunks(
             )
         buffer = memoryview(bytearray(min(CHUNK_BYTES, record.bytes)))
         with path.open("rb", buffering=0) as file:
-            for number, expected in enumerate(record.checksums):
+            for number in range(len(record.checksums)):
                 offset = number * CHUNK_BYTES
                 data = buffer[: min(CHUNK_BYTES, record.bytes - offset)]
-                _read_into(path, file, data)
-                found = xxhash.xxh3_128_hexdigest(data) if verify else expected
-                if found != expected:
-                    raise CorruptionError(
-                        f"{path}: damaged in bytes {offset:,} to {offset + len(data):,}, which "
-                        f"hold {_held(ordered, offset, offset + len(data))}: their checksum is "
-                        f"{found}, {expected} was expected; use another checkpoint"
-                    )
+                read_into(path, file, data)
+                if verify:
+                    require_checksum(path, record, number, data, ordered)
                 yield offset, data
-    except FileNotFoundError as error:
-        raise CorruptionError(f"{path}: this file is missing; use another checkpoint") from error
     except OSError as error:
-        raise StorageError(
-            f"{path}: cannot read it: {error.strerror}; check the disk, or use another checkpoint"
-        ) from error
+        raise unreadable(path, error) from error
 
 
-def _read_into(path: Path, file: RawIOBase, data: memoryview) -> None:
+def unreadable(path: Path, error: OSError) -> CorruptionError | StorageError:
+    """Return the error to raise where a file of a checkpoint cannot be read."""
+    if isinstance(error, FileNotFoundError):
+        return CorruptionError(f"{path}: this file is missing; use another checkpoint")
+    return StorageError(
+        f"{path}: cannot read it: {error.strerror}; check the disk, or use another checkpoint"
+    )
+
+
+def require_checksum(
+    path: Path,
+    record: FileRecord,
+    number: int,
+    data: memoryview,
+    ordered: list[tuple[str, Extent]],
+) -> None:
+    """Raise `CorruptionError` if a chunk's bytes are not those that were written.
+
+    `ordered` are the file's tensors as they lie, to say what the chunk holds.
+    """
+    found, expected = xxhash.xxh3_128_hexdigest(data), record.checksums[number]
+    begin = number * CHUNK_BYTES
+    if found != expected:
+        raise CorruptionError(
+            f"{path}: damaged in bytes {begin:,} to {begin + len(data):,}, which hold "
+            f"{_held(ordered, begin, begin + len(data))}: their checksum is {found}, "
+            f"{expected} was expected; use another checkpoint"
+        )
+
+
+def read_into(path: Path, file: RawIOBase, data: memoryview) -> None:
+    """Fill `data` from where the file stands."""
     filled = 0
     while filled < len(data):
         count = file.readinto(data[filled:])

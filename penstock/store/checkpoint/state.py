@@ -12,7 +12,7 @@ from penstock.errors import ConfigError, CorruptionError
 from penstock.store import sealed_json
 from penstock.store.files import CHUNK_BYTES, FileRecord
 from penstock.store.roles import MASTER
-from penstock.store.tensor_file import Extent
+from penstock.tensor_header import ITEM_BYTES, Extent
 
 STATE_NAME = "state.json"
 FORMAT = "penstock checkpoint"
@@ -150,7 +150,8 @@ def _place(path: Path, name: str, entry: object) -> Place:
     match entry:
         case [str(file), str(dtype), [*shape], int(begin), int(end)]:
             sizes = tuple(size for size in shape if isinstance(size, int))
-            if len(sizes) == len(shape):
+            # Pieces are cut at chunks, which hold whole elements only if tensors are aligned.
+            if len(sizes) == len(shape) and begin % ITEM_BYTES.get(dtype, 1) == 0:
                 return Place(file, Extent(dtype, sizes, begin, end))
     raise _broken(path, f"tensor {name!r} is described by {str(entry)[:100]}")
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from types import TracebackType
 
+import numpy as np
+
 from penstock.errors import ConfigError, CorruptionError
 from penstock.store.flash.description import require_readable
 from penstock.store.flash.journal import Journal, Record, read_records
@@ -29,6 +31,7 @@ class FlashReader:
         journal = folder / JOURNAL
         if not journal.exists():
             raise ConfigError(f"{folder}: no store on flash here yet")
+        self._newest: Version | None = None
         self._lock = FolderLock(folder, "stop it")
         try:
             self._first, *self._steps = read_records(journal)[0]
@@ -81,6 +84,28 @@ class FlashReader:
     def weights(self) -> int:
         """How many weights there are."""
         return sum(len(unit.names) for unit in self._layout.units)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every weight, by name, in the order of the stages."""
+        return {
+            name: shape
+            for unit in self._layout.units
+            for name, shape in zip(unit.names, unit.shapes, strict=True)
+        }
+
+    def flush(self) -> None:
+        """What is durable awaits nothing."""
+
+    def read(self, name: str, role: str, begin: int, end: int) -> np.ndarray:
+        """Return elements `begin` to `end` of a weight after the newest durable step, float32.
+
+        Raises:
+            CorruptionError: some bytes have changed, with the place and both checksums.
+        """
+        if self._newest is None:
+            self._newest = self._version(self.steps[-1])
+        return self._newest.read(name, role, begin, end)
 
     @property
     def state_bytes(self) -> int:

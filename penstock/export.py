@@ -1,0 +1,107 @@
+"""A run's weights as a Hugging Face folder: from a trainer's store, a checkpoint, or flash.
+
+Exporting a run makes neither a program nor a store: weights go from file to file, a piece of one
+at a time, each checksum verified on the way.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from penstock import assembly
+from penstock.config import Config
+from penstock.data import TokenDataset, export_tokenizer, load_tokenizer
+from penstock.errors import ConfigError
+from penstock.models import ModelSource, other_files, tokenizer_files
+from penstock.store import (
+    MAX_SHARD_BYTES,
+    SavedWeights,
+    WeightReader,
+    export_huggingface,
+    find_checkpoint,
+)
+from penstock.store.flash import FlashReader
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+KEPT = "model"
+"""Within a run's folder: the small files of the Hugging Face folder that it started from."""
+
+
+def export_run(config: Config, folder: Path, dtype: str, max_shard_bytes: int) -> list[Path]:
+    """Write the newest state of a run as a Hugging Face folder; return its weight files.
+
+    Raises:
+        ConfigError: nothing was trained there yet, or the folder is in use.
+        CorruptionError: a checksum does not match.
+        StorageError: no room, or another process trains the run on flash.
+    """
+    if config.model is None:
+        raise ConfigError(
+            f"{config.run.dir} trains a module given from Python; export it there: "
+            "Trainer(config, model=...).export(FOLDER)"
+        )
+    with _newest(config) as weights:
+        source = assembly.model_source(config.model, config.run.dir / KEPT)
+        data = config.data_dir
+        dataset = TokenDataset.open(data) if data.exists() else None
+        return export(weights, source, dataset, folder, dtype, max_shard_bytes)
+
+
+@contextmanager
+def _newest(config: Config) -> Iterator[WeightReader]:
+    run, flash = config.run.dir, config.store.flash.path
+    if flash is not None:
+        with FlashReader(flash) as reader:
+            if not reader.steps:
+                raise ConfigError(f"{flash}: no durable step yet, so there is nothing to export")
+            yield reader
+        return
+    latest = find_checkpoint(run / "checkpoints", "latest")
+    if latest is None:
+        raise ConfigError(
+            f"{run} holds no checkpoint: nothing was trained there yet; run `penstock train` first"
+        )
+    yield SavedWeights(latest)
+
+
+def export(
+    weights: WeightReader,
+    source: ModelSource,
+    dataset: TokenDataset | None,
+    folder: Path,
+    dtype: str,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> list[Path]:
+    """Write weights as a Hugging Face folder, with tokenizer and what else the model came with."""
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
+    config = source.hf_config.to_dict() if source.hf_config is not None else {}
+    config["architectures"] = [source.class_name]
+    others = other_files(source.folder) if source.folder is not None else []
+    with tempfile.TemporaryDirectory() as scratch:
+        return export_huggingface(
+            weights,
+            folder,
+            config=config,
+            dtype=DTYPES[dtype],
+            files=[*_tokenizer(source, dataset, Path(scratch)), *others],
+            max_shard_bytes=max_shard_bytes,
+        )
+
+
+def _tokenizer(source: ModelSource, dataset: TokenDataset | None, scratch: Path) -> list[Path]:
+    """Return the tokenizer's files: the model's own where the data set was made with it."""
+    own = tokenizer_files(source.folder) if source.folder is not None else []
+    if dataset is None:
+        return own
+    tokenizer = dataset.tokenizer()
+    if own and source.folder is not None and own[0].name == "tokenizer.json":
+        if load_tokenizer(str(source.folder)).to_json() == tokenizer.to_json():
+            return own
+    export_tokenizer(tokenizer, scratch)
+    return sorted(scratch.iterdir())

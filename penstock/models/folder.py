@@ -1,0 +1,126 @@
+"""A Hugging Face folder as files: what is read of it, with limits, and what goes along with it.
+
+A folder may come from anywhere. Only regular files are opened (a link to one is fine, as in the
+cache of `huggingface_hub`), JSON is read up to a limit, and nothing else than JSON, text and
+safetensors is ever looked into.
+"""
+
+import json
+import os
+import shutil
+import stat
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import ConfigError, CorruptionError, PenstockError, StorageError
+
+CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "chat_template.json",
+    "chat_template.jinja",
+)
+"""What `AutoTokenizer` may look for; none of these runs code."""
+
+_OTHER_FILES = (GENERATION_CONFIG, "LICENSE", "LICENSE.txt", "NOTICE")
+MAX_JSON_BYTES = 64 << 20
+"""The index of a model of a million tensors is below this, and so is any tokenizer in use."""
+
+
+def open_regular(path: Path) -> int:
+    """Open a regular file for reading and return its descriptor; never wait for a pipe.
+
+    Raises:
+        FileNotFoundError: there is none.
+        CorruptionError: it is a folder, a device or a pipe.
+        StorageError: the operating system refuses.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise cannot_read(path, error) from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise CorruptionError(f"{path}: expected a file, it is a folder, device or pipe")
+    return descriptor
+
+
+def cannot_read(path: Path, error: OSError) -> StorageError:
+    """Return the error to raise where the operating system does not let us read a file."""
+    return StorageError(f"{path}: cannot read it: {error.strerror}; check the file and the disk")
+
+
+def read_bytes(path: Path, limit: int = MAX_JSON_BYTES) -> bytes:
+    """Return the content of a file of at most `limit` bytes; errors are those of `open_regular`."""
+    descriptor = open_regular(path)
+    with os.fdopen(descriptor, "rb") as file:
+        size = os.fstat(descriptor).st_size
+        if size > limit:
+            raise CorruptionError(f"{path}: it has {size:,} bytes, at most {limit:,} make sense")
+        try:
+            return file.read(limit)
+        except OSError as error:
+            raise cannot_read(path, error) from error
+
+
+def read_json(path: Path, what: str, error: type[PenstockError] = ConfigError) -> dict[str, Any]:
+    """Return the object in a JSON file; `what` says in messages what it was to be.
+
+    Raises:
+        FileNotFoundError: there is none.
+        error: it is not JSON, or no object.
+    """
+    try:
+        content = json.loads(read_bytes(path))
+    except (ValueError, RecursionError) as problem:
+        raise error(f"cannot read {path} as {what}: {problem}") from None
+    if not isinstance(content, dict):
+        raise error(
+            f"cannot read {path} as {what}: expected a JSON object, it holds a "
+            f"{type(content).__name__}"
+        )
+    return content
+
+
+def tokenizer_files(folder: Path) -> list[Path]:
+    """Return the files of the folder's tokenizer that are there."""
+    return [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
+
+
+def other_files(folder: Path) -> list[Path]:
+    """Return what else belongs to a model besides configuration, tokenizer and weights."""
+    return [folder / name for name in _OTHER_FILES if (folder / name).is_file()]
+
+
+def keep_small_files(folder: Path, kept: Path) -> None:
+    """Copy configuration, tokenizer and the like into `kept`, so that `folder` may go.
+
+    Raises:
+        StorageError: the operating system refuses to read or write.
+    """
+    aside = kept.with_name(f".{kept.name}.aside")
+    try:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        for path in [folder / CONFIG, *tokenizer_files(folder), *other_files(folder)]:
+            with (aside / path.name).open("xb") as file:
+                file.write(read_bytes(path))
+                file.flush()
+                os.fsync(file.fileno())
+        shutil.rmtree(kept, ignore_errors=True)
+        aside.rename(kept)
+    except OSError as error:
+        raise StorageError(
+            f"{kept}: cannot be written: {error.strerror}; choose another with run.dir=FOLDER"
+        ) from error

@@ -1,0 +1,78 @@
+"""A model of `transformers` whose weights are in a folder: structure deferred, weights read."""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+
+from penstock.errors import ConfigError
+from penstock.models.deferred import Deferred
+from penstock.models.weight_files import WeightFiles
+from penstock.models.weight_names import Converted, Direct, match
+
+
+class Pretrained:
+    """A deferred model together with the files of its weights; see `Deferred` for the attributes.
+
+    Args:
+        deferred: the model as its configuration makes it.
+        files: the folder's tensors.
+        ignore: patterns of tensors that the model need not have a place for.
+
+    Raises:
+        ConfigError: the files are not those of this model.
+    """
+
+    def __init__(self, deferred: Deferred, files: WeightFiles, ignore: Sequence[str] = ()) -> None:
+        self.module = deferred.module
+        self.fake_mode = deferred.fake_mode
+        self.names = deferred.names
+        self.aliases = deferred.aliases
+        self.files = files
+        self._deferred = deferred
+        self._origins = match(
+            files.tensors, deferred.module, deferred.aliases, folder=files.folder, ignore=ignore
+        )
+        self._shapes = {
+            name: tuple(tensor.shape)
+            for name, tensor in {**self.names.parameters, **self.names.buffers}.items()
+        }
+
+    def materialise(
+        self, seed: int, names: Iterable[str] | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, tensor) in the order of `names`; what no file has is made as it was before.
+
+        Of the model one tensor is in memory at a time, besides those that the caller keeps; where
+        several weights are cut out of one tensor, all of these. `seed` decides buffers only.
+        """
+        wanted = list(self._shapes) if names is None else list(dict.fromkeys(names))
+        yield from self._read([name for name in wanted if name in self._origins])
+        yield from self._deferred.materialise(
+            seed, [name for name in wanted if name not in self._origins]
+        )
+
+    def _read(self, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        waiting: dict[str, torch.Tensor] = {}
+        try:
+            for name in names:
+                origin = self._origins[name]
+                if name in waiting:
+                    yield name, waiting.pop(name)
+                elif isinstance(origin, Converted):
+                    made = origin.convert(self.files.read, self.module, self._shapes)
+                    waiting.update({n: made[n].contiguous() for n in origin.targets if n in names})
+                    yield name, waiting.pop(name)
+                else:
+                    self._refuse_unequal(name, origin)
+                    yield name, self.files.read(origin.tensor)
+        finally:
+            self.files.close()
+
+    def _refuse_unequal(self, name: str, origin: Direct) -> None:
+        for other in origin.also:
+            if not self.files.equal(origin.tensor, other):
+                raise ConfigError(
+                    f"{self.files.folder}: {origin.tensor} and {other} are one weight in "
+                    f"{type(self.module).__name__}, but have other values in the files; set "
+                    "tie_word_embeddings to false in config.json if they are two weights"
+                )

@@ -1,0 +1,254 @@
+"""The weights in a Hugging Face folder: found, checked, and read one at a time.
+
+Headers are read once, when the folder is opened; no byte of a weight is touched until it is asked
+for, and then through a buffer of a few megabytes, converted on the way. (The files are not mapped:
+mapped pages would count as the process's memory.) No pickle is ever opened.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import xxhash
+
+from penstock.errors import ConfigError, CorruptionError
+from penstock.models.folder import cannot_read, open_regular, read_json
+from penstock.tensor_header import Extent, header_length, parse_header
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+FLOATS = {
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F64": torch.float64,
+}
+"""The types that a weight may be stored as."""
+
+_PIECE_BYTES = 8 << 20
+_SAMPLE_BYTES = 4096
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file of the folder."""
+
+    file: str
+    extent: Extent
+
+
+class WeightFiles:
+    """The tensors of a folder by name. Files are opened as they are needed, one at a time.
+
+    Args:
+        folder: with `model.safetensors`, or shards and `model.safetensors.index.json`.
+
+    Raises:
+        ConfigError: there are no safetensors; where there are pickles, with the way to convert.
+        CorruptionError: index or headers make no sense, or a shard is missing.
+        StorageError: the operating system refuses to read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.tensors: dict[str, StoredTensor] = {}
+        self._sizes: dict[str, int] = {}
+        self._open: tuple[str, int] | None = None
+        listed = self._listed()
+        for file in dict.fromkeys(listed.values()):
+            self._add(file)
+        for name, file in listed.items():
+            if name and self.tensors.get(name, StoredTensor("", _NOWHERE)).file != file:
+                raise CorruptionError(
+                    f"{folder / INDEX}: it says that {name!r} is in {file}, which has no such "
+                    "tensor; download the folder again"
+                )
+
+    def _listed(self) -> dict[str, str]:
+        """Return the file of each tensor as the index says; of a single file, only its name."""
+        if (self.folder / SINGLE).exists():
+            return {"": SINGLE}
+        path = self.folder / INDEX
+        try:
+            table = read_json(path, "the index of a sharded model", CorruptionError)
+        except FileNotFoundError:
+            raise _without_weights(self.folder) from None
+        listed = table.get("weight_map")
+        if not isinstance(listed, dict) or not listed:
+            raise CorruptionError(f"{path}: it has no weight_map that names files")
+        for name, file in listed.items():
+            # A name that leads out of the folder would let an index read any file.
+            if not isinstance(file, str) or not _is_plain(file):
+                raise CorruptionError(
+                    f"{path}: the file of {name!r} is {file!r:.200}; expected the plain name of a "
+                    ".safetensors file in the same folder"
+                )
+        return listed
+
+    def _add(self, file: str) -> None:
+        path = self.folder / file
+        try:
+            descriptor = open_regular(path)
+        except FileNotFoundError:
+            raise CorruptionError(
+                f"{path}: this file is missing; download the folder again"
+            ) from None
+        try:
+            size = os.fstat(descriptor).st_size
+            length = header_length(path, os.pread(descriptor, 8, 0), size)
+            head = os.pread(descriptor, length, 0)
+        except OSError as error:
+            raise cannot_read(path, error) from error
+        finally:
+            os.close(descriptor)
+        self._sizes[file] = size
+        for name, extent in parse_header(path, head, size).items():
+            if name in self.tensors:
+                raise CorruptionError(
+                    f"{self.folder}: {name!r} is both in {self.tensors[name].file} and in {file}; "
+                    "keep one of them"
+                )
+            self.tensors[name] = StoredTensor(file, extent)
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return a tensor in its shape, converted to float32.
+
+        Raises:
+            CorruptionError: the file has changed since it was opened.
+            StorageError: the operating system refuses to read.
+        """
+        stored = self.tensors[name]
+        whole = torch.empty(stored.extent.shape, dtype=torch.float32)
+        flat, begin = whole.view(-1), 0
+        for piece in self.pieces(name):
+            flat[begin : begin + len(piece)] = piece
+            begin += len(piece)
+        return whole
+
+    def pieces(self, name: str) -> Iterator[torch.Tensor]:
+        """Yield a tensor's elements in order as they are stored; each is good until the next."""
+        stored = self.tensors[name]
+        begin, end = stored.extent.begin, stored.extent.end
+        buffer = memoryview(bytearray(min(_PIECE_BYTES, end - begin)))
+        while begin < end:
+            part = buffer[: min(_PIECE_BYTES, end - begin)]
+            self._read_into(stored.file, begin, part)
+            yield torch.frombuffer(part, dtype=FLOATS[stored.extent.dtype])
+            begin += len(part)
+
+    def equal(self, one: str, other: str) -> bool:
+        """Tell whether two tensors of one type and shape have the same bytes."""
+        return self._hash(one) == self._hash(other)
+
+    def _hash(self, name: str) -> bytes:
+        digest = xxhash.xxh3_128()
+        for piece in self.pieces(name):
+            digest.update(piece.view(torch.uint8).numpy())
+        return digest.digest()
+
+    def fingerprint(self) -> str:
+        """Return a hash of names, types, shapes, and samples of every tensor.
+
+        It tells one checkpoint from another, fine-tunings of the same model too, without reading
+        all of it: three samples of 4 KiB per tensor. How the tensors are spread over files makes
+        no difference. It is no checksum.
+        """
+        digest = xxhash.xxh3_128()
+        for name, stored in sorted(self.tensors.items()):
+            extent = stored.extent
+            digest.update(f"{name}\0{extent.dtype}\0{list(extent.shape)}\0".encode())
+            size = min(_SAMPLE_BYTES, extent.end - extent.begin)
+            sample = memoryview(bytearray(size))
+            last = extent.end - size
+            for place in (extent.begin, (extent.begin + last) // 2, last):
+                self._read_into(stored.file, place, sample)
+                digest.update(sample)
+        self.close()
+        return digest.hexdigest()
+
+    def _read_into(self, file: str, offset: int, data: memoryview) -> None:
+        path, filled = self.folder / file, 0
+        descriptor = self._descriptor(file)
+        while filled < len(data):
+            try:
+                count = os.preadv(descriptor, [data[filled:]], offset + filled)
+            except OSError as error:
+                raise cannot_read(path, error) from error
+            if not count:
+                raise CorruptionError(f"{path}: it became shorter while it was read")
+            filled += count
+
+    def _descriptor(self, file: str) -> int:
+        if self._open is not None and self._open[0] == file:
+            return self._open[1]
+        self.close()
+        path = self.folder / file
+        try:
+            descriptor = open_regular(path)
+        except FileNotFoundError:
+            raise CorruptionError(f"{path}: it was there a moment ago and is gone") from None
+        self._open = (file, descriptor)
+        size = os.fstat(descriptor).st_size
+        if size != self._sizes[file]:
+            raise CorruptionError(
+                f"{path}: it has {size:,} bytes, it had {self._sizes[file]:,} when it was opened; "
+                "do not change the folder while it is read"
+            )
+        return descriptor
+
+    def close(self) -> None:
+        """Close the file that is open, if one is; reading opens it again."""
+        if self._open is not None:
+            os.close(self._open[1])
+            self._open = None
+
+    def __del__(self) -> None:
+        if getattr(self, "_open", None) is not None:
+            self.close()
+
+
+_NOWHERE = Extent("U8", (), 0, 0)
+
+
+def _is_plain(file: str) -> bool:
+    plain = os.path.basename(file) == file and "\\" not in file and file.isprintable()
+    return plain and file.endswith(".safetensors") and not file.startswith(".")
+
+
+def _without_weights(folder: Path) -> ConfigError:
+    """Return the error for a folder without safetensors, with what to do about it."""
+    names = sorted(path.name for path in folder.iterdir())
+    pickles = [n for n in names if n.endswith(_PICKLES) and n != "training_args.bin"]
+    if not pickles:
+        shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+        return ConfigError(
+            f"{folder}: expected {SINGLE} or {INDEX}, it holds {shown or 'nothing'}; for a model "
+            "without weights there is hf_config"
+        )
+    return ConfigError(
+        f"{folder}: its weights are in {', '.join(pickles[:3])}"
+        f"{' ...' if len(pickles) > 3 else ''}: pickles, which can run any code and are never read "
+        f"here; convert them where you trust them:\n  {_conversion(folder, pickles)}"
+    )
+
+
+def _conversion(folder: Path, pickles: list[str]) -> str:
+    """Return the shell command that writes safetensors beside pickled weights."""
+    if len(pickles) == 1:
+        source, target = str(folder / pickles[0]), str(folder / SINGLE)
+        code = (
+            "import torch, safetensors.torch as s; "
+            f"w = torch.load({source!r}, map_location='cpu', weights_only=True); "
+            f"s.save_file({{k: v.clone().contiguous() for k, v in w.items()}}, {target!r}, "
+            "{'format': 'pt'})"
+        )
+    else:
+        code = (
+            "import transformers as t; "
+            f"t.AutoModelForPreTraining.from_pretrained({str(folder)!r}, dtype='auto')"
+            f".save_pretrained({str(folder)!r})"
+        )
+    return f'python -c "{code}"'
+

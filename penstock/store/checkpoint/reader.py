@@ -1,0 +1,88 @@
+"""The weights of a checkpoint, piece by piece in any order, without a store to put them in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from penstock.errors import CorruptionError
+from penstock.store import tensor_file
+from penstock.store.checkpoint.load import read_into, require_checksum, unreadable
+from penstock.store.checkpoint.state import read_state, tensor_name
+from penstock.store.files import CHUNK_BYTES
+
+
+class SavedWeights:
+    """Reads a checkpoint; no byte is given out whose checksum was not compared.
+
+    One chunk and the piece that was asked for are in memory.
+
+    Args:
+        folder: the checkpoint, such as `checkpoints/step-00000100`.
+
+    Raises:
+        ConfigError: there is no checkpoint, or a newer penstock wrote it.
+        CorruptionError: its description is damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._state = read_state(folder)
+        self._tensors = {
+            name: sorted(
+                ((t, p.extent) for t, p in self._state.tensors.items() if p.file == name),
+                key=lambda item: item[1].begin,
+            )
+            for name in self._state.files
+        }
+        self._chunk: tuple[str, int, memoryview] | None = None
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every weight, by name."""
+        return self._state.weights
+
+    def flush(self) -> None:
+        """What is saved awaits nothing."""
+
+    def read(self, name: str, role: str, begin: int, end: int) -> np.ndarray:
+        """Return elements `begin` to `end` of a weight or of its state, flat.
+
+        Raises:
+            CorruptionError: bytes are not those that were written.
+            StorageError: the operating system could not read them.
+        """
+        place = self._state.tensors[tensor_name(role, name)]
+        extent = place.extent
+        item = tensor_file.ITEM_BYTES[extent.dtype]
+        first, last = extent.begin + begin * item, extent.begin + end * item
+        found = bytearray(last - first)
+        for number in range(first // CHUNK_BYTES, -(-last // CHUNK_BYTES)):
+            data, origin = self._checked(place.file, number), number * CHUNK_BYTES
+            here = slice(max(first, origin), min(last, origin + len(data)))
+            found[here.start - first : here.stop - first] = data[
+                here.start - origin : here.stop - origin
+            ]
+        return tensor_file.elements(memoryview(found), extent.dtype)
+
+    def _checked(self, file: str, number: int) -> memoryview:
+        """Return a chunk of a file; the last one is kept, since small tensors share it."""
+        if self._chunk is not None and self._chunk[:2] == (file, number):
+            return self._chunk[2]
+        path, record = self._folder / file, self._state.files[file]
+        data = memoryview(bytearray(min(CHUNK_BYTES, record.bytes - number * CHUNK_BYTES)))
+        try:
+            with path.open("rb", buffering=0) as opened:
+                if path.stat().st_size != record.bytes:
+                    raise CorruptionError(
+                        f"{path}: it has {path.stat().st_size:,} bytes, {record.bytes:,} were "
+                        "written; use another checkpoint"
+                    )
+                opened.seek(number * CHUNK_BYTES)
+                read_into(path, opened, data)
+        except OSError as error:
+            raise unreadable(path, error) from error
+        require_checksum(path, record, number, data, self._tensors[file])
+        self._chunk = (file, number, data)
+        return data

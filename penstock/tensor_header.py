@@ -1,0 +1,104 @@
+"""The header of a `safetensors` file: what it says, checked before anything believes it.
+
+The format: 8 bytes with the header's length, the header (JSON: per tensor its type, shape and
+place), then the tensors one after another. Lengths are checked against the file's size before
+memory is taken, places against shapes, and that nothing overlaps or is left out.
+"""
+
+import json
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.errors import CorruptionError
+
+MAX_HEADER_BYTES = 100_000_000
+"""The `safetensors` library refuses longer headers, so no valid file has one."""
+
+ITEM_BYTES = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
+    **dict.fromkeys(("U32", "I32", "F32"), 4),
+    **dict.fromkeys(("U64", "I64", "F64"), 8),
+}
+"""Bytes of an element of the format's types; those of less than a byte hold no weights."""
+
+_MAX_DIMENSIONS = 64  # what NumPy allows; a product of a million large sizes would take hours
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Where a tensor lies in a file: bytes `begin` to `end`, from the file's start."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def header_length(path: Path, first: bytes | bytearray, total_bytes: int) -> int:
+    """Return the bytes of the length field and the header together, from a file's first 8 bytes."""
+    if len(first) < 8:
+        raise _broken(path, f"it has {total_bytes} bytes, fewer than the 8 of a header's length")
+    (length,) = struct.unpack("<Q", first[:8])
+    if length > min(total_bytes - 8, MAX_HEADER_BYTES):
+        raise _broken(path, f"its header claims {length:,} bytes, the file has {total_bytes:,}")
+    return 8 + length
+
+
+def parse_header(path: Path, data: bytes | bytearray, total_bytes: int) -> dict[str, Extent]:
+    """Return the tensors of a file in the order in which they lie.
+
+    Args:
+        path: named in messages.
+        data: the file's first `header_length` bytes.
+        total_bytes: size of the file.
+
+    Raises:
+        CorruptionError: the header is no JSON of the right form, or describes tensors that
+            overlap, leave gaps or reach beyond the file.
+    """
+    try:
+        table = json.loads(bytes(data[8:]), object_pairs_hook=_without_repetition)
+    except (ValueError, RecursionError) as error:
+        raise _broken(path, f"its header cannot be read: {error}") from error
+    if not isinstance(table, dict):
+        raise _broken(path, "its header is not a table")
+    table.pop("__metadata__", None)
+    extents = [(name, _extent(path, name, entry, len(data))) for name, entry in table.items()]
+    extents.sort(key=lambda item: (item[1].begin, item[1].end))
+    place = len(data)
+    for name, extent in extents:
+        if extent.begin != place:
+            raise _broken(path, f"tensor {name!r} begins at {extent.begin}, {place} was expected")
+        place = extent.end
+    if place != total_bytes:
+        raise _broken(path, f"its tensors end at {place:,}, the file at {total_bytes:,}")
+    return dict(extents)
+
+
+def _without_repetition(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        raise ValueError("a name appears twice")
+    return table
+
+
+def _extent(path: Path, name: str, entry: object, start: int) -> Extent:
+    match entry:
+        case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(begin), int(end)]} if (
+            dtype in ITEM_BYTES
+            and len(shape) <= _MAX_DIMENSIONS
+            and all(type(size) is int and 0 <= size < 2**63 for size in shape)
+            and 0 <= begin <= end
+        ):
+            extent = Extent(dtype, tuple(shape), start + begin, start + end)
+            size = ITEM_BYTES[dtype]
+            if math.prod(shape) * size == end - begin:
+                return extent
+    raise _broken(path, f"tensor {name!r} is described by {str(entry)[:200]}")
+
+
+def _broken(path: Path, what: str) -> CorruptionError:
+    return CorruptionError(f"{path}: not a usable safetensors file: {what}; restore it from a copy")
