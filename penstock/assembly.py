@@ -41,7 +41,6 @@ from penstock.store import (
     GroupSettings,
     Optimizer,
     Schedule,
-    Store,
     assign_groups,
     make_optimizer,
 )

@@ -100,8 +100,8 @@ def _tokenizer(source: ModelSource, dataset: TokenDataset | None, scratch: Path)
     if dataset is None:
         return own
     tokenizer = dataset.tokenizer()
-    if own and source.folder is not None and own[0].name == "tokenizer.json":
-        if load_tokenizer(str(source.folder)).to_json() == tokenizer.to_json():
-            return own
+    is_fast = any(path.name == "tokenizer.json" for path in own)
+    if is_fast and load_tokenizer(str(source.folder)).to_json() == tokenizer.to_json():
+        return own
     export_tokenizer(tokenizer, scratch)
     return sorted(scratch.iterdir())

@@ -145,7 +145,7 @@ class WeightFiles:
     def _hash(self, name: str) -> bytes:
         digest = xxhash.xxh3_128()
         for piece in self.pieces(name):
-            digest.update(piece.view(torch.uint8).numpy())
+            digest.update(piece.view(torch.uint8).numpy().data)
         return digest.digest()
 
     def fingerprint(self) -> str:
@@ -251,4 +251,3 @@ def _conversion(folder: Path, pickles: list[str]) -> str:
             f".save_pretrained({str(folder)!r})"
         )
     return f'python -c "{code}"'
-

@@ -6,7 +6,7 @@ in silence is refused: a weight that is missing, a tensor that nothing uses.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,10 +53,13 @@ class Converted:
     targets: tuple[str, ...]
 
     def convert(
-        self, read: Any, module: nn.Module, shapes: Mapping[str, tuple[int, ...]]
+        self,
+        read: Callable[[str], torch.Tensor],
+        module: nn.Module,
+        shapes: Mapping[str, tuple[int, ...]],
     ) -> dict[str, torch.Tensor]:
         """Return the weights by name; `read` gives a tensor of the folder by name."""
-        converter = deepcopy(self.converter)
+        converter: Any = deepcopy(self.converter)
         for pattern, tensor in self.parts:
             converter.add_tensor(self.first, tensor, pattern, lambda tensor=tensor: read(tensor))
         sources = ", ".join(tensor for _, tensor in self.parts[:_SHOWN])
@@ -169,7 +172,9 @@ def _assign(
     return direct, made, unused
 
 
-def _check(folder: Path, tensor: str, stored: StoredTensor, name: str, wanted: torch.Tensor) -> None:
+def _check(
+    folder: Path, tensor: str, stored: StoredTensor, name: str, wanted: torch.Tensor
+) -> None:
     extent = stored.extent
     where = f"{folder / stored.file}: {tensor!r}"
     if extent.dtype not in FLOATS:

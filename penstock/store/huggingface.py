@@ -73,10 +73,7 @@ def export_huggingface(
     for alias, name in (aliases or {}).items():
         if name not in shapes:
             raise ConfigError(f"alias {alias!r} names the weight {name!r}, which does not exist")
-    entries = [
-        tensor_file.Entry(name, dtype, shapes[source])
-        for name, source in sources.items()
-    ]
+    entries = [tensor_file.Entry(name, dtype, shapes[source]) for name, source in sources.items()]
     shards = _shards(entries, max_shard_bytes)
     names = _shard_names(len(shards))
     documents = _documents(config, generation_config, dtype, entries, shards, names)

@@ -86,9 +86,7 @@ def test_the_other_files_come_along(tmp_path):
     model = tiny_gpt2()
     files_in = [tmp_path / "tokenizer.json", tmp_path / "vocab.txt"]
     folder = tmp_path / "m"
-    export_huggingface(
-        store_of(model), folder, config=model.config.to_dict(), files=files_in
-    )
+    export_huggingface(store_of(model), folder, config=model.config.to_dict(), files=files_in)
     assert {path.name for path in folder.iterdir()} == {
         "config.json",
         "model.safetensors",
