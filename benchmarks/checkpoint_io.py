@@ -26,7 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 TARGET_GIB = 1.5
-SHARD_BYTES = 500_000_000
+SHARD_BYTES = {"full": 500_000_000, "quick": 100_000_000}
 VOCABULARY, LENGTH, SEED = 32_000, 16, 0
 SIZES = {"full": (2048, 5632, 36), "quick": (1024, 2816, 10)}
 STATUS = Path("/proc/self/status")
@@ -111,6 +111,11 @@ class Memory:
         return int(line.split()[1]) * 1024
 
 
+def size_of(options: argparse.Namespace) -> str:
+    """Which of the two sizes is made."""
+    return "quick" if options.quick else "full"
+
+
 def tokens():
     """The rows whose logits are compared, [1, LENGTH]."""
     import torch
@@ -124,7 +129,7 @@ def make(folder: Path, options: argparse.Namespace) -> dict:
     from safetensors.torch import save_file
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    width, inner, layers = SIZES["quick" if options.quick else "full"]
+    width, inner, layers = SIZES[size_of(options)]
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=width,
@@ -141,7 +146,7 @@ def make(folder: Path, options: argparse.Namespace) -> dict:
     shards: list[list[str]] = [[]]
     held = 0
     for name, shape in shapes.items():
-        if held + 2 * shape.numel() > SHARD_BYTES and shards[-1]:
+        if held + 2 * shape.numel() > SHARD_BYTES[size_of(options)] and shards[-1]:
             shards.append([])
             held = 0
         shards[-1].append(name)
@@ -224,7 +229,7 @@ def take(folder: Path, options: argparse.Namespace) -> dict:
     found = {"import": imported, "forward": seen}
     if options.dram:
         started = time.perf_counter()
-        export(store, source, None, folder / "given", "bf16", SHARD_BYTES)
+        export(store, source, None, folder / "given", "bf16", SHARD_BYTES[size_of(options)])
         given = {"seconds": time.perf_counter() - started, "peak_gib": memory.peak_gib(held)}
         found["export"] = given
     store.close()
@@ -242,7 +247,7 @@ def give(folder: Path, options: argparse.Namespace) -> dict:
     started = time.perf_counter()
     source = assembly.model_source(HuggingFaceModel(hf=str(folder / "made")))
     with FlashReader(folder / "flash") as reader:
-        export(reader, source, None, folder / "given", "bf16", SHARD_BYTES)
+        export(reader, source, None, folder / "given", "bf16", SHARD_BYTES[size_of(options)])
     return {"seconds": time.perf_counter() - started, "peak_gib": memory.peak_gib()}
 
 

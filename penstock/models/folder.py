@@ -69,7 +69,7 @@ def read_bytes(path: Path, limit: int = MAX_JSON_BYTES) -> bytes:
         if size > limit:
             raise CorruptionError(f"{path}: it has {size:,} bytes, at most {limit:,} make sense")
         try:
-            return file.read(limit)
+            return file.read(size)  # with a limit, Python would take memory for all of it
         except OSError as error:
             raise cannot_read(path, error) from error
 

@@ -5,15 +5,18 @@ for, and then through a buffer of a few megabytes, converted on the way. (The fi
 mapped pages would count as the process's memory.) No pickle is ever opened.
 """
 
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 import xxhash
 
 from penstock.errors import ConfigError, CorruptionError
+from penstock.kernels.memory import allocate
 from penstock.models.folder import cannot_read, open_regular, read_json
 from penstock.tensor_header import Extent, header_length, parse_header
 
@@ -120,12 +123,16 @@ class WeightFiles:
             StorageError: the operating system refuses to read.
         """
         stored = self.tensors[name]
-        whole = torch.empty(stored.extent.shape, dtype=torch.float32)
-        flat, begin = whole.view(-1), 0
-        for piece in self.pieces(name):
-            flat[begin : begin + len(piece)] = piece
-            begin += len(piece)
-        return whole
+        memory = allocate(4 * math.prod(stored.extent.shape))
+        flat = torch.from_numpy(memory.view(np.float32))
+        if stored.extent.dtype == "F32":
+            self._read_into(stored.file, stored.extent.begin, memory.data)
+        else:
+            begin = 0
+            for piece in self.pieces(name):
+                flat[begin : begin + len(piece)] = piece
+                begin += len(piece)
+        return flat.view(stored.extent.shape)
 
     def pieces(self, name: str) -> Iterator[torch.Tensor]:
         """Yield a tensor's elements in order as they are stored; each is good until the next."""
