@@ -53,7 +53,11 @@ def check_data(config: Config, origin: Origin | None = None) -> None:
     spec = config.tokenizer
     if spec != "bytes" and not spec.startswith("train-bpe:") and not Path(spec).exists():
         if data.tokenizer == "auto":
-            raise ConfigError(f"{origin.place(('model', 'hf'))}model.hf: {spec} does not exist")
+            raise ConfigError(
+                f"{origin.place(('model', 'hf'))}model.hf: expected a folder on this machine, "
+                f"{spec} does not exist; for a model of the hub: hf download {spec} --local-dir "
+                "FOLDER"
+            )
         raise ConfigError(
             f"{origin.place(('data', 'tokenizer'))}data.tokenizer: expected bytes, train-bpe:SIZE "
             f"or the path of a tokenizer, got {spec!r}, which does not exist"

@@ -49,7 +49,7 @@ def message(tmp_path, monkeypatch, text, overrides=(), training=False):
         ),
         (
             "model: {presett: gpt2}\n",
-            "run.yaml:1: model: expected one of preset, hf_config, factory, got presett "
+            "run.yaml:1: model: expected one of preset, hf, hf_config, factory, got presett "
             "(did you mean 'preset'?); for example model: gpt2",
         ),
         (

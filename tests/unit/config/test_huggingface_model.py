@@ -1,0 +1,62 @@
+"""`model: {hf: FOLDER}` in a configuration: its form, its tokenizer, and what decides a run."""
+
+import pytest
+
+from penstock.config import Config, HuggingFaceModel, load
+from penstock.errors import ConfigError
+
+
+def config(**model) -> Config:
+    return Config.from_mapping({"model": {"hf": "some/folder", **model}})
+
+
+def test_keys_beside_the_folder_change_its_configuration():
+    model = config(attn_pdrop=0.1, ignore=["score.*"]).model
+    assert model == HuggingFaceModel(
+        hf="some/folder", ignore=("score.*",), overrides={"attn_pdrop": 0.1}
+    )
+
+
+def test_it_is_written_as_it_was_read(tmp_path):
+    whole = config(attn_pdrop=0.1, ignore=["score.*"])
+    (tmp_path / "run.yaml").write_text(whole.dump_yaml())
+    assert load(tmp_path / "run.yaml") == whole
+    assert "  hf: some/folder\n  ignore:\n  - score.*\n  attn_pdrop: 0.1\n" in whole.dump_yaml()
+
+
+def test_the_path_is_no_part_of_what_decides_a_run_and_the_rest_is():
+    one, other = config(), Config.from_mapping({"model": {"hf": "elsewhere"}})
+    assert one.trajectory() == other.trajectory()
+    assert one.trajectory() != config(attn_pdrop=0.1).trajectory()
+    assert one.trajectory() != Config.from_mapping({"model": "tiny"}).trajectory()
+
+
+@pytest.mark.parametrize(
+    ("model", "tokenizer", "expected"),
+    [
+        ({"hf": "some/folder"}, None, "some/folder"),
+        ({"hf": "some/folder"}, "bytes", "bytes"),
+        ("tiny", None, "bytes"),
+        ("tiny", "train-bpe:300", "train-bpe:300"),
+    ],
+)
+def test_the_tokenizer_of_a_checkpoint_is_its_own(model, tokenizer, expected):
+    data = {} if tokenizer is None else {"tokenizer": tokenizer}
+    assert Config.from_mapping({"model": model, "data": data}).tokenizer == expected
+
+
+def test_a_folder_that_is_not_there_is_named_before_anything_is_loaded(tmp_path):
+    (tmp_path / "text.txt").write_text("text")
+    path = tmp_path / "run.yaml"
+    path.write_text(f"model: {{hf: {tmp_path}/none}}\ndata: {{input: [{tmp_path}/text.txt]}}\n")
+    with pytest.raises(ConfigError) as caught:
+        load(path, training=True)
+    assert str(caught.value) == (
+        f"{path}:1: model.hf: expected a folder on this machine, {tmp_path}/none does not exist; "
+        f"for a model of the hub: hf download {tmp_path}/none --local-dir FOLDER"
+    )
+
+
+def test_the_folder_must_be_a_text():
+    with pytest.raises(ConfigError, match=r"model\.hf: expected a text, got 3"):
+        Config.from_mapping({"model": {"hf": 3}})
