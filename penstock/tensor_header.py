@@ -61,11 +61,15 @@ def parse_header(path: Path, data: bytes | bytearray, total_bytes: int) -> dict[
     """
     try:
         table = json.loads(bytes(data[8:]), object_pairs_hook=_without_repetition)
+        for name in table if isinstance(table, dict) else ():
+            name.encode()  # half a surrogate pair is text in JSON, and nowhere else
     except (ValueError, RecursionError) as error:
         raise _broken(path, f"its header cannot be read: {error}") from error
     if not isinstance(table, dict):
         raise _broken(path, "its header is not a table")
-    table.pop("__metadata__", None)
+    metadata = table.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise _broken(path, f"its metadata is not a table of texts: {str(metadata)[:100]}")
     extents = [(name, _extent(path, name, entry, len(data))) for name, entry in table.items()]
     extents.sort(key=lambda item: (item[1].begin, item[1].end))
     place = len(data)
@@ -91,6 +95,7 @@ def _extent(path: Path, name: str, entry: object, start: int) -> Extent:
             dtype in ITEM_BYTES
             and len(shape) <= _MAX_DIMENSIONS
             and all(type(size) is int and 0 <= size < 2**63 for size in shape)
+            and type(begin) is type(end) is int
             and 0 <= begin <= end
         ):
             extent = Extent(dtype, tuple(shape), start + begin, start + end)
