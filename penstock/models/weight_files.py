@@ -5,8 +5,10 @@ for, and then through a buffer of a few megabytes, converted on the way. (The fi
 mapped pages would count as the process's memory.) No pickle is ever opened.
 """
 
+import json
 import math
 import os
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,20 +61,19 @@ class WeightFiles:
         self.tensors: dict[str, StoredTensor] = {}
         self._sizes: dict[str, int] = {}
         self._open: tuple[str, int] | None = None
-        listed = self._listed()
-        for file in dict.fromkeys(listed.values()):
+        single = (folder / SINGLE).exists()
+        listed = {} if single else self._listed()
+        for file in [SINGLE] if single else dict.fromkeys(listed.values()):
             self._add(file)
         for name, file in listed.items():
-            if name and self.tensors.get(name, StoredTensor("", _NOWHERE)).file != file:
+            if name not in self.tensors or self.tensors[name].file != file:
                 raise CorruptionError(
                     f"{folder / INDEX}: it says that {name!r} is in {file}, which has no such "
                     "tensor; download the folder again"
                 )
 
     def _listed(self) -> dict[str, str]:
-        """Return the file of each tensor as the index says; of a single file, only its name."""
-        if (self.folder / SINGLE).exists():
-            return {"": SINGLE}
+        """Return the file of each tensor as the index says."""
         path = self.folder / INDEX
         try:
             table = read_json(path, "the index of a sharded model", CorruptionError)
@@ -216,9 +217,6 @@ class WeightFiles:
             self.close()
 
 
-_NOWHERE = Extent("U8", (), 0, 0)
-
-
 def _is_plain(file: str) -> bool:
     plain = os.path.basename(file) == file and "\\" not in file and file.isprintable()
     return plain and file.endswith(".safetensors") and not file.startswith(".")
@@ -243,18 +241,19 @@ def _without_weights(folder: Path) -> ConfigError:
 
 def _conversion(folder: Path, pickles: list[str]) -> str:
     """Return the shell command that writes safetensors beside pickled weights."""
+    here, target = json.dumps(str(folder)), json.dumps(str(folder / SINGLE))
     if len(pickles) == 1:
-        source, target = str(folder / pickles[0]), str(folder / SINGLE)
         code = (
             "import torch, safetensors.torch as s; "
-            f"w = torch.load({source!r}, map_location='cpu', weights_only=True); "
-            f"s.save_file({{k: v.clone().contiguous() for k, v in w.items()}}, {target!r}, "
-            "{'format': 'pt'})"
+            f"w = torch.load({json.dumps(str(folder / pickles[0]))}, "
+            'map_location="cpu", weights_only=True); '
+            f"s.save_file({{k: v.clone().contiguous() for k, v in w.items()}}, {target}, "
+            '{"format": "pt"})'
         )
     else:
         code = (
-            "import transformers as t; "
-            f"t.AutoModelForPreTraining.from_pretrained({str(folder)!r}, dtype='auto')"
-            f".save_pretrained({str(folder)!r})"
+            "import transformers as t; c = t.AutoConfig.from_pretrained("
+            f"{here}); getattr(t, c.architectures[0]).from_pretrained({here}, "
+            f'dtype="auto").save_pretrained({here})'
         )
-    return f'python -c "{code}"'
+    return f"python -c {shlex.quote(code)}"

@@ -1,6 +1,7 @@
 """Weights of a Hugging Face folder: those that `transformers` loads, or an error with names."""
 
 import json
+import shlex
 
 import pytest
 import torch
@@ -201,9 +202,30 @@ def test_pickles_are_refused_with_a_command_that_converts_them(tmp_path):
         f"{tmp_path}: its weights are in pytorch_model.bin: pickles, which can run any code and "
         "are never read here; convert them where you trust them:"
     )
-    before, code, after = command.strip().split('"')
-    assert (before, after) == ("python -c ", "")
+    python, option, code = shlex.split(command)
+    assert (python, option) == ("python", "-c")
     exec(code, {})
+    assert_same(ModelSource.from_hf(tmp_path).initial_weights(0), dict(model.named_parameters()))
+
+
+def test_pickles_in_shards_have_a_command_too(tmp_path):
+    model = model_of("llama")
+    save(model, tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    half = len(model.state_dict()) // 2
+    weight_map = {}
+    for number in (1, 2):
+        file = f"pytorch_model-{number:05d}-of-00002.bin"
+        part = dict(list(model.state_dict().items())[(number - 1) * half : number * half + number])
+        torch.save(part, tmp_path / file)
+        weight_map |= dict.fromkeys(part, file)
+    index = {"metadata": {"total_size": 1}, "weight_map": weight_map}
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    with pytest.raises(
+        ConfigError, match=r"weights are in .*00002.bin, .*00002.bin: pickles"
+    ) as caught:
+        ModelSource.from_hf(tmp_path)
+    exec(shlex.split(str(caught.value))[-1], {})
     assert_same(ModelSource.from_hf(tmp_path).initial_weights(0), dict(model.named_parameters()))
 
 

@@ -1,5 +1,7 @@
 """A checkpoint's weights in pieces: those of the store, each checked before it is given out."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -27,7 +29,7 @@ def test_any_piece_is_that_of_the_store(saved, seed):
     assert weights.shapes == {"small": (7,), "large": (ELEMENTS,), "last": (3, 5)}
     random = np.random.default_rng(seed)
     cuts = [0, *sorted(random.integers(ELEMENTS, size=8).tolist()), ELEMENTS]
-    for begin, end in zip(cuts, cuts[1:], strict=False):
+    for begin, end in itertools.pairwise(cuts):
         found = weights.read("large", "master", begin, end)
         assert found.dtype == np.float32
         assert np.array_equal(found, store.read("large", "master", begin, end)), (begin, end)
