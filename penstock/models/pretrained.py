@@ -53,6 +53,7 @@ class Pretrained:
 
     def _read(self, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
         waiting: dict[str, torch.Tensor] = {}
+        wanted = set(names)
         try:
             for name in names:
                 origin = self._origins[name]
@@ -60,7 +61,7 @@ class Pretrained:
                     yield name, waiting.pop(name)
                 elif isinstance(origin, Converted):
                     made = origin.convert(self.files.read, self.module, self._shapes)
-                    waiting.update({n: made[n].contiguous() for n in origin.targets if n in names})
+                    waiting.update({n: made[n].contiguous() for n in origin.targets if n in wanted})
                     yield name, waiting.pop(name)
                 else:
                     self._refuse_unequal(name, origin)
