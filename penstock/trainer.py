@@ -97,6 +97,8 @@ class Trainer:
             tokens=self._tokens_per_step(),
         )
         self._watching = not recorded  # that every weight trains is checked in a run's beginning
+        # The gradient of an adapter's A is zero as long as its B is.
+        self._watched_later = frozenset(adapter.down for adapter in self.model.adapters.values())
         self._evaluator = self._make_evaluator()
         self._writer: Writer | None = None
         self._best_loss: float | None = recorded.get("best_loss")
@@ -184,17 +186,19 @@ class Trainer:
         done = self._runner.run()
         self._tell(done)
         if self._watching and done.learning_rate > 0:
-            self._watching = False
-            self._refuse_unchanged()
+            later, self._watched_later = self._watched_later, frozenset()
+            self._watching = bool(later)
+            self._refuse_unchanged(later)
         return done
 
-    def _refuse_unchanged(self) -> None:
+    def _refuse_unchanged(self, later: frozenset[str]) -> None:
         """After the first update, stop if a trainable weight got a gradient of nothing but zeros.
 
-        A weight whose update was lost to rounding (a rate still warming up) is only named.
+        A weight whose update was lost to rounding (a rate still warming up) is only named. Those
+        of `later` are judged after the second update.
         """
         self.store.flush()
-        still = self.store.unchanged()
+        still = {n: why for n, why in self.store.unchanged().items() if n not in later}
         zero = [name for name, reason in still.items() if "zero" in reason]
         if zero:
             raise NoTrainingError(
@@ -410,6 +414,10 @@ def _as_config(config: Config | Mapping[str, Any] | str | Path) -> Config:
 
 
 def _as_source(config: Config, model: nn.Module | ModelSource | None) -> ModelSource:
+    return assembly.with_adapters(_base_source(config, model), config.lora)
+
+
+def _base_source(config: Config, model: nn.Module | ModelSource | None) -> ModelSource:
     if isinstance(model, ModelSource):
         return model
     if model is not None and not isinstance(model, nn.Module):

@@ -1,25 +1,25 @@
-"""Patterns of weight names, as `freeze` and `optimizer.groups` use them."""
+"""Patterns of weight names, as `freeze`, `train` and `lora.targets` use them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
-from penstock.errors import ConfigError, did_you_mean
+from penstock.errors import ConfigError, did_you_mean, few
 
 
-def matches(name: str, patterns: Iterable[str]) -> bool:
-    """Tell whether a weight's name matches a pattern, as in the shell, case and all."""
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
+def matching(key: str, patterns: Iterable[str], names: Sequence[str]) -> set[str]:
+    """Return the names that match any of the patterns, as in the shell, case and all.
 
-
-def require_matches(key: str, patterns: Iterable[str], names: Iterable[str]) -> None:
-    """Raise `ConfigError` naming the first pattern of `key` that matches no weight at all."""
-    names = list(names)
+    **Raises:** `ConfigError` for the first pattern of `key` that matches no name.
+    """
+    found: set[str] = set()
     for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+        here = [name for name in names if fnmatchcase(name, pattern)]
+        if not here:
             raise ConfigError(
-                f"{key}: pattern {pattern!r} matches none of the {len(names)} weights"
-                f"{did_you_mean(pattern, names)}; they are named like {shown}"
+                f"{key}: pattern {pattern!r} matches no weight{did_you_mean(pattern, names)}; "
+                f"the model's weights are named like {few(names)}"
             )
+        found.update(here)
+    return found
