@@ -42,10 +42,12 @@ from penstock.store import (
     DramStore,
     Group,
     GroupSettings,
+    MergedWeights,
     Optimizer,
     Schedule,
     Store,
     assign_groups,
+    export_adapters,
     export_huggingface,
     make_optimizer,
 )
@@ -453,9 +455,11 @@ def _mask_token(dataset: TokenDataset, source: ModelSource) -> int:
 def export(
     store: Store, source: ModelSource, dataset: TokenDataset | None, folder: Path, dtype: str
 ) -> list[Path]:
-    """Write the weights as a Hugging Face folder, with the data set's tokenizer if there is one."""
-    if dtype not in _FLOATS:
-        raise ConfigError(f"dtype: expected one of {', '.join(_FLOATS)}, got {dtype!r}")
+    """Write the weights as a Hugging Face folder, with the data set's tokenizer if there is one.
+
+    Adapters are merged into the weights beside which they stand.
+    """
+    element = _float_type(dtype)
     config = source.hf_config.to_dict() if source.hf_config is not None else {}
     config.setdefault("architectures", None)
     config["architectures"] = config["architectures"] or [source.class_name]
@@ -463,12 +467,32 @@ def export(
         if dataset is not None:
             export_tokenizer(dataset.tokenizer(), Path(scratch))
         return export_huggingface(
-            store,
+            MergedWeights(store, source.adapters),
             folder,
             config=config,
-            dtype=_FLOATS[dtype],
+            dtype=element,
             tokenizer_files=sorted(Path(scratch).iterdir()),
         )
+
+
+def export_only_adapters(store: Store, source: ModelSource, folder: Path, dtype: str) -> list[Path]:
+    """Write the adapters alone, in PEFT's format.
+
+    **Raises:** `ConfigError` if there are none, or if other weights were trained with them.
+    """
+    if not source.adapters:
+        raise ConfigError(
+            f"{source.name} was trained without adapters (lora.rank is null); export the model"
+        )
+    return export_adapters(
+        store, folder, source.adapters, task=source.task, dtype=_float_type(dtype)
+    )
+
+
+def _float_type(name: str) -> torch.dtype:
+    if name not in _FLOATS:
+        raise ConfigError(f"dtype: expected one of {', '.join(_FLOATS)}, got {name!r}")
+    return _FLOATS[name]
 
 
 def to_tensors(batch: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:

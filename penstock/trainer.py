@@ -297,8 +297,15 @@ class Trainer:
         self.store.close()
 
     def export(self, folder: str | Path, dtype: str = "fp32") -> list[Path]:
-        """Write the weights as a Hugging Face folder, loadable by `from_pretrained`."""
+        """Write the weights as a Hugging Face folder, loadable by `from_pretrained`.
+
+        Adapters are merged into the weights beside which they stand.
+        """
         return assembly.export(self.store, self.model, self._data.dataset, Path(folder), dtype)
+
+    def export_adapters(self, folder: str | Path, dtype: str = "fp32") -> list[Path]:
+        """Write the adapters alone, in the format of the PEFT library."""
+        return assembly.export_only_adapters(self.store, self.model, Path(folder), dtype)
 
     def generate(
         self,

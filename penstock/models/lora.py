@@ -12,7 +12,7 @@ import copy
 import hashlib
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -107,9 +107,7 @@ def adapt(
     return Adapted(copies, AdaptedOrigin(origin, model, adapters.values()), adapters)
 
 
-def _targeted(
-    module: nn.Module, names: TensorNames, targets: Sequence[str]
-) -> list[str]:
+def _targeted(module: nn.Module, names: TensorNames, targets: Sequence[str]) -> list[str]:
     """Return the names of the weights that get an adapter, in module order."""
     able = [
         f"{path}.weight"
@@ -196,4 +194,3 @@ class AdaptedOrigin:
             weight = torch.empty(self._down[name])
             nn.init.kaiming_uniform_(weight, a=math.sqrt(5), generator=generator)
             yield name, weight
-

@@ -140,7 +140,9 @@ class ModelSource:
     @property
     def adapter_weights(self) -> frozenset[str]:
         """Names of the weights of all adapters."""
-        return frozenset(n for adapter in self.adapters.values() for n in (adapter.down, adapter.up))
+        return frozenset(
+            n for adapter in self.adapters.values() for n in (adapter.down, adapter.up)
+        )
 
     def public_name(self, exported: str) -> str:
         """The name in the user's model of a tensor or module path in an export of `module`."""

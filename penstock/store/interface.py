@@ -42,6 +42,17 @@ class FlashTraffic:
     waited_seconds: float = 0.0
 
 
+class Weights(Protocol):
+    """What an export reads: all weights of a program, piece by piece."""
+
+    @property
+    def program(self) -> Program: ...
+
+    def flush(self) -> None: ...
+
+    def read(self, name: str, role: str, begin: int, end: int) -> np.ndarray: ...
+
+
 class Store(Protocol):
     """Owns every weight and all optimizer state; see `DramStore` for what each method does."""
 
