@@ -18,8 +18,20 @@ def matching(key: str, patterns: Iterable[str], names: Sequence[str]) -> set[str
         here = [name for name in names if fnmatchcase(name, pattern)]
         if not here:
             raise ConfigError(
-                f"{key}: pattern {pattern!r} matches no weight{did_you_mean(pattern, names)}; "
+                f"{key}: pattern {pattern!r} matches no weight{_closest(pattern, names)}; "
                 f"the model's weights are named like {few(names)}"
             )
         found.update(here)
     return found
+
+
+def _closest(pattern: str, names: Sequence[str]) -> str:
+    """Return what was perhaps meant: a name, or for `*.name` the end of one."""
+    if not pattern.startswith("*."):
+        return did_you_mean(pattern, names)
+    ends = {
+        f"*.{'.'.join(parts[first:])}"
+        for parts in (name.split(".") for name in names)
+        for first in range(1, len(parts))
+    }
+    return did_you_mean(pattern, sorted(ends))

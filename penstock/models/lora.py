@@ -125,8 +125,8 @@ def _targeted(module: nn.Module, names: TensorNames, targets: Sequence[str]) -> 
             if attribute != "weight" or not isinstance(owner, nn.Linear | Conv1D):
                 such = f", such as {able[0]}" if able else "; this model has none"
                 raise ConfigError(
-                    f"{here}, the {attribute} of a {type(owner).__name__}; adapters go on weights "
-                    f"of Linear and Conv1D layers{such}"
+                    f"{here} ({type(owner).__name__}.{attribute}); adapters go on weights of "
+                    f"Linear and Conv1D layers{such}"
                 )
             if name in tied:
                 raise ConfigError(
