@@ -35,7 +35,7 @@ from penstock.data import (
     export_tokenizer,
 )
 from penstock.engine import Engine, EnginePlan, TorchEngine, plan_engine
-from penstock.errors import BudgetError, ConfigError, DataError
+from penstock.errors import BudgetError, ConfigError, DataError, few
 from penstock.models import ModelSource
 from penstock.program import Program
 from penstock.store import (
@@ -475,7 +475,9 @@ def export(
         )
 
 
-def export_only_adapters(store: Store, source: ModelSource, folder: Path, dtype: str) -> list[Path]:
+def export_only_adapters(
+    config: Config, store: Store, source: ModelSource, folder: Path, dtype: str
+) -> list[Path]:
     """Write the adapters alone, in PEFT's format.
 
     **Raises:** `ConfigError` if there are none, or if other weights were trained with them.
@@ -483,6 +485,12 @@ def export_only_adapters(store: Store, source: ModelSource, folder: Path, dtype:
     if not source.adapters:
         raise ConfigError(
             f"{source.name} was trained without adapters (lora.rank is null); export the model"
+        )
+    others = sorted(trained_weights(config, source) - source.adapter_weights)
+    if others:
+        raise ConfigError(
+            f"the adapters alone are not what was trained: {few(others)} changed too; export the "
+            "whole model, without --adapters"
         )
     return export_adapters(
         store, folder, source.adapters, task=source.task, dtype=_float_type(dtype)

@@ -305,7 +305,9 @@ class Trainer:
 
     def export_adapters(self, folder: str | Path, dtype: str = "fp32") -> list[Path]:
         """Write the adapters alone, in the format of the PEFT library."""
-        return assembly.export_only_adapters(self.store, self.model, Path(folder), dtype)
+        return assembly.export_only_adapters(
+            self.config, self.store, self.model, Path(folder), dtype
+        )
 
     def generate(
         self,
@@ -380,6 +382,7 @@ class Trainer:
                 run_dir=self.config.run.dir,
                 model=self.model.name,
                 parameters=program.parameters,
+                trainable_parameters=program.trainable_parameters,
                 weight_bytes=sum(program.stage_stream_bytes(s) for s in program.stages),
                 state_bytes=sum(self.store.memory_bytes.values()),
                 flash_bytes=self.store.flash_bytes,
@@ -398,16 +401,18 @@ class Trainer:
 
 
 def build_program(
-    spec: Any, *, micro_batch: int, sequence_length: int | None, precision: str
+    config: Config, *, micro_batch: int, sequence_length: int | None, precision: str
 ) -> Program:
     """Compile a model to look at: nothing is made that has the size of a weight."""
-    source = assembly.model_source(spec)
+    source = _as_source(config, None)
     length = sequence_length or source.max_sequence_length or 1
     return assembly.compile_source(
         source,
         micro_batch=micro_batch,
         length=length,
         precision="bf16" if precision == "bf16" else "fp32",
+        train=config.train,
+        freeze=config.freeze,
         with_buffers=False,
     )
 

@@ -15,7 +15,7 @@ from penstock.store.checkpoint import (
 )
 from penstock.store.dram import DramStore
 from penstock.store.huggingface import export_huggingface
-from penstock.store.interface import Commit, Store, Traffic
+from penstock.store.interface import Commit, Store, Traffic, WeightReader
 from penstock.store.lock import FolderLock
 from penstock.store.optimizers import (
     OPTIMIZER_NAMES,
@@ -47,6 +47,7 @@ __all__ = [
     "Schedule",
     "Store",
     "Traffic",
+    "WeightReader",
     "assign_groups",
     "checkpoint_folders",
     "checkpoint_hash",

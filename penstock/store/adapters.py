@@ -7,18 +7,17 @@ made, so that merging takes no more memory than exporting does.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from penstock.errors import ConfigError, few
 from penstock.store import tensor_file
 from penstock.store.files import appearing_folder, write_file
-from penstock.store.interface import Weights
+from penstock.store.interface import WeightReader
 from penstock.store.roles import MASTER
 
 if TYPE_CHECKING:
@@ -32,26 +31,25 @@ _TASKS = {"causal_lm": "CAUSAL_LM"}  # PEFT has no name for the others
 
 
 class MergedWeights:
-    """A store's weights as if every adapter's product had been added to the weight beside it."""
+    """Weights as if every adapter's product had been added to the weight beside it."""
 
-    def __init__(self, store: Weights, adapters: Mapping[str, Adapter]) -> None:
-        self._store = store
+    def __init__(self, weights: WeightReader, adapters: Mapping[str, Adapter]) -> None:
+        self._weights = weights
         self._adapters = adapters
         own = {name for adapter in adapters.values() for name in (adapter.down, adapter.up)}
-        weights = {n: spec for n, spec in store.program.weights.items() if n not in own}
-        self.program = replace(store.program, weights=weights)
+        self.shapes = {name: s for name, s in weights.shapes.items() if name not in own}
 
     def flush(self) -> None:
         """Make all updates that are still awaited."""
-        self._store.flush()
+        self._weights.flush()
 
     def read(self, name: str, role: str, begin: int, end: int) -> np.ndarray:
         """Return elements `begin` to `end` of a weight, flat; with the adapter's, if it has one."""
-        values = self._store.read(name, role, begin, end)
+        values = self._weights.read(name, role, begin, end)
         if name not in self._adapters or role != MASTER:
             return values
         adapter = self._adapters[name]
-        columns = self.program.weights[name].shape[1]
+        columns = self.shapes[name][1]
         first, last = begin // columns, -(-end // columns)
         down, up = self._matrix(adapter.down), self._matrix(adapter.up)
         # [rows, columns] of the weight: of B A, or of its transpose
@@ -60,12 +58,12 @@ class MergedWeights:
         return values + np.float32(adapter.scale) * product.reshape(-1)[inside]
 
     def _matrix(self, name: str) -> np.ndarray:
-        spec = self._store.program.weights[name]
-        return self._store.read(name, MASTER, 0, spec.elements).reshape(spec.shape)
+        shape = self._weights.shapes[name]
+        return self._weights.read(name, MASTER, 0, math.prod(shape)).reshape(shape)
 
 
 def export_adapters(
-    store: Weights,
+    weights: WeightReader,
     folder: Path,
     adapters: Mapping[str, Adapter],
     *,
@@ -76,7 +74,7 @@ def export_adapters(
     """Write the adapters alone, as the PEFT library does and reads.
 
     Args:
-        store: what to export; pending updates are made first.
+        weights: a store, whose pending updates are made first, or saved weights.
         folder: must not exist yet, or be empty; it appears only when all in it is on disk.
         adapters: by the names of the weights beside which they stand.
         task: the model's.
@@ -87,25 +85,18 @@ def export_adapters(
         The weight file.
 
     Raises:
-        ConfigError: the folder is in use, or other weights than the adapters' were trained.
+        ConfigError: the folder is in use.
         StorageError: the disk is full, read-only or failing; nothing half-written is left.
     """
     own = [name for adapter in adapters.values() for name in (adapter.down, adapter.up)]
-    others = [n for n, w in store.program.weights.items() if w.trainable and n not in set(own)]
-    if others:
-        raise ConfigError(
-            f"the adapters alone are not what was trained: {few(others)} changed too; export the "
-            "whole model, without --adapters"
-        )
-    store.flush()
+    weights.flush()
     entries = {
-        tensor_file.Entry(_PEFT_PREFIX + name, dtype, store.program.weights[name].shape): name
-        for name in own
+        tensor_file.Entry(_PEFT_PREFIX + name, dtype, weights.shapes[name]): name for name in own
     }
 
     def pieces(entry: tensor_file.Entry) -> Iterator[np.ndarray]:
         name = entries[entry]
-        values = store.read(name, MASTER, 0, store.program.weights[name].elements)
+        values = weights.read(name, MASTER, 0, math.prod(entry.shape))
         yield from tensor_file.pieces_of(torch.from_numpy(values).to(dtype))
 
     with appearing_folder(folder, tensor_file.file_bytes(list(entries))) as temporary:

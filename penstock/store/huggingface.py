@@ -16,7 +16,7 @@ import torch
 from penstock.errors import ConfigError
 from penstock.store import tensor_file
 from penstock.store.files import appearing_folder, write_file
-from penstock.store.interface import Weights
+from penstock.store.interface import WeightReader
 from penstock.store.roles import MASTER
 
 MAX_SHARD_BYTES = 2 << 30
@@ -26,7 +26,7 @@ _PIECE_ELEMENTS = 4 << 20
 
 
 def export_huggingface(
-    store: Weights,
+    weights: WeightReader,
     folder: Path,
     *,
     config: Mapping[str, Any],
@@ -39,7 +39,7 @@ def export_huggingface(
     """Write a store's weights as a Hugging Face model folder.
 
     Args:
-        store: what to export; pending updates are made first.
+        weights: what to export: a store, whose pending updates are made first, or saved weights.
         folder: must not exist yet, or be empty; it appears only when all in it is on disk.
         config: the content of `config.json`; `dtype` is set in it.
         dtype: float32, bfloat16 or float16, in which the weights are written (ties to even).
@@ -58,22 +58,22 @@ def export_huggingface(
     """
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ConfigError(f"weights are exported as float32, bfloat16 or float16, not as {dtype}")
-    store.flush()
-    sources = {name: name for name in store.program.weights} | dict(aliases or {})
+    weights.flush()
+    shapes = weights.shapes
+    sources = {name: name for name in shapes} | dict(aliases or {})
     for alias, name in (aliases or {}).items():
-        if name not in store.program.weights:
+        if name not in shapes:
             raise ConfigError(f"alias {alias!r} names the weight {name!r}, which does not exist")
-    entries = [
-        tensor_file.Entry(name, dtype, store.program.weights[source].shape)
-        for name, source in sources.items()
-    ]
+    entries = [tensor_file.Entry(name, dtype, shapes[source]) for name, source in sources.items()]
     shards = _shards(entries, max_shard_bytes)
     names = _shard_names(len(shards))
     documents = _documents(config, generation_config, dtype, entries, shards, names)
     needed_bytes = sum(tensor_file.file_bytes(shard) for shard in shards)
     with appearing_folder(folder, needed_bytes) as temporary:
         for name, shard in zip(names, shards, strict=True):
-            tensor_file.write(temporary / name, shard, lambda entry: _pieces(store, entry, sources))
+            tensor_file.write(
+                temporary / name, shard, lambda entry: _pieces(weights, entry, sources)
+            )
         for name, document in documents.items():
             write_file(temporary / name, json.dumps(document, indent=2).encode() + b"\n")
         for path in tokenizer_files:
@@ -128,10 +128,10 @@ def _documents(
 
 
 def _pieces(
-    store: Weights, entry: tensor_file.Entry, sources: Mapping[str, str]
+    weights: WeightReader, entry: tensor_file.Entry, sources: Mapping[str, str]
 ) -> Iterator[np.ndarray]:
     elements = math.prod(entry.shape)
     for begin in range(0, elements, _PIECE_ELEMENTS):
         end = min(begin + _PIECE_ELEMENTS, elements)
-        values = torch.from_numpy(store.read(sources[entry.name], MASTER, begin, end))
+        values = torch.from_numpy(weights.read(sources[entry.name], MASTER, begin, end))
         yield values.to(entry.dtype).view(torch.uint8).numpy()

@@ -42,11 +42,11 @@ class FlashTraffic:
     waited_seconds: float = 0.0
 
 
-class Weights(Protocol):
-    """What an export reads: all weights of a program, piece by piece."""
+class WeightReader(Protocol):
+    """Weights that can be read piece by piece: a store's, or those that one has saved."""
 
     @property
-    def program(self) -> Program: ...
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
 
     def flush(self) -> None: ...
 
@@ -64,6 +64,9 @@ class Store(Protocol):
 
     @property
     def flash_bytes(self) -> int: ...
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None: ...
 

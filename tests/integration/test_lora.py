@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from penstock.assembly import compile_source
 from penstock.cli import main
+from penstock.cli.figures import show_count
 from penstock.engine import Batch, EnginePlan, TorchEngine
 from penstock.errors import ConfigError, NoTrainingError
 
@@ -303,5 +304,9 @@ def test_the_commands_work_on_a_run_with_adapters(tmp_path, monkeypatch, capsys)
     penstock("generate", "run", "--prompt", "water", "--max-new-tokens", "3")
     assert "model.safetensors" in penstock("export", "run", "whole")
     assert "adapter_model.safetensors" in penstock("export", "run", "small", "--adapters")
-    assert not any("lora" in name for name in load_file("whole/model.safetensors"))
-    assert len(load_file("small/adapter_model.safetensors")) == 4
+    whole = load_file("whole/model.safetensors")
+    small = load_file("small/adapter_model.safetensors")
+    assert not any("lora" in name for name in whole)
+    assert len(small) == 4
+    both = sum(tensor.numel() for tensor in (*whole.values(), *small.values()))
+    assert show_count(both) in penstock("program", "run.yaml")
