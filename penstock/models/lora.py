@@ -12,7 +12,7 @@ import copy
 import hashlib
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -36,8 +36,9 @@ class Adapter:
     Attributes:
         down: name of A [rank, in].
         up: name of B [out, rank].
-        transposed: the weight is [in, out], as in GPT-2's Conv1D, and the product is transposed.
+        rank, alpha: the product is scaled by `alpha / rank`.
         dropout: share of the layer's inputs that the adapter does not see while it trains.
+        transposed: the weight is [in, out], as in GPT-2's Conv1D, and so is the product.
     """
 
     down: str
@@ -55,7 +56,7 @@ class Adapter:
     @property
     def path(self) -> str:
         """The adapted layer's place in the model."""
-        return self.down.removesuffix(".lora_A.weight")
+        return self.down.removesuffix("lora_A.weight").removesuffix(".")
 
 
 class _Adapted(nn.Module):
@@ -98,9 +99,9 @@ def adapt(
     model = copies[0].model
     adapters = {}
     for name in names:
-        path = name.removesuffix(".weight")
-        layer = model.get_submodule(path)
-        down, up = f"{path}.lora_A.weight", f"{path}.lora_B.weight"
+        prefix = name.removesuffix("weight")  # empty where the model is a single layer
+        layer = model.get_submodule(prefix.removesuffix("."))
+        down, up = f"{prefix}lora_A.weight", f"{prefix}lora_B.weight"
         adapters[name] = Adapter(down, up, rank, alpha, dropout, isinstance(layer, Conv1D))
         with origin.fake_mode:
             _add(adapters[name], layer)
@@ -110,7 +111,7 @@ def adapt(
 def _targeted(module: nn.Module, names: TensorNames, targets: Sequence[str]) -> list[str]:
     """Return the names of the weights that get an adapter, in module order."""
     able = [
-        f"{path}.weight"
+        f"{path}.weight" if path else "weight"
         for path, child in module.named_modules()
         if isinstance(child, nn.Linear | Conv1D)
     ]
@@ -155,8 +156,8 @@ def _add(adapter: Adapter, layer: Any) -> None:
     """Give a layer its adapter, in place; the name of its class stays."""
     rows, columns = layer.weight.shape
     inputs, outputs = (rows, columns) if adapter.transposed else (columns, rows)
-    layer.lora_A = nn.Linear(inputs, adapter.rank, bias=False)
-    layer.lora_B = nn.Linear(adapter.rank, outputs, bias=False)
+    layer.lora_A = nn.Linear(inputs, adapter.rank, bias=False, dtype=torch.float32)
+    layer.lora_B = nn.Linear(adapter.rank, outputs, bias=False, dtype=torch.float32)
     layer.lora_scale, layer.lora_dropout = adapter.scale, adapter.dropout
     layer.__class__ = type(type(layer).__name__, (_Adapted, type(layer)), {})
 
@@ -164,7 +165,7 @@ def _add(adapter: Adapter, layer: Any) -> None:
 class AdaptedOrigin:
     """Another origin's weights, and those of the adapters."""
 
-    def __init__(self, base: "_Origin", module: nn.Module, adapters: Iterable[Adapter]) -> None:
+    def __init__(self, base: "_Origin", module: nn.Module, adapters: Collection[Adapter]) -> None:
         self.module = module
         self.fake_mode = base.fake_mode
         self.names = TensorNames.of(module)

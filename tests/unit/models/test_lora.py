@@ -75,6 +75,14 @@ def test_every_source_takes_adapters_and_stays_as_it_was(kind):
     assert adapted.buffers().keys() == source.buffers().keys()
 
 
+def test_a_model_that_is_one_layer():
+    source = ModelSource.from_module(nn.Linear(6, 1), inputs=INPUTS)
+    adapted = source.with_adapters(rank=2, alpha=2.0, targets=["weight"])
+    assert adapted.adapters["weight"].path == ""
+    assert set(adapted.shapes()) == {"weight", "bias", "lora_A.weight", "lora_B.weight"}
+    assert adapted.shapes()["lora_A.weight"] == (2, 6)
+
+
 def test_a_starts_uniform_and_b_at_zero_from_seed_and_name_alone():
     source, _ = sources()["hf_config"]
     wide = source.with_adapters(rank=32, alpha=1.0, targets=["*_proj.weight"])
