@@ -7,7 +7,7 @@ from penstock.config.load import check_data, load
 from penstock.config.lora import LoraConfig
 from penstock.config.model import FactoryModel, HuggingFaceConfigModel, ModelSpec, PresetModel
 from penstock.config.optimizer import GroupConfig, OptimizerConfig
-from penstock.config.patterns import matching
+from penstock.config.patterns import matches, matching
 from penstock.config.record import check_run, load_run, write_record
 from penstock.config.root import Config
 from penstock.config.schedule import ScheduleConfig
@@ -28,6 +28,7 @@ __all__ = [
     "check_run",
     "load",
     "load_run",
+    "matches",
     "matching",
     "write_record",
 ]

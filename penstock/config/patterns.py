@@ -8,14 +8,19 @@ from fnmatch import fnmatchcase
 from penstock.errors import ConfigError, did_you_mean, few
 
 
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Tell whether a weight's name matches a pattern, as in the shell, case and all."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
 def matching(key: str, patterns: Iterable[str], names: Sequence[str]) -> set[str]:
-    """Return the names that match any of the patterns, as in the shell, case and all.
+    """Return the names that match any of the patterns.
 
     **Raises:** `ConfigError` for the first pattern of `key` that matches no name.
     """
     found: set[str] = set()
     for pattern in patterns:
-        here = [name for name in names if fnmatchcase(name, pattern)]
+        here = [name for name in names if matches(name, [pattern])]
         if not here:
             raise ConfigError(
                 f"{key}: pattern {pattern!r} matches no weight{_closest(pattern, names)}; "

@@ -13,6 +13,7 @@ from penstock.config import (
     HuggingFaceConfigModel,
     PresetModel,
     load,
+    matches,
     matching,
 )
 from penstock.errors import ConfigError
@@ -186,6 +187,9 @@ def test_the_reference_page_is_what_the_code_says():
 
 
 def test_patterns_are_those_of_the_shell():
+    assert matches("h.0.ln_1.bias", ["*.bias"])
+    assert matches("h.0.ln_1.bias", ["x", "h.?.ln_*"])
+    assert not matches("h.0.ln_1.bias", ["bias", "*.BIAS"])
     names = ["h.0.ln_1.bias", "h.1.ln_1.bias", "wte.weight"]
     assert matching("freeze", ["h.?.ln_*"], names) == {"h.0.ln_1.bias", "h.1.ln_1.bias"}
     assert matching("freeze", ["h.0.*", "wte.weight"], names) == {"h.0.ln_1.bias", "wte.weight"}
