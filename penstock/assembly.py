@@ -5,6 +5,7 @@ Each function makes one part and nothing else; the trainer puts them together.
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -15,11 +16,12 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from penstock.compiler import CompileOptions, Precision, compile_module
+from penstock.compiler import CompileOptions, Precision, compile_module, select_trainable
 from penstock.config import (
     Config,
     FactoryModel,
     HuggingFaceConfigModel,
+    LoraConfig,
     ModelSpec,
     PresetModel,
 )
@@ -33,17 +35,19 @@ from penstock.data import (
     export_tokenizer,
 )
 from penstock.engine import Engine, EnginePlan, TorchEngine, plan_engine
-from penstock.errors import BudgetError, ConfigError, DataError
+from penstock.errors import BudgetError, ConfigError, DataError, few
 from penstock.models import ModelSource
 from penstock.program import Program
 from penstock.store import (
     DramStore,
     Group,
     GroupSettings,
+    MergedWeights,
     Optimizer,
     Schedule,
     Store,
     assign_groups,
+    export_adapters,
     export_huggingface,
     make_optimizer,
 )
@@ -68,6 +72,15 @@ def model_source(spec: ModelSpec) -> ModelSource:
         return ModelSource.from_hf_config(spec.hf_config)
     assert isinstance(spec, FactoryModel)
     return ModelSource.from_factory(spec.factory, spec.args, loss=spec.loss, task=spec.task)
+
+
+def with_adapters(source: ModelSource, lora: LoraConfig) -> ModelSource:
+    """Return the model with the adapters that `lora` asks for; as it is if it asks for none."""
+    if lora.rank is None:
+        return source
+    return source.with_adapters(
+        rank=lora.rank, alpha=lora.alpha, targets=lora.targets, dropout=lora.dropout
+    )
 
 
 def choose_device(wanted: Literal["auto", "cpu", "cuda"]) -> str:
@@ -107,10 +120,29 @@ def store_bytes(config: Config, source: ModelSource) -> int:
     """Return what the store will hold in memory: masters, gradients, moments."""
     if config.store.flash.path is not None:
         return flash_dram_bytes(config)
-    parameters = source.parameter_count()
-    per_weight = 4 + _FLOATS[config.gradient_precision].itemsize
-    state = sum(role.bytes(parameters) for role in _optimizer(config).roles)
-    return parameters * per_weight + state
+    shapes = source.shapes()
+    trained = sum(math.prod(shapes[name]) for name in trained_weights(config, source))
+    state = sum(role.bytes(trained) for role in _optimizer(config).roles)
+    gradients = trained * _FLOATS[config.gradient_precision].itemsize
+    return 4 * source.parameter_count() + gradients + state
+
+
+def trained_weights(config: Config, source: ModelSource) -> frozenset[str]:
+    """Return the names of the weights that a run trains.
+
+    **Raises:** `ConfigError` for a pattern of `train` or `freeze` that has no effect.
+    """
+    aliases: dict[str, list[str]] = {name: [] for name in source.shapes()}
+    for other, first in source.aliases.items():
+        if first in aliases:  # buffers may be tied too
+            aliases[first].append(other)
+    return select_trainable(
+        aliases,
+        source.trainable,
+        train=config.train,
+        freeze=config.freeze,
+        adapters=source.adapter_weights,
+    )
 
 
 def sequence_length(config: Config, source: ModelSource) -> int:
@@ -133,6 +165,7 @@ def compile_source(
     length: int,
     precision: Precision,
     device: str = "cpu",
+    train: Sequence[str] = (),
     freeze: Sequence[str] = (),
     goal: Literal["train", "evaluate", "logits"] = "train",
     with_buffers: bool = True,
@@ -158,7 +191,9 @@ def compile_source(
             CompileOptions(
                 precision=precision,
                 device=device,
+                train=tuple(train),
                 freeze=tuple(freeze),
+                adapters=source.adapter_weights,
                 slot_bytes=slot_bytes,
                 weight_prefix=source.weight_prefix,
                 training=goal == "train",
@@ -221,6 +256,7 @@ def lay_out(
                     length=length,
                     precision=config.precision,
                     device=device,
+                    train=config.train,
                     freeze=config.freeze,
                     slot_bytes=slot_bytes,
                 )
@@ -419,9 +455,11 @@ def _mask_token(dataset: TokenDataset, source: ModelSource) -> int:
 def export(
     store: Store, source: ModelSource, dataset: TokenDataset | None, folder: Path, dtype: str
 ) -> list[Path]:
-    """Write the weights as a Hugging Face folder, with the data set's tokenizer if there is one."""
-    if dtype not in _FLOATS:
-        raise ConfigError(f"dtype: expected one of {', '.join(_FLOATS)}, got {dtype!r}")
+    """Write the weights as a Hugging Face folder, with the data set's tokenizer if there is one.
+
+    Adapters are merged into the weights beside which they stand.
+    """
+    element = _float_type(dtype)
     config = source.hf_config.to_dict() if source.hf_config is not None else {}
     config.setdefault("architectures", None)
     config["architectures"] = config["architectures"] or [source.class_name]
@@ -429,12 +467,40 @@ def export(
         if dataset is not None:
             export_tokenizer(dataset.tokenizer(), Path(scratch))
         return export_huggingface(
-            store,
+            MergedWeights(store, source.adapters),
             folder,
             config=config,
-            dtype=_FLOATS[dtype],
+            dtype=element,
             tokenizer_files=sorted(Path(scratch).iterdir()),
         )
+
+
+def export_only_adapters(
+    config: Config, store: Store, source: ModelSource, folder: Path, dtype: str
+) -> list[Path]:
+    """Write the adapters alone, in PEFT's format.
+
+    **Raises:** `ConfigError` if there are none, or if other weights were trained with them.
+    """
+    if not source.adapters:
+        raise ConfigError(
+            f"{source.name} was trained without adapters (lora.rank is null); export the model"
+        )
+    others = sorted(trained_weights(config, source) - source.adapter_weights)
+    if others:
+        raise ConfigError(
+            f"the adapters alone are not what was trained: {few(others)} changed too; export the "
+            "whole model, without --adapters"
+        )
+    return export_adapters(
+        store, folder, source.adapters, task=source.task, dtype=_float_type(dtype)
+    )
+
+
+def _float_type(name: str) -> torch.dtype:
+    if name not in _FLOATS:
+        raise ConfigError(f"dtype: expected one of {', '.join(_FLOATS)}, got {name!r}")
+    return _FLOATS[name]
 
 
 def to_tensors(batch: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:

@@ -22,8 +22,14 @@ def export(
     run: Annotated[Path, typer.Argument(help="Folder of a run.")],
     out: Annotated[Path, typer.Argument(help="New folder to write.")],
     dtype: Annotated[Dtype, typer.Option(help="Type of the weights.")] = Dtype.fp32,
+    adapters: Annotated[
+        bool, typer.Option("--adapters", help="Only the LoRA adapters, in PEFT's format.")
+    ] = False,
 ) -> None:
-    """Write the newest checkpoint of RUN as a Hugging Face folder: safetensors and JSON."""
+    """Write the newest checkpoint of RUN as a Hugging Face folder: safetensors and JSON.
+
+    LoRA adapters are merged into the weights.
+    """
     from penstock.config import load_run
     from penstock.errors import ConfigError
 
@@ -33,7 +39,9 @@ def export(
 
     from penstock.trainer import Trainer
 
-    Trainer(settings, must_exist=True).export(out, dtype.value)
+    trainer = Trainer(settings, must_exist=True)
+    write = trainer.export_adapters if adapters else trainer.export
+    write(out, dtype.value)
     files = sorted(out.iterdir())
     written = show_bytes(sum(file.stat().st_size for file in files))
     typer.echo(f"wrote {out}: {', '.join(file.name for file in files)} ({written})")

@@ -4,9 +4,10 @@ Nothing here imports torch, so that a mistake in a file is answered at once.
 """
 
 from penstock.config.load import check_data, load
+from penstock.config.lora import LoraConfig
 from penstock.config.model import FactoryModel, HuggingFaceConfigModel, ModelSpec, PresetModel
 from penstock.config.optimizer import GroupConfig, OptimizerConfig
-from penstock.config.patterns import matches, require_matches
+from penstock.config.patterns import matches, matching
 from penstock.config.record import check_run, load_run, write_record
 from penstock.config.root import Config
 from penstock.config.schedule import ScheduleConfig
@@ -18,6 +19,7 @@ __all__ = [
     "FactoryModel",
     "GroupConfig",
     "HuggingFaceConfigModel",
+    "LoraConfig",
     "ModelSpec",
     "OptimizerConfig",
     "PresetModel",
@@ -27,6 +29,6 @@ __all__ = [
     "load",
     "load_run",
     "matches",
-    "require_matches",
+    "matching",
     "write_record",
 ]

@@ -24,6 +24,11 @@ def trajectory(config: Config) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key in _DECIDING:
         _flatten(key, whole[key], flat)
+    # Only where they are set: a run from before they existed goes on.
+    if config.train:
+        flat["train"] = whole["train"]
+    if config.lora.rank is not None:
+        _flatten("lora", whole["lora"], flat)
     flat["store.gradients"] = config.gradient_precision
     flat["data.sequence_length"] = config.data.sequence_length
     flat["data.seed"] = config.data.seed

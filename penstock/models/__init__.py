@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 from penstock.models.presets import find_preset, preset_names, resolve_preset
 
 if TYPE_CHECKING:
+    from penstock.models.lora import Adapter
     from penstock.models.source import InputSpec, ModelSource
 
-__all__ = ["InputSpec", "ModelSource", "find_preset", "preset_names", "resolve_preset"]
+__all__ = ["Adapter", "InputSpec", "ModelSource", "find_preset", "preset_names", "resolve_preset"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("ModelSource", "InputSpec"):
+    if name in ("Adapter", "ModelSource", "InputSpec"):
         from penstock.models import source
 
         return getattr(source, name)

@@ -9,8 +9,8 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,6 +22,7 @@ from penstock.errors import CompileError, ConfigError, PenstockError, did_you_me
 from penstock.models.built import Built
 from penstock.models.deferred import TensorNames, record
 from penstock.models.huggingface import builder, find_task, make_config, read_config
+from penstock.models.lora import Adapter, adapt
 from penstock.models.objective import (
     WEIGHT_PREFIX,
     CausalLMLoss,
@@ -98,6 +99,7 @@ class ModelSource:
         weight_prefix: what names in an export of `module` have before the public name.
         vocab_size, max_sequence_length: of language models; None where nothing says.
         hf_config: the `transformers` configuration, or None.
+        adapters: what stands beside weights, by their names (`with_adapters`).
     """
 
     name: str
@@ -112,6 +114,7 @@ class ModelSource:
     hf_config: Any
     _origin: _Origin = field(repr=False)
     weight_prefix: str = WEIGHT_PREFIX
+    adapters: Mapping[str, Adapter] = field(default_factory=dict)
 
     @property
     def class_name(self) -> str:
@@ -133,6 +136,13 @@ class ModelSource:
         """Names of the parameters that require a gradient."""
         parameters = self._origin.names.parameters
         return frozenset(name for name, tensor in parameters.items() if tensor.requires_grad)
+
+    @property
+    def adapter_weights(self) -> frozenset[str]:
+        """Names of the weights of all adapters."""
+        return frozenset(
+            n for adapter in self.adapters.values() for n in (adapter.down, adapter.up)
+        )
 
     def public_name(self, exported: str) -> str:
         """The name in the user's model of a tensor or module path in an export of `module`."""
@@ -181,6 +191,35 @@ class ModelSource:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every parameter, by name, in module order."""
         return {name: tuple(t.shape) for name, t in self._origin.names.parameters.items()}
+
+    def with_adapters(
+        self, *, rank: int, alpha: float, targets: Sequence[str], dropout: float = 0.0
+    ) -> "ModelSource":
+        """The same model with a low-rank adapter beside every weight that `targets` matches.
+
+        This source stays as it is; the two share their tensors.
+
+        Args:
+            rank: of the adapters, 1 or more.
+            alpha: an adapter's output is multiplied by `alpha / rank`.
+            targets: patterns of names of weights of `nn.Linear` or GPT-2's `Conv1D`.
+            dropout: share of an adapter's inputs that training drops.
+
+        Raises:
+            ConfigError: a pattern that matches nothing, or a weight that can have no adapter.
+            CompileError: the model's modules cannot be copied.
+        """
+        if self.adapters:
+            raise ConfigError(f"{self.name} has adapters already; give lora once")
+        made = adapt(self._origin, (self.module, self.logits_module), rank, alpha, dropout, targets)
+        module, logits_module = made.modules
+        return replace(
+            self,
+            module=module,
+            logits_module=logits_module,
+            _origin=made.origin,
+            adapters=made.adapters,
+        )
 
     @classmethod
     def from_preset(cls, name: str, overrides: Mapping[str, Any] | None = None) -> "ModelSource":

@@ -1,5 +1,6 @@
 """The store owns every weight and all optimizer state: what must survive, and nothing else does."""
 
+from penstock.store.adapters import MergedWeights, export_adapters
 from penstock.store.checkpoint import (
     CheckpointState,
     SavedCheckpoint,
@@ -14,7 +15,7 @@ from penstock.store.checkpoint import (
 )
 from penstock.store.dram import DramStore
 from penstock.store.huggingface import export_huggingface
-from penstock.store.interface import Commit, Store, Traffic
+from penstock.store.interface import Commit, Store, Traffic, WeightReader
 from penstock.store.lock import FolderLock
 from penstock.store.optimizers import (
     OPTIMIZER_NAMES,
@@ -40,15 +41,18 @@ __all__ = [
     "Group",
     "GroupSettings",
     "Lion",
+    "MergedWeights",
     "Optimizer",
     "SavedCheckpoint",
     "Schedule",
     "Store",
     "Traffic",
+    "WeightReader",
     "assign_groups",
     "checkpoint_folders",
     "checkpoint_hash",
     "checkpoint_weights",
+    "export_adapters",
     "export_huggingface",
     "find_checkpoint",
     "learning_rate",

@@ -119,6 +119,11 @@ class DramStore:
         """Nothing of it is on flash."""
         return 0
 
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shape of every weight, by name."""
+        return {name: spec.shape for name, spec in self.program.weights.items()}
+
     def remember(self, extra: Mapping[str, Any]) -> None:
         """Memory outlives no crash: what is kept with a step goes into a checkpoint."""
 

@@ -6,7 +6,6 @@ piece of one weight, not of the model.
 
 import json
 import math
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,14 +15,8 @@ import torch
 
 from penstock.errors import ConfigError
 from penstock.store import tensor_file
-from penstock.store.files import (
-    TEMPORARY_PREFIX,
-    ChecksummedFile,
-    require_space,
-    storage_errors,
-    sync_folder,
-)
-from penstock.store.interface import Store
+from penstock.store.files import appearing_folder, write_file
+from penstock.store.interface import WeightReader
 from penstock.store.roles import MASTER
 
 MAX_SHARD_BYTES = 2 << 30
@@ -33,7 +26,7 @@ _PIECE_ELEMENTS = 4 << 20
 
 
 def export_huggingface(
-    store: Store,
+    weights: WeightReader,
     folder: Path,
     *,
     config: Mapping[str, Any],
@@ -46,7 +39,7 @@ def export_huggingface(
     """Write a store's weights as a Hugging Face model folder.
 
     Args:
-        store: what to export; pending updates are made first.
+        weights: what to export: a store, whose pending updates are made first, or saved weights.
         folder: must not exist yet, or be empty; it appears only when all in it is on disk.
         config: the content of `config.json`; `dtype` is set in it.
         dtype: float32, bfloat16 or float16, in which the weights are written (ties to even).
@@ -63,44 +56,28 @@ def export_huggingface(
         ConfigError: the folder is in use, or the data type or an alias makes no sense.
         StorageError: the disk is full, read-only or failing; nothing half-written is left.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{folder}: already in use; choose a new folder, or delete this one")
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ConfigError(f"weights are exported as float32, bfloat16 or float16, not as {dtype}")
-    store.flush()
-    sources = {name: name for name in store.program.weights} | dict(aliases or {})
+    weights.flush()
+    shapes = weights.shapes
+    sources = {name: name for name in shapes} | dict(aliases or {})
     for alias, name in (aliases or {}).items():
-        if name not in store.program.weights:
+        if name not in shapes:
             raise ConfigError(f"alias {alias!r} names the weight {name!r}, which does not exist")
-    entries = [
-        tensor_file.Entry(name, dtype, store.program.weights[source].shape)
-        for name, source in sources.items()
-    ]
+    entries = [tensor_file.Entry(name, dtype, shapes[source]) for name, source in sources.items()]
     shards = _shards(entries, max_shard_bytes)
     names = _shard_names(len(shards))
     documents = _documents(config, generation_config, dtype, entries, shards, names)
     needed_bytes = sum(tensor_file.file_bytes(shard) for shard in shards)
-    temporary = folder.with_name(f"{TEMPORARY_PREFIX}{folder.name}")
-    with storage_errors(folder, needed_bytes):
-        try:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            require_space(folder, needed_bytes)
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir()
-            for name, shard in zip(names, shards, strict=True):
-                tensor_file.write(
-                    temporary / name, shard, lambda entry: _pieces(store, entry, sources)
-                )
-            for name, document in documents.items():
-                _write_file(temporary / name, json.dumps(document, indent=2).encode() + b"\n")
-            for path in tokenizer_files:
-                _write_file(temporary / path.name, path.read_bytes())
-            sync_folder(temporary)
-            temporary.rename(folder)
-            sync_folder(folder.parent)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
+    with appearing_folder(folder, needed_bytes) as temporary:
+        for name, shard in zip(names, shards, strict=True):
+            tensor_file.write(
+                temporary / name, shard, lambda entry: _pieces(weights, entry, sources)
+            )
+        for name, document in documents.items():
+            write_file(temporary / name, json.dumps(document, indent=2).encode() + b"\n")
+        for path in tokenizer_files:
+            write_file(temporary / path.name, path.read_bytes())
     return [folder / name for name in names]
 
 
@@ -151,19 +128,10 @@ def _documents(
 
 
 def _pieces(
-    store: Store, entry: tensor_file.Entry, sources: Mapping[str, str]
+    weights: WeightReader, entry: tensor_file.Entry, sources: Mapping[str, str]
 ) -> Iterator[np.ndarray]:
     elements = math.prod(entry.shape)
     for begin in range(0, elements, _PIECE_ELEMENTS):
         end = min(begin + _PIECE_ELEMENTS, elements)
-        values = torch.from_numpy(store.read(sources[entry.name], MASTER, begin, end))
+        values = torch.from_numpy(weights.read(sources[entry.name], MASTER, begin, end))
         yield values.to(entry.dtype).view(torch.uint8).numpy()
-
-
-def _write_file(path: Path, content: bytes) -> None:
-    file = ChecksummedFile(path)
-    try:
-        file.write(content)
-        file.finish()
-    finally:
-        file.close()

@@ -42,6 +42,17 @@ class FlashTraffic:
     waited_seconds: float = 0.0
 
 
+class WeightReader(Protocol):
+    """Weights that can be read piece by piece: a store's, or those that one has saved."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+
+    def flush(self) -> None: ...
+
+    def read(self, name: str, role: str, begin: int, end: int) -> np.ndarray: ...
+
+
 class Store(Protocol):
     """Owns every weight and all optimizer state; see `DramStore` for what each method does."""
 
@@ -53,6 +64,9 @@ class Store(Protocol):
 
     @property
     def flash_bytes(self) -> int: ...
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None: ...
 

@@ -220,6 +220,11 @@ class FlashStore:
             "state": division.held_bytes,
         }
 
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shape of every weight, by name."""
+        return {name: spec.shape for name, spec in self.program.weights.items()}
+
     # One step
 
     def fetch(self, stage: int, positions: Sequence[int] | None = None) -> list[torch.Tensor]:
