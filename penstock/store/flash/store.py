@@ -269,6 +269,8 @@ class FlashStore:
         norm = self._gradients.norm(self.step + 1)
         self._pipeline.finish_pass()
         self._seal_when_due()
+        # Sealed long ago, unless the disk is slower than a whole step: then the step waits for it.
+        self._pipeline.drain()
         rate = learning_rate(self._schedule, self.step)
         commit = Commit(self.step + 1, norm, clip_scale(norm, self._clip_norm), rate)
         self._gradients.clear()
