@@ -92,6 +92,10 @@ class Unit:
         return self.stream_bytes + sum(self.state_bytes(block.elements) for block in self.blocks)
 
     @property
+    def block_count(self) -> int:
+        return -(-self.elements // self.block_elements)
+
+    @property
     def blocks(self) -> list[Block]:
         starts = range(0, self.elements, self.block_elements)
         return [
