@@ -32,31 +32,13 @@ def open_plain(path: Path) -> BinaryIO:
         NotPlainError: it is a folder, a FIFO, a device or a socket.
         OSError: it is not there, or the system refused.
     """
-    # Without blocking: opening a FIFO would otherwise wait for somebody to write into it.
-    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        require_plain(file, path)
-        return os.fdopen(file, "rb", buffering=0)
-    except BaseException:
-        os.close(file)
-        raise
+    return os.fdopen(_open(path, os.O_RDONLY), "rb", buffering=0)
 
 
 def open_own(path: Path, flags: int) -> int:
     """Open a file that is to be changed and return its descriptor. A link is not followed: what is
     changed lies where it seems to lie. Errors are those of `open_plain`."""
-    try:
-        file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
-    except OSError as error:
-        if error.errno in _REFUSALS:
-            raise _not_plain(path, _REFUSALS[error.errno]) from error
-        raise
-    try:
-        require_plain(file, path)
-    except BaseException:
-        os.close(file)
-        raise
-    return file
+    return _open(path, flags | os.O_NOFOLLOW)
 
 
 def read_plain(path: Path, most_bytes: int) -> bytes:
@@ -70,11 +52,19 @@ def read_plain(path: Path, most_bytes: int) -> bytes:
         return file.read()
 
 
-def require_plain(file: int, path: Path) -> None:
-    """Raise `NotPlainError` unless an open descriptor is that of a plain file."""
+def _open(path: Path, flags: int) -> int:
+    try:
+        # Without blocking: opening a FIFO would otherwise wait for somebody to write into it.
+        file = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno in _REFUSALS:
+            raise _not_plain(path, _REFUSALS[error.errno]) from error
+        raise
     mode = os.fstat(file).st_mode
     if not stat.S_ISREG(mode):
+        os.close(file)
         raise _not_plain(path, _KINDS.get(stat.S_IFMT(mode), "a folder"))
+    return file
 
 
 def _not_plain(path: Path, what: str) -> NotPlainError:
