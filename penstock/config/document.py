@@ -18,7 +18,7 @@ from penstock.plain_file import read_plain
 
 _MOST_BYTES = 16 << 20
 _MOST_VALUES = 100_000  # with aliases written out: a page of them can stand for any number
-_MOST_DIGITS = 400  # what a float can hold has 309
+_MOST_DIGITS = 400
 
 KeyPath = tuple[str | int, ...]
 
@@ -68,12 +68,15 @@ for _tag, _pattern, _first in (
 
 def _int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
     text = str(loader.construct_scalar(node)).replace("_", "")
-    if len(text) > _MOST_DIGITS:
-        _refuse(node, f"a number of {len(text)} digits")
-    try:
-        return int(text, 16) if text.lower().startswith("0x") else int(text, 10)
-    except ValueError:
-        _refuse(node, f"{text!r} is no integer")
+    number = 2**64  # which Python need not read to know that it is too large
+    if len(text) <= _MOST_DIGITS:
+        try:
+            number = int(text, 16) if text.lower().startswith("0x") else int(text, 10)
+        except ValueError:
+            _refuse(node, f"{text!r} is no integer")
+    if abs(number) >= 2**64:
+        _refuse(node, f"a number of {len(text)} digits; expected less than 2^64")
+    return number
 
 
 def _float(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> float:
