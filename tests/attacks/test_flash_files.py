@@ -229,7 +229,7 @@ def test_two_records_of_one_step_the_later_one_counts(folder):
         {"block_elements": None},
         {"units": 5},
         {"units": [5]},
-        {"units": [{"weights": {"w": [2**62] * 1_000_000}}]},
+        {"units": [{"weights": {"w": [2**62] * 100_000}}]},
         {"units": [{"weights": {"w": [-5]}}]},
         {"units": [{"weights": {"w": [2.0]}}]},
         {"units": [{"weights": {"w": 5}}]},
