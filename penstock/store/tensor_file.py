@@ -156,7 +156,9 @@ def parse_header(path: Path, data: bytes | bytearray, total_bytes: int) -> dict[
         raise _broken(path, f"its header cannot be read: {error}") from error
     if not isinstance(table, dict):
         raise _broken(path, "its header is not a table")
-    table.pop("__metadata__", None)
+    metadata = table.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise _broken(path, f"its metadata is not a table of texts: {str(metadata)[:100]}")
     extents = [(name, _extent(path, name, entry, len(data))) for name, entry in table.items()]
     extents.sort(key=lambda item: (item[1].begin, item[1].end))
     place = len(data)
