@@ -43,6 +43,9 @@ def unseal(path: Path) -> dict[str, Any]:
         match json.loads(data):
             case {"checksum": str(expected), "content": dict(content)}:
                 found = _checksum(content)
+                if not data.isascii() or b"\\u" in data:
+                    # Half a surrogate pair is text in JSON, and nowhere else.
+                    json.dumps(content, ensure_ascii=False).encode()
             case _:
                 raise _broken(path, "it has no checksum or no content")
     except (ValueError, RecursionError) as error:  # reading and spelling may both go too deep

@@ -152,6 +152,8 @@ def parse_header(path: Path, data: bytes | bytearray, total_bytes: int) -> dict[
     """
     try:
         table = json.loads(bytes(data[8:]), object_pairs_hook=_without_repetition)
+        for name in table:
+            str(name).encode()  # half a surrogate pair is text in JSON, and nowhere else
     except (ValueError, RecursionError) as error:
         raise _broken(path, f"its header cannot be read: {error}") from error
     if not isinstance(table, dict):

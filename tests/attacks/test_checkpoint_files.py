@@ -196,6 +196,16 @@ def test_numbers_that_json_does_not_have(folder, value):
     refuse_all(folder, r"state\.json: ")
 
 
+@pytest.mark.parametrize("name", ["\ud800", "a\udfff"])
+def test_a_name_that_is_no_text(folder, name):
+    """It could be neither a file's, nor shown, nor hashed."""
+    resealed(folder / "state.json", lambda c: c["tensors"].update({name: c["tensors"]["master/a"]}))
+    refuse_all(folder, r"state\.json: it is not JSON: .*surrogates not allowed")
+    resealed(folder / "state.json", lambda c: c["tensors"].__delitem__(name))
+    resealed(folder / "state.json", lambda c: c["files"].update({name: c["files"].pop(FILE)}))
+    refuse_all(folder, r"state\.json: it is not JSON: .*surrogates not allowed")
+
+
 def test_a_key_twice_is_what_the_checksum_is_of(folder):
     """The later one counts, for the checksum too: what opens is what was sealed."""
     path = folder / "state.json"

@@ -233,8 +233,9 @@ def test_two_records_of_one_step_the_later_one_counts(folder):
         {"units": [{"weights": {"w": [-5]}}]},
         {"units": [{"weights": {"w": [2.0]}}]},
         {"units": [{"weights": {"w": 5}}]},
+        {"units": [{"weights": {"\ud800": [5]}}]},
     ],
-    ids=lambda changes: str(changes)[:40],
+    ids=lambda changes: ascii(changes)[:40],
 )
 def test_a_description_of_no_store(folder, changes):
     rewritten(folder / "journal", lambda r: [with_content(r[0], **changes), *r[1:]])

@@ -145,7 +145,8 @@ def _layout(journal: Path, content: Mapping[str, Any]) -> FlashLayout:
         _require_count(keep, 1, 2**31)
         _require_count(block, 1, MOST_BLOCK_ELEMENTS)
         for unit in content["units"]:
-            for shape in unit["weights"].values():
+            for name, shape in unit["weights"].items():
+                name.encode()  # half a surrogate pair is text in JSON, and nowhere else
                 _require_count(len(shape), 0, 64)
                 for length in shape:
                     _require_count(length, 0, 2**63)
