@@ -16,6 +16,7 @@ from penstock.store.flash.medium import ExtentFile
 from penstock.store.flash.store import EXTENTS, JOURNAL
 from penstock.store.flash.version import Version, recorded_step
 from penstock.store.lock import FolderLock
+from penstock.store.roles import Role
 
 MOST_BLOCK_ELEMENTS = 1 << 28
 """A block is read whole, so a journal that was made up may not ask for more than this."""
@@ -150,6 +151,9 @@ def _layout(journal: Path, content: Mapping[str, Any]) -> FlashLayout:
                 _require_count(len(shape), 0, 64)
                 for length in shape:
                     _require_count(length, 0, 2**63)
+            for role in unit["roles"]:
+                _require_count(role["group"], 1, MOST_BLOCK_ELEMENTS)
+                _ = Role(role["name"], role["dtype"]).torch  # one of the types that there are
         return FlashLayout.from_description(content["units"], keep, block)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CorruptionError(
