@@ -170,20 +170,25 @@ def write_file(path: Path, content: bytes) -> None:
 def remove_folder(folder: Path) -> None:
     """Delete a folder so that no crash can leave half of it under its own name."""
     doomed = folder.with_name(f"{TEMPORARY_PREFIX}old-{folder.name}")
-    shutil.rmtree(doomed, ignore_errors=True)
+    remove(doomed)
     os.rename(folder, doomed)
     sync_folder(folder.parent)
     fault.point("remove.after_rename")
-    shutil.rmtree(doomed)
+    remove(doomed)
+
+
+def remove(path: Path) -> None:
+    """Delete a folder or a file, if it is there; of a link, the link and not what it leads to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def remove_temporaries(folder: Path) -> None:
     """Delete what a crash has left of unfinished writing directly inside `folder`."""
     for path in folder.glob(f"{TEMPORARY_PREFIX}*"):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+        remove(path)
 
 
 def free_bytes(folder: Path) -> int:

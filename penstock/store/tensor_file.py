@@ -32,6 +32,7 @@ _ITEM_BYTES = {name: dtype.itemsize for dtype, name in DTYPES.items()}
 MAX_HEADER_BYTES = 100_000_000
 """The `safetensors` library refuses longer headers, so no valid file has one."""
 
+_MAX_OFFSET = 2**63 - 1
 _MAX_DIMENSIONS = 64  # what NumPy allows; a product of a million large sizes would take hours
 
 
@@ -151,11 +152,15 @@ def parse_header(path: Path, data: bytes | bytearray, total_bytes: int) -> dict[
     """
     try:
         table = json.loads(bytes(data[8:]), object_pairs_hook=_without_repetition)
+        for name in table:
+            str(name).encode()  # half a surrogate pair is text in JSON, and nowhere else
     except (ValueError, RecursionError) as error:
         raise _broken(path, f"its header cannot be read: {error}") from error
     if not isinstance(table, dict):
         raise _broken(path, "its header is not a table")
-    table.pop("__metadata__", None)
+    metadata = table.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise _broken(path, f"its metadata is not a table of texts: {str(metadata)[:100]}")
     extents = [(name, _extent(path, name, entry, len(data))) for name, entry in table.items()]
     extents.sort(key=lambda item: (item[1].begin, item[1].end))
     place = len(data)
@@ -178,16 +183,27 @@ def _without_repetition(pairs: list[tuple[str, object]]) -> dict[str, object]:
 def _extent(path: Path, name: str, entry: object, start: int) -> Extent:
     match entry:
         case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(begin), int(end)]} if (
-            dtype in _ITEM_BYTES
-            and len(shape) <= _MAX_DIMENSIONS
-            and all(type(size) is int and 0 <= size < 2**63 for size in shape)
-            and 0 <= begin <= end
+            type(begin) is type(end) is int and 0 <= begin <= end <= _MAX_OFFSET
         ):
             extent = Extent(dtype, tuple(shape), start + begin, start + end)
-            size = _ITEM_BYTES[dtype]
-            if math.prod(shape) * size == end - begin and extent.begin % size == 0:
+            if is_sound(extent):
                 return extent
     raise _broken(path, f"tensor {name!r} is described by {str(entry)[:200]}")
+
+
+def is_sound(extent: Extent) -> bool:
+    """Return whether a described extent is one that a file can have: its type is known, its shape
+    fills it, and its elements are aligned."""
+    size = _ITEM_BYTES.get(extent.dtype)
+    return (
+        size is not None
+        and len(extent.shape) <= _MAX_DIMENSIONS
+        and all(type(length) is int and 0 <= length < 2**63 for length in extent.shape)
+        and type(extent.begin) is type(extent.end) is int
+        and 0 <= extent.begin <= extent.end <= _MAX_OFFSET
+        and math.prod(extent.shape) * size == extent.end - extent.begin
+        and extent.begin % size == 0
+    )
 
 
 def _broken(path: Path, what: str) -> CorruptionError:

@@ -5,10 +5,10 @@ that gives other bytes the second time, cannot slip through.
 """
 
 import bisect
+import os
 from collections.abc import Callable, Iterator
-from io import RawIOBase
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ import xxhash
 from safetensors import safe_open
 
 from penstock.errors import ConfigError, CorruptionError, StorageError
+from penstock.plain_file import NotPlainError, open_plain
 from penstock.store import tensor_file
 from penstock.store.checkpoint.index import read_index
 from penstock.store.checkpoint.state import (
@@ -210,14 +211,14 @@ def _chunks(
 ) -> Iterator[tuple[int, memoryview]]:
     """Read a file in chunks, each checked against its checksum, into one buffer."""
     try:
-        size = path.stat().st_size
-        if size != record.bytes:
-            raise CorruptionError(
-                f"{path}: it has {size:,} bytes, {record.bytes:,} were written; "
-                "use another checkpoint"
-            )
-        buffer = memoryview(bytearray(min(CHUNK_BYTES, record.bytes)))
-        with path.open("rb", buffering=0) as file:
+        with open_plain(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != record.bytes:
+                raise CorruptionError(
+                    f"{path}: it has {size:,} bytes, {record.bytes:,} were written; "
+                    "use another checkpoint"
+                )
+            buffer = memoryview(bytearray(min(CHUNK_BYTES, record.bytes)))
             for number, expected in enumerate(record.checksums):
                 offset = number * CHUNK_BYTES
                 data = buffer[: min(CHUNK_BYTES, record.bytes - offset)]
@@ -232,16 +233,18 @@ def _chunks(
                 yield offset, data
     except FileNotFoundError as error:
         raise CorruptionError(f"{path}: this file is missing; use another checkpoint") from error
+    except NotPlainError as error:
+        raise CorruptionError(f"{path}: {error.strerror}, or use another checkpoint") from error
     except OSError as error:
         raise StorageError(
             f"{path}: cannot read it: {error.strerror}; check the disk, or use another checkpoint"
         ) from error
 
 
-def _read_into(path: Path, file: RawIOBase, data: memoryview) -> None:
+def _read_into(path: Path, file: BinaryIO, data: memoryview) -> None:
     filled = 0
     while filled < len(data):
-        count = file.readinto(data[filled:])
+        count = os.readv(file.fileno(), [data[filled:]])
         if not count:
             raise CorruptionError(f"{path}: it became shorter while it was read")
         filled += count
