@@ -5,6 +5,7 @@ Each function makes one part and nothing else; the trainer puts them together.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,12 +15,13 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from penstock.compiler import CompileOptions, Precision, compile_module
+from penstock.compiler import CompileOptions, Precision, compile_module, select_trainable
 from penstock.config import (
     Config,
     FactoryModel,
     HuggingFaceConfigModel,
     HuggingFaceModel,
+    LoraConfig,
     ModelSpec,
     PresetModel,
 )
@@ -86,6 +88,15 @@ def folder_fingerprint(config: Config, source: ModelSource) -> str | None:
     return WeightFiles(folder).fingerprint()
 
 
+def with_adapters(source: ModelSource, lora: LoraConfig) -> ModelSource:
+    """Return the model with the adapters that `lora` asks for; as it is if it asks for none."""
+    if lora.rank is None:
+        return source
+    return source.with_adapters(
+        rank=lora.rank, alpha=lora.alpha, targets=lora.targets, dropout=lora.dropout
+    )
+
+
 def choose_device(wanted: Literal["auto", "cpu", "cuda"]) -> str:
     """Return "cpu" or "cuda"; `auto` takes a GPU if there is one."""
     if wanted == "auto":
@@ -123,10 +134,29 @@ def store_bytes(config: Config, source: ModelSource) -> int:
     """Return what the store will hold in memory: masters, gradients, moments."""
     if config.store.flash.path is not None:
         return flash_dram_bytes(config)
-    parameters = source.parameter_count()
-    per_weight = 4 + _FLOATS[config.gradient_precision].itemsize
-    state = sum(role.bytes(parameters) for role in _optimizer(config).roles)
-    return parameters * per_weight + state
+    shapes = source.shapes()
+    trained = sum(math.prod(shapes[name]) for name in trained_weights(config, source))
+    state = sum(role.bytes(trained) for role in _optimizer(config).roles)
+    gradients = trained * _FLOATS[config.gradient_precision].itemsize
+    return 4 * source.parameter_count() + gradients + state
+
+
+def trained_weights(config: Config, source: ModelSource) -> frozenset[str]:
+    """Return the names of the weights that a run trains.
+
+    **Raises:** `ConfigError` for a pattern of `train` or `freeze` that has no effect.
+    """
+    aliases: dict[str, list[str]] = {name: [] for name in source.shapes()}
+    for other, first in source.aliases.items():
+        if first in aliases:  # buffers may be tied too
+            aliases[first].append(other)
+    return select_trainable(
+        aliases,
+        source.trainable,
+        train=config.train,
+        freeze=config.freeze,
+        adapters=source.adapter_weights,
+    )
 
 
 def sequence_length(config: Config, source: ModelSource) -> int:
@@ -149,6 +179,7 @@ def compile_source(
     length: int,
     precision: Precision,
     device: str = "cpu",
+    train: Sequence[str] = (),
     freeze: Sequence[str] = (),
     goal: Literal["train", "evaluate", "logits"] = "train",
     with_buffers: bool = True,
@@ -174,7 +205,9 @@ def compile_source(
             CompileOptions(
                 precision=precision,
                 device=device,
+                train=tuple(train),
                 freeze=tuple(freeze),
+                adapters=source.adapter_weights,
                 slot_bytes=slot_bytes,
                 weight_prefix=source.weight_prefix,
                 training=goal == "train",
@@ -237,6 +270,7 @@ def lay_out(
                     length=length,
                     precision=config.precision,
                     device=device,
+                    train=config.train,
                     freeze=config.freeze,
                     slot_bytes=slot_bytes,
                 )

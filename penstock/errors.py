@@ -5,7 +5,7 @@ message without a traceback and exits with the class's `exit_code`; these codes 
 """
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class PenstockError(Exception):
@@ -72,3 +72,9 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return ` (did you mean 'x'?)` for the closest of `known`, or an empty string."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def few(names: Sequence[str], most: int = 5) -> str:
+    """Return the first of `names` as a list in words, and how many more there are."""
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

@@ -16,15 +16,16 @@ from typing import Any
 class RunStarted:
     """The run is about to do its first step.
 
-    `weight_bytes` is what one forward sweep streams; `state_bytes` what the store takes of memory
-    (masters, gradients, moments), `flash_bytes` what of flash; `engine_bytes` the engine's budget.
-    `resumed_from` is the step that the run goes on from. `recompute_stages` of `stages` are
-    computed again in the backward sweep.
+    `trainable_parameters` of `parameters` are not frozen. `weight_bytes` is what one forward sweep
+    streams; `state_bytes` what the store takes of memory (masters, gradients, moments),
+    `flash_bytes` what of flash; `engine_bytes` the engine's budget. `resumed_from` is the step that
+    the run goes on from. `recompute_stages` of `stages` are computed again in the backward sweep.
     """
 
     run_dir: Path
     model: str
     parameters: int
+    trainable_parameters: int
     weight_bytes: int
     state_bytes: int
     engine_bytes: int

@@ -13,13 +13,14 @@ from pathlib import Path
 
 import torch
 
-from penstock import assembly
+from penstock import assembly, store
 from penstock.config import Config
 from penstock.data import TokenDataset, export_tokenizer, load_tokenizer
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, few
 from penstock.models import ModelSource, other_files, tokenizer_files
 from penstock.store import (
     MAX_SHARD_BYTES,
+    MergedWeights,
     SavedWeights,
     WeightReader,
     export_huggingface,
@@ -32,8 +33,10 @@ KEPT = "model"
 """Within a run's folder: the small files of the Hugging Face folder that it started from."""
 
 
-def export_run(config: Config, folder: Path, dtype: str, max_shard_bytes: int) -> list[Path]:
-    """Write the newest state of a run as a Hugging Face folder; return its weight files.
+def export_run(
+    config: Config, folder: Path, dtype: str, max_shard_bytes: int, *, only_adapters: bool = False
+) -> list[Path]:
+    """Write the newest state of a run, or its adapters alone; return the weight files.
 
     Raises:
         ConfigError: nothing was trained there yet, or the folder is in use.
@@ -46,7 +49,10 @@ def export_run(config: Config, folder: Path, dtype: str, max_shard_bytes: int) -
             "Trainer(config, model=...).export(FOLDER)"
         )
     with _newest(config) as weights:
-        source = assembly.model_source(config.model, config.run.dir / KEPT)
+        base = assembly.model_source(config.model, config.run.dir / KEPT)
+        source = assembly.with_adapters(base, config.lora)
+        if only_adapters:
+            return export_adapters(config, weights, source, folder, dtype)
         data = config.data_dir
         dataset = TokenDataset.open(data) if data.exists() else None
         return export(weights, source, dataset, folder, dtype, max_shard_bytes)
@@ -77,21 +83,52 @@ def export(
     dtype: str,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> list[Path]:
-    """Write weights as a Hugging Face folder, with tokenizer and what else the model came with."""
-    if dtype not in DTYPES:
-        raise ConfigError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
+    """Write weights as a Hugging Face folder, with tokenizer and what else the model came with.
+
+    Adapters are merged into the weights beside which they stand.
+    """
+    element = _element(dtype)
     config = source.hf_config.to_dict() if source.hf_config is not None else {}
     config["architectures"] = [source.class_name]
     others = other_files(source.folder) if source.folder is not None else []
     with tempfile.TemporaryDirectory() as scratch:
         return export_huggingface(
-            weights,
+            MergedWeights(weights, source.adapters),
             folder,
             config=config,
-            dtype=DTYPES[dtype],
+            dtype=element,
             files=[*_tokenizer(source, dataset, Path(scratch)), *others],
             max_shard_bytes=max_shard_bytes,
         )
+
+
+def export_adapters(
+    config: Config, weights: WeightReader, source: ModelSource, folder: Path, dtype: str
+) -> list[Path]:
+    """Write the adapters alone, in PEFT's format.
+
+    Raises:
+        ConfigError: there are none, or other weights were trained with them.
+    """
+    if not source.adapters:
+        raise ConfigError(
+            f"{source.name} was trained without adapters (lora.rank is null); export the model"
+        )
+    others = sorted(assembly.trained_weights(config, source) - source.adapter_weights)
+    if others:
+        raise ConfigError(
+            f"the adapters alone are not what was trained: {few(others)} changed too; export the "
+            "whole model, without --adapters"
+        )
+    return store.export_adapters(
+        weights, folder, source.adapters, task=source.task, dtype=_element(dtype)
+    )
+
+
+def _element(name: str) -> torch.dtype:
+    if name not in DTYPES:
+        raise ConfigError(f"dtype: expected one of {', '.join(DTYPES)}, got {name!r}")
+    return DTYPES[name]
 
 
 def _tokenizer(source: ModelSource, dataset: TokenDataset | None, scratch: Path) -> list[Path]:

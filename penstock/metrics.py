@@ -68,7 +68,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             row = json.loads(line)
         except (ValueError, RecursionError):
             continue  # A line that a crash tore, or that rotted: figures to look at, not state.
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
+        if (
+            isinstance(row, dict)
+            and type(row.get("step")) is int
+            and isinstance(row.get("loss", None), float | int | None)
+        ):
             rows.append(row)
     return rows
 
@@ -83,7 +87,8 @@ def drop_after(path: Path, step: int) -> int:
     if len(kept) == len(lines):
         return 0
     aside = path.with_name(f".{path.name}.aside")
-    with aside.open("w", encoding="utf-8") as file:
+    aside.unlink(missing_ok=True)  # a crash may have left it; a link would be followed
+    with aside.open("x", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in kept)
         file.flush()
         os.fsync(file.fileno())

@@ -197,6 +197,10 @@ class Program:
         return sum(w.elements for w in self.weights.values())
 
     @property
+    def trainable_parameters(self) -> int:
+        return sum(w.elements for w in self.weights.values() if w.trainable)
+
+    @property
     def draws_dropout(self) -> bool:
         """Tell whether any stage's result depends on its dropout key."""
         return any(stage.kind.draws_dropout for stage in self.stages)

@@ -24,6 +24,7 @@ ITEM_BYTES = {
 }
 """Bytes of an element of the format's types; those of less than a byte hold no weights."""
 
+_MAX_OFFSET = 2**63 - 1
 _MAX_DIMENSIONS = 64  # what NumPy allows; a product of a million large sizes would take hours
 
 
@@ -92,17 +93,30 @@ def _without_repetition(pairs: list[tuple[str, object]]) -> dict[str, object]:
 def _extent(path: Path, name: str, entry: object, start: int) -> Extent:
     match entry:
         case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(begin), int(end)]} if (
-            dtype in ITEM_BYTES
-            and len(shape) <= _MAX_DIMENSIONS
-            and all(type(size) is int and 0 <= size < 2**63 for size in shape)
-            and type(begin) is type(end) is int
-            and 0 <= begin <= end
+            type(begin) is type(end) is int and 0 <= begin <= end <= _MAX_OFFSET
         ):
             extent = Extent(dtype, tuple(shape), start + begin, start + end)
-            size = ITEM_BYTES[dtype]
-            if math.prod(shape) * size == end - begin:
+            if _fills(extent):  # not all who write this format align their tensors
                 return extent
     raise _broken(path, f"tensor {name!r} is described by {str(entry)[:200]}")
+
+
+def is_sound(extent: Extent) -> bool:
+    """Return whether a described extent is one of a file that we have written: its type is known,
+    its shape fills it, and its elements are aligned."""
+    return _fills(extent) and extent.begin % ITEM_BYTES[extent.dtype] == 0
+
+
+def _fills(extent: Extent) -> bool:
+    size = ITEM_BYTES.get(extent.dtype)
+    return (
+        size is not None
+        and len(extent.shape) <= _MAX_DIMENSIONS
+        and all(type(length) is int and 0 <= length < 2**63 for length in extent.shape)
+        and type(extent.begin) is type(extent.end) is int
+        and 0 <= extent.begin <= extent.end <= _MAX_OFFSET
+        and math.prod(extent.shape) * size == extent.end - extent.begin
+    )
 
 
 def _broken(path: Path, what: str) -> CorruptionError:

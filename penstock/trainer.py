@@ -30,7 +30,7 @@ from penstock.events import (
     Stopped,
     broadcast,
 )
-from penstock.export import KEPT, export
+from penstock.export import KEPT, export, export_adapters
 from penstock.fabric import LocalFabric
 from penstock.generation import Writer
 from penstock.keeper import make_keeper
@@ -101,6 +101,8 @@ class Trainer:
             tokens=self._tokens_per_step(),
         )
         self._watching = not recorded  # that every weight trains is checked in a run's beginning
+        # The gradient of an adapter's A is zero as long as its B is.
+        self._watched_later = frozenset(adapter.down for adapter in self.model.adapters.values())
         self._evaluator = self._make_evaluator()
         self._writer: Writer | None = None
         self._best_loss: float | None = recorded.get("best_loss")
@@ -195,17 +197,19 @@ class Trainer:
         done = self._runner.run()
         self._tell(done)
         if self._watching and done.learning_rate > 0:
-            self._watching = False
-            self._refuse_unchanged()
+            later, self._watched_later = self._watched_later, frozenset()
+            self._watching = bool(later)
+            self._refuse_unchanged(later)
         return done
 
-    def _refuse_unchanged(self) -> None:
+    def _refuse_unchanged(self, later: frozenset[str]) -> None:
         """After the first update, stop if a trainable weight got a gradient of nothing but zeros.
 
-        A weight whose update was lost to rounding (a rate still warming up) is only named.
+        A weight whose update was lost to rounding (a rate still warming up) is only named. Those
+        of `later` are judged after the second update.
         """
         self.store.flush()
-        still = self.store.unchanged()
+        still = {n: why for n, why in self.store.unchanged().items() if n not in later}
         zero = [name for name, reason in still.items() if "zero" in reason]
         if zero:
             raise NoTrainingError(
@@ -307,9 +311,16 @@ class Trainer:
     def export(
         self, folder: str | Path, dtype: str = "fp32", max_shard_bytes: int = MAX_SHARD_BYTES
     ) -> list[Path]:
-        """Write the weights as a Hugging Face folder, loadable by `from_pretrained`."""
+        """Write the weights as a Hugging Face folder, loadable by `from_pretrained`.
+
+        Adapters are merged into the weights beside which they stand.
+        """
         dataset = self._data.dataset
         return export(self.store, self.model, dataset, Path(folder), dtype, max_shard_bytes)
+
+    def export_adapters(self, folder: str | Path, dtype: str = "fp32") -> list[Path]:
+        """Write the adapters alone, in the format of the PEFT library."""
+        return export_adapters(self.config, self.store, self.model, Path(folder), dtype)
 
     def generate(
         self,
@@ -391,6 +402,7 @@ class Trainer:
                 run_dir=self.config.run.dir,
                 model=self.model.name,
                 parameters=program.parameters,
+                trainable_parameters=program.trainable_parameters,
                 weight_bytes=sum(program.stage_stream_bytes(s) for s in program.stages),
                 state_bytes=sum(self.store.memory_bytes.values()),
                 flash_bytes=self.store.flash_bytes,
@@ -409,16 +421,18 @@ class Trainer:
 
 
 def build_program(
-    spec: Any, *, micro_batch: int, sequence_length: int | None, precision: str
+    config: Config, *, micro_batch: int, sequence_length: int | None, precision: str
 ) -> Program:
     """Compile a model to look at: nothing is made that has the size of a weight."""
-    source = assembly.model_source(spec)
+    source = _as_source(config, None, is_resumed=False)
     length = sequence_length or source.max_sequence_length or 1
     return assembly.compile_source(
         source,
         micro_batch=micro_batch,
         length=length,
         precision="bf16" if precision == "bf16" else "fp32",
+        train=config.train,
+        freeze=config.freeze,
         with_buffers=False,
     )
 
@@ -432,6 +446,12 @@ def _as_config(config: Config | Mapping[str, Any] | str | Path) -> Config:
 
 
 def _as_source(
+    config: Config, model: nn.Module | ModelSource | None, is_resumed: bool
+) -> ModelSource:
+    return assembly.with_adapters(_base_source(config, model, is_resumed), config.lora)
+
+
+def _base_source(
     config: Config, model: nn.Module | ModelSource | None, is_resumed: bool
 ) -> ModelSource:
     if isinstance(model, ModelSource):

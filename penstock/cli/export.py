@@ -26,10 +26,14 @@ def export(
     shard_size: Annotated[
         str, typer.Option(help="Greatest size of a file; a larger weight has one of its own.")
     ] = "5GB",
+    adapters: Annotated[
+        bool, typer.Option("--adapters", help="Only the LoRA adapters, in PEFT's format.")
+    ] = False,
 ) -> None:
     """Write the newest state of RUN as a Hugging Face folder: safetensors, tokenizer and JSON.
 
-    Weights go from file to file, a piece at a time, whatever their size.
+    Weights go from file to file, a piece at a time, whatever their size. LoRA adapters are merged
+    into them.
     """
     from penstock.config import ByteSize, load_run
     from penstock.errors import ConfigError
@@ -44,7 +48,7 @@ def export(
 
     from penstock.export import export_run
 
-    export_run(settings, out, dtype.value, shard_bytes)
+    export_run(settings, out, dtype.value, shard_bytes, only_adapters=adapters)
     files = sorted(out.iterdir())
     written = show_bytes(sum(file.stat().st_size for file in files))
     typer.echo(f"wrote {out}: {', '.join(file.name for file in files)} ({written})")

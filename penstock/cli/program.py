@@ -56,9 +56,8 @@ def program(
 
     from penstock.trainer import build_program
 
-    assert config.model is not None
     built = build_program(
-        config.model,
+        config,
         micro_batch=micro_batch,
         sequence_length=sequence_length or config.data.sequence_length,
         precision=chosen,

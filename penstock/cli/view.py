@@ -214,7 +214,7 @@ def panel(progress: Progress) -> RenderableType:
             table.add_row("flash", f"{show_bytes(started.flash_bytes)}   {flash_traffic(last)}")
     if progress.saved is not None:
         table.add_row("saved", f"step {progress.saved.step}, {show_bytes(progress.saved.bytes)}")
-    title = f"[bold]{escape(started.model)}[/bold]  {show_count(started.parameters)} parameters"
+    title = f"[bold]{escape(started.model)}[/bold]  {parameters(started)}"
     subtitle = f"{escape(str(started.run_dir))}   {started.precision} on {escape(started.device)}"
     return Panel(table, title=title, subtitle=subtitle, expand=False)
 
@@ -234,6 +234,13 @@ def step_line(progress: Progress) -> str:
     )
 
 
+def parameters(started: RunStarted) -> str:
+    """Return the number of parameters, and how many are trained where that is not all."""
+    trained = started.trainable_parameters
+    part = f", {show_count(trained)} of them trained" if trained < started.parameters else ""
+    return f"{show_count(started.parameters)} parameters{part}"
+
+
 def flash_traffic(step: StepDone) -> str:
     """Return what a step read and wrote on flash, and what part of it was waiting for that."""
     share = step.flash_wait_seconds / step.seconds
@@ -251,7 +258,7 @@ def event_lines(event: Event) -> list[str]:
         if event.flash_bytes:
             store += f" of memory and {show_bytes(event.flash_bytes)} of flash"
         return [
-            f"{event.model}: {show_count(event.parameters)} parameters, {event.precision} on "
+            f"{event.model}: {parameters(event)}, {event.precision} on "
             f"{event.device}; {show_bytes(event.weight_bytes)} streamed per sweep, store "
             f"{store}, engine budget {show_bytes(event.engine_bytes)}",
             f"{event.steps} steps of {show_count(event.tokens_per_step)} tokens "

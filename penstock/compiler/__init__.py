@@ -2,5 +2,6 @@
 
 from penstock.compiler.build import CompileOptions, compile_module
 from penstock.compiler.capture import Precision
+from penstock.compiler.selection import select_trainable
 
-__all__ = ["CompileOptions", "Precision", "compile_module"]
+__all__ = ["CompileOptions", "Precision", "compile_module", "select_trainable"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,8 @@ from penstock.compiler.rewrites import (
     source_line,
     value_of,
 )
-from penstock.errors import CompileError, ConfigError, NoTrainingError, did_you_mean
+from penstock.compiler.selection import select_trainable
+from penstock.errors import CompileError, NoTrainingError, few
 from penstock.program import Kind, Program, Stage, TensorSpec, ValueSpec, WeightSpec, verify
 
 
@@ -29,7 +29,7 @@ from penstock.program import Kind, Program, Stage, TensorSpec, ValueSpec, Weight
 class CompileOptions:
     """What a program is compiled for.
 
-    `freeze` are name patterns (fnmatch) of weights that are not trained. `device` is where the
+    `train`, `freeze` and `adapters` say what is trained (`selection.py`). `device` is where the
     engine runs. `slot_bytes` bounds the weights of one stage. `weight_prefix` is removed from the
     parameters' names (the wrapper that adds the loss). `training` programs return a scalar loss;
     others are only run forward.
@@ -37,7 +37,9 @@ class CompileOptions:
 
     precision: Precision = "fp32"
     device: str = "cpu"
+    train: tuple[str, ...] = ()
     freeze: tuple[str, ...] = ()
+    adapters: frozenset[str] = frozenset()
     slot_bytes: int | None = None
     weight_prefix: str = ""
     training: bool = True
@@ -57,8 +59,8 @@ def compile_module(
     fake or real; `buffers` returns the real values of the module's buffers by name, and may be
     left out for a program that is only looked at.
 
-    **Raises:** `CompileError` for what cannot be captured, `ConfigError` for a freeze pattern
-    that matches nothing, `NoTrainingError` for trainable weights that the result does not depend
+    **Raises:** `CompileError` for what cannot be captured, `ConfigError` for a pattern that
+    matches nothing, `NoTrainingError` for trainable weights that the result does not depend
     on, `BudgetError` for a stage that does not fit `slot_bytes`.
     """
     captured = capture(module, inputs, options.precision)
@@ -119,7 +121,6 @@ class _Assembly:
     def _collect_weights(self) -> None:
         """Name the weights as the user's module does; tied ones once, by their first name."""
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
-        frozen = _frozen_names(self._public_names(parameters), self.options.freeze)
         first: dict[int, str] = {}
         aliases: dict[str, list[str]] = {}
         for full, parameter in parameters.items():
@@ -129,6 +130,7 @@ class _Assembly:
             else:
                 first[id(parameter)] = name
                 aliases[name] = []
+        trainable = self._trainable(parameters, aliases)
         nodes = {n.name: n for n in self.captured.graph.nodes if n.op == "placeholder"}
         for placeholder, full in self.captured.weights.items():
             name = first[id(parameters[full])]
@@ -141,12 +143,11 @@ class _Assembly:
                     f"weight {name!r} is {parameter.dtype}: the store keeps float32 masters; call "
                     ".float() on the model, precision: bf16 then streams bfloat16"
                 )
-            group = {name, *aliases[name]}
             self.weights[name] = WeightSpec(
                 name=name,
                 shape=tuple(parameter.shape),
                 stream_dtype=STREAM_DTYPE[self.options.precision],
-                trainable=self.options.training and parameter.requires_grad and not group & frozen,
+                trainable=name in trainable,
                 aliases=tuple(aliases[name]),
             )
         if self.options.training and not any(w.trainable for w in self.weights.values()):
@@ -158,8 +159,19 @@ class _Assembly:
     def _public(self, full: str) -> str:
         return full.removeprefix(self.options.weight_prefix)
 
-    def _public_names(self, parameters: Mapping[str, nn.Parameter]) -> list[str]:
-        return [self._public(name) for name in parameters]
+    def _trainable(
+        self, parameters: Mapping[str, nn.Parameter], aliases: Mapping[str, Sequence[str]]
+    ) -> frozenset[str]:
+        if not self.options.training:
+            return frozenset()
+        differentiable = {self._public(n) for n, p in parameters.items() if p.requires_grad}
+        return select_trainable(
+            aliases,
+            differentiable,
+            train=self.options.train,
+            freeze=self.options.freeze,
+            adapters=self.options.adapters,
+        )
 
     def _weight(self, node: fx.Node) -> WeightSpec:
         return self.weights[self.weight_names[node.name]]
@@ -170,7 +182,7 @@ class _Assembly:
         if idle and self.options.training:
             raise NoTrainingError(
                 f"{len(idle)} weight(s) take no part in the model's result and would never train: "
-                f"{_few(idle)}. Remove them from the model, or use them in its loss."
+                f"{few(idle)}. Remove them from the model, or use them in its loss."
             )
         for name in idle:
             del self.weights[name]
@@ -374,24 +386,6 @@ class _Assembly:
             inputs_grad=tuple(self.values[n.name].requires_grad for n in inputs),
         )
         return graph, signature
-
-
-def _frozen_names(names: Sequence[str], patterns: Sequence[str]) -> set[str]:
-    frozen: set[str] = set()
-    for pattern in patterns:
-        found = fnmatch.filter(names, pattern)
-        if not found:
-            raise ConfigError(
-                f"freeze: pattern {pattern!r} matches no weight{did_you_mean(pattern, names)}; "
-                f"the model's weights are named like {_few(list(names))}"
-            )
-        frozen.update(found)
-    return frozen
-
-
-def _few(names: Sequence[str], most: int = 5) -> str:
-    shown = ", ".join(names[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
 def _on_device(node: fx.Node, device: str) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -4,6 +4,7 @@ Nothing here imports torch, so that a mistake in a file is answered at once.
 """
 
 from penstock.config.load import check_data, load
+from penstock.config.lora import LoraConfig
 from penstock.config.model import (
     FactoryModel,
     HuggingFaceConfigModel,
@@ -12,7 +13,7 @@ from penstock.config.model import (
     PresetModel,
 )
 from penstock.config.optimizer import GroupConfig, OptimizerConfig
-from penstock.config.patterns import matches, require_matches
+from penstock.config.patterns import matches, matching
 from penstock.config.record import check_run, load_run, write_record
 from penstock.config.root import Config
 from penstock.config.schedule import ScheduleConfig
@@ -25,6 +26,7 @@ __all__ = [
     "GroupConfig",
     "HuggingFaceConfigModel",
     "HuggingFaceModel",
+    "LoraConfig",
     "ModelSpec",
     "OptimizerConfig",
     "PresetModel",
@@ -34,6 +36,6 @@ __all__ = [
     "load",
     "load_run",
     "matches",
-    "require_matches",
+    "matching",
     "write_record",
 ]

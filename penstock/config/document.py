@@ -9,13 +9,16 @@ from __future__ import annotations
 import re
 from collections.abc import Hashable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 
 from penstock.errors import ConfigError
+from penstock.plain_file import read_plain
 
-_MOST_DIGITS = 400  # what a float can hold has 309
+_MOST_BYTES = 16 << 20
+_MOST_VALUES = 100_000  # with aliases written out: a page of them can stand for any number
+_MOST_DIGITS = 400
 
 KeyPath = tuple[str | int, ...]
 
@@ -24,25 +27,28 @@ class _Loader(yaml.SafeLoader):
     """YAML 1.2 scalars; a key given twice is an error, never a silent last one wins."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
+        if not isinstance(node, yaml.MappingNode):
+            _refuse(node, "a mapping was expected")
         seen: dict[Any, int] = {}
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
             line = key_node.start_mark.line + 1
             if not isinstance(key, Hashable):
-                raise yaml.constructor.ConstructorError(
-                    None, None, "a list or a mapping cannot be a key", key_node.start_mark
-                )
+                _refuse(key_node, "a list or a mapping cannot be a key")
             if key in seen:
-                raise yaml.constructor.ConstructorError(
-                    None,
-                    None,
-                    f"key {key!r} is given twice, first on line {seen[key]}; keep one",
-                    key_node.start_mark,
+                _refuse(
+                    key_node, f"key {key!r} is given twice, first on line {seen[key]}; keep one"
                 )
             seen[key] = line
         return super().construct_mapping(node, deep=deep)
 
 
+def _refuse(node: yaml.Node, what: str) -> NoReturn:
+    raise yaml.constructor.ConstructorError(None, None, what, node.start_mark)
+
+
+_KINDS = ("null", "bool", "int", "float", "str", "seq", "map")
+_TAGS = {f"tag:yaml.org,2002:{kind}" for kind in _KINDS}
 _Loader.yaml_implicit_resolvers = {}
 for _tag, _pattern, _first in (
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
@@ -61,19 +67,34 @@ for _tag, _pattern, _first in (
 
 
 def _int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
-    text = node.value.replace("_", "")
-    if len(text) > _MOST_DIGITS:
-        raise yaml.constructor.ConstructorError(
-            None, None, f"a number of {len(text)} digits", node.start_mark
-        )
-    return int(text, 16) if text.lower().startswith("0x") else int(text, 10)
+    text = str(loader.construct_scalar(node)).replace("_", "")
+    number = 2**64  # which Python need not read to know that it is too large
+    if len(text) <= _MOST_DIGITS:
+        try:
+            number = int(text, 16) if text.lower().startswith("0x") else int(text, 10)
+        except ValueError:
+            _refuse(node, f"{text!r} is no integer")
+    if abs(number) >= 2**64:
+        _refuse(node, f"a number of {len(text)} digits; expected less than 2^64")
+    return number
 
 
 def _float(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> float:
-    text = node.value.replace("_", "").lower()
-    return float(text.replace(".inf", "inf").replace(".nan", "nan"))
+    text = str(loader.construct_scalar(node)).replace("_", "").lower()
+    try:
+        return float(text.replace(".inf", "inf").replace(".nan", "nan"))
+    except ValueError:
+        _refuse(node, f"{text!r} is no number")
 
 
+def _bool(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> bool:
+    text = str(loader.construct_scalar(node)).lower()
+    if text not in ("true", "false"):
+        _refuse(node, f"{text!r} is neither true nor false")
+    return text == "true"
+
+
+_Loader.add_constructor("tag:yaml.org,2002:bool", _bool)
 _Loader.add_constructor("tag:yaml.org,2002:int", _int)
 _Loader.add_constructor("tag:yaml.org,2002:float", _float)
 
@@ -84,20 +105,19 @@ def read(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
     Raises `ConfigError` for a file that is missing, unreadable, no YAML, or no mapping.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_plain(path, _MOST_BYTES).decode()
     except FileNotFoundError:
         raise ConfigError(
             f"{path}: no such file; `penstock init {path}` writes a starter there"
         ) from None
-    except IsADirectoryError:
-        raise ConfigError(f"{path}: expected a YAML file, got a folder") from None
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"{path}: expected UTF-8 text, got byte {error.object[error.start]:#04x} at "
             f"{error.start}; is it a YAML file?"
         ) from None
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+        what = "expected a YAML file, got a folder" if path.is_dir() else error.strerror
+        raise ConfigError(f"{path}: cannot be read: {what}") from None
     return parse(text, str(path))
 
 
@@ -108,7 +128,7 @@ def parse(text: str, name: str) -> tuple[dict[str, Any], dict[KeyPath, int]]:
     except yaml.YAMLError as error:  # a character that no YAML may hold
         raise ConfigError(f"{name}: not valid YAML: {error}") from None
     try:
-        node = loader.get_single_node()
+        node = _compose(loader)
         value = {} if node is None else loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -135,9 +155,28 @@ def parse_scalar(text: str) -> Any:
     """Return the value of a `key=value` override: a scalar, or YAML such as `[0.9, 0.99]`."""
     loader = _Loader(text)
     try:
-        return loader.get_single_data()
+        node = _compose(loader)
+        return None if node is None else loader.construct_document(node)
     finally:
         loader.dispose()
+
+
+def _compose(loader: _Loader) -> Any:
+    """Return the document's node, of modest size and with the tags that a configuration has."""
+    root = loader.get_single_node()
+    waiting, count = [root] if root is not None else [], 0
+    while waiting:
+        node = waiting.pop()
+        count += 1
+        if node.tag not in _TAGS:
+            _refuse(node, f"the tag {node.tag!r} means nothing here")
+        if count > _MOST_VALUES:  # or an alias that contains itself
+            _refuse(node, f"more than {_MOST_VALUES:,} values, with its aliases written out")
+        if isinstance(node, yaml.MappingNode):
+            waiting += [part for pair in node.value for part in pair]
+        elif isinstance(node, yaml.SequenceNode):
+            waiting += node.value
+    return root
 
 
 def dump(value: Any) -> str:

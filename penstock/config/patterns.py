@@ -1,11 +1,11 @@
-"""Patterns of weight names, as `freeze` and `optimizer.groups` use them."""
+"""Patterns of weight names, as `freeze`, `train` and `lora.targets` use them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
-from penstock.errors import ConfigError, did_you_mean
+from penstock.errors import ConfigError, did_you_mean, few
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
@@ -13,13 +13,30 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def require_matches(key: str, patterns: Iterable[str], names: Iterable[str]) -> None:
-    """Raise `ConfigError` naming the first pattern of `key` that matches no weight at all."""
-    names = list(names)
+def matching(key: str, patterns: Iterable[str], names: Sequence[str]) -> set[str]:
+    """Return the names that match any of the patterns.
+
+    **Raises:** `ConfigError` for the first pattern of `key` that matches no name.
+    """
+    found: set[str] = set()
     for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+        here = [name for name in names if matches(name, [pattern])]
+        if not here:
             raise ConfigError(
-                f"{key}: pattern {pattern!r} matches none of the {len(names)} weights"
-                f"{did_you_mean(pattern, names)}; they are named like {shown}"
+                f"{key}: pattern {pattern!r} matches no weight{_closest(pattern, names)}; "
+                f"the model's weights are named like {few(names)}"
             )
+        found.update(here)
+    return found
+
+
+def _closest(pattern: str, names: Sequence[str]) -> str:
+    """Return what was perhaps meant: a name, or for `*.name` the end of one."""
+    if not pattern.startswith("*."):
+        return did_you_mean(pattern, names)
+    ends = {
+        f"*.{'.'.join(parts[first:])}"
+        for parts in (name.split(".") for name in names)
+        for first in range(1, len(parts))
+    }
+    return did_you_mean(pattern, sorted(ends))

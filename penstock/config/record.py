@@ -50,7 +50,8 @@ def write_record(config: Config) -> Path:
     aside = path.with_name(f".{FILE_NAME}.aside")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with aside.open("w", encoding="utf-8") as file:
+        aside.unlink(missing_ok=True)  # a crash may have left it; a link would be followed
+        with aside.open("x", encoding="utf-8") as file:
             file.write(config.dump_yaml())
             file.flush()
             os.fsync(file.fileno())

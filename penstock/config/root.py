@@ -14,6 +14,7 @@ from penstock.config.data import DataConfig
 from penstock.config.engine import EngineConfig
 from penstock.config.evaluation import EvaluationConfig
 from penstock.config.logging import LoggingConfig
+from penstock.config.lora import LoraConfig
 from penstock.config.model import HuggingFaceModel, ModelField
 from penstock.config.optimizer import OptimizerConfig
 from penstock.config.problems import Origin, explain
@@ -43,6 +44,13 @@ class Config(Section):
         "patterns of weight names that are not trained: no gradient, no state",
         example=["*.wte.*"],
     )
+    train: Patterns = setting(
+        (),
+        "patterns of weight names: only these are trained, but for those that `freeze` matches; "
+        "empty: all, or with `lora` the adapters alone",
+        example=["*.ln_*"],
+    )
+    lora: LoraConfig = section(LoraConfig, "low-rank adapters beside frozen weights")
     store: StoreConfig = section(StoreConfig, "where weights and optimizer state live")
     engine: EngineConfig = section(EngineConfig, "the device that computes")
     engines: int = setting(

@@ -12,7 +12,7 @@ from penstock.config.section import PathText, Section, setting
 
 
 def _folder(path: Path) -> Path:
-    if str(path) in ("", ".") or "\0" in str(path) or not str(path).isprintable():
+    if str(path) in ("", ".") or not str(path).isprintable():
         raise PydanticCustomError(
             "folder",
             "expected the name of a folder such as runs/mine, got {got}",

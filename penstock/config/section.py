@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 
@@ -22,12 +22,18 @@ class Section(BaseModel):
     )
 
 
+def _without_null(path: Path) -> Path:
+    if "\0" in str(path):
+        raise PydanticCustomError("zero", "expected a path, got one with a zero byte")
+    return path
+
+
 # Strictness is for scalars ("3" is no number, true is no 1); a list may stand for a tuple and a
 # text for a path, since YAML has neither.
 Patterns = Annotated[tuple[str, ...], Field(strict=False)]
 Numbers = Annotated[tuple[float, ...], Field(strict=False)]
 Counts = Annotated[tuple[int, ...], Field(strict=False)]
-PathText = Annotated[Path, Field(strict=False)]
+PathText = Annotated[Path, Field(strict=False), AfterValidator(_without_null)]
 
 
 def setting(

@@ -26,6 +26,11 @@ def trajectory(config: Config) -> dict[str, Any]:
         _flatten(key, whole[key], flat)
     if "model.hf" in flat:
         flat["model.hf"] = "a checkpoint"
+    # Only where they are set: a run from before they existed goes on.
+    if config.train:
+        flat["train"] = whole["train"]
+    if config.lora.rank is not None:
+        _flatten("lora", whole["lora"], flat)
     flat["store.gradients"] = config.gradient_precision
     flat["data.sequence_length"] = config.data.sequence_length
     flat["data.seed"] = config.data.seed

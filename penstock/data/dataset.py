@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
-from penstock.data.integrity import check_chunk, check_size, map_file, read_checked
+from penstock.data.integrity import ADVICE, check_chunk, check_size, map_file, read_checked
 from penstock.data.manifest import MANIFEST_NAME, Manifest, ShardRecord, load_manifest
 from penstock.data.tokenizers import Tokenizer, dataset_tokenizer
-from penstock.errors import DataError, did_you_mean
+from penstock.errors import CorruptionError, DataError, did_you_mean
 
 
 class TokenDataset:
@@ -154,6 +154,7 @@ class _Split:
         self._shards = shards
         self._chunk_bytes = manifest.chunk_bytes
         self._dtype = np.dtype(manifest.dtype).newbyteorder("<")
+        self._vocab_size = manifest.vocab_size
         # [shards + 1]: where each shard begins, and the end.
         self._starts = np.cumsum([0, *(shard.tokens for shard in shards)], dtype=np.int64)
         self._maps: dict[int, np.ndarray] = {}
@@ -185,15 +186,35 @@ class _Split:
         for chunk in range(first // self._chunk_bytes, -(-last // self._chunk_bytes)):
             if not checked[chunk]:
                 check_chunk(self._folder, record, content, chunk, self._chunk_bytes)
+                self._check_tokens(record.file, content, chunk)
                 checked[chunk] = True
         return content[first:last].view(self._dtype)
+
+    def _check_tokens(self, name: str, content: np.ndarray, chunk: int) -> None:
+        """An id beyond the vocabulary would end in an engine, far from the file it came from."""
+        start = chunk * self._chunk_bytes
+        tokens = content[start : start + self._chunk_bytes].view(self._dtype)
+        greatest = int(tokens.max())
+        if greatest >= self._vocab_size:
+            raise CorruptionError(
+                f"{self._folder / name} holds token {greatest} between byte {start} and "
+                f"{start + tokens.nbytes}, the vocabulary ends at {self._vocab_size - 1}; {ADVICE}"
+            )
 
     def document_ends(self) -> np.ndarray:
         parts = [
             read_checked(self._folder, shard.index, self._chunk_bytes).view("<u8")
             for shard in self._shards
         ]
-        return np.concatenate([np.empty(0, np.int64), *(part.astype(np.int64) for part in parts)])
+        ends = np.concatenate([np.empty(0, "<u8"), *parts])
+        if (ends[1:] <= ends[:-1]).any() or (
+            ends.size and not 0 < ends[0] <= ends[-1] <= self.tokens
+        ):
+            raise CorruptionError(
+                f"{self._folder}: the ends of its documents do not rise from 1 to {self.tokens}, "
+                f"the number of tokens; {ADVICE}"
+            )
+        return ends.astype(np.int64)
 
 
 def check_vocabulary(dataset: TokenDataset, model_vocab_size: int) -> None:

@@ -17,12 +17,15 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from penstock.errors import CorruptionError, DataError
+from penstock.plain_file import NotPlainError, read_plain
 
 FORMAT = "penstock-dataset"
 VERSION = 1
 MANIFEST_NAME = "dataset.json"
 TOKENIZER_NAME = "tokenizer.json"
 INDEX_ENTRY_BYTES = 8
+MAX_BYTES = 1 << 30
+"""A longer `dataset.json` is refused unread: 40 MB describe a data set of a terabyte."""
 
 # A plain name: a manifest must not be able to point outside of its folder.
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$", max_length=120)]
@@ -151,9 +154,13 @@ def load_manifest(folder: Path) -> tuple[Manifest, str]:
     path = folder / MANIFEST_NAME
     advice = "restore the file from a copy or build the data set again"
     try:
-        content = json.loads(path.read_bytes())
+        data = read_plain(path, MAX_BYTES)
+    except NotPlainError as error:
+        raise CorruptionError(f"{path}: {error.strerror}; {advice}") from None
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from None
+    try:
+        content = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise CorruptionError(f"{path} is not JSON ({error}); {advice}") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
@@ -164,7 +171,10 @@ def load_manifest(folder: Path) -> tuple[Manifest, str]:
             f"version {VERSION}; build the data set again with this release"
         )
     expected = content.pop("checksum", None)
-    actual = _checksum(content)
+    try:
+        actual = _checksum(content)
+    except RecursionError as error:
+        raise CorruptionError(f"{path} is nested too deeply ({error}); {advice}") from None
     if actual != expected:
         raise CorruptionError(
             f"{path} does not match its checksum: {actual}, expected {expected}; {advice}"

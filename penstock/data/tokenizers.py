@@ -16,6 +16,7 @@ import numpy as np
 from penstock.data.integrity import read_checked
 from penstock.data.manifest import MANIFEST_NAME, TOKENIZER_NAME, load_manifest
 from penstock.errors import ConfigError, DataError, did_you_mean
+from penstock.plain_file import read_plain
 
 if TYPE_CHECKING:
     import tokenizers as library
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 END_OF_TEXT = "<|endoftext|>"
 BYTE_VOCABULARY = 257
 LARGEST_VOCABULARY = 2**24
+LARGEST_FILE_BYTES = 2**30  # a vocabulary of a million tokens takes some 50 MB
 # What tokenizers that do not name their own end-of-document token usually call it.
 KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[SEP]")
 CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
@@ -257,7 +259,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
             "AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)"
         )
     try:
-        content = file.read_bytes()
+        content = read_plain(file, LARGEST_FILE_BYTES)
     except OSError as error:
         raise DataError(f"cannot read tokenizer {file}: {error.strerror}") from None
     tokenizer = _parse(content, file)
@@ -297,10 +299,12 @@ def _parse(content: bytes, file: Path) -> "library.Tokenizer":
 def _json_file(path: Path) -> dict[str, Any]:
     """The object in a JSON file that need not be there."""
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_plain(path, LARGEST_FILE_BYTES))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise DataError(f"cannot read {path} beside the tokenizer: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
         raise DataError(f"cannot read {path} beside the tokenizer: {error}") from None
     return content if isinstance(content, dict) else {}
 

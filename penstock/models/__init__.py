@@ -9,10 +9,12 @@ from penstock.models.folder import keep_small_files, other_files, tokenizer_file
 from penstock.models.presets import find_preset, preset_names, resolve_preset
 
 if TYPE_CHECKING:
+    from penstock.models.lora import Adapter
     from penstock.models.source import InputSpec, ModelSource
     from penstock.models.weight_files import WeightFiles
 
 __all__ = [
+    "Adapter",
     "InputSpec",
     "ModelSource",
     "WeightFiles",
@@ -26,7 +28,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("ModelSource", "InputSpec"):
+    if name in ("Adapter", "ModelSource", "InputSpec"):
         from penstock.models import source
 
         return getattr(source, name)

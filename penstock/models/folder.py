@@ -8,11 +8,11 @@ safetensors is ever looked into.
 import json
 import os
 import shutil
-import stat
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from penstock.errors import ConfigError, CorruptionError, PenstockError, StorageError
+from penstock.plain_file import NotPlainError, open_plain, read_plain
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 TOKENIZER_FILES = (
@@ -36,8 +36,8 @@ MAX_JSON_BYTES = 64 << 20
 """The index of a model of a million tensors is below this, and so is any tokenizer in use."""
 
 
-def open_regular(path: Path) -> int:
-    """Open a regular file for reading and return its descriptor; never wait for a pipe.
+def open_file(path: Path) -> BinaryIO:
+    """Open a file of the folder for unbuffered reading.
 
     Raises:
         FileNotFoundError: there is none.
@@ -45,33 +45,28 @@ def open_regular(path: Path) -> int:
         StorageError: the operating system refuses.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        return open_plain(path)
     except FileNotFoundError:
         raise
     except OSError as error:
         raise cannot_read(path, error) from error
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise CorruptionError(f"{path}: expected a file, it is a folder, device or pipe")
-    return descriptor
 
 
-def cannot_read(path: Path, error: OSError) -> StorageError:
-    """Return the error to raise where the operating system does not let us read a file."""
+def cannot_read(path: Path, error: OSError) -> CorruptionError | StorageError:
+    """Return the error to raise where a file cannot be read."""
+    if isinstance(error, NotPlainError):
+        return CorruptionError(f"{path}: {error.strerror}")
     return StorageError(f"{path}: cannot read it: {error.strerror}; check the file and the disk")
 
 
-def read_bytes(path: Path, limit: int = MAX_JSON_BYTES) -> bytes:
-    """Return the content of a file of at most `limit` bytes; errors are those of `open_regular`."""
-    descriptor = open_regular(path)
-    with os.fdopen(descriptor, "rb") as file:
-        size = os.fstat(descriptor).st_size
-        if size > limit:
-            raise CorruptionError(f"{path}: it has {size:,} bytes, at most {limit:,} make sense")
-        try:
-            return file.read(size)  # with a limit, Python would take memory for all of it
-        except OSError as error:
-            raise cannot_read(path, error) from error
+def read_bytes(path: Path) -> bytes:
+    """Return the content of a small file; errors are those of `open_file`."""
+    try:
+        return read_plain(path, MAX_JSON_BYTES)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise cannot_read(path, error) from error
 
 
 def read_json(path: Path, what: str, error: type[PenstockError] = ConfigError) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from penstock.models.huggingface import (
     read_config,
     refuse_unreadable,
 )
+from penstock.models.lora import Adapter, adapt
 from penstock.models.objective import (
     WEIGHT_PREFIX,
     CausalLMLoss,
@@ -107,6 +108,7 @@ class ModelSource:
         vocab_size, max_sequence_length: of language models; None where nothing says.
         hf_config: the `transformers` configuration, or None.
         folder: the Hugging Face folder that the model came from, with its tokenizer, or None.
+        adapters: what stands beside weights, by their names (`with_adapters`).
     """
 
     name: str
@@ -122,6 +124,8 @@ class ModelSource:
     _origin: _Origin = field(repr=False)
     weight_prefix: str = WEIGHT_PREFIX
     folder: Path | None = None
+    adapters: Mapping[str, Adapter] = field(default_factory=dict)
+    _files: WeightFiles | None = field(default=None, repr=False)
 
     @property
     def class_name(self) -> str:
@@ -143,6 +147,13 @@ class ModelSource:
         """Names of the parameters that require a gradient."""
         parameters = self._origin.names.parameters
         return frozenset(name for name, tensor in parameters.items() if tensor.requires_grad)
+
+    @property
+    def adapter_weights(self) -> frozenset[str]:
+        """Names of the weights of all adapters."""
+        return frozenset(
+            n for adapter in self.adapters.values() for n in (adapter.down, adapter.up)
+        )
 
     def public_name(self, exported: str) -> str:
         """The name in the user's model of a tensor or module path in an export of `module`."""
@@ -187,8 +198,7 @@ class ModelSource:
 
     def weights_fingerprint(self) -> str | None:
         """Return what tells one folder of weights from another; None for other models."""
-        origin = self._origin
-        return origin.files.fingerprint() if isinstance(origin, Pretrained) else None
+        return self._files.fingerprint() if self._files is not None else None
 
     def parameter_count(self) -> int:
         """Values in all parameters, tied ones counted once."""
@@ -197,6 +207,35 @@ class ModelSource:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every parameter, by name, in module order."""
         return {name: tuple(t.shape) for name, t in self._origin.names.parameters.items()}
+
+    def with_adapters(
+        self, *, rank: int, alpha: float, targets: Sequence[str], dropout: float = 0.0
+    ) -> "ModelSource":
+        """The same model with a low-rank adapter beside every weight that `targets` matches.
+
+        This source stays as it is; the two share their tensors.
+
+        Args:
+            rank: of the adapters, 1 or more.
+            alpha: an adapter's output is multiplied by `alpha / rank`.
+            targets: patterns of names of weights of `nn.Linear` or GPT-2's `Conv1D`.
+            dropout: share of an adapter's inputs that training drops.
+
+        Raises:
+            ConfigError: a pattern that matches nothing, or a weight that can have no adapter.
+            CompileError: the model's modules cannot be copied.
+        """
+        if self.adapters:
+            raise ConfigError(f"{self.name} has adapters already; give lora once")
+        made = adapt(self._origin, (self.module, self.logits_module), rank, alpha, dropout, targets)
+        module, logits_module = made.modules
+        return replace(
+            self,
+            module=module,
+            logits_module=logits_module,
+            _origin=made.origin,
+            adapters=made.adapters,
+        )
 
     @classmethod
     def from_preset(cls, name: str, overrides: Mapping[str, Any] | None = None) -> "ModelSource":
@@ -262,7 +301,7 @@ class ModelSource:
         task = find_task(made)
         origin = Pretrained(_recorded(made, task), files, ignore)
         source = _language_model(made.model_type, origin, task, made)
-        return replace(source, folder=folder)
+        return replace(source, folder=folder, _files=files)
 
     @classmethod
     def without_weights(

@@ -12,6 +12,7 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ import xxhash
 
 from penstock.errors import ConfigError, CorruptionError
 from penstock.kernels.memory import allocate
-from penstock.models.folder import cannot_read, open_regular, read_json
+from penstock.models.folder import cannot_read, open_file, read_json
 from penstock.tensor_header import Extent, header_length, parse_header
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -60,7 +61,7 @@ class WeightFiles:
         self.folder = folder
         self.tensors: dict[str, StoredTensor] = {}
         self._sizes: dict[str, int] = {}
-        self._open: tuple[str, int] | None = None
+        self._open: tuple[str, BinaryIO] | None = None
         single = (folder / SINGLE).exists()
         listed = {} if single else self._listed()
         for file in [SINGLE] if single else dict.fromkeys(listed.values()):
@@ -94,19 +95,16 @@ class WeightFiles:
     def _add(self, file: str) -> None:
         path = self.folder / file
         try:
-            descriptor = open_regular(path)
+            with open_file(path) as opened:
+                size = os.fstat(opened.fileno()).st_size
+                length = header_length(path, os.pread(opened.fileno(), 8, 0), size)
+                head = os.pread(opened.fileno(), length, 0)
         except FileNotFoundError:
             raise CorruptionError(
                 f"{path}: this file is missing; download the folder again"
             ) from None
-        try:
-            size = os.fstat(descriptor).st_size
-            length = header_length(path, os.pread(descriptor, 8, 0), size)
-            head = os.pread(descriptor, length, 0)
         except OSError as error:
             raise cannot_read(path, error) from error
-        finally:
-            os.close(descriptor)
         self._sizes[file] = size
         for name, extent in parse_header(path, head, size).items():
             if name in self.tensors:
@@ -190,31 +188,27 @@ class WeightFiles:
 
     def _descriptor(self, file: str) -> int:
         if self._open is not None and self._open[0] == file:
-            return self._open[1]
+            return self._open[1].fileno()
         self.close()
         path = self.folder / file
         try:
-            descriptor = open_regular(path)
+            opened = open_file(path)
         except FileNotFoundError:
             raise CorruptionError(f"{path}: it was there a moment ago and is gone") from None
-        self._open = (file, descriptor)
-        size = os.fstat(descriptor).st_size
+        self._open = (file, opened)
+        size = os.fstat(opened.fileno()).st_size
         if size != self._sizes[file]:
             raise CorruptionError(
                 f"{path}: it has {size:,} bytes, it had {self._sizes[file]:,} when it was opened; "
                 "do not change the folder while it is read"
             )
-        return descriptor
+        return opened.fileno()
 
     def close(self) -> None:
         """Close the file that is open, if one is; reading opens it again."""
         if self._open is not None:
-            os.close(self._open[1])
+            self._open[1].close()
             self._open = None
-
-    def __del__(self) -> None:
-        if getattr(self, "_open", None) is not None:
-            self.close()
 
 
 def _is_plain(file: str) -> bool:

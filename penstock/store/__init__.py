@@ -1,5 +1,6 @@
 """The store owns every weight and all optimizer state: what must survive, and nothing else does."""
 
+from penstock.store.adapters import MergedWeights, export_adapters
 from penstock.store.checkpoint import (
     CheckpointState,
     SavedCheckpoint,
@@ -42,6 +43,7 @@ __all__ = [
     "Group",
     "GroupSettings",
     "Lion",
+    "MergedWeights",
     "Optimizer",
     "SavedCheckpoint",
     "SavedWeights",
@@ -53,6 +55,7 @@ __all__ = [
     "checkpoint_folders",
     "checkpoint_hash",
     "checkpoint_weights",
+    "export_adapters",
     "export_huggingface",
     "find_checkpoint",
     "learning_rate",

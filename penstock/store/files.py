@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 
 from penstock import fault
-from penstock.errors import StorageError
+from penstock.errors import ConfigError, StorageError
 
 CHUNK_BYTES = 8 << 20
 """Bytes under one checksum; a multiple of every element size."""
@@ -127,23 +127,68 @@ def replace_file(path: Path, content: bytes, point: str) -> None:
     fault.point(f"{point}.after_sync")
 
 
+@contextmanager
+def appearing_folder(folder: Path, needed_bytes: int) -> Iterator[Path]:
+    """Yield an empty folder to write to; it gets its name when all in it is on disk.
+
+    Args:
+        folder: must not exist yet, or be empty.
+        needed_bytes: bytes of what will be in it.
+
+    Raises:
+        ConfigError: the folder is in use.
+        StorageError: the disk is full, read-only or failing; nothing half-written is left.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder}: already in use; choose a new folder, or delete this one")
+    temporary = folder.with_name(f"{TEMPORARY_PREFIX}{folder.name}")
+    with storage_errors(folder, needed_bytes):
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            require_space(folder, needed_bytes)
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir()
+            yield temporary
+            sync_folder(temporary)
+            temporary.rename(folder)
+            sync_folder(folder.parent)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a small new file and sync it."""
+    file = ChecksummedFile(path)
+    try:
+        file.write(content)
+        file.finish()
+    finally:
+        file.close()
+
+
 def remove_folder(folder: Path) -> None:
     """Delete a folder so that no crash can leave half of it under its own name."""
     doomed = folder.with_name(f"{TEMPORARY_PREFIX}old-{folder.name}")
-    shutil.rmtree(doomed, ignore_errors=True)
+    remove(doomed)
     os.rename(folder, doomed)
     sync_folder(folder.parent)
     fault.point("remove.after_rename")
-    shutil.rmtree(doomed)
+    remove(doomed)
+
+
+def remove(path: Path) -> None:
+    """Delete a folder or a file, if it is there; of a link, the link and not what it leads to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def remove_temporaries(folder: Path) -> None:
     """Delete what a crash has left of unfinished writing directly inside `folder`."""
     for path in folder.glob(f"{TEMPORARY_PREFIX}*"):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+        remove(path)
 
 
 def free_bytes(folder: Path) -> int:

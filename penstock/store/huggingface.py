@@ -6,7 +6,6 @@ piece of one weight, not of the model.
 
 import json
 import math
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,7 @@ import torch
 
 from penstock.errors import ConfigError
 from penstock.store import tensor_file
-from penstock.store.files import (
-    TEMPORARY_PREFIX,
-    ChecksummedFile,
-    require_space,
-    storage_errors,
-    sync_folder,
-)
+from penstock.store.files import appearing_folder, write_file
 from penstock.store.interface import WeightReader
 from penstock.store.roles import MASTER
 
@@ -63,8 +56,6 @@ def export_huggingface(
         ConfigError: the folder is in use, or the data type or an alias makes no sense.
         StorageError: the disk is full, read-only or failing; nothing half-written is left.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{folder}: already in use; choose a new folder, or delete this one")
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ConfigError(f"weights are exported as float32, bfloat16 or float16, not as {dtype}")
     weights.flush()
@@ -78,27 +69,15 @@ def export_huggingface(
     names = _shard_names(len(shards))
     documents = _documents(config, generation_config, dtype, entries, shards, names)
     needed_bytes = sum(tensor_file.file_bytes(shard) for shard in shards)
-    temporary = folder.with_name(f"{TEMPORARY_PREFIX}{folder.name}")
-    with storage_errors(folder, needed_bytes):
-        try:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            require_space(folder, needed_bytes)
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir()
-            for name, shard in zip(names, shards, strict=True):
-                tensor_file.write(
-                    temporary / name, shard, lambda entry: _pieces(weights, entry, sources)
-                )
-            for name, document in documents.items():
-                _write_file(temporary / name, json.dumps(document, indent=2).encode() + b"\n")
-            for path in files:
-                _write_file(temporary / path.name, path.read_bytes())
-            sync_folder(temporary)
-            temporary.rename(folder)
-            sync_folder(folder.parent)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
+    with appearing_folder(folder, needed_bytes) as temporary:
+        for name, shard in zip(names, shards, strict=True):
+            tensor_file.write(
+                temporary / name, shard, lambda entry: _pieces(weights, entry, sources)
+            )
+        for name, document in documents.items():
+            write_file(temporary / name, json.dumps(document, indent=2).encode() + b"\n")
+        for path in files:
+            write_file(temporary / path.name, path.read_bytes())
     return [folder / name for name in names]
 
 
@@ -156,12 +135,3 @@ def _pieces(
         end = min(begin + _PIECE_ELEMENTS, elements)
         values = torch.from_numpy(weights.read(sources[entry.name], MASTER, begin, end))
         yield values.to(entry.dtype).view(torch.uint8).numpy()
-
-
-def _write_file(path: Path, content: bytes) -> None:
-    file = ChecksummedFile(path)
-    try:
-        file.write(content)
-        file.finish()
-    finally:
-        file.close()

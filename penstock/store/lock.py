@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 from penstock.errors import StorageError
+from penstock.plain_file import NotPlainError, open_own
 
 
 class FolderLock:
@@ -21,7 +22,9 @@ class FolderLock:
     def __init__(self, folder: Path, advice: str, name: str = "LOCK") -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(folder / name, os.O_RDWR | os.O_CREAT, 0o666)
+            self._descriptor = open_own(folder / name, os.O_RDWR | os.O_CREAT)
+        except NotPlainError as error:
+            raise StorageError(f"{folder / name}: {error.strerror}") from error
         except OSError as error:
             raise StorageError(
                 f"{folder}: cannot be written: {error.strerror}; make it writable, or {advice}"

@@ -10,7 +10,8 @@ from typing import Any
 
 import xxhash
 
-from penstock.errors import CorruptionError
+from penstock.errors import CorruptionError, StorageError
+from penstock.plain_file import NotPlainError, read_plain
 
 MAX_BYTES = 256 << 20
 """Larger files are refused unread: the table of a model of 10^12 weights takes some 70 MB."""
@@ -28,23 +29,30 @@ def unseal(path: Path) -> dict[str, Any]:
     Raises:
         FileNotFoundError: there is no such file.
         CorruptionError: it is too large, is not of this form, or its checksum does not match.
+        StorageError: the operating system could not read it.
     """
-    if path.exists() and not path.is_file():
-        raise CorruptionError(f"{path}: a file was expected here; move away what is there")
-    size = path.stat().st_size
-    if size > MAX_BYTES:
-        raise _broken(path, f"it has {size:,} bytes, at most {MAX_BYTES:,} make sense")
     try:
-        sealed = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
+        data = read_plain(path, MAX_BYTES)
+    except FileNotFoundError:
+        raise
+    except NotPlainError as error:
+        raise CorruptionError(f"{path}: {error.strerror}") from error
+    except OSError as error:
+        raise StorageError(f"{path}: cannot read it: {error.strerror}") from error
+    try:
+        match json.loads(data):
+            case {"checksum": str(expected), "content": dict(content)}:
+                found = _checksum(content)
+                if not data.isascii() or b"\\u" in data:
+                    # Half a surrogate pair is text in JSON, and nowhere else.
+                    json.dumps(content, ensure_ascii=False).encode()
+            case _:
+                raise _broken(path, "it has no checksum or no content")
+    except (ValueError, RecursionError) as error:  # reading and spelling may both go too deep
         raise _broken(path, f"it is not JSON: {error}") from error
-    match sealed:
-        case {"checksum": str(expected), "content": dict(content)}:
-            found = _checksum(content)
-            if found != expected:
-                raise _broken(path, f"its content has checksum {found}, {expected} was expected")
-            return content
-    raise _broken(path, "it has no checksum or no content")
+    if found != expected:
+        raise _broken(path, f"its content has checksum {found}, {expected} was expected")
+    return content
 
 
 def _checksum(content: dict[str, Any]) -> str:

@@ -170,7 +170,7 @@ def test_pipes_devices_and_folders_are_not_waited_for(tmp_path, name):
         folder = tmp_path / str(number)
         folder.mkdir()
         make(folder / name)
-        refused(lambda folder=folder: WeightFiles(folder), CorruptionError, "expected a file")
+        refused(lambda folder=folder: WeightFiles(folder), CorruptionError, "a file was expected")
 
 
 def test_links_that_lead_nowhere_or_in_circles(tmp_path):
@@ -219,7 +219,7 @@ def test_a_configuration_that_is_none(tmp_path, content):
 def test_a_configuration_without_an_end(tmp_path):
     save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").symlink_to("/dev/zero")
-    refused(lambda: ModelSource.from_hf(tmp_path), CorruptionError, "expected a file")
+    refused(lambda: ModelSource.from_hf(tmp_path), CorruptionError, "a file was expected")
     (tmp_path / "config.json").unlink()
     with (tmp_path / "config.json").open("wb") as file:
         file.truncate(2**40)

@@ -1,15 +1,41 @@
-"""Trains on a flash store in a process of its own, to be killed at a fault point.
+"""Trains on stores on flash, and dies there: once per fault point.
 
-python flash_killer.py FOLDER
+Arguments: a folder, and where to die as `seed/point:visit`. Every order has a child of its own,
+which trains in the sub-folder of that name. The imports are made once, and nothing is computed
+before the last fork, so that no child inherits a pool of threads. A child that never reaches its
+point trains to the end; the orders of those that were killed are printed.
 """
 
+import os
+import signal
 import sys
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
+import numba  # noqa: E402
 from test_flash_crashes import opened, run  # noqa: E402
 
+from penstock import fault  # noqa: E402
+
+
+def train_and_die(folder: Path, order: str) -> None:
+    seed, _, place = order.partition("/")
+    point, _, visit = place.partition(":")
+    with fault.watching(fault.killer(point, int(visit))):
+        run(opened(folder), int(seed))
+
+
 if __name__ == "__main__":
-    run(opened(Path(sys.argv[1])))
-    print("done")
+    folder, *orders = sys.argv[1:]
+    numba.njit(lambda x: x + 1)(1)  # half a second of every child otherwise
+    for order in orders:
+        child = os.fork()
+        if child == 0:
+            train_and_die(Path(folder) / order, order)
+            os._exit(0)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if status not in (0, -signal.SIGKILL):
+            sys.exit(f"{order}: the child ended with {status} instead of being killed")
+        if status:
+            print(order)

@@ -36,13 +36,13 @@ def opened(folder):
     return store
 
 
-def run(store):
+def run(store, seed=SEED):
     """Load weights if it is new, and train to the last step."""
     if store.is_new:
-        store.load(random_weights(PROGRAM, SEED).items())
+        store.load(random_weights(PROGRAM, seed).items())
     store.remember({"note": "many sectors " * 300})
     while store.step < STEPS:
-        train(store, 1, SEED)
+        train(store, 1, seed)
     store.make_durable()
 
 

@@ -1,33 +1,9 @@
-"""Training by weight streaming is the same training: float32 against a plain PyTorch loop.
-
-Distances are measured per weight as max |a - b| / max |b|. How far float32 rounding alone takes
-two equal runs apart is measured beside it: the plain loop again, its micro-batches accumulated in
-other orders. That yardstick matters for weights whose true gradient is zero (the bias of attention
-keys): AdamW turns their rounding noise into updates of full size, in plain PyTorch as here.
-"""
+"""Training by weight streaming is the same training: float32 against a plain PyTorch loop."""
 
 import pytest
 import torch
-from plain_training import Recipe, Trained, adamw, distance, plain, streamed
+from plain_training import Recipe, assert_same_training, streamed
 from tiny_models import CASES, language_model
-
-# Beyond the yardstick: activations are fused here, which rounds in other places (measured: the
-# largest excess over all cases and ten seeds was 1.3e-6).
-ROUNDING = 5e-6
-ORDERS = (lambda count: range(count - 1, -1, -1), lambda count: [*range(1, count), 0])
-
-
-def assert_same_training(ours: Trained, case, recipe, make_optimizer=adamw):
-    reference = plain(case, recipe, make_optimizer=make_optimizer)
-    others = [plain(case, recipe, order=o, make_optimizer=make_optimizer) for o in ORDERS]
-    assert ours.clipped
-    assert reference.clipped
-    assert len(ours.losses) == recipe.steps
-    assert ours.losses == pytest.approx(reference.losses, rel=2e-6)
-    assert ours.weights.keys() == reference.weights.keys()
-    for name, weight in reference.weights.items():
-        yardstick = max(distance(other.weights[name], weight) for other in others)
-        assert distance(ours.weights[name], weight) <= 4 * yardstick + ROUNDING, name
 
 
 @pytest.mark.parametrize("seed", [0, 1])

@@ -20,7 +20,7 @@ from penstock.store.files import remove_folder, replace_file
 INDEX_NAME = "index.json"
 
 _INDEX_VERSION = 1
-_FOLDER_NAME = re.compile(r"step-(\d{8,18})(?:-(\d{1,6}))?")
+_FOLDER_NAME = re.compile(r"step-([0-9]{8,18})(?:-([0-9]{1,6}))?")
 
 
 @dataclass(frozen=True)
@@ -80,12 +80,21 @@ def read_index(checkpoints: Path) -> Index:
     match content:
         case {"version": int(version)} if version > _INDEX_VERSION:
             raise ConfigError(newer_version(path, version, _INDEX_VERSION))
-        case {"folders": [*folders], "best": best, "retired": [*retired]} if all(
-            isinstance(name, str) and _FOLDER_NAME.fullmatch(name) for name in folders + retired
-        ) and (best is None or best in folders):
+        case {"folders": [*folders], "best": best, "retired": [*retired]} if (
+            all(
+                isinstance(name, str) and _FOLDER_NAME.fullmatch(name) for name in folders + retired
+            )
+            and (best is None or best in folders)
+            and _each_once(folders + retired)
+        ):
             still_there = (name for name in retired if (checkpoints / name).exists())
             return Index(tuple(folders), best, tuple(still_there))
     raise CorruptionError(f"{path}: it does not list checkpoints; delete it to go by the folders")
+
+
+def _each_once(names: list[str]) -> bool:
+    """A folder that is both listed and retired would be deleted while the run goes by it."""
+    return len(set(names)) == len(names)
 
 
 def _complete_folders(checkpoints: Path) -> tuple[str, ...]:

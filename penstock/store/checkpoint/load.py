@@ -5,10 +5,10 @@ that gives other bytes the second time, cannot slip through.
 """
 
 import bisect
+import os
 from collections.abc import Callable, Iterator
-from io import RawIOBase
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ import xxhash
 from safetensors import safe_open
 
 from penstock.errors import ConfigError, CorruptionError, StorageError
+from penstock.plain_file import NotPlainError, open_plain
 from penstock.store import tensor_file
 from penstock.store.checkpoint.index import read_index
 from penstock.store.checkpoint.state import (
@@ -210,14 +211,14 @@ def _chunks(
 ) -> Iterator[tuple[int, memoryview]]:
     """Read a file in chunks, each checked against its checksum, into one buffer."""
     try:
-        size = path.stat().st_size
-        if size != record.bytes:
-            raise CorruptionError(
-                f"{path}: it has {size:,} bytes, {record.bytes:,} were written; "
-                "use another checkpoint"
-            )
-        buffer = memoryview(bytearray(min(CHUNK_BYTES, record.bytes)))
-        with path.open("rb", buffering=0) as file:
+        with open_plain(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != record.bytes:
+                raise CorruptionError(
+                    f"{path}: it has {size:,} bytes, {record.bytes:,} were written; "
+                    "use another checkpoint"
+                )
+            buffer = memoryview(bytearray(min(CHUNK_BYTES, record.bytes)))
             for number in range(len(record.checksums)):
                 offset = number * CHUNK_BYTES
                 data = buffer[: min(CHUNK_BYTES, record.bytes - offset)]
@@ -233,6 +234,8 @@ def unreadable(path: Path, error: OSError) -> CorruptionError | StorageError:
     """Return the error to raise where a file of a checkpoint cannot be read."""
     if isinstance(error, FileNotFoundError):
         return CorruptionError(f"{path}: this file is missing; use another checkpoint")
+    if isinstance(error, NotPlainError):
+        return CorruptionError(f"{path}: {error.strerror}, or use another checkpoint")
     return StorageError(
         f"{path}: cannot read it: {error.strerror}; check the disk, or use another checkpoint"
     )
@@ -259,11 +262,11 @@ def require_checksum(
         )
 
 
-def read_into(path: Path, file: RawIOBase, data: memoryview) -> None:
+def read_into(path: Path, file: BinaryIO, data: memoryview) -> None:
     """Fill `data` from where the file stands."""
     filled = 0
     while filled < len(data):
-        count = file.readinto(data[filled:])
+        count = os.readv(file.fileno(), [data[filled:]])
         if not count:
             raise CorruptionError(f"{path}: it became shorter while it was read")
         filled += count

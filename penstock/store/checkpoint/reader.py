@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from penstock.errors import CorruptionError
+from penstock.plain_file import open_plain
 from penstock.store import tensor_file
 from penstock.store.checkpoint.load import read_into, require_checksum, unreadable
 from penstock.store.checkpoint.state import read_state, tensor_name
@@ -73,7 +74,7 @@ class SavedWeights:
         path, record = self._folder / file, self._state.files[file]
         data = memoryview(bytearray(min(CHUNK_BYTES, record.bytes - number * CHUNK_BYTES)))
         try:
-            with path.open("rb", buffering=0) as opened:
+            with open_plain(path) as opened:
                 if path.stat().st_size != record.bytes:
                     raise CorruptionError(
                         f"{path}: it has {path.stat().st_size:,} bytes, {record.bytes:,} were "

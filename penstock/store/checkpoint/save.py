@@ -35,6 +35,7 @@ from penstock.store.files import (
     TEMPORARY_PREFIX,
     ChecksummedFile,
     FileRecord,
+    remove,
     remove_temporaries,
     require_space,
     storage_errors,
@@ -190,9 +191,8 @@ def _pieces(store: Store, entry: tensor_file.Entry, source: _Source) -> Iterator
 
 def _publish(temporary: Path, folder: Path, after: Index) -> None:
     fault.point("checkpoint.before_rename")
-    if folder.exists():
-        # The index does not list it: a crash came between its rename and the index.
-        shutil.rmtree(folder)
+    # Whatever is there, the index does not list it: a crash came between its rename and the index.
+    remove(folder)
     temporary.rename(folder)
     fault.point("checkpoint.after_rename")
     sync_folder(folder.parent)

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import ConfigError, CorruptionError
-from penstock.store import sealed_json
+from penstock.store import sealed_json, tensor_file
 from penstock.store.files import CHUNK_BYTES, FileRecord
 from penstock.store.roles import MASTER
-from penstock.tensor_header import ITEM_BYTES, Extent
+from penstock.tensor_header import Extent, is_sound
 
 STATE_NAME = "state.json"
 FORMAT = "penstock checkpoint"
@@ -113,12 +113,14 @@ def read_state(folder: Path) -> CheckpointState:
             "files": dict(files),
             "tensors": dict(tensors),
             "extra": dict(extra),
-        } if chunk_bytes == CHUNK_BYTES and step >= 0:
+        } if chunk_bytes == CHUNK_BYTES and type(step) is int and 0 <= step < 2**63:
             records = {name: _record(path, name, entry) for name, entry in files.items()}
             places = {name: _place(path, name, entry) for name, entry in tensors.items()}
             for name, place in places.items():
                 if place.file not in records:
                     raise _broken(path, f"tensor {name!r} lies in the unknown {place.file!r}")
+                if place.extent.end > records[place.file].bytes:
+                    raise _broken(path, f"tensor {name!r} reaches beyond the end of {place.file!r}")
             best = content.get("best") is True
             return CheckpointState(step, records, places, extra, best)
     raise _broken(path, "it does not describe a checkpoint")
@@ -135,12 +137,14 @@ def newer_version(path: Path, found: int, known: int) -> str:
 def _record(path: Path, name: str, entry: object) -> FileRecord:
     match entry:
         case {"bytes": int(size), "checksums": [*checksums]} if (
-            size >= 0
+            type(size) is int
+            and 0 <= size < 2**63
             and len(checksums) == -(-size // CHUNK_BYTES)
             and all(isinstance(checksum, str) for checksum in checksums)
             # A name that leads out of the folder would let a checkpoint read any file.
             and name == Path(name).name
             and name not in ("", "..")
+            and "\0" not in name
         ):
             return FileRecord(size, tuple(checksums))
     raise _broken(path, f"file {name!r} is described by {str(entry)[:100]}")
@@ -149,10 +153,10 @@ def _record(path: Path, name: str, entry: object) -> FileRecord:
 def _place(path: Path, name: str, entry: object) -> Place:
     match entry:
         case [str(file), str(dtype), [*shape], int(begin), int(end)]:
-            sizes = tuple(size for size in shape if isinstance(size, int))
-            # Pieces are cut at chunks, which hold whole elements only if tensors are aligned.
-            if len(sizes) == len(shape) and begin % ITEM_BYTES.get(dtype, 1) == 0:
-                return Place(file, Extent(dtype, sizes, begin, end))
+            sizes: list[Any] = shape
+            extent = Extent(dtype, tuple(sizes), begin, end)
+            if is_sound(extent) and dtype in tensor_file.DTYPES.values():
+                return Place(file, extent)
     raise _broken(path, f"tensor {name!r} is described by {str(entry)[:100]}")
 
 

@@ -19,13 +19,14 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import xxhash
 
 from penstock import fault
 from penstock.errors import CorruptionError, StorageError
+from penstock.plain_file import NotPlainError, open_own, open_plain
 from penstock.store import files
 from penstock.store.flash import medium
 
@@ -58,8 +59,11 @@ class Journal:
         self.path = path
         self.records, self._end = read_records(path, to_the_damage)
         self._count = len(self.records)
-        self._descriptor = os.open(path, os.O_RDWR)
-        os.ftruncate(self._descriptor, self._end)  # a record that was never finished
+        try:
+            self._descriptor = open_own(path, os.O_RDWR)
+            os.ftruncate(self._descriptor, self._end)  # a record that was never finished
+        except OSError as error:
+            raise _unusable(path, error) from error
 
     @classmethod
     def create(cls, path: Path, first: Record) -> Journal:
@@ -98,7 +102,7 @@ class Journal:
         content = b"".join(_spelled(number, record) for number, record in enumerate(kept))
         files.replace_file(self.path, content, point)
         self.close()
-        self._descriptor = os.open(self.path, os.O_RDWR)
+        self._descriptor = open_own(self.path, os.O_RDWR)
         self.records, self._count, self._end = kept, len(kept), len(content)
 
     def close(self) -> None:
@@ -117,31 +121,37 @@ def read_records(path: Path, to_the_damage: bool = False) -> tuple[list[Record],
         CorruptionError: bytes have changed, with the place and both checksums.
         StorageError: the file cannot be read.
     """
-    try:
-        data = memoryview(path.read_bytes())
-    except OSError as error:
-        raise StorageError(f"{path}: cannot read it: {error.strerror}") from error
     records: list[Record] = []
     place = 0
-    while place < len(data):
-        try:
-            found = _read(path, data, place, len(records))
-        except CorruptionError:
-            if not (to_the_damage and records):
-                raise
-            break
-        if found is None:
-            break
-        record, place = found
-        records.append(record)
+    try:
+        with open_plain(path) as file:
+            while True:
+                try:
+                    found = _read(path, file, place, len(records))
+                except CorruptionError:
+                    if not (to_the_damage and records):
+                        raise
+                    break
+                if found is None:
+                    break
+                record, place = found
+                records.append(record)
+    except OSError as error:
+        raise _unusable(path, error) from error
     if not records:
         raise CorruptionError(f"{path}: holds no whole record; it is not a journal, or was cut off")
     return records, place
 
 
-def _read(path: Path, data: memoryview, place: int, number: int) -> tuple[Record, int] | None:
+def _unusable(path: Path, error: OSError) -> CorruptionError | StorageError:
+    if isinstance(error, NotPlainError):
+        return CorruptionError(f"{path}: {error.strerror}")
+    return StorageError(f"{path}: cannot use it: {error.strerror}")
+
+
+def _read(path: Path, file: BinaryIO, place: int, number: int) -> tuple[Record, int] | None:
     """Return the record at `place` and where the next begins; None where none was finished."""
-    sector = data[place : place + SECTOR_BYTES]
+    sector = _bytes_at(file, place, SECTOR_BYTES)
     if len(sector) < SECTOR_BYTES or not any(sector):
         return None
     _require_sector(path, sector, place, f"the header of record {number}")
@@ -152,11 +162,11 @@ def _read(path: Path, data: memoryview, place: int, number: int) -> tuple[Record
             "is there; the journal was put together from others"
         )
     end = place + SECTOR_BYTES + _padded(length)
-    seal = data[end : end + SECTOR_BYTES]
+    seal = _bytes_at(file, end, SECTOR_BYTES)
     if len(seal) < SECTOR_BYTES or not any(seal):
         return None
     _require_sector(path, seal, end, f"the seal of record {number}")
-    body = data[place:end]
+    body = _bytes_at(file, place, end - place)
     *_, sealed = _SEALED.unpack_from(seal)
     came = xxhash.xxh3_128_digest(body)
     payload = body[SECTOR_BYTES : SECTOR_BYTES + length]
@@ -168,11 +178,20 @@ def _read(path: Path, data: memoryview, place: int, number: int) -> tuple[Record
     try:
         size = int.from_bytes(payload[:8], "little")
         content = json.loads(bytes(payload[8 : 8 + size]))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CorruptionError(f"{path}: record {number} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise CorruptionError(f"{path}: record {number} is not a mapping")
     return Record(content, bytes(payload[8 + size :])), end + SECTOR_BYTES
+
+
+def _bytes_at(file: BinaryIO, place: int, count: int) -> memoryview:
+    """Read `count` bytes, or as many as there are."""
+    pieces = []
+    while count and (piece := os.pread(file.fileno(), count, place)):
+        pieces.append(piece)
+        place, count = place + len(piece), count - len(piece)
+    return memoryview(b"".join(pieces))
 
 
 def _require_sector(path: Path, sector: memoryview, place: int, what: str) -> None:

@@ -89,7 +89,13 @@ class Unit:
 
     @property
     def place_bytes(self) -> int:
-        return self.stream_bytes + sum(self.state_bytes(block.elements) for block in self.blocks)
+        whole, rest = divmod(self.elements, self.block_elements)
+        state = whole * self.state_bytes(self.block_elements)
+        return self.stream_bytes + state + (self.state_bytes(rest) if rest else 0)
+
+    @property
+    def block_count(self) -> int:
+        return -(-self.elements // self.block_elements)
 
     @property
     def blocks(self) -> list[Block]:

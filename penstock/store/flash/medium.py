@@ -11,21 +11,30 @@ from pathlib import Path
 
 import numpy as np
 
-from penstock.errors import StorageError
+from penstock.errors import CorruptionError, StorageError
+from penstock.plain_file import NotPlainError, open_own
 
 ALIGNMENT_BYTES = 4096
 
 
 class ExtentFile:
-    """A file of fixed size, read and written in aligned pieces from several threads."""
+    """A file of fixed size, read and written in aligned pieces from several threads.
+
+    Raises:
+        CorruptionError: the file that should be there is not, is shorter, or is no plain file.
+        StorageError: the system refuses to open the file that is there.
+        OSError: the system refuses to make the file.
+    """
 
     def __init__(self, path: Path, size_bytes: int, *, create: bool) -> None:
         self.path = path
         self.size_bytes = size_bytes
-        flags = os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0)
-        self._descriptor = _open(path, flags)
+        if not create:
+            self._descriptor = _open_existing(path, size_bytes)
+            return
+        self._descriptor = _open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
-            if create and size_bytes:
+            if size_bytes:
                 # Takes the blocks now, so that a full disk is met here and not in mid-run.
                 os.posix_fallocate(self._descriptor, 0, size_bytes)
         except BaseException:
@@ -87,15 +96,36 @@ def sync_data(descriptor: int) -> None:
     os.fdatasync(descriptor)
 
 
+def _open_existing(path: Path, size_bytes: int) -> int:
+    try:
+        descriptor = _open(path, os.O_RDWR)
+    except FileNotFoundError as error:
+        raise CorruptionError(
+            f"{path}: is missing, and the journal beside it counts on it; restore it from a copy"
+        ) from error
+    except NotPlainError as error:
+        raise CorruptionError(f"{path}: {error.strerror}") from error
+    except OSError as error:
+        raise StorageError(f"{path}: cannot use it: {error.strerror}") from error
+    found = os.fstat(descriptor).st_size
+    if found < size_bytes:
+        os.close(descriptor)
+        raise CorruptionError(
+            f"{path}: has {found:,} bytes, {size_bytes:,} were expected; it was cut short, or "
+            "belongs to another store"
+        )
+    return descriptor
+
+
 def _open(path: Path, flags: int) -> int:
     """Open for direct I/O, or through the page cache where the file system has none."""
     direct = getattr(os, "O_DIRECT", 0)
     if direct:
         try:
-            return os.open(path, flags | direct, 0o666)
+            return open_own(path, flags | direct)
         except OSError as error:
-            if error.errno != errno.EINVAL:
+            if error.errno != errno.EINVAL or isinstance(error, NotPlainError):
                 raise
             if flags & os.O_CREAT:
                 path.unlink(missing_ok=True)
-    return os.open(path, flags, 0o666)
+    return open_own(path, flags)

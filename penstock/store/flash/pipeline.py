@@ -81,6 +81,7 @@ class Pipeline:
         self._updating: set[int] = set()  # units of which some blocks have been given out
         self._unwritten: set[int] = set()  # units that the writer has yet to take out
         self._spilling: set[int] = set()  # units whose gradient it has yet to take out
+        self._seals = 0  # steps that it has yet to seal
         self._goes_out = True  # whether what the present pass updates is written
         self._is_reading = False
         self._arriving: set[int] = set()  # units whose frame is being filled
@@ -180,7 +181,13 @@ class Pipeline:
     def seal(self, step: int, extra: Mapping[str, Any]) -> None:
         """Let the writer make a step durable, behind all that it has been given."""
         with self._changed:
+            self._seals += 1
             self._hand_to_writer(("seal", step, dict(extra)))
+
+    def wait_for_seals(self) -> None:
+        """Wait until every step that was to be made durable is."""
+        with self._changed:
+            self._wait(lambda: self._seals == 0)
 
     def drain(self) -> None:
         """Wait until the writer has done all that it was given."""
@@ -455,6 +462,8 @@ class Pipeline:
                 elif what == "frame":
                     self._version.advance(unit, *checks)
                     self._unwritten.discard(unit.index)
+                elif what == "seal":
+                    self._seals -= 1
                 elif what == "gradient":
                     self._spilling.discard(unit.index)
                     self._slabs.append(slab)

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 
 from penstock.errors import ConfigError, CorruptionError
 from penstock.store.flash.description import require_readable
-from penstock.store.flash.journal import Journal, Record, read_records
+from penstock.store.flash.journal import Journal, read_records
 from penstock.store.flash.layout import FlashLayout
 from penstock.store.flash.medium import ExtentFile
 from penstock.store.flash.store import EXTENTS, JOURNAL
-from penstock.store.flash.version import Version
+from penstock.store.flash.version import Version, recorded_step
 from penstock.store.lock import FolderLock
+from penstock.store.roles import Role
+
+MOST_BLOCK_ELEMENTS = 1 << 28
+"""A block is read whole, so a journal that was made up may not ask for more than this."""
 
 
 class FlashReader:
@@ -26,25 +33,19 @@ class FlashReader:
         StorageError: a process has it open for writing.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, to_the_damage: bool = False) -> None:
         self.folder = folder
-        journal = folder / JOURNAL
-        if not journal.exists():
+        self._journal = folder / JOURNAL
+        if not os.path.lexists(self._journal):
             raise ConfigError(f"{folder}: no store on flash here yet")
         self._newest: Version | None = None
         self._lock = FolderLock(folder, "stop it")
         try:
-            self._first, *self._steps = read_records(journal)[0]
-            content = self._first.content
-            require_readable(folder, content)
-            try:
-                self._layout = FlashLayout.from_description(
-                    content["units"], content["keep_steps"], content["block_elements"]
-                )
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
-                raise CorruptionError(
-                    f"{journal}: its first record does not describe a store ({error!r})"
-                ) from error
+            first, *self._records = read_records(self._journal, to_the_damage)[0]
+            require_readable(folder, first.content)
+            self._layout = _layout(self._journal, first.content)
+            self._keep = first.content["keep_steps"]
+            self._steps = [recorded_step(self._journal, record)[0] for record in self._records]
             self._file = ExtentFile(folder / EXTENTS, self._layout.file_bytes, create=False)
         except BaseException:
             self._lock.release()
@@ -65,11 +66,7 @@ class FlashReader:
     @property
     def steps(self) -> list[int]:
         """The durable steps whose extents are still there, oldest first."""
-        return [int(record.content["step"]) for record in self._kept]
-
-    @property
-    def _kept(self) -> list[Record]:
-        return self._steps[-int(self._first.content["keep_steps"]) :]
+        return self._steps[-self._keep :]
 
     @property
     def bytes(self) -> int:
@@ -124,9 +121,35 @@ class FlashReader:
         """Return the hash of all weights after a durable step."""
         return self._version(step).content_hash()
 
+    def repair(self) -> int:
+        """Go back to the newest durable step that is whole; return it.
+
+        Raises:
+            CorruptionError: none is whole.
+        """
+        journal = Journal(self._journal, to_the_damage=True)
+        try:
+            while self._steps:
+                if self._newest_is_whole():
+                    return self._steps[-1]
+                journal.drop_last()
+                del self._steps[-1], self._records[-1]
+        finally:
+            journal.close()
+        raise CorruptionError(f"{self.folder}: no durable step is whole; restore it from an export")
+
+    def _newest_is_whole(self) -> bool:
+        try:
+            self.verify(self._steps[-1])
+        except CorruptionError:
+            return False
+        return True
+
     def _version(self, step: int) -> Version:
+        # A step that was restored over itself has two records; the later one counts.
+        later = self._steps[::-1].index(step)
         version = Version(self._layout, self._file)
-        version.restore(next(r for r in self._kept if r.content["step"] == step))
+        version.restore(self._records[-1 - later])
         return version
 
 
@@ -135,21 +158,34 @@ def repair(folder: Path) -> int:
 
     Raises:
         CorruptionError: none is whole.
+        StorageError: a process has the store open for writing.
     """
-    journal = Journal(folder / JOURNAL, to_the_damage=True)
+    with FlashReader(folder, to_the_damage=True) as reader:
+        return reader.repair()
+
+
+def _layout(journal: Path, content: Mapping[str, Any]) -> FlashLayout:
+    """Return what a journal's first record describes, which need not be sound."""
     try:
-        while len(journal.records) > 1:
-            with FlashReader(folder) as reader:
-                step = reader.steps[-1]
-                try:
-                    reader.verify(step)
-                except CorruptionError:
-                    whole = False
-                else:
-                    whole = True
-            if whole:
-                return step
-            journal.drop_last()
-    finally:
-        journal.close()
-    raise CorruptionError(f"{folder}: no durable step is whole; restore it from an export")
+        keep, block = content["keep_steps"], content["block_elements"]
+        _require_count(keep, 1, 2**31)
+        _require_count(block, 1, MOST_BLOCK_ELEMENTS)
+        for unit in content["units"]:
+            for name, shape in unit["weights"].items():
+                name.encode()  # half a surrogate pair is text in JSON, and nowhere else
+                _require_count(len(shape), 0, 64)
+                for length in shape:
+                    _require_count(length, 0, 2**63)
+            for role in unit["roles"]:
+                _require_count(role["group"], 1, MOST_BLOCK_ELEMENTS)
+                _ = Role(role["name"], role["dtype"]).torch  # one of the types that there are
+        return FlashLayout.from_description(content["units"], keep, block)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CorruptionError(
+            f"{journal}: its first record does not describe a store ({str(error)[:200]})"
+        ) from error
+
+
+def _require_count(found: object, least: int, most: int) -> None:
+    if type(found) is not int or not least <= found <= most:
+        raise ValueError(f"{least} to {most} was expected, {str(found)[:40]} came")

@@ -34,7 +34,7 @@ from penstock.store.flash.medium import ExtentFile
 from penstock.store.flash.pipeline import Pipeline
 from penstock.store.flash.spill import GradientSpill
 from penstock.store.flash.staging import StagedUnit, Staging
-from penstock.store.flash.version import Version, checksum, state_parts
+from penstock.store.flash.version import Version, checksum, recorded_step, state_parts
 from penstock.store.gradients import Gradients, clip_scale
 from penstock.store.incoming import checked_weights
 from penstock.store.interface import Commit, FlashTraffic, Traffic
@@ -124,7 +124,6 @@ class FlashStore:
         self._streamed_bytes = self._gradient_bytes = 0
         self._staging: Staging | None = None
 
-        folder.mkdir(parents=True, exist_ok=True)
         self._lock = FolderLock(folder, "give this run a store.flash.path of its own")
         try:
             self._open()
@@ -164,7 +163,7 @@ class FlashStore:
             if len(self._journal.records) > 1:
                 last = self._journal.records[-1]
                 self._version.restore(last)
-                self.step, self.extra = int(last.content["step"]), dict(last.content["extra"])
+                self.step, self.extra = recorded_step(journal, last)
                 self._is_loaded = True
             return
         size = self._layout.file_bytes
@@ -274,6 +273,8 @@ class FlashStore:
         norm = self._gradients.norm(self.step + 1)
         self._pipeline.finish_pass()
         self._seal_when_due()
+        # Sealed long ago, unless the disk is slower than a whole step: then the step waits for it.
+        self._pipeline.wait_for_seals()
         rate = learning_rate(self._schedule, self.step)
         commit = Commit(self.step + 1, norm, clip_scale(norm, self._clip_norm), rate)
         self._gradients.clear()
@@ -501,4 +502,4 @@ def recorded_extra(folder: Path) -> dict[str, Any] | None:
     if not journal.exists():
         return None
     records, _ = read_records(journal)
-    return dict(records[-1].content["extra"]) if len(records) > 1 else None
+    return recorded_step(journal, records[-1])[1] if len(records) > 1 else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -50,7 +51,7 @@ class Version:
         """
         begin = 0
         for unit in self._layout.units:
-            size = len(unit.blocks) * CHECKSUM_BYTES
+            size = unit.block_count * CHECKSUM_BYTES
             halves = (begin, begin + size, begin + 2 * size)
             self._checks[unit.index] = (
                 record.blob[halves[0] : halves[1]],
@@ -175,10 +176,22 @@ def state_parts(
     return low, roles
 
 
+def recorded_step(path: Path, record: Record) -> tuple[int, dict[str, Any]]:
+    """Return the step that a record makes durable, and what was kept with it.
+
+    Raises:
+        CorruptionError: it is no such record of the journal `path`.
+    """
+    match record.content:
+        case {"step": int(step), "extra": dict(extra)} if type(step) is int and 0 <= step < 2**63:
+            return step, dict(extra)
+    raise CorruptionError(f"{path}: a record does not describe a step; restore it from a copy")
+
+
 def _are_places(found: Any, units: tuple[Unit, ...]) -> bool:
     if not isinstance(found, list) or len(found) != len(units):
         return False
     return all(
-        isinstance(place, int) and 0 <= place < unit.places
+        type(place) is int and 0 <= place < unit.places
         for place, unit in zip(found, units, strict=True)
     )

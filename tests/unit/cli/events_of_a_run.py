@@ -10,6 +10,7 @@ def started(run_dir="runs/x", steps=100, resumed_from=None):
         run_dir=Path(run_dir),
         model="gpt2",
         parameters=124_439_808,
+        trainable_parameters=124_439_808,
         weight_bytes=497_759_232,
         state_bytes=2 << 30,
         engine_bytes=4 << 30,

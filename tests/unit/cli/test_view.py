@@ -1,6 +1,7 @@
 """What a terminal and a log show of a run."""
 
 import io
+from dataclasses import replace
 from pathlib import Path
 
 from events_of_a_run import started, step
@@ -47,6 +48,15 @@ def test_the_panel_shows_loss_speed_time_left_traffic_and_memory_with_budgets():
         "runs/x   fp32 on cpu",
     ):
         assert part in text, f"{part!r} is not in\n{text}"
+
+
+def test_how_many_parameters_are_trained_is_said_where_it_is_not_all():
+    tuned = replace(started(), trainable_parameters=294_912)
+    expected = "124M parameters, 295k of them trained"
+    progress = Progress()
+    progress(tuned)
+    assert expected in shown(panel(progress))
+    assert lines_of(10, [tuned])[0].startswith(f"gpt2: {expected}, fp32 on cpu; ")
 
 
 def test_the_panel_before_the_first_step():

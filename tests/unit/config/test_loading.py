@@ -14,7 +14,7 @@ from penstock.config import (
     PresetModel,
     load,
     matches,
-    require_matches,
+    matching,
 )
 from penstock.errors import ConfigError
 
@@ -126,6 +126,8 @@ def full_configuration():
                 "schedule": {"name": "piecewise", "boundaries": [3, 9], "ratios": [0.5, 0.1]},
             },
             "freeze": ["*.wte.*"],
+            "train": ["*.ln_*"],
+            "lora": {"rank": 4, "alpha": 8, "targets": ["*.c_attn.weight"], "dropout": 0.05},
             "engine": {"memory": "1536MiB", "device": "cpu", "recompute": "always"},
             "evaluation": {"every": 10, "early_stop_patience": 2},
         }
@@ -188,12 +190,18 @@ def test_patterns_are_those_of_the_shell():
     assert matches("h.0.ln_1.bias", ["*.bias"])
     assert matches("h.0.ln_1.bias", ["x", "h.?.ln_*"])
     assert not matches("h.0.ln_1.bias", ["bias", "*.BIAS"])
+    names = ["h.0.ln_1.bias", "h.1.ln_1.bias", "wte.weight"]
+    assert matching("freeze", ["h.?.ln_*"], names) == {"h.0.ln_1.bias", "h.1.ln_1.bias"}
+    assert matching("freeze", ["h.0.*", "wte.weight"], names) == {"h.0.ln_1.bias", "wte.weight"}
+    assert matching("freeze", [], names) == set()
+    with pytest.raises(ConfigError):
+        matching("freeze", ["*.BIAS"], names)
 
 
 def test_a_pattern_that_matches_nothing_is_refused_by_name():
     with pytest.raises(ConfigError) as raised:
-        require_matches("freeze", ["wte.*", "wpe.weigth"], ["wte.weight", "wpe.weight"])
+        matching("freeze", ["wte.*", "wpe.weigth"], ["wte.weight", "wpe.weight"])
     assert str(raised.value) == (
-        "freeze: pattern 'wpe.weigth' matches none of the 2 weights (did you mean "
-        "'wpe.weight'?); they are named like wte.weight, wpe.weight"
+        "freeze: pattern 'wpe.weigth' matches no weight (did you mean 'wpe.weight'?); the "
+        "model's weights are named like wte.weight, wpe.weight"
     )

@@ -6,8 +6,8 @@ from penstock.config import Config, load
 from penstock.errors import ConfigError
 
 _KEYS = (
-    "model, data, batch, precision, optimizer, freeze, store, engine, engines, run, evaluation, "
-    "checkpoint, logging"
+    "model, data, batch, precision, optimizer, freeze, train, lora, store, engine, engines, run, "
+    "evaluation, checkpoint, logging"
 )
 
 
@@ -150,6 +150,20 @@ def message(tmp_path, monkeypatch, text, overrides=(), training=False):
             "model: gpt2\ndata: {tokenizer: train-bpe}\n",
             "run.yaml:2: data.tokenizer: expected train-bpe:SIZE with a vocabulary above 256, "
             "got 'train-bpe'; for example train-bpe:4096",
+        ),
+        (
+            "model: gpt2\nlora: {rank: 8}\n",
+            "run.yaml:2: lora.targets: expected at least one pattern with lora.rank, got none; "
+            "for example lora.targets: ['*.q_proj.weight', '*.v_proj.weight'] (Llama) or "
+            "['*.c_attn.weight'] (GPT-2)",
+        ),
+        (
+            "model: gpt2\nlora:\n  targets: ['*.c_attn.weight']\n",
+            "run.yaml:3: lora.targets: has no effect without adapters; set lora.rank, such as 8",
+        ),
+        (
+            "model: gpt2\nlora: {rank: 0, targets: ['*']}\n",
+            "run.yaml:2: lora.rank: expected a number from 1 up, got 0; for example lora.rank: 8",
         ),
         ("data: {path: x}\n", "run.yaml: model: missing; add for example `model: gpt2`"),
         ("", "run.yaml: model: missing; add for example `model: gpt2`"),

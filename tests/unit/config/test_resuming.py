@@ -46,6 +46,8 @@ def test_what_does_not_decide_the_result_leaves_the_digest(change):
         {"optimizer": {"learning_rate": 1e-3}},
         {"optimizer": {"schedule": {"name": "constant", "final_ratio": 0.1}}},
         {"freeze": ["*.wte.*"]},
+        {"train": ["*.wte.*"]},
+        {"lora": {"rank": 8, "targets": ["*.c_attn.weight"]}},
         {"store": {"gradients": "bf16"}},
         {"data": {"seed": 1}},
         {"data": {"sequence_length": 8}},
@@ -55,6 +57,12 @@ def test_what_does_not_decide_the_result_leaves_the_digest(change):
 )
 def test_what_decides_the_result_changes_the_digest(change):
     assert made(**change).digest() != made().digest()
+
+
+def test_every_number_of_the_adapters_decides_the_result():
+    plain = {"rank": 8, "targets": ["*.c_attn.weight"]}
+    changes = ({}, {"rank": 4}, {"alpha": 8}, {"targets": ["*.c_proj.weight"]}, {"dropout": 0.1})
+    assert len({made(lora={**plain, **change}).digest() for change in changes}) == len(changes)
 
 
 def test_more_steps_are_the_same_run_where_the_schedule_does_not_decay_towards_them():

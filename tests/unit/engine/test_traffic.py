@@ -85,6 +85,19 @@ def test_frozen_weights_send_nothing_back(tmp_path):
     assert events[-1].gradient_bytes == embed + head
 
 
+def test_below_what_trains_weights_stream_once(tmp_path):
+    case = language_model("llama")
+    recipe = Recipe(steps=2, warmup_steps=0)
+    trainer, events = trainer_of(
+        case, recipe, tmp_path, train=["model.layers.1.*"], engine={"recompute": "always"}
+    )
+    trainer.train()
+    embed, blocks, head = weight_bytes(case, "fp32")
+    block = blocks // 2
+    assert events[-1].streamed_bytes == embed + block + 2 * block + head
+    assert events[-1].gradient_bytes == block
+
+
 def test_an_engine_without_arithmetic_moves_the_same_bytes(tmp_path):
     case, recipe = language_model("gpt2"), Recipe()  # whose first step has a rate of zero
     trainer, events = trainer_of(case, recipe, tmp_path / "real")

@@ -2,6 +2,7 @@
 
 import math
 import random
+import time
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from store_programs import (
 )
 
 from penstock.errors import BudgetError, ConfigError, CorruptionError, StorageError
-from penstock.store import SGD, AdamW, DramStore, GroupSettings, Lion
+from penstock.store import SGD, AdamW, DramStore, GroupSettings, Lion, files
 from penstock.store.flash import FlashStore
 
 BLOCK = 2048
@@ -261,6 +262,19 @@ def test_durability_lags_a_commit_by_less_than_a_step(flash):
         store._pipeline.drain()
         assert store.durable_step == step  # before step + 1 is committed
         store.commit()
+
+
+def test_a_disk_slower_than_a_step_does_not_fall_behind(flash, monkeypatch):
+    def slow_sync(descriptor, real=files.sync):
+        time.sleep(0.02)
+        real(descriptor)
+
+    monkeypatch.setattr(files, "sync", slow_sync)
+    store = flash(make_program(LAYERS))
+    store.load(random_weights(store.program, 2).items())
+    for step in range(1, 5):
+        train(store, 1, 5)
+        assert store.durable_step >= step - 1
 
 
 def test_a_second_process_is_kept_out(flash):

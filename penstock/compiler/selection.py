@@ -1,0 +1,54 @@
+"""Which weights are trained: what `train` names, less what `freeze` names.
+
+Patterns see every name of a tied weight, and what holds for one of its names holds for the weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from penstock.config import matching
+from penstock.errors import ConfigError
+
+
+def select_trainable(
+    aliases: Mapping[str, Sequence[str]],
+    differentiable: Collection[str],
+    *,
+    train: Sequence[str] = (),
+    freeze: Sequence[str] = (),
+    adapters: Collection[str] = (),
+) -> frozenset[str]:
+    """Return the names of the weights that get a gradient and optimizer state.
+
+    **Arguments:** `aliases` maps every weight to its further names; `differentiable` are those
+    whose `requires_grad` the model has set; `train` and `freeze` are patterns. Without `train`
+    all are trained, or `adapters` alone if there are any; with it what it matches, and the
+    adapters. What `freeze` matches is not trained in any case.
+
+    **Raises:** `ConfigError` for a pattern that matches nothing, and for one of `train` none of
+    whose weights would be trained.
+    """
+    names = [name for first, others in aliases.items() for name in (first, *others)]
+    frozen = matching("freeze", freeze, names)
+
+    def weights(found: Collection[str]) -> set[str]:
+        return {first for first, others in aliases.items() if {first, *others} & set(found)}
+
+    may = weights(differentiable)
+    stay = weights(frozen)
+    chosen = set(adapters) if train or adapters else set(aliases)
+    for pattern in train:
+        here = weights(matching("train", [pattern], names))
+        if not here & may:
+            raise ConfigError(
+                f"train: pattern {pattern!r} matches only weights that the model itself keeps "
+                "fixed (requires_grad is False); set it to True there, or remove the pattern"
+            )
+        if not (here & may) - stay:
+            raise ConfigError(
+                f"train: pattern {pattern!r} matches only weights that freeze matches too, and "
+                "freeze comes first; take them out of one of the two"
+            )
+        chosen |= here
+    return frozenset((chosen & may) - stay)

@@ -1,0 +1,197 @@
+"""Low-rank adapters: a model source becomes one whose chosen layers have an adapter each.
+
+A layer y = base(x) becomes y = base(x) + (alpha / rank) (x A^T) B^T. A [rank, in] is drawn from
+the seed, B [out, rank] starts at zero, so that the first step is the base model's. The base's
+weights keep their names and initial values; they stay as they are unless `train` names them.
+
+Source of the method: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021; initial
+values and names as in the PEFT library.
+"""
+
+import copy
+import hashlib
+import itertools
+import math
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers.pytorch_utils import Conv1D
+
+from penstock.config import matching
+from penstock.errors import CompileError, ConfigError
+from penstock.models.deferred import TensorNames
+
+if TYPE_CHECKING:
+    from penstock.models.source import _Origin
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """What a weight with an adapter stands for: W + (alpha / rank) B A.
+
+    Attributes:
+        down: name of A [rank, in].
+        up: name of B [out, rank].
+        rank, alpha: the product is scaled by `alpha / rank`.
+        dropout: share of the layer's inputs that the adapter does not see while it trains.
+        transposed: the weight is [in, out], as in GPT-2's Conv1D, and so is the product.
+    """
+
+    down: str
+    up: str
+    rank: int
+    alpha: float
+    dropout: float
+    transposed: bool
+
+    @property
+    def scale(self) -> float:
+        """What the product is multiplied by."""
+        return self.alpha / self.rank
+
+    @property
+    def path(self) -> str:
+        """The adapted layer's place in the model."""
+        return self.down.removesuffix("lora_A.weight").removesuffix(".")
+
+
+class _Adapted(nn.Module):
+    """Goes before the class of a layer: its `forward` adds what the adapter makes of the input."""
+
+    lora_A: nn.Linear
+    lora_B: nn.Linear
+    lora_scale: float
+    lora_dropout: float
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in] to [..., out]."""
+        seen = F.dropout(x, self.lora_dropout, self.training) if self.lora_dropout else x
+        return super().forward(x) + self.lora_B(self.lora_A(seen) * self.lora_scale)
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """What `adapt` makes: wrappers of a model with adapters, its tensors, and the adapters."""
+
+    modules: tuple[Any, ...]
+    origin: "AdaptedOrigin"
+    adapters: dict[str, Adapter]
+
+
+def adapt(
+    origin: "_Origin",
+    wrappers: Sequence[nn.Module],
+    rank: int,
+    alpha: float,
+    dropout: float,
+    targets: Sequence[str],
+) -> Adapted:
+    """Put an adapter beside every weight that `targets` matches; see `ModelSource.with_adapters`.
+
+    `wrappers` hold the origin's module as `model`; they are copied, over the same tensors.
+    """
+    names = _targeted(origin.module, origin.names, targets)
+    copies = _copied(origin, wrappers)
+    model = copies[0].model
+    adapters = {}
+    for name in names:
+        prefix = name.removesuffix("weight")  # empty where the model is a single layer
+        layer = model.get_submodule(prefix.removesuffix("."))
+        down, up = f"{prefix}lora_A.weight", f"{prefix}lora_B.weight"
+        adapters[name] = Adapter(down, up, rank, alpha, dropout, isinstance(layer, Conv1D))
+        with origin.fake_mode:
+            _add(adapters[name], layer)
+    return Adapted(copies, AdaptedOrigin(origin, model, adapters.values()), adapters)
+
+
+def _targeted(module: nn.Module, names: TensorNames, targets: Sequence[str]) -> list[str]:
+    """Return the names of the weights that get an adapter, in module order."""
+    able = [
+        f"{path}.weight" if path else "weight"
+        for path, child in module.named_modules()
+        if isinstance(child, nn.Linear | Conv1D)
+    ]
+    tied = {**names.aliases, **{first: other for other, first in names.aliases.items()}}
+    everything = [*names.parameters, *names.aliases]
+    chosen: set[str] = set()
+    for pattern in targets:
+        for name in sorted(matching("lora.targets", [pattern], everything)):
+            path, _, attribute = name.rpartition(".")
+            owner = module.get_submodule(path)
+            here = f"lora.targets: pattern {pattern!r} matches {name}"
+            if attribute != "weight" or not isinstance(owner, nn.Linear | Conv1D):
+                such = f", such as {able[0]}" if able else "; this model has none"
+                raise ConfigError(
+                    f"{here} ({type(owner).__name__}.{attribute}); adapters go on weights of "
+                    f"Linear and Conv1D layers{such}"
+                )
+            if name in tied:
+                raise ConfigError(
+                    f"{here}, which is tied to {tied[name]}: an adapter could not be merged into "
+                    "the one without changing the other; leave it out"
+                )
+            if hasattr(owner, "lora_A") or hasattr(owner, "lora_B"):
+                raise ConfigError(f"{here}, whose layer has a lora_A or lora_B of its own")
+            chosen.add(name)
+    return [name for name in able if name in chosen]
+
+
+def _copied(origin: "_Origin", wrappers: Sequence[nn.Module]) -> tuple[Any, ...]:
+    """Return copies of modules over the same tensors, sharing what they share."""
+    tensors = (*origin.names.parameters.values(), *origin.names.buffers.values())
+    try:
+        return copy.deepcopy(tuple(wrappers), {id(tensor): tensor for tensor in tensors})
+    except (TypeError, RuntimeError, AttributeError) as error:
+        raise CompileError(
+            f"lora needs a module that copy.deepcopy can copy, {type(origin.module).__name__} "
+            f"cannot be: {error}; keep open files, locks and graphs out of it"
+        ) from error
+
+
+def _add(adapter: Adapter, layer: Any) -> None:
+    """Give a layer its adapter, in place; the name of its class stays."""
+    rows, columns = layer.weight.shape
+    inputs, outputs = (rows, columns) if adapter.transposed else (columns, rows)
+    layer.lora_A = nn.Linear(inputs, adapter.rank, bias=False, dtype=torch.float32)
+    layer.lora_B = nn.Linear(adapter.rank, outputs, bias=False, dtype=torch.float32)
+    layer.lora_scale, layer.lora_dropout = adapter.scale, adapter.dropout
+    layer.__class__ = type(type(layer).__name__, (_Adapted, type(layer)), {})
+
+
+class AdaptedOrigin:
+    """Another origin's weights, and those of the adapters."""
+
+    def __init__(self, base: "_Origin", module: nn.Module, adapters: Collection[Adapter]) -> None:
+        self.module = module
+        self.fake_mode = base.fake_mode
+        self.names = TensorNames.of(module)
+        self.aliases = self.names.aliases
+        self._base = base
+        parameters = self.names.parameters
+        self._down = {a.down: tuple(parameters[a.down].shape) for a in adapters}
+        self._up = {a.up: tuple(parameters[a.up].shape) for a in adapters}
+
+    def materialise(
+        self, seed: int, names: Iterable[str] | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, tensor); an adapter's depend on the seed and its name alone."""
+        everything = (*self.names.parameters, *self.names.buffers)
+        wanted = list(dict.fromkeys(everything if names is None else names))
+        own = [name for name in wanted if name in self._down or name in self._up]
+        rest = [name for name in wanted if name not in self._down and name not in self._up]
+        return itertools.chain(self._base.materialise(seed, rest), self._fresh(seed, own))
+
+    def _fresh(self, seed: int, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name in names:
+            if name in self._up:
+                yield name, torch.zeros(self._up[name])
+                continue
+            digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+            weight = torch.empty(self._down[name])
+            nn.init.kaiming_uniform_(weight, a=math.sqrt(5), generator=generator)
+            yield name, weight

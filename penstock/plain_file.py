@@ -1,0 +1,73 @@
+"""Opening files that somebody else may have put there: plain files, no longer than makes sense.
+
+Opening a FIFO waits without end, a device such as `/dev/zero` never ends, and a file of a few
+sectors can claim any length. What is read whole is read through here.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+_KINDS = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
+_REFUSALS = {errno.ELOOP: "a link", errno.EISDIR: "a folder", errno.ENXIO: "a socket"}
+
+
+class NotPlainError(OSError):
+    """Something else than a plain file of a sensible length; `strerror` says what is there."""
+
+
+def open_plain(path: Path) -> BinaryIO:
+    """Open a plain file, or what a link to one leads to, for unbuffered reading.
+
+    Raises:
+        NotPlainError: it is a folder, a FIFO, a device or a socket.
+        OSError: it is not there, or the system refused.
+    """
+    return os.fdopen(_open(path, os.O_RDONLY), "rb", buffering=0)
+
+
+def open_own(path: Path, flags: int) -> int:
+    """Open a file that is to be changed and return its descriptor. A link is not followed: what is
+    changed lies where it seems to lie. Errors are those of `open_plain`."""
+    return _open(path, flags | os.O_NOFOLLOW)
+
+
+def read_plain(path: Path, most_bytes: int) -> bytes:
+    """Return the content of a plain file of at most `most_bytes`; errors as of `open_plain`."""
+    with open_plain(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most_bytes:
+            raise NotPlainError(
+                errno.EFBIG, f"it has {size:,} bytes, at most {most_bytes:,} make sense", str(path)
+            )
+        return file.read()
+
+
+def _open(path: Path, flags: int) -> int:
+    try:
+        # Without blocking: opening a FIFO would otherwise wait for somebody to write into it.
+        file = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno in _REFUSALS:
+            raise _not_plain(path, _REFUSALS[error.errno]) from error
+        raise
+    mode = os.fstat(file).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(file)
+        raise _not_plain(path, _KINDS.get(stat.S_IFMT(mode), "a folder"))
+    return file
+
+
+def _not_plain(path: Path, what: str) -> NotPlainError:
+    return NotPlainError(
+        errno.EINVAL, f"a file was expected here, {what} is there; move it away", str(path)
+    )

@@ -1,0 +1,278 @@
+"""Any single bit that flips on disk is found and named, or lies where nobody looks.
+
+Which bytes of the extents a step needs is taken from what the store itself reads when it is opened
+and all of it is asked for, not from its layout.
+"""
+
+import json
+import random
+import re
+
+import pytest
+import torch
+import xxhash
+from store_programs import (
+    CONSTANT,
+    forward_sweep,
+    make_program,
+    random_weights,
+    train,
+    training_store,
+)
+
+from penstock.errors import CorruptionError
+from penstock.store import (
+    AdamW,
+    GroupSettings,
+    find_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+    verify_checkpoint,
+)
+from penstock.store.flash import FlashReader, FlashStore, medium
+from penstock.store.flash.journal import SECTOR_BYTES, read_records
+
+LAYERS = (
+    {"embed": (50, 16), "frozen": (90, 30)},
+    {"block.weight": (70, 70), "block.bias": (70,)},
+    {"norm": (16,), "embed": (50, 16)},
+)
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# The one that came, and the one that was expected, in which a bit may have flipped, too.
+CHECKSUMS = r"checksum(?: is)? ([0-9a-f]{32}), (.{32}) was expected"
+
+
+def opened(folder, precision):
+    program = make_program(LAYERS, frozen=("frozen",), stream_dtype=DTYPES[precision])
+    return FlashStore(
+        program,
+        folder,
+        optimizer=AdamW(0.9, 0.95, 1e-8),
+        groups=dict.fromkeys(program.weights, GroupSettings(1.0, 0.1, None)),
+        schedule=CONSTANT,
+        dram_bytes=400_000,
+        block_elements=2048,
+    )
+
+
+class Flash:
+    """A closed store of three durable steps; in `needed`, the bytes that its last one goes by."""
+
+    def __init__(self, folder, precision):
+        self.folder = folder
+        store = opened(folder, precision)
+        store.load(random_weights(store.program, 3).items())
+        for _ in range(3):
+            train(store, 1, 3)
+            store.make_durable()
+        self.hash = store.content_hash()
+        store.close()
+        self.extents = bytearray((folder / "extents").read_bytes())
+        self.needed = bytearray(len(self.extents))
+        real = medium.read_at
+
+        def noting(descriptor, into, offset):
+            self.needed[offset : offset + into.nbytes] = b"\1" * into.nbytes
+            return real(descriptor, into, offset)
+
+        medium.read_at = noting
+        try:
+            again = opened(folder, precision)
+            forward_sweep(again)
+            for name in again.program.weights:
+                for role in again.roles(name):
+                    again.read(name, role, 0, again.program.weights[name].elements)
+            again.close()
+        finally:
+            medium.read_at = real
+
+
+@pytest.fixture(scope="module", params=["fp32", "bf16"])
+def flash(request, tmp_path_factory):
+    return Flash(tmp_path_factory.mktemp("flips") / "flash", request.param)
+
+
+class flipped:
+    """One bit of a file, the other way round inside the block."""
+
+    def __init__(self, path, byte, bit):
+        self.path, self.byte, self.mask = path, byte, 1 << bit
+
+    def __enter__(self):
+        with self.path.open("r+b", buffering=0) as file:
+            file.seek(self.byte)
+            value = file.read(1)[0]
+            file.seek(self.byte)
+            file.write(bytes([value ^ self.mask]))
+
+    def __exit__(self, *_):
+        self.__enter__()
+
+
+def flip_extents(flash, count, seed):
+    """Flip bits one by one; return how many were found in what, and how many nobody needs."""
+    chosen = random.Random(seed)
+    path = flash.folder / "extents"
+    found = {}
+    with FlashReader(flash.folder) as reader:
+        step = reader.steps[-1]
+        for _ in range(count):
+            byte, bit = chosen.randrange(len(flash.extents)), chosen.randrange(8)
+            with flipped(path, byte, bit):
+                if not flash.needed[byte]:
+                    reader.verify(step)
+                    assert reader.content_hash(step) == flash.hash, (seed, byte, bit)
+                    found["nobody's"] = found.get("nobody's", 0) + 1
+                    continue
+                with pytest.raises(CorruptionError) as caught:
+                    reader.verify(step)
+            text = str(caught.value)
+            match = re.search(
+                rf"^(.*): damaged in bytes ([\d,]+) to ([\d,]+), which hold (.*): .*"
+                rf"{CHECKSUMS}",
+                text,
+            )
+            assert match, text
+            begin, end = (int(number.replace(",", "")) for number in match.group(2, 3))
+            good = bytearray(flash.extents[begin:end])
+            assert begin <= byte < end
+            bad = bytearray(good)
+            bad[byte - begin] ^= 1 << bit
+            assert match[1] == str(path)
+            assert match[5] == xxhash.xxh3_128_hexdigest(bytes(bad))
+            assert match[6] == xxhash.xxh3_128_hexdigest(bytes(good))
+            found[match[4]] = found.get(match[4], 0) + 1
+    return found
+
+
+def flip_journal(flash, count, seed):
+    """Flip bits one by one: every byte of a journal is needed. Returns what was hit."""
+    chosen = random.Random(seed)
+    path = flash.folder / "journal"
+    whole = read_records(path)[0]
+    size, hit = path.stat().st_size, set()
+    for _ in range(count):
+        byte, bit = chosen.randrange(size), chosen.randrange(8)
+        with flipped(path, byte, bit), pytest.raises(CorruptionError) as caught:
+            read_records(path)
+        text = str(caught.value)
+        place = re.search(r"(header|seal) of record \d+, at byte ([\d,]+),", text)
+        if place:
+            begin = int(place[2].replace(",", ""))
+            assert begin <= byte < begin + SECTOR_BYTES
+            hit.add(place[1])
+        else:
+            place = re.search(r"record \d+, bytes ([\d,]+) to ([\d,]+),", text)
+            assert place, text
+            begin, end = (int(number.replace(",", "")) for number in place.groups())
+            assert begin <= byte < end
+            hit.add("payload")
+        bad, good = re.search(CHECKSUMS, text).groups()
+        assert text.startswith(f"{path}: ")
+        assert bad != good
+    assert read_records(path)[0] == whole
+    return hit
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """The folder of two checkpoints, and the hash of the newer one's weights."""
+    folder = tmp_path_factory.mktemp("flips") / "checkpoints"
+    store = training_store(
+        make_program(LAYERS, frozen=("frozen",), stream_dtype=torch.bfloat16), "bf16"
+    )
+    store.load(random_weights(store.program, 3).items())
+    for step in (1, 2):
+        train(store, 1, 3)
+        save_checkpoint(store, folder, {"note": "é", "loss": 1.5, "saved_at": step}, best=step == 1)
+    return folder, store
+
+
+def flip_checkpoint(checkpoint, name, count, seed):
+    """Flip bits of a file of the newer checkpoint; return how many changed nothing."""
+    chosen = random.Random(f"{name} {seed}")
+    folder = find_checkpoint(checkpoint[0], "latest")
+    path = folder / name
+    original, state, harmless = path.read_bytes(), verify_checkpoint(folder), 0
+    for _ in range(count):
+        byte, bit = chosen.randrange(len(original)), chosen.randrange(8)
+        damaged = bytearray(original)
+        damaged[byte] ^= 1 << bit
+        with flipped(path, byte, bit):
+            if name == "state.json" and same_json(original, damaged):
+                assert verify_checkpoint(folder) == state
+                harmless += 1
+                continue
+            with pytest.raises(CorruptionError, match=re.escape(str(path))) as caught:
+                verify_checkpoint(folder)
+        text = str(caught.value)
+        if path.suffix == ".safetensors":
+            assert f"damaged in bytes 0 to {len(original):,}" in text
+            bad, good = re.search(CHECKSUMS, text).groups()
+            assert bad == xxhash.xxh3_128_hexdigest(bytes(damaged))
+            assert good == xxhash.xxh3_128_hexdigest(original)
+        else:
+            assert re.search(f"{CHECKSUMS}|it is not JSON: |no checksum or no content", text)
+    return harmless
+
+
+def flip_index(checkpoint, count, seed):
+    chosen = random.Random(seed)
+    path = checkpoint[0] / "index.json"
+    original, harmless = path.read_bytes(), 0
+    expected = find_checkpoint(checkpoint[0], "latest"), find_checkpoint(checkpoint[0], "best")
+    for _ in range(count):
+        byte, bit = chosen.randrange(len(original)), chosen.randrange(8)
+        damaged = bytearray(original)
+        damaged[byte] ^= 1 << bit
+        with flipped(path, byte, bit):
+            if same_json(original, damaged):
+                assert find_checkpoint(checkpoint[0], "latest") == expected[0]
+                assert find_checkpoint(checkpoint[0], "best") == expected[1]
+                harmless += 1
+                continue
+            with pytest.raises(CorruptionError, match=re.escape(str(path))) as caught:
+                find_checkpoint(checkpoint[0], "latest")
+        text = str(caught.value)
+        assert re.search(f"{CHECKSUMS}|it is not JSON: |no checksum or no content", text)
+        assert text.endswith("delete it to go by the checkpoints' folders")
+    return harmless
+
+
+def same_json(original, damaged):
+    """Whether the flip made one spelling of the same content into another: 1e5 and 1E5."""
+    try:
+        return json.loads(damaged) == json.loads(original)
+    except ValueError:
+        return False
+
+
+def flip_everything(flash, checkpoint, count, seed):
+    """Flip about `count` bits, half of them on flash."""
+    found = flip_extents(flash, count * 3 // 10, seed)
+    hit = flip_journal(flash, count // 5, seed)
+    names = ["stage-00000.safetensors", "stage-00001.safetensors", "state.json"]
+    for name in names:
+        assert flip_checkpoint(checkpoint, name, count // 8, seed) < count // 80 + 2
+    flip_index(checkpoint, count // 8, seed)
+    store = training_store(checkpoint[1].program, "bf16")
+    load_checkpoint(store, find_checkpoint(checkpoint[0], "latest"))
+    assert store.content_hash() == checkpoint[1].content_hash()
+    return found, hit
+
+
+def test_any_flipped_bit_is_found_and_named(flash, checkpoint):
+    flip_everything(flash, checkpoint, 300, seed=4)
+
+
+@pytest.mark.slow
+def test_ten_thousand_flipped_bits_are_found_and_named(flash, checkpoint):
+    """5,000 at either precision."""
+    found, hit = flip_everything(flash, checkpoint, 5_000, seed=5)
+    assert hit == {"header", "payload", "seal"}
+    held = {what for what in found if what != "nobody's"}
+    for kind in ("the weights of", "the state of"):
+        for name in ("embed", "block.weight"):
+            assert any(what.startswith(kind) and name in what for what in held), (kind, name)
+    assert any(what.startswith("the weights of") and "frozen" in what for what in held)
+    assert found["nobody's"] > 0
