@@ -28,6 +28,7 @@ from penstock.config import (
 from penstock.data import (
     LanguageModelSource,
     MaskedLanguageModelSource,
+    RecordSource,
     Source,
     TokenDataset,
     build_dataset,
@@ -145,9 +146,17 @@ def trained_weights(config: Config, source: ModelSource) -> frozenset[str]:
     )
 
 
-def sequence_length(config: Config, source: ModelSource) -> int:
-    """Return the tokens per sequence: as configured, or all that the model takes."""
+def sequence_length(
+    config: Config, source: ModelSource, dataset: TokenDataset | None = None
+) -> int:
+    """Return the tokens per sequence: as configured, or all that the model takes.
+
+    Of records no more than the longest needs, since the rest of every row would be padding.
+    """
     length = config.data.sequence_length or source.max_sequence_length
+    if not config.data.sequence_length and dataset is not None and dataset.content == "records":
+        longest = max(dataset.records(split).longest() for split in dataset.splits)
+        return longest if length is None else min(longest, length)
     if length is None:
         if source.task == "custom":
             return 1
@@ -173,14 +182,16 @@ def compile_source(
 ) -> Program:
     """Compile a model for one micro-batch of sequences.
 
-    `evaluate` returns the loss without dropout, `logits` what comes before the loss; both are
-    only run forward.
+    `evaluate` returns the loss without dropout and, of language models, the most likely label of
+    each token; `logits` what comes before the loss. Both are only run forward.
     """
     inputs = source.example_inputs(micro_batch, length)
     module = source.module
     if goal == "logits":
         module = source.logits_module
         inputs = {name: value for name, value in inputs.items() if name not in source.targets}
+    elif goal == "evaluate":
+        module = source.evaluation_module
     modes = [(child, child.training) for child in module.modules()]
     if goal != "train":  # for training, every module is in the mode that its owner left it in
         module.eval()
@@ -215,19 +226,28 @@ def _buffers(source: ModelSource) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a step's batch is divided, what an engine keeps of it, and what it may use."""
+    """How a step's batch is divided, what an engine keeps of it, and what it may use.
+
+    `slot_bytes` is what the program's stages had to fit, if anything.
+    """
 
     program: Program
     plan: EnginePlan
+    sequence_length: int
     micro_batch: int
     micro_batches: int
     budget_bytes: int
+    slot_bytes: int | None
 
 
 def lay_out(
-    config: Config, source: ModelSource, device: str, recorded_micro_batch: int | None = None
+    config: Config,
+    source: ModelSource,
+    device: str,
+    length: int,
+    recorded_micro_batch: int | None = None,
 ) -> Layout:
-    """Choose the micro-batch, compile for it, and decide what is recomputed.
+    """Choose the micro-batch of sequences of `length`, compile, and decide what is recomputed.
 
     With `batch.micro: auto` it is the largest divisor of the batch that is not beyond what helps
     and, unless that makes it small, leaves `_ENGINES` engines a micro-batch each. The number of
@@ -237,7 +257,6 @@ def lay_out(
 
     **Raises:** `BudgetError` if not even single sequences fit.
     """
-    length = sequence_length(config, source)
     budget = engine_budget(config, device, store_bytes(config, source))
     problem: BudgetError | None = None
     for micro_batch in _micro_batch_candidates(config, length, device, recorded_micro_batch):
@@ -264,7 +283,7 @@ def lay_out(
             except BudgetError as error:
                 problem = problem or error
                 continue
-            return Layout(program, plan, micro_batch, micro_batches, budget)
+            return Layout(program, plan, length, micro_batch, micro_batches, budget, slot_bytes)
     assert problem is not None
     raise problem
 
@@ -393,11 +412,15 @@ def make_engines(config: Config, layout: Layout, device: str) -> list[Engine]:
 
 @dataclass(frozen=True)
 class TrainingData:
-    """The sources of training and held-out batches; `dataset` where they come from text."""
+    """The sources of training and held-out batches; `dataset` where they come from text.
+
+    `sequence_length` is the tokens of a row, 1 where rows are not of tokens.
+    """
 
     training: Source
     held_out: Source | None
     dataset: TokenDataset | None
+    sequence_length: int
 
 
 def open_data(config: Config, source: ModelSource, notice: Callable[[str], None]) -> TrainingData:
@@ -416,10 +439,14 @@ def open_data(config: Config, source: ModelSource, notice: Callable[[str], None]
             folder,
             validation=config.data.validation,
             seed=config.data.seed,
+            content=config.data.content,
+            prompt_field=config.data.prompt_field,
+            completion_field=config.data.completion_field,
         )
         for note in report.notes:
             notice(note)
     dataset = TokenDataset.open(folder)
+    _check_content(config, source, dataset)
     if source.vocab_size is not None:
         check_vocabulary(dataset, source.vocab_size)
         if source.vocab_size > _SPARE_VOCABULARY * dataset.vocab_size:
@@ -428,16 +455,36 @@ def open_data(config: Config, source: ModelSource, notice: Callable[[str], None]
                 f"{dataset.vocab_size}: most rows of its embedding never train; set the model's "
                 f"vocab_size to {dataset.vocab_size}, or a little more"
             )
-    length = sequence_length(config, source)
+    length = sequence_length(config, source, dataset)
 
     def split(name: str) -> Source:
+        if dataset.content == "records":
+            records = RecordSource(dataset, name, length, config.data.seed)
+            for text in (records.describe(), *records.warnings()):
+                notice(text)
+            return records
         if source.task == "masked_lm":
             mask = _mask_token(dataset, source)
             return MaskedLanguageModelSource(dataset, name, length, mask, config.data.seed)
         return LanguageModelSource(dataset, name, length, config.data.seed)
 
     held_out = "validation" if "validation" in dataset.splits else None
-    return TrainingData(split("train"), split(held_out) if held_out else None, dataset)
+    return TrainingData(split("train"), split(held_out) if held_out else None, dataset, length)
+
+
+def _check_content(config: Config, source: ModelSource, dataset: TokenDataset) -> None:
+    """Refuse records where they cannot be trained on, and text where records are asked for."""
+    if dataset.content == "text" and config.data.content == "records":
+        raise DataError(
+            f"data.content: expected a data set of records, {dataset.path} holds plain text; name "
+            "another folder in data.path to build one there, or set data.content: text"
+        )
+    if dataset.content == "records" and source.task != "causal_lm":
+        raise DataError(
+            f"{dataset.path} holds prompts with completions, which a model learns to continue by "
+            f"next-token prediction (task causal_lm); {source.name} is trained for {source.task}: "
+            "build a data set of plain text for it"
+        )
 
 
 def _mask_token(dataset: TokenDataset, source: ModelSource) -> int:

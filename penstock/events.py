@@ -68,13 +68,25 @@ class StepDone:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """The loss on held-out text after `step`; `best` when it is the least so far."""
+    """The loss on held-out text after `step`; `best` when it is the least so far.
+
+    `accuracy` is the share of labelled tokens that the model thought most likely, None where it
+    predicts none; `exact_match` that of records whose whole completion it had right.
+    """
 
     step: int
     loss: float
     perplexity: float
     seconds: float
     best: bool
+    accuracy: float | None = None
+    exact_match: float | None = None
+
+    @classmethod
+    def of(cls, found: Mapping[str, float], step: int, seconds: float, best: bool) -> Evaluated:
+        """Return the event of what `Trainer.evaluate` found after `step`."""
+        shares = found.get("accuracy"), found.get("exact_match")
+        return cls(step, found["loss"], found["perplexity"], seconds, best, *shares)
 
 
 @dataclass(frozen=True)

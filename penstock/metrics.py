@@ -138,10 +138,13 @@ class TensorBoard:
                 },
             )
         elif isinstance(event, Evaluated):
-            self._scalars(
-                event.step,
-                {"evaluation/loss": event.loss, "evaluation/perplexity": event.perplexity},
-            )
+            figures = {
+                "evaluation/loss": event.loss,
+                "evaluation/perplexity": event.perplexity,
+                "evaluation/accuracy": event.accuracy,
+                "evaluation/exact_match": event.exact_match,
+            }
+            self._scalars(event.step, {k: v for k, v in figures.items() if v is not None})
         elif isinstance(event, Stopped | Finished):
             self.close()
 

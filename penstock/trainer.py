@@ -68,7 +68,8 @@ class Trainer:
         if source is None:
             self._data = assembly.open_data(self.config, self.model, self._notice)
         else:
-            self._data = assembly.TrainingData(source, held_out, None)
+            length = assembly.sequence_length(self.config, self.model)
+            self._data = assembly.TrainingData(source, held_out, None, length)
         self._keeper = make_keeper(self.config)
         recorded = self._keeper.recorded or {}
         if must_exist and not recorded:
@@ -78,7 +79,11 @@ class Trainer:
             )
         self._recorded = recorded
         self._layout = assembly.lay_out(
-            self.config, self.model, self.device, recorded.get("micro_batch")
+            self.config,
+            self.model,
+            self.device,
+            self._data.sequence_length,
+            recorded.get("micro_batch"),
         )
         self.program: Program = self._layout.program
         self.store = self._keeper.open(self.model, self.program, self.device, self._notice)
@@ -217,7 +222,11 @@ class Trainer:
     # Beside the steps
 
     def evaluate(self, batches: int | None = None) -> dict[str, float]:
-        """Return the mean loss, the perplexity and the tokens of `batches` held-out batches."""
+        """Return what the model makes of `batches` held-out batches.
+
+        **Returns:** `loss`, `perplexity` and `tokens`; of language models `accuracy`; of records
+        `exact_match` and `records` (see `penstock.evaluation`).
+        """
         if self._evaluator is None:
             raise DataError(
                 "there is nothing held out: the data set has no validation split, or "
@@ -235,13 +244,10 @@ class Trainer:
             return None
         return Evaluator(self.config, self.model, self._layout, self.store, held_out, self.device)
 
-    def _length(self) -> int:
-        return assembly.sequence_length(self.config, self.model)
-
     def _tokens_per_step(self) -> int:
         """Return the tokens of a step, or its rows where a model does not read tokens."""
         has_tokens = "input_ids" in self.model.inputs
-        return self.config.batch.size * (self._length() if has_tokens else 1)
+        return self.config.batch.size * (self._layout.sequence_length if has_tokens else 1)
 
     def _evaluate_and_judge(self) -> None:
         """Evaluate, keep the best checkpoint, and stop when nothing has improved for long."""
@@ -255,7 +261,7 @@ class Trainer:
         else:
             self._evaluations_since_best += 1
         seconds = time.perf_counter() - started
-        self._tell(Evaluated(self.step, found["loss"], found["perplexity"], seconds, best))
+        self._tell(Evaluated.of(found, self.step, seconds, best))
         if best and self.config.checkpoint.best:
             self.save(best=True)
         patience = self.config.evaluation.early_stop_patience
@@ -356,7 +362,8 @@ class Trainer:
             )
 
         tokenizer = self._data.dataset.tokenizer()
-        return Writer(make_engine, self.store.stream, tokenizer, self._length())
+        longest = assembly.sequence_length(self.config, self.model)
+        return Writer(make_engine, self.store.stream, tokenizer, longest)
 
     # Words to the user
 

@@ -25,6 +25,7 @@ from penstock.cli.figures import (
     show_count,
     show_duration,
     show_rate,
+    show_shares,
     sparkline,
 )
 from penstock.events import (
@@ -189,7 +190,8 @@ def panel(progress: Progress) -> RenderableType:
         best = progress.best or progress.evaluated
         table.add_row(
             "held-out loss",
-            f"{progress.evaluated.loss:.4f}   best {best.loss:.4f} at step {best.step}",
+            f"{progress.evaluated.loss:.4f}   best {best.loss:.4f} at step {best.step}"
+            + show_shares(progress.evaluated.accuracy, progress.evaluated.exact_match),
         )
     if last is not None:
         table.add_row(
@@ -269,9 +271,10 @@ def event_lines(event: Event) -> list[str]:
         ]
     if isinstance(event, Evaluated):
         best = "  best so far" if event.best else ""
+        shares = show_shares(event.accuracy, event.exact_match)
         return [
             f"step {event.step}  held-out loss {event.loss:.4f}  perplexity "
-            f"{event.perplexity:.4g}{best}"
+            f"{event.perplexity:.4g}{shares}{best}"
         ]
     if isinstance(event, Saved):
         return [
