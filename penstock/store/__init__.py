@@ -2,6 +2,7 @@
 
 from penstock.store.adapters import MergedWeights, export_adapters
 from penstock.store.checkpoint import (
+    BackgroundSave,
     CheckpointState,
     SavedCheckpoint,
     checkpoint_folders,
@@ -34,6 +35,7 @@ __all__ = [
     "OPTIMIZER_NAMES",
     "SGD",
     "AdamW",
+    "BackgroundSave",
     "CheckpointState",
     "Commit",
     "DramStore",
