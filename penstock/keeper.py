@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from penstock import assembly
+from penstock.assembly import Layout
 from penstock.config import Config
 from penstock.models import ModelSource
-from penstock.program import Program
 from penstock.store import (
     BackgroundSave,
     DramStore,
@@ -42,7 +42,7 @@ class Keeper(Protocol):
         """The newest step that would be found now."""
         ...
 
-    def open(self, model: ModelSource, program: Program, device: str, notice: Notice) -> Store:
+    def open(self, model: ModelSource, layout: Layout, device: str, notice: Notice) -> Store:
         """Return a store with the newest step in it, or with initial weights."""
         ...
 
@@ -82,8 +82,9 @@ class CheckpointKeeper:
         latest = find_checkpoint(self._folder, "latest")
         return read_state(latest).step if latest else None
 
-    def open(self, model: ModelSource, program: Program, device: str, notice: Notice) -> Store:
+    def open(self, model: ModelSource, layout: Layout, device: str, notice: Notice) -> Store:
         """Return a store in memory."""
+        program = layout.program
         self._store = assembly.make_store(self._config, program, device, notice)
         if self._latest is not None:
             load_checkpoint(self._store, self._latest)
@@ -142,9 +143,10 @@ class FlashKeeper:
         """The newest durable step; nobody else can write one while the store is open."""
         return self._store.durable_step if self._store else None
 
-    def open(self, model: ModelSource, program: Program, device: str, notice: Notice) -> Store:
+    def open(self, model: ModelSource, layout: Layout, device: str, notice: Notice) -> Store:
         """Return the store on flash; new weights go there one at a time."""
-        self._store = assembly.make_flash_store(self._config, program, self._folder)
+        program, dram_bytes = layout.program, layout.shares.store
+        self._store = assembly.make_flash_store(self._config, program, dram_bytes, self._folder)
         if device == "cuda":
             self._store.page_lock()
         if self._store.is_new:

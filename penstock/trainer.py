@@ -87,7 +87,7 @@ class Trainer:
             self.config, self.model, self.device, recorded.get("micro_batch")
         )
         self.program: Program = self._layout.program
-        self.store = self._keeper.open(self.model, self.program, self.device, self._notice)
+        self.store = self._keeper.open(self.model, self._layout, self.device, self._notice)
         self.resumed_from = self.store.step if recorded else None
         self.engines = assembly.make_engines(self.config, self._layout, self.device)
         self.fabric = LocalFabric(len(self.engines))
