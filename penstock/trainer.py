@@ -42,6 +42,7 @@ from penstock.keeper import make_keeper
 from penstock.metrics import recorder
 from penstock.models import ModelSource
 from penstock.program import Program
+from penstock.report import RunReport
 from penstock.step import StepRunner
 from penstock.store import FolderLock, SavedCheckpoint
 
@@ -161,7 +162,8 @@ class Trainer:
 
     def _train(self) -> dict[str, Any]:
         config, started = self.config, time.perf_counter()
-        self._tell = broadcast([recorder(config), self._listener])
+        report = RunReport(None if config.memory is None else int(config.memory))
+        self._tell = broadcast([report, recorder(config), self._listener])
         self._announce()
         if self._evaluator is not None and config.evaluation.every:
             self._evaluator.refuse_too_little()
@@ -195,6 +197,10 @@ class Trainer:
             "engine_peak_bytes": max(e.memory.peak_bytes for e in self.engines),
             "store_bytes": sum(self.store.memory_bytes.values()),
         }
+        measured = report.measured(summary["seconds"])
+        if measured is not None:
+            summary["peak_rss_bytes"] = measured.peak_rss_bytes
+            self._tell(measured)
         if self._stop_reason is not None and self.step < config.run.steps:
             command = f"penstock train {config.run.dir / 'config.yaml'}"
             self._tell(Stopped(self.step, self._stop_reason, command))
@@ -432,6 +438,8 @@ class Trainer:
                 weight_bytes=sum(program.stage_stream_bytes(s) for s in program.stages),
                 state_bytes=sum(self.store.memory_bytes.values()),
                 flash_bytes=self.store.flash_bytes,
+                flash_rule_read_bytes=self.store.flash_rule.read_bytes,
+                flash_rule_written_bytes=self.store.flash_rule.written_bytes,
                 engine_bytes=layout.budget_bytes,
                 steps=self.config.run.steps,
                 tokens_per_step=self._tokens_per_step(),

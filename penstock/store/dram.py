@@ -128,6 +128,11 @@ class DramStore:
         """Shape of every weight, by name."""
         return {name: spec.shape for name, spec in self.program.weights.items()}
 
+    @property
+    def flash_rule(self) -> FlashTraffic:
+        """Nothing should move there."""
+        return FlashTraffic()
+
     def remember(self, extra: Mapping[str, Any]) -> None:
         """Memory outlives no crash: what is kept with a step goes into a checkpoint."""
 

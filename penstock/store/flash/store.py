@@ -209,6 +209,15 @@ class FlashStore:
         return self._layout.file_bytes + self._spill.bytes
 
     @property
+    def flash_rule(self) -> FlashTraffic:
+        """What a step should move at most: state once each way, weights in twice and out once."""
+        units = self._layout.units
+        updated = sum(unit.place_bytes for unit in units if unit.trainable)
+        once = sum(unit.stream_bytes for unit in units)
+        frozen = sum(unit.stream_bytes for unit in units if not unit.trainable)
+        return FlashTraffic(read_bytes=updated + frozen + once, written_bytes=updated)
+
+    @property
     def memory_bytes(self) -> Mapping[str, int]:
         """What the store may take of memory, by what it holds."""
         division = self._division
