@@ -19,7 +19,7 @@ from penstock.engine.host_memory import KEPT_OVER_USED
 from penstock.errors import BudgetError, ConfigError
 from penstock.program import Program, Stage
 
-RESERVE_BYTES = 192 << 20
+RESERVE_BYTES = 128 << 20
 """For what no part accounts for: machine code of kernels, scratch of products, Python itself."""
 
 _SAVING_BYTES = 48 << 20  # the pieces in which a checkpoint is written
@@ -33,16 +33,17 @@ _FLOAT_BYTES = {"fp32": 4, "bf16": 2}
 class Shares:
     """What the parts of the process may take, in bytes.
 
-    `engine` is the budget of one engine, `engines` what all of them will have of host memory.
+    `engine` is the budget of one engine, `engines` what all of them will have of host memory;
+    `table` shows the whole sum, a line per part.
     `keep_pages` says whether there is room for the pages that they would keep as well
     (`engine/host_memory.py`).
     """
 
-    limit: int
-    store: int
     engine: int
     engines: int
+    store: int
     keep_pages: bool
+    table: str
 
 
 class Budget:
@@ -140,7 +141,8 @@ class Budget:
         if store <= 0 or store + engines > self._rest:
             self._refuse(max(store, 0), one)
         self._require_loading(store, one)
-        return Shares(self._limit, store, engine_bytes, engines, store + kept <= self._rest)
+        table = f"{self._limit_name} holds this run so:\n{self._table(store, one)}"
+        return Shares(engine_bytes, engines, store, store + kept <= self._rest, table)
 
     def _host_bytes(self, plan: EnginePlan) -> int:
         """Return what one engine has of host memory: all, or what its copies go through."""
@@ -191,7 +193,7 @@ class Budget:
             ("batches and checks of the data set", self._data),
             ("writing checkpoints (checkpoint.buffer)", self._saving),
             (where, store),
-            (f"{number}, at the least (engine.memory)", config.engines * engine),
+            (f"{number} (engine.memory)", config.engines * engine),
             ("reserve for what no part accounts for", RESERVE_BYTES),
         ]
 

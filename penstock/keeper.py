@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from penstock import assembly
 from penstock.assembly import Layout
 from penstock.config import Config
+from penstock.errors import BudgetError
 from penstock.models import ModelSource
 from penstock.store import (
     BackgroundSave,
@@ -145,8 +146,13 @@ class FlashKeeper:
 
     def open(self, model: ModelSource, layout: Layout, device: str, notice: Notice) -> Store:
         """Return the store on flash; new weights go there one at a time."""
-        program, dram_bytes = layout.program, layout.shares.store
-        self._store = assembly.make_flash_store(self._config, program, dram_bytes, self._folder)
+        shares = layout.shares
+        try:
+            self._store = assembly.make_flash_store(
+                self._config, layout.program, shares.store, self._folder
+            )
+        except BudgetError as error:
+            raise BudgetError(f"{error}\n{shares.table}") from None
         if device == "cuda":
             self._store.page_lock()
         if self._store.is_new:

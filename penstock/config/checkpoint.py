@@ -21,7 +21,7 @@ class CheckpointConfig(Section):
         gt=0,
     )
     buffer: ByteSize = setting(
-        ByteSize(256 << 20),
+        ByteSize(128 << 20),
         "most that a checkpoint, which is written while training goes on, may copy of what the "
         "next update overwrites; where the disk is slower than that, training waits",
         unit="bytes",

@@ -10,7 +10,14 @@ from pathlib import Path
 
 import numpy as np
 
-from penstock.data.integrity import ADVICE, check_chunk, check_size, map_file, read_checked
+from penstock.data.integrity import (
+    ADVICE,
+    check_chunk,
+    check_size,
+    map_file,
+    read_checked,
+    release_pages,
+)
 from penstock.data.manifest import MANIFEST_NAME, Manifest, ShardRecord, load_manifest
 from penstock.data.tokenizers import Tokenizer, dataset_tokenizer
 from penstock.errors import CorruptionError, DataError, did_you_mean
@@ -171,7 +178,9 @@ class _Split:
         while done < stop:
             base, end = int(self._starts[number]), int(self._starts[number + 1])
             until = min(stop, end)
-            result[done - start : until - start] = self._part(number, done - base, until - base)
+            part = self._part(number, done - base, until - base)
+            result[done - start : until - start] = part
+            release_pages(part)
             done = until
             number += 1
         return result
