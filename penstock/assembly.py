@@ -238,7 +238,7 @@ def lay_out(
             except BudgetError as error:
                 problem = problem or error
                 continue
-            budget = Budget(config, program, per_engine, device)
+            budget = Budget(config, program, per_engine, device, _optimizer(config).roles)
             try:
                 engine_bytes = budget.engine_bytes()
                 slot_bytes = engine_bytes // _BUDGET_SLOTS

@@ -7,6 +7,7 @@ measured, when everything is imported and the model is compiled.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -18,6 +19,7 @@ from penstock.engine import EnginePlan, bytes_of_choice, plan_engine, predict_by
 from penstock.engine.host_memory import KEPT_OVER_USED
 from penstock.errors import BudgetError, ConfigError
 from penstock.program import Program, Stage
+from penstock.store import Role
 
 RESERVE_BYTES = 128 << 20
 """For what no part accounts for: machine code of kernels, scratch of products, Python itself."""
@@ -49,13 +51,21 @@ class Shares:
 class Budget:
     """Divides the memory of a process between the parts of one run. Made after compilation.
 
-    **Arguments:** `micro_batches` are those of one engine.
+    **Arguments:** `micro_batches` are those of one engine; `roles` what the optimizer keeps.
 
     **Raises:** `BudgetError` where nothing is left for engines, however small a step is made.
     """
 
-    def __init__(self, config: Config, program: Program, micro_batches: int, device: str) -> None:
+    def __init__(
+        self,
+        config: Config,
+        program: Program,
+        micro_batches: int,
+        device: str,
+        roles: Sequence[Role],
+    ) -> None:
         self._config, self._program, self._device = config, program, device
+        self._roles = roles
         self._micro_batches = micro_batches
         self._libraries = process_memory.resident_bytes()
         machine = self._libraries + process_memory.available_bytes()
@@ -69,7 +79,7 @@ class Budget:
         batch_bytes = sum(inputs) * micro_batches * config.engines
         self._data = _CHECKING_BYTES + _COPIES_OF_BATCH * batch_bytes
         self._on_flash = config.store.flash.path is not None
-        self._need = 0 if self._on_flash else _dram_store_bytes(config, program)
+        self._need = 0 if self._on_flash else _dram_store_bytes(config, program, roles)
         self._saving = _SAVING_BYTES
         if not self._on_flash:
             self._saving += min(int(config.checkpoint.buffer), self._need)
@@ -162,7 +172,7 @@ class Budget:
         if not self._on_flash:
             return
         largest = max(self._program.stages, key=lambda stage: _elements(self._program, stage))
-        need = (2 + _roles(self._config)) * 4 * _elements(self._program, largest)
+        need = (2 + len(self._roles)) * 4 * _elements(self._program, largest)
         if need > self._rest:
             raise BudgetError(
                 f"{self._limit_name}: gathering the weights and the state of {largest.name} takes "
@@ -209,7 +219,7 @@ class Budget:
         over = total - self._limit
         ways = []
         if config.memory is not None and self._limit == int(config.memory):
-            ways.append(f"raise memory to at least {size_above(total)}")
+            ways.append(f"raise memory above {size_above(total)}")
         if self._on_flash and config.store.dram != "auto" and store > over:
             ways.append(f"lower store.dram to {_floor(store - over)}")
         if engine > self._least() and config.engines * engine > over:
@@ -232,17 +242,9 @@ def _elements(program: Program, stage: Stage) -> int:
     return sum(program.weights[name].elements for name in stage.weights)
 
 
-def _roles(config: Config) -> int:
-    """Return how many moments the optimizer keeps of each weight."""
-    return {"adamw": 2, "sgd": 1 if config.optimizer.momentum else 0, "lion": 1}[
-        config.optimizer.name
-    ]
-
-
-def _dram_store_bytes(config: Config, program: Program) -> int:
+def _dram_store_bytes(config: Config, program: Program, roles: Sequence[Role]) -> int:
     """Return what a store in memory takes: masters, gradients, moments."""
-    trained = 4 * _roles(config) + _FLOAT_BYTES[config.gradient_precision]
-    return sum(
-        weight.elements * (4 + (trained if weight.trainable else 0))
-        for weight in program.weights.values()
-    )
+    gradient = _FLOAT_BYTES[config.gradient_precision]
+    trained = [weight.elements for weight in program.weights.values() if weight.trainable]
+    state = sum(role.bytes(elements) for elements in trained for role in roles)
+    return 4 * program.parameters + gradient * sum(trained) + state

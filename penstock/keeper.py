@@ -157,7 +157,7 @@ class FlashKeeper:
             self._store.page_lock()
         if self._store.is_new:
             seed = self._config.run.seed
-            self._store.load(model.initial_weights(seed, list(program.weights)))
+            self._store.load(model.initial_weights(seed, list(layout.program.weights)))
         return self._store
 
     def begin_save(self, extra: Mapping[str, Any], best: bool) -> None:

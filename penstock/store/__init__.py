@@ -29,6 +29,7 @@ from penstock.store.optimizers import (
     assign_groups,
     make_optimizer,
 )
+from penstock.store.roles import Role
 from penstock.store.schedules import Schedule, learning_rate
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "Lion",
     "MergedWeights",
     "Optimizer",
+    "Role",
     "SavedCheckpoint",
     "Schedule",
     "Store",

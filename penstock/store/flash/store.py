@@ -210,12 +210,16 @@ class FlashStore:
 
     @property
     def flash_rule(self) -> FlashTraffic:
-        """What a step should move at most: state once each way, weights in twice and out once."""
+        """What a step should move at most: state once each way, weights in twice and out once.
+
+        Gradients that have no room in memory go there and back once.
+        """
+        spilled = self._spill.bytes
         units = self._layout.units
         updated = sum(unit.place_bytes for unit in units if unit.trainable)
         once = sum(unit.stream_bytes for unit in units)
         frozen = sum(unit.stream_bytes for unit in units if not unit.trainable)
-        return FlashTraffic(read_bytes=updated + frozen + once, written_bytes=updated)
+        return FlashTraffic(updated + frozen + once + spilled, updated + spilled)
 
     @property
     def memory_bytes(self) -> Mapping[str, int]:
