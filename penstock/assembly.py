@@ -5,7 +5,6 @@ Each function makes one part and nothing else; the trainer puts them together.
 
 from __future__ import annotations
 
-import math
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence

@@ -19,9 +19,9 @@ class RunStarted:
     `trainable_parameters` of `parameters` are not frozen. `weight_bytes` is what one forward sweep
     streams; `state_bytes` what the store takes of memory (masters, gradients, moments),
     `flash_bytes` what of flash; `engine_bytes` the engine's budget. `resumed_from` is the step that
-    the run goes on from. `recompute_stages` of `stages` are computed again in the backward sweep. `flash_rule_read_bytes` and
-    `flash_rule_written_bytes` are what a step should move at most: state once each way, weights in
-    twice and out once.
+    the run goes on from. `recompute_stages` of `stages` are computed again in the backward sweep.
+    `flash_rule_read_bytes` and `flash_rule_written_bytes` are what a step should move at most:
+    state once each way, weights in twice and out once.
     """
 
     run_dir: Path
