@@ -5,7 +5,6 @@ Each function makes one part and nothing else; the trainer puts them together.
 
 from __future__ import annotations
 
-import math
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from penstock.budget import Budget, Shares
 from penstock.compiler import CompileOptions, Precision, compile_module, select_trainable
 from penstock.config import (
     Config,
@@ -35,7 +35,13 @@ from penstock.data import (
     check_vocabulary,
     export_tokenizer,
 )
-from penstock.engine import Engine, EnginePlan, TorchEngine, plan_engine
+from penstock.engine import (
+    Engine,
+    EnginePlan,
+    TorchEngine,
+    keep_freed_pages,
+    return_freed_pages,
+)
 from penstock.errors import BudgetError, ConfigError, DataError, few
 from penstock.models import ModelSource
 from penstock.program import Program
@@ -56,8 +62,6 @@ from penstock.store.flash import FlashStore
 
 # Beyond this many tokens a micro-batch gains nothing: the products are large enough.
 _MICRO_BATCH_TOKENS = {"cpu": 4096, "cuda": 32768}
-_AUTO_SHARE = 0.5  # of the memory that is free at the start, for the engine
-_AUTO_DRAM_SHARE = 0.25  # of the same, for a store on flash
 _LEAST_TOKENS = 512  # of a micro-batch; smaller products spend their time on starting
 _SPARE_VOCABULARY = 2  # times what is used; beyond, it was not meant
 _ENGINES = 8  # that a configuration may ask for; see `config/root.py`
@@ -91,41 +95,6 @@ def choose_device(wanted: Literal["auto", "cpu", "cuda"]) -> str:
     if wanted == "cuda" and not torch.cuda.is_available():
         raise ConfigError("engine.device: expected cpu, got cuda, which this machine has not")
     return wanted
-
-
-def engine_budget(config: Config, device: str, store_bytes: int) -> int:
-    """Return the bytes that one engine may use; `auto` leaves room for the store first."""
-    if config.engine.memory != "auto":
-        return int(config.engine.memory)
-    if device == "cuda":
-        return int(torch.cuda.mem_get_info()[0] * _AUTO_SHARE)
-    free = _free_host_bytes() - store_bytes
-    if free <= 0:
-        raise BudgetError(
-            f"the store needs {store_bytes:,} bytes, {free + store_bytes:,} are free: a smaller "
-            "model, store.gradients: bf16 or optimizer.name: sgd need less"
-        )
-    return int(free * _AUTO_SHARE) // config.engines
-
-
-def _free_host_bytes() -> int:
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def store_bytes(config: Config, source: ModelSource) -> int:
-    """Return what the store will hold in memory: masters, gradients, moments."""
-    if config.store.flash.path is not None:
-        return flash_dram_bytes(config)
-    shapes = source.shapes()
-    trained = sum(math.prod(shapes[name]) for name in trained_weights(config, source))
-    state = sum(role.bytes(trained) for role in _optimizer(config).roles)
-    gradients = trained * _FLOATS[config.gradient_precision].itemsize
-    return 4 * source.parameter_count() + gradients + state
 
 
 def trained_weights(config: Config, source: ModelSource) -> frozenset[str]:
@@ -226,7 +195,7 @@ def _buffers(source: ModelSource) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a step's batch is divided, what an engine keeps of it, and what it may use.
+    """How a step's batch is divided, what an engine keeps of it, and what every part may use.
 
     `slot_bytes` is what the program's stages had to fit, if anything.
     """
@@ -236,8 +205,13 @@ class Layout:
     sequence_length: int
     micro_batch: int
     micro_batches: int
-    budget_bytes: int
+    shares: Shares
     slot_bytes: int | None
+
+    @property
+    def budget_bytes(self) -> int:
+        """The budget of one engine."""
+        return self.shares.engine
 
 
 def lay_out(
@@ -257,7 +231,6 @@ def lay_out(
 
     **Raises:** `BudgetError` if not even single sequences fit.
     """
-    budget = engine_budget(config, device, store_bytes(config, source))
     problem: BudgetError | None = None
     for micro_batch in _micro_batch_candidates(config, length, device, recorded_micro_batch):
         micro_batches = config.batch.size // micro_batch
@@ -267,7 +240,8 @@ def lay_out(
                 f"of {micro_batch}; lower batch.micro or engines, or raise batch.size"
             )
         per_engine = -(-micro_batches // config.engines)
-        for slot_bytes in (None, budget // _BUDGET_SLOTS):
+        slot_bytes: int | None = None
+        for _ in ("stages as they are", "stages cut to what an engine may use"):
             try:
                 program = compile_source(
                     source,
@@ -279,11 +253,20 @@ def lay_out(
                     freeze=config.freeze,
                     slot_bytes=slot_bytes,
                 )
-                plan = plan_engine(program, per_engine, budget, config.engine.recompute, device)
             except BudgetError as error:
                 problem = problem or error
                 continue
-            return Layout(program, plan, length, micro_batch, micro_batches, budget, slot_bytes)
+            fitted = slot_bytes
+            budget = Budget(config, program, per_engine, device, _optimizer(config).roles)
+            try:
+                engine_bytes = budget.engine_bytes()
+                slot_bytes = engine_bytes // _BUDGET_SLOTS
+                plan = budget.plan(engine_bytes)
+                shares = budget.divide(plan, engine_bytes)
+            except BudgetError as error:
+                problem = problem or error
+                continue
+            return Layout(program, plan, length, micro_batch, micro_batches, shares, fitted)
     assert problem is not None
     raise problem
 
@@ -335,8 +318,8 @@ def make_store(
     return store
 
 
-def make_flash_store(config: Config, program: Program, folder: Path) -> FlashStore:
-    """Return the store in a folder on flash, new or as it was left."""
+def make_flash_store(config: Config, program: Program, dram_bytes: int, folder: Path) -> FlashStore:
+    """Return the store in a folder on flash, new or as it was left, with that much of memory."""
     size = config.store.flash.size
     return FlashStore(
         program,
@@ -344,20 +327,13 @@ def make_flash_store(config: Config, program: Program, folder: Path) -> FlashSto
         optimizer=_optimizer(config),
         groups=_groups(config, program),
         schedule=_schedule(config),
-        dram_bytes=flash_dram_bytes(config),
+        dram_bytes=dram_bytes,
         clip_norm=config.optimizer.clip_norm,
         gradient_dtype=_FLOATS[config.gradient_precision],
         keep_steps=config.store.flash.keep_steps,
         durable_every=config.store.flash.durable_every,
         flash_bytes=None if size is None else int(size),
     )
-
-
-def flash_dram_bytes(config: Config) -> int:
-    """Return the memory of a store on flash."""
-    if config.store.dram != "auto":
-        return int(config.store.dram)
-    return int(_free_host_bytes() * _AUTO_DRAM_SHARE)
 
 
 def _optimizer(config: Config) -> Optimizer:
@@ -404,6 +380,10 @@ def _schedule(config: Config) -> Schedule:
 
 def make_engines(config: Config, layout: Layout, device: str) -> list[Engine]:
     """Return the engines of this process, each with its own budget."""
+    if device == "cpu" and layout.shares.keep_pages:
+        keep_freed_pages()
+    elif device == "cpu":
+        return_freed_pages()
     return [
         TorchEngine(layout.program, layout.plan, device=device, budget_bytes=layout.budget_bytes)
         for _ in range(config.engines)

@@ -7,7 +7,7 @@ early stop, and what follows training (export, generation). Notebooks use the sa
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,13 @@ from penstock import assembly
 from penstock.config import Config, load, write_record
 from penstock.data import Source
 from penstock.engine import EnginePlan, TorchEngine
-from penstock.errors import ConfigError, DataError, NonFiniteError, NoTrainingError
+from penstock.errors import (
+    ConfigError,
+    DataError,
+    NonFiniteError,
+    NoTrainingError,
+    PenstockError,
+)
 from penstock.evaluation import Evaluator
 from penstock.events import (
     Evaluated,
@@ -36,8 +42,9 @@ from penstock.keeper import make_keeper
 from penstock.metrics import recorder
 from penstock.models import ModelSource
 from penstock.program import Program
+from penstock.report import RunReport
 from penstock.step import StepRunner
-from penstock.store import FolderLock
+from penstock.store import FolderLock, SavedCheckpoint
 
 
 class Trainer:
@@ -86,7 +93,7 @@ class Trainer:
             recorded.get("micro_batch"),
         )
         self.program: Program = self._layout.program
-        self.store = self._keeper.open(self.model, self.program, self.device, self._notice)
+        self.store = self._keeper.open(self.model, self._layout, self.device, self._notice)
         self.resumed_from = self.store.step if recorded else None
         self.engines = assembly.make_engines(self.config, self._layout, self.device)
         self.fabric = LocalFabric(len(self.engines))
@@ -109,6 +116,7 @@ class Trainer:
         self._best_loss: float | None = recorded.get("best_loss")
         self._evaluations_since_best: int = recorded.get("evaluations_since_best", 0)
         self._saved_step = self.resumed_from
+        self._last_save = time.monotonic()
         self._stop_reason: str | None = None
 
     @property
@@ -130,9 +138,23 @@ class Trainer:
             self._refuse_stale()
             write_record(self.config)
             return self._train()
+        except KeyboardInterrupt:
+            self._keeper.abandon()  # a second Ctrl-C: what is complete is enough
+            raise
+        except Exception as error:
+            self._keep_what_was_begun(error)
+            raise
         finally:
             lock.release()
             self._stop_reason, self._tell = None, self._listener
+
+    def _keep_what_was_begun(self, error: Exception) -> None:
+        """Let a checkpoint that is on its way become complete, though the run ends with `error`."""
+        try:
+            self._finish_save()
+        except PenstockError as second:
+            self._keeper.abandon()
+            error.add_note(f"the last checkpoint that was begun is not complete: {second}")
 
     def _refuse_stale(self) -> None:
         """Two trainers of one run must not overtake each other."""
@@ -145,7 +167,8 @@ class Trainer:
 
     def _train(self) -> dict[str, Any]:
         config, started = self.config, time.perf_counter()
-        self._tell = broadcast([recorder(config), self._listener])
+        report = RunReport(None if config.memory is None else int(config.memory))
+        self._tell = broadcast([report, recorder(config), self._listener])
         self._announce()
         if self._evaluator is not None and config.evaluation.every:
             self._evaluator.refuse_too_little()
@@ -157,13 +180,14 @@ class Trainer:
         while self.step < config.run.steps and self._stop_reason is None:
             try:
                 last_loss = self.run_step().loss
+                self._tell_saved(self._keeper.poll)
             except NonFiniteError:
                 self._save_if_new()  # what is committed is good
                 raise
             if config.evaluation.every and self.step % config.evaluation.every == 0:
                 self._evaluate_and_judge()
-            if config.checkpoint.every and self.step % config.checkpoint.every == 0:
-                self.save()
+            if self._is_save_due():
+                self._begin_save()
         if self.step == first_step and self.step >= config.run.steps:
             self._notice(
                 f"the run already has its {config.run.steps} steps; nothing to do. To train on: "
@@ -178,6 +202,10 @@ class Trainer:
             "engine_peak_bytes": max(e.memory.peak_bytes for e in self.engines),
             "store_bytes": sum(self.store.memory_bytes.values()),
         }
+        measured = report.measured(summary["seconds"])
+        if measured is not None:
+            summary["peak_rss_bytes"] = measured.peak_rss_bytes
+            self._tell(measured)
         if self._stop_reason is not None and self.step < config.run.steps:
             command = f"penstock train {config.run.dir / 'config.yaml'}"
             self._tell(Stopped(self.step, self._stop_reason, command))
@@ -263,7 +291,7 @@ class Trainer:
         seconds = time.perf_counter() - started
         self._tell(Evaluated.of(found, self.step, seconds, best))
         if best and self.config.checkpoint.best:
-            self.save(best=True)
+            self._begin_save(best=True)
         patience = self.config.evaluation.early_stop_patience
         if self._out_of_patience():
             self.request_stop(f"no better held-out loss in {patience} evaluations")
@@ -272,20 +300,44 @@ class Trainer:
         patience = self.config.evaluation.early_stop_patience
         return patience is not None and self._evaluations_since_best >= patience
 
+    def _is_save_due(self) -> bool:
+        section = self.config.checkpoint
+        if section.every is not None and self.step % section.every == 0:
+            return True
+        minutes = section.every_minutes
+        return minutes is not None and time.monotonic() - self._last_save >= 60 * minutes
+
     def _save_if_new(self) -> None:
         if self._saved_step != self.step:
             self.save()
+        else:
+            self._finish_save()
 
-    def save(self, best: bool = False) -> None:
+    def save(self) -> None:
         """Make the last committed step survive; as a checkpoint, if the store is in memory."""
+        self._begin_save()
+        self._finish_save()
+
+    def _begin_save(self, best: bool = False) -> None:
+        """Begin to make the last committed step survive, behind the one that was begun before."""
         if self._saved_step == self.step and not best:
             return
-        started = time.perf_counter()
-        saved = self._keeper.save(self._extra(), best)
-        self._saved_step = self.step
+        self._finish_save()
+        self._keeper.begin_save(self._extra(), best)
+        self._saved_step, self._last_save = self.step, time.monotonic()
+
+    def _finish_save(self) -> None:
+        """Return when the step that was begun to be saved survives."""
+        self._tell_saved(self._keeper.finish)
+
+    def _tell_saved(self, get: Callable[[], SavedCheckpoint | None]) -> None:
+        try:
+            saved = get()
+        except PenstockError:
+            self._saved_step = None  # the next attempt begins anew
+            raise
         if saved is not None:
-            seconds = time.perf_counter() - started
-            self._tell(Saved(self.step, saved.folder, seconds, saved.bytes))
+            self._tell(Saved(saved.step, saved.folder, saved.seconds, saved.bytes))
 
     def _extra(self) -> dict[str, Any]:
         """Return what a resumed run needs to know beside the store."""
@@ -393,6 +445,8 @@ class Trainer:
                 weight_bytes=sum(program.stage_stream_bytes(s) for s in program.stages),
                 state_bytes=sum(self.store.memory_bytes.values()),
                 flash_bytes=self.store.flash_bytes,
+                flash_rule_read_bytes=self.store.flash_rule.read_bytes,
+                flash_rule_written_bytes=self.store.flash_rule.written_bytes,
                 engine_bytes=layout.budget_bytes,
                 steps=self.config.run.steps,
                 tokens_per_step=self._tokens_per_step(),

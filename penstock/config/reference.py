@@ -14,6 +14,7 @@ from penstock.config.document import dump_inline
 from penstock.config.model import FactoryModel, HuggingFaceConfigModel, PresetModel
 from penstock.config.optimizer import GroupConfig
 from penstock.config.root import Config
+from penstock.config.size import ByteSize
 
 _HEAD = """\
 # Configuration
@@ -105,7 +106,8 @@ def _plain(info: FieldInfo) -> Any:
     value = info.get_default(call_default_factory=True)
     if isinstance(value, tuple):
         return list(value)
-    return value if isinstance(value, int | float | bool | dict | None) else str(value)
+    plain = isinstance(value, int | float | bool | dict | None) and not isinstance(value, ByteSize)
+    return value if plain else str(value)
 
 
 def _is_section(info: FieldInfo) -> bool:

@@ -11,7 +11,13 @@ from pathlib import Path
 
 import numpy as np
 
-from penstock.data.integrity import ADVICE, CheckedFile, check_size, read_checked
+from penstock.data.integrity import (
+    ADVICE,
+    CheckedFile,
+    check_size,
+    read_checked,
+    release_pages,
+)
 from penstock.data.manifest import (
     INDEX_ENTRY_BYTES,
     MANIFEST_NAME,
@@ -207,7 +213,9 @@ class _Split:
         while done < stop:
             base, end = int(self._starts[number]), int(self._starts[number + 1])
             until = min(stop, end)
-            result[done - start : until - start] = self._part(number, done - base, until - base)
+            part = self._part(number, done - base, until - base)
+            result[done - start : until - start] = part
+            release_pages(part)
             done = until
             number += 1
         return result

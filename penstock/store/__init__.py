@@ -2,6 +2,7 @@
 
 from penstock.store.adapters import MergedWeights, export_adapters
 from penstock.store.checkpoint import (
+    BackgroundSave,
     CheckpointState,
     SavedCheckpoint,
     checkpoint_folders,
@@ -28,12 +29,14 @@ from penstock.store.optimizers import (
     assign_groups,
     make_optimizer,
 )
+from penstock.store.roles import Role
 from penstock.store.schedules import Schedule, learning_rate
 
 __all__ = [
     "OPTIMIZER_NAMES",
     "SGD",
     "AdamW",
+    "BackgroundSave",
     "CheckpointState",
     "Commit",
     "DramStore",
@@ -43,6 +46,7 @@ __all__ = [
     "Lion",
     "MergedWeights",
     "Optimizer",
+    "Role",
     "SavedCheckpoint",
     "Schedule",
     "Store",
