@@ -211,7 +211,7 @@ def take(folder: Path, options: argparse.Namespace) -> dict:
     if options.dram:
         store = assembly.make_store(config, program)
     else:
-        store = assembly.make_flash_store(config, program, folder / "flash")
+        store = assembly.make_flash_store(config, program, int(config.store.dram), folder / "flash")
     held = sum(store.memory_bytes.values()) if options.dram else 0
     store.load(source.initial_weights(0, list(program.weights)))
     imported = {"seconds": time.perf_counter() - started, "peak_gib": memory.peak_gib(held)}

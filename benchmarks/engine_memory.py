@@ -98,7 +98,7 @@ def measure(layers: int, width: int, heads: int) -> dict:
     import torch
 
     from penstock import assembly
-    from penstock.engine import TorchEngine, plan_engine, predict_bytes
+    from penstock.engine import TorchEngine, keep_freed_pages, plan_engine, predict_bytes
     from penstock.models import ModelSource
 
     fields = {"n_layer": layers, "n_embd": width, "n_head": heads}
@@ -115,6 +115,7 @@ def measure(layers: int, width: int, heads: int) -> dict:
     vocabulary = source.vocab_size or 2
     tokens = torch.randint(vocabulary, (SEQUENCES, LENGTH))
     rows = {"input_ids": tokens, "labels": tokens.roll(-1, 1)}
+    keep_freed_pages()
     step(TorchEngine(program, plan), plan, weights, rows)  # compiles kernels, starts threads
     gc.collect()
     trim()

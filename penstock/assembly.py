@@ -5,7 +5,6 @@ Each function makes one part and nothing else; the trainer puts them together.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from penstock.budget import Budget, Shares
 from penstock.compiler import CompileOptions, Precision, compile_module, select_trainable
 from penstock.config import (
     Config,
@@ -28,12 +28,19 @@ from penstock.config import (
 from penstock.data import (
     LanguageModelSource,
     MaskedLanguageModelSource,
+    RecordSource,
     Source,
     TokenDataset,
     build_dataset,
     check_vocabulary,
 )
-from penstock.engine import Engine, EnginePlan, TorchEngine, plan_engine
+from penstock.engine import (
+    Engine,
+    EnginePlan,
+    TorchEngine,
+    keep_freed_pages,
+    return_freed_pages,
+)
 from penstock.errors import BudgetError, ConfigError, DataError
 from penstock.models import ModelSource, WeightFiles
 from penstock.program import Program
@@ -50,8 +57,6 @@ from penstock.store.flash import FlashStore
 
 # Beyond this many tokens a micro-batch gains nothing: the products are large enough.
 _MICRO_BATCH_TOKENS = {"cpu": 4096, "cuda": 32768}
-_AUTO_SHARE = 0.5  # of the memory that is free at the start, for the engine
-_AUTO_DRAM_SHARE = 0.25  # of the same, for a store on flash
 _LEAST_TOKENS = 512  # of a micro-batch; smaller products spend their time on starting
 _SPARE_VOCABULARY = 2  # times what is used; beyond, it was not meant
 _ENGINES = 8  # that a configuration may ask for; see `config/root.py`
@@ -106,41 +111,6 @@ def choose_device(wanted: Literal["auto", "cpu", "cuda"]) -> str:
     return wanted
 
 
-def engine_budget(config: Config, device: str, store_bytes: int) -> int:
-    """Return the bytes that one engine may use; `auto` leaves room for the store first."""
-    if config.engine.memory != "auto":
-        return int(config.engine.memory)
-    if device == "cuda":
-        return int(torch.cuda.mem_get_info()[0] * _AUTO_SHARE)
-    free = _free_host_bytes() - store_bytes
-    if free <= 0:
-        raise BudgetError(
-            f"the store needs {store_bytes:,} bytes, {free + store_bytes:,} are free: a smaller "
-            "model, store.gradients: bf16 or optimizer.name: sgd need less"
-        )
-    return int(free * _AUTO_SHARE) // config.engines
-
-
-def _free_host_bytes() -> int:
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def store_bytes(config: Config, source: ModelSource) -> int:
-    """Return what the store will hold in memory: masters, gradients, moments."""
-    if config.store.flash.path is not None:
-        return flash_dram_bytes(config)
-    shapes = source.shapes()
-    trained = sum(math.prod(shapes[name]) for name in trained_weights(config, source))
-    state = sum(role.bytes(trained) for role in _optimizer(config).roles)
-    gradients = trained * _FLOATS[config.gradient_precision].itemsize
-    return 4 * source.parameter_count() + gradients + state
-
-
 def trained_weights(config: Config, source: ModelSource) -> frozenset[str]:
     """Return the names of the weights that a run trains.
 
@@ -159,9 +129,17 @@ def trained_weights(config: Config, source: ModelSource) -> frozenset[str]:
     )
 
 
-def sequence_length(config: Config, source: ModelSource) -> int:
-    """Return the tokens per sequence: as configured, or all that the model takes."""
+def sequence_length(
+    config: Config, source: ModelSource, dataset: TokenDataset | None = None
+) -> int:
+    """Return the tokens per sequence: as configured, or all that the model takes.
+
+    Of records no more than the longest needs, since the rest of every row would be padding.
+    """
     length = config.data.sequence_length or source.max_sequence_length
+    if not config.data.sequence_length and dataset is not None and dataset.content == "records":
+        longest = max(dataset.records(split).longest() for split in dataset.splits)
+        return longest if length is None else min(longest, length)
     if length is None:
         if source.task == "custom":
             return 1
@@ -187,14 +165,16 @@ def compile_source(
 ) -> Program:
     """Compile a model for one micro-batch of sequences.
 
-    `evaluate` returns the loss without dropout, `logits` what comes before the loss; both are
-    only run forward.
+    `evaluate` returns the loss without dropout and, of language models, the most likely label of
+    each token; `logits` what comes before the loss. Both are only run forward.
     """
     inputs = source.example_inputs(micro_batch, length)
     module = source.module
     if goal == "logits":
         module = source.logits_module
         inputs = {name: value for name, value in inputs.items() if name not in source.targets}
+    elif goal == "evaluate":
+        module = source.evaluation_module
     modes = [(child, child.training) for child in module.modules()]
     if goal != "train":  # for training, every module is in the mode that its owner left it in
         module.eval()
@@ -229,19 +209,33 @@ def _buffers(source: ModelSource) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a step's batch is divided, what an engine keeps of it, and what it may use."""
+    """How a step's batch is divided, what an engine keeps of it, and what every part may use.
+
+    `slot_bytes` is what the program's stages had to fit, if anything.
+    """
 
     program: Program
     plan: EnginePlan
+    sequence_length: int
     micro_batch: int
     micro_batches: int
-    budget_bytes: int
+    shares: Shares
+    slot_bytes: int | None
+
+    @property
+    def budget_bytes(self) -> int:
+        """The budget of one engine."""
+        return self.shares.engine
 
 
 def lay_out(
-    config: Config, source: ModelSource, device: str, recorded_micro_batch: int | None = None
+    config: Config,
+    source: ModelSource,
+    device: str,
+    length: int,
+    recorded_micro_batch: int | None = None,
 ) -> Layout:
-    """Choose the micro-batch, compile for it, and decide what is recomputed.
+    """Choose the micro-batch of sequences of `length`, compile, and decide what is recomputed.
 
     With `batch.micro: auto` it is the largest divisor of the batch that is not beyond what helps
     and, unless that makes it small, leaves `_ENGINES` engines a micro-batch each. The number of
@@ -251,8 +245,6 @@ def lay_out(
 
     **Raises:** `BudgetError` if not even single sequences fit.
     """
-    length = sequence_length(config, source)
-    budget = engine_budget(config, device, store_bytes(config, source))
     problem: BudgetError | None = None
     for micro_batch in _micro_batch_candidates(config, length, device, recorded_micro_batch):
         micro_batches = config.batch.size // micro_batch
@@ -262,7 +254,8 @@ def lay_out(
                 f"of {micro_batch}; lower batch.micro or engines, or raise batch.size"
             )
         per_engine = -(-micro_batches // config.engines)
-        for slot_bytes in (None, budget // _BUDGET_SLOTS):
+        slot_bytes: int | None = None
+        for _ in ("stages as they are", "stages cut to what an engine may use"):
             try:
                 program = compile_source(
                     source,
@@ -274,11 +267,20 @@ def lay_out(
                     freeze=config.freeze,
                     slot_bytes=slot_bytes,
                 )
-                plan = plan_engine(program, per_engine, budget, config.engine.recompute, device)
             except BudgetError as error:
                 problem = problem or error
                 continue
-            return Layout(program, plan, micro_batch, micro_batches, budget)
+            fitted = slot_bytes
+            budget = Budget(config, program, per_engine, device, _optimizer(config).roles)
+            try:
+                engine_bytes = budget.engine_bytes()
+                slot_bytes = engine_bytes // _BUDGET_SLOTS
+                plan = budget.plan(engine_bytes)
+                shares = budget.divide(plan, engine_bytes)
+            except BudgetError as error:
+                problem = problem or error
+                continue
+            return Layout(program, plan, length, micro_batch, micro_batches, shares, fitted)
     assert problem is not None
     raise problem
 
@@ -330,8 +332,8 @@ def make_store(
     return store
 
 
-def make_flash_store(config: Config, program: Program, folder: Path) -> FlashStore:
-    """Return the store in a folder on flash, new or as it was left."""
+def make_flash_store(config: Config, program: Program, dram_bytes: int, folder: Path) -> FlashStore:
+    """Return the store in a folder on flash, new or as it was left, with that much of memory."""
     size = config.store.flash.size
     return FlashStore(
         program,
@@ -339,20 +341,13 @@ def make_flash_store(config: Config, program: Program, folder: Path) -> FlashSto
         optimizer=_optimizer(config),
         groups=_groups(config, program),
         schedule=_schedule(config),
-        dram_bytes=flash_dram_bytes(config),
+        dram_bytes=dram_bytes,
         clip_norm=config.optimizer.clip_norm,
         gradient_dtype=_FLOATS[config.gradient_precision],
         keep_steps=config.store.flash.keep_steps,
         durable_every=config.store.flash.durable_every,
         flash_bytes=None if size is None else int(size),
     )
-
-
-def flash_dram_bytes(config: Config) -> int:
-    """Return the memory of a store on flash."""
-    if config.store.dram != "auto":
-        return int(config.store.dram)
-    return int(_free_host_bytes() * _AUTO_DRAM_SHARE)
 
 
 def _optimizer(config: Config) -> Optimizer:
@@ -399,6 +394,10 @@ def _schedule(config: Config) -> Schedule:
 
 def make_engines(config: Config, layout: Layout, device: str) -> list[Engine]:
     """Return the engines of this process, each with its own budget."""
+    if device == "cpu" and layout.shares.keep_pages:
+        keep_freed_pages()
+    elif device == "cpu":
+        return_freed_pages()
     return [
         TorchEngine(layout.program, layout.plan, device=device, budget_bytes=layout.budget_bytes)
         for _ in range(config.engines)
@@ -407,11 +406,15 @@ def make_engines(config: Config, layout: Layout, device: str) -> list[Engine]:
 
 @dataclass(frozen=True)
 class TrainingData:
-    """The sources of training and held-out batches; `dataset` where they come from text."""
+    """The sources of training and held-out batches; `dataset` where they come from text.
+
+    `sequence_length` is the tokens of a row, 1 where rows are not of tokens.
+    """
 
     training: Source
     held_out: Source | None
     dataset: TokenDataset | None
+    sequence_length: int
 
 
 def open_data(config: Config, source: ModelSource, notice: Callable[[str], None]) -> TrainingData:
@@ -430,10 +433,14 @@ def open_data(config: Config, source: ModelSource, notice: Callable[[str], None]
             folder,
             validation=config.data.validation,
             seed=config.data.seed,
+            content=config.data.content,
+            prompt_field=config.data.prompt_field,
+            completion_field=config.data.completion_field,
         )
         for note in report.notes:
             notice(note)
     dataset = TokenDataset.open(folder)
+    _check_content(config, source, dataset)
     if source.vocab_size is not None:
         check_vocabulary(dataset, source.vocab_size)
         if source.vocab_size > _SPARE_VOCABULARY * dataset.vocab_size:
@@ -442,16 +449,36 @@ def open_data(config: Config, source: ModelSource, notice: Callable[[str], None]
                 f"{dataset.vocab_size}: most rows of its embedding never train; set the model's "
                 f"vocab_size to {dataset.vocab_size}, or a little more"
             )
-    length = sequence_length(config, source)
+    length = sequence_length(config, source, dataset)
 
     def split(name: str) -> Source:
+        if dataset.content == "records":
+            records = RecordSource(dataset, name, length, config.data.seed)
+            for text in (records.describe(), *records.warnings()):
+                notice(text)
+            return records
         if source.task == "masked_lm":
             mask = _mask_token(dataset, source)
             return MaskedLanguageModelSource(dataset, name, length, mask, config.data.seed)
         return LanguageModelSource(dataset, name, length, config.data.seed)
 
     held_out = "validation" if "validation" in dataset.splits else None
-    return TrainingData(split("train"), split(held_out) if held_out else None, dataset)
+    return TrainingData(split("train"), split(held_out) if held_out else None, dataset, length)
+
+
+def _check_content(config: Config, source: ModelSource, dataset: TokenDataset) -> None:
+    """Refuse records where they cannot be trained on, and text where records are asked for."""
+    if dataset.content == "text" and config.data.content == "records":
+        raise DataError(
+            f"data.content: expected a data set of records, {dataset.path} holds plain text; name "
+            "another folder in data.path to build one there, or set data.content: text"
+        )
+    if dataset.content == "records" and source.task != "causal_lm":
+        raise DataError(
+            f"{dataset.path} holds prompts with completions, which a model learns to continue by "
+            f"next-token prediction (task causal_lm); {source.name} is trained for {source.task}: "
+            "build a data set of plain text for it"
+        )
 
 
 def _mask_token(dataset: TokenDataset, source: ModelSource) -> int:

@@ -20,6 +20,8 @@ class RunStarted:
     streams; `state_bytes` what the store takes of memory (masters, gradients, moments),
     `flash_bytes` what of flash; `engine_bytes` the engine's budget. `resumed_from` is the step that
     the run goes on from. `recompute_stages` of `stages` are computed again in the backward sweep.
+    `flash_rule_read_bytes` and `flash_rule_written_bytes` are what a step should move at most:
+    state once each way, weights in twice and out once.
     """
 
     run_dir: Path
@@ -39,6 +41,8 @@ class RunStarted:
     recompute_stages: int
     stages: int = 0
     flash_bytes: int = 0
+    flash_rule_read_bytes: int = 0
+    flash_rule_written_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,12 @@ class StepDone:
 
     `streamed_bytes` went from the store to engines, `gradient_bytes` came back. `grad_norm` is
     before clipping, `clip_scale` the factor that clipping put on it (1 when it did not bind).
-    `flash_wait_seconds` is how long the step stood still for the flash tier.
+
+    The seconds of a step are those of five parts, one after another: `compute_seconds` the engines
+    (and, on a GPU, waiting for them), `flash_wait_seconds` standing still for the flash tier,
+    `weight_seconds` handing weights out and taking gradients in, `update_seconds` updates that
+    were not made behind something else, `snapshot_seconds` updates held up by a checkpoint that
+    was being written. `peak_rss_bytes` is the most memory that the process has had so far.
     """
 
     step: int
@@ -64,17 +73,34 @@ class StepDone:
     flash_read_bytes: int = 0
     flash_written_bytes: int = 0
     flash_wait_seconds: float = 0.0
+    compute_seconds: float = 0.0
+    weight_seconds: float = 0.0
+    update_seconds: float = 0.0
+    snapshot_seconds: float = 0.0
+    peak_rss_bytes: int = 0
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """The loss on held-out text after `step`; `best` when it is the least so far."""
+    """The loss on held-out text after `step`; `best` when it is the least so far.
+
+    `accuracy` is the share of labelled tokens that the model thought most likely, None where it
+    predicts none; `exact_match` that of records whose whole completion it had right.
+    """
 
     step: int
     loss: float
     perplexity: float
     seconds: float
     best: bool
+    accuracy: float | None = None
+    exact_match: float | None = None
+
+    @classmethod
+    def of(cls, found: Mapping[str, float], step: int, seconds: float, best: bool) -> Evaluated:
+        """Return the event of what `Trainer.evaluate` found after `step`."""
+        shares = found.get("accuracy"), found.get("exact_match")
+        return cls(step, found["loss"], found["perplexity"], seconds, best, *shares)
 
 
 @dataclass(frozen=True)
@@ -95,6 +121,33 @@ class Notice:
 
 
 @dataclass(frozen=True)
+class RunMeasured:
+    """What a run's steps cost, all together, told before it ends.
+
+    `seconds` is the whole run, with evaluations and checkpoints; `step_seconds` its steps, and the
+    other seconds are their parts as in `StepDone`. `memory_bytes` is the cap on the process, if
+    there is one.
+    """
+
+    step: int
+    steps: int
+    seconds: float
+    step_seconds: float
+    compute_seconds: float
+    flash_wait_seconds: float
+    weight_seconds: float
+    update_seconds: float
+    snapshot_seconds: float
+    flash_read_bytes: int
+    flash_written_bytes: int
+    flash_rule_read_bytes: int
+    flash_rule_written_bytes: int
+    checkpoint_bytes: int
+    peak_rss_bytes: int
+    memory_bytes: int | None = None
+
+
+@dataclass(frozen=True)
 class Stopped:
     """The run stopped before its last step, for `reason`, and saved; the command resumes it."""
 
@@ -110,7 +163,7 @@ class Finished:
     summary: Mapping[str, Any] = field(default_factory=dict)
 
 
-Event = RunStarted | StepDone | Evaluated | Saved | Notice | Stopped | Finished
+Event = RunStarted | StepDone | Evaluated | Saved | Notice | RunMeasured | Stopped | Finished
 Listener = Callable[[Event], None]
 
 

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from penstock import assembly
+from penstock.assembly import Layout
 from penstock.config import Config
-from penstock.errors import ConfigError
+from penstock.errors import BudgetError, ConfigError
 from penstock.models import ModelSource
-from penstock.program import Program
 from penstock.store import (
+    BackgroundSave,
+    DramStore,
     SavedCheckpoint,
     Store,
     find_checkpoint,
@@ -41,12 +43,24 @@ class Keeper(Protocol):
         """The newest step that would be found now."""
         ...
 
-    def open(self, model: ModelSource, program: Program, device: str, notice: Notice) -> Store:
+    def open(self, model: ModelSource, layout: Layout, device: str, notice: Notice) -> Store:
         """Return a store with the newest step in it, or with initial weights."""
         ...
 
-    def save(self, extra: Mapping[str, Any], best: bool) -> SavedCheckpoint | None:
-        """Make the present step survive; return the checkpoint if one was written."""
+    def begin_save(self, extra: Mapping[str, Any], best: bool) -> None:
+        """Begin to make the present step survive, while the run goes on."""
+        ...
+
+    def poll(self) -> SavedCheckpoint | None:
+        """Return a checkpoint that was begun and is complete now, once; raise if it failed."""
+        ...
+
+    def finish(self) -> SavedCheckpoint | None:
+        """Return when what was begun is complete, or raise; as `poll`."""
+        ...
+
+    def abandon(self) -> None:
+        """Give up what was begun and is not complete; what was complete before stays."""
         ...
 
 
@@ -60,7 +74,8 @@ class CheckpointKeeper:
         self.recorded: Mapping[str, Any] | None = (
             read_state(self._latest).extra if self._latest else None
         )
-        self._store: Store | None = None
+        self._store: DramStore | None = None
+        self._saving: BackgroundSave | None = None
 
     @property
     def newest_step(self) -> int | None:
@@ -68,8 +83,9 @@ class CheckpointKeeper:
         latest = find_checkpoint(self._folder, "latest")
         return read_state(latest).step if latest else None
 
-    def open(self, model: ModelSource, program: Program, device: str, notice: Notice) -> Store:
+    def open(self, model: ModelSource, layout: Layout, device: str, notice: Notice) -> Store:
         """Return a store in memory."""
+        program = layout.program
         self._store = assembly.make_store(self._config, program, device, notice)
         if self._latest is not None:
             load_checkpoint(self._store, self._latest)
@@ -78,16 +94,39 @@ class CheckpointKeeper:
             self._store.load(model.initial_weights(seed, list(program.weights)))
         return self._store
 
-    def save(self, extra: Mapping[str, Any], best: bool) -> SavedCheckpoint:
-        """Write a checkpoint."""
+    def begin_save(self, extra: Mapping[str, Any], best: bool) -> None:
+        """Begin to write a checkpoint; there is one at a time."""
         assert self._store is not None
-        return save_checkpoint(
-            self._store,
+        assert self._saving is None
+        section = self._config.checkpoint
+        self._saving = BackgroundSave(
+            self._store.snapshot(int(section.buffer)),
             self._folder,
             dict(extra),
             best=best,
-            keep_last=self._config.checkpoint.keep_last,
+            keep_last=section.keep_last,
         )
+
+    def poll(self) -> SavedCheckpoint | None:
+        """Return the checkpoint that has become complete."""
+        if self._saving is None or not self._saving.is_done:
+            return None
+        return self.finish()
+
+    def finish(self) -> SavedCheckpoint | None:
+        """Make the updates that the writer awaits, and wait for it."""
+        if self._saving is None:
+            return None
+        assert self._store is not None
+        self._store.flush()
+        saving, self._saving = self._saving, None
+        return saving.wait()
+
+    def abandon(self) -> None:
+        """Stop the writer."""
+        if self._saving is not None:
+            self._saving.abandon()
+            self._saving = None
 
 
 class FlashKeeper:
@@ -101,22 +140,29 @@ class FlashKeeper:
             self._found if self._found and "trajectory" in self._found else None
         )
         self._store: FlashStore | None = None
+        self._saved: SavedCheckpoint | None = None
 
     @property
     def newest_step(self) -> int | None:
         """The newest durable step; nobody else can write one while the store is open."""
         return self._store.durable_step if self._store else None
 
-    def open(self, model: ModelSource, program: Program, device: str, notice: Notice) -> Store:
+    def open(self, model: ModelSource, layout: Layout, device: str, notice: Notice) -> Store:
         """Return the store on flash; new weights go there one at a time."""
-        self._store = assembly.make_flash_store(self._config, program, self._folder)
+        shares = layout.shares
+        try:
+            self._store = assembly.make_flash_store(
+                self._config, layout.program, shares.store, self._folder
+            )
+        except BudgetError as error:
+            raise BudgetError(f"{error}\n{shares.table}") from None
         if device == "cuda":
             self._store.page_lock()
         weights = model.weights_fingerprint() if self.recorded is None else None
         if self._store.is_new:
             seed = self._config.run.seed
             self._store.remember({"weights": weights})  # durable with the weights, before any step
-            self._store.load(model.initial_weights(seed, list(program.weights)))
+            self._store.load(model.initial_weights(seed, list(layout.program.weights)))
         elif self.recorded is None and weights != (self._found or {}).get("weights"):
             self._store.close()
             raise ConfigError(
@@ -125,15 +171,26 @@ class FlashKeeper:
             )
         return self._store
 
-    def save(self, extra: Mapping[str, Any], best: bool) -> SavedCheckpoint | None:
+    def begin_save(self, extra: Mapping[str, Any], best: bool) -> None:
         """Wait until the present step is durable; the best is written as safetensors too."""
         assert self._store is not None
         self._store.remember(extra)
         self._store.make_durable()
-        if not best:
-            return None
-        folder = self._config.run.dir / "checkpoints"
-        return save_checkpoint(self._store, folder, dict(extra), best=True, keep_last=1)
+        if best:
+            folder = self._config.run.dir / "checkpoints"
+            self._saved = save_checkpoint(self._store, folder, dict(extra), best=True, keep_last=1)
+
+    def poll(self) -> SavedCheckpoint | None:
+        """Return the best that was written."""
+        saved, self._saved = self._saved, None
+        return saved
+
+    def finish(self) -> SavedCheckpoint | None:
+        """Nothing is ever under way here."""
+        return self.poll()
+
+    def abandon(self) -> None:
+        """Nothing is ever under way here."""
 
 
 def make_keeper(config: Config) -> Keeper:

@@ -19,6 +19,7 @@ from penstock.events import (
     Event,
     Finished,
     Listener,
+    RunMeasured,
     RunStarted,
     Saved,
     StepDone,
@@ -28,7 +29,7 @@ from penstock.events import (
 
 
 class MetricsFile:
-    """Appends one JSON object per step, evaluation and checkpoint to `metrics.jsonl`.
+    """Appends one JSON object per step, evaluation, checkpoint and run to `metrics.jsonl`.
 
     A listener for events. Every line has `event` and `step`; a line is in the file, whole, when
     the call returns. NaN and infinity, which JSON lacks, are written as null.
@@ -47,8 +48,10 @@ class MetricsFile:
             self._append("evaluation", event)
         elif isinstance(event, Saved):
             self._append("checkpoint", event)
+        elif isinstance(event, RunMeasured):
+            self._append("report", event)
 
-    def _append(self, name: str, event: StepDone | Evaluated | Saved) -> None:
+    def _append(self, name: str, event: StepDone | Evaluated | Saved | RunMeasured) -> None:
         line = json.dumps({"event": name} | {k: _plain(v) for k, v in vars(event).items()})
         try:
             with self.path.open("a", encoding="utf-8") as file:
@@ -138,10 +141,13 @@ class TensorBoard:
                 },
             )
         elif isinstance(event, Evaluated):
-            self._scalars(
-                event.step,
-                {"evaluation/loss": event.loss, "evaluation/perplexity": event.perplexity},
-            )
+            figures = {
+                "evaluation/loss": event.loss,
+                "evaluation/perplexity": event.perplexity,
+                "evaluation/accuracy": event.accuracy,
+                "evaluation/exact_match": event.exact_match,
+            }
+            self._scalars(event.step, {k: v for k, v in figures.items() if v is not None})
         elif isinstance(event, Stopped | Finished):
             self.close()
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 
+from penstock import process_memory
 from penstock.assembly import Layout, to_tensors
 from penstock.data import IGNORED_LABEL, Source
 from penstock.engine import Batch, Engine, PendingGradients
@@ -27,7 +29,7 @@ Order = list[tuple[Stage, tuple[int, ...] | None]]
 
 
 class StepRunner:
-    """Runs steps of one layout over a store, a fabric and engines; it holds no state of its own.
+    """Runs steps of one layout over a store, a fabric and engines; no state outlives a step.
 
     **Arguments:** `seed` keys the dropout; `batch_size` is the sequences (or rows) of a step and
     `tokens` what they count as; `source` gives them.
@@ -56,6 +58,7 @@ class StepRunner:
         self._seed = seed
         self._batch_size = batch_size
         self._tokens = tokens
+        self._store_seconds = 0.0  # of the step that is being made
 
     def run(self) -> StepDone:
         """Do one step and commit it.
@@ -64,6 +67,7 @@ class StepRunner:
         not happened, and running it again is safe.
         """
         started = time.perf_counter()
+        self._store_seconds = 0.0
         self._store.discard()  # what an interrupted step left behind
         self._store.take_traffic()
         loss_scale = self._begin()
@@ -81,15 +85,18 @@ class StepRunner:
             self._return_gradients(*waiting)
             waiting = (stage, parts)
         self._return_gradients(*waiting)
-        commit = self._store.commit()
+        with self._at_the_store():
+            commit = self._store.commit()
         traffic, flash = self._store.take_traffic(), self._store.take_flash_traffic()
+        seconds = time.perf_counter() - started
+        waited = traffic.update_seconds + traffic.snapshot_seconds + flash.waited_seconds
         return StepDone(
             step=commit.step,
             loss=math.fsum(losses) * loss_scale,
             learning_rate=commit.learning_rate,
             grad_norm=commit.grad_norm,
             clip_scale=commit.clip_scale,
-            seconds=time.perf_counter() - started,
+            seconds=seconds,
             tokens=self._tokens,
             streamed_bytes=traffic.streamed_bytes,
             gradient_bytes=traffic.gradient_bytes,
@@ -98,6 +105,11 @@ class StepRunner:
             flash_read_bytes=flash.read_bytes,
             flash_written_bytes=flash.written_bytes,
             flash_wait_seconds=flash.waited_seconds,
+            compute_seconds=seconds - max(self._store_seconds, waited),
+            weight_seconds=max(0.0, self._store_seconds - waited),
+            update_seconds=traffic.update_seconds,
+            snapshot_seconds=traffic.snapshot_seconds,
+            peak_rss_bytes=process_memory.peak_resident_bytes(),
         )
 
     def _begin(self) -> float:
@@ -140,16 +152,28 @@ class StepRunner:
             yield stage
 
     def _load(self, stage: Stage, positions: tuple[int, ...] | None) -> None:
-        weights = self._store.fetch(stage.index, positions)
-        for engine, tensors in zip(self._engines, self._fabric.broadcast(weights), strict=True):
-            engine.load(stage.index, tensors)
+        with self._at_the_store():
+            weights = self._store.fetch(stage.index, positions)
+            for engine, tensors in zip(self._engines, self._fabric.broadcast(weights), strict=True):
+                engine.load(stage.index, tensors)
+
+    @contextmanager
+    def _at_the_store(self) -> Iterator[None]:
+        """Count the seconds of the block as the store's."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._store_seconds += time.perf_counter() - started
 
     def _return_gradients(self, stage: Stage, parts: Sequence[PendingGradients]) -> None:
         """Finish a stage's sum in the fabric and hand it to the store."""
         if not any(stage.kind.trainable) or not any(stage.kind.outputs_grad):
             return
         nodes = [part.wait() for part in parts]
-        self._store.receive(stage.index, self._fabric.reduce(nodes, self._layout.micro_batches))
+        with self._at_the_store():
+            total = self._fabric.reduce(nodes, self._layout.micro_batches)
+            self._store.receive(stage.index, total)
 
     def _refuse_losses(self, losses: Sequence[float]) -> None:
         """Find the first stage that went non-finite by running the sweep again, and say so."""

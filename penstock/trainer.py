@@ -7,7 +7,7 @@ early stop, and what follows training (export, generation). Notebooks use the sa
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,13 @@ from penstock import assembly
 from penstock.config import Config, load, write_record
 from penstock.data import Source
 from penstock.engine import EnginePlan, TorchEngine
-from penstock.errors import ConfigError, DataError, NonFiniteError, NoTrainingError
+from penstock.errors import (
+    ConfigError,
+    DataError,
+    NonFiniteError,
+    NoTrainingError,
+    PenstockError,
+)
 from penstock.evaluation import Evaluator
 from penstock.events import (
     Evaluated,
@@ -37,8 +43,9 @@ from penstock.keeper import make_keeper
 from penstock.metrics import recorder
 from penstock.models import ModelSource, keep_small_files
 from penstock.program import Program
+from penstock.report import RunReport
 from penstock.step import StepRunner
-from penstock.store import MAX_SHARD_BYTES, FolderLock
+from penstock.store import MAX_SHARD_BYTES, FolderLock, SavedCheckpoint
 
 
 class Trainer:
@@ -77,15 +84,20 @@ class Trainer:
         if source is None:
             self._data = assembly.open_data(self.config, self.model, self._notice)
         else:
-            self._data = assembly.TrainingData(source, held_out, None)
+            length = assembly.sequence_length(self.config, self.model)
+            self._data = assembly.TrainingData(source, held_out, None, length)
         self._layout = assembly.lay_out(
-            self.config, self.model, self.device, recorded.get("micro_batch")
+            self.config,
+            self.model,
+            self.device,
+            self._data.sequence_length,
+            recorded.get("micro_batch"),
         )
         self.program: Program = self._layout.program
         self._initial_weights: str | None = (
             recorded["weights"] if "weights" in recorded else self.model.weights_fingerprint()
         )
-        self.store = self._keeper.open(self.model, self.program, self.device, self._notice)
+        self.store = self._keeper.open(self.model, self._layout, self.device, self._notice)
         self.resumed_from = self.store.step if recorded else None
         self.engines = assembly.make_engines(self.config, self._layout, self.device)
         self.fabric = LocalFabric(len(self.engines))
@@ -108,6 +120,7 @@ class Trainer:
         self._best_loss: float | None = recorded.get("best_loss")
         self._evaluations_since_best: int = recorded.get("evaluations_since_best", 0)
         self._saved_step = self.resumed_from
+        self._last_save = time.monotonic()
         self._stop_reason: str | None = None
 
     @property
@@ -130,6 +143,12 @@ class Trainer:
             write_record(self.config)
             self._keep_small_files()
             return self._train()
+        except KeyboardInterrupt:
+            self._keeper.abandon()  # a second Ctrl-C: what is complete is enough
+            raise
+        except Exception as error:
+            self._keep_what_was_begun(error)
+            raise
         finally:
             lock.release()
             self._stop_reason, self._tell = None, self._listener
@@ -139,6 +158,14 @@ class Trainer:
         kept = self.config.run.dir / KEPT
         if self.model.folder is not None and self.model.folder != kept:
             keep_small_files(self.model.folder, kept)
+
+    def _keep_what_was_begun(self, error: Exception) -> None:
+        """Let a checkpoint that is on its way become complete, though the run ends with `error`."""
+        try:
+            self._finish_save()
+        except PenstockError as second:
+            self._keeper.abandon()
+            error.add_note(f"the last checkpoint that was begun is not complete: {second}")
 
     def _refuse_stale(self) -> None:
         """Two trainers of one run must not overtake each other."""
@@ -151,7 +178,8 @@ class Trainer:
 
     def _train(self) -> dict[str, Any]:
         config, started = self.config, time.perf_counter()
-        self._tell = broadcast([recorder(config), self._listener])
+        report = RunReport(None if config.memory is None else int(config.memory))
+        self._tell = broadcast([report, recorder(config), self._listener])
         self._announce()
         if self._evaluator is not None and config.evaluation.every:
             self._evaluator.refuse_too_little()
@@ -163,13 +191,14 @@ class Trainer:
         while self.step < config.run.steps and self._stop_reason is None:
             try:
                 last_loss = self.run_step().loss
+                self._tell_saved(self._keeper.poll)
             except NonFiniteError:
                 self._save_if_new()  # what is committed is good
                 raise
             if config.evaluation.every and self.step % config.evaluation.every == 0:
                 self._evaluate_and_judge()
-            if config.checkpoint.every and self.step % config.checkpoint.every == 0:
-                self.save()
+            if self._is_save_due():
+                self._begin_save()
         if self.step == first_step and self.step >= config.run.steps:
             self._notice(
                 f"the run already has its {config.run.steps} steps; nothing to do. To train on: "
@@ -184,6 +213,10 @@ class Trainer:
             "engine_peak_bytes": max(e.memory.peak_bytes for e in self.engines),
             "store_bytes": sum(self.store.memory_bytes.values()),
         }
+        measured = report.measured(summary["seconds"])
+        if measured is not None:
+            summary["peak_rss_bytes"] = measured.peak_rss_bytes
+            self._tell(measured)
         if self._stop_reason is not None and self.step < config.run.steps:
             command = f"penstock train {config.run.dir / 'config.yaml'}"
             self._tell(Stopped(self.step, self._stop_reason, command))
@@ -228,7 +261,11 @@ class Trainer:
     # Beside the steps
 
     def evaluate(self, batches: int | None = None) -> dict[str, float]:
-        """Return the mean loss, the perplexity and the tokens of `batches` held-out batches."""
+        """Return what the model makes of `batches` held-out batches.
+
+        **Returns:** `loss`, `perplexity` and `tokens`; of language models `accuracy`; of records
+        `exact_match` and `records` (see `penstock.evaluation`).
+        """
         if self._evaluator is None:
             raise DataError(
                 "there is nothing held out: the data set has no validation split, or "
@@ -246,13 +283,10 @@ class Trainer:
             return None
         return Evaluator(self.config, self.model, self._layout, self.store, held_out, self.device)
 
-    def _length(self) -> int:
-        return assembly.sequence_length(self.config, self.model)
-
     def _tokens_per_step(self) -> int:
         """Return the tokens of a step, or its rows where a model does not read tokens."""
         has_tokens = "input_ids" in self.model.inputs
-        return self.config.batch.size * (self._length() if has_tokens else 1)
+        return self.config.batch.size * (self._layout.sequence_length if has_tokens else 1)
 
     def _evaluate_and_judge(self) -> None:
         """Evaluate, keep the best checkpoint, and stop when nothing has improved for long."""
@@ -266,9 +300,9 @@ class Trainer:
         else:
             self._evaluations_since_best += 1
         seconds = time.perf_counter() - started
-        self._tell(Evaluated(self.step, found["loss"], found["perplexity"], seconds, best))
+        self._tell(Evaluated.of(found, self.step, seconds, best))
         if best and self.config.checkpoint.best:
-            self.save(best=True)
+            self._begin_save(best=True)
         patience = self.config.evaluation.early_stop_patience
         if self._out_of_patience():
             self.request_stop(f"no better held-out loss in {patience} evaluations")
@@ -277,20 +311,44 @@ class Trainer:
         patience = self.config.evaluation.early_stop_patience
         return patience is not None and self._evaluations_since_best >= patience
 
+    def _is_save_due(self) -> bool:
+        section = self.config.checkpoint
+        if section.every is not None and self.step % section.every == 0:
+            return True
+        minutes = section.every_minutes
+        return minutes is not None and time.monotonic() - self._last_save >= 60 * minutes
+
     def _save_if_new(self) -> None:
         if self._saved_step != self.step:
             self.save()
+        else:
+            self._finish_save()
 
-    def save(self, best: bool = False) -> None:
+    def save(self) -> None:
         """Make the last committed step survive; as a checkpoint, if the store is in memory."""
+        self._begin_save()
+        self._finish_save()
+
+    def _begin_save(self, best: bool = False) -> None:
+        """Begin to make the last committed step survive, behind the one that was begun before."""
         if self._saved_step == self.step and not best:
             return
-        started = time.perf_counter()
-        saved = self._keeper.save(self._extra(), best)
-        self._saved_step = self.step
+        self._finish_save()
+        self._keeper.begin_save(self._extra(), best)
+        self._saved_step, self._last_save = self.step, time.monotonic()
+
+    def _finish_save(self) -> None:
+        """Return when the step that was begun to be saved survives."""
+        self._tell_saved(self._keeper.finish)
+
+    def _tell_saved(self, get: Callable[[], SavedCheckpoint | None]) -> None:
+        try:
+            saved = get()
+        except PenstockError:
+            self._saved_step = None  # the next attempt begins anew
+            raise
         if saved is not None:
-            seconds = time.perf_counter() - started
-            self._tell(Saved(self.step, saved.folder, seconds, saved.bytes))
+            self._tell(Saved(saved.step, saved.folder, saved.seconds, saved.bytes))
 
     def _extra(self) -> dict[str, Any]:
         """Return what a resumed run needs to know beside the store."""
@@ -369,7 +427,8 @@ class Trainer:
             )
 
         tokenizer = self._data.dataset.tokenizer()
-        return Writer(make_engine, self.store.stream, tokenizer, self._length())
+        longest = assembly.sequence_length(self.config, self.model)
+        return Writer(make_engine, self.store.stream, tokenizer, longest)
 
     # Words to the user
 
@@ -406,6 +465,8 @@ class Trainer:
                 weight_bytes=sum(program.stage_stream_bytes(s) for s in program.stages),
                 state_bytes=sum(self.store.memory_bytes.values()),
                 flash_bytes=self.store.flash_bytes,
+                flash_rule_read_bytes=self.store.flash_rule.read_bytes,
+                flash_rule_written_bytes=self.store.flash_rule.written_bytes,
                 engine_bytes=layout.budget_bytes,
                 steps=self.config.run.steps,
                 tokens_per_step=self._tokens_per_step(),

@@ -4,6 +4,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +15,13 @@ if TYPE_CHECKING:
     from penstock.data import TokenDataset
 
 app = typer.Typer(help="Make data sets of text, and inspect them.", no_args_is_help=True)
+
+
+class Content(StrEnum):
+    """What the files of a data set hold."""
+
+    text = "text"
+    records = "records"
 
 
 class SeveralInputs(TyperCommand):
@@ -68,9 +76,22 @@ def build(
         float, typer.Option(metavar="F", help="Share of the documents to hold out; 0 for none.")
     ] = 0.05,
     seed: Annotated[int, typer.Option(help="Decides which documents are held out.")] = 0,
+    content: Annotated[
+        Content,
+        typer.Option(
+            help="text, or records: a prompt and a completion each, of which only the "
+            "completion is trained on."
+        ),
+    ] = Content.text,
     field: Annotated[
         str, typer.Option(help="Field or column with the text in .jsonl and .parquet files.")
     ] = "text",
+    prompt_field: Annotated[
+        str, typer.Option(help="Field or column with the prompt of a record.")
+    ] = "prompt",
+    completion_field: Annotated[
+        str, typer.Option(help="Field or column with the completion of a record.")
+    ] = "completion",
     glob: Annotated[
         str | None, typer.Option(help="Pattern for names of files inside folders, such as '*.py'.")
     ] = None,
@@ -83,7 +104,10 @@ def build(
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only errors.")] = False,
 ) -> None:
-    """Turn text into a data set: tokens in memory-mapped, checksummed shards."""
+    """Turn text into a data set: tokens in memory-mapped, checksummed shards.
+
+    Of records each line of a .jsonl file is {"prompt": "...", "completion": "..."}.
+    """
     from penstock.data import TokenDataset, build_dataset
 
     started = time.monotonic()
@@ -94,7 +118,10 @@ def build(
             out,
             validation=validation,
             seed=seed,
+            content=content.value,
             field=field,
+            prompt_field=prompt_field,
+            completion_field=completion_field,
             glob=glob,
             exclude=exclude or (),
             overwrite=overwrite,
@@ -139,7 +166,7 @@ def _table(dataset: "TokenDataset") -> str:
         f"stored as    {manifest.dtype}, {dataset.bytes_per_token:.2f} bytes of text per token",
     ]
     for name, split in manifest.splits.items():
-        documents = "1 document" if split.documents == 1 else f"{split.documents:,} documents"
+        documents = _documents(dataset, name)
         shards = "1 shard" if len(split.shards) == 1 else f"{len(split.shards):,} shards"
         lines.append(f"{name:<12} {split.tokens:,} tokens, {documents}, {shards}")
     lines.append(
@@ -148,6 +175,18 @@ def _table(dataset: "TokenDataset") -> str:
     )
     lines.append(f"fingerprint  {dataset.fingerprint}")
     return "\n".join(lines)
+
+
+def _documents(dataset: "TokenDataset", split: str) -> str:
+    """The number of documents; of records also how long they are and what share is completion."""
+    count = dataset.documents(split)
+    if dataset.content == "text":
+        return "1 document" if count == 1 else f"{count:,} documents"
+    index = dataset.records(split)
+    labels = sum(int(spans.labels.sum()) for spans in index.blocks())
+    share = labels / max(1, dataset.tokens(split))
+    records = "1 record" if count == 1 else f"{count:,} records"
+    return f"{records} of at most {index.longest() + 1:,} ({share:.0%} completion)"
 
 
 def _bytes(count: int) -> str:

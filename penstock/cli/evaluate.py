@@ -1,4 +1,4 @@
-"""`penstock eval`: the loss of a run on held-out text."""
+"""`penstock eval`: what a run makes of its held-out data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def evaluate(
         typer.Option(min=1, help="Batches of batch.size sequences; default evaluation.batches."),
     ] = None,
 ) -> None:
-    """Evaluate the newest checkpoint of RUN on its held-out text."""
+    """Evaluate the newest checkpoint of RUN on its held-out text or records."""
+    from penstock.cli.figures import show_shares
     from penstock.config import load_run
 
     settings = load_run(run, overrides or ())
@@ -28,7 +29,9 @@ def evaluate(
 
     trainer = Trainer(settings, must_exist=True)
     result = trainer.evaluate(batches)
+    shares = show_shares(result.get("accuracy"), result.get("exact_match"))
+    records = f" of {result['records']} records" if "records" in result else ""
     typer.echo(
-        f"step {trainer.step}  loss {result['loss']:.6f}  perplexity {result['perplexity']:.6g}  "
-        f"({result['tokens']} tokens)"
+        f"step {trainer.step}  loss {result['loss']:.6f}  perplexity {result['perplexity']:.6g}"
+        f"{shares}  ({result['tokens']} tokens{records})"
     )

@@ -81,3 +81,9 @@ def _three(value: float) -> str:
     if abs(value) >= 99.95:
         return f"{value:.0f}"
     return f"{value:.1f}" if abs(value) >= 9.995 else f"{value:.2f}"
+
+
+def show_shares(accuracy: float | None, exact_match: float | None) -> str:
+    """Write what an evaluation had right, to follow its loss; nothing for what it has not."""
+    shares = {"accuracy": accuracy, "exact match": exact_match}
+    return "".join(f"  {name} {share:.1%}" for name, share in shares.items() if share is not None)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.cli.figures import show_bytes, show_count
+from penstock.cli.figures import show_bytes, show_count, show_shares
 
 if TYPE_CHECKING:
     from penstock.config import Config
@@ -168,6 +168,7 @@ def _progress_lines(run: Path) -> list[str]:
         lines.append(
             f"held out     loss {_loss(last)} at step {last['step']}, "
             f"best {_loss(best)} at step {best['step']}"
+            + show_shares(_share(last, "accuracy"), _share(last, "exact_match"))
         )
     return lines
 
@@ -190,6 +191,11 @@ def _marks(run: Path, folder: Path, latest: Path | None) -> str:
         best = None
     marks = [word for word, of in (("newest", latest), ("best", best)) if of == folder]
     return f" ({', '.join(marks)})" if marks else ""
+
+
+def _share(row: dict, name: str) -> float | None:
+    share = row.get(name)
+    return share if isinstance(share, float) else None
 
 
 def _loss(row: dict) -> str:

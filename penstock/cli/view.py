@@ -25,6 +25,7 @@ from penstock.cli.figures import (
     show_count,
     show_duration,
     show_rate,
+    show_shares,
     sparkline,
 )
 from penstock.events import (
@@ -32,6 +33,7 @@ from penstock.events import (
     Event,
     Finished,
     Notice,
+    RunMeasured,
     RunStarted,
     Saved,
     StepDone,
@@ -40,6 +42,9 @@ from penstock.events import (
 
 # Speeds are means over this many steps: steady enough to read, quick enough to see a change.
 _RECENT_STEPS = 20
+
+# What a consumer's disk of 1 TB is rated for by most makers; others are rated in proportion.
+RATED_TB = 600
 
 
 class View(Protocol):
@@ -131,7 +136,7 @@ class LineView:
             due = event.step % self._every == 0 or event.step in (1, steps)
             if due and not self._quiet:
                 self._print(step_line(self._progress))
-        elif not self._quiet or isinstance(event, Notice | Stopped | Finished):
+        elif not self._quiet or isinstance(event, Notice | RunMeasured | Stopped | Finished):
             for line in event_lines(event):
                 self._print(line)
 
@@ -163,7 +168,7 @@ class LiveView:
 
     def __call__(self, event: Event) -> None:
         self._progress(event)
-        if isinstance(event, Evaluated | Notice | Stopped | Finished):
+        if isinstance(event, Evaluated | Notice | RunMeasured | Stopped | Finished):
             self._console.print("\n".join(event_lines(event)), markup=False, highlight=False)
 
     def render(self) -> RenderableType:
@@ -189,7 +194,8 @@ def panel(progress: Progress) -> RenderableType:
         best = progress.best or progress.evaluated
         table.add_row(
             "held-out loss",
-            f"{progress.evaluated.loss:.4f}   best {best.loss:.4f} at step {best.step}",
+            f"{progress.evaluated.loss:.4f}   best {best.loss:.4f} at step {best.step}"
+            + show_shares(progress.evaluated.accuracy, progress.evaluated.exact_match),
         )
     if last is not None:
         table.add_row(
@@ -269,9 +275,10 @@ def event_lines(event: Event) -> list[str]:
         ]
     if isinstance(event, Evaluated):
         best = "  best so far" if event.best else ""
+        shares = show_shares(event.accuracy, event.exact_match)
         return [
             f"step {event.step}  held-out loss {event.loss:.4f}  perplexity "
-            f"{event.perplexity:.4g}{best}"
+            f"{event.perplexity:.4g}{shares}{best}"
         ]
     if isinstance(event, Saved):
         return [
@@ -280,6 +287,8 @@ def event_lines(event: Event) -> list[str]:
         ]
     if isinstance(event, Notice):
         return [f"note: {event.text}"]
+    if isinstance(event, RunMeasured):
+        return measured_lines(event)
     if isinstance(event, Stopped):
         return [
             f"stopped after step {event.step}: {event.reason}",
@@ -290,6 +299,46 @@ def event_lines(event: Event) -> list[str]:
             return []  # a notice has said so
         return ["finished: " + _summary(event.summary)]
     return []
+
+
+def measured_lines(run: RunMeasured) -> list[str]:
+    """Return what bound a run, what it moved, and what that costs the disk."""
+    parts = {
+        "compute": run.compute_seconds,
+        "waiting for flash": run.flash_wait_seconds,
+        "weights and gradients": run.weight_seconds,
+        "updates": run.update_seconds,
+        "waiting for a checkpoint": run.snapshot_seconds,
+    }
+    shares = {name: seconds / run.step_seconds for name, seconds in parts.items()}
+    shown = ", ".join(
+        f"{name} {share:.0%}"
+        for name, share in sorted(shares.items(), key=lambda item: -item[1])
+        if share >= 0.005
+    )
+    lines = [f"a step's time: {shown}"]
+    if run.flash_rule_written_bytes:
+        lines.append(
+            f"flash per step: {show_bytes(run.flash_read_bytes / run.steps)} read (the rule: at "
+            f"most {show_bytes(run.flash_rule_read_bytes / run.steps)}), "
+            f"{show_bytes(run.flash_written_bytes / run.steps)} written (the rule: "
+            f"{show_bytes(run.flash_rule_written_bytes / run.steps)})"
+        )
+    written = run.flash_written_bytes + run.checkpoint_bytes
+    if written:
+        per_day = written / run.seconds * 86400
+        lines.append(
+            f"disk: {show_bytes(written)} written; at this rate {per_day / 1e12:.2g} TB per day, "
+            f"and a disk rated for {RATED_TB} TB written lasts "
+            f"{show_duration(RATED_TB * 1e12 / per_day * 86400)}"
+        )
+    of = f" of {show_bytes(run.memory_bytes)} (memory)" if run.memory_bytes else ""
+    lines.append(f"memory: the process had {show_bytes(run.peak_rss_bytes)}{of} at its peak")
+    if run.memory_bytes and run.peak_rss_bytes > run.memory_bytes:
+        lines.append(
+            "note: that is more than `memory` allows; lower store.dram or engine.memory by the rest"
+        )
+    return lines
 
 
 def _summary(summary: Mapping[str, Any]) -> str:

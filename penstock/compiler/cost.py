@@ -71,6 +71,7 @@ _OWN: Mapping[Any, Callable[..., int]] = {
     aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
     penstock.linear_cross_entropy.default: lambda h, w, *_: _head(h, w),
+    penstock.linear_cross_entropy_predictions.default: lambda h, w, *_: _head(h, w),
     penstock.linear_cross_entropy_backward.default: lambda s, h, w, *_: 3 * _head(h, w),
     penstock.linear_cross_entropy_turn.default: lambda s, h, w, *_: 3 * _head(h, w),
 }
@@ -127,6 +128,7 @@ def _scratch(node: fx.Node) -> int:
     """Return the bytes that an operator of ours allocates inside itself: the chunk of logits."""
     heads = {
         penstock.linear_cross_entropy.default: 0,
+        penstock.linear_cross_entropy_predictions.default: 0,
         penstock.linear_cross_entropy_backward.default: 1,
         penstock.linear_cross_entropy_turn.default: 1,
     }

@@ -47,6 +47,20 @@ def loss_sum(
     return torch.cat(losses).sum()
 
 
+def loss_sum_and_predictions(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ignore_index: int
+) -> tuple[Tensor, Tensor]:
+    """Return what `loss_sum` does, to the bit, and each token's most likely label, int64 [tokens].
+
+    Of equal logits the first one is taken, as `torch.argmax` does.
+    """
+    losses, predictions = [], []
+    for rows, logits in _logit_chunks(hidden, weight, bias):
+        losses.append(_losses(logits, labels[rows], ignore_index))
+        predictions.append(_most_likely(logits))
+    return torch.cat(losses).sum(), torch.cat(predictions)
+
+
 def gradients(
     scale: Tensor,
     hidden: Tensor,
@@ -122,6 +136,12 @@ def _losses(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
     return torch.nn.functional.cross_entropy(
         logits.float(), labels, ignore_index=ignore_index, reduction="none"
     )
+
+
+def _most_likely(logits: Tensor) -> Tensor:
+    if logits.device.type == "cpu":
+        return torch.from_numpy(kernels.most_likely(_bits(logits)))
+    return logits.argmax(1)
 
 
 def _losses_to_gradients(

@@ -17,6 +17,11 @@ from penstock.compiler import fused_head, keyed_dropout
 linear_cross_entropy = torch.library.custom_op(
     "penstock::linear_cross_entropy", fused_head.loss_sum, mutates_args=()
 )
+linear_cross_entropy_predictions = torch.library.custom_op(
+    "penstock::linear_cross_entropy_predictions",
+    fused_head.loss_sum_and_predictions,
+    mutates_args=(),
+)
 linear_cross_entropy_backward = torch.library.custom_op(
     "penstock::linear_cross_entropy_backward", fused_head.gradients, mutates_args=()
 )
@@ -31,6 +36,13 @@ def _(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ignore_index: int
 ) -> Tensor:
     return hidden.new_empty((), dtype=torch.float32)
+
+
+@linear_cross_entropy_predictions.register_fake
+def _(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ignore_index: int
+) -> tuple[Tensor, Tensor]:
+    return hidden.new_empty((), dtype=torch.float32), torch.empty_like(labels)
 
 
 def _gradients_like(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> list[Tensor]:

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -180,9 +181,10 @@ def _fuse_head(graph: fx.Graph, loss: fx.Node) -> bool:
     if value_of(logits).dim() != 2:
         return False
     vocabulary = value_of(logits).shape[-1]
+    prediction = _prediction_beside(loss, logits)
     at: fx.Node = logits
     while at.target is not aten.linear.default:
-        only = len(at.users) == 1
+        only = len(at.users) == 1 or (at is logits and prediction is not None)
         keeps_rows = value_of(at).shape[-1] == vocabulary
         casts = at.target in (aten.to.dtype, aten._to_copy.default, aten.to.dtype_layout)
         if not (only and keeps_rows and (at.target in _VIEWS | _PASS_THROUGH or casts)):
@@ -190,17 +192,21 @@ def _fuse_head(graph: fx.Graph, loss: fx.Node) -> bool:
         at = at.all_input_nodes[0]
     linear = _named(at)
     hidden, weight = linear["input"], linear["weight"]
-    if len(at.users) != 1 or value_of(weight).shape[0] != vocabulary:
+    only = len(at.users) == 1 or (at is logits and prediction is not None)
+    if not only or value_of(weight).shape[0] != vocabulary:
         return False
     with graph.inserting_before(loss):
         flat = _call(graph, loss, aten.reshape.default, (hidden, [-1, value_of(hidden).shape[-1]]))
         ignore = arguments.get("ignore_index", -100)
-        total = _call(
-            graph,
-            loss,
-            torch.ops.penstock.linear_cross_entropy.default,
-            (flat, weight, linear.get("bias"), labels, ignore),
-        )
+        operands = (flat, weight, linear.get("bias"), labels, ignore)
+        fused = torch.ops.penstock
+        if prediction is None:
+            total = _call(graph, loss, fused.linear_cross_entropy.default, operands)
+        else:
+            both = _call(graph, loss, fused.linear_cross_entropy_predictions.default, operands)
+            total = _call(graph, loss, operator.getitem, (both, 0))
+            likeliest = _call(graph, loss, operator.getitem, (both, 1))
+            prediction.replace_all_uses_with(likeliest)
         result = total
         if reduction == _MEAN:
             kept = _call(graph, loss, aten.ne.Scalar, (labels, ignore))
@@ -210,6 +216,19 @@ def _fuse_head(graph: fx.Graph, loss: fx.Node) -> bool:
             result = _call(graph, loss, aten.to.dtype, (result, value_of(loss).dtype))
     loss.replace_all_uses_with(result)
     return True
+
+
+def _prediction_beside(loss: fx.Node, logits: fx.Node) -> fx.Node | None:
+    """Return the `argmax` over the vocabulary, after the loss, that alone reads its logits too.
+
+    That is what an evaluation program asks for (`models/objective.py`).
+    """
+    others = [node for node in logits.users if node is not loss]
+    if len(others) != 1 or others[0].target is not aten.argmax.default or others[0] < loss:
+        return None
+    arguments = _named(others[0])
+    over_vocabulary = arguments.get("dim") in (1, -1) and not arguments.get("keepdim", False)
+    return others[0] if over_vocabulary else None
 
 
 def _call(

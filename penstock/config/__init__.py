@@ -17,7 +17,7 @@ from penstock.config.patterns import matches, matching
 from penstock.config.record import check_run, load_run, write_record
 from penstock.config.root import Config
 from penstock.config.schedule import ScheduleConfig
-from penstock.config.size import ByteSize
+from penstock.config.size import ByteSize, size_above
 
 __all__ = [
     "ByteSize",
@@ -37,5 +37,6 @@ __all__ = [
     "load_run",
     "matches",
     "matching",
+    "size_above",
     "write_record",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from penstock.config.section import Section, setting
+from penstock.config.size import ByteSize
 
 
 class CheckpointConfig(Section):
@@ -10,6 +11,20 @@ class CheckpointConfig(Section):
 
     every: int | None = setting(
         500, "steps between checkpoints; null: only at the end", unit="steps", example=500, ge=1
+    )
+    every_minutes: float | None = setting(
+        None,
+        "minutes between checkpoints, beside `every`; null: by steps alone. When one is written "
+        "does not change a bit of the run",
+        unit="minutes",
+        example=30.0,
+        gt=0,
+    )
+    buffer: ByteSize = setting(
+        ByteSize(128 << 20),
+        "most that a checkpoint, which is written while training goes on, may copy of what the "
+        "next update overwrites; where the disk is slower than that, training waits",
+        unit="bytes",
     )
     keep_last: int = setting(2, "newest checkpoints to keep", unit="checkpoints", ge=1)
     best: bool = setting(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import field_validator
 from pydantic_core import PydanticCustomError
 
@@ -27,9 +29,21 @@ class DataConfig(Section):
         "tokenizer of that build: bytes, train-bpe:SIZE, or the path of a tokenizer; auto: that "
         "of the folder in model.hf, bytes for other models",
     )
+    content: Literal["text", "records"] = setting(
+        "text",
+        "what those files hold: text, or records of a prompt and a completion, of which only "
+        "the completion is trained on",
+    )
+    prompt_field: str = setting("prompt", "field or column of a record with its prompt")
+    completion_field: str = setting("completion", "field or column of a record with its completion")
     validation: float = setting(0.05, "share of the text that the build holds out", ge=0, lt=1)
     sequence_length: int | None = setting(
-        None, "length of a sequence; null: the model's context", unit="tokens", example=512, ge=1
+        None,
+        "length of a sequence; null: the model's context, or what the longest record needs if "
+        "that is less",
+        unit="tokens",
+        example=512,
+        ge=1,
     )
     seed: int = setting(0, "seed of the order in which sequences are drawn", ge=0, le=2**63 - 1)
 

@@ -19,6 +19,7 @@ from penstock.config.model import (
 )
 from penstock.config.optimizer import GroupConfig
 from penstock.config.root import Config
+from penstock.config.size import ByteSize
 
 _HEAD = """\
 # Configuration
@@ -115,7 +116,8 @@ def _plain(info: FieldInfo) -> Any:
     value = info.get_default(call_default_factory=True)
     if isinstance(value, tuple):
         return list(value)
-    return value if isinstance(value, int | float | bool | dict | None) else str(value)
+    plain = isinstance(value, int | float | bool | dict | None) and not isinstance(value, ByteSize)
+    return value if plain else str(value)
 
 
 def _is_section(info: FieldInfo) -> bool:

@@ -21,6 +21,7 @@ from penstock.config.problems import Origin, explain
 from penstock.config.run import RunConfig
 from penstock.config.schedule import DECAYING
 from penstock.config.section import Patterns, Section, refuse, section, setting
+from penstock.config.size import ByteSize
 from penstock.config.store import StoreConfig
 from penstock.errors import ConfigError
 
@@ -51,6 +52,13 @@ class Config(Section):
         example=["*.ln_*"],
     )
     lora: LoraConfig = section(LoraConfig, "low-rank adapters beside frozen weights")
+    memory: ByteSize | None = setting(
+        None,
+        "most that the whole process may take, such as 10GiB; what `store.dram` and "
+        "`engine.memory` leave to `auto` is divided within it; null: what the machine has free",
+        unit="bytes",
+        example="10GiB",
+    )
     store: StoreConfig = section(StoreConfig, "where weights and optimizer state live")
     engine: EngineConfig = section(EngineConfig, "the device that computes")
     engines: int = setting(

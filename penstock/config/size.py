@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -89,3 +90,9 @@ def size_or_auto(value: object) -> ByteSize | str:
     except ValueError as error:
         text = str(error).replace(_EXPECTED, f"{_EXPECTED}, or auto", 1)
         raise PydanticCustomError("size", "{text}", {"text": text}) from None
+
+
+def size_above(size: int) -> str:
+    """Show a number of bytes rounded up, so that what is shown is enough."""
+    unit, name = (2**30, "GiB") if size >= 2**30 / 10 else (2**20, "MiB")
+    return f"{math.ceil(100 * size / unit) / 100:.2f} {name}"

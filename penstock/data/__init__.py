@@ -2,6 +2,7 @@
 
 from penstock.data.build import BuildReport, build_dataset
 from penstock.data.dataset import TokenDataset, check_vocabulary
+from penstock.data.record_sampling import RecordSource
 from penstock.data.sampling import (
     IGNORED_LABEL,
     ArraySource,
@@ -28,6 +29,7 @@ __all__ = [
     "FileTokenizer",
     "LanguageModelSource",
     "MaskedLanguageModelSource",
+    "RecordSource",
     "Source",
     "TokenDataset",
     "Tokenizer",

@@ -6,12 +6,27 @@ whose checksum has not been compared in this process.
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from penstock.data.integrity import ADVICE, check_chunk, check_size, map_file, read_checked
-from penstock.data.manifest import MANIFEST_NAME, Manifest, ShardRecord, load_manifest
+from penstock.data.integrity import (
+    ADVICE,
+    CheckedFile,
+    check_size,
+    read_checked,
+    release_pages,
+)
+from penstock.data.manifest import (
+    INDEX_ENTRY_BYTES,
+    MANIFEST_NAME,
+    Content,
+    Manifest,
+    ShardRecord,
+    load_manifest,
+)
+from penstock.data.record_index import RecordIndex
 from penstock.data.tokenizers import Tokenizer, dataset_tokenizer
 from penstock.errors import CorruptionError, DataError, did_you_mean
 
@@ -32,6 +47,12 @@ class TokenDataset:
         self._splits = {
             name: _Split(path, split.shards, manifest) for name, split in manifest.splits.items()
         }
+        self._indexes: dict[str, RecordIndex] = {}
+        if manifest.content == "records":
+            self._indexes = {
+                name: RecordIndex(path, split.shards, manifest.chunk_bytes)
+                for name, split in manifest.splits.items()
+            }
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], verify: bool = False) -> "TokenDataset":
@@ -70,6 +91,11 @@ class TokenDataset:
     def vocab_size(self) -> int:
         """Number of ids that a token may have."""
         return self.manifest.vocab_size
+
+    @property
+    def content(self) -> Content:
+        """What its documents are: `text`, or `records` of a prompt and a completion."""
+        return self.manifest.content
 
     @property
     def end_of_document(self) -> int:
@@ -118,6 +144,17 @@ class TokenDataset:
         """Return the position just after each document of `split`, int64 [documents]."""
         return self._split(split).document_ends()
 
+    def records(self, split: str) -> RecordIndex:
+        """Return where the records of `split` lie; each is a document.
+
+        Raises:
+            DataError: the data set holds plain text, or has no such split.
+        """
+        if self.content != "records":
+            raise DataError(f"data set {self.path} holds plain text, not prompts and completions")
+        self._split(split)
+        return self._indexes[split]
+
     def verify(self, on_progress: Callable[[int, int], None] | None = None) -> int:
         """Check every byte; return how many there were.
 
@@ -152,13 +189,18 @@ class _Split:
     def __init__(self, folder: Path, shards: list[ShardRecord], manifest: Manifest) -> None:
         self._folder = folder
         self._shards = shards
+        self._content: Content = manifest.content
         self._chunk_bytes = manifest.chunk_bytes
         self._dtype = np.dtype(manifest.dtype).newbyteorder("<")
         self._vocab_size = manifest.vocab_size
         # [shards + 1]: where each shard begins, and the end.
         self._starts = np.cumsum([0, *(shard.tokens for shard in shards)], dtype=np.int64)
-        self._maps: dict[int, np.ndarray] = {}
-        self._checked = [np.zeros(len(shard.data.chunks), dtype=bool) for shard in shards]
+        self._files = [
+            CheckedFile(
+                folder, shard.data, self._chunk_bytes, partial(self._check_tokens, shard.data.file)
+            )
+            for shard in shards
+        ]
 
     @property
     def tokens(self) -> int:
@@ -171,29 +213,20 @@ class _Split:
         while done < stop:
             base, end = int(self._starts[number]), int(self._starts[number + 1])
             until = min(stop, end)
-            result[done - start : until - start] = self._part(number, done - base, until - base)
+            part = self._part(number, done - base, until - base)
+            result[done - start : until - start] = part
+            release_pages(part)
             done = until
             number += 1
         return result
 
     def _part(self, number: int, start: int, stop: int) -> np.ndarray:
-        record = self._shards[number].data
-        if number not in self._maps:
-            self._maps[number] = map_file(self._folder, record)
-        content = self._maps[number]
-        first, last = start * self._dtype.itemsize, stop * self._dtype.itemsize
-        checked = self._checked[number]
-        for chunk in range(first // self._chunk_bytes, -(-last // self._chunk_bytes)):
-            if not checked[chunk]:
-                check_chunk(self._folder, record, content, chunk, self._chunk_bytes)
-                self._check_tokens(record.file, content, chunk)
-                checked[chunk] = True
-        return content[first:last].view(self._dtype)
+        size = self._dtype.itemsize
+        return self._files[number].read(start * size, stop * size).view(self._dtype)
 
-    def _check_tokens(self, name: str, content: np.ndarray, chunk: int) -> None:
+    def _check_tokens(self, name: str, content: np.ndarray, start: int) -> None:
         """An id beyond the vocabulary would end in an engine, far from the file it came from."""
-        start = chunk * self._chunk_bytes
-        tokens = content[start : start + self._chunk_bytes].view(self._dtype)
+        tokens = content.view(self._dtype)
         greatest = int(tokens.max())
         if greatest >= self._vocab_size:
             raise CorruptionError(
@@ -202,8 +235,9 @@ class _Split:
             )
 
     def document_ends(self) -> np.ndarray:
+        words = INDEX_ENTRY_BYTES[self._content] // 8  # the end is the first
         parts = [
-            read_checked(self._folder, shard.index, self._chunk_bytes).view("<u8")
+            read_checked(self._folder, shard.index, self._chunk_bytes).view("<u8")[::words]
             for shard in self._shards
         ]
         ends = np.concatenate([np.empty(0, "<u8"), *parts])

@@ -4,6 +4,8 @@ A message names the file, the bytes and both checksums, so that a bad disk can b
 copy.
 """
 
+import mmap
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +43,22 @@ def map_file(folder: Path, record: FileRecord) -> np.ndarray:
         raise CorruptionError(f"cannot map {folder / record.file}: {error}; {ADVICE}") from None
 
 
+def release_pages(part: np.ndarray) -> None:
+    """Give back the pages under a part of a map: the system counts them as the process's memory.
+
+    Reading the part again brings them back, from the system's own cache while it has them.
+    """
+    whole = part
+    while isinstance(whole.base, np.ndarray):
+        whole = whole.base
+    region = whole.base
+    if not isinstance(region, mmap.mmap) or not hasattr(mmap, "MADV_DONTNEED"):
+        return
+    begin = part.ctypes.data - np.frombuffer(region, np.uint8).ctypes.data
+    start = begin - begin % mmap.PAGESIZE
+    region.madvise(mmap.MADV_DONTNEED, start, begin + part.nbytes - start)
+
+
 def check_chunk(
     folder: Path, record: FileRecord, content: np.ndarray, number: int, chunk_bytes: int
 ) -> None:
@@ -48,11 +66,51 @@ def check_chunk(
     start = number * chunk_bytes
     chunk = content[start : start + chunk_bytes]
     actual = xxhash.xxh3_128_hexdigest(chunk.data)
+    release_pages(chunk)
     if actual != record.chunks[number]:
         raise CorruptionError(
             f"{folder / record.file} is corrupt between byte {start} and {start + chunk.size}: "
             f"checksum {actual}, expected {record.chunks[number]}; {ADVICE}"
         )
+
+
+class CheckedFile:
+    """A file of a data set, memory-mapped; each chunk is checked before its first use.
+
+    Args:
+        folder, record, chunk_bytes: which file, and how much one checksum covers.
+        check: called with a chunk, uint8, and its first byte's place, once its checksum is right.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        record: FileRecord,
+        chunk_bytes: int,
+        check: Callable[[np.ndarray, int], None] = lambda content, start: None,
+    ) -> None:
+        self._check = check
+        self._folder = folder
+        self._record = record
+        self._chunk_bytes = chunk_bytes
+        self._content: np.ndarray | None = None
+        self._checked = np.zeros(len(record.chunks), dtype=bool)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Return bytes `start` to `stop`, uint8 [stop - start], not a copy.
+
+        Raises:
+            CorruptionError: the file cannot be mapped, or a chunk among them fails its checksum.
+        """
+        if self._content is None:
+            self._content = map_file(self._folder, self._record)
+        for chunk in range(start // self._chunk_bytes, -(-stop // self._chunk_bytes)):
+            if not self._checked[chunk]:
+                check_chunk(self._folder, self._record, self._content, chunk, self._chunk_bytes)
+                first = chunk * self._chunk_bytes
+                self._check(self._content[first : first + self._chunk_bytes], first)
+                self._checked[chunk] = True
+        return self._content[start:stop]
 
 
 def read_checked(folder: Path, record: FileRecord, chunk_bytes: int) -> np.ndarray:

@@ -7,6 +7,11 @@ for every document that ends in the shard, the position in the split just after 
 (uint64, little-endian). `dataset.json` names all of these files with their sizes and a checksum
 for every chunk, and carries a checksum of itself. Nothing else in the folder is ever read, except
 `tokenizer.json`, which it names too.
+
+In a data set of records every document is a prompt and its completion, and beside its end the index
+has the number of its tokens that are the prompt (uint64, at least 1, less than the document). Such
+a data set has version 2 and says `content: records`. Plain text keeps version 1, which has no
+`content`, so that what releases before records wrote and read stays the same to the byte.
 """
 
 import json
@@ -20,10 +25,9 @@ from penstock.errors import CorruptionError, DataError
 from penstock.plain_file import NotPlainError, read_plain
 
 FORMAT = "penstock-dataset"
-VERSION = 1
 MANIFEST_NAME = "dataset.json"
 TOKENIZER_NAME = "tokenizer.json"
-INDEX_ENTRY_BYTES = 8
+INDEX_ENTRY_BYTES = {"text": 8, "records": 16}
 MAX_BYTES = 1 << 30
 """A longer `dataset.json` is refused unread: 40 MB describe a data set of a terabyte."""
 
@@ -33,6 +37,9 @@ Checksum = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Split = Literal["train", "validation"]
 TokenType = Literal["uint16", "uint32"]
+Content = Literal["text", "records"]
+Version = Literal[1, 2]
+VERSIONS: dict[Content, Version] = {"text": 1, "records": 2}
 
 
 class _Part(BaseModel):
@@ -77,7 +84,8 @@ class Manifest(_Part):
     """The whole of `dataset.json` but for its own checksum."""
 
     format: Literal["penstock-dataset"]
-    version: Literal[1]
+    version: Version
+    content: Content = "text"
     vocab_size: Annotated[int, Field(ge=1, le=2**32)]
     dtype: TokenType
     chunk_bytes: Annotated[int, Field(ge=8, le=2**30, multiple_of=8)]
@@ -103,6 +111,8 @@ class Manifest(_Part):
 
     @model_validator(mode="after")
     def _consistent(self) -> "Manifest":
+        if self.version != VERSIONS[self.content]:
+            raise ValueError(f"a data set of {self.content} has not version {self.version}")
         if self.dtype == "uint16" and self.vocab_size > 2**16:
             raise ValueError("a vocabulary beyond 65536 does not fit uint16")
         if self.tokenizer.end_of_document >= self.vocab_size:
@@ -119,7 +129,7 @@ class Manifest(_Part):
             for shard in split.shards:
                 if shard.data.size_bytes != shard.tokens * self.token_bytes:
                     raise ValueError(f"{shard.data.file} has not the size of its tokens")
-                if shard.index.size_bytes != shard.documents * INDEX_ENTRY_BYTES:
+                if shard.index.size_bytes != shard.documents * INDEX_ENTRY_BYTES[self.content]:
                     raise ValueError(f"{shard.index.file} has not the size of its documents")
         names = [MANIFEST_NAME]
         for record in self.files():
@@ -139,6 +149,8 @@ def _checksum(content: dict[str, Any]) -> str:
 def dump_manifest(manifest: Manifest) -> str:
     """Return the text of `dataset.json`: the manifest and, last, its own checksum."""
     content = manifest.model_dump(mode="json")
+    if manifest.content == "text":
+        del content["content"]
     return json.dumps(content | {"checksum": _checksum(content)}, indent=1) + "\n"
 
 
@@ -165,10 +177,11 @@ def load_manifest(folder: Path) -> tuple[Manifest, str]:
         raise CorruptionError(f"{path} is not JSON ({error}); {advice}") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CorruptionError(f"{path} does not describe a Penstock data set; {advice}")
-    if content.get("version") != VERSION:
+    if content.get("version") not in VERSIONS.values():
+        known = " and ".join(str(version) for version in VERSIONS.values())
         raise DataError(
             f"{path} has format version {content.get('version')}, this release of Penstock reads "
-            f"version {VERSION}; build the data set again with this release"
+            f"versions {known}; build the data set again with this release"
         )
     expected = content.pop("checksum", None)
     try:

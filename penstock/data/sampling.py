@@ -70,6 +70,17 @@ def sample_places(
     return number, epoch, row
 
 
+def evaluation_rows(count: int, batch_size: int, limit: int | None) -> Iterator[np.ndarray]:
+    """Yield the numbers of at most `limit` of `count` rows in order, `batch_size` at a time."""
+    if batch_size < 1 or (limit is not None and limit < 1):
+        raise DataError(
+            f"wanted a batch size and a limit of 1 or more; got {batch_size} and {limit}"
+        )
+    stop = count if limit is None else min(count, limit)
+    for start in range(0, stop, batch_size):
+        yield np.arange(start, min(stop, start + batch_size))
+
+
 class _Windows:
     """Windows of one split: they do not overlap, and `extra` tokens past each are read too."""
 
@@ -142,7 +153,7 @@ class LanguageModelSource:
         The last batch may have fewer rows than `batch_size`; fewer tokens than a window at the end
         of the split are left out.
         """
-        for rows in _evaluation_rows(self.windows_per_epoch, batch_size, limit):
+        for rows in evaluation_rows(self.windows_per_epoch, batch_size, limit):
             yield self._shifted(self._windows.read(rows, None, self.seed))
 
     def describe(self) -> str:
@@ -213,7 +224,7 @@ class MaskedLanguageModelSource:
     def evaluation_batches(self, batch_size: int, limit: int | None = None) -> Iterator[Batch]:
         """Yield the split's windows in their order, each masked in the same way every time."""
         evaluation = key_of(self.seed, 1)
-        for rows in _evaluation_rows(self.windows_per_epoch, batch_size, limit):
+        for rows in evaluation_rows(self.windows_per_epoch, batch_size, limit):
             yield self._masked(self._windows.read(rows, None, self.seed), rows, evaluation)
 
     def describe(self) -> str:
@@ -280,7 +291,7 @@ class ArraySource:
 
     def evaluation_batches(self, batch_size: int, limit: int | None = None) -> Iterator[Batch]:
         """Yield the rows in their order, at most `limit`; the last batch may be smaller."""
-        for rows in _evaluation_rows(self.rows, batch_size, limit):
+        for rows in evaluation_rows(self.rows, batch_size, limit):
             yield {name: array[rows] for name, array in self.arrays.items()}
 
     def describe(self) -> str:
@@ -289,16 +300,6 @@ class ArraySource:
             f"{name} {array.dtype}{list(array.shape[1:])}" for name, array in self.arrays.items()
         )
         return f"{self.rows} rows in memory: {fields}"
-
-
-def _evaluation_rows(count: int, batch_size: int, limit: int | None) -> Iterator[np.ndarray]:
-    if batch_size < 1 or (limit is not None and limit < 1):
-        raise DataError(
-            f"wanted a batch size and a limit of 1 or more; got {batch_size} and {limit}"
-        )
-    stop = count if limit is None else min(count, limit)
-    for start in range(0, stop, batch_size):
-        yield np.arange(start, min(stop, start + batch_size))
 
 
 def _describe(dataset: TokenDataset, split: str, windows: int, length: int) -> str:

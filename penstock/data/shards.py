@@ -13,6 +13,7 @@ import xxhash
 
 from penstock.data.manifest import (
     INDEX_ENTRY_BYTES,
+    Content,
     FileRecord,
     ShardRecord,
     SplitRecord,
@@ -74,10 +75,17 @@ class SplitWriter:
         shard_bytes: where one shard ends and the next begins; a multiple of the token size.
             Documents may cross that line.
         chunk_bytes: how much one checksum covers; a multiple of 8.
+        content: "text", or "records", whose prompts `end_document` is told of.
     """
 
     def __init__(
-        self, folder: Path, split: str, dtype: TokenType, shard_bytes: int, chunk_bytes: int
+        self,
+        folder: Path,
+        split: str,
+        dtype: TokenType,
+        shard_bytes: int,
+        chunk_bytes: int,
+        content: Content = "text",
     ) -> None:
         self.tokens = 0
         self.documents = 0
@@ -85,6 +93,7 @@ class SplitWriter:
         self._dtype = np.dtype(dtype).newbyteorder("<")
         self._shard_tokens = shard_bytes // self._dtype.itemsize
         self._chunk_bytes = chunk_bytes
+        self._entry_bytes = INDEX_ENTRY_BYTES[content]
         self._shards: list[ShardRecord] = []
         self._data: ChecksummedFile | None = None
         self._index: ChecksummedFile | None = None
@@ -100,10 +109,17 @@ class SplitWriter:
             self.tokens += part.size
             ids = ids[part.size :]
 
-    def end_document(self) -> None:
-        """Note that the document ends after the last token appended."""
+    def end_document(self, prompt_tokens: int | None = None) -> None:
+        """Note that the document ends after the last token appended.
+
+        Args:
+            prompt_tokens: of a record, how many of its tokens are the prompt.
+        """
         assert self._index is not None, "a document has at least its end-of-document token"
-        self._index.write(self.tokens.to_bytes(INDEX_ENTRY_BYTES, "little"))
+        words = (self.tokens,) if prompt_tokens is None else (self.tokens, prompt_tokens)
+        entry = np.array(words, dtype="<u8").tobytes()
+        assert len(entry) == self._entry_bytes, "prompts are of records, and all records have one"
+        self._index.write(entry)
         self.documents += 1
 
     def _room(self) -> int:
@@ -123,7 +139,7 @@ class SplitWriter:
         self._shards.append(
             ShardRecord(
                 tokens=data.size_bytes // self._dtype.itemsize,
-                documents=index.size_bytes // INDEX_ENTRY_BYTES,
+                documents=index.size_bytes // self._entry_bytes,
                 data=data,
                 index=index,
             )

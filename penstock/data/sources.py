@@ -1,7 +1,8 @@
 """Where text comes from: text files, JSON Lines, Parquet, and folders of them.
 
-Documents come as pieces of bounded length, in a fixed order, so that neither a corpus nor a single
-document need fit in memory. Every complaint names the file and the record.
+Plain documents come as pieces of bounded length, in a fixed order, so that neither a corpus nor a
+single document need fit in memory; prompts with their completions come one by one. Every complaint
+names the file and the record.
 """
 
 import codecs
@@ -27,6 +28,8 @@ BLOCK_BYTES = 2**18
 _LINE_CUT = re.compile(r"(?<=\S)\n(?=\S)")
 _SPACE_CUT = re.compile(r"(?<=\S) (?=\S)")
 
+_Row = tuple[str, tuple[str, ...], int]  # where it is from, the fields' texts, bytes of input
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -43,6 +46,31 @@ class Piece:
     text: str
     ends_document: bool
     input_bytes: int
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A prompt and what is to follow it.
+
+    Attributes:
+        record: where it is from, for people: `file:line` or `file, row n`.
+        prompt: valid Unicode, may be empty.
+        completion: valid Unicode, not empty.
+        input_bytes: about how many bytes of input it took, for progress.
+    """
+
+    record: str
+    prompt: str
+    completion: str
+    input_bytes: int
+
+
+@dataclass(frozen=True)
+class Field:
+    """A field of JSON objects or a column: its name, and what names another one."""
+
+    name: str
+    option: str = "--field"
 
 
 def find_files(
@@ -116,14 +144,45 @@ def read_pieces(path: Path, field: str = "text") -> Iterator[Piece]:
     Raises:
         DataError: the file cannot be read or is broken; names the place.
     """
-    readers = {".jsonl": _json_lines, ".parquet": _parquet_rows}
-    reader = readers.get(path.suffix.lower())
+    reader = _READERS.get(path.suffix.lower())
     try:
         if reader is None:
             yield from _text_file(path)
             return
-        for record, text, input_bytes in reader(path, field):
+        for record, (text,), input_bytes in reader(path, (Field(field),)):
             yield from _cut(record, text, input_bytes)
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}") from None
+
+
+def read_pairs(
+    path: Path, prompt: str = "prompt", completion: str = "completion"
+) -> Iterator[Pair]:
+    """Yield the prompts of a `.jsonl` or `.parquet` file with their completions, in order.
+
+    Raises:
+        DataError: it is another kind of file, cannot be read or is broken, or a completion is
+            empty; names the place.
+    """
+    reader = _READERS.get(path.suffix.lower())
+    if reader is None:
+        raise DataError(
+            f"{path}: prompts with completions come from .jsonl and .parquet files, this is read "
+            "as plain text, and one data set cannot hold both; leave the file out or build a data "
+            "set of text"
+        )
+    fields = (
+        Field(prompt, "--prompt-field or data.prompt_field"),
+        Field(completion, "--completion-field or data.completion_field"),
+    )
+    try:
+        for record, (before, after), input_bytes in reader(path, fields):
+            if not after:
+                raise DataError(
+                    f"{record}: field {completion!r} is empty: there is nothing to learn; give "
+                    "the completion or leave the record out"
+                )
+            yield Pair(record, before, after, input_bytes)
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from None
 
@@ -183,7 +242,7 @@ def _not_utf8(where: str, offset: int, error: UnicodeDecodeError) -> DataError:
     )
 
 
-def _json_lines(path: Path, field: str) -> Iterator[tuple[str, str, int]]:
+def _json_lines(path: Path, fields: Sequence[Field]) -> Iterator[_Row]:
     position = 0
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -197,10 +256,10 @@ def _json_lines(path: Path, field: str) -> Iterator[tuple[str, str, int]]:
             except UnicodeDecodeError as error:
                 raise _not_utf8(record, start + error.start, error) from None
             if decoded:
-                yield record, _field_of(record, decoded, field), position - start
+                yield record, _fields_of(record, decoded, fields), position - start
 
 
-def _field_of(record: str, line: str, field: str) -> str:
+def _fields_of(record: str, line: str, fields: Sequence[Field]) -> tuple[str, ...]:
     try:
         value: Any = json.loads(line)
     except json.JSONDecodeError as error:
@@ -208,16 +267,27 @@ def _field_of(record: str, line: str, field: str) -> str:
     except (ValueError, RecursionError) as error:
         raise DataError(f"{record}: broken JSON: {error}") from None
     if not isinstance(value, dict):
-        raise DataError(
-            f"{record}: wanted a JSON object with a field {field!r}, got {_kind(value)}"
+        names = " and ".join(f"a field {field.name!r}" for field in fields)
+        raise DataError(f"{record}: wanted a JSON object with {names}, got {_kind(value)}")
+    for field in fields:
+        if field.name not in value:
+            present = ", ".join(map(repr, value)) or "none"
+            raise DataError(
+                f"{record}: no field {field.name!r}{did_you_mean(field.name, value)}; the fields "
+                f"are {present}; {_other_field(field, value)}"
+            )
+    return tuple(_checked_text(record, field.name, value[field.name]) for field in fields)
+
+
+def _other_field(field: Field, present: Iterable[str]) -> str:
+    """What to do about a field that is not there."""
+    advice = f"name another one with {field.option}"
+    if field == Field("text") and {"prompt", "completion"} <= set(present):
+        return (
+            f"{advice}, or build records of prompt and completion: --content records, or "
+            "data.content: records"
         )
-    if field not in value:
-        present = ", ".join(map(repr, value)) or "none"
-        raise DataError(
-            f"{record}: no field {field!r}{did_you_mean(field, value)}; the fields are {present}; "
-            "name another one with --field"
-        )
-    return _checked_text(record, field, value[field])
+    return advice
 
 
 def _checked_text(record: str, field: str, value: Any) -> str:
@@ -238,7 +308,7 @@ def _kind(value: Any) -> str:
     return names.get(type(value), "a number")
 
 
-def _parquet_rows(path: Path, field: str) -> Iterator[tuple[str, str, int]]:
+def _parquet_rows(path: Path, fields: Sequence[Field]) -> Iterator[_Row]:
     try:
         import pyarrow as arrow
         import pyarrow.parquet as parquet
@@ -254,17 +324,20 @@ def _parquet_rows(path: Path, field: str) -> Iterator[tuple[str, str, int]]:
         raise DataError(f"{path} is not a readable Parquet file: {_first_line(error)}") from None
     with file:
         schema = file.schema_arrow
-        if field not in schema.names:
-            raise DataError(
-                f"{path}: no column {field!r}{did_you_mean(field, schema.names)}; the columns are "
-                f"{', '.join(map(repr, schema.names))}; name another one with --field"
-            )
-        kind = schema.field(field).type
-        if not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind)):
-            raise DataError(f"{path}: column {field!r} must be text, it is {kind}")
+        for field in fields:
+            name = field.name
+            if name not in schema.names:
+                raise DataError(
+                    f"{path}: no column {name!r}{did_you_mean(name, schema.names)}; the columns "
+                    f"are {', '.join(map(repr, schema.names))}; "
+                    f"{_other_field(field, schema.names)}"
+                )
+            kind = schema.field(name).type
+            if not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind)):
+                raise DataError(f"{path}: column {name!r} must be text, it is {kind}")
         row = 0
         row_bytes = path.stat().st_size // max(1, file.metadata.num_rows)
-        batches = file.iter_batches(batch_size=256, columns=[field])
+        batches = file.iter_batches(batch_size=256, columns=[field.name for field in fields])
         while True:
             try:
                 batch = next(batches, None)
@@ -274,17 +347,25 @@ def _parquet_rows(path: Path, field: str) -> Iterator[tuple[str, str, int]]:
                 ) from None
             if batch is None:
                 return
-            for value in batch.column(0):
+            columns = [batch.column(field.name) for field in fields]
+            for values in zip(*columns, strict=True):
                 record = f"{path}, row {row}"
                 try:
-                    text = value.as_py()
+                    texts = [value.as_py() for value in values]
                 except UnicodeDecodeError as error:
                     raise DataError(
                         f"{record}: byte {error.start} of the text is not UTF-8 ({error.reason})"
                     ) from None
-                yield record, _checked_text(record, field, text), row_bytes
+                checked = (
+                    _checked_text(record, field.name, text)
+                    for field, text in zip(fields, texts, strict=True)
+                )
+                yield record, tuple(checked), row_bytes
                 row += 1
 
 
 def _first_line(error: BaseException) -> str:
     return str(error).strip().split("\n")[0]
+
+
+_READERS = {".jsonl": _json_lines, ".parquet": _parquet_rows}

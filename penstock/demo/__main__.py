@@ -137,7 +137,7 @@ def evaluate_untrained(trainer: Trainer, view: View) -> None:
     folder = trainer.config.run.dir
     folder.mkdir(parents=True, exist_ok=True)
     tell = broadcast([MetricsFile(folder / "metrics.jsonl"), view])
-    tell(Evaluated(0, found["loss"], found["perplexity"], 0.0, best=False))
+    tell(Evaluated.of(found, 0, 0.0, best=False))
 
 
 def write_a_sample(trainer: Trainer, console: Console) -> None:

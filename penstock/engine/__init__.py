@@ -1,9 +1,10 @@
 """The engine: computes one stage at a time; holds activations; stateless between steps."""
 
+from penstock.engine.host_memory import keep_freed_pages, return_freed_pages
 from penstock.engine.interface import Batch, Engine, PendingGradients
 from penstock.engine.memory import MemoryAccount
 from penstock.engine.null_engine import NullEngine
-from penstock.engine.plan import EnginePlan, plan_engine, predict_bytes
+from penstock.engine.plan import EnginePlan, bytes_of_choice, plan_engine, predict_bytes
 from penstock.engine.torch_engine import TorchEngine
 
 __all__ = [
@@ -14,6 +15,9 @@ __all__ = [
     "NullEngine",
     "PendingGradients",
     "TorchEngine",
+    "bytes_of_choice",
+    "keep_freed_pages",
     "plan_engine",
     "predict_bytes",
+    "return_freed_pages",
 ]

@@ -6,11 +6,11 @@ the engine's own code on tensors without memory, and reads the account.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from penstock.config.size import size_above
 from penstock.errors import BudgetError
 from penstock.program import Program, Stage
 
@@ -44,6 +44,22 @@ def predict_bytes(
     slots = plan.slots if device == "cuda" else plan.slots - 1
     waiting = max(s.kind.weight_bytes for s in program.stages) * slots
     return Prediction(memory.peak_bytes + waiting, memory.peak_at)
+
+
+def bytes_of_choice(
+    program: Program,
+    micro_batches: int,
+    recompute: Literal["auto", "always", "never"] = "auto",
+    device: str = "cpu",
+) -> tuple[int, int]:
+    """Return the least engine bytes that a step can do with, and those of keeping what it may."""
+    nothing, everything = EnginePlan(), EnginePlan(frozenset(_by_value(program.stages)))
+    frugal = nothing if recompute == "never" else everything
+    lavish = everything if recompute == "always" else nothing
+    return (
+        predict_bytes(program, micro_batches, frugal, device).peak_bytes,
+        predict_bytes(program, micro_batches, lavish, device).peak_bytes,
+    )
 
 
 def plan_engine(
@@ -103,15 +119,9 @@ def _checked(
     found = predict_bytes(program, micro_batches, plan, device)
     if found.peak_bytes > budget_bytes:
         raise BudgetError(
-            f"the engine needs {_gib(found.peak_bytes)} for a step of {micro_batches} "
-            f"micro-batch(es), the budget is {_gib(budget_bytes)}; the peak is at stage "
-            f"{found.stage}. Raise engine.memory to at least {_gib(found.peak_bytes)}, or lower "
-            "batch.micro, batch.size or data.sequence_length."
+            f"the engine needs {size_above(found.peak_bytes)} for a step of {micro_batches} "
+            f"micro-batch(es), the budget is {size_above(budget_bytes)}; the peak is at stage "
+            f"{found.stage}. Raise engine.memory to at least {size_above(found.peak_bytes)}, or "
+            "lower batch.micro, batch.size or data.sequence_length."
         )
     return plan
-
-
-def _gib(size: int) -> str:
-    """Show a size rounded up, so that what is shown is enough."""
-    unit, name = (2**30, "GiB") if size >= 2**30 / 10 else (2**20, "MiB")
-    return f"{math.ceil(100 * size / unit) / 100:.2f} {name}"

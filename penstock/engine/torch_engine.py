@@ -13,7 +13,6 @@ from collections.abc import Sequence
 import torch
 
 from penstock.engine.flow import Flow, check_inputs
-from penstock.engine.host_memory import keep_freed_pages
 from penstock.engine.interface import Batch, PendingGradients
 from penstock.engine.memory import MemoryAccount
 from penstock.engine.plan import EnginePlan
@@ -38,9 +37,7 @@ class TorchEngine:
         self.memory = MemoryAccount(budget_bytes)
         self._plan = plan
         self._device = torch.device(device)
-        if self._device.type == "cpu":
-            keep_freed_pages()
-        elif self._device.type == "cuda":
+        if self._device.type == "cuda":
             choose_repeatable_kernels(program)
         self._slots: WeightSlots = make_slots(program, self._device, plan.slots)
         self._last_use = program.last_use()

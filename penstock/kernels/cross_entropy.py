@@ -84,6 +84,19 @@ def _fill_zeros(logits, start, end):
 
 
 @inlined
+def _first_place(logits, start, end, wanted):
+    """The first place in a row with this value, -1 if there is none."""
+    for i in range(start, end, LANES):
+        lanes = first_lanes(end - i)
+        here = select(lanes, load_gradient(logits, i, lanes), splat(_LOWEST))
+        if greatest_lane(here) == wanted:
+            for j in range(i, min(i + LANES, end)):
+                if _value_at(logits, j) == wanted:
+                    return j - start
+    return -1
+
+
+@inlined
 def _value_at(logits, i):
     return greatest_lane(
         select(first_lanes(1), load_gradient(logits, i, first_lanes(1)), splat(_LOWEST))
@@ -128,6 +141,16 @@ def _loss_and_gradient(logits, width, labels, ignored, scale, losses):
             store_gradient(logits, start + label, splat(at_label), first_lanes(1))
 
 
+@kernel
+def _prediction(logits, width, predictions):
+    for row in prange(predictions.size):
+        start = row * width
+        end = start + width
+        whole = end - width % (2 * LANES)
+        maximum = _row_maximum(logits, start, whole, end)
+        predictions[row] = _first_place(logits, start, end, maximum)
+
+
 def _check(logits: np.ndarray, labels: np.ndarray, ignore_index: int, write: bool) -> None:
     dtype = np.uint16 if logits.dtype == np.uint16 else np.float32
     require_rows("logits", logits, dtype, write=write)
@@ -161,6 +184,25 @@ def cross_entropy(logits: np.ndarray, labels: np.ndarray, *, ignore_index: int) 
     losses = np.empty(labels.size, np.float32)
     _loss(logits.reshape(-1), logits.shape[1], labels, ignore_index, losses)
     return losses
+
+
+def most_likely(logits: np.ndarray) -> np.ndarray:
+    """Return the place of the greatest logit of each row, the first of equal ones.
+
+    Args:
+        logits: `[rows, vocabulary]`, float32 or bfloat16 patterns (uint16); left as they are.
+
+    Returns:
+        int64 `[rows]`; of a row with a NaN it is -1 or any place.
+
+    Raises:
+        ValueError: the array has another type, shape or layout.
+    """
+    dtype = np.uint16 if logits.dtype == np.uint16 else np.float32
+    require_rows("logits", logits, dtype)
+    predictions = np.empty(logits.shape[0], np.int64)
+    _prediction(logits.reshape(-1), logits.shape[1], predictions)
+    return predictions
 
 
 def cross_entropy_and_gradient(

@@ -46,6 +46,13 @@ class LanguageModel(nn.Module):
             )
         return logits
 
+    def flat_logits(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Run the model on its inputs; returns float32 [batch * tokens, vocabulary]."""
+        logits = self.logits(inputs)
+        if logits.dtype != torch.float32:  # an unneeded .float() would leave nodes in the graph
+            logits = logits.float()
+        return logits.view(-1, logits.size(-1))
+
 
 class Logits(LanguageModel):
     """`model` as a function of token ids that returns logits [batch, tokens, vocabulary]."""
@@ -60,19 +67,32 @@ class CausalLMLoss(LanguageModel):
 
     def forward(self, *, labels: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
         """Return the summed loss [] over `labels` [batch, tokens] that are not -100."""
-        logits = self.logits(inputs)
-        if logits.dtype != torch.float32:  # an unneeded .float() would leave nodes in the graph
-            logits = logits.float()
-        return F.cross_entropy(
-            logits.view(-1, logits.size(-1)),
-            labels.view(-1),
-            ignore_index=IGNORED_LABEL,
-            reduction="sum",
-        )
+        return _loss_sum(self.flat_logits(inputs), labels)
 
 
 class MaskedLMLoss(CausalLMLoss):
     """Sum of the cross-entropies at masked tokens; `labels` are -100 everywhere else."""
+
+
+class Scores(LanguageModel):
+    """What an evaluation asks for: the loss sum of training, and what the model would have said."""
+
+    def forward(
+        self, *, labels: torch.Tensor, **inputs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the summed loss [] and the most likely labels, int64 [batch * tokens].
+
+        The loss comes first in the graph, so that the compiler can put both into one operator.
+        """
+        logits = self.flat_logits(inputs)
+        loss = _loss_sum(logits, labels)
+        return loss, logits.argmax(-1)
+
+
+def _loss_sum(flat_logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(
+        flat_logits, labels.view(-1), ignore_index=IGNORED_LABEL, reduction="sum"
+    )
 
 
 class CustomLoss(nn.Module):

@@ -36,6 +36,7 @@ from penstock.models.objective import (
     Logits,
     MaskedLMLoss,
     Outputs,
+    Scores,
 )
 from penstock.models.presets import resolve_preset
 from penstock.models.pretrained import Pretrained
@@ -101,6 +102,8 @@ class ModelSource:
         logits_module: shares `module`'s tensors; the same inputs without the labels give logits
             (or what a custom module returns). `.eval()` it for evaluation, and `.train()` after:
             the mode is that of the shared modules.
+        evaluation_module: shares `module`'s tensors and takes its inputs; of language models it
+            returns the loss and each token's most likely label, else it is `module`.
         loss_reduction: `sum` over labelled tokens (language models) or `mean` (custom).
         inputs: the specs of all inputs of `module`, in order.
         targets: names of those inputs that `logits_module` does not take.
@@ -115,6 +118,7 @@ class ModelSource:
     task: str
     module: nn.Module
     logits_module: nn.Module
+    evaluation_module: nn.Module
     loss_reduction: str
     inputs: Mapping[str, InputSpec]
     targets: tuple[str, ...]
@@ -227,12 +231,14 @@ class ModelSource:
         """
         if self.adapters:
             raise ConfigError(f"{self.name} has adapters already; give lora once")
-        made = adapt(self._origin, (self.module, self.logits_module), rank, alpha, dropout, targets)
-        module, logits_module = made.modules
+        wrappers = self.module, self.logits_module, self.evaluation_module
+        made = adapt(self._origin, wrappers, rank, alpha, dropout, targets)
+        module, logits_module, evaluation_module = made.modules
         return replace(
             self,
             module=module,
             logits_module=logits_module,
+            evaluation_module=evaluation_module,
             _origin=made.origin,
             adapters=made.adapters,
         )
@@ -403,6 +409,7 @@ def _language_model(
         task=task,
         module=wrapper(origin.module, hugging_face=hugging_face, options=options),
         logits_module=Logits(origin.module, hugging_face=hugging_face, options=options),
+        evaluation_module=Scores(origin.module, hugging_face=hugging_face, options=options),
         loss_reduction="sum",
         inputs=inputs,
         targets=("labels",),
@@ -450,11 +457,13 @@ def _from_origin(
     if both := given.keys() & labels.keys():
         raise ConfigError(f"{', '.join(sorted(both))} cannot be both an input and a target")
     module.train()
+    objective = CustomLoss(module, loss, labels)
     return ModelSource(
         name=name,
         task=task,
-        module=CustomLoss(module, loss, labels),
+        module=objective,
         logits_module=Outputs(module),
+        evaluation_module=objective,
         loss_reduction="mean",
         inputs={**given, **labels},
         targets=tuple(labels),

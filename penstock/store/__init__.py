@@ -2,6 +2,7 @@
 
 from penstock.store.adapters import MergedWeights, export_adapters
 from penstock.store.checkpoint import (
+    BackgroundSave,
     CheckpointState,
     SavedCheckpoint,
     SavedWeights,
@@ -29,6 +30,7 @@ from penstock.store.optimizers import (
     assign_groups,
     make_optimizer,
 )
+from penstock.store.roles import Role
 from penstock.store.schedules import Schedule, learning_rate
 
 __all__ = [
@@ -36,6 +38,7 @@ __all__ = [
     "OPTIMIZER_NAMES",
     "SGD",
     "AdamW",
+    "BackgroundSave",
     "CheckpointState",
     "Commit",
     "DramStore",
@@ -45,6 +48,7 @@ __all__ = [
     "Lion",
     "MergedWeights",
     "Optimizer",
+    "Role",
     "SavedCheckpoint",
     "SavedWeights",
     "Schedule",

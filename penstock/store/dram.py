@@ -6,6 +6,7 @@ rest hides behind compute. Nobody outside can tell: every way to look at a weigh
 """
 
 import threading
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -23,6 +24,7 @@ from penstock.store.masters import Masters
 from penstock.store.optimizers import GroupSettings, Optimizer, rounding_key
 from penstock.store.roles import MASTER, Stored, stored_of
 from penstock.store.schedules import Schedule, learning_rate
+from penstock.store.snapshot import Parts, Snapshot
 
 _STREAM_DTYPES = {
     "fp32": (torch.float32,),
@@ -79,12 +81,14 @@ class DramStore:
         self._commit: Commit | None = None
         self._pending: set[str] = set()
         self._updating: str | None = None
+        self._snapshot: Snapshot | None = None
         self._never_changed = {n for n in self._trainable if program.weights[n].elements}
         self._unchanged: dict[str, str] = {}
         # Kernels are parallel inside; Numba does not promise that two may run side by side.
         self._compute = threading.Lock()
         self._count = threading.Lock()
         self._streamed_bytes = self._gradient_bytes = 0
+        self._update_seconds = 0.0
 
     def _prepare_training(self, optimizer: Optimizer, gradient_dtype: torch.dtype) -> None:
         missing = [name for name in self._trainable if name not in self._groups]
@@ -123,6 +127,11 @@ class DramStore:
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shape of every weight, by name."""
         return {name: spec.shape for name, spec in self.program.weights.items()}
+
+    @property
+    def flash_rule(self) -> FlashTraffic:
+        """Nothing should move there."""
+        return FlashTraffic()
 
     def remember(self, extra: Mapping[str, Any]) -> None:
         """Memory outlives no crash: what is kept with a step goes into a checkpoint."""
@@ -245,6 +254,10 @@ class DramStore:
         # A name leaves the set only after its update, so that what is not in it is up to date.
         if name not in self._pending:
             return
+        snapshot, commit = self._snapshot, self._commit
+        if snapshot is not None and commit is not None:
+            snapshot.preserve(name, commit.step)
+        started = time.perf_counter()
         with self._compute:
             if self._updating is not None:
                 raise StorageError(
@@ -256,6 +269,10 @@ class DramStore:
                 self._apply(name)
                 self._pending.discard(name)
                 self._updating = None
+        with self._count:
+            self._update_seconds += time.perf_counter() - started
+        if snapshot is not None:
+            snapshot.updated(name)
 
     def _apply(self, name: str) -> None:
         commit, slabs, optimizer = self._commit, self._gradients, self._optimizer
@@ -295,10 +312,14 @@ class DramStore:
         return {name: self._unchanged[name] for name in self._trainable if name in self._unchanged}
 
     def take_traffic(self) -> Traffic:
-        """Return the bytes that were streamed and received since the last call."""
+        """Return what was streamed and received, and what was waited for, since the last call."""
+        held_up = self._snapshot.take_waited_seconds() if self._snapshot else 0.0
         with self._count:
-            taken = Traffic(self._streamed_bytes, self._gradient_bytes)
+            taken = Traffic(
+                self._streamed_bytes, self._gradient_bytes, self._update_seconds, held_up
+            )
             self._streamed_bytes = self._gradient_bytes = 0
+            self._update_seconds = 0.0
         return taken
 
     # --- looking at the state, and restoring it ---------------------------------------------------
@@ -333,8 +354,37 @@ class DramStore:
             return self._masters.read(name, begin, end)
         return self._state[name][role][begin:end]
 
+    def snapshot(self, buffer_bytes: int) -> Snapshot:
+        """Return the state of the present step, to be read by another thread during later ones.
+
+        The updates of this step are made as ever, by those who fetch; where nobody fetches any
+        more, `flush` makes them. The snapshot must be closed once it is read.
+
+        Args:
+            buffer_bytes: most that it may copy of what later updates would overwrite.
+
+        Raises:
+            RuntimeError: the snapshot before it is not closed yet.
+        """
+        self._require_loaded()
+        if self._snapshot is not None and not self._snapshot.is_closed:
+            raise RuntimeError(f"the snapshot of step {self._snapshot.step} is not closed yet")
+        tensors = {name: self.roles(name) for name in self.program.weights}
+        self._snapshot = Snapshot(
+            self.program, self.step, tensors, self._memory_of, self._pending, buffer_bytes
+        )
+        return self._snapshot
+
+    def _memory_of(self, name: str, role: str) -> Parts:
+        return self._masters.weight(name) if role == MASTER else (self._state[name][role],)
+
     def begin_restore(self) -> None:
-        """Forget gradients and pending updates; the store is of no use until `finish_restore`."""
+        """Forget gradients and pending updates; the store is of no use until `finish_restore`.
+
+        A snapshot that is not read to its end is given up.
+        """
+        if self._snapshot is not None:
+            self._snapshot.close()
         self._is_loaded = False
         self._pending.clear()
         self._updating = None

@@ -27,10 +27,16 @@ class Commit:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of weights that were streamed out, and bytes of gradients that came in."""
+    """Bytes of weights that were streamed out, and bytes of gradients that came in.
+
+    `update_seconds` is how long the caller stood still for updates, `snapshot_seconds` for a
+    snapshot that had to be read or copied before an update.
+    """
 
     streamed_bytes: int
     gradient_bytes: int
+    update_seconds: float = 0.0
+    snapshot_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,9 @@ class Store(Protocol):
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+
+    @property
+    def flash_rule(self) -> FlashTraffic: ...
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None: ...
 

@@ -55,12 +55,7 @@ class Masters:
 
     def read(self, name: str, begin: int, end: int) -> np.ndarray:
         """Return elements `begin` to `end` of a flattened weight, float32; maybe a view."""
-        parts = self._weights[name]
-        if len(parts) == 1:
-            return parts[0][begin:end]
-        joined = np.empty(end - begin, np.float32)
-        join(parts[0][begin:end], parts[1][begin:end], joined)
-        return joined
+        return join_piece(self._weights[name], begin, end)
 
     def write(self, name: str, begin: int, values: np.ndarray) -> None:
         """Overwrite the elements of a flattened weight from `begin` on with float32 `values`."""
@@ -83,6 +78,15 @@ class Masters:
         for part in self._weights[name]:
             digest.update(part.data)
         return digest.digest()
+
+
+def join_piece(parts: Weight, begin: int, end: int) -> np.ndarray:
+    """Return elements `begin` to `end` of a weight's memory, float32; a view of a whole one."""
+    if len(parts) == 1:
+        return parts[0][begin:end]
+    joined = np.empty(end - begin, np.float32)
+    join(parts[0][begin:end], parts[1][begin:end], joined)
+    return joined
 
 
 def _stream(weight: Weight, shape: tuple[int, ...]) -> torch.Tensor:

@@ -60,7 +60,7 @@ def measure(folder, layers):
     program = assembly.compile_source(source, micro_batch=1, length=8, precision="bf16")
 
     def take():
-        store = assembly.make_flash_store(config, program, folder / "flash")
+        store = assembly.make_flash_store(config, program, int(config.store.dram), folder / "flash")
         store.load(source.initial_weights(0, list(program.weights)))
         store.close()
 

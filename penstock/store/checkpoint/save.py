@@ -6,16 +6,19 @@
 4. Checkpoints that the index no longer lists are renamed away and deleted.
 """
 
+import math
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from penstock import fault
 from penstock.errors import NonFiniteError
+from penstock.program import Program
 from penstock.store import tensor_file
 from penstock.store.checkpoint.index import (
     Index,
@@ -43,7 +46,7 @@ from penstock.store.files import (
 )
 from penstock.store.interface import Store
 from penstock.store.layout import homes
-from penstock.store.roles import MASTER
+from penstock.store.roles import MASTER, Stored
 
 MAX_FILE_BYTES = 4 << 30
 """A stage's tensors go on in another file here; a file exceeds it only for a single tensor."""
@@ -53,11 +56,42 @@ _PIECE_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A checkpoint that is on disk: its folder, its step and the bytes of its tensor files."""
+    """A checkpoint that is on disk: its folder, its step and the bytes of its tensor files.
+
+    `seconds` is how long it took from beginning to end.
+    """
 
     folder: Path
     step: int
     bytes: int
+    seconds: float
+
+
+class SavedState(Protocol):
+    """What a checkpoint is made of: a store at rest, or a `Snapshot` of one that goes on."""
+
+    @property
+    def program(self) -> Program: ...
+
+    @property
+    def step(self) -> int: ...
+
+    def roles(self, name: str) -> Mapping[str, Stored]: ...
+
+    def pieces(self, name: str, role: str, piece_elements: int) -> Iterator[np.ndarray]: ...
+
+
+class _AtRest:
+    """A store that does not change while it is saved."""
+
+    def __init__(self, store: Store) -> None:
+        self.program, self.step, self.roles = store.program, store.step, store.roles
+        self._read = store.read
+
+    def pieces(self, name: str, role: str, piece_elements: int) -> Iterator[np.ndarray]:
+        count = math.prod(self.roles(name)[role].shape)
+        for begin in range(0, count, piece_elements):
+            yield self._read(name, role, begin, min(begin + piece_elements, count))
 
 
 @dataclass(frozen=True)
@@ -91,17 +125,25 @@ def save_checkpoint(
         CorruptionError: the index of the existing checkpoints is damaged.
         NonFiniteError: a weight is NaN or infinite; the previous checkpoint stays in force.
     """
+    store.flush()
+    return write_checkpoint(_AtRest(store), checkpoints, extra, best=best, keep_last=keep_last)
+
+
+def write_checkpoint(
+    saved: SavedState, checkpoints: Path, extra: dict[str, Any], *, best: bool, keep_last: int
+) -> SavedCheckpoint:
+    """Write a state as a checkpoint and put it in force; as `save_checkpoint`."""
     if keep_last < 1:
         raise ValueError(f"keep_last must be 1 or more, not {keep_last}")
-    store.flush()
-    plan = _plan(store)
+    started = time.perf_counter()
+    plan = _plan(saved)
     needed_bytes = sum(tensor_file.file_bytes(list(entries)) for entries in plan.values())
     with storage_errors(checkpoints, needed_bytes):
         checkpoints.mkdir(parents=True, exist_ok=True)
         sync_folder(checkpoints.parent)
         remove_temporaries(checkpoints)
     before = read_index(checkpoints)
-    folder = checkpoints / fresh_name(before, store.step)
+    folder = checkpoints / fresh_name(before, saved.step)
     temporary = checkpoints / (TEMPORARY_PREFIX + folder.name)
     after = before.with_new(folder.name, best, keep_last)
     with storage_errors(folder, needed_bytes):
@@ -109,20 +151,20 @@ def save_checkpoint(
             require_space(folder, needed_bytes)
             temporary.mkdir()
             fault.point("checkpoint.begin")
-            state = _write_files(store, temporary, plan, extra, best)
+            state = _write_files(saved, temporary, plan, extra, best)
             _publish(temporary, folder, after)
         except BaseException:
             _withdraw(temporary, folder, checkpoints)
             raise
     remove_retired(checkpoints, after)
-    return SavedCheckpoint(folder, store.step, state.bytes)
+    return SavedCheckpoint(folder, saved.step, state.bytes, time.perf_counter() - started)
 
 
-def _plan(store: Store) -> dict[str, dict[tensor_file.Entry, _Source]]:
+def _plan(saved: SavedState) -> dict[str, dict[tensor_file.Entry, _Source]]:
     """Return which tensors go into which file: one per stage, more where it would be too large."""
     by_stage: dict[int, list[tuple[tensor_file.Entry, _Source]]] = {}
-    for name, home in homes(store.program).items():
-        for role, stored in store.roles(name).items():
+    for name, home in homes(saved.program).items():
+        for role, stored in saved.roles(name).items():
             entry = tensor_file.Entry(tensor_name(role, name), stored.dtype, stored.shape)
             by_stage.setdefault(home, []).append((entry, _Source(name, role)))
     for tensors in by_stage.values():
@@ -145,7 +187,7 @@ def _plan(store: Store) -> dict[str, dict[tensor_file.Entry, _Source]]:
 
 
 def _write_files(
-    store: Store,
+    saved: SavedState,
     temporary: Path,
     plan: dict[str, dict[tensor_file.Entry, _Source]],
     extra: dict[str, Any],
@@ -156,14 +198,14 @@ def _write_files(
     for file_name, sources in plan.items():
 
         def pieces(entry: tensor_file.Entry, sources: Any = sources) -> Iterator[np.ndarray]:
-            return _pieces(store, entry, sources[entry])
+            return _pieces(saved, entry, sources[entry])
 
         entries = list(sources)
         files[file_name] = tensor_file.write(temporary / file_name, entries, pieces)
         for name, extent in tensor_file.extents(entries).items():
             tensors[name] = Place(file_name, extent)
         fault.point("checkpoint.after_file")
-    state = CheckpointState(store.step, files, tensors, extra, best)
+    state = CheckpointState(saved.step, files, tensors, extra, best)
     file = ChecksummedFile(temporary / STATE_NAME)
     try:
         file.write(state_bytes(state))
@@ -175,14 +217,12 @@ def _write_files(
     return state
 
 
-def _pieces(store: Store, entry: tensor_file.Entry, source: _Source) -> Iterator[np.ndarray]:
-    elements = entry.bytes // entry.dtype.itemsize
+def _pieces(saved: SavedState, entry: tensor_file.Entry, source: _Source) -> Iterator[np.ndarray]:
     length = _PIECE_BYTES // entry.dtype.itemsize
-    for begin in range(0, elements, length):
-        piece = store.read(source.weight, source.role, begin, min(begin + length, elements))
+    for piece in saved.pieces(source.weight, source.role, length):
         if source.role == MASTER and not np.isfinite(piece).all():
             raise NonFiniteError(
-                f"step {store.step} is not saved: the update made {source.weight} NaN or infinite; "
+                f"step {saved.step} is not saved: the update made {source.weight} NaN or infinite; "
                 "the checkpoints before it stand. Start a run with a lower "
                 "optimizer.learning_rate in another run.dir"
             )

@@ -209,6 +209,19 @@ class FlashStore:
         return self._layout.file_bytes + self._spill.bytes
 
     @property
+    def flash_rule(self) -> FlashTraffic:
+        """What a step should move at most: state once each way, weights in twice and out once.
+
+        Gradients that have no room in memory go there and back once.
+        """
+        spilled = self._spill.bytes
+        units = self._layout.units
+        updated = sum(unit.place_bytes for unit in units if unit.trainable)
+        once = sum(unit.stream_bytes for unit in units)
+        frozen = sum(unit.stream_bytes for unit in units if not unit.trainable)
+        return FlashTraffic(updated + frozen + once + spilled, updated + spilled)
+
+    @property
     def memory_bytes(self) -> Mapping[str, int]:
         """What the store may take of memory, by what it holds."""
         division = self._division

@@ -23,7 +23,7 @@ def test_one_object_per_step_evaluation_and_checkpoint(tmp_path):
     for event in (
         started(),
         step(1, loss=2.5),
-        Evaluated(1, 3.0, 20.1, 0.5, best=True),
+        Evaluated(1, 3.0, 20.1, 0.5, best=True, accuracy=0.25),
         Saved(1, Path("checkpoints/step-00000001"), 0.1, 1000),
     ):
         metrics(event)
@@ -31,6 +31,7 @@ def test_one_object_per_step_evaluation_and_checkpoint(tmp_path):
     assert first["event"] == "step"
     assert (first["step"], first["loss"], first["tokens"]) == (1, 2.5, 16384)
     assert (second["event"], second["loss"], second["best"]) == ("evaluation", 3.0, True)
+    assert (second["accuracy"], second["exact_match"]) == (0.25, None)
     assert (third["event"], third["path"]) == ("checkpoint", "checkpoints/step-00000001")
 
 

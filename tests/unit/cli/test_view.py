@@ -83,6 +83,8 @@ def test_a_log_has_one_line_every_few_steps_and_one_per_event():
         started(),
         *(step(number) for number in range(1, 24)),
         Evaluated(23, 3.1, 22.198, 1.0, best=True),
+        Evaluated(24, 3.2, 24.53, 1.0, best=False, accuracy=0.3333),
+        Evaluated(25, 3.2, 24.53, 1.0, best=False, accuracy=0.5, exact_match=0.125),
         Saved(23, Path("runs/x/checkpoints/step-00000023"), 3.0, 1 << 30),
         Notice("7 texts were [empty]"),
         Stopped(23, "SIGTERM", "penstock train x.yaml"),
@@ -98,6 +100,8 @@ def test_a_log_has_one_line_every_few_steps_and_one_per_event():
         "step 20/100  loss 0.5000  rate 0.0003  norm 2  8.19k tokens/s  stream 500 MB/s  "
         "gradients 500 MiB  engine 3.00 GiB  left 2 min 40 s",
         "step 23  held-out loss 3.1000  perplexity 22.2  best so far",
+        "step 24  held-out loss 3.2000  perplexity 24.53  accuracy 33.3%",
+        "step 25  held-out loss 3.2000  perplexity 24.53  accuracy 50.0%  exact match 12.5%",
         "step 23  saved runs/x/checkpoints/step-00000023 (1.00 GiB, 3.0 s)",
         "note: 7 texts were [empty]",
         "stopped after step 23: SIGTERM",

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from penstock.compiler import fused_head
-from penstock.engine import EnginePlan, TorchEngine
+from penstock.engine import Batch, EnginePlan, TorchEngine
 
 TOKENS, WIDTH, VOCABULARY = 200, 12, 37
 
@@ -166,3 +166,51 @@ def test_the_logits_never_exist_whole(monkeypatch):
     with Watch():
         sweep(TorchEngine(program, plan), plan, weights_of(module, program), [rows])
     assert 0 < largest < TOKENS * VOCABULARY * 4 // 2
+
+
+def run_forward(program, module, rows):
+    """Return what a program that is only run forward gives for one micro-batch."""
+    engine = TorchEngine(program, EnginePlan(), device="cpu", budget_bytes=1 << 30)
+    weights = weights_of(module, program)
+    engine.begin(Batch([rows], 0, 1, 0, 0))
+    for stage in program.stages:
+        engine.load(stage.index, [weights[name] for name in stage.weights])
+        engine.infer(stage.index)
+    return engine.results()[0]
+
+
+class Predicting(Head):
+    """As `Head`, with what an evaluation asks for besides."""
+
+    def __init__(self, over=-1, **options):
+        super().__init__(reduction="sum", **options)
+        self.over = over
+
+    def forward(self, x, labels):
+        logits = self.head(torch.tanh(self.body(x))).float()
+        return F.cross_entropy(logits, labels, **self.options), logits.argmax(self.over)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_predictions_are_argmax_and_leave_the_loss_as_it_is(precision, bias, chunks):
+    module, rows = Predicting(bias=bias), rows_of(6)
+    program = compiled(module, rows, training=False, precision=precision)
+    assert is_fused(program, "penstock.linear_cross_entropy_predictions")
+    loss, predictions = run_forward(program, module, rows)
+    alone = Head(reduction="sum", bias=bias)
+    plain = compiled(alone, rows, training=False, precision=precision)
+    assert torch.equal(loss, run_forward(plain, alone, rows)[0])
+    cast = torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16")
+    with cast, torch.no_grad():
+        assert torch.equal(predictions, module(**rows)[1])
+
+
+def test_an_argmax_over_tokens_is_no_prediction():
+    module, rows = Predicting(over=0), rows_of(6)
+    program = compiled(module, rows, training=False)
+    assert not is_fused(program)
+    loss, most = run_forward(program, module, rows)
+    expected = module(**rows)
+    assert float(loss) == pytest.approx(float(expected[0].detach()), rel=1e-6)
+    assert torch.equal(most, expected[1])

@@ -6,8 +6,8 @@ from penstock.config import Config, load
 from penstock.errors import ConfigError
 
 _KEYS = (
-    "model, data, batch, precision, optimizer, freeze, train, lora, store, engine, engines, run, "
-    "evaluation, checkpoint, logging"
+    "model, data, batch, precision, optimizer, freeze, train, lora, memory, store, engine, "
+    "engines, run, evaluation, checkpoint, logging"
 )
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from penstock.data import ByteTokenizer, TokenDataset, build_dataset, load_tokenizer
 from penstock.data import build as build_module
+from penstock.data import packing as packing_module
 from penstock.data import shards as shards_module
 from penstock.data.publish import published_folder
 from penstock.data.tokenizers import FileTokenizer, train_bpe
@@ -105,8 +106,8 @@ def test_the_split_depends_on_the_seed_and_on_nothing_else(tmp_path):
 def test_batches_do_not_show_in_the_result(tmp_path, monkeypatch):
     source = write_lines(tmp_path / "a.jsonl", random_documents(1, 50))
     build_dataset([source], "train-bpe:300", tmp_path / "a")
-    monkeypatch.setattr(build_module, "BATCH_PIECES", 3)
-    monkeypatch.setattr(build_module, "BATCH_CHARACTERS", 100)
+    monkeypatch.setattr(packing_module, "BATCH_PARTS", 3)
+    monkeypatch.setattr(packing_module, "BATCH_CHARACTERS", 100)
     build_dataset([source], "train-bpe:300", tmp_path / "b")
     one, other = (TokenDataset.open(tmp_path / name).fingerprint for name in "ab")
     assert one == other
@@ -144,7 +145,7 @@ def test_the_tail_keeps_the_boundaries_of_its_documents(tmp_path, shard_bytes):
     seed = next(
         seed
         for seed in range(10_000)
-        if all(build_module._hash_share(seed, number) >= 0.5 for number in range(5))
+        if all(packing_module.hash_share(seed, number) >= 0.5 for number in range(5))
     )
     build_dataset(
         [source], "bytes", tmp_path / "out", validation=0.5, seed=seed,
@@ -263,7 +264,7 @@ def test_token_ids_beyond_the_vocabulary_name_the_record(tmp_path):
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "train-bpe:300"])
 def test_a_broken_record_at_the_end_leaves_nothing(tmp_path, tokenizer, monkeypatch):
-    monkeypatch.setattr(build_module, "BATCH_PIECES", 3)
+    monkeypatch.setattr(packing_module, "BATCH_PARTS", 3)
     source = write_lines(tmp_path / "a.jsonl", random_documents(1, 50))
     with source.open("a") as file:
         file.write("{\n")

@@ -218,12 +218,12 @@ def test_other_broken_manifests(folder):
     rewrite(folder, lambda content: content.update(seed=5), seal=False)
     with pytest.raises(CorruptionError, match=r"does not match its checksum: [0-9a-f]{32}, expect"):
         TokenDataset.open(folder)
-    rewrite(folder, lambda content: content.update(version=2))
+    rewrite(folder, lambda content: content.update(version=3))
     with pytest.raises(DataError) as error:
         TokenDataset.open(folder)
     assert str(error.value) == (
-        f"{file} has format version 2, this release of Penstock reads version 1; build the data "
-        "set again with this release"
+        f"{file} has format version 3, this release of Penstock reads versions 1 and 2; build the "
+        "data set again with this release"
     )
     for content in (b"[]", b"{}", b'{"format": "other"}'):
         file.write_bytes(content)
@@ -253,7 +253,7 @@ def test_shards_are_mapped_not_read(tmp_path):
     for start in (0, 10**7, 3 * 10**7):
         dataset.read("train", start, start + 1000)
     assert resident_file_kib() - before < 16 * 1024
-    checked = sum(int(part.sum()) for part in dataset._split("train")._checked)
+    checked = sum(int(file._checked.sum()) for file in dataset._split("train")._files)
     assert checked == 3
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from penstock.errors import DataError
-from penstock.kernels.cross_entropy import cross_entropy, cross_entropy_and_gradient
+from penstock.kernels.cross_entropy import cross_entropy, cross_entropy_and_gradient, most_likely
 from penstock.kernels.exponential import exponential
 from penstock.kernels.vectors import every_lane, load, store
 
@@ -136,3 +136,15 @@ def test_the_exponential_at_its_ends():
     out = np.empty_like(values)
     _exponentials(values, out)
     np.testing.assert_array_equal(out[:6], [1, 1, 0, 0, 0, np.nan])
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_most_likely_label_is_the_first_of_equal_ones(width, dtype):
+    """In bfloat16, and in the row of few values, most rows have several greatest logits."""
+    logits = case(9, width, width, 3.0)[0].to(dtype)
+    logits[4] = logits[4].clamp(max=0.5)
+    logits[5] = -math.inf
+    logits[6, width // 2 :] = -math.inf if width > 1 else 0.0
+    own = patterns(logits) if dtype == torch.bfloat16 else logits.numpy()
+    np.testing.assert_array_equal(most_likely(own), logits.float().argmax(1).numpy())

@@ -1,0 +1,250 @@
+"""The memory of the whole process, divided before the first step.
+
+The sum of all parts stays below `memory`, or below what the machine has where no cap is given;
+what cannot be is refused with the sum, part by part. The libraries are not estimated: they are
+measured, when everything is imported and the model is compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+
+from penstock import process_memory
+from penstock.config import Config, size_above
+from penstock.engine import EnginePlan, bytes_of_choice, plan_engine, predict_bytes
+from penstock.engine.host_memory import KEPT_OVER_USED
+from penstock.errors import BudgetError, ConfigError
+from penstock.program import Program, Stage
+from penstock.store import Role
+
+RESERVE_BYTES = 128 << 20
+"""For what no part accounts for: machine code of kernels, scratch of products, Python itself."""
+
+_SAVING_BYTES = 48 << 20  # the pieces in which a checkpoint is written
+_CHECKING_BYTES = 16 << 20  # of a data set, whose chunks are checked one at a time
+_COPIES_OF_BATCH = 3  # as drawn, as tensors, as the engine holds them
+_AUTO_ENGINE, _AUTO_FLASH = 0.5, 0.25  # of what is free, where no cap says how much is ours
+_FLOAT_BYTES = {"fp32": 4, "bf16": 2}
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What the parts of the process may take, in bytes.
+
+    `engine` is the budget of one engine, `engines` what all of them will have of host memory;
+    `table` shows the whole sum, a line per part.
+    `keep_pages` says whether there is room for the pages that they would keep as well
+    (`engine/host_memory.py`).
+    """
+
+    engine: int
+    engines: int
+    store: int
+    keep_pages: bool
+    table: str
+
+
+class Budget:
+    """Divides the memory of a process between the parts of one run. Made after compilation.
+
+    **Arguments:** `micro_batches` are those of one engine; `roles` what the optimizer keeps.
+
+    **Raises:** `BudgetError` where nothing is left for engines, however small a step is made.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        program: Program,
+        micro_batches: int,
+        device: str,
+        roles: Sequence[Role],
+    ) -> None:
+        self._config, self._program, self._device = config, program, device
+        self._roles = roles
+        self._micro_batches = micro_batches
+        self._libraries = process_memory.resident_bytes()
+        machine = self._libraries + process_memory.available_bytes()
+        if config.memory is not None and not process_memory.is_measurable():
+            raise ConfigError(
+                "memory: expected null, since this system does not say what a process has of "
+                "memory; set store.dram and engine.memory instead"
+            )
+        self._limit = machine if config.memory is None else min(int(config.memory), machine)
+        inputs = [program.values[n].tensor.bytes for n in program.inputs if n in program.values]
+        batch_bytes = sum(inputs) * micro_batches * config.engines
+        self._data = _CHECKING_BYTES + _COPIES_OF_BATCH * batch_bytes
+        self._on_flash = config.store.flash.path is not None
+        self._need = 0 if self._on_flash else _dram_store_bytes(config, program, roles)
+        self._saving = _SAVING_BYTES
+        if not self._on_flash:
+            self._saving += min(int(config.checkpoint.buffer), self._need)
+        self._rest = self._limit - self._libraries - self._data - self._saving - RESERVE_BYTES
+        if self._need >= self._rest:
+            self._refuse(self._need, self._least())
+
+    def engine_bytes(self) -> int:
+        """Return the budget of one engine.
+
+        **Raises:** `BudgetError` where the other parts leave nothing.
+        """
+        config, engines = self._config, self._config.engines
+        if config.engine.memory != "auto":
+            return int(config.engine.memory)
+        if self._device == "cuda":
+            return int(torch.cuda.mem_get_info()[0] * _AUTO_ENGINE)
+        store = self._need
+        if self._on_flash:
+            store = int(_AUTO_FLASH * self._rest)
+        if config.store.dram != "auto" and self._on_flash:
+            store = int(config.store.dram)
+        if config.memory is None:
+            share = int(_AUTO_ENGINE * (self._rest - store)) // engines
+            if share <= 0:
+                self._refuse(store, self._least())
+            return share
+        if self._on_flash and config.store.dram == "auto":
+            # Half for each; what engines cannot use is better used by weights.
+            least, wanted = self._choice()
+            share = min(max(least, self._rest // 2 // engines), wanted)
+            store = self._rest - engines * share
+        share = (self._rest - store) // engines
+        if share <= 0 or store <= 0:
+            self._refuse(max(0, store), self._least())
+        return share
+
+    def plan(self, engine_bytes: int) -> EnginePlan:
+        """Choose what to recompute (`plan_engine`), within the budget of one engine."""
+        config = self._config
+        try:
+            return plan_engine(
+                self._program,
+                self._micro_batches,
+                engine_bytes,
+                config.engine.recompute,
+                self._device,
+            )
+        except BudgetError:
+            if config.memory is None or config.engine.memory != "auto" or self._device == "cuda":
+                raise
+            self._refuse(self._rest - config.engines * engine_bytes, self._least())
+
+    def divide(self, plan: EnginePlan, engine_bytes: int) -> Shares:
+        """Return what every part gets, once it is known what the engines will use.
+
+        **Raises:** `BudgetError` where the sum is above the limit.
+        """
+        config = self._config
+        one = self._host_bytes(plan)
+        engines = config.engines * one
+        kept = int(engines * KEPT_OVER_USED)
+        store = self._need
+        if self._on_flash:
+            left = self._rest - (kept if kept <= self._rest // 2 else engines)
+            if config.memory is None:
+                left = int(_AUTO_FLASH * self._rest)
+            store = left if config.store.dram == "auto" else int(config.store.dram)
+        if store <= 0 or store + engines > self._rest:
+            self._refuse(max(store, 0), one)
+        self._require_loading(store, one)
+        table = f"{self._limit_name} holds this run so:\n{self._table(store, one)}"
+        return Shares(engine_bytes, engines, store, store + kept <= self._rest, table)
+
+    def _host_bytes(self, plan: EnginePlan) -> int:
+        """Return what one engine has of host memory: all, or what its copies go through."""
+        if self._device == "cuda":
+            return 2 * 4 * max(_elements(self._program, stage) for stage in self._program.stages)
+        return predict_bytes(self._program, self._micro_batches, plan).peak_bytes
+
+    def _least(self) -> int:
+        return self._choice()[0]
+
+    def _choice(self) -> tuple[int, int]:
+        recompute = self._config.engine.recompute
+        return bytes_of_choice(self._program, self._micro_batches, recompute, self._device)
+
+    def _require_loading(self, store: int, engine: int) -> None:
+        """Filling a store on flash gathers a stage's weights and state, before anything runs."""
+        if not self._on_flash:
+            return
+        largest = max(self._program.stages, key=lambda stage: _elements(self._program, stage))
+        need = (2 + len(self._roles)) * 4 * _elements(self._program, largest)
+        if need > self._rest:
+            raise BudgetError(
+                f"{self._limit_name}: gathering the weights and the state of {largest.name} takes "
+                f"{size_above(need)} once, {size_above(max(self._rest, 0))} are left beside the "
+                f"libraries and the reserve.\n{self._table(store, engine)}\n"
+                f"Raise memory by {size_above(need - self._rest)}."
+            )
+
+    @property
+    def _limit_name(self) -> str:
+        config = self._config
+        if config.memory is not None and self._limit == int(config.memory):
+            return f"memory: {config.memory}"
+        return f"this machine has {size_above(self._limit)} for this process, which"
+
+    def _refuse(self, store: int, engine: int) -> NoReturn:
+        raise BudgetError(
+            f"{self._limit_name} cannot hold this run:\n{self._table(store, engine)}\n"
+            f"{self._advice(store, engine)}"
+        )
+
+    def _parts(self, store: int, engine: int) -> list[tuple[str, int]]:
+        config = self._config
+        where = "store, on flash besides (store.dram)" if self._on_flash else "store"
+        number = f"{config.engines} engines" if config.engines > 1 else "engine"
+        return [
+            ("libraries and compiled model, measured", self._libraries),
+            ("batches and checks of the data set", self._data),
+            ("writing checkpoints (checkpoint.buffer)", self._saving),
+            (where, store),
+            (f"{number} (engine.memory)", config.engines * engine),
+            ("reserve for what no part accounts for", RESERVE_BYTES),
+        ]
+
+    def _table(self, store: int, engine: int) -> str:
+        parts = self._parts(store, engine)
+        rows = [*parts, ("sum", sum(size for _, size in parts)), ("limit", self._limit)]
+        return "\n".join(f"  {name:42} {size_above(size):>12}" for name, size in rows)
+
+    def _advice(self, store: int, engine: int) -> str:
+        """Say which key to set to which value."""
+        config = self._config
+        total = sum(size for _, size in self._parts(store, engine))
+        over = total - self._limit
+        ways = []
+        if config.memory is not None and self._limit == int(config.memory):
+            ways.append(f"raise memory above {size_above(total)}")
+        if self._on_flash and config.store.dram != "auto" and store > over:
+            ways.append(f"lower store.dram to {_floor(store - over)}")
+        if engine > self._least() and config.engines * engine > over:
+            share = max(self._least(), (config.engines * engine - over) // config.engines)
+            ways.append(f"lower engine.memory to {size_above(share)}")
+        if not self._on_flash:
+            if min(int(config.checkpoint.buffer), self._need) > over:
+                left = int(config.checkpoint.buffer) - over
+                ways.append(f"lower checkpoint.buffer to {_floor(left)}")
+            ways.append("name a folder on a fast disk in store.flash.path")
+        ways.append("lower batch.micro, batch.size or data.sequence_length")
+        return f"It is {size_above(over)} too much: {', or '.join(ways)}."
+
+
+def _floor(size: int) -> str:
+    return f"{max(1, size >> 20)}MiB"
+
+
+def _elements(program: Program, stage: Stage) -> int:
+    return sum(program.weights[name].elements for name in stage.weights)
+
+
+def _dram_store_bytes(config: Config, program: Program, roles: Sequence[Role]) -> int:
+    """Return what a store in memory takes: masters, gradients, moments."""
+    gradient = _FLOAT_BYTES[config.gradient_precision]
+    trained = [weight.elements for weight in program.weights.values() if weight.trainable]
+    state = sum(role.bytes(elements) for elements in trained for role in roles)
+    return 4 * program.parameters + gradient * sum(trained) + state

@@ -1,0 +1,285 @@
+"""Documents to splits: tokenise in batches, decide what is held out, write shards and a manifest.
+
+The split is by document, from a hash of (seed, number of the document), so neither the order of
+files nor their number matters to a document that keeps its number, and nothing is held in memory
+to decide it. The first document always trains.
+"""
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Generic, Literal, TypeVar
+
+import numpy as np
+import xxhash
+
+from penstock.data.manifest import (
+    MANIFEST_NAME,
+    TOKENIZER_NAME,
+    VERSIONS,
+    Content,
+    Manifest,
+    Split,
+    SplitRecord,
+    TokenizerRecord,
+    TokenType,
+    dump_manifest,
+)
+from penstock.data.shards import ChecksummedFile, SplitWriter, cut_tail
+from penstock.data.sources import Pair, Piece
+from penstock.data.tokenizers import ByteTokenizer, Tokenizer
+from penstock.errors import DataError
+
+BATCH_CHARACTERS = 2**22
+BATCH_PARTS = 4096
+
+HeldOutBy = Literal["document", "tail", "none"]
+_Part = TypeVar("_Part", Piece, Pair)
+_Record = tuple[np.ndarray, int]  # all its tokens; how many of them are the prompt
+
+
+def hash_share(seed: int, number: int) -> float:
+    """Return a number in [0, 1) that looks random and depends on (seed, number) alone."""
+    key = seed.to_bytes(8, "little") + number.to_bytes(8, "little")
+    return xxhash.xxh3_64_intdigest(key) / 2**64
+
+
+class Packer(ABC, Generic[_Part]):
+    """What packing text and packing records have in common; holds one batch of text at a time.
+
+    Args:
+        folder: where the files go; it must exist.
+        tokenizer: makes the tokens.
+        seed, validation: which documents are held out, and what share of them.
+        shard_bytes, chunk_bytes: as for `SplitWriter`.
+
+    Attributes:
+        content: what its documents are.
+        notes: what a person should know, one sentence each.
+    """
+
+    content: Content
+
+    def __init__(
+        self,
+        folder: Path,
+        tokenizer: Tokenizer,
+        seed: int,
+        validation: float,
+        shard_bytes: int,
+        chunk_bytes: int,
+    ) -> None:
+        self.notes: list[str] = []
+        self._folder = folder
+        self._tokenizer = tokenizer
+        self._seed = seed
+        self._validation = validation
+        self._chunk_bytes = chunk_bytes
+        self._dtype: TokenType = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
+        self._end = np.array([tokenizer.end_of_document], dtype=np.uint32)
+        self._writers = {
+            split: SplitWriter(folder, split, self._dtype, shard_bytes, chunk_bytes, self.content)
+            for split in ("train", "validation")
+        }
+        self._documents = 0
+        self._text_bytes = 0
+
+    def add(self, parts: Iterable[_Part]) -> None:
+        """Tokenise and write all `parts`."""
+        batch: list[_Part] = []
+        characters = 0
+        for part in parts:
+            batch.append(part)
+            characters += self._characters(part)
+            if characters >= BATCH_CHARACTERS or len(batch) >= BATCH_PARTS:
+                self._write(batch)
+                batch, characters = [], 0
+        self._write(batch)
+
+    def finish(self, where: str) -> Manifest:
+        """Write what is left and `dataset.json`; `where` names the input to people."""
+        if not self._documents:
+            raise DataError(self._nothing_in(where))
+        splits, by = self._finish_splits()
+        manifest = Manifest(
+            format="penstock-dataset",
+            version=VERSIONS[self.content],
+            content=self.content,
+            vocab_size=self._tokenizer.vocab_size,
+            dtype=self._dtype,
+            chunk_bytes=self._chunk_bytes,
+            seed=self._seed,
+            validation_fraction=float(self._validation),
+            validation_by=by,
+            text_bytes=self._text_bytes,
+            tokenizer=self._write_tokenizer(),
+            splits=splits,
+        )
+        with (self._folder / MANIFEST_NAME).open("x", encoding="utf-8") as file:
+            file.write(dump_manifest(manifest))
+            file.flush()
+            os.fsync(file.fileno())
+        return manifest
+
+    def abandon(self) -> None:
+        """Close whatever files are still open."""
+        for writer in self._writers.values():
+            writer.abandon()
+
+    @abstractmethod
+    def _characters(self, part: _Part) -> int: ...
+
+    @abstractmethod
+    def _write(self, batch: Sequence[_Part]) -> None: ...
+
+    @abstractmethod
+    def _finish_splits(self) -> tuple[dict[Split, SplitRecord], HeldOutBy]: ...
+
+    @abstractmethod
+    def _nothing_in(self, where: str) -> str: ...
+
+    def _encode(self, batch: Sequence[_Part], text: Callable[[_Part], str]) -> Iterator[np.ndarray]:
+        encoded = self._tokenizer.encode_batch([text(part) for part in batch])
+        for part, ids in zip(batch, encoded, strict=True):
+            if ids.size and ids.max() >= self._tokenizer.vocab_size:
+                raise DataError(
+                    f"{part.record}: token id {ids.max()} is beyond the vocabulary of tokenizer "
+                    f"{self._tokenizer.name}, ids 0-{self._tokenizer.vocab_size - 1}; the "
+                    "tokenizer and its config.json do not belong together"
+                )
+            yield ids
+
+    def _split_of_document(self) -> Split:
+        """Where the document with the number of those so far goes."""
+        share = hash_share(self._seed, self._documents)
+        return "validation" if self._documents and share < self._validation else "train"
+
+    def _write_tokenizer(self) -> TokenizerRecord:
+        kind: Literal["bytes", "file"] = "bytes"
+        data = None
+        if not isinstance(self._tokenizer, ByteTokenizer):
+            kind = "file"
+            file = ChecksummedFile(self._folder / TOKENIZER_NAME, self._chunk_bytes)
+            file.write(self._tokenizer.to_json().encode())
+            data = file.finish()
+        return TokenizerRecord(
+            kind=kind,
+            name=self._tokenizer.name,
+            end_of_document=self._tokenizer.end_of_document,
+            data=data,
+        )
+
+
+class TextPacker(Packer[Piece]):
+    """Packs plain text, which comes in pieces of documents."""
+
+    content: Content = "text"
+    _pending = 0  # tokens of the document that is being written
+
+    def _characters(self, part: Piece) -> int:
+        return len(part.text)
+
+    def _write(self, batch: Sequence[Piece]) -> None:
+        for piece, ids in zip(batch, self._encode(batch, lambda p: p.text), strict=True):
+            writer = self._writers[self._split_of_document()]
+            writer.append(ids)
+            self._pending += ids.size
+            self._text_bytes += len(piece.text.encode())
+            if piece.ends_document and self._pending:
+                writer.append(self._end)
+                writer.end_document()
+                self._documents += 1
+                self._pending = 0
+
+    def _finish_splits(self) -> tuple[dict[Split, SplitRecord], HeldOutBy]:
+        splits: dict[Split, SplitRecord] = {"train": self._writers["train"].finish()}
+        by: HeldOutBy = "document" if self._validation else "none"
+        writer = self._writers["validation"]
+        if self._validation and not writer.documents:
+            by = "tail"
+            tail = max(1, int(splits["train"].tokens * self._validation))
+            splits["train"] = cut_tail(
+                self._folder,
+                splits["train"],
+                splits["train"].tokens - tail,
+                writer,
+                self._chunk_bytes,
+            )
+            have = "is one document" if self._documents == 1 else f"are {self._documents} documents"
+            self.notes.append(
+                f"there {have}, none of them held out; the last {tail} tokens are the validation "
+                "split instead"
+            )
+        if self._validation:
+            splits["validation"] = writer.finish()
+        return splits, by
+
+    def _nothing_in(self, where: str) -> str:
+        return f"there is no text in {where}: no document that is not empty"
+
+
+class RecordPacker(Packer[Pair]):
+    """Packs prompts with their completions, each record a document.
+
+    Prompt and completion are tokenised apart, so that no token lies across the border. The
+    end-of-document token follows the completion and belongs to it: a model learns to stop there.
+    It also stands in for a prompt without tokens, since something must come before the first
+    token that is to be predicted.
+    """
+
+    content: Content = "records"
+    # The newest record that trains, held back: it is held out after all if no other one is.
+    _last: _Record | None = None
+
+    def _characters(self, part: Pair) -> int:
+        return len(part.prompt) + len(part.completion)
+
+    def _write(self, batch: Sequence[Pair]) -> None:
+        prompts = self._encode(batch, lambda pair: pair.prompt)
+        completions = self._encode(batch, lambda pair: pair.completion)
+        for pair, prompt, completion in zip(batch, prompts, completions, strict=True):
+            if not completion.size:
+                raise DataError(
+                    f"{pair.record}: tokenizer {self._tokenizer.name} makes no token of the "
+                    f"completion {pair.completion[:40]!r}: there is nothing to learn; leave the "
+                    "record out"
+                )
+            before = prompt if prompt.size else self._end
+            ready: _Record | None = (
+                np.concatenate([before, completion, self._end]),
+                before.size,
+            )
+            self._text_bytes += len(pair.prompt.encode()) + len(pair.completion.encode())
+            split = self._split_of_document()
+            self._documents += 1
+            if split == "train":
+                ready, self._last = self._last, ready
+            if ready is not None:
+                self._put(split, *ready)
+
+    def _put(self, split: Split, tokens: np.ndarray, prompt_tokens: int) -> None:
+        self._writers[split].append(tokens)
+        self._writers[split].end_document(prompt_tokens)
+
+    def _finish_splits(self) -> tuple[dict[Split, SplitRecord], HeldOutBy]:
+        assert self._last is not None, "the first record always trains"
+        none = self._validation > 0 and not self._writers["validation"].documents
+        if none and self._documents > 1:
+            self._put("validation", *self._last)
+            self.notes.append(
+                f"of {self._documents} records none was drawn to be held out; the last one is the "
+                "validation split instead"
+            )
+        else:
+            self._put("train", *self._last)
+            if none:
+                self.notes.append("there is one record: none is held out")
+        splits: dict[Split, SplitRecord] = {"train": self._writers["train"].finish()}
+        if not self._writers["validation"].documents:
+            return splits, "none"
+        splits["validation"] = self._writers["validation"].finish()
+        return splits, "document"
+
+    def _nothing_in(self, where: str) -> str:
+        return f"there is no record in {where}"

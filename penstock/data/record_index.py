@@ -1,0 +1,111 @@
+"""Where the records of a split lie: for each its first token, the end of its prompt, its end.
+
+Entries are read as they are asked for, so an index may be larger than memory. Each is checked
+against the rules of the format, beyond its checksum: a record has a prompt and a completion.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from penstock.data.integrity import ADVICE, CheckedFile
+from penstock.data.manifest import INDEX_ENTRY_BYTES, ShardRecord
+from penstock.errors import CorruptionError, DataError
+
+_ENTRY_BYTES = INDEX_ENTRY_BYTES["records"]
+_BLOCK = 2**16  # entries that a walk through the whole index holds at once
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Positions in a split of records in a row, each int64 [records].
+
+    A record is tokens `start` to `end`; its prompt ends, and its completion begins, at `border`.
+    """
+
+    start: np.ndarray
+    border: np.ndarray
+    end: np.ndarray
+
+    @property
+    def inputs(self) -> np.ndarray:
+        """How many tokens a model reads of each: all but the last, which it only predicts."""
+        return self.end - self.start - 1
+
+    @property
+    def labels(self) -> np.ndarray:
+        """How many tokens a model is to predict of each: the completion and its end."""
+        return self.end - self.border
+
+
+class RecordIndex:
+    """The index of one split of a data set of records.
+
+    Args:
+        folder: of the data set.
+        shards: the split's, in order.
+        chunk_bytes: how much one checksum covers.
+    """
+
+    def __init__(self, folder: Path, shards: Sequence[ShardRecord], chunk_bytes: int) -> None:
+        self._folder = folder
+        self._shards = shards
+        self._tokens = sum(shard.tokens for shard in shards)
+        self._files = [CheckedFile(folder, shard.index, chunk_bytes) for shard in shards]
+        # [shards + 1]: the first record that ends in each shard, and the end.
+        self._firsts = np.cumsum([0, *(shard.documents for shard in shards)], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return int(self._firsts[-1])
+
+    def spans(self, first: int, stop: int) -> Spans:
+        """Return where records `first` to `stop` lie.
+
+        Raises:
+            DataError: there are not so many records.
+            CorruptionError: a chunk of the index fails its checksum, or an entry breaks the rules.
+        """
+        if not 0 <= first <= stop <= len(self):
+            raise DataError(f"records {first} to {stop} wanted, there are {len(self)}")
+        before = max(0, first - 1)  # a record begins where the one before it ends
+        entries = self._entries(before, stop)
+        ends = entries[:, 0]
+        starts = np.concatenate([[0] if first == 0 else [], ends[:-1]]).astype(np.int64)
+        own = entries[first - before :]
+        spans = Spans(starts, starts + own[:, 1], own[:, 0])
+        # In this order: an entry beyond 2^63 is negative here, and sums may wrap around.
+        right = (own[:, 1] > 0) & (own[:, 0] <= self._tokens) & (starts >= 0)
+        right &= (own[:, 1] < own[:, 0]) & (spans.border > starts) & (spans.border < spans.end)
+        if not right.all():
+            number = first + int(right.argmin())
+            shard = int(np.searchsorted(self._firsts, number, side="right")) - 1
+            raise CorruptionError(
+                f"{self._folder / self._shards[shard].index.file} breaks the format: record "
+                f"{number} of the split has not at least one token of prompt and one of "
+                f"completion within the split's {self._tokens}; {ADVICE}"
+            )
+        return spans
+
+    def blocks(self) -> Iterator[Spans]:
+        """Yield the spans of all records in order, a bounded number at a time."""
+        for first in range(0, len(self), _BLOCK):
+            yield self.spans(first, min(first + _BLOCK, len(self)))
+
+    def longest(self) -> int:
+        """Return the most tokens that a model reads of any record."""
+        return max((int(spans.inputs.max()) for spans in self.blocks()), default=0)
+
+    def _entries(self, first: int, stop: int) -> np.ndarray:
+        """Return (end, tokens of the prompt) of records `first` to `stop`, int64 [n, 2]."""
+        parts = [np.empty((0, 2), dtype=np.int64)]
+        number = int(np.searchsorted(self._firsts, first, side="right")) - 1
+        while first < stop:
+            base, until = int(self._firsts[number]), min(stop, int(self._firsts[number + 1]))
+            data = self._files[number].read(
+                (first - base) * _ENTRY_BYTES, (until - base) * _ENTRY_BYTES
+            )
+            parts.append(data.view("<u8").astype(np.int64).reshape(-1, 2))
+            first, number = until, number + 1
+        return np.concatenate(parts)

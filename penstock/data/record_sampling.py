@@ -1,0 +1,129 @@
+"""Prompts with completions as training rows: one record per row, the loss on its completion alone.
+
+A row reads all tokens of a record but the last, and is to predict, at each place, the next one.
+Labels of the prompt's own tokens and of the padding behind are ignored. Nothing masks the padding:
+a causal model's places see only what is before them, so none that has a label sees any of it.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from penstock.data.dataset import TokenDataset
+from penstock.data.record_index import Spans
+from penstock.data.sampling import IGNORED_LABEL, Batch, evaluation_rows, sample_places
+from penstock.errors import DataError
+
+
+class RecordSource:
+    """The records of a split, for a model that predicts the next token.
+
+    A record longer than a row loses the beginning of its prompt; the completion is never cut. One
+    whose completion leaves no room for a single token of the prompt is left out.
+
+    Args:
+        dataset: where the records are.
+        split: "train" or "validation".
+        sequence_length: T, tokens that the model sees at once.
+        seed: decides the order.
+
+    Attributes:
+        records: records in use; each comes once in so many samples.
+        shortened: how many of them lose the beginning of their prompt.
+        left_out: how many records are not in use.
+        padding: share of the tokens of all rows that is padding.
+
+    Raises:
+        DataError: there is no such split, or no record of it fits.
+        CorruptionError: the split's index is damaged.
+    """
+
+    def __init__(
+        self, dataset: TokenDataset, split: str, sequence_length: int, seed: int = 0
+    ) -> None:
+        if sequence_length < 1:
+            raise DataError(f"a sequence length must be 1 or more, got {sequence_length}")
+        self.dataset = dataset
+        self.split = split
+        self.sequence_length = sequence_length
+        self.seed = seed
+        self.vocab_size = dataset.vocab_size
+        self._index = dataset.records(split)
+        self.shortened = 0
+        left_out = [np.empty(0, dtype=np.int64)]
+        read = first = longest = 0
+        for spans in self._index.blocks():
+            fits = spans.labels <= sequence_length
+            left_out.append(first + np.flatnonzero(~fits))
+            self.shortened += int((spans.inputs[fits] > sequence_length).sum())
+            read += int(spans.inputs[fits].clip(max=sequence_length).sum())
+            longest = max(longest, int(spans.labels.max()))
+            first += len(fits)
+        # Only what is left out is held, and it is usually nothing.
+        gone = np.concatenate(left_out)
+        self._gaps = gone - np.arange(len(gone))
+        self.left_out = len(gone)
+        self.records = len(self._index) - self.left_out
+        if not self.records:
+            raise DataError(
+                f"split {split!r} of data set {dataset.path} has no record whose completion fits "
+                f"sequences of {sequence_length} tokens, the longest needs {longest}; raise "
+                "data.sequence_length"
+            )
+        self.padding = 1 - read / (self.records * sequence_length)
+
+    def batch(self, step: int, indices: Sequence[int], global_batch: int) -> Batch:
+        """Return `input_ids` and `labels`, the next tokens, both int64 [len(indices), T].
+
+        Labels are -100 where the next token is the prompt's or padding.
+        """
+        _, _, rows = sample_places(step, indices, global_batch, self.records, self.seed)
+        return self._rows(rows)
+
+    def evaluation_batches(self, batch_size: int, limit: int | None = None) -> Iterator[Batch]:
+        """Yield the split's records in their order, at most `limit` of them.
+
+        The last batch may have fewer rows than `batch_size`.
+        """
+        for rows in evaluation_rows(self.records, batch_size, limit):
+            yield self._rows(rows)
+
+    def describe(self) -> str:
+        """Return one line for people."""
+        return (
+            f"{self.split} split of {self.dataset.path}: {self.records:,} records in rows of "
+            f"{self.sequence_length} tokens, {self.padding:.0%} of them padding"
+        )
+
+    def warnings(self) -> list[str]:
+        """Return a sentence for each way in which records are not used as they are."""
+        total, where = len(self._index), f"{self.split} split"
+        found = []
+        if self.shortened:
+            found.append(
+                f"{where}: {self.shortened:,} of {total:,} records are longer than "
+                f"{self.sequence_length} tokens; the beginning of their prompts is cut off"
+            )
+        if self.left_out:
+            found.append(
+                f"{where}: {self.left_out:,} of {total:,} records are left out, their completions "
+                f"alone need more than {self.sequence_length} tokens; raise data.sequence_length "
+                "to train on them"
+            )
+        return found
+
+    def _rows(self, rows: np.ndarray) -> Batch:
+        shape = (len(rows), self.sequence_length)
+        inputs = np.full(shape, self.dataset.end_of_document, dtype=np.int64)
+        labels = np.full(shape, IGNORED_LABEL, dtype=np.int64)
+        for place, row in enumerate(rows.tolist()):
+            record = row + int(np.searchsorted(self._gaps, row, side="right"))
+            self._fill(inputs[place], labels[place], self._index.spans(record, record + 1))
+        return {"input_ids": inputs, "labels": labels}
+
+    def _fill(self, inputs: np.ndarray, labels: np.ndarray, spans: Spans) -> None:
+        end, border = int(spans.end[0]), int(spans.border[0])
+        start = max(int(spans.start[0]), end - 1 - self.sequence_length)
+        tokens = self.dataset.read(self.split, start, end).astype(np.int64)
+        inputs[: len(tokens) - 1] = tokens[:-1]
+        labels[border - start - 1 : len(tokens) - 1] = tokens[border - start :]

@@ -1,0 +1,72 @@
+"""Writing a checkpoint beside the run: the same files, made by a thread from a snapshot."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+from penstock.store.checkpoint.save import SavedCheckpoint, write_checkpoint
+from penstock.store.snapshot import Snapshot
+
+
+class BackgroundSave:
+    """A checkpoint on its way. It is in force, whole, once `wait` has returned it.
+
+    Args:
+        snapshot: what is saved; closed when that is done, or has failed.
+        checkpoints, extra, best, keep_last: as for `save_checkpoint`.
+    """
+
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        checkpoints: Path,
+        extra: dict[str, Any],
+        *,
+        best: bool = False,
+        keep_last: int = 2,
+    ) -> None:
+        self.step = snapshot.step
+        self._snapshot = snapshot
+        self._order = (checkpoints, extra, best, keep_last)
+        self._saved: SavedCheckpoint | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._write, name="penstock saver", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> SavedCheckpoint:
+        """Return the checkpoint when it is in force. The step's updates must have been made.
+
+        Raises:
+            PenstockError: what `save_checkpoint` raises; the checkpoint before it is in force.
+        """
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        assert self._saved is not None
+        return self._saved
+
+    def abandon(self) -> None:
+        """Give it up, and return when nothing of it is left."""
+        self._snapshot.close()
+        self._thread.join()
+
+    def _write(self) -> None:
+        import numba
+
+        numba.set_num_threads(1)  # the others compute; a thread of one's own is a pool of its own
+        checkpoints, extra, best, keep_last = self._order
+        try:
+            self._saved = write_checkpoint(
+                self._snapshot, checkpoints, extra, best=best, keep_last=keep_last
+            )
+        except BaseException as error:  # raised to whoever waits
+            self._error = error
+        finally:
+            self._snapshot.close()

@@ -1,0 +1,162 @@
+"""One step's state, read while the store goes on to the steps after it.
+
+A snapshot of step k is taken just behind step k's updates, which the forward sweep makes anyway.
+What has not been read when step k+1's update is about to overwrite it is copied first. Copies
+stay within a budget of bytes: where it is spent, the update waits until the reader has caught up,
+so that a slow disk costs time and never memory.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+
+import numpy as np
+
+from penstock.errors import StorageError
+from penstock.kernels.memory import allocate
+from penstock.program import Program
+from penstock.store.masters import join_piece
+from penstock.store.roles import Stored
+
+Parts = tuple[np.ndarray, ...]
+"""The memory of a tensor: one array, or the two halves of a split weight."""
+
+Tensor = tuple[str, str]
+"""A weight's name and a role."""
+
+
+class Snapshot:
+    """The state after one step. The store calls `preserve` before, and `updated` after, an update.
+
+    `pieces` and `close` are for one reader in a thread of its own; the rest is for the store.
+
+    Args:
+        program: names the weights.
+        step: the step whose state this is, the newest that the store has committed.
+        tensors: type and shape of every weight's master and state, by name.
+        memory: gives the memory of a tensor, which updates overwrite.
+        awaited: weights that still await this step's update.
+        buffer_bytes: most that copies may take at any time.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        step: int,
+        tensors: Mapping[str, Mapping[str, Stored]],
+        memory: Callable[[str, str], Parts],
+        awaited: Collection[str],
+        buffer_bytes: int,
+    ) -> None:
+        self.program = program
+        self.step = step
+        self.copied_bytes = self.peak_copied_bytes = 0
+        self._tensors = tensors
+        self._memory = memory
+        self._awaited = set(awaited)
+        self._buffer_bytes = buffer_bytes
+        self._unread = {
+            (name, role)
+            for name, roles in tensors.items()
+            for role in roles
+            if program.weights[name].elements
+        }
+        self._reading: Tensor | None = None
+        self._copies: dict[Tensor, Parts] = {}
+        self._is_closed = False
+        self._waited_seconds = 0.0
+        self._changed = threading.Condition()
+
+    # For the reader
+
+    def roles(self, name: str) -> Mapping[str, Stored]:
+        """Return what there is of a weight: its master, then its state."""
+        return self._tensors[name]
+
+    def pieces(self, name: str, role: str, piece_elements: int) -> Iterator[np.ndarray]:
+        """Yield a tensor, flat, in pieces that are good until the next is asked for.
+
+        Each tensor is read once; it may be overwritten from then on.
+
+        Raises:
+            StorageError: the snapshot was given up meanwhile.
+        """
+        tensor = name, role
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed or name not in self._awaited)
+            self._reading = tensor
+            memory = self._copies.get(tensor) or self._memory(name, role)
+        try:
+            for begin in range(0, memory[0].size, piece_elements):
+                yield join_piece(memory, begin, min(begin + piece_elements, memory[0].size))
+                if self._is_closed:  # after its use: an update may have overwritten it meanwhile
+                    raise StorageError(f"the snapshot of step {self.step} was given up")
+        finally:
+            with self._changed:
+                self._reading = None
+                self._unread.discard(tensor)
+                self.copied_bytes -= sum(part.nbytes for part in self._copies.pop(tensor, ()))
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """Let the store go on as if there were no snapshot; what is unread cannot be read."""
+        with self._changed:
+            self._is_closed = True
+            self._copies.clear()
+            self.copied_bytes = 0
+            self._changed.notify_all()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether there is nothing left that updates must heed."""
+        return self._is_closed
+
+    # For the store
+
+    def preserve(self, name: str, step: int) -> None:
+        """Return when step `step`'s update may overwrite a weight and its state."""
+        if step <= self.step:
+            return
+        started = time.perf_counter()
+        with self._changed:
+            while not self._is_closed:
+                waiting = [t for t in self._unread - self._copies.keys() if t[0] == name]
+                if not waiting:
+                    break
+                if self._reading not in waiting and self._copy(waiting):
+                    break
+                self._changed.wait()
+            self._waited_seconds += time.perf_counter() - started
+
+    def updated(self, name: str) -> None:
+        """Note that a weight has been updated, so that it stands at this step or a later one."""
+        with self._changed:
+            self._awaited.discard(name)
+            self._changed.notify_all()
+
+    def take_waited_seconds(self) -> float:
+        """Return how long updates were held up, by copies and by waiting, since the last call."""
+        with self._changed:
+            taken, self._waited_seconds = self._waited_seconds, 0.0
+        return taken
+
+    def _copy(self, tensors: Collection[Tensor]) -> bool:
+        """Copy tensors aside if the budget has room for them; return whether it had."""
+        memory = {tensor: self._memory(*tensor) for tensor in tensors}
+        need = sum(part.nbytes for parts in memory.values() for part in parts)
+        if self.copied_bytes + need > self._buffer_bytes:
+            return False
+        for tensor, parts in memory.items():
+            self._copies[tensor] = tuple(_copy_of(part) for part in parts)
+        self.copied_bytes += need
+        self.peak_copied_bytes = max(self.peak_copied_bytes, self.copied_bytes)
+        return True
+
+
+def _copy_of(part: np.ndarray) -> np.ndarray:
+    """Return a copy whose pages go back to the system with it."""
+    copy = allocate(part.nbytes).view(part.dtype)
+    copy[:] = part
+    return copy

@@ -1,0 +1,126 @@
+"""One number caps the whole process; the system's own count of resident memory is the judge."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock import Trainer, process_memory
+from penstock.config import ByteSize
+from penstock.data import ArraySource
+from penstock.errors import BudgetError
+from penstock.events import RunMeasured
+
+MIB = 1 << 20
+
+
+def test_a_run_on_flash_stays_below_its_cap(tmp_path):
+    cap = 880 * MIB
+    result = subprocess.run(
+        [sys.executable, Path(__file__).with_name("capped_run.py"), tmp_path / "run", f"{cap}B"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, Path(__file__).parents[1:3]))},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    seen = json.loads(result.stdout.splitlines()[-1])
+    assert seen["peak"] <= cap
+    assert seen["told"] == pytest.approx(seen["peak"], rel=0.02)
+    assert seen["engine_used"] <= seen["engine"]
+    assert seen["store"] > 30 * MIB  # what the rest leaves, not a token
+
+
+def settings(folder: Path, **more) -> dict:
+    return {
+        "model": {"preset": "tiny", "n_positions": 64, "vocab_size": 96},
+        "batch": {"size": 4, "micro": 2},
+        "engine": {"device": "cpu"},
+        "run": {"dir": str(folder), "steps": 2},
+        "evaluation": {"every": None},
+        **more,
+    }
+
+
+def tokens() -> ArraySource:
+    rows = np.random.default_rng(0).integers(0, 96, (16, 65))
+    return ArraySource({"input_ids": rows[:, :-1].copy(), "labels": rows[:, 1:].copy()})
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A machine on which the libraries take 400 MiB and 600 MiB are free."""
+    monkeypatch.setattr(process_memory, "resident_bytes", lambda: 400 * MIB)
+    monkeypatch.setattr(process_memory, "available_bytes", lambda: 600 * MIB)
+
+
+def test_what_cannot_be_is_refused_with_the_sum_and_what_to_lower(tmp_path, machine):
+    store = {"dram": "300MiB", "flash": {"path": str(tmp_path / "flash")}}
+    with pytest.raises(BudgetError) as caught:
+        Trainer(settings(tmp_path, memory="700MiB", store=store), source=tokens())
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "memory: 700MiB cannot hold this run:"
+    parts = {line[:42].strip(): line[42:].split() for line in lines[1:-1]}
+    assert parts["libraries and compiled model, measured"] == ["0.40", "GiB"]
+    assert parts["store, on flash besides (store.dram)"] == ["0.30", "GiB"]
+    assert parts["limit"] == ["0.69", "GiB"]
+    units = {"GiB": 1024.0, "MiB": 1.0}
+    sizes = {name: float(number) * units[unit] for name, (number, unit) in parts.items()}
+    total = sizes.pop("sum")
+    sizes.pop("limit")
+    assert total == pytest.approx(sum(sizes.values()), abs=20)  # each is rounded up
+    assert "raise memory above 0." in lines[-1]
+    assert "lower store.dram to " in lines[-1]
+    # What it says to lower to is enough.
+    lower = lines[-1].split("lower store.dram to ")[1].split(",")[0]
+    assert ByteSize.parse(lower) < 300 * MIB
+    store["dram"] = lower
+    Trainer(settings(tmp_path, memory="700MiB", store=store), source=tokens()).close()
+
+
+def test_without_a_cap_the_machine_is_one(tmp_path, machine):
+    trainer = Trainer(settings(tmp_path), source=tokens())
+    shares = trainer._layout.shares
+    assert shares.engine + shares.store < 600 * MIB
+    with pytest.raises(BudgetError, match=r"this machine has 0\.98 GiB for this process, which"):
+        Trainer(
+            settings(tmp_path, store={"dram": "1GiB", "flash": {"path": str(tmp_path / "f")}}),
+            source=tokens(),
+        )
+    assert not (tmp_path / "f").exists()
+
+
+def test_a_run_says_where_its_time_went(tmp_path):
+    told: list[RunMeasured] = []
+    steps = []
+
+    def listen(event):
+        if isinstance(event, RunMeasured):
+            told.append(event)
+        elif hasattr(event, "compute_seconds"):
+            steps.append(event)
+
+    store = {"dram": "40MiB", "flash": {"path": str(tmp_path / "flash")}}
+    trainer = Trainer(settings(tmp_path, store=store), source=tokens(), on_event=listen)
+    summary = trainer.train()
+    (run,) = told
+    parts = [
+        run.compute_seconds,
+        run.flash_wait_seconds,
+        run.weight_seconds,
+        run.update_seconds,
+        run.snapshot_seconds,
+    ]
+    assert min(parts) >= 0
+    assert sum(parts) == pytest.approx(run.step_seconds, rel=0.02)
+    assert run.steps == 2
+    assert 0 < run.flash_written_bytes <= run.flash_rule_written_bytes
+    assert run.flash_read_bytes <= run.flash_rule_read_bytes
+    state = trainer.program.parameters * 12  # fp32 weights, and two moments
+    assert run.flash_rule_written_bytes >= 2 * state
+    assert run.flash_rule_written_bytes == pytest.approx(2 * state, rel=0.05)  # padding
+    assert summary["peak_rss_bytes"] >= run.peak_rss_bytes > 100 * MIB
+    trainer.close()
