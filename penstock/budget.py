@@ -20,6 +20,7 @@ from penstock.engine.host_memory import KEPT_OVER_USED
 from penstock.errors import BudgetError, ConfigError
 from penstock.program import Program, Stage
 from penstock.store import Role
+from penstock.store.flash import least_dram_bytes
 
 RESERVE_BYTES = 128 << 20
 """For what no part accounts for: machine code of kernels, scratch of products, Python itself."""
@@ -79,7 +80,8 @@ class Budget:
         batch_bytes = sum(inputs) * micro_batches * config.engines
         self._data = _CHECKING_BYTES + _COPIES_OF_BATCH * batch_bytes
         self._on_flash = config.store.flash.path is not None
-        self._need = 0 if self._on_flash else _dram_store_bytes(config, program, roles)
+        needed = _least_flash_store_bytes if self._on_flash else _dram_store_bytes
+        self._need = needed(config, program, roles)
         self._saving = _SAVING_BYTES
         if not self._on_flash:
             self._saving += min(int(config.checkpoint.buffer), self._need)
@@ -113,8 +115,8 @@ class Budget:
             share = min(max(least, self._rest // 2 // engines), wanted)
             store = self._rest - engines * share
         share = (self._rest - store) // engines
-        if share <= 0 or store <= 0:
-            self._refuse(max(0, store), self._least())
+        if share <= 0 or store < self._need:
+            self._refuse(max(self._need, store), self._least())
         return share
 
     def plan(self, engine_bytes: int) -> EnginePlan:
@@ -148,8 +150,10 @@ class Budget:
             if config.memory is None:
                 left = int(_AUTO_FLASH * self._rest)
             store = left if config.store.dram == "auto" else int(config.store.dram)
-        if store <= 0 or store + engines > self._rest:
-            self._refuse(max(store, 0), one)
+        if config.store.dram == "auto":
+            store = max(store, self._need)  # a share of what is free may be too little
+        if store + engines > self._rest:
+            self._refuse(store, one)
         self._require_loading(store, one)
         table = f"{self._limit_name} holds this run so:\n{self._table(store, one)}"
         return Shares(engine_bytes, engines, store, store + kept <= self._rest, table)
@@ -240,6 +244,11 @@ def _floor(size: int) -> str:
 
 def _elements(program: Program, stage: Stage) -> int:
     return sum(program.weights[name].elements for name in stage.weights)
+
+
+def _least_flash_store_bytes(config: Config, program: Program, roles: Sequence[Role]) -> int:
+    """Return the least that a store on flash takes of memory."""
+    return least_dram_bytes(program, roles, config.gradient_precision == "bf16")
 
 
 def _dram_store_bytes(config: Config, program: Program, roles: Sequence[Role]) -> int:

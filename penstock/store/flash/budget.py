@@ -14,7 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.errors import BudgetError
-from penstock.store.flash.layout import FlashLayout, Unit
+from penstock.program import Program
+from penstock.store.flash.frames import least_bytes
+from penstock.store.flash.layout import BLOCK_ELEMENTS, FlashLayout, Unit
+from penstock.store.roles import Role
 
 _LEAST_BUFFERS, _MOST_BUFFERS = 4, 32
 SLABS = 2
@@ -57,6 +60,7 @@ def divide(
     block = max((unit.state_bytes(unit.blocks[0].elements) for unit in units), default=0)
     weights = sum(unit.stream_bytes for unit in layout.units)
     gradients = sum(sizes.values())
+    least = _least(units, sizes, block, weights, least_weights)
     rest = budget_bytes - weights - gradients
     if rest >= _LEAST_BUFFERS * block:
         buffers = _buffers(rest // 8, block)
@@ -65,7 +69,37 @@ def divide(
     gradients_stay = _with_gradients(budget_bytes, gradients, block, least_weights)
     if gradients_stay is not None:
         return gradients_stay
-    return _spilling(units, sizes, block, least_weights, budget_bytes)
+    return _spilling(units, sizes, block, least_weights, budget_bytes, least)
+
+
+def least_dram_bytes(program: Program, roles: Sequence[Role], half_gradients: bool) -> int:
+    """Return the least memory with which a store of this program on flash can be opened."""
+    layout = FlashLayout.of(program, roles, 1, BLOCK_ELEMENTS)
+    least_weights = least_bytes(layout.units, visits_of(program, layout))
+    units = [unit for unit in layout.units if unit.trainable]
+    sizes = {unit.index: unit.elements * gradient_width(unit, half_gradients) for unit in units}
+    block = max((unit.state_bytes(unit.blocks[0].elements) for unit in units), default=0)
+    weights = sum(unit.stream_bytes for unit in layout.units)
+    return _least(units, sizes, block, weights, least_weights)
+
+
+def _least(
+    units: Sequence[Unit], sizes: dict[int, int], block: int, weights: int, least_weights: int
+) -> int:
+    """Return the least of the three ways in which `divide` may go."""
+    gradients = sum(sizes.values())
+    fixed, block_and_gradient, _ = _on_their_way(units, sizes, block)
+    return min(
+        weights + gradients + _LEAST_BUFFERS * block,
+        gradients + max(gradients, least_weights) + _LEAST_BUFFERS * block,
+        fixed + _LEAST_BUFFERS * block_and_gradient + least_weights,
+    )
+
+
+def visits_of(program: Program, layout: FlashLayout) -> list[list[int]]:
+    """Return the units that each visit of a step needs: every stage forward, and back again."""
+    forward = [layout.units_of(stage.weights) for stage in program.stages]
+    return [*forward, *forward[-2::-1]]
 
 
 def gradient_width(unit: Unit, half_gradients: bool) -> int:
@@ -83,22 +117,23 @@ def _with_gradients(budget: int, gradients: int, block: int, least_weights: int)
 
 
 def _spilling(
-    units: Sequence[Unit], sizes: dict[int, int], block: int, least_weights: int, budget: int
+    units: Sequence[Unit],
+    sizes: dict[int, int],
+    block: int,
+    least_weights: int,
+    budget: int,
+    least: int,
 ) -> Division:
     movable = [unit for unit in units if not unit.tied]
     tied = sum(sizes[unit.index] for unit in units if unit.tied)
-    # A block's gradient comes with its state.
-    block += max((sizes[u.index] * u.blocks[0].elements // u.elements for u in movable), default=0)
-    slab = max((sizes[unit.index] for unit in movable), default=0)
-    fixed = tied + SLABS * slab
+    fixed, block, slab = _on_their_way(units, sizes, block)
     buffers = _buffers((budget - fixed) // 8, block)
     rest = budget - fixed - buffers * block
     if rest < least_weights:
-        need = fixed + _LEAST_BUFFERS * block + least_weights
         raise BudgetError(
             f"store.dram: the weights of two stages need {least_weights:,} bytes, blocks of state "
-            f"on their way {_LEAST_BUFFERS * block:,}, gradients {fixed:,}: {need:,} in all, the "
-            f"budget is {budget:,}; raise store.dram to {need:,} or more"
+            f"on their way {_LEAST_BUFFERS * block:,}, gradients {fixed:,}; the budget is "
+            f"{budget:,}; raise store.dram to {least:,} or more"
         )
     resident, left = tied, (rest - least_weights) // 2
     spilled: set[int] = set()
@@ -110,6 +145,16 @@ def _spilling(
             spilled.add(unit.index)
     weights = rest - (resident - tied)
     return Division(weights, buffers, block, resident, frozenset(spilled), slab, 0)
+
+
+def _on_their_way(units: Sequence[Unit], sizes: dict[int, int], block: int) -> tuple[int, int, int]:
+    """Return, where gradients go to flash, the bytes of those that cannot and of all slabs, of a
+    block with its gradient, and of a slab."""
+    movable = [unit for unit in units if not unit.tied]
+    tied = sum(sizes[unit.index] for unit in units if unit.tied)
+    tail = max((sizes[u.index] * u.blocks[0].elements // u.elements for u in movable), default=0)
+    slab = max((sizes[unit.index] for unit in movable), default=0)
+    return tied + SLABS * slab, block + tail, slab
 
 
 def _buffers(share: int, block: int) -> int:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -199,6 +199,10 @@ class FlashLayout:
     def unit(self, name: str) -> Unit:
         """Return the unit in which a weight lies."""
         return self.units[self.unit_of[name]]
+
+    def units_of(self, names: Iterable[str]) -> list[int]:
+        """Return the units in which weights lie, each once, in this order."""
+        return list(dict.fromkeys(self.unit_of[name] for name in names))
 
     def begin_of(self, name: str) -> int:
         """Return the first element of a weight within its unit."""

@@ -25,7 +25,7 @@ from penstock.errors import BudgetError
 from penstock.program import Program
 from penstock.store import files
 from penstock.store.flash.blocks import StateBlocks
-from penstock.store.flash.budget import SLABS, divide
+from penstock.store.flash.budget import SLABS, divide, visits_of
 from penstock.store.flash.description import describe, require_same
 from penstock.store.flash.frames import Frames, least_bytes
 from penstock.store.flash.journal import Journal, Record, read_records
@@ -106,8 +106,7 @@ class FlashStore:
                 "raise it, or lower store.flash.keep_steps"
             )
         half = gradient_dtype == torch.bfloat16
-        visits = [self._units_of(stage.weights) for stage in program.stages]
-        visits += visits[-2::-1]
+        visits = visits_of(program, self._layout)
         self._division = divide(self._layout, half, least_bytes(units, visits), dram_bytes)
         self._frames = Frames(units, visits, self._division.weight_bytes)
         spilled = [unit for unit in units if unit.index in self._division.spilled]
@@ -255,7 +254,7 @@ class FlashStore:
 
     def _bring(self, names: Sequence[str]) -> list[torch.Tensor]:
         self._require_loaded()
-        units = self._units_of(names)
+        units = self._layout.units_of(names)
         frames = dict(zip(units, self._pipeline.bring(units), strict=True))
         views = [self._view(name, frames[self._layout.unit_of[name]]) for name in names]
         self._streamed_bytes += sum(view.nbytes for view in views)
@@ -265,7 +264,7 @@ class FlashStore:
         """Take the gradients of one stage, summed over the whole batch (`DramStore.receive`)."""
         self._gradients.check(stage, gradients)
         self._seal_when_due()
-        units = self._units_of(self._gradients.trainable(stage))
+        units = self._layout.units_of(self._gradients.trainable(stage))
         # Their old gradients must be used before the new ones overwrite them.
         self._pipeline.wait_for_updates(units)
         slabs = {}
@@ -488,9 +487,6 @@ class FlashStore:
         part = frame[begin : begin + spec.elements * unit.stream_width]
         flat = torch.from_numpy(part).view(torch.bfloat16 if unit.split else torch.float32)
         return flat.view(spec.shape)
-
-    def _units_of(self, names: Iterable[str]) -> list[int]:
-        return list(dict.fromkeys(self._layout.unit_of[name] for name in names))
 
     def _require_loaded(self) -> None:
         if not self._is_loaded:

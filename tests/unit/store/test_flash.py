@@ -21,7 +21,8 @@ from store_programs import (
 
 from penstock.errors import BudgetError, ConfigError, CorruptionError, StorageError
 from penstock.store import SGD, AdamW, DramStore, GroupSettings, Lion, files
-from penstock.store.flash import FlashStore
+from penstock.store.flash import FlashStore, least_dram_bytes
+from penstock.store.flash.layout import BLOCK_ELEMENTS
 
 BLOCK = 2048
 DRAM = 600_000
@@ -33,6 +34,7 @@ def flash(tmp_path):
     made = []
 
     def make(program, folder="flash", *, optimizer=None, dram=DRAM, **settings):
+        settings = {"block_elements": BLOCK, **settings}
         group = GroupSettings(learning_rate_scale=1.0, weight_decay=0.1, group=None)
         store = FlashStore(
             program,
@@ -41,7 +43,6 @@ def flash(tmp_path):
             groups=dict.fromkeys(program.weights, group),
             schedule=CONSTANT,
             dram_bytes=dram,
-            block_elements=BLOCK,
             **settings,
         )
         made.append(store)
@@ -302,6 +303,18 @@ def test_a_budget_that_is_too_small_says_what_is_needed(flash):
     with pytest.raises(BudgetError, match="the weights of two stages need 65,536 bytes"):
         flash(program, dram=need - 1)
     flash(program, dram=need)
+
+
+@pytest.mark.parametrize("moments", ["fp32", "8bit"])
+@pytest.mark.parametrize("layers", [LAYERS, DEEP, DEEP[:1], [*DEEP, {"head": (900, 300)}]])
+def test_the_least_memory_is_enough_and_less_is_not(flash, layers, moments):
+    program = make_program(layers, stream_dtype=torch.bfloat16)
+    optimizer = AdamW(0.9, 0.95, 1e-8, moments=moments)
+    least = least_dram_bytes(program, optimizer.roles, half_gradients=False)
+    settings = {"optimizer": optimizer, "block_elements": BLOCK_ELEMENTS}
+    with pytest.raises(BudgetError, match=rf"raise store\.dram to {least:,} or more"):
+        flash(program, dram=least - 1, **settings)
+    flash(program, dram=least, **settings)
 
 
 def test_every_flipped_bit_on_flash_is_named(flash, tmp_path):
