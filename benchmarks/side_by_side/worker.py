@@ -6,6 +6,7 @@ disturb the others, and what they get done between the turns would not be in the
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import json
@@ -85,16 +86,25 @@ class Worker:
         """End the process and return what its loop has to say at the end (`serve`)."""
         answer = self._ask("finish")
         self._process.send_signal(signal.SIGCONT)
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=60)
-        except subprocess.TimeoutExpired:
-            self.kill()
+        self.kill()
         return answer
 
+    @property
+    def exit_code(self) -> int | None:
+        """How the process ended; None while it runs or stands still."""
+        return self._process.poll()
+
     def kill(self) -> None:
-        """End the process at once, if it has not ended."""
+        """End the process at once, if it has not ended, and let go of it."""
         self._process.kill()
         self._process.wait()
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):  # a word that nobody is there to read
+            self._process.stdin.close()
+        self._process.stdout.close()
 
     def _ask(self, word: str) -> dict[str, Any]:
         assert self._process.stdin is not None
