@@ -35,7 +35,7 @@ from side_by_side import (
     summarize,
     take_turns,
 )
-from side_by_side.gpt import Gpt, Resident, make_trainer
+from side_by_side.gpt import Gpt, Resident, make_trainer, write_initial_weights
 from side_by_side.zero_infinity import (
     HOW_TO_INSTALL,
     ZeroInfinity,
@@ -46,7 +46,7 @@ from side_by_side.zero_infinity import (
 RESIDENT, ZERO = "resident", "zero-infinity"
 PENSTOCK = {"fp32": "flash", "8bit": "flash 8bit"}  # loops by moments
 TARGET, TARGET_RSS_GIB = 0.90, 1.5
-BATCHES = "batches.npy"
+BATCHES, WEIGHTS = "batches.npy", "weights.safetensors"
 RESUME_GPT, STEPS_BEFORE, STEPS_AFTER = Gpt(layers=2, sequences=1, length=64), 3, 3
 
 
@@ -118,10 +118,10 @@ def start(job: Job, loop: str, python: str | None) -> Worker:
 
 def compare(job: Job, loops: list[str], python: str | None, rounds: int) -> dict:
     """Let the loops take turns; print a table; return ratios and peak memory."""
-    job.gpt.write_batches(Path(job.folder) / BATCHES, steps=rounds + 2)
     failure = None
     workers = {loop: start(job, loop, python) for loop in loops}
     if python is not None:
+        write_inputs(job, rounds + 2)
         print("DeepSpeed builds its operators at first use, which takes minutes", flush=True)
         zero = {ZERO: start(job, ZERO, python)}
         try:
@@ -185,35 +185,57 @@ def compare_resumed(job: Job, loops: list[str], python: str | None) -> dict:
         folders = [Path(job.folder) / "resume" / loop / name for name in ("whole", "parts")]
         for folder in folders:
             folder.mkdir(parents=True)
-            job.gpt.write_batches(folder / BATCHES, STEPS_BEFORE + STEPS_AFTER)
         whole, parts = (dataclasses.replace(job, folder=str(folder)) for folder in folders)
+        if loop == ZERO:
+            write_inputs(whole, STEPS_BEFORE + STEPS_AFTER)
+            write_inputs(parts, STEPS_BEFORE + STEPS_AFTER)
         saving = dataclasses.replace(parts, save_after=STEPS_BEFORE)
         try:
-            expected = losses(whole, loop, python, STEPS_BEFORE + STEPS_AFTER)[STEPS_BEFORE:]
-            losses(saving, loop, python, STEPS_BEFORE)
+            expected = losses(whole, loop, python, STEPS_BEFORE + STEPS_AFTER)
+            before = losses(saving, loop, python, STEPS_BEFORE)
             found = losses(dataclasses.replace(parts, resume=True), loop, python, STEPS_AFTER)
         except WorkerEnded as error:
             if loop != ZERO:
                 raise
             result[loop] = {"failure": str(error)}
             continue
-        difference = max(abs(a - b) for a, b in zip(expected, found, strict=True))
-        result[loop] = {"whole": expected, "resumed": found, "difference": difference}
-    print(f"\nlosses of steps {STEPS_BEFORE + 1} to {STEPS_BEFORE + STEPS_AFTER}")
+        result[loop] = {
+            "whole": expected[STEPS_BEFORE:],
+            "resumed": found,
+            "difference": greatest_difference(expected[STEPS_BEFORE:], found),
+            # Two processes that do the same: what is not due to saving and resuming.
+            "difference_before": greatest_difference(expected[:STEPS_BEFORE], before),
+        }
+    print(
+        f"\nlosses of steps {STEPS_BEFORE + 1} to {STEPS_BEFORE + STEPS_AFTER}, saved after step "
+        f"{STEPS_BEFORE}; `before`: the difference of the two processes' losses until then"
+    )
     print_table(
-        {"loop": 14, "uninterrupted": 26, "resumed": 26, "difference": 11},
+        {"loop": 14, "uninterrupted": 26, "resumed": 26, "difference": 11, "before": 8},
         (
-            (loop, "failed", "", "")
+            (loop, "failed", "", "", "")
             if "failure" in row
             else (
                 loop,
                 *(" ".join(f"{x:.5f}" for x in row[name]) for name in ("whole", "resumed")),
                 f"{row['difference']:.2g}",
+                f"{row['difference_before']:.2g}",
             )
             for loop, row in result.items()
         ),
     )
     return result
+
+
+def greatest_difference(some: list[float], others: list[float]) -> float:
+    """Return the greatest absolute difference of two lists, place by place."""
+    return max(abs(a - b) for a, b in zip(some, others, strict=True))
+
+
+def write_inputs(job: Job, steps: int) -> None:
+    """Write what DeepSpeed's loop begins with: the same weights and batches as the others'."""
+    job.gpt.write_batches(Path(job.folder) / BATCHES, steps)
+    write_initial_weights(job.gpt, Path(job.folder) / WEIGHTS)
 
 
 def losses(job: Job, loop: str, python: str | None, steps: int) -> list[float]:
@@ -231,7 +253,7 @@ def work(job: Job) -> None:
         step, save = penstock_loop(job)
     else:
         loop = (
-            ZeroInfinity(job.gpt, folder, folder / BATCHES)
+            ZeroInfinity(job.gpt, folder, folder / BATCHES, folder / WEIGHTS)
             if job.loop == ZERO
             else Resident(job.gpt)
         )

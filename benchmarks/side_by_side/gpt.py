@@ -61,6 +61,22 @@ class Gpt:
         np.save(path, np.stack([np.stack([b["input_ids"], b["labels"]]) for b in batches]))
 
 
+def initial_model(gpt: Gpt) -> Any:
+    """Return the model of `transformers` with the weights that all loops begin with."""
+    import torch
+    from transformers import GPT2LMHeadModel
+
+    torch.manual_seed(SEED)
+    return GPT2LMHeadModel(transformers_config(gpt))
+
+
+def write_initial_weights(gpt: Gpt, path: Path) -> None:
+    """Write these weights as safetensors, for a loop that cannot hold the model whole."""
+    from safetensors.torch import save_file
+
+    save_file(dict(initial_model(gpt).named_parameters()), path)
+
+
 def transformers_config(gpt: Gpt) -> Any:
     """Return the model as a configuration of `transformers`."""
     from transformers import GPT2Config
@@ -117,13 +133,11 @@ class Resident:
 
     def __init__(self, gpt: Gpt) -> None:
         import torch
-        from transformers import GPT2LMHeadModel
 
-        torch.manual_seed(SEED)
         self._gpt = gpt
         self._source = gpt.source()
         self._steps = 0
-        self._model = GPT2LMHeadModel(transformers_config(gpt)).train()
+        self._model = initial_model(gpt).train()
         self._optimizer = torch.optim.AdamW(
             self._model.parameters(),
             lr=LEARNING_RATE,

@@ -16,7 +16,6 @@ from side_by_side.gpt import (
     BETAS,
     CLIP,
     LEARNING_RATE,
-    SEED,
     VOCABULARY,
     WEIGHT_DECAY,
     WIDTH,
@@ -79,21 +78,27 @@ class ZeroInfinity:
     Args:
         folder: swap files and checkpoints go below it.
         batches: what `Gpt.write_batches` wrote.
+        weights: what `write_initial_weights` wrote.
     """
 
-    def __init__(self, gpt: Gpt, folder: Path, batches: Path) -> None:
+    def __init__(self, gpt: Gpt, folder: Path, batches: Path, weights: Path) -> None:
         import deepspeed
         import numpy as np
-        import torch
+        from safetensors import safe_open
         from transformers import GPT2LMHeadModel
 
         settings = self._settings(gpt, folder / "nvme")
         self._batches = np.load(batches)
         self._steps = 0
         deepspeed.init_distributed(dist_backend="gloo")
-        torch.manual_seed(SEED)
         with deepspeed.zero.Init(config_dict_or_path=settings):
             model = GPT2LMHeadModel(transformers_config(gpt)).train()
+        # The model's own initialiser has run on parameters whose content is elsewhere: embeddings
+        # would keep a deviation of 1.
+        with safe_open(weights, "pt") as file:
+            for name, parameter in model.named_parameters():
+                with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+                    parameter.data.copy_(file.get_tensor(name))
         self._engine, *_ = deepspeed.initialize(
             model=model, model_parameters=model.parameters(), config=settings
         )
