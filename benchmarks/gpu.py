@@ -14,6 +14,7 @@ copies; the device memory of the engine against what was predicted.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import statistics
 import subprocess
@@ -22,6 +23,8 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+from side_by_side import Worker, median_ratio, print_table, serve, take_turns
 
 ROOT = Path(__file__).resolve().parent.parent
 LENGTH, LEARNING_RATE, WEIGHT_DECAY, CLIP, SEED = 1024, 3e-4, 0.1, 1.0, 0
@@ -35,11 +38,10 @@ def main() -> None:
     """Run the checks and the figures, or be one of the loops."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="GPT-2 only, fewer tokens")
-    parser.add_argument("--worker", nargs=4, metavar=("LOOP", "MODEL", "SIZE", "MICRO"))
+    parser.add_argument("--worker", metavar="JSON", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        loop, model, size, micro = options.worker
-        serve(loop, model, int(size), int(micro))
+        work(Job(**json.loads(options.worker)))
         return
     import torch
 
@@ -92,30 +94,28 @@ def run_tests() -> bool:
 
 def compare(model: str, size: int, micro: int, rounds: int) -> dict:
     """Let the two loops take turns; print a table; return medians and what was traced."""
-    workers = {name: Worker(name, model, size, micro) for name in ("penstock", "resident")}
-    losses: dict[str, list[float]] = {name: [] for name in workers}
-    seconds: dict[str, list[float]] = {name: [] for name in workers}
-    for name, worker in workers.items():
-        for _ in range(2):  # these allocate, choose kernels and warm up
-            losses[name].append(worker.ask("step")["loss"])
-    for number in range(rounds):
-        for name in workers if number % 2 == 0 else reversed(workers):
-            answer = workers[name].ask("step")
-            seconds[name].append(answer["seconds"])
-            losses[name].append(answer["loss"])
-    finals = {name: worker.ask("finish") for name, worker in workers.items()}
+    workers = {
+        name: Worker(Job(name, model, size, micro), __file__) for name in ("penstock", "resident")
+    }
+    seconds = take_turns(workers, rounds)
+    finals = {name: worker.finish() for name, worker in workers.items()}
     tokens = size * LENGTH
-    ratio = statistics.median(
-        a / b for a, b in zip(seconds["resident"], seconds["penstock"], strict=True)
-    )
+    ratio = median_ratio(seconds["resident"], seconds["penstock"])
     print(f"\n{model}, bf16, {size} x {LENGTH} tokens per step in micro-batches of {micro}")
-    print(f"{'loop':10} {'tokens/s':>10} {'step s':>8} {'device GiB':>11} {'last loss':>10}")
-    for name in workers:
-        median = statistics.median(seconds[name])
-        peak = finals[name]["peak_bytes"] / 2**30
-        print(
-            f"{name:10} {tokens / median:10.0f} {median:8.3f} {peak:11.2f} {losses[name][-1]:10.4f}"
-        )
+    medians = {name: statistics.median(seconds[name]) for name in workers}
+    print_table(
+        {"loop": 10, "tokens/s": 10, "step s": 8, "device GiB": 11, "last loss": 10},
+        (
+            (
+                name,
+                f"{tokens / medians[name]:.0f}",
+                f"{medians[name]:.3f}",
+                f"{finals[name]['peak_bytes'] / 2**30:.2f}",
+                f"{worker.losses[-1]:.4f}",
+            )
+            for name, worker in workers.items()
+        ),
+    )
     ours = finals["penstock"]
     print(
         f"streaming is {ratio:.3f} of resident; weights came at {ours['copy_gb_per_second']:.1f} "
@@ -127,54 +127,37 @@ def compare(model: str, size: int, micro: int, rounds: int) -> dict:
     return {
         "model": model,
         "ratio": round(ratio, 4),
-        "tokens_per_second": {n: tokens / statistics.median(seconds[n]) for n in workers},
+        "tokens_per_second": {name: tokens / medians[name] for name in workers},
         "loss_difference": max(
-            abs(a - b) for a, b in zip(losses["penstock"], losses["resident"], strict=True)
+            abs(a - b)
+            for a, b in zip(workers["penstock"].losses, workers["resident"].losses, strict=True)
         ),
         **{name: finals[name] for name in workers},
     }
 
 
-class Worker:
-    """One loop in its own process, which does what each line says."""
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What one worker does: which loop, on what."""
 
-    def __init__(self, loop: str, model: str, size: int, micro: int) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, "--worker", loop, model, str(size), str(micro)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def ask(self, word: str) -> dict:
-        """Send a word and return the answer."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(word + "\n")
-        self._process.stdin.flush()
-        for line in self._process.stdout:
-            if line.startswith("{"):
-                return json.loads(line)
-        raise RuntimeError(f"a worker ended: exit code {self._process.wait()}")
+    loop: str
+    model: str
+    size: int
+    micro: int
 
 
-def serve(loop: str, model: str, size: int, micro: int) -> None:
-    """Be a worker: read words from stdin, answer in JSON lines."""
+def work(job: Job) -> None:
+    """Be a worker."""
     import torch
 
-    make = penstock_loop if loop == "penstock" else resident_loop
-    step, finish = make(model, size, micro)
-    for line in sys.stdin:
-        if line.strip() == "finish":
-            peak = torch.cuda.max_memory_allocated()
-            print(json.dumps({"peak_bytes": peak, **finish()}), flush=True)
-            return
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        loss = step()
-        torch.cuda.synchronize()
-        seconds = time.perf_counter() - started
-        print(json.dumps({"seconds": seconds, "loss": loss}), flush=True)
+    make = penstock_loop if job.loop == "penstock" else resident_loop
+    step, finish = make(job.model, job.size, job.micro)
+
+    def describe() -> dict:
+        peak = torch.cuda.max_memory_allocated()  # before `finish` does another step
+        return {"peak_bytes": peak, **finish()}
+
+    serve(step, describe=describe, settle=torch.cuda.synchronize)
 
 
 Loop = tuple[Callable[[], float], Callable[[], dict]]

@@ -5,11 +5,15 @@ AdamW with clipping. Three loops, each in a process of its own, take turns step 
 PyTorch with everything resident (autocast, fused AdamW), Penstock with its store in memory, and
 Penstock with its store on flash and a quarter of the store's bytes in memory.
 
-    python benchmarks/out_of_core.py [--quick] [--rounds N] [--folder FOLDER]
+    python benchmarks/out_of_core.py [--quick] [--flash-bound] [--rounds N] [--folder FOLDER]
+                                     [--dram SIZE|SHARE] [--moments fp32|8bit]
 
 `value` is the median ratio of tokens/s on flash to those in memory. `to_resident` is the ratio to
 plain PyTorch (target 0.90, with a peak resident memory below 1.5 GiB). The disk is looked at: bytes
-per step are counted, and a plain loop of direct reads and writes of as many bytes runs beside.
+per step are counted, and a plain loop of direct reads and writes of as many bytes runs after.
+
+With `--flash-bound` a step is one sequence of 64 tokens, so that flash is the larger term, and a
+plain loop moves as many bytes in turns with it: `value` is the median ratio of bytes/s to its.
 """
 
 from __future__ import annotations
@@ -20,16 +24,25 @@ import json
 import shutil
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
-from streaming_tax import Worker, serve
+from side_by_side import (
+    Worker,
+    median_ratio,
+    print_table,
+    serve,
+    speeds_over,
+    summarize,
+    take_turns,
+)
+from side_by_side.gpt import Gpt, Resident, make_trainer
+from side_by_side.plain_disk import PlainDisk
 
 LOOPS = ("flash", "memory", "resident")
-VOCABULARY, WIDTH, HEADS = 8192, 1024, 16
-SEQUENCES, LENGTH, SEED = 4, 256, 0
-TARGET, TARGET_RESIDENT, TARGET_RSS_GIB = 0.95, 0.90, 1.5
+TARGET, TARGET_RESIDENT, TARGET_RSS_GIB, TARGET_OF_DISK = 0.95, 0.90, 1.5, 0.90
+# Split masters, gradients in bf16, two moments; scales of 8-bit moments are a hundredth of them.
+STORE_BYTES_PER_PARAMETER = {"fp32": 4 + 2 + 8, "8bit": 4 + 2 + 2}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,112 +51,167 @@ class Job:
 
     loop: str
     layers: int
+    sequences: int
+    length: int
     folder: str
+    dram_bytes: int
+    moments: str
 
     @property
-    def parameters(self) -> int:
-        return self.layers * 12 * WIDTH * WIDTH + (VOCABULARY + 1024) * WIDTH
+    def gpt(self) -> Gpt:
+        """The model and its batches."""
+        return Gpt(self.layers, self.sequences, self.length)
+
+    @property
+    def steps_file(self) -> Path:
+        """Where the loop on flash writes what each of its steps moved."""
+        return Path(self.folder) / "steps"
+
+    def moved(self) -> list[dict]:
+        """Return what the steps on flash moved, oldest first."""
+        return [json.loads(line) for line in self.steps_file.read_text().splitlines()]
 
 
 def main() -> None:
     """Run the benchmark, or one of its workers."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="4 of 16 layers, two rounds")
+    parser.add_argument("--flash-bound", action="store_true", help="few tokens; against the disk")
     parser.add_argument("--rounds", type=int, default=None)
     parser.add_argument("--folder", default=None, help="where the store on flash is made")
+    parser.add_argument(
+        "--dram",
+        type=share_or_size,
+        default=0.25,
+        metavar="SIZE|SHARE",
+        help="memory of the store on flash: 330MB, or 0.25 of the store's bytes (default)",
+    )
+    parser.add_argument("--moments", choices=["fp32", "8bit"], default="fp32")
     parser.add_argument("--worker", metavar="JSON", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         job = Job(**json.loads(options.worker))
-        serve(resident_loop(job) if job.loop == "resident" else penstock_loop(job))
+        serve({"resident": resident_loop, "plain": plain_loop}.get(job.loop, penstock_loop)(job))
         return
     layers, rounds = (4, 2) if options.quick else (16, 7)
     rounds = options.rounds or rounds
+    gpt = Gpt(layers, 1, 64) if options.flash_bound else Gpt(layers, 4, 256)
+    dram = options.dram
+    if isinstance(dram, float):
+        dram = int(dram * gpt.parameters * STORE_BYTES_PER_PARAMETER[options.moments])
     folder = tempfile.mkdtemp(dir=options.folder)
     try:
-        workers = {loop: Worker(Job(loop, layers, folder), __file__) for loop in LOOPS}
-        result = measure(workers, rounds)
-        metrics = [json.loads(line) for line in (Path(folder) / "steps").read_text().splitlines()]
-        result |= disk(metrics[-rounds:], folder)
+        job = Job("flash", **vars(gpt), folder=folder, dram_bytes=dram, moments=options.moments)
+        result = against_disk(job, rounds) if options.flash_bound else against_memory(job, rounds)
     finally:
         shutil.rmtree(folder)
-    result = {
-        "benchmark": "out_of_core",
-        "value": result["ratio"]["memory"],
-        "target": TARGET,
-        "unit": "tokens/s on flash over in memory",
-        "to_resident": result["ratio"]["resident"],
-        "target_to_resident": TARGET_RESIDENT,
-        "target_peak_rss_gib": TARGET_RSS_GIB,
+    settings = {
         "layers": layers,
         "rounds": rounds,
-        **result,
+        "dram_bytes": dram,
+        "moments": options.moments,
+        "flash_bound": options.flash_bound,
     }
-    print(json.dumps(result))
+    print(json.dumps({"benchmark": "out_of_core", **result, **settings}))
 
 
-def measure(workers: dict[str, Worker], rounds: int) -> dict:
-    """Take turns; print a table; return medians, ratios and peak memory."""
-    for worker in workers.values():
-        worker.step()
-        worker.step()
-    seconds: dict[str, list[float]] = {name: [] for name in workers}
-    for number in range(rounds):
-        for name in LOOPS if number % 2 == 0 else reversed(LOOPS):
-            seconds[name].append(workers[name].step())
-    finals = {name: worker.finish() for name, worker in workers.items()}
-    print(f"{'loop':10} {'tokens/s':>9} {'peak RSS':>10} {'flash is':>9} {'last loss':>10}")
-    result: dict = {"tokens_per_second": {}, "ratio": {}, "peak_rss_gib": {}, "loss": {}}
-    for name in LOOPS:
-        rate = statistics.median(SEQUENCES * LENGTH / s for s in seconds[name])
-        ratios = [a / b for a, b in zip(seconds[name], seconds["flash"], strict=True)]
-        result["tokens_per_second"][name] = round(rate, 1)
-        result["ratio"][name] = round(statistics.median(ratios), 3)
-        result["peak_rss_gib"][name] = round(finals[name]["peak_rss_bytes"] / 2**30, 2)
-        result["loss"][name] = finals[name]["loss"]
-        print(
-            f"{name:10} {rate:9.1f} {result['peak_rss_gib'][name]:6.2f} GiB"
-            f" {result['ratio'][name]:8.3f}x {finals[name]['loss']:10.5f}"
+def share_or_size(text: str) -> float | int:
+    """Return a share of at most 1 as a float, a size as a count of bytes."""
+    from penstock.config.size import ByteSize
+
+    try:
+        share = float(text)
+    except ValueError:
+        try:
+            return int(ByteSize.parse(text))
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+    if not 0 < share <= 1:
+        raise argparse.ArgumentTypeError(
+            f"expected a share above 0 and up to 1, or a size with its unit, got {text}"
         )
-    return result
+    return share
 
 
-def disk(steps: list[dict], folder: str) -> dict:
-    """Compare what the steps moved with a plain loop that reads and writes as much."""
-    import threading
+def start(job: Job, loops: tuple[str, ...]) -> dict[str, Worker]:
+    """Start a worker for each loop."""
+    return {loop: Worker(dataclasses.replace(job, loop=loop), __file__) for loop in loops}
 
-    import numpy as np
 
-    from penstock.kernels.memory import allocate
-    from penstock.store.flash.medium import ExtentFile
+def against_memory(job: Job, rounds: int) -> dict:
+    """Compare flash, memory and plain PyTorch; then see what the disk gives."""
+    workers = start(job, LOOPS)
+    seconds = take_turns(workers, rounds)
+    found = summarize(workers, seconds, job.gpt.tokens)
+    found["ratio"] = speeds_over(seconds, "flash")
+    print_table(
+        {"loop": 10, "tokens/s": 9, "peak RSS": 10, "flash is": 9, "last loss": 10},
+        (
+            (
+                name,
+                f"{found['tokens_per_second'][name]:.1f}",
+                f"{found['peak_rss_gib'][name]:.2f} GiB",
+                f"{found['ratio'][name]:.3f}x",
+                f"{found['loss'][name]:.5f}",
+            )
+            for name in LOOPS
+        ),
+    )
+    disk = start(job, ("plain",))
+    plain = take_turns(disk, 3, warm_up=0)["plain"]
+    disk["plain"].finish()
+    return {
+        "value": found["ratio"]["memory"],
+        "target": TARGET,
+        "unit": "tokens/s on flash over in memory",
+        "to_resident": found["ratio"]["resident"],
+        "target_to_resident": TARGET_RESIDENT,
+        "target_peak_rss_gib": TARGET_RSS_GIB,
+        **found,
+        **traffic(job, rounds, plain),
+    }
 
+
+def against_disk(job: Job, rounds: int) -> dict:
+    """Compare the bytes/s of steps on flash with those of a plain loop in turns with them."""
+    workers = start(job, ("flash", "plain"))
+    seconds = take_turns(workers, rounds)
+    finals = {name: worker.finish() for name, worker in workers.items()}
+    peak = round(finals["flash"]["peak_rss_bytes"] / 2**30, 2)
+    moved = [step["read"] + step["written"] for step in job.moved()[-rounds:]]
+    rates = [amount / s / 1e9 for amount, s in zip(moved, seconds["flash"], strict=True)]
+    plain = [amount / s / 1e9 for amount, s in zip(moved, seconds["plain"], strict=True)]
+    print_table(
+        {"loop": 10, "GB/s": 8, "slowest": 8, "fastest": 8, "seconds": 8},
+        (
+            (
+                name,
+                f"{statistics.median(rate):.2f}",
+                f"{min(rate):.2f}",
+                f"{max(rate):.2f}",
+                f"{statistics.median(seconds[name]):.2f}",
+            )
+            for name, rate in (("flash", rates), ("plain", plain))
+        ),
+    )
+    return {
+        "value": round(median_ratio(rates, plain), 3),
+        "target": TARGET_OF_DISK,
+        "unit": "bytes/s of a step over those of a plain loop of direct I/O",
+        "gigabytes_per_second": round(statistics.median(rates), 3),
+        "plain_gigabytes_per_second": round(statistics.median(plain), 3),
+        "peak_rss_gib": peak,
+        **traffic(job, rounds, seconds["plain"]),
+    }
+
+
+def traffic(job: Job, rounds: int, plain_seconds: list[float]) -> dict:
+    """Return the bytes of a step, what it waited for them, and how long a plain loop takes."""
+    steps = job.moved()[-rounds:]
     read = int(statistics.mean(step["read"] for step in steps))
     written = int(statistics.mean(step["written"] for step in steps))
     waited = statistics.mean(step["waited"] / step["seconds"] for step in steps)
-    chunk = 8 << 20
-    file = ExtentFile(Path(folder) / "plain", 2 << 30, create=True)
-    content = allocate(chunk)
-    content[:] = np.random.default_rng(0).integers(0, 256, chunk, np.uint8)
-    for offset in range(0, 2 << 30, chunk):
-        file.write(offset, content)
-    file.sync()
-
-    def loop(move: Callable[[int, np.ndarray], None], amount: int) -> None:
-        buffer = allocate(chunk)
-        for number in range(amount // chunk):
-            move(number * chunk % (2 << 30), buffer)
-
-    threads = [
-        threading.Thread(target=loop, args=(file.read, read)),
-        threading.Thread(target=loop, args=(file.write, written)),
-    ]
-    started = time.perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    plain = time.perf_counter() - started
-    file.close()
+    plain = statistics.median(plain_seconds)
     print(
         f"per step {read / 1e9:.2f} GB read and {written / 1e9:.2f} GB written, {waited:.0%} of it "
         f"waiting; a plain loop moves as much in {plain:.2f} s"
@@ -156,43 +224,13 @@ def disk(steps: list[dict], folder: str) -> dict:
     }
 
 
-def rows() -> dict:
-    """Return the training tokens as arrays: input_ids and labels, 256 rows."""
-    import numpy as np
-
-    tokens = np.random.default_rng(SEED).integers(0, VOCABULARY, (256, LENGTH + 1))
-    return {"input_ids": tokens[:, :-1].copy(), "labels": tokens[:, 1:].copy()}
-
-
 def penstock_loop(job: Job) -> Callable[[], float]:
     """Return a step of Penstock's trainer, its store in memory or on flash."""
-    from penstock.data import ArraySource
-    from penstock.trainer import Trainer
-
-    store: dict = {}
+    folder, store = Path(job.folder), {}
     if job.loop == "flash":
-        quarter = job.parameters * 14 // 4
-        store = {"dram": quarter, "flash": {"path": f"{job.folder}/flash", "keep_steps": 1}}
-    trainer = Trainer(
-        {
-            "model": {
-                "preset": "gpt2",
-                "n_layer": job.layers,
-                "n_embd": WIDTH,
-                "n_head": HEADS,
-                "vocab_size": VOCABULARY,
-                "n_positions": 1024,
-            },
-            "precision": "bf16",
-            "data": {"sequence_length": LENGTH},
-            "batch": {"size": SEQUENCES, "micro": SEQUENCES},
-            "optimizer": {"learning_rate": 3e-4, "schedule": {"name": "constant"}},
-            "engine": {"device": "cpu"},
-            "store": store,
-            "run": {"dir": f"{job.folder}/{job.loop}", "seed": SEED},
-        },
-        source=ArraySource(rows()),
-    )
+        flash = {"path": str(folder / "flash"), "keep_steps": 1}
+        store = {"dram": job.dram_bytes, "flash": flash}
+    trainer = make_trainer(job.gpt, folder / job.loop, job.moments, store)
 
     def step() -> float:
         done = trainer.run_step()
@@ -203,7 +241,7 @@ def penstock_loop(job: Job) -> Callable[[], float]:
                 "waited": done.flash_wait_seconds,
                 "seconds": done.seconds,
             }
-            with (Path(job.folder) / "steps").open("a") as file:
+            with job.steps_file.open("a") as file:
                 file.write(json.dumps(figures) + "\n")
         return done.loss
 
@@ -211,43 +249,19 @@ def penstock_loop(job: Job) -> Callable[[], float]:
 
 
 def resident_loop(job: Job) -> Callable[[], float]:
-    """Return a step of the plain PyTorch loop, everything resident, bf16 by autocast."""
-    import torch
-    from transformers import GPT2Config, GPT2LMHeadModel
+    """Return a step of the plain PyTorch loop."""
+    return Resident(job.gpt).step
 
-    from penstock.data import ArraySource
 
-    torch.manual_seed(SEED)
-    config = GPT2Config(
-        n_layer=job.layers,
-        n_embd=WIDTH,
-        n_head=HEADS,
-        vocab_size=VOCABULARY,
-        n_positions=1024,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    model = GPT2LMHeadModel(config).train()
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True
-    )
-    source = ArraySource(rows())
-    steps = iter(range(1_000_000))
+def plain_loop(job: Job) -> Callable[[], float]:
+    """Return a step that moves as many bytes as the latest step on flash; it has no loss."""
+    store_bytes = job.gpt.parameters * STORE_BYTES_PER_PARAMETER[job.moments]
+    disk = PlainDisk(Path(job.folder), store_bytes)
 
     def step() -> float:
-        batch = source.batch(next(steps), range(SEQUENCES), SEQUENCES)
-        ids, labels = (torch.from_numpy(batch[name]) for name in ("input_ids", "labels"))
-        with torch.autocast("cpu", torch.bfloat16):
-            logits = model(input_ids=ids, use_cache=False).logits
-            loss = torch.nn.functional.cross_entropy(logits.view(-1, VOCABULARY), labels.view(-1))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.item()
+        latest = job.moved()[-1]
+        disk.move(latest["read"], latest["written"])
+        return float("nan")
 
     return step
 

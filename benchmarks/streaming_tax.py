@@ -13,15 +13,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import resource
 import shutil
-import statistics
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Callable
-from typing import Any
+
+from side_by_side import Worker, print_table, serve, speeds_over, summarize, take_turns
 
 VOCABULARY = 50257
 LEARNING_RATE, WEIGHT_DECAY, CLIP, SEED = 3e-4, 0.1, 1.0, 0
@@ -72,39 +68,39 @@ class Job:
 
 def compare(loops: list[str], job: Job, rounds: int) -> dict:
     """Take turns for `rounds` rounds; print a table; return medians, ratios and peak memory."""
-    workers = {name: Worker(dataclasses.replace(job, loop=name)) for name in loops}
-    for worker in workers.values():
-        worker.step()  # the first step compiles, allocates and warms up
-        worker.step()
-    seconds: dict[str, list[float]] = {name: [] for name in loops}
-    for number in range(rounds):
-        for name in loops if number % 2 == 0 else reversed(loops):
-            seconds[name].append(workers[name].step())
-    finals = {name: worker.finish() for name, worker in workers.items()}
+    workers = {name: Worker(dataclasses.replace(job, loop=name), __file__) for name in loops}
     tokens = job.sequences * job.length
-    result: dict = {"precision": job.precision, "loss": {}, "tokens_per_second": {}, "ratio": {}}
-    result["peak_rss_gib"] = {}
+    seconds = take_turns(workers, rounds)
+    result: dict = {"precision": job.precision}
+    result |= summarize(workers, seconds, tokens)
+    result["ratio"] = speeds_over(seconds, "penstock")
     print(
         f"\n{job.precision}, {job.layers} layers, {rounds} rounds, "
         f"{job.sequences} x {job.length} tokens"
     )
-    print(
-        f"{'loop':10} {'tokens/s':>9} {'slowest':>8} {'fastest':>8} {'peak RSS':>10}"
-        f" {'penstock is':>12} {'last loss':>10}"
+    print_table(
+        {
+            "loop": 10,
+            "tokens/s": 9,
+            "slowest": 8,
+            "fastest": 8,
+            "peak RSS": 10,
+            "penstock is": 12,
+            "last loss": 10,
+        },
+        (
+            (
+                name,
+                f"{result['tokens_per_second'][name]:.1f}",
+                f"{tokens / max(seconds[name]):.1f}",
+                f"{tokens / min(seconds[name]):.1f}",
+                f"{result['peak_rss_gib'][name]:.2f} GiB",
+                f"{result['ratio'][name]:.3f}x",
+                f"{result['loss'][name]:.5f}",
+            )
+            for name in loops
+        ),
     )
-    for name in loops:
-        rates = [tokens / s for s in seconds[name]]
-        ratios = [a / b for a, b in zip(seconds[name], seconds["penstock"], strict=True)]
-        result["tokens_per_second"][name] = round(statistics.median(rates), 1)
-        result["ratio"][name] = round(statistics.median(ratios), 3)
-        result["peak_rss_gib"][name] = round(finals[name]["peak_rss_bytes"] / 2**30, 2)
-        result["loss"][name] = finals[name]["loss"]
-        print(
-            f"{name:10} {statistics.median(rates):9.1f} {min(rates):8.1f} {max(rates):8.1f}"
-            f" {result['peak_rss_gib'][name]:6.2f} GiB {result['ratio'][name]:11.3f}x"
-            f" {finals[name]['loss']:10.5f}"
-        )
-    sys.stdout.flush()  # a run that is cut short keeps its first table
     return result
 
 
@@ -123,51 +119,6 @@ def summary(results: list[dict], layers: int, rounds: int) -> dict:
         "rounds": rounds,
         "by_precision": results,
     }
-
-
-class Worker:
-    """One loop in its own process, which does a step for each line that it is sent."""
-
-    def __init__(self, job: Any, script: str = __file__) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, script, "--worker", json.dumps(dataclasses.asdict(job))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def step(self) -> float:
-        """Do one step and return its seconds."""
-        return self._ask("step")["seconds"]
-
-    def finish(self) -> dict:
-        """End the process and return its last loss and its peak memory."""
-        answer = self._ask("finish")
-        self._process.wait(timeout=60)
-        return answer
-
-    def _ask(self, word: str) -> dict:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(word + "\n")
-        self._process.stdin.flush()
-        for line in self._process.stdout:
-            if line.startswith("{"):
-                return json.loads(line)
-        raise RuntimeError(f"a worker ended: exit code {self._process.wait()}")
-
-
-def serve(step: Callable[[], float]) -> None:
-    """Be a worker: read words from stdin, answer in JSON lines; `step` returns its loss."""
-    loss = float("nan")
-    for line in sys.stdin:
-        if line.strip() == "finish":
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-            print(json.dumps({"loss": loss, "peak_rss_bytes": peak}), flush=True)
-            return
-        started = time.perf_counter()
-        loss = step()
-        print(json.dumps({"seconds": time.perf_counter() - started}), flush=True)
 
 
 def batches(length: int):  # type: ignore[no-untyped-def]

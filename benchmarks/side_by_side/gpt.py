@@ -1,0 +1,187 @@
+"""The GPT that loops train side by side: its shape, its rows, Penstock's trainer, plain PyTorch.
+
+1024 wide with 8192 words, so 16 layers are 219 M parameters. AdamW with clipping, bf16. Whatever
+is not in the standard library is imported late: a worker's parent needs little of it, and a worker
+under another Python has no Penstock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from penstock.data import ArraySource
+    from penstock.trainer import Trainer
+
+VOCABULARY, WIDTH, HEADS, POSITIONS, SEED = 8192, 1024, 16, 1024, 0
+LEARNING_RATE, BETAS, WEIGHT_DECAY, CLIP = 3e-4, (0.9, 0.95), 0.1, 1.0
+_ROWS = 256
+
+
+@dataclass(frozen=True)
+class Gpt:
+    """How deep the model is, and the sequences and their tokens in a step."""
+
+    layers: int
+    sequences: int
+    length: int
+
+    @property
+    def parameters(self) -> int:
+        """The weights of blocks and embeddings; norms and biases are a thousandth of them."""
+        return self.layers * 12 * WIDTH * WIDTH + (VOCABULARY + POSITIONS) * WIDTH
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of a step."""
+        return self.sequences * self.length
+
+    def source(self) -> ArraySource:
+        """Return random tokens, the same for all loops."""
+        import numpy as np
+
+        from penstock.data import ArraySource
+
+        tokens = np.random.default_rng(SEED).integers(0, VOCABULARY, (_ROWS, self.length + 1))
+        return ArraySource({"input_ids": tokens[:, :-1].copy(), "labels": tokens[:, 1:].copy()})
+
+    def write_batches(self, path: Path, steps: int) -> None:
+        """Write the rows of the first steps, for a loop that cannot import Penstock.
+
+        The file is in NumPy's format, int64 [steps, 2, sequences, length]: inputs and labels.
+        """
+        import numpy as np
+
+        source = self.source()
+        batches = [source.batch(n, range(self.sequences), self.sequences) for n in range(steps)]
+        np.save(path, np.stack([np.stack([b["input_ids"], b["labels"]]) for b in batches]))
+
+
+def initial_model(gpt: Gpt) -> Any:
+    """Return the model of `transformers` with the weights that all loops begin with."""
+    import torch
+    from transformers import GPT2LMHeadModel
+
+    torch.manual_seed(SEED)
+    return GPT2LMHeadModel(transformers_config(gpt))
+
+
+def write_initial_weights(gpt: Gpt, path: Path) -> None:
+    """Write these weights as safetensors, for a loop that cannot hold the model whole."""
+    from safetensors.torch import save_file
+
+    save_file(dict(initial_model(gpt).named_parameters()), path)
+
+
+def transformers_config(gpt: Gpt) -> Any:
+    """Return the model as a configuration of `transformers`."""
+    from transformers import GPT2Config
+
+    return GPT2Config(
+        n_layer=gpt.layers,
+        n_embd=WIDTH,
+        n_head=HEADS,
+        vocab_size=VOCABULARY,
+        n_positions=POSITIONS,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+
+
+def make_trainer(gpt: Gpt, run_dir: Path, moments: str, store: dict[str, Any]) -> Trainer:
+    """Return Penstock's trainer; `store` and `moments` as in its configuration."""
+    from penstock.trainer import Trainer
+
+    return Trainer(
+        {
+            "model": {
+                "preset": "gpt2",
+                "n_layer": gpt.layers,
+                "n_embd": WIDTH,
+                "n_head": HEADS,
+                "vocab_size": VOCABULARY,
+                "n_positions": POSITIONS,
+            },
+            "precision": "bf16",
+            "data": {"sequence_length": gpt.length},
+            "batch": {"size": gpt.sequences, "micro": gpt.sequences},
+            "optimizer": {
+                "learning_rate": LEARNING_RATE,
+                "betas": BETAS,
+                "weight_decay": WEIGHT_DECAY,
+                "clip_norm": CLIP,
+                "moments": moments,
+                "schedule": {"name": "constant"},
+            },
+            "engine": {"device": "cpu"},
+            "store": store,
+            "run": {"dir": str(run_dir), "seed": SEED},
+        },
+        source=gpt.source(),
+    )
+
+
+class Resident:
+    """Plain PyTorch with everything resident: bf16 by autocast, fused AdamW, one clip."""
+
+    def __init__(self, gpt: Gpt) -> None:
+        import torch
+
+        self._gpt = gpt
+        self._source = gpt.source()
+        self._steps = 0
+        self._model = initial_model(gpt).train()
+        self._optimizer = torch.optim.AdamW(
+            self._model.parameters(),
+            lr=LEARNING_RATE,
+            betas=BETAS,
+            weight_decay=WEIGHT_DECAY,
+            fused=True,
+        )
+
+    def step(self) -> float:
+        """Do one step and return its loss."""
+        import torch
+
+        size = self._gpt.sequences
+        batch = self._source.batch(self._steps, range(size), size)
+        ids, labels = (torch.from_numpy(batch[name]) for name in ("input_ids", "labels"))
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = self._model(input_ids=ids, use_cache=False).logits
+            loss = cross_entropy(logits, labels)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), CLIP, foreach=True)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self._steps += 1
+        return loss.item()
+
+    def save(self, folder: Path) -> None:
+        """Write weights, moments and the number of steps."""
+        import torch
+
+        state = {"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict()}
+        torch.save({**state, "steps": self._steps}, folder / "resident.pt")
+
+    def resume(self, folder: Path) -> None:
+        """Go on from what `save` wrote."""
+        import torch
+
+        state = torch.load(folder / "resident.pt", weights_only=True)
+        self._model.load_state_dict(state["model"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self._steps = state["steps"]
+
+
+def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return the mean loss of logits [sequences, length, words] under labels."""
+    import torch
+
+    return torch.nn.functional.cross_entropy(logits.view(-1, VOCABULARY), labels.view(-1))

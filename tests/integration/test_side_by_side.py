@@ -1,0 +1,105 @@
+"""Loops of a benchmark take turns: who steps when, who stands still, and when one fails."""
+
+import dataclasses
+import importlib
+import time
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+WORKER = f"""
+import json, os, sys, threading, time
+sys.path.insert(0, {str(BENCHMARKS)!r})
+from side_by_side import serve
+
+job = json.loads(sys.argv[2])
+steps = 0
+
+def beat():  # what a loop may do in the background
+    while True:
+        with open(job["beats"], "a") as file:
+            file.write(".")
+        time.sleep(0.005)
+
+def step():
+    global steps
+    if steps == job["dies_after"]:
+        os._exit(3)
+    steps += 1
+    with open(job["log"], "a") as file:
+        file.write(job["name"])
+    time.sleep(0.02 * job["slowness"])
+    print("{{\\"seconds\\": 99}}")  # libraries print what they like
+    return float(steps)
+
+threading.Thread(target=beat, daemon=True).start()
+serve(step)
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    name: str
+    log: str
+    beats: str
+    slowness: int = 1
+    dies_after: int | None = None
+
+
+@pytest.fixture
+def side_by_side(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("side_by_side")
+
+
+@pytest.fixture
+def start(tmp_path, side_by_side):
+    (tmp_path / "worker.py").write_text(WORKER)
+    workers = []
+
+    def start(name, **job):
+        plan = Job(name, str(tmp_path / "log"), str(tmp_path / f"beats-{name}"), **job)
+        workers.append(side_by_side.Worker(plan, str(tmp_path / "worker.py")))
+        return workers[-1]
+
+    yield start
+    for worker in workers:
+        worker.kill()
+
+
+def test_every_second_round_goes_backward_and_warm_up_is_not_counted(tmp_path, side_by_side, start):
+    workers = {"a": start("a", slowness=1), "b": start("b", slowness=5)}
+    seconds = side_by_side.take_turns(workers, 3, warm_up=2)
+    assert (tmp_path / "log").read_text() == "aabb" + "ab" + "ba" + "ab"
+    assert [len(seconds[name]) for name in "ab"] == [3, 3]
+    assert all(s < 90 for own in seconds.values() for s in own)
+    assert side_by_side.speeds_over(seconds, "a")["b"] > 1
+    assert workers["a"].losses == [1.0, 2.0, 3.0, 4.0, 5.0]
+    found = side_by_side.summarize(workers, seconds, tokens=100)
+    assert found["loss"] == {"a": 5.0, "b": 5.0}
+    assert found["tokens_per_second"]["a"] > found["tokens_per_second"]["b"]
+    assert 0 < found["peak_rss_gib"]["a"] < 1
+
+
+def test_a_worker_stands_still_while_it_is_not_its_turn(tmp_path, side_by_side, start):
+    workers = {"a": start("a")}
+    side_by_side.take_turns(workers, 1, warm_up=0)
+    time.sleep(0.05)  # the signal has arrived
+    before = (tmp_path / "beats-a").read_text()
+    time.sleep(0.2)
+    assert (tmp_path / "beats-a").read_text() == before
+    workers["a"].step()
+    assert len((tmp_path / "beats-a").read_text()) > len(before)
+
+
+def test_when_one_ends_early_none_is_left_running(side_by_side, start):
+    workers = {"a": start("a"), "b": start("b", dies_after=3)}
+    with pytest.raises(side_by_side.WorkerEnded, match="exit code 3"):
+        side_by_side.take_turns(workers, 5, warm_up=2)
+    assert all(worker.exit_code is not None for worker in workers.values())
+
+
+def test_a_ratio_is_of_the_same_round(side_by_side):
+    # A machine that is ten times slower in the second round slows both loops.
+    assert side_by_side.median_ratio([2.0, 20.0, 2.0], [1.0, 10.0, 1.0]) == 2.0
