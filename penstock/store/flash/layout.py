@@ -27,7 +27,7 @@ from penstock.store.layout import homes
 from penstock.store.roles import MASTER, Role
 
 BLOCK_ELEMENTS = 1 << 19
-"""5 MiB of state under AdamW: enough for full speed, and many can be on their way."""
+"""5 MiB of state under AdamW: enough for full speed, and in the cache from check to update."""
 
 _PAD_ELEMENTS = ALIGNMENT_BYTES // 2  # so that halves of a block are aligned on flash
 _WEIGHT_PAD = 32

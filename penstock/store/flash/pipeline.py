@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import numba
 import numpy as np
 
 from penstock import fault
@@ -71,6 +72,7 @@ class Pipeline:
         self._keep = keep_steps
         self._slabs = deque(spill.slabs)
         self._dirty: dict[int, list[list[bytes]]] = {}  # units newer than flash, their checksums
+        self._update_threads = numba.get_num_threads()
         self.compute = threading.Lock()  # kernels must not run side by side
         self._changed = threading.Condition()
         self._error: BaseException | None = None
@@ -376,37 +378,51 @@ class Pipeline:
             self._changed.notify_all()
 
     def _bring_block(self, unit: Unit, block: Block, buffer: np.ndarray, is_there: bool) -> None:
-        """Hand a block to the updater, with its gradient if that is on flash."""
+        """Hand a block to the updater, with its gradient if that is on flash.
+
+        The updater checks what was read: it is in the cache then for the update.
+        """
+        data, gradient = self._parts(unit, block, buffer)
         if not is_there:
-            self._read_state(unit, block, buffer)
-        gradient = None
-        if unit in self._spill:
-            begin = unit.state_bytes(block.elements)
-            tail = buffer[begin : begin + self._spill.block_bytes(block)]
-            gradient = self._spill.read(unit, block, tail)
-            with self._changed:
-                self._read_bytes += tail.nbytes
-        self._to_update.put((unit, block, buffer, gradient))
+            self._version.fetch_state(unit, block, data)
+        if gradient is not None:
+            self._spill.fetch(unit, block, gradient)
+        with self._changed:
+            self._read_bytes += 0 if is_there else data.nbytes
+            self._read_bytes += 0 if gradient is None else gradient.nbytes
+        self._to_update.put((unit, block, buffer, is_there))
 
     def _hold(self, unit: Unit, block: Block, buffer: np.ndarray) -> None:
-        self._read_state(unit, block, buffer)
-        with self._changed:
-            self._state.hold(unit, block, buffer)
-
-    def _read_state(self, unit: Unit, block: Block, buffer: np.ndarray) -> None:
-        data = buffer[: unit.state_bytes(block.elements)]
+        data, _ = self._parts(unit, block, buffer)
         self._version.read_state(unit, block, data)
         with self._changed:
             self._read_bytes += data.nbytes
+            self._state.hold(unit, block, buffer)
+
+    def _parts(
+        self, unit: Unit, block: Block, buffer: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """Return the parts of a buffer: a block's state, and its gradient if that is on flash."""
+        end = unit.state_bytes(block.elements)
+        gradient = None
+        if unit in self._spill:
+            gradient = buffer[end : end + self._spill.block_bytes(block)]
+        return buffer[:end], gradient
+
+    # The updater
 
     def _update(self) -> None:
-        import numba
-
-        numba.set_num_threads(1)  # the other one computes; an update runs at memory speed anyway
+        # As many as compute beside it: one alone would take a core from one of these, and the
+        # others would wait for that one at the end of every loop.
+        numba.set_num_threads(self._update_threads)
         checks: list[list[bytes]] = [[], []]
         while (job := self._to_update.get()) is not None:
-            unit, block, buffer, gradient = job
-            data = buffer[: unit.state_bytes(block.elements)]
+            unit, block, buffer, is_checked = job
+            data, gradient = self._parts(unit, block, buffer)
+            if not is_checked:
+                self._version.check_state(unit, block, data)
+            if gradient is not None:
+                gradient = self._spill.checked(unit, block, gradient)
             stream = _bytes_of(self._frames[unit.index], unit.stream_width, block)
             with self.compute:
                 self._apply(unit, block, self._frames[unit.index], data, gradient)

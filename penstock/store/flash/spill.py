@@ -68,23 +68,29 @@ class GradientSpill:
         self._checks[unit.index] = checks
         return data.nbytes
 
-    def read(self, unit: Unit, block: Block, into: np.ndarray) -> np.ndarray:
-        """Read a block's gradient into memory of `block_bytes`; return it as the kernels take it.
+    def fetch(self, unit: Unit, block: Block, into: np.ndarray) -> None:
+        """Read a block's gradient into memory of `block_bytes`; it is yet to be checked."""
+        self._file.read(self._offset(unit, block), into)
+
+    def checked(self, unit: Unit, block: Block, data: np.ndarray) -> np.ndarray:
+        """Return what `fetch` has read as the kernels take it.
 
         Raises:
             CorruptionError: its bytes have changed, with the place and both checksums.
         """
-        offset = self._offsets[unit.index] + block.begin * self._type.itemsize
-        self._file.read(offset, into)
-        expected, found = self._checks[unit.index][block.number], checksum(into)
+        expected, found = self._checks[unit.index][block.number], checksum(data)
         if found != expected:
+            offset = self._offset(unit, block)
             raise CorruptionError(
-                f"{self.path}: damaged in bytes {offset:,} to {offset + into.nbytes:,}, which hold "
+                f"{self.path}: damaged in bytes {offset:,} to {offset + data.nbytes:,}, which hold "
                 f"gradients of {unit.names[0]}: their checksum is {found.hex()}, "
                 f"{expected.hex()} was expected; open the run again, it goes on from the last "
                 "durable step"
             )
-        return into.view(self._type)
+        return data.view(self._type)
+
+    def _offset(self, unit: Unit, block: Block) -> int:
+        return self._offsets[unit.index] + block.begin * self._type.itemsize
 
     def close(self) -> None:
         """Let go of the file, and of the disk's space."""

@@ -89,12 +89,20 @@ class Version:
         self._check(unit, block, into, 0, offset)
 
     def read_state(self, unit: Unit, block: Block, into: np.ndarray) -> None:
-        """Read the rest of a block: low halves and the optimizer's state."""
-        if into.nbytes == 0:
-            return
-        offset = unit.state_offset(self._place[unit.index], block)
-        self._file.read(offset, into)
-        self._check(unit, block, into, 1, offset)
+        """Read the rest of a block: low halves and the optimizer's state; errors as above."""
+        self.fetch_state(unit, block, into)
+        self.check_state(unit, block, into)
+
+    def fetch_state(self, unit: Unit, block: Block, into: np.ndarray) -> None:
+        """Read the rest of a block, and leave it to the caller to have it checked."""
+        if into.nbytes:
+            self._file.read(unit.state_offset(self._place[unit.index], block), into)
+
+    def check_state(self, unit: Unit, block: Block, data: np.ndarray) -> None:
+        """Check what `fetch_state` has read."""
+        if data.nbytes:
+            offset = unit.state_offset(self._place[unit.index], block)
+            self._check(unit, block, data, 1, offset)
 
     def _check(self, unit: Unit, block: Block, data: np.ndarray, half: int, offset: int) -> None:
         at = block.number * CHECKSUM_BYTES
