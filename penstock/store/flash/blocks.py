@@ -18,7 +18,9 @@ class StateBlocks:
     """Memory for blocks of state. Not safe by itself: its owner calls it under a lock.
 
     **Arguments:** `held_bytes` are for blocks that stay between steps, the first of the layout,
-    which the forward sweep needs first; `buffers` of `buffer_bytes` each are for the others.
+    which the forward sweep needs first; `buffers` of `buffer_bytes` each are for the others, and
+    have room for a gradient from flash too. Without `held_bytes` none stays, whatever its size:
+    gradients may then be on flash.
     """
 
     def __init__(
@@ -28,6 +30,8 @@ class StateBlocks:
         self._held: dict[tuple[int, int], np.ndarray] = {}
         self._staying: set[tuple[int, int]] = set()
         self._whole: set[int] = set()
+        if held_bytes == 0:
+            return
         for unit in (unit for unit in layout.units if unit.trainable):
             for block in unit.blocks:
                 held_bytes -= unit.state_bytes(block.elements)
