@@ -1,6 +1,6 @@
 """The flash tier: a store that is larger than memory, and durable step by step."""
 
-from penstock.store.flash.budget import least_dram_bytes
+from penstock.store.flash.division import least_dram_bytes
 from penstock.store.flash.reader import FlashReader, repair
 from penstock.store.flash.store import FlashStore, recorded_extra
 

@@ -14,7 +14,7 @@ import numpy as np
 from penstock.errors import CorruptionError
 from penstock.kernels.memory import allocate
 from penstock.store import files
-from penstock.store.flash.budget import SLABS
+from penstock.store.flash.division import SLABS
 from penstock.store.flash.layout import Block, Unit
 from penstock.store.flash.medium import ExtentFile
 from penstock.store.flash.version import checksum

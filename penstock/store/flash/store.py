@@ -25,8 +25,8 @@ from penstock.errors import BudgetError
 from penstock.program import Program
 from penstock.store import files
 from penstock.store.flash.blocks import StateBlocks
-from penstock.store.flash.budget import SLABS, divide, visits_of
 from penstock.store.flash.description import describe, require_same
+from penstock.store.flash.division import SLABS, divide, visits_of
 from penstock.store.flash.frames import Frames, least_bytes
 from penstock.store.flash.journal import Journal, Record, read_records
 from penstock.store.flash.layout import BLOCK_ELEMENTS, Block, FlashLayout, Unit
@@ -99,15 +99,10 @@ class FlashStore:
         self._block_elements = block_elements
         self._layout = FlashLayout.of(program, optimizer.roles, keep_steps, block_elements)
         units = self._layout.units
-        if flash_bytes is not None and self._layout.file_bytes > flash_bytes:
-            raise BudgetError(
-                f"store.flash.size: {program.name} needs {self._layout.file_bytes:,} bytes on "
-                f"flash for {keep_steps + 1} versions of its state, the limit is {flash_bytes:,}; "
-                "raise it, or lower store.flash.keep_steps"
-            )
         half = gradient_dtype == torch.bfloat16
         visits = visits_of(program, self._layout)
         self._division = divide(self._layout, half, least_bytes(units, visits), dram_bytes)
+        self._require_flash(flash_bytes)
         self._frames = Frames(units, visits, self._division.weight_bytes)
         spilled = [unit for unit in units if unit.index in self._division.spilled]
         elsewhere = {name for unit in spilled for name in unit.names}
@@ -150,6 +145,18 @@ class FlashStore:
         atexit.register(self.close)
 
     # Making, opening and closing
+
+    def _require_flash(self, limit: int | None) -> None:
+        state, gradients = self._layout.file_bytes, self._division.spilled_bytes
+        if limit is None or state + gradients <= limit:
+            return
+        also = f" and {gradients:,} for gradients" if gradients else ""
+        advice = ", or raise store.dram, which leaves no room for them" if gradients else ""
+        raise BudgetError(
+            f"store.flash.size: {self.program.name} needs {state:,} bytes on flash for "
+            f"{self._keep + 1} versions of its state{also}, the limit is {limit:,}; "
+            f"raise it, or lower store.flash.keep_steps{advice}"
+        )
 
     def _open(self) -> None:
         journal, extents = self.folder / JOURNAL, self.folder / EXTENTS

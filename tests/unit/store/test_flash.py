@@ -2,6 +2,7 @@
 
 import math
 import random
+import re
 import time
 
 import numpy as np
@@ -304,6 +305,34 @@ def test_a_budget_that_is_too_small_says_what_is_needed(flash):
     with pytest.raises(BudgetError, match="the weights of two stages need 65,536 bytes"):
         flash(program, dram=need - 1)
     flash(program, dram=need)
+
+
+MANY_BLOCKS = [{f"{i}.weight": (500, 400)} for i in range(24)]  # 98 blocks a stage
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("half", [False, True])
+def test_the_least_memory_is_enough_for_stages_of_many_blocks(flash, dtype, half):
+    program = make_program(MANY_BLOCKS, stream_dtype=dtype)
+    settings = {"gradient_dtype": torch.bfloat16 if half else torch.float32}
+    with pytest.raises(BudgetError) as caught:
+        flash(program, dram=1, **settings)
+    least = int(re.search(r"raise store\.dram to ([\d,]+) ", str(caught.value))[1].replace(",", ""))
+    store = flash(program, dram=least, **settings)
+    assert sum(store.memory_bytes.values()) <= least
+    with pytest.raises(BudgetError, match=rf"to {least:,} or more"):
+        flash(program, "other", dram=least - 1, **settings)
+
+
+def test_the_limit_on_flash_counts_gradients_too(flash):
+    store = flash(make_program(DEEP), dram=LEAST)
+    assert store.flash_bytes == 9 * 8192 * (3 * 12 + 4)  # three versions, and gradients
+    limit = store.flash_bytes
+    flash(make_program(DEEP), "enough", dram=LEAST, flash_bytes=limit)
+    with pytest.raises(
+        BudgetError, match=rf"and {9 * 8192 * 4:,} for gradients, the limit is {limit - 1:,}"
+    ):
+        flash(make_program(DEEP), "short", dram=LEAST, flash_bytes=limit - 1)
 
 
 @pytest.mark.parametrize("moments", ["fp32", "8bit"])

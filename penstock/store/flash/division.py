@@ -1,0 +1,182 @@
+"""How a flash store divides the memory that it may use.
+
+Every byte of memory that holds a weight, a gradient or a part of the optimizer's state saves a byte
+read from flash in the forward sweep, where the updates are made and the disk is busiest. So first
+comes what must be there: the weights of two stages, a few blocks of state on their way, the
+gradients of tied weights, which arrive in two parts. Then weights and gradients share what is left,
+and when both are in memory whole, the rest holds state. Gradients of the first stages stay in
+memory rather than those of the last: they arrive last and are used first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.errors import BudgetError
+from penstock.program import Program
+from penstock.store.flash.frames import least_bytes
+from penstock.store.flash.layout import BLOCK_ELEMENTS, FlashLayout, Unit
+from penstock.store.roles import Role
+
+_LEAST_BUFFERS, _MOST_BUFFERS = 4, 32
+SLABS = 2
+"""Stages of gradients that may be on their way to flash."""
+
+
+@dataclass(frozen=True)
+class Division:
+    """Bytes and places by what they hold.
+
+    `spilled` are the units whose gradients go to flash, each through one of two slabs of
+    `slab_bytes`, and take `spilled_bytes` there; `held_bytes` are for state that stays in memory
+    between steps.
+    """
+
+    weight_bytes: int
+    buffers: int
+    buffer_bytes: int
+    gradient_bytes: int
+    spilled: frozenset[int]
+    spilled_bytes: int
+    slab_bytes: int
+    held_bytes: int
+
+
+@dataclass(frozen=True)
+class _Way:
+    """One way to divide: what is fixed, the least for weights, and blocks with what is left."""
+
+    fixed_bytes: int
+    weight_bytes: int
+    block_bytes: int
+
+    @property
+    def least_bytes(self) -> int:
+        return self.fixed_bytes + self.weight_bytes + _LEAST_BUFFERS * self.block_bytes
+
+    def divided(self, budget: int) -> tuple[int, int]:
+        """Return how many blocks there are, and what all that must be leaves of a budget.
+
+        They take an eighth of what is not fixed, and no more than the least of weights leaves.
+        """
+        rest = budget - self.fixed_bytes
+        share = min(rest // 8, rest - self.weight_bytes) // max(1, self.block_bytes)
+        buffers = min(_MOST_BUFFERS, max(_LEAST_BUFFERS, share))
+        return buffers, rest - self.weight_bytes - buffers * self.block_bytes
+
+
+class _Ways:
+    """The three ways to divide a budget, the best first: all weights and gradients in memory; all
+    gradients, and no more of them than of weights; and some gradients on flash."""
+
+    def __init__(self, layout: FlashLayout, half_gradients: bool, least_weights: int) -> None:
+        units = [unit for unit in layout.units if unit.trainable]
+        self.sizes = {u.index: u.elements * gradient_width(u, half_gradients) for u in units}
+        self.movable = [unit for unit in units if not unit.tied]
+        self.tied = sum(self.sizes[unit.index] for unit in units if unit.tied)
+        self.gradients = sum(self.sizes.values())
+        self.weights = sum(unit.stream_bytes for unit in layout.units)
+        self.slab = max((self.sizes[unit.index] for unit in self.movable), default=0)
+        block = max((unit.state_bytes(unit.blocks[0].elements) for unit in units), default=0)
+        tail = max((self._first_gradient(unit) for unit in self.movable), default=0)
+        self.all_in_memory = _Way(self.weights + self.gradients, 0, block)
+        self.gradients_stay = _Way(self.gradients, max(self.gradients, least_weights), block)
+        self.spilling = _Way(self.tied + SLABS * self.slab, least_weights, block + tail)
+
+    def _first_gradient(self, unit: Unit) -> int:
+        return self.sizes[unit.index] * unit.blocks[0].elements // unit.elements
+
+    @property
+    def least_bytes(self) -> int:
+        ways = (self.all_in_memory, self.gradients_stay, self.spilling)
+        return min(way.least_bytes for way in ways)
+
+
+def divide(
+    layout: FlashLayout, half_gradients: bool, least_weights: int, budget_bytes: int
+) -> Division:
+    """Divide a budget.
+
+    Args:
+        layout: the units; gradients of tied ones are float32.
+        half_gradients: whether the others are bfloat16.
+        least_weights: bytes of weights that must be in memory at once.
+        budget_bytes: what there is.
+
+    Raises:
+        BudgetError: it is too small, with the arithmetic.
+    """
+    ways = _Ways(layout, half_gradients, least_weights)
+    way = ways.all_in_memory
+    if budget_bytes >= way.least_bytes:
+        buffers, left = way.divided(budget_bytes)
+        return _without_flash(ways, way, buffers, ways.weights, left)
+    way = ways.gradients_stay
+    if budget_bytes >= way.least_bytes:
+        buffers, left = way.divided(budget_bytes)
+        return _without_flash(ways, way, buffers, way.weight_bytes + left, 0)
+    return _spilling(ways, budget_bytes)
+
+
+def least_dram_bytes(program: Program, roles: Sequence[Role], half_gradients: bool) -> int:
+    """Return the least memory with which a store of this program on flash can be opened."""
+    layout = FlashLayout.of(program, roles, 1, BLOCK_ELEMENTS)
+    least_weights = least_bytes(layout.units, visits_of(program, layout))
+    return _Ways(layout, half_gradients, least_weights).least_bytes
+
+
+def visits_of(program: Program, layout: FlashLayout) -> list[list[int]]:
+    """Return the units that each visit of a step needs: every stage forward, and back again."""
+    forward = [layout.units_of(stage.weights) for stage in program.stages]
+    return [*forward, *forward[-2::-1]]
+
+
+def gradient_width(unit: Unit, half_gradients: bool) -> int:
+    """Return the bytes of an element of a unit's gradient."""
+    return 2 if half_gradients and not unit.tied else 4
+
+
+def _without_flash(ways: _Ways, way: _Way, buffers: int, weights: int, held: int) -> Division:
+    """All gradients are in memory."""
+    return Division(
+        weight_bytes=weights,
+        buffers=buffers,
+        buffer_bytes=way.block_bytes,
+        gradient_bytes=ways.gradients,
+        spilled=frozenset(),
+        spilled_bytes=0,
+        slab_bytes=0,
+        held_bytes=held,
+    )
+
+
+def _spilling(ways: _Ways, budget: int) -> Division:
+    way = ways.spilling
+    if budget < way.least_bytes:
+        raise BudgetError(
+            f"store.dram: the weights of two stages need {way.weight_bytes:,} bytes, blocks of "
+            f"state on their way {_LEAST_BUFFERS * way.block_bytes:,}, gradients "
+            f"{way.fixed_bytes:,}; the budget is {budget:,}; raise store.dram to "
+            f"{ways.least_bytes:,} or more"
+        )
+    buffers, left = way.divided(budget)
+    resident, room = ways.tied, left // 2
+    spilled: dict[int, int] = {}
+    for unit in ways.movable:
+        size = ways.sizes[unit.index]
+        if size <= room and not spilled:
+            room -= size
+            resident += size
+        else:
+            spilled[unit.index] = size
+    return Division(
+        weight_bytes=way.weight_bytes + left - (resident - ways.tied),
+        buffers=buffers,
+        buffer_bytes=way.block_bytes,
+        gradient_bytes=resident,
+        spilled=frozenset(spilled),
+        spilled_bytes=sum(spilled.values()),
+        slab_bytes=ways.slab,
+        held_bytes=0,
+    )
