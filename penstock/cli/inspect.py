@@ -94,9 +94,8 @@ def _flash_hash(flash: Path) -> str:
     from penstock.store.flash import FlashReader
 
     with FlashReader(flash) as reader:
-        step = reader.steps[-1]
-        reader.verify(step)
-        return reader.content_hash(step)
+        reader.verify(reader.newest)
+        return reader.content_hash(reader.newest)
 
 
 def _show_flash(flash: Path) -> CorruptionError | None:

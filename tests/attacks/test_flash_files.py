@@ -18,7 +18,7 @@ from penstock.errors import ConfigError, CorruptionError, StorageError
 from penstock.store import AdamW, GroupSettings
 from penstock.store.flash import FlashReader, FlashStore, recorded_extra, repair
 from penstock.store.flash import journal as journal_module
-from penstock.store.flash.journal import MAX_RECORD_BYTES, Record, read_records
+from penstock.store.flash.journal import MAX_RECORD_BYTES, SECTOR_BYTES, Record, read_records
 
 pytestmark = pytest.mark.timeout(30)  # to hang is to fail
 
@@ -211,7 +211,48 @@ def test_two_records_of_one_step_the_later_one_counts(folder):
     with pytest.raises(CorruptionError, match="damaged in bytes"):
         verified(folder)
     assert repair(folder) == 2
-    assert len(read_records(folder / "journal")[0]) == 4
+    assert [r.content.get("step") for r in read_records(folder / "journal")[0]] == [None, 1, 2]
+
+
+@pytest.mark.parametrize("what", ["header", "seal"])
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_sector_of_zeros_is_not_the_end_where_a_record_is_sealed_behind(folder, number, what):
+    journal = folder / "journal"
+    records, end = read_records(journal)
+    lengths = [len(journal_module._spelled(n, record)) for n, record in enumerate(records)]
+    at = sum(lengths[:number]) + (lengths[number] - SECTOR_BYTES if what == "seal" else 0)
+    with journal.open("r+b") as file:
+        file.seek(at)
+        file.write(bytes(SECTOR_BYTES))
+    if at + SECTOR_BYTES == end:  # the last seal: as if the process had died while appending
+        assert read_records(journal) == (records[:-1], sum(lengths[:-1]))
+        return
+    refuse_all(folder, CorruptionError, f"the {what} of record {number}, at byte {at:,}, is blank")
+    assert journal.stat().st_size == end
+    assert read_records(journal, to_the_damage=True)[0] == records[:number]
+    if number == 1:
+        with pytest.raises(CorruptionError, match="is blank"):
+            repair(folder)
+        assert journal.stat().st_size == end
+    else:
+        assert repair(folder) == number - 2  # the step of the record before
+        verified(folder)
+
+
+def test_repair_lists_no_step_whose_place_is_used_again(folder):
+    """Step 3 is on its way, over step 0's place; then step 2 is damaged."""
+    with FlashReader(folder) as reader:
+        unit = reader._layout.units[-1]
+        begins = [unit.stream_offset(reader._version(step)._place[-1]) for step in (1, 2)]
+    used_again = ({0, 1, 2} - {(at - unit.offset) // unit.place_bytes for at in begins}).pop()
+    with (folder / "extents").open("r+b") as file:
+        for begin in (begins[1], unit.stream_offset(used_again)):
+            file.seek(begin)
+            file.write(b"damaged")
+    assert repair(folder) == 1
+    with FlashReader(folder) as reader:
+        assert reader.steps == [1]
+    verified(folder)
 
 
 # What the first record says

@@ -25,7 +25,7 @@ def rotate_or_drop(path, what):
     usual = journal.ROTATE_BYTES
     try:
         if what == "drop":
-            opened.drop_last()
+            opened.keep_only(opened.records[1:-1])
         else:
             journal.ROTATE_BYTES = 1
             opened.append(record(3), KEEP)

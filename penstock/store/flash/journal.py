@@ -4,9 +4,11 @@ Append-only. A record is `[header | payload]`, padded to whole sectors, and behi
 one sector. The record is synced before the seal is written, and the seal before anybody relies on
 it:
 
-- no seal: the process died while appending; the record never counted and is overwritten;
-- a seal whose record does not match, or a header or seal that is neither whole nor blank: the bytes
-  have changed since they were written, which is an error with a name and a place.
+- no seal, nor any behind it: the process died while appending; the record never counted and is
+  overwritten;
+- a seal whose record does not match, a header or seal that is neither whole nor blank, or a blank
+  one with a seal behind what it belongs to: the bytes have changed since they were written, which
+  is an error with a name and a place.
 
 The distinction rests on sectors of 512 bytes being written whole or not at all.
 """
@@ -16,7 +18,7 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -37,6 +39,7 @@ ROTATE_BYTES = 16 << 20
 _MAGIC, _SEAL = b"PSTKREC\1", b"PSTKSEAL"
 _HEADER = struct.Struct("<8sQQ16s")  # magic, number, payload bytes, checksum of the payload
 _SEALED = struct.Struct("<8sQ16s")  # magic, number, checksum of the whole record
+_LOOKED_THROUGH_BYTES = 1 << 20  # at a time
 _CHECK_BYTES = 16  # a sector ends with the checksum of what it holds before
 
 
@@ -93,9 +96,9 @@ class Journal:
         if self._end > ROTATE_BYTES and self._count > keep + 2:
             self._begin_anew(self.records, "journal.rotate")
 
-    def drop_last(self) -> None:
-        """Forget the last record, durably: the one before is the truth again."""
-        self._begin_anew(self.records[:-1], "journal.drop")
+    def keep_only(self, records: Sequence[Record]) -> None:
+        """Forget, durably, all records but the first and these: the last of them is the truth."""
+        self._begin_anew([self.records[0], *records], "journal.drop")
 
     def _begin_anew(self, kept: list[Record], point: str) -> None:
         """Put a new file with these records in the old one's place."""
@@ -153,6 +156,7 @@ def _read(path: Path, file: BinaryIO, place: int, number: int) -> tuple[Record, 
     """Return the record at `place` and where the next begins; None where none was finished."""
     sector = _bytes_at(file, place, SECTOR_BYTES)
     if len(sector) < SECTOR_BYTES or not any(sector):
+        _require_end(path, file, place, f"the header of record {number}")
         return None
     _require_sector(path, sector, place, f"the header of record {number}")
     magic, found, length, expected = _HEADER.unpack_from(sector)
@@ -164,6 +168,7 @@ def _read(path: Path, file: BinaryIO, place: int, number: int) -> tuple[Record, 
     end = place + SECTOR_BYTES + _padded(length)
     seal = _bytes_at(file, end, SECTOR_BYTES)
     if len(seal) < SECTOR_BYTES or not any(seal):
+        _require_end(path, file, end, f"the seal of record {number}")
         return None
     _require_sector(path, seal, end, f"the seal of record {number}")
     body = _bytes_at(file, place, end - place)
@@ -202,6 +207,29 @@ def _require_sector(path: Path, sector: memoryview, place: int, what: str) -> No
             f"{path}: {what}, at byte {place:,}, has checksum {found.hex()}, {expected.hex()} was "
             "expected; the file has changed since it was written"
         )
+
+
+def _require_end(path: Path, file: BinaryIO, place: int, what: str) -> None:
+    """Require that nothing is sealed behind a blank sector.
+
+    Of a record that was never finished any sector may be there or not, but never its seal.
+    """
+    behind = place + SECTOR_BYTES
+    while sectors := _bytes_at(file, behind, _LOOKED_THROUGH_BYTES):
+        for begin in range(0, len(sectors) - SECTOR_BYTES + 1, SECTOR_BYTES):
+            sector = sectors[begin : begin + SECTOR_BYTES]
+            if sector[: len(_SEAL)] == _SEAL and _is_whole(sector):
+                raise CorruptionError(
+                    f"{path}: {what}, at byte {place:,}, is blank, its checksum was expected: a "
+                    f"record is sealed behind it, at byte {behind + begin:,}; the file has changed "
+                    "since it was written; `penstock inspect --repair` goes back to the newest "
+                    "durable step before, if that is whole"
+                )
+        behind += len(sectors)
+
+
+def _is_whole(sector: memoryview) -> bool:
+    return xxhash.xxh3_128_digest(sector[:-_CHECK_BYTES]) == bytes(sector[-_CHECK_BYTES:])
 
 
 def _record(number: int, record: Record) -> tuple[bytes, bytes]:

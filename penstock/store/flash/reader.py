@@ -12,7 +12,7 @@ import numpy as np
 
 from penstock.errors import ConfigError, CorruptionError
 from penstock.store.flash.description import require_readable
-from penstock.store.flash.journal import Journal, read_records
+from penstock.store.flash.journal import Journal, Record, read_records
 from penstock.store.flash.layout import FlashLayout
 from penstock.store.flash.medium import ExtentFile
 from penstock.store.flash.store import EXTENTS, JOURNAL
@@ -69,6 +69,17 @@ class FlashReader:
         return self._steps[-self._keep :]
 
     @property
+    def newest(self) -> int:
+        """The newest durable step.
+
+        Raises:
+            ConfigError: there is none yet.
+        """
+        if not self._steps:
+            raise self._none_durable()
+        return self._steps[-1]
+
+    @property
     def bytes(self) -> int:
         """What the extents take on flash."""
         return self._layout.file_bytes
@@ -101,7 +112,7 @@ class FlashReader:
             CorruptionError: some bytes have changed, with the place and both checksums.
         """
         if self._newest is None:
-            self._newest = self._version(self.steps[-1])
+            self._newest = self._version(self.newest)
         return self._newest.read(name, role, begin, end)
 
     @property
@@ -124,32 +135,51 @@ class FlashReader:
     def repair(self) -> int:
         """Go back to the newest durable step that is whole; return it.
 
+        What is listed then is whole: records of older steps whose places have been used again go.
+
         Raises:
-            CorruptionError: none is whole.
+            ConfigError: there is no durable step yet, and nothing is damaged.
+            CorruptionError: none is whole; nothing has been changed.
         """
+        whole: list[Record] = []
+        for record in reversed(self._records):
+            if len(whole) < self._keep and self._is_whole(record):
+                whole.insert(0, record)
+        if not whole:
+            if not self._records:
+                read_records(self._journal)  # raises where the journal is damaged
+                raise self._none_durable()
+            raise CorruptionError(
+                f"{self.folder}: no durable step is whole; restore it from an export"
+            )
         journal = Journal(self._journal, to_the_damage=True)
         try:
-            while self._steps:
-                if self._newest_is_whole():
-                    return self._steps[-1]
-                journal.drop_last()
-                del self._steps[-1], self._records[-1]
+            if whole != self._records[-self._keep :]:
+                journal.keep_only(whole)
         finally:
             journal.close()
-        raise CorruptionError(f"{self.folder}: no durable step is whole; restore it from an export")
+        self._records = whole
+        self._steps = [recorded_step(self._journal, record)[0] for record in whole]
+        return self._steps[-1]
 
-    def _newest_is_whole(self) -> bool:
+    def _is_whole(self, record: Record) -> bool:
         try:
-            self.verify(self._steps[-1])
+            self._version_of(record).verify()
         except CorruptionError:
             return False
         return True
 
+    def _none_durable(self) -> ConfigError:
+        return ConfigError(f"{self.folder}: no durable step yet; start the run again")
+
     def _version(self, step: int) -> Version:
         # A step that was restored over itself has two records; the later one counts.
         later = self._steps[::-1].index(step)
+        return self._version_of(self._records[-1 - later])
+
+    def _version_of(self, record: Record) -> Version:
         version = Version(self._layout, self._file)
-        version.restore(self._records[-1 - later])
+        version.restore(record)
         return version
 
 
@@ -157,7 +187,8 @@ def repair(folder: Path) -> int:
     """Go back to the newest durable step that is whole; return it. What is whole stays.
 
     Raises:
-        CorruptionError: none is whole.
+        ConfigError: there is no durable step yet.
+        CorruptionError: none is whole; nothing has been changed.
         StorageError: a process has the store open for writing.
     """
     with FlashReader(folder, to_the_damage=True) as reader:

@@ -1,13 +1,14 @@
 """`penstock inspect`: checkpoints are verified, and the hash is that of the store."""
 
 import pytest
-from store_programs import LAYERS, make_program, random_weights, training_store
+from store_programs import CONSTANT, LAYERS, make_program, random_weights, training_store
 from typer.testing import CliRunner
 
 from penstock.cli.app import app
 from penstock.config import Config, write_record
 from penstock.errors import ConfigError, CorruptionError
-from penstock.store import save_checkpoint
+from penstock.store import AdamW, GroupSettings, save_checkpoint
+from penstock.store.flash import FlashStore
 
 
 @pytest.fixture
@@ -64,3 +65,24 @@ def test_a_run_without_a_checkpoint(run):
     result = inspect(run, "--hash")
     assert isinstance(result.exception, ConfigError)
     assert str(result.exception) == f"{run}: no checkpoint yet, so there are no weights to hash"
+
+
+def test_a_store_on_flash_that_was_killed_in_its_first_load(tmp_path):
+    flash = tmp_path / "flash"
+    settings = {"run": {"dir": str(tmp_path)}, "store": {"flash": {"path": str(flash)}}}
+    write_record(Config.from_mapping({"model": "gpt2", **settings}))
+    program = make_program(LAYERS)
+    FlashStore(
+        program,
+        flash,
+        optimizer=AdamW(0.9, 0.95, 1e-8),
+        groups=dict.fromkeys(program.weights, GroupSettings(1.0, 0.1, None)),
+        schedule=CONSTANT,
+        dram_bytes=600_000,
+        block_elements=2048,
+    ).close()
+    assert inspect(tmp_path).exit_code == 0
+    for option in ("--hash", "--repair"):
+        result = inspect(tmp_path, option)
+        assert isinstance(result.exception, ConfigError)
+        assert str(result.exception) == f"{flash}: no durable step yet; start the run again"
