@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -118,29 +119,30 @@ class FlashStore:
         self._streamed_bytes = self._gradient_bytes = 0
         self._staging: Staging | None = None
 
-        self._lock = FolderLock(folder, "give this run a store.flash.path of its own")
-        try:
-            self._open()
-        except BaseException:
-            self._lock.release()
-            raise
-        self._spill = GradientSpill(folder, spilled, half, self._division.slab_bytes)
-        self._pipeline = Pipeline(
-            self._layout,
-            self._version,
-            self._file,
-            self._journal,
-            self._frames,
-            state=StateBlocks(
+        with ExitStack() as opened:  # what is open when something is refused is let go of
+            self._lock = FolderLock(folder, "give this run a store.flash.path of its own")
+            opened.callback(self._lock.release)
+            self._open(opened)
+            self._spill = GradientSpill(folder, spilled, half, self._division.slab_bytes)
+            opened.callback(self._spill.close)
+            self._pipeline = Pipeline(
                 self._layout,
-                self._division.held_bytes,
-                self._division.buffers,
-                self._division.buffer_bytes,
-            ),
-            spill=self._spill,
-            update=self._apply,
-            keep_steps=keep_steps,
-        )
+                self._version,
+                self._file,
+                self._journal,
+                self._frames,
+                state=StateBlocks(
+                    self._layout,
+                    self._division.held_bytes,
+                    self._division.buffers,
+                    self._division.buffer_bytes,
+                ),
+                spill=self._spill,
+                update=self._apply,
+                keep_steps=keep_steps,
+            )
+            opened.callback(self._pipeline.close)
+            self._opened = opened.pop_all()
         # Threads that are left to the interpreter's end can hang it, within the OpenMP pools.
         atexit.register(self.close)
 
@@ -158,13 +160,15 @@ class FlashStore:
             f"raise it, or lower store.flash.keep_steps{advice}"
         )
 
-    def _open(self) -> None:
+    def _open(self, opened: ExitStack) -> None:
         journal, extents = self.folder / JOURNAL, self.folder / EXTENTS
         described = describe(self._layout, self._block_elements, self._keep)
         if journal.exists():
             self._journal = Journal(journal)
+            opened.callback(self._journal.close)
             require_same(self.folder, self._journal.records[0].content, described)
             self._file = ExtentFile(extents, self._layout.file_bytes, create=False)
+            opened.callback(self._file.close)
             self._version = Version(self._layout, self._file)
             if len(self._journal.records) > 1:
                 last = self._journal.records[-1]
@@ -177,10 +181,13 @@ class FlashStore:
             extents.unlink(missing_ok=True)  # without a journal it never counted
             files.require_space(extents, size)
             self._file = ExtentFile(extents, size, create=True)
+            opened.callback(self._file.close)
+            self._file.sync()  # its size, on which the journal counts
             files.sync_folder(self.folder)
             self._version = Version(self._layout, self._file)
             fault.point("flash.before_journal")
             self._journal = Journal.create(journal, Record(described))
+            opened.callback(self._journal.close)
 
     @property
     def is_new(self) -> bool:
@@ -199,11 +206,7 @@ class FlashStore:
             return
         self._is_closed = True
         atexit.unregister(self.close)
-        self._pipeline.close()
-        self._journal.close()
-        self._file.close()
-        self._spill.close()
-        self._lock.release()
+        self._opened.close()
 
     def page_lock(self) -> None:
         """Lock in place the memory of weights that is taken from now on, for engines on a GPU."""
@@ -274,12 +277,12 @@ class FlashStore:
         units = self._layout.units_of(self._gradients.trainable(stage))
         # Their old gradients must be used before the new ones overwrite them.
         self._pipeline.wait_for_updates(units)
-        slabs = {}
-        for unit in (self._layout.units[index] for index in units):
-            if unit in self._spill:
-                slabs[unit] = self._pipeline.slab()
-                self._gradients.place(self._spill.arrays(unit, slabs[unit]))
-        try:
+        slabs: dict[Unit, np.ndarray] = {}
+        try:  # a slab that is taken goes back, whatever interrupts: later steps wait for it
+            for unit in (self._layout.units[index] for index in units):
+                if unit in self._spill:
+                    slabs[unit] = self._pipeline.slab()
+                    self._gradients.place(self._spill.arrays(unit, slabs[unit]))
             with self._pipeline.compute:
                 self._gradient_bytes += self._gradients.receive(stage, gradients)
         finally:

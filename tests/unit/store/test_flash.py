@@ -1,6 +1,7 @@
 """The store on flash does what the store in memory does, to the bit, with little memory."""
 
 import math
+import os
 import random
 import re
 import time
@@ -22,7 +23,8 @@ from store_programs import (
 
 from penstock.errors import BudgetError, ConfigError, CorruptionError, StorageError
 from penstock.store import SGD, AdamW, DramStore, GroupSettings, Lion, files
-from penstock.store.flash import FlashStore, least_dram_bytes
+from penstock.store.flash import FlashStore, least_dram_bytes, medium
+from penstock.store.flash import store as store_module
 from penstock.store.flash.layout import BLOCK_ELEMENTS
 
 BLOCK = 2048
@@ -287,12 +289,69 @@ def test_a_second_process_is_kept_out(flash):
         flash(program)
 
 
+@pytest.mark.parametrize("what", ["GradientSpill", "StateBlocks", "Pipeline"])
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_store_that_could_not_be_opened_holds_nothing_open(flash, monkeypatch, what, is_new):
+    def refused(*_, **__):
+        raise StorageError("no room")
+
+    program = make_program(DEEP)
+    if not is_new:
+        flash(program, dram=LEAST).close()
+    before = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patched:
+        patched.setattr(store_module, what, refused)
+        with pytest.raises(StorageError, match="no room"):
+            flash(program, dram=LEAST)
+    assert len(os.listdir("/proc/self/fd")) == before
+    flash(program, dram=LEAST)
+
+
+def test_an_interrupt_before_a_slab_is_filled_loses_none(flash, monkeypatch):
+    program = make_program(DEEP)
+    store = flash(program, dram=LEAST)
+    store.load(random_weights(program, 1).items())
+    forward_sweep(store)
+    gradients = random_gradients(program, np.random.default_rng(0))
+    for _ in range(3):  # more often than there are slabs
+        with monkeypatch.context() as patched:
+            patched.setattr(store._gradients, "place", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                store.receive(8, gradients[8])
+        store.discard()
+    send(store, gradients)
+    store.commit()
+    store.flush()
+
+
+def interrupted(*_):
+    raise KeyboardInterrupt
+
+
+def test_the_size_of_the_extents_is_durable_before_the_journal(flash, monkeypatch):
+    done = []
+
+    def noted(name, real):
+        def call(*arguments):
+            done.append(name)
+            return real(*arguments)
+
+        return call
+
+    monkeypatch.setattr(medium, "sync_data", noted("extents", medium.sync_data))
+    monkeypatch.setattr(files, "replace_file", noted("journal", files.replace_file))
+    flash(make_program(LAYERS))
+    assert done == ["extents", "journal"]
+
+
 def test_another_model_or_optimizer_is_refused(flash):
+    before = len(os.listdir("/proc/self/fd"))
     flash(make_program(LAYERS)).close()
     with pytest.raises(ConfigError, match="holds the state of another model or optimizer"):
         flash(make_program(DEEP))
     with pytest.raises(ConfigError, match="holds the state of another model or optimizer"):
         flash(make_program(LAYERS), optimizer=Lion())
+    assert len(os.listdir("/proc/self/fd")) == before
     flash(make_program(LAYERS))
 
 
