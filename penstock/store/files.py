@@ -102,6 +102,23 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def make_folder(folder: Path) -> None:
+    """Make a folder, and those above it that are missing; the names of all are durable on return.
+
+    Raises:
+        OSError: the system refuses, or something else has the name.
+    """
+    missing = []
+    above = folder
+    while not above.exists():
+        missing.append(above)
+        above = above.parent
+    for each in reversed(missing):
+        each.mkdir(exist_ok=True)
+        sync_folder(each.parent)
+    folder.mkdir(exist_ok=True)
+
+
 def replace_file(path: Path, content: bytes, point: str) -> None:
     """Put `content` under `path` so that a crash leaves the old content or the new, never less.
 
@@ -144,7 +161,7 @@ def appearing_folder(folder: Path, needed_bytes: int) -> Iterator[Path]:
     temporary = folder.with_name(f"{TEMPORARY_PREFIX}{folder.name}")
     with storage_errors(folder, needed_bytes):
         try:
-            folder.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(folder.parent)
             require_space(folder, needed_bytes)
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()

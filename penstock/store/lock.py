@@ -6,6 +6,7 @@ from pathlib import Path
 
 from penstock.errors import StorageError
 from penstock.plain_file import NotPlainError, open_own
+from penstock.store import files
 
 
 class FolderLock:
@@ -16,12 +17,12 @@ class FolderLock:
         advice: what else whoever is refused can do.
 
     Raises:
-        StorageError: somebody holds it.
+        StorageError: somebody holds it, or the disk is full, read-only or failing.
     """
 
     def __init__(self, folder: Path, advice: str, name: str = "LOCK") -> None:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            files.make_folder(folder)
             self._descriptor = open_own(folder / name, os.O_RDWR | os.O_CREAT)
         except NotPlainError as error:
             raise StorageError(f"{folder / name}: {error.strerror}") from error
@@ -38,8 +39,14 @@ class FolderLock:
                 f"{folder} is in use{f' by {holder}' if holder else ''}; wait until it ends, or "
                 f"{advice}"
             ) from error
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, f"process {os.getpid()}\n".encode(), 0)
+        name_bytes = f"process {os.getpid()}\n".encode()
+        try:
+            with files.storage_errors(folder / name, len(name_bytes)):
+                os.ftruncate(self._descriptor, 0)
+                os.pwrite(self._descriptor, name_bytes, 0)
+        except BaseException:
+            self.release()
+            raise
 
     def release(self) -> None:
         """Let others in; releasing twice is allowed."""

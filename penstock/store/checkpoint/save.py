@@ -38,6 +38,7 @@ from penstock.store.files import (
     TEMPORARY_PREFIX,
     ChecksummedFile,
     FileRecord,
+    make_folder,
     remove,
     remove_temporaries,
     require_space,
@@ -139,8 +140,8 @@ def write_checkpoint(
     plan = _plan(saved)
     needed_bytes = sum(tensor_file.file_bytes(list(entries)) for entries in plan.values())
     with storage_errors(checkpoints, needed_bytes):
-        checkpoints.mkdir(parents=True, exist_ok=True)
-        sync_folder(checkpoints.parent)
+        make_folder(checkpoints)
+        sync_folder(checkpoints.parent)  # a run that was killed may have made it and no more
         remove_temporaries(checkpoints)
     before = read_index(checkpoints)
     folder = checkpoints / fresh_name(before, saved.step)

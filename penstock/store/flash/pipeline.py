@@ -12,7 +12,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -82,7 +82,8 @@ class Pipeline:
         self._pass: deque[tuple[Unit, Block]] = deque()  # blocks that the reader has yet to bring
         self._updating: set[int] = set()  # units of which some blocks have been given out
         self._unwritten: set[int] = set()  # units that the writer has yet to take out
-        self._spilling: set[int] = set()  # units whose gradient it has yet to take out
+        # Gradients that it has yet to take out, by unit: a step that is replayed gives it more.
+        self._spilling: Counter[int] = Counter()
         self._seals = 0  # steps that it has yet to seal
         self._goes_out = True  # whether what the present pass updates is written
         self._is_reading = False
@@ -166,7 +167,7 @@ class Pipeline:
     def spill(self, unit: Unit, slab: np.ndarray) -> None:
         """Let the writer take a unit's gradients to flash."""
         with self._changed:
-            self._spilling.add(unit.index)
+            self._spilling[unit.index] += 1
             self._hand_to_writer(("gradient", unit, slab))
 
     def wait_for_updates(self, units: Collection[int]) -> None:
@@ -323,7 +324,7 @@ class Pipeline:
         return self._ahead_of_the_pass()
 
     def _for_the_pass(self, unit: Unit, block: Block) -> Callable[[], None] | None:
-        if unit.index in self._unwritten or unit.index in self._spilling:
+        if unit.index in self._unwritten or self._spilling[unit.index]:
             return None  # the state of the step before, or the gradient, is still on its way out
         if unit.index not in self._frames:
             if self._make_room(unit.index, patient=not self._hurried):
@@ -481,7 +482,7 @@ class Pipeline:
                 elif what == "seal":
                     self._seals -= 1
                 elif what == "gradient":
-                    self._spilling.discard(unit.index)
+                    self._spilling[unit.index] -= 1
                     self._slabs.append(slab)
                 self._changed.notify_all()
 

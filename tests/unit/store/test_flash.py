@@ -4,6 +4,7 @@ import math
 import os
 import random
 import re
+import threading
 import time
 
 import numpy as np
@@ -322,6 +323,33 @@ def test_an_interrupt_before_a_slab_is_filled_loses_none(flash, monkeypatch):
     send(store, gradients)
     store.commit()
     store.flush()
+
+
+def test_a_unit_waits_for_the_last_of_its_gradients_that_is_on_its_way(flash, monkeypatch):
+    """A step that was interrupted and is replayed gives a unit two."""
+    store = flash(make_program(DEEP), dram=LEAST)
+    store.load(random_weights(store.program, 1).items())
+    may_go_on, written = threading.Event(), []
+
+    def slow_write(unit, slab):
+        if written:
+            may_go_on.wait(10)
+        written.append(unit)
+        return slab.nbytes
+
+    monkeypatch.setattr(store._spill, "write", slow_write)
+    pipeline, unit = store._pipeline, store._layout.units[-1]
+    pipeline.spill(unit, pipeline.slab())
+    pipeline.spill(unit, pipeline.slab())
+    try:
+        pipeline.slab()  # the first comes back
+        with pipeline._changed:
+            assert pipeline._for_the_pass(unit, unit.blocks[0]) is None
+    finally:
+        may_go_on.set()
+    pipeline.drain()
+    with pipeline._changed:
+        assert pipeline._for_the_pass(unit, unit.blocks[0]) is not None
 
 
 def interrupted(*_):

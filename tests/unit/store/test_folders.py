@@ -1,0 +1,73 @@
+"""Folders of a store: durable when they are made, and for one writer at a time."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+from store_programs import LAYERS, make_program, random_weights, training_store
+
+from penstock.errors import StorageError
+from penstock.store import FolderLock, files, save_checkpoint
+
+
+@pytest.fixture
+def synced(monkeypatch):
+    """The folders that were synced, and whether what they were to name was there then."""
+    found = []
+
+    def noted(descriptor, real=files.sync):
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        if path.is_dir():
+            found.append((path, {item.name for item in path.iterdir()}))
+        real(descriptor)
+
+    monkeypatch.setattr(files, "sync", noted)
+    return found
+
+
+def locked(folder):
+    FolderLock(folder, "wait").release()
+
+
+def saved(folder):
+    store = training_store(make_program(LAYERS))
+    store.load(random_weights(store.program, 0).items())
+    save_checkpoint(store, folder, {})
+
+
+def appeared(folder):
+    with files.appearing_folder(folder / "it", 0):
+        pass
+
+
+@pytest.mark.parametrize("make", [files.make_folder, locked, saved, appeared])
+def test_every_folder_on_the_way_is_named_durably(make, tmp_path, synced):
+    make(tmp_path / "one" / "two" / "three")
+    for folder, name in (
+        (tmp_path, "one"),
+        (tmp_path / "one", "two"),
+        (tmp_path / "one" / "two", "three"),
+    ):
+        assert any(path == folder and name in names for path, names in synced), folder
+
+
+def test_a_folder_that_is_there_is_left_alone(tmp_path, synced):
+    files.make_folder(tmp_path)
+    assert synced == []
+    (tmp_path / "file").touch()
+    with pytest.raises(FileExistsError):
+        files.make_folder(tmp_path / "file")
+
+
+def test_a_full_disk_refuses_a_lock_and_leaves_nothing_open(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    before = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", full)
+        with pytest.raises(StorageError, match=r"No space left on device; .* make room"):
+            FolderLock(tmp_path, "wait")
+    assert len(os.listdir("/proc/self/fd")) == before
+    locked(tmp_path)
