@@ -17,6 +17,7 @@ from penstock.errors import ConfigError
 from penstock.store import tensor_file
 from penstock.store.files import appearing_folder, write_file
 from penstock.store.interface import WeightReader
+from penstock.store.narrowing import narrowed
 from penstock.store.roles import MASTER
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -53,7 +54,9 @@ def export_huggingface(
         The weight files.
 
     Raises:
-        ConfigError: the folder is in use, or the data type or an alias makes no sense.
+        ConfigError: the folder is in use, the data type or an alias makes no sense, or a weight
+            does not fit the data type.
+        NonFiniteError: a weight holds NaN or infinity.
         StorageError: the disk is full, read-only or failing; nothing half-written is left.
     """
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -133,5 +136,5 @@ def _pieces(
     elements = math.prod(entry.shape)
     for begin in range(0, elements, _PIECE_ELEMENTS):
         end = min(begin + _PIECE_ELEMENTS, elements)
-        values = torch.from_numpy(weights.read(sources[entry.name], MASTER, begin, end))
-        yield values.to(entry.dtype).view(torch.uint8).numpy()
+        values = weights.read(sources[entry.name], MASTER, begin, end)
+        yield narrowed(entry.name, values, entry.dtype).view(torch.uint8).numpy()

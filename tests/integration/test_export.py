@@ -7,8 +7,9 @@ import torch
 import transformers
 from store_programs import make_program, train, training_store
 
-from penstock.errors import ConfigError, StorageError
-from penstock.store import DramStore, export_huggingface, files
+from penstock.errors import ConfigError, NonFiniteError, StorageError
+from penstock.models import Adapter
+from penstock.store import DramStore, export_adapters, export_huggingface, files
 
 
 def tiny_gpt2(seed=0):
@@ -66,6 +67,47 @@ def test_half_precision_is_pytorchs_own_rounding(tmp_path, dtype):
     for name, weight in loaded.named_parameters():
         assert weight.dtype == dtype
         assert torch.equal(weight, model.get_parameter(name).to(dtype)), name
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "error", "message"),
+    [
+        (
+            -70_000.0,
+            torch.float16,
+            ConfigError,
+            "weight a does not fit fp16: it holds 70,000, the greatest is 65,504; "
+            "use --dtype bf16 or fp32",
+        ),
+        (
+            3.4e38,
+            torch.bfloat16,
+            ConfigError,
+            "weight a does not fit bf16: it holds 3.4e+38, the greatest is 3.38953e+38; "
+            "use --dtype fp32",
+        ),
+        (
+            float("nan"),
+            torch.float32,
+            NonFiniteError,
+            "weight a holds NaN or infinity, so nothing was exported; train again with a lower "
+            "optimizer.learning_rate",
+        ),
+    ],
+)
+def test_no_export_writes_a_weight_that_is_not_finite(tmp_path, value, dtype, error, message):
+    store = DramStore(make_program([{"a": (8, 2), "b": (2, 8)}]), "fp32")
+    weights = {"a": torch.ones(8, 2), "b": torch.ones(2, 8)}
+    weights["a"][5, 1] = value
+    store.load(weights.items())
+    with pytest.raises(error) as caught:
+        export_huggingface(store, tmp_path / "model", config={}, dtype=dtype)
+    assert str(caught.value) == message
+    adapter = Adapter(down="a", up="b", rank=2, alpha=2.0, dropout=0.0, transposed=False)
+    with pytest.raises(error) as caught:
+        export_adapters(store, tmp_path / "adapters", {"w": adapter}, task="causal_lm", dtype=dtype)
+    assert str(caught.value) == message
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_weight_can_be_written_under_further_names(tmp_path):
