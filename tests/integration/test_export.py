@@ -43,7 +43,6 @@ def test_transformers_loads_the_trained_weights(tmp_path, precision, max_shard_b
         store,
         folder,
         config=model.config.to_dict(),
-        generation_config=model.generation_config.to_dict(),
         max_shard_bytes=max_shard_bytes,
     )
     assert (len(paths) > 1) == (max_shard_bytes < 1 << 20)
@@ -108,18 +107,6 @@ def test_no_export_writes_a_weight_that_is_not_finite(tmp_path, value, dtype, er
         export_adapters(store, tmp_path / "adapters", {"w": adapter}, task="causal_lm", dtype=dtype)
     assert str(caught.value) == message
     assert not list(tmp_path.iterdir())
-
-
-def test_a_weight_can_be_written_under_further_names(tmp_path):
-    model = tiny_gpt2()
-    config = model.config.to_dict() | {"tie_word_embeddings": False}
-    aliases = {"lm_head.weight": "transformer.wte.weight"}
-    export_huggingface(store_of(model), tmp_path / "m", config=config, aliases=aliases)
-    loaded = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "m")
-    assert loaded.lm_head.weight is not loaded.transformer.wte.weight
-    assert torch.equal(loaded.lm_head.weight, model.transformer.wte.weight)
-    with pytest.raises(ConfigError, match="alias 'x' names the weight 'y', which does not exist"):
-        export_huggingface(store_of(model), tmp_path / "n", config=config, aliases={"x": "y"})
 
 
 def test_the_other_files_come_along(tmp_path):
