@@ -51,7 +51,7 @@ class StorageError(PenstockError):
 
 
 class NonFiniteError(PenstockError):
-    """A loss or gradient that is NaN or infinite; the step was not committed."""
+    """A loss, gradient or weight that is NaN or infinite: not committed, saved or exported."""
 
     exit_code = 8
 

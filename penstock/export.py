@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from penstock import assembly, store
-from penstock.config import Config
+from penstock.config import Config, HuggingFaceModel, PresetModel
 from penstock.data import TokenDataset, export_tokenizer, load_tokenizer
 from penstock.errors import ConfigError, few
 from penstock.models import ModelSource, other_files, tokenizer_files
@@ -121,8 +121,20 @@ def export_adapters(
             "whole model, without --adapters"
         )
     return store.export_adapters(
-        weights, folder, source.adapters, task=source.task, dtype=_element(dtype)
+        weights,
+        folder,
+        source.adapters,
+        task=source.task,
+        base=_base(config),
+        dtype=_element(dtype),
     )
+
+
+def _base(config: Config) -> str | None:
+    """Return what the adapters stand beside: a folder's absolute path, or a preset's name."""
+    if isinstance(config.model, HuggingFaceModel):
+        return str(Path(config.model.hf).absolute())
+    return config.model.preset if isinstance(config.model, PresetModel) else None
 
 
 def _element(name: str) -> torch.dtype:

@@ -51,7 +51,8 @@ class OptimizerConfig(Section):
     nesterov: bool = setting(False, "look-ahead momentum (sgd)")
     moments: Literal["fp32", "8bit"] = setting(
         "fp32",
-        "how the store keeps moments; 8bit: a quarter of the memory and traffic, not the same bits",
+        "how the store keeps moments; 8bit: a quarter of the moments' bytes in memory and on "
+        "flash, not the same bits",
     )
     weight_decay: float = setting(0.1, "weight decay, decoupled for adamw and lion", ge=0)
     decay_1d: bool = setting(False, "also decay biases and norms, that is weights of one dimension")

@@ -10,8 +10,15 @@ via Block-wise Quantization", 2022.
 Rounding is stochastic: up with the probability of the remainder. To the nearest, a mean that moves
 by less than half a step of its code per update would never move at all: with beta 0.999 that is the
 rule, not the exception. The random bits are a hash of the weight, the step and the element, so that
-they are the same wherever and in whatever order the update is made. A mean of squares above zero
-never becomes zero, since the update divides by its root.
+they are the same wherever and in whatever order the update is made.
+
+Range. A mean of squares above zero never becomes zero, since the update divides by its root: what
+is too small for its group's scale becomes the least code, and no scale is so small that its least
+code is worth nothing. So it reaches down to float32's least number, 2^-149; a square below that
+is too small for float32 moments as well. Means whose greatest in a group is below 2^-100 become
+zero, which moves no weight. What is above 1.875 * 2^126, infinity included, becomes that, and its
+neighbours keep their values. A NaN becomes the greatest code; the update before has made its
+weight NaN too, which no checkpoint accepts.
 """
 
 import struct
@@ -50,7 +57,9 @@ Moment = np.ndarray | tuple[np.ndarray, np.ndarray]
 _MANTISSA = 20  # bits of a float32's mantissa that a code leaves out
 _TOP = np.float32(1.875)  # the value of the greatest code, before the scale
 _TOP_BITS = 0x3FF00000
-_LEAST = np.float32(2.0**-100)  # groups whose greatest is below this count as zero
+_LEAST = np.float32(2.0**-100)  # means whose greatest in a group is below this count as zero
+_LEAST_SCALE = np.float32(2.0**-118)  # code 1 of a mean of squares is then 1.125 * 2^-149
+_GREATEST_SCALE = np.float32(2.0**126)  # its inverse is a normal number
 SIGNED, UNSIGNED = 127, 255
 """The greatest code of a mean, beside its sign, and of a mean of squares."""
 
@@ -160,8 +169,8 @@ def encode(moment, begin, length, key, position):
         most = greatest(_magnitude(load(scratch, first + i, lanes)), most)
     most_of_all = greatest_lane(most)
     scale, inverse = np.float32(0), np.float32(0)
-    if most_of_all >= _LEAST:
-        scale = most_of_all / _TOP
+    if most_of_all >= _LEAST or (top == UNSIGNED and most_of_all > 0):
+        scale = min(max(most_of_all / _TOP, _LEAST_SCALE), _GREATEST_SCALE)
         inverse = np.float32(1) / scale
     scales[begin // GROUP] = scale
     base = np.uint32(_TOP_BITS - (top << _MANTISSA))
@@ -181,7 +190,7 @@ def encode(moment, begin, length, key, position):
         share = from_bits(shift_right(bits, 9) | splat(np.uint32(0x3F800000)))
         chance = (share - splat(np.float32(1))) * least
         if top == UNSIGNED:
-            below = select(splat(np.float32(0)) < scaled, one, none)
+            below = select(splat(np.float32(0)) < value, one, none)  # `scaled` may have vanished
         else:
             below = select(chance < scaled, one, none)
         code = select(scaled < least, below, code)

@@ -18,6 +18,7 @@ import torch
 from penstock.store import tensor_file
 from penstock.store.files import appearing_folder, write_file
 from penstock.store.interface import WeightReader
+from penstock.store.narrowing import narrowed
 from penstock.store.roles import MASTER
 
 if TYPE_CHECKING:
@@ -85,7 +86,8 @@ def export_adapters(
         The weight file.
 
     Raises:
-        ConfigError: the folder is in use.
+        ConfigError: the folder is in use, or a weight does not fit the data type.
+        NonFiniteError: a weight holds NaN or infinity.
         StorageError: the disk is full, read-only or failing; nothing half-written is left.
     """
     own = [name for adapter in adapters.values() for name in (adapter.down, adapter.up)]
@@ -97,7 +99,7 @@ def export_adapters(
     def pieces(entry: tensor_file.Entry) -> Iterator[np.ndarray]:
         name = entries[entry]
         values = weights.read(name, MASTER, 0, math.prod(entry.shape))
-        yield from tensor_file.pieces_of(torch.from_numpy(values).to(dtype))
+        yield from tensor_file.pieces_of(narrowed(name, values, dtype))
 
     with appearing_folder(folder, tensor_file.file_bytes(list(entries))) as temporary:
         tensor_file.write(temporary / WEIGHTS_FILE, list(entries), pieces)

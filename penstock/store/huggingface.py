@@ -17,6 +17,7 @@ from penstock.errors import ConfigError
 from penstock.store import tensor_file
 from penstock.store.files import appearing_folder, write_file
 from penstock.store.interface import WeightReader
+from penstock.store.narrowing import narrowed
 from penstock.store.roles import MASTER
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -31,9 +32,7 @@ def export_huggingface(
     *,
     config: Mapping[str, Any],
     dtype: torch.dtype = torch.float32,
-    generation_config: Mapping[str, Any] | None = None,
     files: Sequence[Path] = (),
-    aliases: Mapping[str, str] | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> list[Path]:
     """Write a store's weights as a Hugging Face model folder.
@@ -43,37 +42,29 @@ def export_huggingface(
         folder: must not exist yet, or be empty; it appears only when all in it is on disk.
         config: the content of `config.json`; `dtype` is set in it.
         dtype: float32, bfloat16 or float16, in which the weights are written (ties to even).
-        generation_config: the content of `generation_config.json`, if there is to be one.
         files: copied in under their own names: the tokenizer's, for example.
-        aliases: further names of weights, as alias to weight, that are to be written as copies. A
-            tied weight needs none of this where `transformers` ties it again by itself.
         max_shard_bytes: greatest size of the tensors in one file.
 
     Returns:
         The weight files.
 
     Raises:
-        ConfigError: the folder is in use, or the data type or an alias makes no sense.
+        ConfigError: the folder is in use, the data type makes no sense, or a weight does not fit
+            it.
+        NonFiniteError: a weight holds NaN or infinity.
         StorageError: the disk is full, read-only or failing; nothing half-written is left.
     """
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ConfigError(f"weights are exported as float32, bfloat16 or float16, not as {dtype}")
     weights.flush()
-    shapes = weights.shapes
-    sources = {name: name for name in shapes} | dict(aliases or {})
-    for alias, name in (aliases or {}).items():
-        if name not in shapes:
-            raise ConfigError(f"alias {alias!r} names the weight {name!r}, which does not exist")
-    entries = [tensor_file.Entry(name, dtype, shapes[source]) for name, source in sources.items()]
+    entries = [tensor_file.Entry(name, dtype, shape) for name, shape in weights.shapes.items()]
     shards = _shards(entries, max_shard_bytes)
     names = _shard_names(len(shards))
-    documents = _documents(config, generation_config, dtype, entries, shards, names)
+    documents = _documents(config, dtype, entries, shards, names)
     needed_bytes = sum(tensor_file.file_bytes(shard) for shard in shards)
     with appearing_folder(folder, needed_bytes) as temporary:
         for name, shard in zip(names, shards, strict=True):
-            tensor_file.write(
-                temporary / name, shard, lambda entry: _pieces(weights, entry, sources)
-            )
+            tensor_file.write(temporary / name, shard, lambda entry: _pieces(weights, entry))
         for name, document in documents.items():
             write_file(temporary / name, json.dumps(document, indent=2).encode() + b"\n")
         for path in files:
@@ -101,7 +92,6 @@ def _shard_names(count: int) -> list[str]:
 
 def _documents(
     config: Mapping[str, Any],
-    generation_config: Mapping[str, Any] | None,
     dtype: torch.dtype,
     entries: Sequence[tensor_file.Entry],
     shards: Sequence[Sequence[tensor_file.Entry]],
@@ -110,8 +100,6 @@ def _documents(
     documents: dict[str, Mapping[str, Any]] = {
         "config.json": {**config, "dtype": str(dtype).removeprefix("torch.")}
     }
-    if generation_config is not None:
-        documents["generation_config.json"] = generation_config
     if len(shards) > 1:
         documents["model.safetensors.index.json"] = {
             "metadata": {
@@ -127,11 +115,9 @@ def _documents(
     return documents
 
 
-def _pieces(
-    weights: WeightReader, entry: tensor_file.Entry, sources: Mapping[str, str]
-) -> Iterator[np.ndarray]:
+def _pieces(weights: WeightReader, entry: tensor_file.Entry) -> Iterator[np.ndarray]:
     elements = math.prod(entry.shape)
     for begin in range(0, elements, _PIECE_ELEMENTS):
         end = min(begin + _PIECE_ELEMENTS, elements)
-        values = torch.from_numpy(weights.read(sources[entry.name], MASTER, begin, end))
-        yield values.to(entry.dtype).view(torch.uint8).numpy()
+        values = weights.read(entry.name, MASTER, begin, end)
+        yield narrowed(entry.name, values, entry.dtype).view(torch.uint8).numpy()

@@ -163,9 +163,15 @@ def test_a_disk_that_takes_no_more(texts):
     assert sorted(os.listdir(texts)) == ["a.txt", "b.txt", "big.txt", "c d.txt"]
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
-@pytest.mark.parametrize("delay", [0.0, 0.3])
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("how", "delay", "overwrite"),
+    [
+        (signal.SIGKILL, 0.0, False),
+        (signal.SIGKILL, 0.3, True),
+        (signal.SIGINT, 0.0, True),
+        (signal.SIGINT, 0.3, False),
+    ],
+)
 def test_a_build_that_is_stopped_leaves_no_half_data_set(tmp_path, how, delay, overwrite):
     rng = random.Random(1)
     with (tmp_path / "big.jsonl").open("w") as file:

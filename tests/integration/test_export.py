@@ -7,8 +7,9 @@ import torch
 import transformers
 from store_programs import make_program, train, training_store
 
-from penstock.errors import ConfigError, StorageError
-from penstock.store import DramStore, export_huggingface, files
+from penstock.errors import ConfigError, NonFiniteError, StorageError
+from penstock.models import Adapter
+from penstock.store import DramStore, export_adapters, export_huggingface, files
 
 
 def tiny_gpt2(seed=0):
@@ -42,7 +43,6 @@ def test_transformers_loads_the_trained_weights(tmp_path, precision, max_shard_b
         store,
         folder,
         config=model.config.to_dict(),
-        generation_config=model.generation_config.to_dict(),
         max_shard_bytes=max_shard_bytes,
     )
     assert (len(paths) > 1) == (max_shard_bytes < 1 << 20)
@@ -68,16 +68,45 @@ def test_half_precision_is_pytorchs_own_rounding(tmp_path, dtype):
         assert torch.equal(weight, model.get_parameter(name).to(dtype)), name
 
 
-def test_a_weight_can_be_written_under_further_names(tmp_path):
-    model = tiny_gpt2()
-    config = model.config.to_dict() | {"tie_word_embeddings": False}
-    aliases = {"lm_head.weight": "transformer.wte.weight"}
-    export_huggingface(store_of(model), tmp_path / "m", config=config, aliases=aliases)
-    loaded = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "m")
-    assert loaded.lm_head.weight is not loaded.transformer.wte.weight
-    assert torch.equal(loaded.lm_head.weight, model.transformer.wte.weight)
-    with pytest.raises(ConfigError, match="alias 'x' names the weight 'y', which does not exist"):
-        export_huggingface(store_of(model), tmp_path / "n", config=config, aliases={"x": "y"})
+@pytest.mark.parametrize(
+    ("value", "dtype", "error", "message"),
+    [
+        (
+            -70_000.0,
+            torch.float16,
+            ConfigError,
+            "weight a does not fit fp16: it holds 70,000, the greatest is 65,504; "
+            "use --dtype bf16 or fp32",
+        ),
+        (
+            3.4e38,
+            torch.bfloat16,
+            ConfigError,
+            "weight a does not fit bf16: it holds 3.4e+38, the greatest is 3.38953e+38; "
+            "use --dtype fp32",
+        ),
+        (
+            float("nan"),
+            torch.float32,
+            NonFiniteError,
+            "weight a holds NaN or infinity, so nothing was exported; train again with a lower "
+            "optimizer.learning_rate",
+        ),
+    ],
+)
+def test_no_export_writes_a_weight_that_is_not_finite(tmp_path, value, dtype, error, message):
+    store = DramStore(make_program([{"a": (8, 2), "b": (2, 8)}]), "fp32")
+    weights = {"a": torch.ones(8, 2), "b": torch.ones(2, 8)}
+    weights["a"][5, 1] = value
+    store.load(weights.items())
+    with pytest.raises(error) as caught:
+        export_huggingface(store, tmp_path / "model", config={}, dtype=dtype)
+    assert str(caught.value) == message
+    adapter = Adapter(down="a", up="b", rank=2, alpha=2.0, dropout=0.0, transposed=False)
+    with pytest.raises(error) as caught:
+        export_adapters(store, tmp_path / "adapters", {"w": adapter}, task="causal_lm", dtype=dtype)
+    assert str(caught.value) == message
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_other_files_come_along(tmp_path):

@@ -312,6 +312,8 @@ def test_the_commands_work_on_a_run_with_adapters(tmp_path, monkeypatch, capsys)
     assert "adapter_model.safetensors" in penstock("export", "run", "small", "--adapters")
     whole = load_file("whole/model.safetensors")
     small = load_file("small/adapter_model.safetensors")
+    settings = json.loads(Path("small/adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == "tiny"
     assert not any("lora" in name for name in whole)
     assert len(small) == 4
     both = sum(tensor.numel() for tensor in (*whole.values(), *small.values()))

@@ -135,3 +135,35 @@ def test_zeros_stay_zero():
     )
     assert not any(part.any() for part in (*mean, *square))
     np.testing.assert_array_equal(weight, 1)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_tiny_gradients_and_no_epsilon_throw_no_weight(seed):
+    generator = np.random.default_rng(seed)
+    sizes = np.repeat(10.0 ** -np.arange(15, 22, dtype=np.float64), GROUP)
+    sizes = np.concatenate(
+        [sizes, generator.permutation(sizes), sizes * 10.0 ** generator.integers(0, 35)]
+    )
+    gradient = (sizes * generator.choice([-1, 1], sizes.size)).astype(np.float32)
+    weight = np.zeros(sizes.size, np.float32)
+    mean, square = eight_bit(sizes.size), eight_bit(sizes.size)
+    settings = {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-30, "weight_decay": 0.0}
+    for step in range(1, 11):
+        before = weight.copy()
+        now = gradient if step <= 5 else np.zeros_like(gradient)
+        adamw((weight,), now, mean, square, step=step, learning_rate=0.1, **settings)
+        assert np.abs(weight - before).max() < 2 * 0.1, f"seed {seed}, step {step}"
+        assert (decoded(square, UNSIGNED) > 0).all()
+    assert (np.sign(weight) == -np.sign(gradient)).all()
+
+
+def test_an_infinite_moment_leaves_its_neighbours_as_they_are():
+    gradient = np.full(GROUP, 1e15, np.float32)
+    gradient[7] = 1e20  # its square is infinite in float32
+    mean, square = eight_bit(GROUP), eight_bit(GROUP)
+    settings = {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8, **HYPER}
+    adamw((np.zeros(GROUP, np.float32),), gradient, mean, square, step=1, **settings)
+    found = decoded(square, UNSIGNED)
+    assert found[7] == 1.875 * 2.0**126
+    assert np.isfinite(found).all()
+    assert np.delete(found, 7) == pytest.approx(0.05 * 1e30, rel=0.13)
