@@ -87,7 +87,7 @@ def test_a_run_from_before_a_key_existed_goes_on_and_one_that_recorded_its_defau
     assert plain.trajectory() == before
     for recorded in (before, {**before, "optimizer.moments": "fp32"}):
         plain.check_resumable(recorded)
-        with pytest.raises(ConfigError, match="moments: \"fp32\" in the run, \"8bit\" now"):
+        with pytest.raises(ConfigError, match='moments: "fp32" in the run, "8bit" now'):
             other.check_resumable(recorded)
 
 
