@@ -120,11 +120,14 @@ class CheckpointKeeper:
             return None
         assert self._store is not None
         self._store.flush()
-        saving, self._saving = self._saving, None
-        return saving.wait()
+        try:
+            return self._saving.wait()
+        finally:
+            if self._saving.is_done:  # else the wait was interrupted, and it may be given up yet
+                self._saving = None
 
     def abandon(self) -> None:
-        """Stop the writer."""
+        """Stop the writer, and return when its thread has ended."""
         if self._saving is not None:
             self._saving.abandon()
             self._saving = None
@@ -158,11 +161,15 @@ class FlashKeeper:
             self._store = self._made(layout)
         else:
             self._store = self._begun(model, layout, notice)
-        if device == "cuda":
-            self._store.page_lock()
-        if self._store.is_new:
-            seed = self._config.run.seed
-            self._store.load(model.initial_weights(seed, list(layout.program.weights)))
+        try:
+            if device == "cuda":
+                self._store.page_lock()
+            if self._store.is_new:
+                seed = self._config.run.seed
+                self._store.load(model.initial_weights(seed, list(layout.program.weights)))
+        except BaseException:
+            self._store.close()
+            raise
         return self._store
 
     def _made(self, layout: Layout) -> FlashStore:

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from penstock import Trainer
 from penstock.cli.app import app
 from penstock.data import ArraySource
-from penstock.errors import BudgetError, CorruptionError
+from penstock.errors import BudgetError, ConfigError, CorruptionError
 from penstock.events import StepDone
 from penstock.models import InputSpec, ModelSource
 
@@ -131,7 +131,9 @@ def begun(folder, seed=0, adapters=None, source=None):
     trainer = Trainer(
         settings,
         model=source or ModelSource.from_factory("test_flash_runs:two_layers", **SHAPES),
-        source=ArraySource({"input": np.ones((8, 6), np.float32), "target": np.ones((8, 2), np.float32)}),
+        source=ArraySource(
+            {"input": np.ones((8, 6), np.float32), "target": np.ones((8, 2), np.float32)}
+        ),
         on_event=words.append,
     )
     weights = {name: trainer.store.master(name) for name in trainer.program.weights}
@@ -178,6 +180,75 @@ def test_adapters_and_frozen_weights_that_never_trained_are_made_anew(tmp_path):
     first, _ = begun(tmp_path / "run", 0, adapters=2)
     second, said = begun(tmp_path / "run", 1, adapters=2)
     wanted, _ = begun(tmp_path / "other", 1, adapters=2)
-    assert said and same(second, wanted) and not same(first, second)
+    assert said
+    assert same(second, wanted)
+    assert not same(first, second)
     wider, said = begun(tmp_path / "run", 1, adapters=3)  # another layout on flash
-    assert said and wider.keys() == second.keys() and not same(wider, second)
+    assert said
+    assert wider.keys() == second.keys()
+    assert not same(wider, second)
+
+
+class Block(nn.Module):
+    """One stage, unless that is too much for an engine."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two, self.three = (nn.Linear(256, 256) for _ in range(3))
+
+    def forward(self, x):
+        return x + self.three(self.two(self.one(x).tanh()).tanh())
+
+
+def blocks():
+    return nn.Sequential(nn.Linear(6, 256), Block(), Block(), nn.Linear(256, 2))
+
+
+def of_blocks(folder, steps, engine, **flash):
+    settings = {
+        "store": {"flash": {"path": str(folder / "flash"), **flash}},
+        "optimizer": {"schedule": {"name": "constant"}},
+        "batch": {"size": 4, "micro": 4},
+        "engine": {"memory": engine},
+        "run": {"dir": str(folder), "steps": steps},
+    }
+    return Trainer(
+        settings,
+        model=ModelSource.from_factory("test_flash_runs:blocks", **SHAPES),
+        source=ArraySource(
+            {"input": np.ones((8, 6), np.float32), "target": np.ones((8, 2), np.float32)}
+        ),
+    )
+
+
+def test_a_run_goes_on_with_another_memory_for_its_engines(tmp_path):
+    """The files are laid out by the stages, which stay cut as the run began."""
+    for steps, engine in ((1, "1300KiB"), (2, "64MiB")):
+        trainer = of_blocks(tmp_path / "cut", steps, engine)
+        trainer.train()
+        trainer.close()
+    stages = len(trainer.program.stages)
+    trainer = of_blocks(tmp_path / "whole", 1, "64MiB")
+    trainer.train()
+    trainer.close()
+    assert trainer.step == 1
+    assert stages > len(trainer.program.stages)
+    with pytest.raises(ConfigError, match=r"this model with its stages cut otherwise.*memory"):
+        of_blocks(tmp_path / "whole", 2, "1300KiB")
+
+
+@pytest.mark.parametrize(
+    "what", ["penstock.models.ModelSource.initial_weights", "penstock.assembly.make_engines"]
+)
+@pytest.mark.parametrize("error", [CorruptionError("a damaged file"), KeyboardInterrupt()])
+def test_a_trainer_that_is_never_made_leaves_no_store_open(what, error, tmp_path, monkeypatch):
+    def fails(*_, **__):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(what, fails)
+        with pytest.raises(type(error)) as raised:
+            begun(tmp_path)
+    weights, _ = begun(tmp_path)
+    assert same(weights, dict(plain(0).named_parameters()))
+    del raised  # its traceback held what the first trainer had made

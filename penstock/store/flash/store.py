@@ -11,7 +11,9 @@ and its weights are read once more for the backward sweep unless they are still 
 from __future__ import annotations
 
 import atexit
+import functools
 import math
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -147,7 +149,8 @@ class FlashStore:
             keep_steps=keep_steps,
         )
         # Threads that are left to the interpreter's end can hang it, within the OpenMP pools.
-        atexit.register(self.close)
+        self._at_exit = functools.partial(_close_if_alive, weakref.ref(self))
+        atexit.register(self._at_exit)
 
     # Making, opening and closing
 
@@ -191,7 +194,7 @@ class FlashStore:
         if self._is_closed:
             return
         self._is_closed = True
-        atexit.unregister(self.close)
+        atexit.unregister(self._at_exit)
         self._pipeline.close()
         self._journal.close()
         self._file.close()
@@ -491,6 +494,12 @@ class FlashStore:
     def _require_loaded(self) -> None:
         if not self._is_loaded:
             raise RuntimeError("the store holds no weights yet: load them, or restore a checkpoint")
+
+
+def _close_if_alive(store: weakref.ref[FlashStore]) -> None:
+    alive = store()
+    if alive is not None:
+        alive.close()
 
 
 def _part(unit: Unit, state: Mapping[str, np.ndarray], here: slice) -> dict[str, np.ndarray]:
