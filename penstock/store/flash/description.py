@@ -46,14 +46,17 @@ def _difference(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str | No
     old, new = found.get("units"), wanted["units"]
     if old != new:
         return _unit_difference(old, new)
+    steps = str(found.get("keep_steps"))[:40]
     if found.get("keep_steps") != wanted["keep_steps"]:
         return (
-            f"was made to keep {found.get('keep_steps')} durable steps, the configuration says "
-            f"{wanted['keep_steps']}; set store.flash.keep_steps to {found.get('keep_steps')}"
+            f"was made to keep {steps} durable steps, the configuration says "
+            f"{wanted['keep_steps']}; set store.flash.keep_steps to {steps}"
         )
     for key in wanted:
         if found.get(key) != wanted[key]:
-            return f"was made with {key} {found.get(key)}, this Penstock uses {wanted[key]}"
+            return (
+                f"was made with {key} {str(found.get(key))[:40]}, this Penstock uses {wanted[key]}"
+            )
     return None
 
 
@@ -68,11 +71,11 @@ def _unit_difference(old: Any, new: Sequence[Mapping[str, Any]]) -> str:
     for name in dict.fromkeys([*was, *now]):
         if name not in now or name not in was:
             where = "the store, not in the model" if name in was else "the model, not in the store"
-            return f"{other}: {name} is in {where}; {advice}"
+            return f"{other}: {name!r} is in {where}; {advice}"
         for key, before in was[name].items():
             after = now[name][key]
             if before != after:
-                return f"{other}: {name}: {key} {before} there, {after} now; {advice}"
+                return f"{other}: {name!r}: {key} {str(before)[:200]} there, {after} now; {advice}"
     return (
         f"holds the state of this model with its stages cut otherwise ({stages} stages with "
         f"weights there, {stages_now} now): engine.memory, or the memory that is free, is not "
