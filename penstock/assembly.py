@@ -234,14 +234,15 @@ def lay_out(
     device: str,
     length: int,
     recorded_micro_batch: int | None = None,
+    recorded_slot_bytes: int | None = None,
 ) -> Layout:
     """Choose the micro-batch of sequences of `length`, compile, and decide what is recomputed.
 
     With `batch.micro: auto` it is the largest divisor of the batch that is not beyond what helps
     and, unless that makes it small, leaves `_ENGINES` engines a micro-batch each. The number of
     engines itself must not decide it, or it would decide the last bits. A resumed run keeps the
-    one it was started with. Where a step does not fit the budget, stages are cut smaller, then
-    (auto) the micro-batch is.
+    micro-batch and the cut that it was started with. Where a step does not fit the budget, stages
+    are cut smaller, then (auto) the micro-batch is.
 
     **Raises:** `BudgetError` if not even single sequences fit.
     """
@@ -254,8 +255,8 @@ def lay_out(
                 f"of {micro_batch}; lower batch.micro or engines, or raise batch.size"
             )
         per_engine = -(-micro_batches // config.engines)
-        slot_bytes: int | None = None
-        for _ in ("stages as they are", "stages cut to what an engine may use"):
+        slot_bytes = recorded_slot_bytes
+        for _ in ("stages as they are, or were", "stages cut to what an engine may use"):
             try:
                 program = compile_source(
                     source,

@@ -6,6 +6,7 @@ make the present step survive.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,7 +26,7 @@ from penstock.store import (
     read_state,
     save_checkpoint,
 )
-from penstock.store.flash import FlashStore, recorded_extra
+from penstock.store.flash import FlashStore, OtherStoreError, discard_untrained, recorded_extra
 
 Notice = Callable[[str], None]
 
@@ -119,11 +120,14 @@ class CheckpointKeeper:
             return None
         assert self._store is not None
         self._store.flush()
-        saving, self._saving = self._saving, None
-        return saving.wait()
+        try:
+            return self._saving.wait()
+        finally:
+            if self._saving.is_done:  # else the wait was interrupted, and it may be given up yet
+                self._saving = None
 
     def abandon(self) -> None:
-        """Stop the writer."""
+        """Stop the writer, and return when its thread has ended."""
         if self._saving is not None:
             self._saving.abandon()
             self._saving = None
@@ -148,28 +152,60 @@ class FlashKeeper:
         return self._store.durable_step if self._store else None
 
     def open(self, model: ModelSource, layout: Layout, device: str, notice: Notice) -> Store:
-        """Return the store on flash; new weights go there one at a time."""
+        """Return the store on flash; new weights go there one at a time.
+
+        Weights that lie there and were never trained are taken only if this run would begin with
+        the same; else they are loaded anew.
+        """
+        if self.recorded is not None:
+            self._store = self._made(layout)
+        else:
+            self._store = self._begun(model, layout, notice)
+        try:
+            if device == "cuda":
+                self._store.page_lock()
+            if self._store.is_new:
+                seed = self._config.run.seed
+                self._store.load(model.initial_weights(seed, list(layout.program.weights)))
+        except BaseException:
+            self._store.close()
+            raise
+        return self._store
+
+    def _made(self, layout: Layout) -> FlashStore:
         shares = layout.shares
         try:
-            self._store = assembly.make_flash_store(
+            return assembly.make_flash_store(
                 self._config, layout.program, shares.store, self._folder
             )
         except BudgetError as error:
             raise BudgetError(f"{error}\n{shares.table}") from None
-        if device == "cuda":
-            self._store.page_lock()
-        weights = model.weights_fingerprint() if self.recorded is None else None
-        if self._store.is_new:
-            seed = self._config.run.seed
-            self._store.remember({"weights": weights})  # durable with the weights, before any step
-            self._store.load(model.initial_weights(seed, list(layout.program.weights)))
-        elif self.recorded is None and weights != (self._found or {}).get("weights"):
-            self._store.close()
+
+    def _begun(self, model: ModelSource, layout: Layout, notice: Notice) -> FlashStore:
+        """Return a store that was never trained: new, or with the weights to begin with."""
+        found, start = self._found or {}, _start(self._config, model)
+        if None not in (known := {found.get("weights"), start["weights"]}) and len(known) > 1:
             raise ConfigError(
                 f"{self._folder} holds the weights of another checkpoint than {model.folder}, not "
                 "trained yet; delete it, or choose another store.flash.path"
             )
-        return self._store
+        try:
+            store = self._made(layout)
+        except OtherStoreError:
+            is_ours = False
+        else:
+            is_ours = store.is_new or found == start
+            if not is_ours:
+                store.close()
+        if not is_ours:
+            notice(
+                f"{self._folder} holds weights that were never trained, and are not those that "
+                "this run begins with: they are loaded anew"
+            )
+            discard_untrained(self._folder)
+            store = self._made(layout)
+        store.remember(start)  # durable with the weights, before any step
+        return store
 
     def begin_save(self, extra: Mapping[str, Any], best: bool) -> None:
         """Wait until the present step is durable; the best is written as safetensors too."""
@@ -191,6 +227,21 @@ class FlashKeeper:
 
     def abandon(self) -> None:
         """Nothing is ever under way here."""
+
+
+def _start(config: Config, model: ModelSource) -> dict[str, Any]:
+    """Return what decides a run's initial weights, as JSON gives it back."""
+    deciding = {
+        key: value
+        for key, value in config.trajectory().items()
+        if key.split(".")[0] in ("model", "lora") or key == "run.seed"
+    }
+    start = {
+        "weights": model.weights_fingerprint(),
+        "values": model.values_fingerprint(),
+        "start": deciding,
+    }
+    return dict(json.loads(json.dumps(start)))
 
 
 def make_keeper(config: Config) -> Keeper:

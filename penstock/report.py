@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from penstock import process_memory
 from penstock.events import Event, RunMeasured, RunStarted, Saved, StepDone
+from penstock.store import FlashTraffic
 
 
 class RunReport:
@@ -17,6 +18,7 @@ class RunReport:
         self._started: RunStarted | None = None
         self._steps: list[StepDone] = []
         self._checkpoint_bytes = 0
+        self._behind = FlashTraffic()
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, RunStarted):
@@ -25,6 +27,10 @@ class RunReport:
             self._steps.append(event)
         elif isinstance(event, Saved):
             self._checkpoint_bytes += event.bytes
+
+    def add_behind(self, traffic: FlashTraffic) -> None:
+        """Count what went to and from flash after the last step, to make it durable."""
+        self._behind = traffic
 
     def measured(self, seconds: float) -> RunMeasured | None:
         """Return what a run of this length did; None if it did no step."""
@@ -41,8 +47,9 @@ class RunReport:
             weight_seconds=sum(s.weight_seconds for s in steps),
             update_seconds=sum(s.update_seconds for s in steps),
             snapshot_seconds=sum(s.snapshot_seconds for s in steps),
-            flash_read_bytes=sum(s.flash_read_bytes for s in steps),
-            flash_written_bytes=sum(s.flash_written_bytes for s in steps),
+            flash_read_bytes=self._behind.read_bytes + sum(s.flash_read_bytes for s in steps),
+            flash_written_bytes=self._behind.written_bytes
+            + sum(s.flash_written_bytes for s in steps),
             flash_rule_read_bytes=started.flash_rule_read_bytes * len(steps),
             flash_rule_written_bytes=started.flash_rule_written_bytes * len(steps),
             checkpoint_bytes=self._checkpoint_bytes,

@@ -92,12 +92,21 @@ class Trainer:
             self.device,
             self._data.sequence_length,
             recorded.get("micro_batch"),
+            recorded.get("slot_bytes"),
         )
         self.program: Program = self._layout.program
         self._initial_weights: str | None = (
             recorded["weights"] if "weights" in recorded else self.model.weights_fingerprint()
         )
         self.store = self._keeper.open(self.model, self._layout, self.device, self._notice)
+        try:
+            self._make_the_rest(recorded)
+        except BaseException:
+            self.close()
+            raise
+
+    def _make_the_rest(self, recorded: Mapping[str, Any]) -> None:
+        """Make what stands around the store: engines, the step, evaluation."""
         self.resumed_from = self.store.step if recorded else None
         self.engines = assembly.make_engines(self.config, self._layout, self.device)
         self.fabric = LocalFabric(len(self.engines))
@@ -143,11 +152,8 @@ class Trainer:
             write_record(self.config)
             self._keep_small_files()
             return self._train()
-        except KeyboardInterrupt:
-            self._keeper.abandon()  # a second Ctrl-C: what is complete is enough
-            raise
-        except Exception as error:
-            self._keep_what_was_begun(error)
+        except BaseException as error:
+            self._end_saving(error)
             raise
         finally:
             lock.release()
@@ -159,13 +165,21 @@ class Trainer:
         if self.model.folder is not None and self.model.folder != kept:
             keep_small_files(self.model.folder, kept)
 
-    def _keep_what_was_begun(self, error: Exception) -> None:
-        """Let a checkpoint that is on its way become complete, though the run ends with `error`."""
+    def _end_saving(self, error: BaseException) -> None:
+        """Leave no checkpoint on its way when the run ends with `error`, which stays what is told.
+
+        After a failure it may still become complete; whoever interrupts does not wait for it.
+        """
         try:
-            self._finish_save()
-        except PenstockError as second:
+            if isinstance(error, Exception):
+                self._finish_save()
+        except BaseException as second:
+            error.add_note(
+                "the last checkpoint that was begun is not complete: "
+                f"{str(second) or type(second).__name__}"
+            )
+        finally:
             self._keeper.abandon()
-            error.add_note(f"the last checkpoint that was begun is not complete: {second}")
 
     def _refuse_stale(self) -> None:
         """Two trainers of one run must not overtake each other."""
@@ -205,6 +219,7 @@ class Trainer:
                 f"run.steps={2 * config.run.steps}"
             )
         self._save_if_new()
+        report.add_behind(self.store.take_flash_traffic())
         summary = {
             "steps": self.step - first_step,
             **({} if last_loss is None else {"loss": last_loss}),
@@ -356,6 +371,7 @@ class Trainer:
         return {
             "trajectory": self.config.trajectory(),
             "micro_batch": self._layout.micro_batch,
+            "slot_bytes": self._layout.slot_bytes,
             "data": dataset.fingerprint if dataset else None,
             "weights": self._initial_weights,
             "best_loss": self._best_loss,
@@ -363,7 +379,8 @@ class Trainer:
         }
 
     def close(self) -> None:
-        """Let go of the store's files and threads, if it has any."""
+        """Give up a checkpoint that is on its way, and let go of the store's files and threads."""
+        self._keeper.abandon()
         self.store.close()
 
     def export(

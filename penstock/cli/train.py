@@ -38,7 +38,8 @@ def train(
     """Train as CONFIG says. A run that was stopped goes on where it was, to the same bits.
 
     Ctrl-C or SIGTERM finishes the step, saves, and prints how to resume; a second one stops at
-    once, and only the step in flight is lost.
+    once. Then a store in memory goes back to the last whole checkpoint, one on flash to its last
+    durable step.
     """
     from penstock.config import check_run, load
 
@@ -97,7 +98,7 @@ class GracefulStop:
                 raise KeyboardInterrupt
             self.signal = number
             # Written at once and by no view: the step in flight may take minutes.
-            os.write(2, b"\nstopping after this step; again to stop now and lose it\n")
+            os.write(2, b"\nstopping after this step; again to stop now, without saving\n")
             request_stop("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
 
         numbers = (signal.SIGINT, signal.SIGTERM)

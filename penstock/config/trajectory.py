@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 # neither weights nor losses. Where the text and a checkpoint to start from are does not matter
 # either: the trainer compares fingerprints of what is in them.
 _DECIDING = ("model", "batch", "precision", "optimizer", "freeze")
+# Keys that runs recorded before they existed, with the value that those runs had.
+_LATER = {"optimizer.moments": "fp32"}
 
 
 def trajectory(config: Config) -> dict[str, Any]:
@@ -26,6 +28,9 @@ def trajectory(config: Config) -> dict[str, Any]:
         _flatten(key, whole[key], flat)
     if "model.hf" in flat:
         flat["model.hf"] = "a checkpoint"
+    for key, value in _LATER.items():
+        if flat[key] == value:
+            del flat[key]
     # Only where they are set: a run from before they existed goes on.
     if config.train:
         flat["train"] = whole["train"]
@@ -52,7 +57,7 @@ def differences(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
     """Return one line per key that differs between a recorded trajectory and this one."""
     lines = []
     for key in dict.fromkeys([*recorded, *now]):
-        old, new = recorded.get(key), now.get(key)
+        old, new = (run.get(key, _LATER.get(key)) for run in (recorded, now))
         if _plain(old) != _plain(new):
             hint = ""
             if key == "optimizer.schedule.decay_steps" and old is not None:

@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 
 import torch
+import xxhash
 from torch import nn
 
 from penstock.errors import CompileError, ConfigError, did_you_mean
@@ -61,3 +62,12 @@ class Built:
                     f"the model has no tensor {name!r}{did_you_mean(name, self._values)}"
                 )
         return ((name, self._values[name].detach()) for name in wanted)
+
+    def fingerprint(self) -> str:
+        """Return a hash of all tensors' names, shapes, types and values."""
+        digest = xxhash.xxh3_128()
+        for name, tensor in self._values.items():
+            digest.update(f"{name}\0{list(tensor.shape)}\0{tensor.dtype}\0".encode())
+            values = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+            digest.update(values.numpy().data)
+        return digest.hexdigest()

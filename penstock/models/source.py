@@ -130,6 +130,7 @@ class ModelSource:
     folder: Path | None = None
     adapters: Mapping[str, Adapter] = field(default_factory=dict)
     _files: WeightFiles | None = field(default=None, repr=False)
+    _built: Built | None = field(default=None, repr=False)
 
     @property
     def class_name(self) -> str:
@@ -203,6 +204,13 @@ class ModelSource:
     def weights_fingerprint(self) -> str | None:
         """Return what tells one folder of weights from another; None for other models."""
         return self._files.fingerprint() if self._files is not None else None
+
+    def values_fingerprint(self) -> str | None:
+        """Return a hash of the values of a module that came built; None for other models.
+
+        It reads all of them.
+        """
+        return self._built.fingerprint() if self._built is not None else None
 
     def parameter_count(self) -> int:
         """Values in all parameters, tied ones counted once."""
@@ -370,7 +378,8 @@ class ModelSource:
         Raises:
             ConfigError, CompileError: a name that does not exist, or a module that cannot be used.
         """
-        return _from_origin(Built(module), **options)
+        built = Built(module)
+        return replace(_from_origin(built, **options), _built=built)
 
 
 def _recorded(config: Any, task: str) -> Deferred:

@@ -17,7 +17,7 @@ from penstock.store.checkpoint import (
 )
 from penstock.store.dram import DramStore
 from penstock.store.huggingface import MAX_SHARD_BYTES, export_huggingface
-from penstock.store.interface import Commit, Store, Traffic, WeightReader
+from penstock.store.interface import Commit, FlashTraffic, Store, Traffic, WeightReader
 from penstock.store.lock import FolderLock
 from penstock.store.optimizers import (
     OPTIMIZER_NAMES,
@@ -42,6 +42,7 @@ __all__ = [
     "CheckpointState",
     "Commit",
     "DramStore",
+    "FlashTraffic",
     "FolderLock",
     "Group",
     "GroupSettings",

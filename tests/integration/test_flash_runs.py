@@ -2,13 +2,18 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from torch import nn
 from typer.testing import CliRunner
 
 from penstock import Trainer
 from penstock.cli.app import app
-from penstock.errors import BudgetError, CorruptionError
+from penstock.data import ArraySource
+from penstock.errors import BudgetError, ConfigError, CorruptionError
 from penstock.events import StepDone
+from penstock.models import InputSpec, ModelSource
 
 ROOT = Path(__file__).parents[2]
 
@@ -110,3 +115,140 @@ def test_budgets_that_cannot_hold_are_refused_with_the_arithmetic(tmp_path):
         Trainer(config(tmp_path / "b", 7, on_flash=True, flash=flash))
     with pytest.raises(BudgetError, match=r"store\.dram: the store of tiny needs [\d,]+ bytes"):
         Trainer(config(tmp_path / "c", 7, on_flash=False, dram="1MiB"))
+
+
+def begun(folder, seed=0, adapters=None, source=None):
+    """Return the weights of a run on flash that has not trained yet, and whether it said so."""
+    words = []
+    settings = {
+        "store": {"flash": {"path": str(folder / "flash")}},
+        "optimizer": {"schedule": {"name": "constant"}},
+        "batch": {"size": 4},
+        "run": {"dir": str(folder), "seed": seed, "steps": 2},
+    }
+    if adapters is not None:
+        settings["lora"] = {"rank": adapters, "targets": ["0.weight"]}
+    trainer = Trainer(
+        settings,
+        model=source or ModelSource.from_factory("test_flash_runs:two_layers", **SHAPES),
+        source=ArraySource(
+            {"input": np.ones((8, 6), np.float32), "target": np.ones((8, 2), np.float32)}
+        ),
+        on_event=words.append,
+    )
+    weights = {name: trainer.store.master(name) for name in trainer.program.weights}
+    trainer.close()
+    return weights, any("loaded anew" in str(word) for word in words)
+
+
+SHAPES = {
+    "inputs": {"input": InputSpec((6,))},
+    "targets": {"target": InputSpec((2,))},
+    "loss": nn.functional.mse_loss,
+}
+
+
+def two_layers():
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2))
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def plain(seed):
+    torch.manual_seed(seed)
+    return two_layers()
+
+
+def test_weights_that_never_trained_are_those_of_the_run_that_trains_them(tmp_path):
+    for seed, is_anew in ((0, False), (0, False), (1, True), (0, True)):
+        weights, said = begun(tmp_path, seed)
+        assert same(weights, dict(plain(seed).named_parameters())), seed
+        assert said == is_anew
+
+
+def test_of_a_module_that_came_built_its_own_values_are_taken(tmp_path):
+    for seed, is_anew in ((5, False), (6, True), (6, False)):
+        module = plain(seed)
+        weights, said = begun(tmp_path, source=ModelSource.from_module(module, **SHAPES))
+        assert same(weights, dict(module.named_parameters()))
+        assert said == is_anew
+
+
+def test_adapters_and_frozen_weights_that_never_trained_are_made_anew(tmp_path):
+    first, _ = begun(tmp_path / "run", 0, adapters=2)
+    second, said = begun(tmp_path / "run", 1, adapters=2)
+    wanted, _ = begun(tmp_path / "other", 1, adapters=2)
+    assert said
+    assert same(second, wanted)
+    assert not same(first, second)
+    wider, said = begun(tmp_path / "run", 1, adapters=3)  # another layout on flash
+    assert said
+    assert wider.keys() == second.keys()
+    assert not same(wider, second)
+
+
+class Block(nn.Module):
+    """One stage, unless that is too much for an engine."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two, self.three = (nn.Linear(256, 256) for _ in range(3))
+
+    def forward(self, x):
+        return x + self.three(self.two(self.one(x).tanh()).tanh())
+
+
+def blocks():
+    return nn.Sequential(nn.Linear(6, 256), Block(), Block(), nn.Linear(256, 2))
+
+
+def of_blocks(folder, steps, engine, **flash):
+    settings = {
+        "store": {"flash": {"path": str(folder / "flash"), **flash}},
+        "optimizer": {"schedule": {"name": "constant"}},
+        "batch": {"size": 4, "micro": 4},
+        "engine": {"memory": engine},
+        "run": {"dir": str(folder), "steps": steps},
+    }
+    return Trainer(
+        settings,
+        model=ModelSource.from_factory("test_flash_runs:blocks", **SHAPES),
+        source=ArraySource(
+            {"input": np.ones((8, 6), np.float32), "target": np.ones((8, 2), np.float32)}
+        ),
+    )
+
+
+def test_a_run_goes_on_with_another_memory_for_its_engines(tmp_path):
+    """The files are laid out by the stages, which stay cut as the run began."""
+    for steps, engine in ((1, "1300KiB"), (2, "64MiB")):
+        trainer = of_blocks(tmp_path / "cut", steps, engine)
+        trainer.train()
+        trainer.close()
+    stages = len(trainer.program.stages)
+    trainer = of_blocks(tmp_path / "whole", 1, "64MiB")
+    trainer.train()
+    trainer.close()
+    assert trainer.step == 1
+    assert stages > len(trainer.program.stages)
+    with pytest.raises(ConfigError, match=r"this model with its stages cut otherwise.*memory"):
+        of_blocks(tmp_path / "whole", 2, "1300KiB")
+
+
+@pytest.mark.parametrize(
+    "what", ["penstock.models.ModelSource.initial_weights", "penstock.assembly.make_engines"]
+)
+@pytest.mark.parametrize("error", [CorruptionError("a damaged file"), KeyboardInterrupt()])
+def test_a_trainer_that_is_never_made_leaves_no_store_open(what, error, tmp_path, monkeypatch):
+    def fails(*_, **__):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(what, fails)
+        with pytest.raises(type(error)) as raised:
+            begun(tmp_path)
+    weights, _ = begun(tmp_path)
+    assert same(weights, dict(plain(0).named_parameters()))
+    del raised  # its traceback held what the first trainer had made

@@ -1,6 +1,8 @@
 """The trainer besides its arithmetic: when it stops, what it keeps, and what it refuses to do."""
 
 import dataclasses
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ from plain_training import Recipe, trainer_of
 from tiny_models import CASES, CONTRASTIVE, IGNORED, Case, language_model, with_rows
 from torch import nn
 
-from penstock.errors import DataError, NonFiniteError, NoTrainingError
+from penstock.errors import DataError, NonFiniteError, NoTrainingError, StorageError
 from penstock.events import Evaluated, Finished, Notice, Saved, Stopped
 from penstock.models import InputSpec, ModelSource
 from penstock.store import find_checkpoint, read_state
@@ -332,3 +334,78 @@ def test_rows_that_are_views_with_gaps_train_as_their_copies(tmp_path):
         )
         losses.append(trainer.train()["loss"])
     assert losses[0] == losses[1]
+
+
+# Checkpoints that are on their way when the run ends
+
+
+def slow_disk(monkeypatch):
+    """Let writing a checkpoint take until it is given up; return the writers that are at work."""
+
+    def write(snapshot, *_, **__):
+        while not snapshot.is_closed:
+            time.sleep(0.01)
+        raise StorageError("given up")
+
+    monkeypatch.setattr("penstock.store.checkpoint.background.write_checkpoint", write)
+    return lambda: [t for t in threading.enumerate() if t.name == "penstock saver"]
+
+
+def test_whoever_interrupts_the_wait_for_a_checkpoint_leaves_no_writer(tmp_path, monkeypatch):
+    writers = slow_disk(monkeypatch)
+    seen = []
+
+    def interrupted(self):
+        seen.extend(writers())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("penstock.store.BackgroundSave.wait", interrupted)
+    trainer, _ = listening(CONTRASTIVE, Recipe(steps=6), tmp_path, checkpoint={"every": 1})
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert seen
+    assert not writers()
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
+def test_a_run_that_is_left_leaves_no_writer(error, tmp_path, monkeypatch):
+    writers = slow_disk(monkeypatch)
+    trainer, _ = trainer_of(CONTRASTIVE, Recipe(steps=6), tmp_path, checkpoint={"every": 1})
+
+    def leave(event):
+        if writers():
+            raise error
+
+    trainer._listener = leave
+    with pytest.raises(type(error)):
+        trainer.train()
+    assert not writers()
+
+
+def test_what_fails_on_the_way_out_does_not_hide_why_the_run_ended(tmp_path, monkeypatch):
+    writers = slow_disk(monkeypatch)
+    trainer, _ = trainer_of(CONTRASTIVE, Recipe(steps=6), tmp_path, checkpoint={"every": 1})
+
+    def interrupted(self):
+        raise KeyboardInterrupt
+
+    def leave(event):
+        if writers():
+            monkeypatch.setattr("penstock.store.BackgroundSave.wait", interrupted)
+            raise ValueError("the listener's own")
+
+    trainer._listener = leave
+    with pytest.raises(ValueError, match="the listener's own") as raised:
+        trainer.train()
+    assert "not complete: KeyboardInterrupt" in raised.value.__notes__[0]
+    assert not writers()
+
+
+def test_closing_a_trainer_ends_its_writer(tmp_path, monkeypatch):
+    writers = slow_disk(monkeypatch)
+    trainer, _ = trainer_of(CONTRASTIVE, Recipe(steps=6), tmp_path)
+    trainer.run_step()
+    trainer._begin_save()
+    assert writers()
+    trainer.close()
+    assert not writers()

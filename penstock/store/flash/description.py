@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +24,82 @@ def describe(layout: FlashLayout, block_elements: int, keep_steps: int) -> dict[
     }
 
 
+class OtherStoreError(ConfigError):
+    """The store on flash was made for something else than is asked of it now."""
+
+
 def require_same(folder: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Refuse a store that was made for something else, naming what differs."""
+    """Refuse a store that was made for something else, naming what differs.
+
+    Raises:
+        OtherStoreError: it was.
+        ConfigError: it is no store, or one of a newer format.
+    """
     require_readable(folder, found)
+    difference = _difference(found, wanted)
+    if difference is not None:
+        raise OtherStoreError(f"{folder} {difference}")
+
+
+def _difference(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str | None:
+    """Return in words what a store has that differs from what is wanted, and what to do."""
+    old, new = found.get("units"), wanted["units"]
+    if old != new:
+        return _unit_difference(old, new)
+    steps = str(found.get("keep_steps"))[:40]
+    if found.get("keep_steps") != wanted["keep_steps"]:
+        return (
+            f"was made to keep {steps} durable steps, the configuration says "
+            f"{wanted['keep_steps']}; set store.flash.keep_steps to {steps}"
+        )
     for key in wanted:
         if found.get(key) != wanted[key]:
-            raise ConfigError(
-                f"{folder} holds the state of another model or optimizer ({key} differs); choose "
-                "another store.flash.path, or go back to what it was made with"
+            return (
+                f"was made with {key} {str(found.get(key))[:40]}, this Penstock uses {wanted[key]}"
             )
+    return None
+
+
+def _unit_difference(old: Any, new: Sequence[Mapping[str, Any]]) -> str:
+    other = "holds the state of another model or optimizer"
+    advice = "choose another store.flash.path, or go back to what it was made with"
+    try:
+        was, now = _by_weight(old), _by_weight(new)
+        stages, stages_now = _stages(old), _stages(new)
+    except (TypeError, KeyError, AttributeError):
+        return f"{other}: its first record does not say which; {advice}"
+    for name in dict.fromkeys([*was, *now]):
+        if name not in now or name not in was:
+            where = "the store, not in the model" if name in was else "the model, not in the store"
+            return f"{other}: {name!r} is in {where}; {advice}"
+        for key, before in was[name].items():
+            after = now[name][key]
+            if before != after:
+                return f"{other}: {name!r}: {key} {str(before)[:200]} there, {after} now; {advice}"
+    return (
+        f"holds the state of this model with its stages cut otherwise ({stages} stages with "
+        f"weights there, {stages_now} now): engine.memory, or the memory that is free, is not "
+        "what it was; set engine.memory to what the run was started with"
+    )
+
+
+def _by_weight(units: Any) -> dict[str, dict[str, Any]]:
+    """Return what is said of each weight by itself, in the words of people."""
+    return {
+        name: {
+            "shape": list(shape),
+            "trainable": unit["trainable"],
+            "streamed as": "bf16" if unit["split"] else "fp32",
+            "optimizer state": ", ".join(f"{r['name']} ({r['dtype']})" for r in unit["roles"])
+            or "none",
+        }
+        for unit in units
+        for name, shape in unit["weights"].items()
+    }
+
+
+def _stages(units: Any) -> int:
+    return len({unit["stage"] for unit in units})
 
 
 def require_readable(folder: Path, found: Mapping[str, Any]) -> None:

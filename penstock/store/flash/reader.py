@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import ConfigError, CorruptionError
+from penstock.store import files
 from penstock.store.flash.description import require_readable
 from penstock.store.flash.journal import Journal, Record, read_records
 from penstock.store.flash.layout import FlashLayout
@@ -193,6 +194,24 @@ def repair(folder: Path) -> int:
     """
     with FlashReader(folder, to_the_damage=True) as reader:
         return reader.repair()
+
+
+def discard_untrained(folder: Path) -> None:
+    """Forget a store in which no step was ever committed: the next one in `folder` is new.
+
+    Raises:
+        ConfigError: there is no store, its format is newer, or it has been trained.
+        StorageError: a process has it open.
+    """
+    with FlashReader(folder) as reader:
+        if any(step > 0 for step in reader.steps):
+            raise ConfigError(
+                f"{folder} has been trained to step {reader.steps[-1]}; choose another "
+                "store.flash.path"
+            )
+        with files.storage_errors(folder, 0):
+            (folder / JOURNAL).unlink()  # without it the extents do not count
+            files.sync_folder(folder)
 
 
 def _layout(journal: Path, content: Mapping[str, Any]) -> FlashLayout:

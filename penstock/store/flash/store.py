@@ -11,7 +11,9 @@ and its weights are read once more for the backward sweep unless they are still 
 from __future__ import annotations
 
 import atexit
+import functools
 import math
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -144,7 +146,8 @@ class FlashStore:
             opened.callback(self._pipeline.close)
             self._opened = opened.pop_all()
         # Threads that are left to the interpreter's end can hang it, within the OpenMP pools.
-        atexit.register(self.close)
+        self._at_exit = functools.partial(_close_if_alive, weakref.ref(self))
+        atexit.register(self._at_exit)
 
     # Making, opening and closing
 
@@ -205,7 +208,7 @@ class FlashStore:
         if self._is_closed:
             return
         self._is_closed = True
-        atexit.unregister(self.close)
+        atexit.unregister(self._at_exit)
         self._opened.close()
 
     def page_lock(self) -> None:
@@ -501,6 +504,12 @@ class FlashStore:
     def _require_loaded(self) -> None:
         if not self._is_loaded:
             raise RuntimeError("the store holds no weights yet: load them, or restore a checkpoint")
+
+
+def _close_if_alive(store: weakref.ref[FlashStore]) -> None:
+    alive = store()
+    if alive is not None:
+        alive.close()
 
 
 def _part(unit: Unit, state: Mapping[str, np.ndarray], here: slice) -> dict[str, np.ndarray]:

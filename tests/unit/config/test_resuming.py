@@ -81,6 +81,16 @@ def test_the_trajectory_is_json():
     made().check_resumable(json.loads(json.dumps(values)))
 
 
+def test_a_run_from_before_a_key_existed_goes_on_and_one_that_recorded_its_default_too():
+    plain, other = made(), made(optimizer={"moments": "8bit"})
+    before = {key: value for key, value in plain.trajectory().items() if "moments" not in key}
+    assert plain.trajectory() == before
+    for recorded in (before, {**before, "optimizer.moments": "fp32"}):
+        plain.check_resumable(recorded)
+        with pytest.raises(ConfigError, match='moments: "fp32" in the run, "8bit" now'):
+            other.check_resumable(recorded)
+
+
 def test_a_refusal_to_resume_names_the_keys_and_both_values(tmp_path):
     run = {"dir": str(tmp_path), "steps": 100}
     with_checkpoint(made(run=run))

@@ -377,10 +377,17 @@ def test_another_model_or_optimizer_is_refused(flash):
     flash(make_program(LAYERS)).close()
     with pytest.raises(ConfigError, match="holds the state of another model or optimizer"):
         flash(make_program(DEEP))
-    with pytest.raises(ConfigError, match="holds the state of another model or optimizer"):
+    state = r": optimizer state exp_avg \(float32\), .* there, exp_avg \(float32\) now"
+    with pytest.raises(ConfigError, match=f"another model or optimizer: .*{state}"):
         flash(make_program(LAYERS), optimizer=Lion())
     assert len(os.listdir("/proc/self/fd")) == before
     flash(make_program(LAYERS))
+
+
+def test_another_number_of_steps_to_keep_is_no_other_model(flash):
+    flash(make_program(LAYERS), keep_steps=2).close()
+    with pytest.raises(ConfigError, match=r"made to keep 2 durable steps.*keep_steps to 2"):
+        flash(make_program(LAYERS), keep_steps=3)
 
 
 def test_a_budget_that_is_too_small_says_what_is_needed(flash):
