@@ -34,7 +34,7 @@ class RunReport:
 
     def measured(self, seconds: float) -> RunMeasured | None:
         """Return what a run of this length did; None if it did no step."""
-        steps, started = self._steps, self._started
+        steps, started, behind = self._steps, self._started, self._behind
         if not steps or started is None:
             return None
         return RunMeasured(
@@ -47,7 +47,7 @@ class RunReport:
             weight_seconds=sum(s.weight_seconds for s in steps),
             update_seconds=sum(s.update_seconds for s in steps),
             snapshot_seconds=sum(s.snapshot_seconds for s in steps),
-            flash_read_bytes=self._behind.read_bytes + sum(s.flash_read_bytes for s in steps),
+            flash_read_bytes=behind.read_bytes + sum(s.flash_read_bytes for s in steps),
             flash_written_bytes=self._behind.written_bytes
             + sum(s.flash_written_bytes for s in steps),
             flash_rule_read_bytes=started.flash_rule_read_bytes * len(steps),
