@@ -7,7 +7,7 @@ early stop, and what follows training (export, generation). Notebooks use the sa
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from penstock.errors import (
     DataError,
     NonFiniteError,
     NoTrainingError,
-    PenstockError,
 )
 from penstock.evaluation import Evaluator
 from penstock.events import (
@@ -31,7 +30,6 @@ from penstock.events import (
     Listener,
     Notice,
     RunStarted,
-    Saved,
     StepDone,
     Stopped,
     broadcast,
@@ -44,8 +42,9 @@ from penstock.metrics import recorder
 from penstock.models import ModelSource, keep_small_files
 from penstock.program import Program
 from penstock.report import RunReport
+from penstock.saving import Saver
 from penstock.step import StepRunner
-from penstock.store import MAX_SHARD_BYTES, FolderLock, SavedCheckpoint
+from penstock.store import MAX_SHARD_BYTES, FolderLock
 
 
 class Trainer:
@@ -128,8 +127,13 @@ class Trainer:
         self._writer: Writer | None = None
         self._best_loss: float | None = recorded.get("best_loss")
         self._evaluations_since_best: int = recorded.get("evaluations_since_best", 0)
-        self._saved_step = self.resumed_from
-        self._last_save = time.monotonic()
+        self._saver = Saver(
+            self._keeper,
+            self.config.checkpoint,
+            self._extra,
+            lambda event: self._tell(event),
+            self.resumed_from,
+        )
         self._stop_reason: str | None = None
 
     @property
@@ -153,7 +157,7 @@ class Trainer:
             self._keep_small_files()
             return self._train()
         except BaseException as error:
-            self._end_saving(error)
+            self._saver.end(error)
             raise
         finally:
             lock.release()
@@ -164,22 +168,6 @@ class Trainer:
         kept = self.config.run.dir / KEPT
         if self.model.folder is not None and self.model.folder != kept:
             keep_small_files(self.model.folder, kept)
-
-    def _end_saving(self, error: BaseException) -> None:
-        """Leave no checkpoint on its way when the run ends with `error`, which stays what is told.
-
-        After a failure it may still become complete; whoever interrupts does not wait for it.
-        """
-        try:
-            if isinstance(error, Exception):
-                self._finish_save()
-        except BaseException as second:
-            error.add_note(
-                "the last checkpoint that was begun is not complete: "
-                f"{str(second) or type(second).__name__}"
-            )
-        finally:
-            self._keeper.abandon()
 
     def _refuse_stale(self) -> None:
         """Two trainers of one run must not overtake each other."""
@@ -205,20 +193,20 @@ class Trainer:
         while self.step < config.run.steps and self._stop_reason is None:
             try:
                 last_loss = self.run_step().loss
-                self._tell_saved(self._keeper.poll)
+                self._saver.poll()
             except NonFiniteError:
-                self._save_if_new()  # what is committed is good
+                self.save()  # what is committed is good
                 raise
             if config.evaluation.every and self.step % config.evaluation.every == 0:
                 self._evaluate_and_judge()
-            if self._is_save_due():
-                self._begin_save()
+            if self._saver.is_due(self.step):
+                self._saver.begin(self.step)
         if self.step == first_step and self.step >= config.run.steps:
             self._notice(
                 f"the run already has its {config.run.steps} steps; nothing to do. To train on: "
                 f"run.steps={2 * config.run.steps}"
             )
-        self._save_if_new()
+        self.save()
         report.add_behind(self.store.take_flash_traffic())
         summary = {
             "steps": self.step - first_step,
@@ -317,7 +305,7 @@ class Trainer:
         seconds = time.perf_counter() - started
         self._tell(Evaluated.of(found, self.step, seconds, best))
         if best and self.config.checkpoint.best:
-            self._begin_save(best=True)
+            self._saver.begin(self.step, best=True)
         patience = self.config.evaluation.early_stop_patience
         if self._out_of_patience():
             self.request_stop(f"no better held-out loss in {patience} evaluations")
@@ -326,44 +314,9 @@ class Trainer:
         patience = self.config.evaluation.early_stop_patience
         return patience is not None and self._evaluations_since_best >= patience
 
-    def _is_save_due(self) -> bool:
-        section = self.config.checkpoint
-        if section.every is not None and self.step % section.every == 0:
-            return True
-        minutes = section.every_minutes
-        return minutes is not None and time.monotonic() - self._last_save >= 60 * minutes
-
-    def _save_if_new(self) -> None:
-        if self._saved_step != self.step:
-            self.save()
-        else:
-            self._finish_save()
-
     def save(self) -> None:
         """Make the last committed step survive; as a checkpoint, if the store is in memory."""
-        self._begin_save()
-        self._finish_save()
-
-    def _begin_save(self, best: bool = False) -> None:
-        """Begin to make the last committed step survive, behind the one that was begun before."""
-        if self._saved_step == self.step and not best:
-            return
-        self._finish_save()
-        self._keeper.begin_save(self._extra(), best)
-        self._saved_step, self._last_save = self.step, time.monotonic()
-
-    def _finish_save(self) -> None:
-        """Return when the step that was begun to be saved survives."""
-        self._tell_saved(self._keeper.finish)
-
-    def _tell_saved(self, get: Callable[[], SavedCheckpoint | None]) -> None:
-        try:
-            saved = get()
-        except PenstockError:
-            self._saved_step = None  # the next attempt begins anew
-            raise
-        if saved is not None:
-            self._tell(Saved(saved.step, saved.folder, saved.seconds, saved.bytes))
+        self._saver.save(self.step)
 
     def _extra(self) -> dict[str, Any]:
         """Return what a resumed run needs to know beside the store."""

@@ -3,6 +3,7 @@
 Nothing here imports torch, so that a mistake in a file is answered at once.
 """
 
+from penstock.config.checkpoint import CheckpointConfig
 from penstock.config.load import check_data, load
 from penstock.config.lora import LoraConfig
 from penstock.config.model import (
@@ -21,6 +22,7 @@ from penstock.config.size import ByteSize, size_above
 
 __all__ = [
     "ByteSize",
+    "CheckpointConfig",
     "Config",
     "FactoryModel",
     "GroupConfig",

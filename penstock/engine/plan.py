@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from penstock.config.size import size_above
+from penstock.config import size_above
 from penstock.errors import BudgetError
 from penstock.program import Program, Stage
 

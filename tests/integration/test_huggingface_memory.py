@@ -25,6 +25,7 @@ def last_line(*command) -> object:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_import_and_export_take_no_more_memory_for_a_deeper_model(tmp_path):
     shallow, deep = last_line(HERE / "huggingface_memory.py", tmp_path, 1, 8)
     assert deep["float32_bytes"] > 6 * shallow["float32_bytes"]

@@ -1,6 +1,7 @@
 """What a run leaves in its folder, whoever started it."""
 
 import os
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -92,6 +93,7 @@ def test_an_update_that_was_interrupted_is_never_made_twice(tmp_path, monkeypatc
             f"the update of {calls[-1]} was interrupted half-way, so the weights are those of no "
             "step; open the run again, it goes on from its last checkpoint"
         )
+        assert "penstock saver" not in [thread.name for thread in threading.enumerate()]
     again = Trainer(settings)
     assert again.step == 2
     again.train()

@@ -405,7 +405,7 @@ def test_closing_a_trainer_ends_its_writer(tmp_path, monkeypatch):
     writers = slow_disk(monkeypatch)
     trainer, _ = trainer_of(CONTRASTIVE, Recipe(steps=6), tmp_path)
     trainer.run_step()
-    trainer._begin_save()
+    trainer._saver.begin(trainer.step)
     assert writers()
     trainer.close()
     assert not writers()
