@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from penstock.budget import Budget, Shares
+from penstock.budget import Shares
 from penstock.compiler import CompileOptions, Precision, compile_module, select_trainable
 from penstock.config import (
     Config,
@@ -55,12 +55,7 @@ from penstock.store import (
 )
 from penstock.store.flash import FlashStore
 
-# Beyond this many tokens a micro-batch gains nothing: the products are large enough.
-_MICRO_BATCH_TOKENS = {"cpu": 4096, "cuda": 32768}
-_LEAST_TOKENS = 512  # of a micro-batch; smaller products spend their time on starting
 _SPARE_VOCABULARY = 2  # times what is used; beyond, it was not meant
-_ENGINES = 8  # that a configuration may ask for; see `config/root.py`
-_BUDGET_SLOTS = 4  # a stage of a quarter of the budget leaves room for slots and activations
 _MASK_TOKENS = ("[MASK]", "<mask>")
 _FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -207,99 +202,6 @@ def _buffers(source: ModelSource) -> dict[str, torch.Tensor]:
     return {**known, **real}
 
 
-@dataclass(frozen=True)
-class Layout:
-    """How a step's batch is divided, what an engine keeps of it, and what every part may use.
-
-    `slot_bytes` is what the program's stages had to fit, if anything.
-    """
-
-    program: Program
-    plan: EnginePlan
-    sequence_length: int
-    micro_batch: int
-    micro_batches: int
-    shares: Shares
-    slot_bytes: int | None
-
-    @property
-    def budget_bytes(self) -> int:
-        """The budget of one engine."""
-        return self.shares.engine
-
-
-def lay_out(
-    config: Config,
-    source: ModelSource,
-    device: str,
-    length: int,
-    recorded_micro_batch: int | None = None,
-    recorded_slot_bytes: int | None = None,
-) -> Layout:
-    """Choose the micro-batch of sequences of `length`, compile, and decide what is recomputed.
-
-    With `batch.micro: auto` it is the largest divisor of the batch that is not beyond what helps
-    and, unless that makes it small, leaves `_ENGINES` engines a micro-batch each. The number of
-    engines itself must not decide it, or it would decide the last bits. A resumed run keeps the
-    micro-batch and the cut that it was started with. Where a step does not fit the budget, stages
-    are cut smaller, then (auto) the micro-batch is.
-
-    **Raises:** `BudgetError` if not even single sequences fit.
-    """
-    problem: BudgetError | None = None
-    for micro_batch in _micro_batch_candidates(config, length, device, recorded_micro_batch):
-        micro_batches = config.batch.size // micro_batch
-        if micro_batches < config.engines:
-            raise ConfigError(
-                f"engines: {config.engines} engines cannot share {micro_batches} micro-batch(es) "
-                f"of {micro_batch}; lower batch.micro or engines, or raise batch.size"
-            )
-        per_engine = -(-micro_batches // config.engines)
-        slot_bytes = recorded_slot_bytes
-        for _ in ("stages as they are, or were", "stages cut to what an engine may use"):
-            try:
-                program = compile_source(
-                    source,
-                    micro_batch=micro_batch,
-                    length=length,
-                    precision=config.precision,
-                    device=device,
-                    train=config.train,
-                    freeze=config.freeze,
-                    slot_bytes=slot_bytes,
-                )
-            except BudgetError as error:
-                problem = problem or error
-                continue
-            fitted = slot_bytes
-            budget = Budget(config, program, per_engine, device, _optimizer(config).roles)
-            try:
-                engine_bytes = budget.engine_bytes()
-                slot_bytes = engine_bytes // _BUDGET_SLOTS
-                plan = budget.plan(engine_bytes)
-                shares = budget.divide(plan, engine_bytes)
-            except BudgetError as error:
-                problem = problem or error
-                continue
-            return Layout(program, plan, length, micro_batch, micro_batches, shares, fitted)
-    assert problem is not None
-    raise problem
-
-
-def _micro_batch_candidates(
-    config: Config, length: int, device: str, recorded: int | None
-) -> list[int]:
-    size = config.batch.size
-    if config.batch.micro != "auto":
-        return [int(config.batch.micro)]
-    if recorded is not None and size % recorded == 0:
-        return [recorded]
-    share = size * length // _ENGINES
-    tokens = max(_LEAST_TOKENS, min(share, _MICRO_BATCH_TOKENS[device]))
-    most = max(1, tokens // length)
-    return [c for c in range(min(most, size), 0, -1) if size % c == 0]
-
-
 def make_store(
     config: Config,
     program: Program,
@@ -313,7 +215,7 @@ def make_store(
     store = DramStore(
         program,
         config.precision,
-        optimizer=_optimizer(config),
+        optimizer=optimizer_of(config),
         groups=_groups(config, program),
         schedule=_schedule(config),
         clip_norm=config.optimizer.clip_norm,
@@ -339,7 +241,7 @@ def make_flash_store(config: Config, program: Program, dram_bytes: int, folder: 
     return FlashStore(
         program,
         folder,
-        optimizer=_optimizer(config),
+        optimizer=optimizer_of(config),
         groups=_groups(config, program),
         schedule=_schedule(config),
         dram_bytes=dram_bytes,
@@ -351,7 +253,8 @@ def make_flash_store(config: Config, program: Program, dram_bytes: int, folder: 
     )
 
 
-def _optimizer(config: Config) -> Optimizer:
+def optimizer_of(config: Config) -> Optimizer:
+    """Return the configured optimizer."""
     section = config.optimizer
     hyper: dict[str, Any] = {
         "adamw": {"beta1": section.betas[0], "beta2": section.betas[1], "epsilon": section.eps},
@@ -393,15 +296,17 @@ def _schedule(config: Config) -> Schedule:
     )
 
 
-def make_engines(config: Config, layout: Layout, device: str) -> list[Engine]:
-    """Return the engines of this process, each with its own budget."""
-    if device == "cpu" and layout.shares.keep_pages:
+def make_engines(
+    program: Program, plan: EnginePlan, shares: Shares, engines: int, device: str
+) -> list[Engine]:
+    """Return that many engines of this process, each with its own budget."""
+    if device == "cpu" and shares.keep_pages:
         keep_freed_pages()
     elif device == "cpu":
         return_freed_pages()
     return [
-        TorchEngine(layout.program, layout.plan, device=device, budget_bytes=layout.budget_bytes)
-        for _ in range(config.engines)
+        TorchEngine(program, plan, device=device, budget_bytes=shares.engine)
+        for _ in range(engines)
     ]
 
 

@@ -21,6 +21,7 @@ from penstock.engine import Batch, EnginePlan, TorchEngine
 from penstock.errors import DataError
 from penstock.models import ModelSource
 from penstock.program import Program
+from penstock.step_layout import Layout
 from penstock.store import Store
 
 Rows = dict[str, torch.Tensor]
@@ -56,7 +57,7 @@ class Evaluator:
         self,
         config: Config,
         model: ModelSource,
-        layout: assembly.Layout,
+        layout: Layout,
         store: Store,
         held_out: Source,
         device: str,

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from penstock import assembly
-from penstock.assembly import Layout
 from penstock.config import Config
 from penstock.errors import BudgetError, ConfigError
 from penstock.models import ModelSource
+from penstock.step_layout import Layout
 from penstock.store import (
     BackgroundSave,
     DramStore,

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 
 from penstock import process_memory
-from penstock.assembly import Layout, to_tensors
+from penstock.assembly import to_tensors
 from penstock.data import IGNORED_LABEL, Source
 from penstock.engine import Batch, Engine, PendingGradients
 from penstock.errors import DataError, NonFiniteError
@@ -22,6 +22,7 @@ from penstock.events import StepDone
 from penstock.fabric import Fabric
 from penstock.models import ModelSource
 from penstock.program import Stage, backward_fetch
+from penstock.step_layout import Layout
 from penstock.store import Store
 from penstock.tree import share
 

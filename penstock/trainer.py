@@ -44,6 +44,7 @@ from penstock.program import Program
 from penstock.report import RunReport
 from penstock.saving import Saver
 from penstock.step import StepRunner
+from penstock.step_layout import lay_out
 from penstock.store import MAX_SHARD_BYTES, FolderLock
 
 
@@ -85,7 +86,7 @@ class Trainer:
         else:
             length = assembly.sequence_length(self.config, self.model)
             self._data = assembly.TrainingData(source, held_out, None, length)
-        self._layout = assembly.lay_out(
+        self._layout = lay_out(
             self.config,
             self.model,
             self.device,
@@ -107,7 +108,13 @@ class Trainer:
     def _make_the_rest(self, recorded: Mapping[str, Any]) -> None:
         """Make what stands around the store: engines, the step, evaluation."""
         self.resumed_from = self.store.step if recorded else None
-        self.engines = assembly.make_engines(self.config, self._layout, self.device)
+        self.engines = assembly.make_engines(
+            self._layout.program,
+            self._layout.plan,
+            self._layout.shares,
+            self.config.engines,
+            self.device,
+        )
         self.fabric = LocalFabric(len(self.engines))
         self._runner = StepRunner(
             self.model,

@@ -14,7 +14,6 @@ from penstock.config.model import (
     PresetModel,
 )
 from penstock.config.optimizer import GroupConfig, OptimizerConfig
-from penstock.config.patterns import matches, matching
 from penstock.config.record import check_run, load_run, write_record
 from penstock.config.root import Config
 from penstock.config.schedule import ScheduleConfig
@@ -37,8 +36,6 @@ __all__ = [
     "check_run",
     "load",
     "load_run",
-    "matches",
-    "matching",
     "size_above",
     "write_record",
 ]

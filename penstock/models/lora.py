@@ -21,9 +21,9 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
-from penstock.config import matching
 from penstock.errors import CompileError, ConfigError
 from penstock.models.deferred import TensorNames
+from penstock.patterns import matching
 
 if TYPE_CHECKING:
     from penstock.models.source import _Origin

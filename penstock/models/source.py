@@ -5,10 +5,7 @@ be exported; weights come from `initial_weights`, one after the other, so GPT-3 
 described on a laptop. All names given out are those of the user's model's own `state_dict()`.
 """
 
-import importlib
 import inspect
-import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -40,6 +37,7 @@ from penstock.models.objective import (
 )
 from penstock.models.presets import resolve_preset
 from penstock.models.pretrained import Pretrained
+from penstock.models.reference import load_reference
 from penstock.models.weight_files import WeightFiles
 
 SEQUENCE = "sequence_length"
@@ -481,38 +479,6 @@ def _from_origin(
         hf_config=config,
         _origin=origin,
     )
-
-
-def load_reference(reference: str) -> Callable[..., Any]:
-    """Import `package.module:function`, from the current folder too, as `python -m` would.
-
-    Raises:
-        ConfigError: the module or the function does not exist, or it cannot be called.
-    """
-    module_name, colon, attribute = reference.partition(":")
-    if not (module_name and colon and attribute):
-        raise ConfigError(f"expected package.module:function, got {reference!r}")
-    folder = os.getcwd()
-    if folder not in sys.path and "" not in sys.path:
-        sys.path.append(folder)
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"cannot import {module_name} for {reference!r}: {error}; looked in the current "
-            f"folder {folder} and on PYTHONPATH"
-        ) from error
-    except Exception as error:
-        kind = type(error).__name__
-        raise ConfigError(f"importing {module_name} failed: {kind}: {error}") from error
-    found = getattr(module, attribute, None)
-    if found is None:
-        raise ConfigError(
-            f"{module_name} has no {attribute!r}{did_you_mean(attribute, vars(module))}"
-        )
-    if not callable(found):
-        raise ConfigError(f"{reference} is a {type(found).__name__}, expected a function")
-    return found
 
 
 def _specs(inputs: Inputs) -> dict[str, InputSpec]:

@@ -22,9 +22,9 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from penstock.config import matches
 from penstock.errors import ConfigError, did_you_mean
 from penstock.models.weight_files import FLOATS, StoredTensor
+from penstock.patterns import matches
 
 _SHOWN = 5
 _LEFT_OUT = re.compile(

@@ -5,8 +5,7 @@ flat arrays by role, one fused pass per weight. Moments are float32, or 8 bits p
 scale per `GROUP` elements (`kernels/moments.py`), which is then a role of its own.
 """
 
-import fnmatch
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -14,6 +13,7 @@ import numpy as np
 import xxhash
 
 from penstock.errors import ConfigError, did_you_mean
+from penstock.patterns import closest, matches
 from penstock.store.roles import Role
 
 if TYPE_CHECKING:
@@ -310,16 +310,6 @@ class GroupSettings:
     """Index of the group that matched; None for the default."""
 
 
-def _closest(pattern: str, names: Iterable[str]) -> str:
-    """A suggestion for a pattern that matches nothing: a weight or an ending it may have meant."""
-    names = list(names)
-    hint = did_you_mean(pattern, names)
-    if hint or not pattern.startswith("*"):
-        return hint
-    ending = len(pattern) - 1
-    return did_you_mean(pattern, ["*" + name[-ending:] for name in names]) if ending else ""
-
-
 def assign_groups(
     weights: Mapping[str, tuple[int, ...]],
     groups: Sequence[Group],
@@ -347,7 +337,7 @@ def assign_groups(
     used = [False] * len(groups)
     matched: list[list[int]] = []
     for name, shape in weights.items():
-        hits = [i for i, group in enumerate(groups) if _matches(name, group)]
+        hits = [i for i, group in enumerate(groups) if matches(name, group.match)]
         matched.append(hits)
         chosen = hits[0] if hits else None
         decay = weight_decay if decay_1d or len(shape) >= 2 else 0.0
@@ -367,13 +357,9 @@ def assign_groups(
                 f"optimizer group {index + 1} ({patterns}) gets no weight: earlier groups take "
                 "all that it matches; move it up"
             )
-        hint = next(filter(None, (_closest(p, weights) for p in group.match)), "")
+        hint = next(filter(None, (closest(p, list(weights)) for p in group.match)), "")
         raise ConfigError(
             f"optimizer group {index + 1} ({patterns}) matches none of the {len(weights)} "
             f"trainable weights{hint}; correct the pattern or remove the group"
         )
     return settings
-
-
-def _matches(name: str, group: Group) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in group.match)

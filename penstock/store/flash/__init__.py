@@ -2,8 +2,8 @@
 
 from penstock.store.flash.description import OtherStoreError
 from penstock.store.flash.division import least_dram_bytes
-from penstock.store.flash.reader import FlashReader, discard_untrained, repair
-from penstock.store.flash.store import FlashStore, recorded_extra
+from penstock.store.flash.reader import FlashReader, discard_untrained, recorded_extra, repair
+from penstock.store.flash.store import FlashStore
 
 __all__ = [
     "FlashReader",

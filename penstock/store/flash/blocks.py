@@ -30,19 +30,31 @@ class StateBlocks:
         self._held: dict[tuple[int, int], np.ndarray] = {}
         self._staying: set[tuple[int, int]] = set()
         self._whole: set[int] = set()
+        self._order = [(u, b) for u in layout.units if u.trainable for b in u.blocks]
+        self._place = {(u.index, b.number): at for at, (u, b) in enumerate(self._order)}
+        self._cursor = 0  # all before it are held
         if held_bytes == 0:
             return
-        for unit in (unit for unit in layout.units if unit.trainable):
-            for block in unit.blocks:
-                held_bytes -= unit.state_bytes(block.elements)
-                if held_bytes < 0:
-                    return
-                self._staying.add((unit.index, block.number))
-            self._whole.add(unit.index)
+        for unit, block in self._order:
+            held_bytes -= unit.state_bytes(block.elements)
+            if held_bytes < 0:
+                return
+            self._staying.add((unit.index, block.number))
+            if block.end == unit.elements:
+                self._whole.add(unit.index)
 
     def holds(self, unit: Unit, block: Block) -> bool:
         """Whether a block's state is in memory and nobody works on it."""
         return (unit.index, block.number) in self._held
+
+    def first_missing(self) -> tuple[Unit, Block] | None:
+        """Return the first block that is not held, in the order of the passes."""
+        while self._cursor < len(self._order):
+            unit, block = self._order[self._cursor]
+            if not self.holds(unit, block):
+                return unit, block
+            self._cursor += 1
+        return None
 
     def held(self, unit: Unit, block: Block) -> np.ndarray:
         """Return the memory of a block that is held."""
@@ -57,6 +69,7 @@ class StateBlocks:
         where there is none now."""
         key = (unit.index, block.number)
         if key in self._held:
+            self._cursor = min(self._cursor, self._place[key])
             return self._held.pop(key)
         if key in self._staying:
             return allocate(unit.state_bytes(block.elements))
@@ -78,3 +91,4 @@ class StateBlocks:
         """Nothing that is held counts any more."""
         self._spare.extend(m for key, m in self._held.items() if key not in self._staying)
         self._held.clear()
+        self._cursor = 0

@@ -17,6 +17,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -97,7 +98,7 @@ class Unit:
     def block_count(self) -> int:
         return -(-self.elements // self.block_elements)
 
-    @property
+    @cached_property
     def blocks(self) -> list[Block]:
         starts = range(0, self.elements, self.block_elements)
         return [

@@ -342,17 +342,11 @@ class Pipeline:
 
     def _ahead_of_the_pass(self) -> Callable[[], None] | None:
         """State that the next pass will need first, as far as there is memory for it."""
-        if self._awaiting:
-            return None
-        for unit in (unit for unit in self._layout.units if unit.trainable):
-            for block in unit.blocks:
-                if self._state.holds(unit, block):
-                    continue
-                if unit.index in self._unwritten:
-                    return None  # none behind it either: the pass would wait for what they took
-                buffer = self._state.take(unit, block)
-                return None if buffer is None else partial(self._hold, unit, block, buffer)
-        return None
+        missing = self._state.first_missing()
+        if self._awaiting or missing is None or missing[0].index in self._unwritten:
+            return None  # and none behind it: the pass would wait for what they took
+        buffer = self._state.take(*missing)
+        return None if buffer is None else partial(self._hold, *missing, buffer)
 
     def _make_room(self, unit: int, *, patient: bool) -> bool:
         handed_out = set().union(*self._in_use) - self._awaiting

@@ -239,3 +239,16 @@ def _layout(journal: Path, content: Mapping[str, Any]) -> FlashLayout:
 def _require_count(found: object, least: int, most: int) -> None:
     if type(found) is not int or not least <= found <= most:
         raise ValueError(f"{least} to {most} was expected, {str(found)[:40]} came")
+
+
+def recorded_extra(folder: Path) -> dict[str, Any] | None:
+    """Return what was kept with the last durable step in `folder`; None where there is none.
+
+    Raises:
+        CorruptionError: the journal's bytes have changed.
+    """
+    journal = folder / JOURNAL
+    if not journal.exists():
+        return None
+    records, _ = read_records(journal)
+    return recorded_step(journal, records[-1])[1] if len(records) > 1 else None

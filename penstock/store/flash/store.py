@@ -31,13 +31,13 @@ from penstock.store.flash.blocks import StateBlocks
 from penstock.store.flash.description import describe, require_same
 from penstock.store.flash.division import SLABS, divide, visits_of
 from penstock.store.flash.frames import Frames, least_bytes
-from penstock.store.flash.journal import Journal, Record, read_records
+from penstock.store.flash.journal import Journal, Record
 from penstock.store.flash.layout import BLOCK_ELEMENTS, Block, FlashLayout, Unit
 from penstock.store.flash.medium import ExtentFile
 from penstock.store.flash.pipeline import Pipeline
 from penstock.store.flash.spill import GradientSpill
 from penstock.store.flash.staging import StagedUnit, Staging
-from penstock.store.flash.version import Version, checksum, recorded_step, state_parts
+from penstock.store.flash.version import Version, checksum, recorded_step, state_parts, state_slices
 from penstock.store.gradients import Gradients, clip_scale
 from penstock.store.incoming import checked_weights
 from penstock.store.interface import Commit, FlashTraffic, Traffic
@@ -383,7 +383,7 @@ class FlashStore:
             self._optimizer.update(
                 weight,
                 gradient,
-                _part(unit, state, here),
+                state_slices(unit, state, here),
                 step=commit.step,
                 learning_rate=rate,
                 weight_decay=settings.weight_decay,
@@ -510,24 +510,3 @@ def _close_if_alive(store: weakref.ref[FlashStore]) -> None:
     alive = store()
     if alive is not None:
         alive.close()
-
-
-def _part(unit: Unit, state: Mapping[str, np.ndarray], here: slice) -> dict[str, np.ndarray]:
-    """Return the values of each role that belong to these elements of a block."""
-    return {
-        role.name: state[role.name][here.start // role.group : role.count(here.stop)]
-        for role in unit.roles
-    }
-
-
-def recorded_extra(folder: Path) -> dict[str, Any] | None:
-    """Return what was kept with the last durable step in `folder`; None where there is none.
-
-    Raises:
-        CorruptionError: the journal's bytes have changed.
-    """
-    journal = folder / JOURNAL
-    if not journal.exists():
-        return None
-    records, _ = read_records(journal)
-    return recorded_step(journal, records[-1])[1] if len(records) > 1 else None

@@ -196,6 +196,14 @@ def recorded_step(path: Path, record: Record) -> tuple[int, dict[str, Any]]:
     raise CorruptionError(f"{path}: a record does not describe a step; restore it from a copy")
 
 
+def state_slices(unit: Unit, state: Mapping[str, np.ndarray], here: slice) -> dict[str, np.ndarray]:
+    """Return the values of each role that belong to these elements of a block."""
+    return {
+        role.name: state[role.name][here.start // role.group : role.count(here.stop)]
+        for role in unit.roles
+    }
+
+
 def _are_places(found: Any, units: tuple[Unit, ...]) -> bool:
     if not isinstance(found, list) or len(found) != len(units):
         return False

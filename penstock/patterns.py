@@ -1,4 +1,4 @@
-"""Patterns of weight names, as `freeze`, `train` and `lora.targets` use them."""
+"""Patterns of weight names, as `freeze`, `train`, `lora.targets` and optimizer groups use them."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def matching(key: str, patterns: Iterable[str], names: Sequence[str]) -> set[str
         here = [name for name in names if matches(name, [pattern])]
         if not here:
             raise ConfigError(
-                f"{key}: pattern {pattern!r} matches no weight{_closest(pattern, names)}; "
+                f"{key}: pattern {pattern!r} matches no weight{closest(pattern, names)}; "
                 f"the model's weights are named like {few(names)}"
             )
         found.update(here)
     return found
 
 
-def _closest(pattern: str, names: Sequence[str]) -> str:
+def closest(pattern: str, names: Sequence[str]) -> str:
     """Return what was perhaps meant: a name, or for `*.name` the end of one."""
     if not pattern.startswith("*."):
         return did_you_mean(pattern, names)

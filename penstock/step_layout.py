@@ -1,0 +1,114 @@
+"""How a step is laid out: its micro-batch, its program, and what each part may use of memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock import assembly
+from penstock.budget import Budget, Shares
+from penstock.config import Config
+from penstock.engine import EnginePlan
+from penstock.errors import BudgetError, ConfigError
+from penstock.models import ModelSource
+from penstock.program import Program
+
+# Beyond this many tokens a micro-batch gains nothing: the products are large enough.
+_MICRO_BATCH_TOKENS = {"cpu": 4096, "cuda": 32768}
+_LEAST_TOKENS = 512  # of a micro-batch; smaller products spend their time on starting
+_ENGINES = 8  # that a configuration may ask for; see `config/root.py`
+_BUDGET_SLOTS = 4  # a stage of a quarter of the budget leaves room for slots and activations
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a step's batch is divided, what an engine keeps of it, and what every part may use.
+
+    `slot_bytes` is what the program's stages had to fit, if anything.
+    """
+
+    program: Program
+    plan: EnginePlan
+    sequence_length: int
+    micro_batch: int
+    micro_batches: int
+    shares: Shares
+    slot_bytes: int | None
+
+    @property
+    def budget_bytes(self) -> int:
+        """The budget of one engine."""
+        return self.shares.engine
+
+
+def lay_out(
+    config: Config,
+    source: ModelSource,
+    device: str,
+    length: int,
+    recorded_micro_batch: int | None = None,
+    recorded_slot_bytes: int | None = None,
+) -> Layout:
+    """Choose the micro-batch of sequences of `length`, compile, and decide what is recomputed.
+
+    With `batch.micro: auto` it is the largest divisor of the batch that is not beyond what helps
+    and, unless that makes it small, leaves `_ENGINES` engines a micro-batch each. The number of
+    engines itself must not decide it, or it would decide the last bits. A resumed run keeps the
+    micro-batch and the cut that it was started with. Where a step does not fit the budget, stages
+    are cut smaller, then (auto) the micro-batch is.
+
+    **Raises:** `BudgetError` if not even single sequences fit.
+    """
+    problem: BudgetError | None = None
+    for micro_batch in _micro_batch_candidates(config, length, device, recorded_micro_batch):
+        micro_batches = config.batch.size // micro_batch
+        if micro_batches < config.engines:
+            raise ConfigError(
+                f"engines: {config.engines} engines cannot share {micro_batches} micro-batch(es) "
+                f"of {micro_batch}; lower batch.micro or engines, or raise batch.size"
+            )
+        per_engine = -(-micro_batches // config.engines)
+        slot_bytes = recorded_slot_bytes
+        for _ in ("stages as they are, or were", "stages cut to what an engine may use"):
+            try:
+                program = assembly.compile_source(
+                    source,
+                    micro_batch=micro_batch,
+                    length=length,
+                    precision=config.precision,
+                    device=device,
+                    train=config.train,
+                    freeze=config.freeze,
+                    slot_bytes=slot_bytes,
+                )
+            except BudgetError as error:
+                problem = problem or error
+                continue
+            fitted = slot_bytes
+            budget = Budget(
+                config, program, per_engine, device, assembly.optimizer_of(config).roles
+            )
+            try:
+                engine_bytes = budget.engine_bytes()
+                slot_bytes = engine_bytes // _BUDGET_SLOTS
+                plan = budget.plan(engine_bytes)
+                shares = budget.divide(plan, engine_bytes)
+            except BudgetError as error:
+                problem = problem or error
+                continue
+            return Layout(program, plan, length, micro_batch, micro_batches, shares, fitted)
+    assert problem is not None
+    raise problem
+
+
+def _micro_batch_candidates(
+    config: Config, length: int, device: str, recorded: int | None
+) -> list[int]:
+    size = config.batch.size
+    if config.batch.micro != "auto":
+        return [int(config.batch.micro)]
+    if recorded is not None and size % recorded == 0:
+        return [recorded]
+    share = size * length // _ENGINES
+    tokens = max(_LEAST_TOKENS, min(share, _MICRO_BATCH_TOKENS[device]))
+    most = max(1, tokens // length)
+    return [c for c in range(min(most, size), 0, -1) if size % c == 0]
