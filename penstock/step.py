@@ -6,6 +6,7 @@ Only the commit makes a step count; whatever fails before it has not happened.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -146,10 +147,13 @@ class StepRunner:
         ]
 
     def _streamed(self, order: Order) -> Iterator[Stage]:
-        """Yield stages whose weights are loaded, the next stage's loading having been started."""
+        """Yield stages whose weights are loaded; those of later stages are on their way where the
+        engines have room for them."""
+        ahead = min(engine.stages_ahead for engine in self._engines)
+        coming = iter(order)
         for number, (stage, _) in enumerate(order):
-            for ahead in order[number + (number > 0) : number + 2]:
-                self._load(*ahead)
+            for later in itertools.islice(coming, 1 if number else 1 + ahead):
+                self._load(*later)
             yield stage
 
     def _load(self, stage: Stage, positions: tuple[int, ...] | None) -> None:

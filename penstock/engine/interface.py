@@ -48,6 +48,11 @@ class Engine(Protocol):
     program: Program
     memory: MemoryAccount
 
+    @property
+    def stages_ahead(self) -> int:
+        """How many stages' weights may be loaded while the stage before them computes."""
+        ...
+
     def begin(self, batch: Batch) -> None:
         """Take the inputs of a step and compute the prelude; forget any step before."""
         ...

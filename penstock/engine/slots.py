@@ -26,6 +26,7 @@ class WeightSlots(Protocol):
     """The path of weights to the device and of gradients back."""
 
     resident: Sequence[torch.Tensor]  # device memory that the slots hold all the time
+    ahead: int  # stages whose weights may be on their way while another stage computes
 
     def reset(self) -> None: ...
 
@@ -75,6 +76,7 @@ class InPlace:
     """Weights are views of the store's memory, used where they are."""
 
     resident: Sequence[torch.Tensor] = ()
+    ahead = 0  # nothing moves: the later the weights are asked for, the longer the store has
 
     def __init__(self) -> None:
         self._loaded: dict[int, Sequence[torch.Tensor]] = {}
@@ -107,6 +109,7 @@ class DeviceSlots:
     def __init__(self, size_bytes: int, count: int, lanes: Lanes) -> None:
         self._lanes = lanes
         self._slots = [lanes.device_memory(size_bytes) for _ in range(count)]
+        self.ahead = count - 1
         self.resident: Sequence[torch.Tensor] = self._slots
         # The memory may have been used on the compute lane before it was ours.
         self._read = [lanes.mark("compute") for _ in range(count)]

@@ -46,6 +46,11 @@ class TorchEngine:
         self._losses: list[torch.Tensor] = []
         self._sum_bytes = self._sent_bytes = 0  # gradients being summed, and those on their way
 
+    @property
+    def stages_ahead(self) -> int:
+        """How many stages' weights may be on their way while another stage computes."""
+        return self._slots.ahead
+
     def begin(self, batch: Batch) -> None:
         """Take the inputs of a step and compute the prelude; forget any step before."""
         self.memory.clear()

@@ -19,7 +19,7 @@ from penstock.store.flash.frames import least_bytes
 from penstock.store.flash.layout import BLOCK_ELEMENTS, FlashLayout, Unit
 from penstock.store.roles import Role
 
-_LEAST_BUFFERS, _MOST_BUFFERS = 4, 32
+_LEAST_BUFFERS, _MOST_BUFFERS = 4, 64
 SLABS = 2
 """Stages of gradients that may be on their way to flash."""
 
@@ -58,10 +58,11 @@ class _Way:
     def divided(self, budget: int) -> tuple[int, int]:
         """Return how many blocks there are, and what all that must be leaves of a budget.
 
-        They take an eighth of what is not fixed, and no more than the least of weights leaves.
+        They take a quarter of what is not fixed, and no more than the least of weights leaves:
+        state that was read ahead is what the first stages of the next step do not wait for.
         """
         rest = budget - self.fixed_bytes
-        share = min(rest // 8, rest - self.weight_bytes) // max(1, self.block_bytes)
+        share = min(rest // 4, rest - self.weight_bytes) // max(1, self.block_bytes)
         buffers = min(_MOST_BUFFERS, max(_LEAST_BUFFERS, share))
         return buffers, rest - self.weight_bytes - buffers * self.block_bytes
 
