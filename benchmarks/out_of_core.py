@@ -7,13 +7,17 @@ Penstock with its store on flash and a quarter of the store's bytes in memory.
 
     python benchmarks/out_of_core.py [--quick] [--flash-bound] [--rounds N] [--folder FOLDER]
                                      [--dram SIZE|SHARE] [--moments fp32|8bit]
+                                     [--disk-rate SIZE]
 
 `value` is the median ratio of tokens/s on flash to those in memory. `to_resident` is the ratio to
 plain PyTorch (target 0.90, with a peak resident memory below 1.5 GiB). The disk is looked at: bytes
 per step are counted, and a plain loop of direct reads and writes of as many bytes runs after.
 
 With `--flash-bound` a step is one sequence of 64 tokens, so that flash is the larger term, and a
-plain loop moves as many bytes in turns with it: `value` is the median ratio of bytes/s to its.
+plain loop moves as many bytes in turns with it: `value` is the median ratio of bytes/s to its. With
+`--disk-rate 1GB` both loops are held to so many bytes per second, reads and writes together: a disk
+slower than the one that is there, so that flash is the larger term in both sweeps. Without
+`--flash-bound` the rate is ignored.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ import statistics
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from side_by_side import (
     Worker,
@@ -37,7 +42,11 @@ from side_by_side import (
     take_turns,
 )
 from side_by_side.gpt import Gpt, Resident, make_trainer
+from side_by_side.pace import Pace
 from side_by_side.plain_disk import PlainDisk
+
+if TYPE_CHECKING:
+    import numpy as np
 
 LOOPS = ("flash", "memory", "resident")
 TARGET, TARGET_RESIDENT, TARGET_RSS_GIB, TARGET_OF_DISK = 0.95, 0.90, 1.5, 0.90
@@ -56,6 +65,7 @@ class Job:
     folder: str
     dram_bytes: int
     moments: str
+    disk_rate: int | None = None
 
     @property
     def gpt(self) -> Gpt:
@@ -86,6 +96,9 @@ def main() -> None:
         metavar="SIZE|SHARE",
         help="memory of the store on flash: 330MB, or 0.25 of the store's bytes (default)",
     )
+    parser.add_argument(
+        "--disk-rate", type=size, default=None, metavar="SIZE", help="bytes/s of a slower disk"
+    )
     parser.add_argument("--moments", choices=["fp32", "8bit"], default="fp32")
     parser.add_argument("--worker", metavar="JSON", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -102,6 +115,8 @@ def main() -> None:
     folder = tempfile.mkdtemp(dir=options.folder)
     try:
         job = Job("flash", **vars(gpt), folder=folder, dram_bytes=dram, moments=options.moments)
+        if options.flash_bound:
+            job = dataclasses.replace(job, disk_rate=options.disk_rate)
         result = against_disk(job, rounds) if options.flash_bound else against_memory(job, rounds)
     finally:
         shutil.rmtree(folder)
@@ -111,21 +126,27 @@ def main() -> None:
         "dram_bytes": dram,
         "moments": options.moments,
         "flash_bound": options.flash_bound,
+        "disk_rate": job.disk_rate,
     }
     print(json.dumps({"benchmark": "out_of_core", **result, **settings}))
 
 
-def share_or_size(text: str) -> float | int:
-    """Return a share of at most 1 as a float, a size as a count of bytes."""
+def size(text: str) -> int:
+    """Return a size as a count of bytes."""
     from penstock.config.size import ByteSize
 
     try:
+        return int(ByteSize.parse(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def share_or_size(text: str) -> float | int:
+    """Return a share of at most 1 as a float, a size as a count of bytes."""
+    try:
         share = float(text)
     except ValueError:
-        try:
-            return int(ByteSize.parse(text))
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
+        return size(text)
     if not 0 < share <= 1:
         raise argparse.ArgumentTypeError(
             f"expected a share above 0 and up to 1, or a size with its unit, got {text}"
@@ -228,6 +249,7 @@ def penstock_loop(job: Job) -> Callable[[], float]:
     """Return a step of Penstock's trainer, its store in memory or on flash."""
     folder, store = Path(job.folder), {}
     if job.loop == "flash":
+        hold_disk(Pace(job.disk_rate))
         flash = {"path": str(folder / "flash"), "keep_steps": 1}
         store = {"dram": job.dram_bytes, "flash": flash}
     trainer = make_trainer(job.gpt, folder / job.loop, job.moments, store)
@@ -248,6 +270,23 @@ def penstock_loop(job: Job) -> Callable[[], float]:
     return step
 
 
+def hold_disk(pace: Pace) -> None:
+    """Hold the store's reads and writes of extents to a rate, in this process."""
+    from penstock.store.flash import medium
+
+    read_at, write_at = medium.read_at, medium.write_at
+
+    def paced_read(descriptor: int, into: np.ndarray, offset: int) -> int:
+        pace.take(into.nbytes)
+        return read_at(descriptor, into, offset)
+
+    def paced_write(descriptor: int, data: np.ndarray, offset: int) -> int:
+        pace.take(data.nbytes)
+        return write_at(descriptor, data, offset)
+
+    medium.read_at, medium.write_at = paced_read, paced_write
+
+
 def resident_loop(job: Job) -> Callable[[], float]:
     """Return a step of the plain PyTorch loop."""
     return Resident(job.gpt).step
@@ -256,7 +295,7 @@ def resident_loop(job: Job) -> Callable[[], float]:
 def plain_loop(job: Job) -> Callable[[], float]:
     """Return a step that moves as many bytes as the latest step on flash; it has no loss."""
     store_bytes = job.gpt.parameters * STORE_BYTES_PER_PARAMETER[job.moments]
-    disk = PlainDisk(Path(job.folder), store_bytes)
+    disk = PlainDisk(Path(job.folder), store_bytes, Pace(job.disk_rate))
 
     def step() -> float:
         latest = job.moved()[-1]

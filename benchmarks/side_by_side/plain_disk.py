@@ -13,6 +13,8 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from side_by_side.pace import Pace
+
 CHUNK_BYTES = 8 << 20
 _PAGE_BYTES, _STAMP_BYTES = 4096, 8
 
@@ -23,14 +25,16 @@ class PlainDisk:
     Args:
         folder: where the file is made.
         file_bytes: its size; more than a step moves, and than the disk's own cache holds.
+        pace: what holds the disk to a rate, if anything.
     """
 
-    def __init__(self, folder: Path, file_bytes: int) -> None:
+    def __init__(self, folder: Path, file_bytes: int, pace: Pace) -> None:
         import numpy as np
 
         from penstock.kernels.memory import allocate
 
         path = folder / "plain"
+        self._pace = pace
         self._chunks = max(2, file_bytes // CHUNK_BYTES)
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC
         try:
@@ -64,6 +68,7 @@ class PlainDisk:
             place = self._reads % self._chunks * CHUNK_BYTES
             if os.preadv(self._file, [self._incoming.data], place) != CHUNK_BYTES:
                 raise OSError(f"a read of {CHUNK_BYTES} bytes at {place} came back short")
+            self._pace.take(CHUNK_BYTES)
             self._reads += 1
 
     def _write(self, count: int) -> None:
@@ -77,4 +82,5 @@ class PlainDisk:
             place = self._writes % self._chunks * CHUNK_BYTES
             if os.pwrite(self._file, self._outgoing.data, place) != CHUNK_BYTES:
                 raise OSError(f"a write of {CHUNK_BYTES} bytes at {place} came back short")
+            self._pace.take(CHUNK_BYTES)
             self._writes += 1

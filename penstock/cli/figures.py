@@ -8,6 +8,9 @@ from collections.abc import Sequence
 _BARS = "▁▂▃▄▅▆▇█"
 
 
+_YEAR_SECONDS = 365 * 86400
+
+
 def show_bytes(count: float) -> str:
     """Return `1.5 GiB` and the like, three significant digits."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
@@ -45,7 +48,7 @@ def show_flops(count: float) -> str:
 
 
 def show_duration(seconds: float) -> str:
-    """Return `12.3 s`, `4 min 05 s`, `3 h 20 min` or `2 d 3 h`."""
+    """Return `12.3 s`, `4 min 05 s`, `3 h 20 min`, `2 d 3 h` or `71 years`."""
     if not math.isfinite(seconds):
         return "unknown"
     if seconds < 59.95:
@@ -55,7 +58,9 @@ def show_duration(seconds: float) -> str:
         return f"{whole // 60} min {whole % 60:02d} s"
     if whole < 86400:
         return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
-    return f"{whole // 86400} d {whole % 86400 // 3600} h"
+    if whole < 2 * _YEAR_SECONDS:
+        return f"{whole // 86400} d {whole % 86400 // 3600} h"
+    return f"{whole / _YEAR_SECONDS:,.0f} years"
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

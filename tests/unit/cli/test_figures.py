@@ -38,6 +38,7 @@ from penstock.cli.figures import (
         (show_duration(245), "4 min 05 s"),
         (show_duration(3 * 3600 + 20 * 60), "3 h 20 min"),
         (show_duration(51 * 3600), "2 d 3 h"),
+        (show_duration(71.2 * 365 * 86400), "71 years"),
         (show_duration(math.inf), "unknown"),
     ],
 )
