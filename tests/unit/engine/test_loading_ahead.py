@@ -1,0 +1,53 @@
+"""How far ahead weights are loaded follows from the engine, and changes no bit."""
+
+import pytest
+from plain_training import Recipe, trainer_of
+from tiny_models import language_model
+
+from penstock.engine import TorchEngine
+from penstock.engine.slots import InPlace
+
+RECIPE = Recipe(steps=3, warmup_steps=0, size=4, micro=2)
+
+
+@pytest.fixture(scope="module")
+def losses_in_place(tmp_path_factory):
+    trainer, events = trainer_of(language_model("gpt2"), RECIPE, tmp_path_factory.mktemp("run"))
+    trainer.train()
+    return [event.loss for event in events], trainer.store.content_hash()
+
+
+def noting(name, method, calls):
+    def call(engine, stage, *arguments):
+        if type(engine) is TorchEngine:  # not the one of a dry run
+            calls.append((name, stage))
+        return method(engine, stage, *arguments)
+
+    return call
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_a_stage_is_loaded_as_far_ahead_as_the_engine_says(
+    ahead, losses_in_place, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(InPlace, "ahead", ahead)
+    calls = []
+    for name in ("load", "forward", "turn", "backward"):
+        monkeypatch.setattr(TorchEngine, name, noting(name, getattr(TorchEngine, name), calls))
+    trainer, events = trainer_of(language_model("gpt2"), RECIPE, tmp_path)
+    trainer.train()
+    assert ([event.loss for event in events], trainer.store.content_hash()) == losses_in_place
+
+    stages = len(trainer.program.stages)
+    assert stages > 3
+    step = calls[: len(calls) // RECIPE.steps]
+    forward = step[: step.index(("turn", stages - 1)) + 1]
+    for stage in range(stages - 1):
+        before = [s for name, s in forward[: forward.index(("forward", stage))] if name == "load"]
+        assert before == list(range(min(stages, stage + 1 + ahead)))
+    backward = step[len(forward) :]
+    for stage in range(stages - 2, -1, -1):
+        before = [
+            s for name, s in backward[: backward.index(("backward", stage))] if name == "load"
+        ]
+        assert before == list(range(stages - 2, max(-1, stage - 1 - ahead), -1))
