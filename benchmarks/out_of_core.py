@@ -16,8 +16,7 @@ per step are counted, and a plain loop of direct reads and writes of as many byt
 With `--flash-bound` a step is one sequence of 64 tokens, so that flash is the larger term, and a
 plain loop moves as many bytes in turns with it: `value` is the median ratio of bytes/s to its. With
 `--disk-rate 1GB` both loops are held to so many bytes per second, reads and writes together: a disk
-slower than the one that is there, so that flash is the larger term in both sweeps. Without
-`--flash-bound` the rate is ignored.
+slower than the one that is there, so that flash is the larger term in both sweeps.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ class Job:
     folder: str
     dram_bytes: int
     moments: str
-    disk_rate: int | None = None
+    disk_rate: int | None
 
     @property
     def gpt(self) -> Gpt:
@@ -106,6 +105,8 @@ def main() -> None:
         job = Job(**json.loads(options.worker))
         serve({"resident": resident_loop, "plain": plain_loop}.get(job.loop, penstock_loop)(job))
         return
+    if options.disk_rate is not None and not (options.flash_bound and options.disk_rate > 0):
+        parser.error("--disk-rate goes with --flash-bound, and is above zero")
     layers, rounds = (4, 2) if options.quick else (16, 7)
     rounds = options.rounds or rounds
     gpt = Gpt(layers, 1, 64) if options.flash_bound else Gpt(layers, 4, 256)
@@ -114,9 +115,14 @@ def main() -> None:
         dram = int(dram * gpt.parameters * STORE_BYTES_PER_PARAMETER[options.moments])
     folder = tempfile.mkdtemp(dir=options.folder)
     try:
-        job = Job("flash", **vars(gpt), folder=folder, dram_bytes=dram, moments=options.moments)
-        if options.flash_bound:
-            job = dataclasses.replace(job, disk_rate=options.disk_rate)
+        job = Job(
+            "flash",
+            **vars(gpt),
+            folder=folder,
+            dram_bytes=dram,
+            moments=options.moments,
+            disk_rate=options.disk_rate,
+        )
         result = against_disk(job, rounds) if options.flash_bound else against_memory(job, rounds)
     finally:
         shutil.rmtree(folder)
