@@ -23,18 +23,17 @@ class PlainDisk:
     """Moves bytes to and from a file of its own.
 
     Args:
-        folder: where the file is made.
+        path: where the file is made.
         file_bytes: its size; more than a step moves, and than the disk's own cache holds.
         pace: what holds the disk to a rate, if anything.
     """
 
-    def __init__(self, folder: Path, file_bytes: int, pace: Pace) -> None:
+    def __init__(self, path: Path, file_bytes: int, pace: Pace) -> None:
         import numpy as np
 
         from penstock.kernels.memory import allocate
 
-        path = folder / "plain"
-        self._pace = pace
+        self.pace = pace
         self._chunks = max(2, file_bytes // CHUNK_BYTES)
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC
         try:
@@ -43,8 +42,8 @@ class PlainDisk:
             if isinstance(error, OSError) and error.errno != errno.EINVAL:
                 raise
             raise SystemExit(
-                f"{folder} has no direct I/O, so the disk cannot be measured there; name a folder "
-                "on a disk with --folder"
+                f"{path.parent} has no direct I/O, so the disk cannot be measured there; name a "
+                "folder on a disk with --folder"
             ) from None
         # Aligned, private and in huge pages: other buffers halve the rate of direct reads.
         self._incoming, self._outgoing = allocate(CHUNK_BYTES), allocate(CHUNK_BYTES)
@@ -68,7 +67,7 @@ class PlainDisk:
             place = self._reads % self._chunks * CHUNK_BYTES
             if os.preadv(self._file, [self._incoming.data], place) != CHUNK_BYTES:
                 raise OSError(f"a read of {CHUNK_BYTES} bytes at {place} came back short")
-            self._pace.take(CHUNK_BYTES)
+            self.pace.take(CHUNK_BYTES)
             self._reads += 1
 
     def _write(self, count: int) -> None:
@@ -82,5 +81,5 @@ class PlainDisk:
             place = self._writes % self._chunks * CHUNK_BYTES
             if os.pwrite(self._file, self._outgoing.data, place) != CHUNK_BYTES:
                 raise OSError(f"a write of {CHUNK_BYTES} bytes at {place} came back short")
-            self._pace.take(CHUNK_BYTES)
+            self.pace.take(CHUNK_BYTES)
             self._writes += 1
