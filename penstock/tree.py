@@ -27,6 +27,10 @@ class TreeNode:
     index: int
     tensors: tuple[torch.Tensor | None, ...]
 
+    def leaves(self, total: int) -> int:
+        """Return over how many of `total` micro-batches it sums."""
+        return min((self.index + 1) << self.level, total) - (self.index << self.level)
+
 
 class TreeSum:
     """Adds nodes of the tree as they come; a sum is made as soon as both its parts are there.

@@ -1,0 +1,189 @@
+"""What nodes of a run say to each other: a fixed header, a small body of JSON, raw bytes.
+
+Nothing here can run code, whatever bytes come: the header is a packed struct, the body is JSON,
+the payload is the memory of tensors. Every frame carries the epoch in which it was sent, and a
+checksum (XXH3) over all of it.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from penstock.errors import CorruptionError
+
+MAX_BODY_BYTES = 1 << 20
+MAX_PAYLOAD_BYTES = 1 << 30
+_MAGIC = b"PNSK"
+_HEADER = struct.Struct("<4sBxHIIIIIQIQQ")
+HEADER_BYTES = _HEADER.size
+_ARRAY_TYPES = ("bool", "uint8", "int32", "int64", "float32", "float64")
+
+
+class Kind(enum.IntEnum):
+    """What a message is. Of the data: weights go out, gradients come back, room is given back."""
+
+    VIEW = 1  # conductor: who takes part from this epoch on
+    SEEN = 2  # to the conductor: the epoch's view has come
+    BEGIN = 3  # conductor: a step begins; an engine's rows are with it
+    WEIGHTS = 4  # shard to engine, engine to engine
+    RELEASED = 5  # engine to engine, engine to shard: so many operations need no weights any more
+    GRADIENT = 6  # engine to engine, engine to shard: a node of the sum
+    LOSSES = 7  # engine to conductor
+    PREPARED = 8  # shard to conductor: all gradients are here
+    COMMIT = 9  # conductor to shards: the step is decided
+    COMMITTED = 10  # shard to conductor
+    TROUBLE = 11  # to the conductor: what went wrong
+    BEAT = 12  # to the conductor: still here, and how far
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message. `size` is the bytes of the payload, which a simulation may leave out.
+
+    `op` numbers the operations of a step (`transfers.py`), `chunk` the chunks of an operation;
+    `level` and `index` are the place of a gradient in the tree over micro-batches.
+    """
+
+    kind: Kind
+    epoch: int
+    sender: int
+    step: int = 0
+    op: int = 0
+    chunk: int = 0
+    level: int = 0
+    index: int = 0
+    body: Mapping[str, Any] = field(default_factory=dict)
+    payload: np.ndarray | None = None
+    size: int = 0
+
+
+def message_with(payload: np.ndarray | None, **fields: Any) -> Message:
+    """Return a message whose payload is the memory of an array, uncopied."""
+    if payload is None:
+        return Message(**fields)
+    flat = np.ascontiguousarray(payload).reshape(-1).view(np.uint8)
+    return Message(payload=flat, size=flat.nbytes, **fields)
+
+
+def pack(message: Message) -> tuple[bytes, bytes]:
+    """Return a message's header and body; its payload follows as it is."""
+    body = json.dumps(message.body).encode() if message.body else b""
+    if len(body) > MAX_BODY_BYTES or message.size > MAX_PAYLOAD_BYTES:
+        raise ValueError(f"a {message.kind.name} message of {len(body)} + {message.size} bytes")
+    digest = _digest(_header(message, len(body), 0), body, message.payload)
+    return _header(message, len(body), digest), body
+
+
+def _header(message: Message, body_bytes: int, digest: int) -> bytes:
+    return _HEADER.pack(
+        _MAGIC,
+        message.kind,
+        message.level,
+        message.epoch,
+        message.sender,
+        message.op,
+        message.chunk,
+        message.index,
+        message.step,
+        body_bytes,
+        message.size,
+        digest,
+    )
+
+
+def _digest(header: bytes, body: bytes, payload: np.ndarray | None) -> int:
+    state = xxhash.xxh3_64(header)
+    state.update(body)
+    if payload is not None and payload.nbytes:
+        state.update(payload.data)
+    return state.intdigest()
+
+
+def lengths(header: bytes) -> tuple[int, int]:
+    """Return the bytes of body and payload that follow a header.
+
+    Raises:
+        CorruptionError: it is no header, or claims more than any message has.
+    """
+    magic, *_, body_bytes, payload_bytes, _ = _HEADER.unpack(header)
+    if magic != _MAGIC or body_bytes > MAX_BODY_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
+        raise CorruptionError("a frame's header is damaged: it begins or ends where none does")
+    return body_bytes, payload_bytes
+
+
+def unpack(header: bytes, body: bytes, payload: np.ndarray | None) -> Message:
+    """Return the message of a frame that has come whole.
+
+    Raises:
+        CorruptionError: its checksum is wrong, or it is of a kind that is not known.
+    """
+    _, kind, level, epoch, sender, op, chunk, index, step, _, size, digest = _HEADER.unpack(header)
+    bare = header[:-_DIGEST_BYTES] + bytes(_DIGEST_BYTES)
+    found = _digest(bare, body, payload)
+    if found != digest:
+        raise CorruptionError(
+            f"a frame of operation {op}, chunk {chunk}, from node {sender} has checksum "
+            f"{found:016x}, it was sent with {digest:016x}"
+        )
+    try:
+        said = json.loads(body) if body else {}
+        known = Kind(kind)
+    except ValueError as error:
+        raise CorruptionError(f"a frame from node {sender} makes no sense: {error}") from None
+    if not isinstance(said, dict):
+        raise CorruptionError(f"a frame from node {sender} has a body that is no mapping")
+    return Message(known, epoch, sender, step, op, chunk, level, index, said, payload, size)
+
+
+_DIGEST_BYTES = 8
+
+
+def pack_arrays(arrays: Mapping[str, np.ndarray]) -> tuple[list[list[Any]], np.ndarray]:
+    """Return what a body says of arrays, and their bytes one behind the other."""
+    described, parts = [], []
+    for name, array in arrays.items():
+        whole = np.ascontiguousarray(array)
+        if whole.dtype.name not in _ARRAY_TYPES:
+            raise ValueError(f"{name}: arrays of {whole.dtype} cannot be sent")
+        described.append([name, whole.dtype.name, list(whole.shape)])
+        parts.append(whole.reshape(-1).view(np.uint8))
+    return described, np.concatenate(parts) if parts else np.zeros(0, np.uint8)
+
+
+def unpack_arrays(described: Sequence[Any], payload: np.ndarray | None) -> dict[str, np.ndarray]:
+    """Return the arrays that `pack_arrays` described.
+
+    Raises:
+        CorruptionError: the description does not fit the bytes.
+    """
+    arrays: dict[str, np.ndarray] = {}
+    rest = np.zeros(0, np.uint8) if payload is None else payload
+    for entry in described:
+        name, kind, shape = _array_entry(entry)
+        size = np.dtype(kind).itemsize * int(np.prod(shape, dtype=object))
+        if size > rest.nbytes:
+            raise CorruptionError(f"{name}: {size} bytes are described, {rest.nbytes} came")
+        arrays[name] = np.frombuffer(rest[:size].tobytes(), kind).reshape(shape)
+        rest = rest[size:]
+    if rest.nbytes:
+        raise CorruptionError(f"{rest.nbytes} bytes came that are not described")
+    return arrays
+
+
+def _array_entry(entry: Any) -> tuple[str, str, list[int]]:
+    try:
+        name, kind, shape = entry
+    except (TypeError, ValueError):
+        raise CorruptionError(f"an array is described as {str(entry)[:80]!r}") from None
+    sizes = isinstance(shape, list) and all(isinstance(n, int) and n >= 0 for n in shape)
+    if not isinstance(name, str) or kind not in _ARRAY_TYPES or not sizes:
+        raise CorruptionError(f"an array is described as {str(entry)[:80]!r}")
+    return name, kind, shape

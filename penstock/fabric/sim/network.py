@@ -1,0 +1,243 @@
+"""A network of nodes in virtual time.
+
+Every node has a network card with a rate in each direction, and every message a latency. A message
+leaves when those before it have left, and has come when those before it have come. Nothing depends
+on the clock or on chance other than the seeds of `Faults`: one seed is one run.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from penstock.errors import CorruptionError
+from penstock.fabric.messages import HEADER_BYTES, Kind, Message
+from penstock.fabric.nodes.conductor import Conductor
+from penstock.fabric.nodes.engine import CONDUCTOR
+from penstock.fabric.sim.faults import Faults
+
+
+@dataclass(frozen=True)
+class Links:
+    """Bytes per second of a node's card in each direction, and seconds from card to card."""
+
+    bytes_per_second: float = float("inf")
+    latency: float = 1e-5
+
+    def seconds(self, size: int) -> float:
+        """Return how long a message of so many bytes occupies a card."""
+        return (HEADER_BYTES + size) / self.bytes_per_second
+
+
+class Node(Protocol):
+    """What the network delivers to."""
+
+    progress: int
+
+    def handle(self, message: Message) -> None: ...
+
+
+class Network:
+    """Delivers messages among nodes and does their work, in virtual time.
+
+    Args:
+        links: what every node's card can do.
+        faults: what goes wrong; nothing by default.
+        cost: seconds of a job of a node; none by default.
+        beat: seconds between the words by which nodes say that they are there.
+        notice: seconds until the conductor is told that a node has died; None: it is not told,
+            the lease must find out.
+    """
+
+    def __init__(
+        self,
+        links: Links | None = None,
+        faults: Faults | None = None,
+        *,
+        cost: Callable[[int, Callable[[], Any]], float] = lambda number, job: 0.0,
+        beat: float = 0.2,
+        notice: float | None = 0.02,
+    ) -> None:
+        self.now = 0.0
+        self.sent_bytes: dict[int, int] = defaultdict(int)
+        self.taken_bytes: dict[int, int] = defaultdict(int)
+        self.delivered = 0
+        self._links, self._faults = links or Links(), faults or Faults()
+        self._cost, self._beat, self._notice = cost, beat, notice
+        self._nodes: dict[int, Node] = {}
+        self._conductor: Conductor | None = None
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self._leaving: dict[int, float] = defaultdict(float)  # when a card is free again
+        self._coming: dict[int, float] = defaultdict(float)
+        self._working: dict[int, float] = defaultdict(float)  # when a node's worker is
+        self._dead: set[int] = set()
+        self._stopped: dict[int, list[Callable[[], None]]] = {}
+
+    # Making it
+
+    def runtime(self, number: int) -> _Runtime:
+        """Return what a node of this number is to send and work by."""
+        return _Runtime(self, number)
+
+    def add(self, number: int, node: Node) -> None:
+        """Add a node; its beats begin now."""
+        self._nodes[number] = node
+        self.after(0.0, lambda: self._beats(number))
+
+    def conduct(self, conductor: Conductor) -> None:
+        """Add the conductor, which is also told the time and who dies."""
+        self._conductor = conductor
+        self._tick()
+
+    # Running it
+
+    def after(self, seconds: float, action: Callable[[], None]) -> None:
+        """Do something so much later."""
+        heapq.heappush(self._events, (self.now + seconds, next(self._order), action))
+
+    def run(self, until: Callable[[], bool], limit: float) -> bool:
+        """Let time pass until something is so; return whether it became so within `limit`."""
+        while not until():
+            if not self._events or self._events[0][0] > limit:
+                return False
+            self.now, _, action = heapq.heappop(self._events)
+            action()
+        return True
+
+    def kill(self, number: int) -> None:
+        """End a node at once; what it has sent already still travels."""
+        self._dead.add(number)
+        self._stopped.pop(number, None)
+        if self._notice is not None:
+            self.after(self._notice, lambda: self._tell_lost(number, "its process ended"))
+
+    def is_dead(self, number: int) -> bool:
+        """Whether a node was killed."""
+        return number in self._dead
+
+    def stop(self, number: int) -> None:
+        """Let a node stand still: it neither hears nor beats; it is not told of it."""
+        self._stopped.setdefault(number, [])
+
+    def resume(self, number: int) -> None:
+        """Let a stopped node go on, with all that has come meanwhile."""
+        for action in self._stopped.pop(number, []):
+            action()
+
+    # What runtimes ask
+
+    def send(self, sender: int, to: int, message: Message) -> None:
+        """Carry a message, as far as the faults let it."""
+        if sender in self._dead:
+            return
+        seconds = self._links.seconds(message.size)
+        left = max(self.now, self._leaving[sender]) + seconds
+        self._leaving[sender] = left
+        self.sent_bytes[sender] += message.size
+        for late, carried in self._faults.carry(self.now, sender, to, message):
+            came = max(left + self._links.latency + late, self._coming[to] + seconds)
+            if late == 0:
+                self._coming[to] = came
+            self.after(came - self.now, lambda carried=carried: self._deliver(to, carried))  # type: ignore[misc]
+
+    def work(
+        self,
+        number: int,
+        job: Callable[[], Any],
+        then: Callable[[Any], None],
+        failed: Callable[[Exception], None],
+    ) -> None:
+        """Do a job when the node's worker is free; it takes as long as `cost` says."""
+        begin = max(self.now, self._working[number])
+        end = begin + self._cost(number, job)
+        self._working[number] = end
+
+        def done() -> None:
+            if number in self._dead:
+                return
+            try:
+                result = job()
+            except Exception as error:  # it is the node's to report, as a real worker's is
+                failed(error)
+            else:
+                then(result)
+
+        self.after(end - self.now, lambda: self._unless_stopped(number, done))
+
+    def _deliver(self, to: int, carried: Message | CorruptionError) -> None:
+        def take() -> None:
+            if to in self._dead:
+                return
+            self.delivered += 1
+            if isinstance(carried, CorruptionError):
+                self._report_damage(to, carried)
+                return
+            self.taken_bytes[to] += carried.size
+            if to == CONDUCTOR:
+                assert self._conductor is not None
+                self._conductor.handle(carried)
+            elif to in self._nodes:
+                self._nodes[to].handle(carried)
+
+        self._unless_stopped(to, take)
+
+    def _report_damage(self, to: int, error: CorruptionError) -> None:
+        """Do as a real node does with a frame whose checksum is wrong: tell the conductor."""
+        assert self._conductor is not None
+        if to == CONDUCTOR:
+            self._conductor.damaged(str(error))
+            return
+        body = {"error": "CorruptionError", "text": str(error)}
+        epoch = getattr(self._nodes[to], "epoch", 0)
+        self.send(to, CONDUCTOR, Message(Kind.TROUBLE, epoch, to, body=body))
+
+    def _unless_stopped(self, number: int, action: Callable[[], None]) -> None:
+        if number in self._stopped:
+            self._stopped[number].append(action)
+        else:
+            action()
+
+    def _beats(self, number: int) -> None:
+        if number in self._dead or number not in self._nodes:
+            return
+        if number not in self._stopped:
+            body = {
+                "progress": self._nodes[number].progress,
+                "busy": self._working[number] > self.now,
+            }
+            self.send(number, CONDUCTOR, Message(Kind.BEAT, 0, number, body=body))
+        self.after(self._beat, lambda: self._beats(number))
+
+    def _tick(self) -> None:
+        assert self._conductor is not None
+        self._conductor.tick(self.now)
+        self.after(self._beat / 2, self._tick)
+
+    def _tell_lost(self, number: int, why: str) -> None:
+        assert self._conductor is not None
+        self._conductor.lost(number, why)
+
+
+class _Runtime:
+    """The network as one node sees it."""
+
+    def __init__(self, network: Network, number: int) -> None:
+        self._network, self._number = network, number
+
+    def send(self, to: int, message: Message) -> None:
+        """Send to a node by its number."""
+        self._network.send(self._number, to, message)
+
+    def work(
+        self,
+        job: Callable[[], Any],
+        then: Callable[[Any], None],
+        failed: Callable[[Exception], None],
+    ) -> None:
+        """Do a job, then tell the node."""
+        self._network.work(self._number, job, then, failed)

@@ -1,0 +1,102 @@
+"""The step protocol under every fault: the result does not change by a bit, nothing counts twice."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from penstock.fabric.sim import Faults
+from penstock.fabric.sim.faults import Rates
+from toy_cluster import FIRST_ENGINE, STEPS, ToyCluster, reference
+
+LOSSES, WEIGHTS = reference()
+
+
+def require_same(cluster: ToyCluster, outcomes) -> None:
+    assert [list(outcome.losses) for outcome in outcomes] == LOSSES
+    for made, wanted in zip(cluster.weights(), WEIGHTS, strict=True):
+        np.testing.assert_array_equal(made, wanted)
+    assert all(shard.step == STEPS for shard in cluster.shards)
+
+
+@pytest.mark.parametrize("engines", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("shards", [1, 2, 3])
+def test_any_number_of_engines_and_shards_gives_the_same_bits(engines, shards):
+    cluster = ToyCluster(engines, shards)
+    require_same(cluster, cluster.train())
+    sent = sum(cluster.nodes[1 + s].sent_bytes for s in range(shards))
+    assert sent == STEPS * cluster.plan.weight_bytes  # whatever the number of engines
+    taken = sum(cluster.network.taken_bytes[1 + s] for s in range(shards))
+    assert taken == STEPS * cluster.plan.gradient_bytes
+
+
+def trouble(seed: int) -> tuple[ToyCluster, dict]:
+    """A cluster in which everything that the seed says goes wrong; and what that is."""
+    chance = random.Random(seed)
+    engines, shards = chance.randint(1, 5), chance.randint(1, 3)
+    kinds = ["lost", "repeated", "delayed", "flipped"]
+    rates = {kind: chance.choice([0, 0, 0.002, 0.01]) for kind in kinds}
+    cuts = {}
+    numbers = [*range(1, 1 + shards), *range(FIRST_ENGINE, FIRST_ENGINE + engines)]
+    if len(numbers) > 1 and chance.random() < 0.3:
+        begin = chance.uniform(0, 0.2)
+        a, b = sorted(chance.sample(numbers, 2))
+        cuts[a, b] = (begin, begin + chance.uniform(0.01, 20))
+    faults = Faults(seed, Rates(**rates), cuts, until=8.0)
+    notice = chance.choice([0.02, None])
+    cluster = ToyCluster(engines, shards, faults, notice=notice)
+    network = cluster.network
+    plan = {"engines": engines, "shards": shards, "rates": rates, "cuts": cuts, "notice": notice}
+
+    def at(name: str, action) -> None:
+        moment = chance.expovariate(1 / 0.1)
+        plan.setdefault("events", []).append((round(moment, 4), name))
+        network.after(moment, action)
+
+    for number in range(FIRST_ENGINE, FIRST_ENGINE + engines):
+        fate = chance.random()
+        if fate < 0.25:
+            at(f"kill {number}", lambda number=number: network.kill(number))
+            at("join", cluster.join)  # a replacement
+        elif fate < 0.45:
+            length = chance.uniform(0.01, 3)
+
+            def stop(number=number, length=length) -> None:
+                network.stop(number)
+                network.after(length, lambda: network.resume(number))
+
+            at(f"stop {number} for {length:.2f} s", stop)
+    for _ in range(chance.choice([0, 0, 1, 2])):
+        at("join", cluster.join)
+    if chance.random() < 0.3:
+        wanted = chance.randint(1, 6)
+        at(f"scale to {wanted}", lambda: setattr(cluster.conductor, "wanted", wanted))
+    # There is always somebody in the end: a spare that comes late.
+    network.after(30.0, cluster.join)
+    return cluster, plan
+
+
+def survive(seed: int) -> None:
+    cluster, plan = trouble(seed)
+    try:
+        require_same(cluster, cluster.train())
+    except BaseException:
+        print(f"seed {seed}: {plan}")
+        for happened in cluster.happened:
+            print("  ", happened)
+        raise
+
+
+@pytest.mark.parametrize("hundred", range(5))
+def test_no_fault_changes_the_result(hundred):
+    for seed in range(100 * hundred, 100 * hundred + 100):
+        survive(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("thousand", range(1, 21))
+def test_no_fault_changes_the_result_for_long(thousand):
+    for seed in range(1000 * thousand, 1000 * thousand + 1000):
+        survive(seed)

@@ -1,0 +1,271 @@
+"""A run of a few shards and engines in the simulated network, small enough for thousands of them.
+
+The model is four stages of a few dozen weights whose gradients depend on all weights before them,
+on the rows and on the micro-batch, in float32, so that another order of additions, a stale weight
+or a part that is counted twice changes the result. What it must be is computed by a loop without
+any network.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+
+from penstock.fabric.messages import Message, message_with, pack_arrays
+from penstock.fabric.nodes import Conductor, EngineNode, Happened, Leases, Outcome, ShardNode
+from penstock.fabric.sim import Faults, Links, Network
+from penstock.fabric.transfers import Operation, Piece, Transfers, chunks
+from penstock.tree import TreeNode, TreeSum, share
+
+STAGES, WEIGHTS, MICRO_BATCHES, STEPS = 4, 37, 8, 3
+FIRST_ENGINE = 100  # numbers from here on are engines, 1, 2 ... are shards
+
+
+def initial() -> list[np.ndarray]:
+    generator = np.random.default_rng(0)
+    return [generator.standard_normal(WEIGHTS).astype(np.float32) for _ in range(STAGES)]
+
+
+def rows_of(step: int) -> np.ndarray:
+    generator = np.random.default_rng(step)
+    return generator.standard_normal((MICRO_BATCHES, WEIGHTS)).astype(np.float32)
+
+
+def forward(weights: list[np.ndarray], row: np.ndarray) -> list[np.ndarray]:
+    """The input of every stage, and the last output."""
+    values = [row]
+    for weight in weights:
+        values.append(np.tanh(values[-1] * weight + np.float32(0.1)))
+    return values
+
+
+def backward(weight: np.ndarray, value: np.ndarray, made: np.ndarray, grad: np.ndarray):
+    inner = grad * (1 - made * made)
+    return inner * value, inner * weight
+
+
+def updated(weight: np.ndarray, gradient: np.ndarray, scale: float) -> np.ndarray:
+    return weight - np.float32(0.5 * scale) * gradient
+
+
+def norm_of(squares: dict[str, float]) -> float:
+    return math.sqrt(math.fsum(squares[key] for key in sorted(squares)))
+
+
+def squares_of(stage: int, piece: Piece, gradient: np.ndarray) -> dict[str, str]:
+    """By element, so that no division over shards changes the sum."""
+    return {f"{stage}:{piece.begin + i:04d}": (float(x) ** 2).hex() for i, x in enumerate(gradient)}
+
+
+def reference(steps: int = STEPS) -> tuple[list[list[float]], list[np.ndarray]]:
+    """Losses by step, and the weights at the end, without shards, engines or a network."""
+    weights, losses = initial(), []
+    for step in range(1, steps + 1):
+        sums = [TreeSum(MICRO_BATCHES) for _ in weights]
+        losses.append([])
+        for index, row in enumerate(rows_of(step)):
+            values = forward(weights, row)
+            losses[-1].append(float(values[-1].sum()))
+            grad = np.ones(WEIGHTS, np.float32)
+            for stage in reversed(range(STAGES)):
+                own, grad = backward(weights[stage], values[stage], values[stage + 1], grad)
+                sums[stage].add(TreeNode(0, index, (torch.from_numpy(own),)))
+        gradients = [total.root()[0].numpy() for total in sums]
+        squares = {}
+        for stage, gradient in enumerate(gradients):
+            whole = squares_of(stage, Piece(0, 0, 0, WEIGHTS, 4), gradient)
+            squares |= {key: float.fromhex(value) for key, value in whole.items()}
+        scale = min(1.0, 1.0 / norm_of(squares))
+        weights = [updated(w, g, scale) for w, g in zip(weights, gradients, strict=True)]
+    return losses, weights
+
+
+def transfers(shards: int) -> Transfers:
+    bounds = [WEIGHTS * s // shards for s in range(shards + 1)]
+    pieces = [Piece(s, 0, bounds[s], bounds[s + 1], 4) for s in range(shards)]
+    cut = chunks(pieces, chunk_bytes=40)
+    order = [(s, "forward") for s in range(STAGES - 1)] + [(STAGES - 1, "turn")]
+    order += [(s, "backward") for s in reversed(range(STAGES - 1))]
+    return Transfers(
+        tuple(
+            Operation(n, stage, sweep, cut, () if sweep == "forward" else cut)
+            for n, (stage, sweep) in enumerate(order)
+        ),
+        shards,
+    )
+
+
+class ToyEngine:
+    """Keeps two operations' weights, as an engine with two slots does."""
+
+    def __init__(self) -> None:
+        self.slots = [np.full(WEIGHTS, np.nan, np.float32) for _ in range(2)]
+
+    def begin(self, step, part, rows) -> None:
+        self.first, self.total = int(part["first"]), int(part["total"])
+        self.values = [[row] for row in rows["x"]]
+        self.grads = [np.ones(WEIGHTS, np.float32) for _ in self.values]
+
+    def place(self, operation, piece, payload) -> None:
+        slot = self.slots[operation.number % 2]
+        slot[piece.begin : piece.end] = payload.view(np.float32)
+
+    def compute(self, operation) -> list[TreeNode]:
+        weight = self.slots[operation.number % 2].copy()
+        self.slots[operation.number % 2][:] = np.nan  # what is used after this shows
+        if operation.sweep != "backward":
+            for values in self.values:
+                values.append(np.tanh(values[-1] * weight + np.float32(0.1)))
+        if operation.sweep == "forward":
+            return []
+        total = TreeSum(self.total)
+        for offset, values in enumerate(self.values):
+            own, self.grads[offset] = backward(
+                weight, values[operation.stage], values[operation.stage + 1], self.grads[offset]
+            )
+            total.add(TreeNode(0, self.first + offset, (torch.from_numpy(own),)))
+        return total.nodes()
+
+    def losses(self) -> list[float]:
+        return [float(values[-1].sum()) for values in self.values]
+
+
+class ToyShard:
+    """A shard's pieces of every weight; refuses whatever a real store would refuse."""
+
+    def __init__(self, shard: int, plan: Transfers) -> None:
+        self.shard, self.plan, self.step = shard, plan, 0
+        self.weights = initial()
+        self.gradients: dict[int, np.ndarray] = {}
+        self.squares: dict[str, str] = {}
+
+    def begin(self, step) -> None:
+        assert step == self.step + 1
+        self.gradients.clear()
+        self.squares.clear()
+
+    def fetch(self, operation) -> list[np.ndarray]:
+        pieces = [operation.weights[n] for n in operation.of_shard(self.shard)]
+        return [self.weights[operation.stage][p.begin : p.end] for p in pieces]
+
+    def receive(self, operation, gradients) -> None:
+        assert operation.stage not in self.gradients, "a stage's gradients came twice"
+        mine = self.gradients[operation.stage] = np.full(WEIGHTS, np.nan, np.float32)
+        for number, gradient in gradients.items():
+            piece = operation.gradients[number]
+            mine[piece.begin : piece.end] = gradient
+            self.squares |= squares_of(operation.stage, piece, gradient)
+
+    def prepare(self) -> dict:
+        assert len(self.gradients) == STAGES
+        return {"squares": self.squares}
+
+    def commit(self, step, decision) -> dict:
+        assert step == self.step + 1, "a step is committed twice, or left out"
+        for stage, gradient in self.gradients.items():
+            new = updated(self.weights[stage], gradient, decision["scale"])
+            mine = ~np.isnan(gradient)
+            self.weights[stage] = np.where(mine, new, self.weights[stage])
+        self.step = step
+        return {"step": step}
+
+
+class ToyOrder:
+    """One step, as the conductor has it made."""
+
+    micro_batches = MICRO_BATCHES
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def parts(self, engines: int) -> list[Message]:
+        made = []
+        for part in share(MICRO_BATCHES, engines):
+            described, payload = pack_arrays({"x": rows_of(self.step)[part.start : part.stop]})
+            body = {"first": part.start, "total": MICRO_BATCHES, "seed": 0, "scale": 1.0}
+            made.append(
+                message_with(
+                    payload, kind=None, epoch=0, sender=0, body={**body, "rows": described}
+                )
+            )
+        return made
+
+    def decide(self, losses, prepared) -> dict:
+        squares = {k: float.fromhex(x) for body in prepared for k, x in body["squares"].items()}
+        assert len(squares) == STAGES * WEIGHTS
+        return {"scale": min(1.0, 1.0 / norm_of(squares))}
+
+
+class ToyCluster:
+    """Shards, engines and a conductor in a simulated network."""
+
+    def __init__(
+        self,
+        engines: int,
+        shards: int,
+        faults: Faults | None = None,
+        wanted: int | None = None,
+        notice: float | None = 0.02,
+    ) -> None:
+        self.plan = transfers(shards)
+        # An operation takes longer than a message, so that faults fall between any two of these.
+        self.network = Network(
+            Links(1e6, 1e-4), faults, cost=lambda number, job: 0.002, notice=notice
+        )
+        self.happened: list[Happened] = []
+        self.shards = [ToyShard(s, self.plan) for s in range(shards)]
+        self.nodes: dict[int, ShardNode | EngineNode] = {}
+        for s, work in enumerate(self.shards):
+            node = ShardNode(1 + s, s, self.network.runtime(1 + s), self.plan, work)
+            self._add(1 + s, node)
+        self.conductor = Conductor(
+            self.network.runtime(0),
+            [1 + s for s in range(shards)],
+            wanted or engines,
+            Leases(silence=1.0, stall=2.0),
+            self._tell,
+        )
+        self.network.conduct(self.conductor)
+        self._next = FIRST_ENGINE
+        for _ in range(engines):
+            self.join()
+
+    def _add(self, number: int, node) -> None:
+        self.nodes[number] = node
+        self.network.add(number, node)
+
+    def _tell(self, happened: Happened) -> None:
+        self.happened.append(happened)
+        if happened.kind == "engine lost" and not self.network.is_dead(happened.node):
+            # Its link is closed, so it comes back, by another number; the old one is a zombie.
+            self.network.after(0.5, self.join)
+
+    def join(self) -> int:
+        """Let one more engine come."""
+        number, self._next = self._next, self._next + 1
+        self._add(number, EngineNode(number, self.network.runtime(number), self.plan, ToyEngine()))
+        self.conductor.joined(number)
+        return number
+
+    def train(self, steps: int = STEPS, limit: float = 300.0) -> list[Outcome]:
+        """Make so many steps, and return how each ended."""
+        outcomes: list[Outcome] = []
+        for step in range(1, steps + 1):
+            self.conductor.start(ToyOrder(step), outcomes.append)
+            came = self.network.run(lambda step=step: len(outcomes) >= step, limit)
+            assert came, f"step {step} hangs at {self.network.now:.1f} s: {self.conductor.phase}"
+            if outcomes[-1].error is not None:
+                raise outcomes[-1].error
+        return outcomes
+
+    def weights(self) -> list[np.ndarray]:
+        """The weights of all shards put together."""
+        bounds = [WEIGHTS * s // len(self.shards) for s in range(len(self.shards) + 1)]
+        return [
+            np.concatenate(
+                [s.weights[stage][bounds[n] : bounds[n + 1]] for n, s in enumerate(self.shards)]
+            )
+            for stage in range(STAGES)
+        ]
