@@ -76,7 +76,7 @@ class Transfers:
 
 def chunks(pieces: Sequence[Piece], chunk_bytes: int = CHUNK_BYTES) -> tuple[Piece, ...]:
     """Cut pieces into chunks of at most so many bytes."""
-    result = []
+    result: list[Piece] = []
     for piece in pieces:
         step = max(1, chunk_bytes // piece.width)
         bounds = [*range(piece.begin, piece.end, step), piece.end]

@@ -1,4 +1,4 @@
-"""The step protocol under every fault: the result does not change by a bit, nothing counts twice."""
+"""The step protocol under every fault: the same bits come of it, and nothing counts twice."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import random
 
 import numpy as np
 import pytest
+from toy_cluster import FIRST_ENGINE, STEPS, ToyCluster, reference
 
 from penstock.fabric.sim import Faults
 from penstock.fabric.sim.faults import Rates
-from toy_cluster import FIRST_ENGINE, STEPS, ToyCluster, reference
 
 LOSSES, WEIGHTS = reference()
 

@@ -13,8 +13,7 @@ import math
 import numpy as np
 import torch
 
-from penstock.fabric.messages import Message, message_with, pack_arrays
-from penstock.fabric.nodes import Conductor, EngineNode, Happened, Leases, Outcome, ShardNode
+from penstock.fabric.nodes import Conductor, EngineNode, Happened, Leases, Outcome, Part, ShardNode
 from penstock.fabric.sim import Faults, Links, Network
 from penstock.fabric.transfers import Operation, Piece, Transfers, chunks
 from penstock.tree import TreeNode, TreeSum, share
@@ -180,17 +179,14 @@ class ToyOrder:
     def __init__(self, step: int) -> None:
         self.step = step
 
-    def parts(self, engines: int) -> list[Message]:
-        made = []
-        for part in share(MICRO_BATCHES, engines):
-            described, payload = pack_arrays({"x": rows_of(self.step)[part.start : part.stop]})
-            body = {"first": part.start, "total": MICRO_BATCHES, "seed": 0, "scale": 1.0}
-            made.append(
-                message_with(
-                    payload, kind=None, epoch=0, sender=0, body={**body, "rows": described}
-                )
+    def parts(self, engines: int) -> list[Part]:
+        return [
+            Part(
+                {"first": part.start, "total": MICRO_BATCHES, "seed": 0, "scale": 1.0},
+                {"x": rows_of(self.step)[part.start : part.stop]},
             )
-        return made
+            for part in share(MICRO_BATCHES, engines)
+        ]
 
     def decide(self, losses, prepared) -> dict:
         squares = {k: float.fromhex(x) for body in prepared for k, x in body["squares"].items()}

@@ -14,10 +14,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from penstock.fabric.messages import Kind, Message
+import numpy as np
+
+from penstock.fabric.messages import Kind, Message, message_with, pack_arrays
 from penstock.fabric.nodes.engine import CONDUCTOR
 from penstock.fabric.nodes.runtime import Runtime
 from penstock.fabric.view import View
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one engine begins a step with: which micro-batches (`BEGIN`'s body), and their rows."""
+
+    body: Mapping[str, Any]
+    rows: Mapping[str, np.ndarray]
 
 
 class StepOrder(Protocol):
@@ -26,8 +36,8 @@ class StepOrder(Protocol):
     step: int
     micro_batches: int
 
-    def parts(self, engines: int) -> Sequence[Message]:
-        """Return, for so many engines, what each begins with: body and payload of a `BEGIN`."""
+    def parts(self, engines: int) -> Sequence[Part]:
+        """Return, for so many engines, what each begins with."""
         ...
 
     def decide(
@@ -281,7 +291,8 @@ class Conductor:
         for shard in self._shards:
             self._send(shard, Kind.BEGIN)
         for engine, part in zip(self._view.engines, parts, strict=True):
-            self._send(engine, Kind.BEGIN, part.body, part)
+            described, payload = pack_arrays(part.rows)
+            self._send(engine, Kind.BEGIN, {**part.body, "rows": described}, payload)
 
     def _decide_if_whole(self) -> None:
         engines = self._view.engines
@@ -350,10 +361,16 @@ class Conductor:
         to: int,
         kind: Kind,
         body: Mapping[str, Any] | None = None,
-        content: Message | None = None,
+        payload: np.ndarray | None = None,
     ) -> None:
-        payload, size = (content.payload, content.size) if content is not None else (None, 0)
-        message = Message(
-            kind, self.epoch, CONDUCTOR, self._step, body=body or {}, payload=payload, size=size
+        self._runtime.send(
+            to,
+            message_with(
+                payload,
+                kind=kind,
+                epoch=self.epoch,
+                sender=CONDUCTOR,
+                step=self._step,
+                body=body or {},
+            ),
         )
-        self._runtime.send(to, message)

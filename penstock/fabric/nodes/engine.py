@@ -9,9 +9,9 @@ another counts for nothing.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -289,7 +289,7 @@ class EngineNode:
     def _send(self, to: int, message: Message) -> None:
         self._runtime.send(to, message)
 
-    def _run(self, step: _Step, job, then) -> None:  # type: ignore[no-untyped-def]
+    def _run(self, step: _Step, job: Callable[[], Any], then: Callable[[Any], None]) -> None:
         def failed(error: Exception) -> None:
             if step is self._step:
                 body = {"error": type(error).__name__, "text": str(error)}

@@ -15,6 +15,8 @@ import numpy as np
 from penstock.errors import CorruptionError
 from penstock.fabric.messages import HEADER_BYTES, Message, lengths, pack, unpack
 
+_Carried = list[tuple[float, Message | CorruptionError]]
+
 
 @dataclass(frozen=True)
 class Rates:
@@ -50,9 +52,7 @@ class Faults:
         self._until = until
         self.counts = dict.fromkeys(("lost", "cut", "repeated", "delayed", "flipped"), 0)
 
-    def carry(
-        self, now: float, sender: int, to: int, message: Message
-    ) -> list[tuple[float, Message | CorruptionError]]:
+    def carry(self, now: float, sender: int, to: int, message: Message) -> _Carried:
         """Return what comes of a message: copies, each with how much later than it should."""
         begin, end = self._cuts.get((min(sender, to), max(sender, to)), (0.0, 0.0))
         if begin <= now < end:
@@ -82,7 +82,7 @@ class Faults:
     def _happens(self, rate: float) -> bool:
         return rate > 0 and self._random.random() < rate
 
-    def _count(self, what: str, result: list) -> list:  # type: ignore[type-arg]
+    def _count(self, what: str, result: _Carried) -> _Carried:
         self.counts[what] += 1
         return result
 
