@@ -62,6 +62,12 @@ class NoTrainingError(PenstockError):
     exit_code = 9
 
 
+class ClusterError(PenstockError):
+    """Processes of a run cannot find, trust or understand each other."""
+
+    exit_code = 10
+
+
 class ProgramError(PenstockError):
     """A program that breaks a rule of the representation: a defect of the compiler."""
 

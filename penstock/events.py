@@ -114,6 +114,15 @@ class Saved:
 
 
 @dataclass(frozen=True)
+class ClusterEvent:
+    """Something happened to the processes of a run: what kind of thing, and a line about it."""
+
+    kind: str
+    text: str
+    node: int | None = None
+
+
+@dataclass(frozen=True)
 class Notice:
     """One sentence that the user should read; the run goes on."""
 
@@ -163,7 +172,17 @@ class Finished:
     summary: Mapping[str, Any] = field(default_factory=dict)
 
 
-Event = RunStarted | StepDone | Evaluated | Saved | Notice | RunMeasured | Stopped | Finished
+Event = (
+    RunStarted
+    | StepDone
+    | Evaluated
+    | Saved
+    | Notice
+    | ClusterEvent
+    | RunMeasured
+    | Stopped
+    | Finished
+)
 Listener = Callable[[Event], None]
 
 

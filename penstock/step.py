@@ -9,23 +9,18 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
-
 from penstock import process_memory
-from penstock.assembly import to_tensors
-from penstock.data import IGNORED_LABEL, Source
+from penstock.batches import Batches, micro_batches
 from penstock.engine import Batch, Engine, PendingGradients
-from penstock.errors import DataError, NonFiniteError
+from penstock.errors import NonFiniteError
 from penstock.events import StepDone
 from penstock.fabric import Fabric
-from penstock.models import ModelSource
 from penstock.program import Stage, backward_fetch
 from penstock.step_layout import Layout
 from penstock.store import Store
-from penstock.tree import share
 
 Order = list[tuple[Stage, tuple[int, ...] | None]]
 
@@ -33,34 +28,38 @@ Order = list[tuple[Stage, tuple[int, ...] | None]]
 class StepRunner:
     """Runs steps of one layout over a store, a fabric and engines; no state outlives a step.
 
-    **Arguments:** `seed` keys the dropout; `batch_size` is the sequences (or rows) of a step and
-    `tokens` what they count as; `source` gives them.
+    **Arguments:** `batches` gives the rows; `seed` keys the dropout; `tokens` is what a step counts
+    as.
     """
 
     def __init__(
         self,
-        model: ModelSource,
         layout: Layout,
         store: Store,
         fabric: Fabric,
         engines: Sequence[Engine],
-        source: Source,
+        batches: Batches,
         *,
         seed: int,
-        batch_size: int,
         tokens: int,
     ) -> None:
-        self._model = model
         self._layout = layout
         self._stages = layout.program.stages
         self._store = store
         self._fabric = fabric
         self._engines = engines
-        self._source = source
+        self._batches = batches
         self._seed = seed
-        self._batch_size = batch_size
         self._tokens = tokens
         self._store_seconds = 0.0  # of the step that is being made
+
+    @property
+    def engine_peak_bytes(self) -> int:
+        """The most that an engine has held."""
+        return max(engine.memory.peak_bytes for engine in self._engines)
+
+    def close(self) -> None:
+        """Nothing of it outlives a step."""
 
     def run(self) -> StepDone:
         """Do one step and commit it.
@@ -102,7 +101,7 @@ class StepRunner:
             tokens=self._tokens,
             streamed_bytes=traffic.streamed_bytes,
             gradient_bytes=traffic.gradient_bytes,
-            engine_bytes=max(e.memory.peak_bytes for e in self._engines),
+            engine_bytes=self.engine_peak_bytes,
             store_bytes=sum(self._store.memory_bytes.values()),
             flash_read_bytes=flash.read_bytes,
             flash_written_bytes=flash.written_bytes,
@@ -116,25 +115,14 @@ class StepRunner:
 
     def _begin(self) -> float:
         """Give every engine its part of the batch; return the factor from losses to their mean."""
-        size, micro, total = self._batch_size, self._layout.micro_batch, self._layout.micro_batches
-        parts = share(total, len(self._engines))
-        batches: list[list[dict[str, torch.Tensor]]] = []
-        for part in parts:
-            indices = range(part.start * micro, part.stop * micro)
-            rows = to_tensors(self._source.batch(self._store.step, indices, size))
-            batches.append(_micro_batches(rows, micro, len(part)))
-        scale = self._loss_scale([rows for batch in batches for rows in batch])
-        for engine, part, batch in zip(self._engines, parts, batches, strict=True):
-            engine.begin(Batch(batch, part.start, total, self._seed, self._store.step, scale))
+        step, batches = self._store.step, self._batches
+        parts = batches.parts(step, len(self._engines))
+        scale = batches.loss_scale(step, parts)
+        for engine, part in zip(self._engines, parts, strict=True):
+            rows = micro_batches(part.rows, len(part.numbers))
+            first, total = part.numbers.start, batches.micro_batches
+            engine.begin(Batch(rows, first, total, self._seed, step, scale))
         return scale
-
-    def _loss_scale(self, micro_batches: Sequence[Mapping[str, torch.Tensor]]) -> float:
-        if self._model.loss_reduction == "mean":
-            return 1.0 / len(micro_batches)
-        count = sum(int((rows["labels"] != IGNORED_LABEL).sum()) for rows in micro_batches)
-        if count == 0:
-            raise DataError(f"step {self._store.step + 1}: no token of the batch has a label")
-        return 1.0 / count
 
     def _forward_order(self) -> Order:
         return [(stage, None) for stage in self._stages]
@@ -198,18 +186,3 @@ class StepRunner:
             f"finite. The step was not committed: the weights are those of step {step}. Look at "
             "the batch, or start a run with a lower optimizer.learning_rate in another run.dir."
         )
-
-
-def _micro_batches(
-    rows: Mapping[str, torch.Tensor], micro: int, count: int
-) -> list[dict[str, torch.Tensor]]:
-    for name, value in rows.items():
-        if len(value) != micro * count:
-            raise DataError(
-                f"the source was asked for {micro * count} rows and gave {len(value)} of {name!r}; "
-                "`batch` must return a row per index"
-            )
-    return [
-        {name: value[i * micro : (i + 1) * micro] for name, value in rows.items()}
-        for i in range(count)
-    ]

@@ -23,7 +23,8 @@ _BUDGET_SLOTS = 4  # a stage of a quarter of the budget leaves room for slots an
 class Layout:
     """How a step's batch is divided, what an engine keeps of it, and what every part may use.
 
-    `slot_bytes` is what the program's stages had to fit, if anything.
+    `slot_bytes` is what the program's stages had to fit, if anything; with fewer engines than
+    `least_engines` a step would not fit the budget of one.
     """
 
     program: Program
@@ -33,6 +34,7 @@ class Layout:
     micro_batches: int
     shares: Shares
     slot_bytes: int | None
+    least_engines: int = 1
 
     @property
     def budget_bytes(self) -> int:
@@ -66,7 +68,8 @@ def lay_out(
                 f"engines: {config.engines} engines cannot share {micro_batches} micro-batch(es) "
                 f"of {micro_batch}; lower batch.micro or engines, or raise batch.size"
             )
-        per_engine = -(-micro_batches // config.engines)
+        least = _least_engines(config)
+        per_engine = -(-micro_batches // least)
         slot_bytes = recorded_slot_bytes
         for _ in ("stages as they are, or were", "stages cut to what an engine may use"):
             try:
@@ -95,9 +98,14 @@ def lay_out(
             except BudgetError as error:
                 problem = problem or error
                 continue
-            return Layout(program, plan, length, micro_batch, micro_batches, shares, fitted)
+            return Layout(program, plan, length, micro_batch, micro_batches, shares, fitted, least)
     assert problem is not None
     raise problem
+
+
+def _least_engines(config: Config) -> int:
+    """Return with how many engines a step must still fit: where some may be lost, with half."""
+    return config.engines if config.cluster.start == "none" else -(-config.engines // 2)
 
 
 def _micro_batch_candidates(

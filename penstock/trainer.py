@@ -9,14 +9,15 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from penstock import assembly
+from penstock.batches import Batches
 from penstock.config import Config, load, write_record
 from penstock.data import Source
-from penstock.engine import EnginePlan, TorchEngine
+from penstock.engine import Engine, EnginePlan, TorchEngine
 from penstock.errors import (
     ConfigError,
     DataError,
@@ -46,6 +47,9 @@ from penstock.saving import Saver
 from penstock.step import StepRunner
 from penstock.step_layout import lay_out
 from penstock.store import MAX_SHARD_BYTES, FolderLock
+
+if TYPE_CHECKING:
+    from penstock.cluster.runner import ClusterRunner
 
 
 class Trainer:
@@ -79,6 +83,7 @@ class Trainer:
                 "run `penstock train` first"
             )
         self._recorded = recorded
+        self._brought = model is not None
         self.model = _as_source(self.config, model, bool(recorded))
         self.device = assembly.choose_device(self.config.engine.device)
         if source is None:
@@ -108,25 +113,15 @@ class Trainer:
     def _make_the_rest(self, recorded: Mapping[str, Any]) -> None:
         """Make what stands around the store: engines, the step, evaluation."""
         self.resumed_from = self.store.step if recorded else None
-        self.engines = assembly.make_engines(
-            self._layout.program,
-            self._layout.plan,
-            self._layout.shares,
-            self.config.engines,
-            self.device,
+        batches = Batches(
+            self.model, self._data.training, self.config.batch.size, self._layout.micro_batch
         )
-        self.fabric = LocalFabric(len(self.engines))
-        self._runner = StepRunner(
-            self.model,
-            self._layout,
-            self.store,
-            self.fabric,
-            self.engines,
-            self._data.training,
-            seed=self.config.run.seed,
-            batch_size=self.config.batch.size,
-            tokens=self._tokens_per_step(),
-        )
+        self.engines: list[Engine] = []
+        self._runner: StepRunner | ClusterRunner
+        if self.config.cluster.start == "none":
+            self._run_here(batches)
+        else:
+            self._run_elsewhere(batches)
         self._watching = not recorded  # that every weight trains is checked in a run's beginning
         # The gradient of an adapter's A is zero as long as its B is.
         self._watched_later = frozenset(adapter.down for adapter in self.model.adapters.values())
@@ -142,6 +137,39 @@ class Trainer:
             self.resumed_from,
         )
         self._stop_reason: str | None = None
+
+    def _run_here(self, batches: Batches) -> None:
+        layout, config = self._layout, self.config
+        self.engines = assembly.make_engines(
+            layout.program, layout.plan, layout.shares, config.engines, self.device
+        )
+        self.fabric = LocalFabric(len(self.engines))
+        self._runner = StepRunner(
+            layout,
+            self.store,
+            self.fabric,
+            self.engines,
+            batches,
+            seed=config.run.seed,
+            tokens=self._tokens_per_step(),
+        )
+
+    def _run_elsewhere(self, batches: Batches) -> None:
+        from penstock.cluster.start import start_cluster
+
+        if self._brought:
+            raise ConfigError(
+                "cluster.start: a module that was given from Python is not known to other "
+                "processes; name a function that makes it in model.factory"
+            )
+        self._runner = start_cluster(
+            self.config,
+            self._layout,
+            self.store,
+            batches,
+            tokens=self._tokens_per_step(),
+            tell=lambda event: self._tell(event),
+        )
 
     @property
     def step(self) -> int:
@@ -220,7 +248,7 @@ class Trainer:
             **({} if last_loss is None else {"loss": last_loss}),
             **({} if self._best_loss is None else {"best_held_out_loss": self._best_loss}),
             "seconds": time.perf_counter() - started,
-            "engine_peak_bytes": max(e.memory.peak_bytes for e in self.engines),
+            "engine_peak_bytes": self._runner.engine_peak_bytes,
             "store_bytes": sum(self.store.memory_bytes.values()),
         }
         measured = report.measured(summary["seconds"])
@@ -340,6 +368,9 @@ class Trainer:
 
     def close(self) -> None:
         """Give up a checkpoint that is on its way, and let go of the store's files and threads."""
+        runner = getattr(self, "_runner", None)  # not yet there if making it failed
+        if runner is not None:
+            runner.close()
         self._keeper.abandon()
         self.store.close()
 

@@ -29,6 +29,7 @@ from penstock.cli.figures import (
     sparkline,
 )
 from penstock.events import (
+    ClusterEvent,
     Evaluated,
     Event,
     Finished,
@@ -45,6 +46,8 @@ _RECENT_STEPS = 20
 
 # What a consumer's disk of 1 TB is rated for by most makers; others are rated in proportion.
 RATED_TB = 600
+
+_ALWAYS_TOLD = (Notice, ClusterEvent, RunMeasured, Stopped, Finished)
 
 
 class View(Protocol):
@@ -136,7 +139,7 @@ class LineView:
             due = event.step % self._every == 0 or event.step in (1, steps)
             if due and not self._quiet:
                 self._print(step_line(self._progress))
-        elif not self._quiet or isinstance(event, Notice | RunMeasured | Stopped | Finished):
+        elif not self._quiet or isinstance(event, _ALWAYS_TOLD):
             for line in event_lines(event):
                 self._print(line)
 
@@ -168,7 +171,7 @@ class LiveView:
 
     def __call__(self, event: Event) -> None:
         self._progress(event)
-        if isinstance(event, Evaluated | Notice | RunMeasured | Stopped | Finished):
+        if isinstance(event, (Evaluated, *_ALWAYS_TOLD)):
             self._console.print("\n".join(event_lines(event)), markup=False, highlight=False)
 
     def render(self) -> RenderableType:
@@ -287,6 +290,8 @@ def event_lines(event: Event) -> list[str]:
         ]
     if isinstance(event, Notice):
         return [f"note: {event.text}"]
+    if isinstance(event, ClusterEvent):
+        return [f"cluster: {event.kind}: {event.text}"]
     if isinstance(event, RunMeasured):
         return measured_lines(event)
     if isinstance(event, Stopped):

@@ -10,6 +10,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from penstock.config.batch import BatchConfig
 from penstock.config.checkpoint import CheckpointConfig
+from penstock.config.cluster import ClusterConfig
 from penstock.config.data import DataConfig
 from penstock.config.engine import EngineConfig
 from penstock.config.evaluation import EvaluationConfig
@@ -62,8 +63,9 @@ class Config(Section):
     store: StoreConfig = section(StoreConfig, "where weights and optimizer state live")
     engine: EngineConfig = section(EngineConfig, "the device that computes")
     engines: int = setting(
-        1, "number of engines; the result is the same to the bit for any", ge=1, le=8
+        1, "number of engines; the result is the same to the bit for any", ge=1, le=1024
     )
+    cluster: ClusterConfig = section(ClusterConfig, "where engines run")
     run: RunConfig = section(RunConfig, "the run's folder, length and seed")
     evaluation: EvaluationConfig = section(EvaluationConfig, "held-out loss while training")
     checkpoint: CheckpointConfig = section(CheckpointConfig, "saving")

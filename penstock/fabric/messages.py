@@ -22,7 +22,7 @@ from penstock.errors import CorruptionError
 MAX_BODY_BYTES = 1 << 20
 MAX_PAYLOAD_BYTES = 1 << 30
 _MAGIC = b"PNSK"
-_HEADER = struct.Struct("<4sBxHIIIIIQIQQ")
+_HEADER = struct.Struct("<4sBxHIIIIIIQIQQ")
 HEADER_BYTES = _HEADER.size
 _ARRAY_TYPES = ("bool", "uint8", "int32", "int64", "float32", "float64")
 
@@ -42,11 +42,19 @@ class Kind(enum.IntEnum):
     COMMITTED = 10  # shard to conductor
     TROUBLE = 11  # to the conductor: what went wrong
     BEAT = 12  # to the conductor: still here, and how far
+    # Between processes, beside the step:
+    HELLO = 13  # which node is at this end of a link
+    JOIN = 14  # to the conductor's process: a process that would take part
+    WELCOME = 15  # what it is to be, and of which run
+    READY = 16  # it is
+    ORDER = 17  # from a command: change the run (`penstock scale`)
+    ANSWER = 18  # to a command
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message. `size` is the bytes of the payload, which a simulation may leave out.
+    """One message. `size` is the bytes of the payload, which a simulation may leave out; `to` is
+    filled in where it is sent.
 
     `op` numbers the operations of a step (`transfers.py`), `chunk` the chunks of an operation;
     `level` and `index` are the place of a gradient in the tree over micro-batches.
@@ -63,6 +71,7 @@ class Message:
     body: Mapping[str, Any] = field(default_factory=dict)
     payload: np.ndarray | None = None
     size: int = 0
+    to: int = 0
 
 
 def message_with(payload: np.ndarray | None, **fields: Any) -> Message:
@@ -89,6 +98,7 @@ def _header(message: Message, body_bytes: int, digest: int) -> bytes:
         message.level,
         message.epoch,
         message.sender,
+        message.to,
         message.op,
         message.chunk,
         message.index,
@@ -125,7 +135,9 @@ def unpack(header: bytes, body: bytes, payload: np.ndarray | None) -> Message:
     Raises:
         CorruptionError: its checksum is wrong, or it is of a kind that is not known.
     """
-    _, kind, level, epoch, sender, op, chunk, index, step, _, size, digest = _HEADER.unpack(header)
+    (_, kind, level, epoch, sender, to, op, chunk, index, step, _, size, digest) = _HEADER.unpack(
+        header
+    )
     bare = header[:-_DIGEST_BYTES] + bytes(_DIGEST_BYTES)
     found = _digest(bare, body, payload)
     if found != digest:
@@ -140,7 +152,7 @@ def unpack(header: bytes, body: bytes, payload: np.ndarray | None) -> Message:
         raise CorruptionError(f"a frame from node {sender} makes no sense: {error}") from None
     if not isinstance(said, dict):
         raise CorruptionError(f"a frame from node {sender} has a body that is no mapping")
-    return Message(known, epoch, sender, step, op, chunk, level, index, said, payload, size)
+    return Message(known, epoch, sender, step, op, chunk, level, index, said, payload, size, to)
 
 
 _DIGEST_BYTES = 8
@@ -171,7 +183,7 @@ def unpack_arrays(described: Sequence[Any], payload: np.ndarray | None) -> dict[
         size = np.dtype(kind).itemsize * int(np.prod(shape, dtype=object))
         if size > rest.nbytes:
             raise CorruptionError(f"{name}: {size} bytes are described, {rest.nbytes} came")
-        arrays[name] = np.frombuffer(rest[:size].tobytes(), kind).reshape(shape)
+        arrays[name] = rest[:size].copy().view(kind).reshape(shape)
         rest = rest[size:]
     if rest.nbytes:
         raise CorruptionError(f"{rest.nbytes} bytes came that are not described")

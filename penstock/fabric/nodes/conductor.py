@@ -106,6 +106,8 @@ class Conductor:
         engines: how many engines are wanted; `wanted` may be set at any time.
         leases: when silence and standstill count as losses.
         tell: is told what happens.
+        least: with fewer engines than this no step is made: they would not have the memory.
+        addresses: where nodes listen, by number; those of a view's nodes are sent with it.
     """
 
     def __init__(
@@ -115,8 +117,12 @@ class Conductor:
         engines: int,
         leases: Leases,
         tell: Callable[[Happened], None],
+        least: int = 1,
+        addresses: Mapping[int, Any] | None = None,
     ) -> None:
         self.wanted = engines
+        self._least = least
+        self._addresses = addresses if addresses is not None else {}
         self.epoch = 0
         self.phase = Phase.IDLE
         self.counts: Counter[str] = Counter()
@@ -264,16 +270,20 @@ class Conductor:
     def _form(self) -> None:
         """Raise the epoch and tell everybody who takes part."""
         engines = self._members()
-        if not engines:
+        if len(engines) < self._least:
             self._phase(Phase.GATHERING)
-            self._happened("waiting", "no engine is left; waiting for one")
+            self._happened(
+                "waiting", f"{len(engines)} engine(s) left, {self._least} needed; waiting"
+            )
             return
         self.epoch += 1
         self._view = View(self._shards, engines)
         self._seen.clear()
         self._phase(Phase.FORMING)
-        body = self._view.as_body()
-        for node in (*self._shards, *engines):
+        nodes = (*self._shards, *engines)
+        listening = {str(n): self._addresses[n] for n in nodes if n in self._addresses}
+        body = {**self._view.as_body(), "addresses": listening}
+        for node in nodes:
             self._send(node, Kind.VIEW, body)
 
     def _begin(self) -> None:

@@ -141,7 +141,7 @@ class EngineNode:
         if step.total is not None:
             return
         step.total = int(message.body["total"])
-        part = {k: message.body[k] for k in ("first", "total", "seed", "scale")}
+        part = {key: value for key, value in message.body.items() if key != "rows"}
         rows = unpack_arrays(message.body["rows"], message.payload)
 
         def ready(_: object) -> None:

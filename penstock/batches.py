@@ -1,0 +1,79 @@
+"""The rows of a step, divided over engines: each gets only its own micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from penstock.assembly import to_tensors
+from penstock.data import IGNORED_LABEL, Source
+from penstock.errors import DataError
+from penstock.models import ModelSource
+from penstock.tree import share
+
+Rows = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class EngineRows:
+    """What one engine computes of a step: its micro-batches' numbers, and all their rows."""
+
+    numbers: range
+    rows: Rows
+
+
+class Batches:
+    """Draws the batches of a run.
+
+    Args:
+        source: gives the rows.
+        size: rows of a step.
+        micro_batch: rows of a micro-batch.
+    """
+
+    def __init__(self, model: ModelSource, source: Source, size: int, micro_batch: int) -> None:
+        self._model, self._source = model, source
+        self._size, self._micro_batch = size, micro_batch
+        self.micro_batches = size // micro_batch
+
+    def parts(self, step: int, engines: int) -> list[EngineRows]:
+        """Return what each of so many engines computes in the step after `step` commits.
+
+        Raises:
+            DataError: the source gave something else than rows.
+        """
+        parts = []
+        for numbers in share(self.micro_batches, engines):
+            indices = range(numbers.start * self._micro_batch, numbers.stop * self._micro_batch)
+            rows = to_tensors(self._source.batch(step, indices, self._size))
+            for name, value in rows.items():
+                if len(value) != len(indices):
+                    raise DataError(
+                        f"the source was asked for {len(indices)} rows and gave {len(value)} of "
+                        f"{name!r}; `batch` must return a row per index"
+                    )
+            parts.append(EngineRows(numbers, rows))
+        return parts
+
+    def loss_scale(self, step: int, parts: Sequence[EngineRows]) -> float:
+        """Return the factor from the sum of the micro-batches' losses to the step's loss.
+
+        Raises:
+            DataError: no token of the batch has a label.
+        """
+        if self._model.loss_reduction == "mean":
+            return 1.0 / self.micro_batches
+        count = sum(int((part.rows["labels"] != IGNORED_LABEL).sum()) for part in parts)
+        if count == 0:
+            raise DataError(f"step {step + 1}: no token of the batch has a label")
+        return 1.0 / count
+
+
+def micro_batches(rows: Rows, count: int) -> list[dict[str, torch.Tensor]]:
+    """Cut rows into so many micro-batches."""
+    return [
+        dict(zip(rows, cut, strict=True))
+        for cut in zip(*(value.chunk(count) for value in rows.values()), strict=True)
+    ]

@@ -1,0 +1,99 @@
+"""What an engine's process does between the messages: it computes with an engine of its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+
+import numpy as np
+import torch
+
+from penstock.batches import micro_batches
+from penstock.cluster.plan import positions_of
+from penstock.engine import Batch, Engine
+from penstock.fabric.nodes import WINDOW
+from penstock.fabric.transfers import Operation, Piece, Transfers
+from penstock.kernels.memory import allocate
+from penstock.program import Program
+from penstock.tree import TreeNode
+
+_ALIGNMENT = 64
+
+
+class EngineOfProcess:
+    """Feeds an engine with the weights that come and hands on the gradients that it makes.
+
+    The weights of an operation are put together in one of `WINDOW` buffers, each as large as the
+    largest needs; no more operations than that are ever on their way.
+    """
+
+    def __init__(
+        self, engine: Engine, program: Program, transfers: Transfers, recompute: Collection[int]
+    ) -> None:
+        self._engine, self._program, self._recompute = engine, program, recompute
+        self._shapes: list[list[tuple[int, torch.dtype, tuple[int, ...]]]] = []
+        largest = 0
+        for operation in transfers.operations:
+            stage, begin, places = program.stages[operation.stage], 0, []
+            for position in positions_of(stage, operation.sweep, recompute):
+                spec = program.weights[stage.weights[position]]
+                places.append((begin, spec.stream_dtype, spec.shape))
+                begin += -(-spec.stream_bytes // _ALIGNMENT) * _ALIGNMENT
+            self._shapes.append(places)
+            largest = max(largest, begin)
+        self._buffers = [allocate(largest) for _ in range(WINDOW)]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that the engine has held."""
+        return self._engine.memory.peak_bytes
+
+    def begin(self, step: int, part: Mapping[str, float], rows: Mapping[str, np.ndarray]) -> None:
+        """Begin a step with these rows."""
+        first, total, count = int(part["first"]), int(part["total"]), int(part["count"])
+        tensors = {name: torch.from_numpy(array) for name, array in rows.items()}
+        self._engine.begin(
+            Batch(
+                micro_batches(tensors, count),
+                first,
+                total,
+                int(part["seed"]),
+                step - 1,
+                float(part["scale"]),
+            )
+        )
+
+    def place(self, operation: Operation, piece: Piece, payload: np.ndarray | None) -> None:
+        """Put a chunk of weights into the operation's buffer."""
+        if payload is None:
+            return
+        begin = self._shapes[operation.number][piece.tensor][0] + piece.begin * piece.width
+        self._buffers[operation.number % WINDOW][begin : begin + payload.nbytes] = payload
+
+    def compute(self, operation: Operation) -> Sequence[TreeNode]:
+        """Compute an operation; return the sums of its gradients."""
+        engine, stage = self._engine, operation.stage
+        buffer = self._buffers[operation.number % WINDOW]
+        engine.load(
+            stage,
+            [
+                torch.from_numpy(buffer[begin : begin + math.prod(shape) * dtype.itemsize])
+                .view(dtype)
+                .view(shape)
+                for begin, dtype, shape in self._shapes[operation.number]
+            ],
+        )
+        nodes: Sequence[TreeNode] = []
+        if operation.sweep == "forward":
+            engine.forward(stage)
+        elif operation.sweep == "turn":
+            nodes = engine.turn(stage).wait()
+        else:
+            nodes = engine.backward(stage).wait()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # the buffer is given back when this returns
+        return nodes if operation.gradients else []
+
+    def losses(self) -> list[float]:
+        """Return the loss of each micro-batch."""
+        return self._engine.losses()

@@ -1,0 +1,67 @@
+"""From a program to the transfers of its steps, and to a digest that all nodes must share."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import xxhash
+
+from penstock.fabric.transfers import GRADIENT_WIDTH, Operation, Piece, Sweep, Transfers, chunks
+from penstock.program import Program, Stage, backward_fetch
+
+Holdings = Mapping[str, Sequence[tuple[int, int, int]]]
+"""Which shards hold a weight: shard, and the first and last + 1 of its elements, in order."""
+
+
+def transfers_of(
+    program: Program, recompute: Collection[int], holdings: Holdings, shards: int
+) -> Transfers:
+    """Return the operations of a step: all stages forward, the last of them turning, and back.
+
+    Args:
+        recompute: the stages whose forward is made again in the backward sweep.
+        holdings: which shard holds what of every weight.
+    """
+    stages = program.stages
+    order: list[tuple[Stage, Sweep]] = [(stage, "forward") for stage in stages[:-1]]
+    order.append((stages[-1], "turn"))
+    order += [(stage, "backward") for stage in reversed(stages[:-1])]
+    operations = []
+    for number, (stage, sweep) in enumerate(order):
+        names = [stage.weights[position] for position in positions_of(stage, sweep, recompute)]
+        weights = _pieces(program, names, holdings, None)
+        gradients: tuple[Piece, ...] = ()
+        if sweep != "forward" and any(stage.kind.outputs_grad):
+            trained = [name for name in stage.weights if program.weights[name].trainable]
+            gradients = _pieces(program, trained, holdings, GRADIENT_WIDTH)
+        operations.append(Operation(number, stage.index, sweep, weights, gradients))
+    return Transfers(tuple(operations), shards)
+
+
+def positions_of(stage: Stage, sweep: Sweep, recompute: Collection[int]) -> tuple[int, ...]:
+    """Return which of a stage's weights an operation needs."""
+    if sweep != "backward":
+        return tuple(range(len(stage.weights)))
+    return backward_fetch(stage, stage.index in recompute, False)
+
+
+def _pieces(
+    program: Program, names: Sequence[str], holdings: Holdings, width: int | None
+) -> tuple[Piece, ...]:
+    pieces = [
+        Piece(shard, tensor, begin, end, width or program.weights[name].stream_dtype.itemsize)
+        for tensor, name in enumerate(names)
+        for shard, begin, end in holdings[name]
+    ]
+    return chunks(pieces)
+
+
+def digest_of(program: Program, transfers: Transfers) -> str:
+    """Return what two processes must agree on to work together: stages, weights, chunks."""
+    state = xxhash.xxh3_128()
+    for stage in program.stages:
+        state.update(repr((stage.name, stage.kind.digest, stage.weights)).encode())
+    for name, spec in program.weights.items():
+        state.update(repr((name, spec.shape, str(spec.stream_dtype), spec.trainable)).encode())
+    state.update(repr(transfers).encode())
+    return state.hexdigest()

@@ -1,0 +1,392 @@
+"""Steps of a run whose engines are other processes.
+
+Here are the run's store, the conductor, and the door through which workers come. A step is asked
+for by the trainer's thread and made by the nodes; whoever is lost meanwhile is replaced, and the
+trainer learns of it only from what happened.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock import errors, process_memory
+from penstock.batches import Batches
+from penstock.cluster.launch import Launcher
+from penstock.cluster.plan import Holdings, digest_of, transfers_of
+from penstock.cluster.shard_work import StoreOfShard
+from penstock.config import Config
+from penstock.errors import ClusterError, NonFiniteError, PenstockError
+from penstock.events import ClusterEvent, StepDone
+from penstock.fabric.messages import Kind, Message
+from penstock.fabric.nodes import (
+    CONDUCTOR,
+    Conductor,
+    Happened,
+    Leases,
+    Outcome,
+    Part,
+    ShardNode,
+    TroubleError,
+)
+from penstock.fabric.sockets import Endpoint, Link
+from penstock.step_layout import Layout
+from penstock.store import Store
+
+log = logging.getLogger("penstock.cluster")
+
+FIRST_ENGINE = 1000
+RECORD = "cluster.json"
+_BEAT = 0.1
+_PATIENCE = 120.0  # seconds in which all engines should have come
+
+
+class ClusterRunner:
+    """Runs steps of one layout over a store and engines in other processes.
+
+    Args:
+        stores: the shards of the store, in their order.
+        holdings: what each of them holds of every weight.
+        launch: makes the launcher, given the endpoint and the token.
+        tell: is told what happens, one line at a time.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        layout: Layout,
+        store: Store,
+        stores: Sequence[Store],
+        holdings: Holdings,
+        batches: Batches,
+        *,
+        tokens: int,
+        token: str,
+        launch: Callable[[Endpoint], Launcher],
+        tell: Callable[[ClusterEvent], None],
+    ) -> None:
+        self._config, self._layout, self._store = config, layout, store
+        self._batches, self._tokens = batches, tokens
+        self._tell = tell
+        recompute = layout.plan.recompute
+        self._transfers = transfers_of(layout.program, recompute, holdings, len(stores))
+        self._digest = digest_of(layout.program, self._transfers)
+        self._told = {
+            "config": config.to_mapping(),
+            "micro_batch": layout.micro_batch,
+            "length": layout.sequence_length,
+            "slot_bytes": layout.slot_bytes,
+            "recompute": sorted(recompute),
+            "holdings": {name: [list(piece) for piece in held] for name, held in holdings.items()},
+            "shards": len(stores),
+            "engine_bytes": layout.budget_bytes,
+        }
+        self.counts: Counter[str] = Counter()
+        self._addresses: dict[int, Any] = {}
+        self._links: dict[int, Link] = {}
+        self._joining: dict[Link, int] = {}
+        self._listens: dict[int, Any] = {}
+        self._next = FIRST_ENGINE
+        self._peak_bytes = 0
+        self._failed: PenstockError | None = None
+        self._is_closed = self._has_begun = False
+        self._shard_numbers = [1 + shard for shard in range(len(stores))]
+        self._endpoint = Endpoint(
+            token,
+            config.cluster.host,
+            on_link_end=self._link_ended,
+            on_stranger=self._stranger,
+            on_failure=self._endpoint_failed,
+            every=self._every,
+            beat=_BEAT,
+        )
+        self._conductor = Conductor(
+            self._endpoint.runtime(CONDUCTOR),
+            self._shard_numbers,
+            config.engines,
+            Leases(config.cluster.lease, config.cluster.stall),
+            self._happened,
+            least=layout.least_engines,
+            addresses=self._addresses,
+        )
+        self._endpoint.add(CONDUCTOR, _Desk(self))
+        self._shards = []
+        for shard, part in enumerate(stores):
+            number = 1 + shard
+            work = StoreOfShard(part, shard, recompute)
+            runtime = self._endpoint.runtime(number)
+            node = ShardNode(number, shard, runtime, self._transfers, work)
+            self._shards.append(node)
+            self._endpoint.add(number, node)
+        self._launcher = launch(self._endpoint)
+        self._endpoint.start()
+        for _ in range(config.engines + config.cluster.spare):
+            self._launcher.start()
+        self._record = config.run.dir / RECORD
+        _write_privately(
+            self._record,
+            {"address": list(self._endpoint.address), "token": token, "pid": os.getpid()},
+        )
+
+    @property
+    def engine_peak_bytes(self) -> int:
+        """The most that any engine has said to have held."""
+        return self._peak_bytes
+
+    def run(self) -> StepDone:
+        """Do one step and commit it, whoever is lost meanwhile.
+
+        Raises:
+            NonFiniteError: and whatever the data or the store raise; the step has then not
+                happened, and running it again is safe.
+            ClusterError: no engine can be had.
+        """
+        started = time.perf_counter()
+        self._store.take_traffic()
+        ended = threading.Event()
+        outcomes: list[Outcome] = []
+
+        def done(outcome: Outcome) -> None:
+            outcomes.append(outcome)
+            ended.set()
+
+        self._await_engines()
+        order = _Order(self._batches, self._store.step, self._config.run.seed)
+        self._endpoint.call(lambda: self._conductor.start(order, done))
+        while not ended.wait(timeout=0.5):
+            if self._failed is not None:
+                raise self._failed
+        outcome = outcomes[0]
+        if outcome.error is not None:
+            raise _as_ours(outcome.error)
+        answer = outcome.answers[0]
+        traffic, flash = self._store.take_traffic(), self._store.take_flash_traffic()
+        seconds = time.perf_counter() - started
+        return StepDone(
+            step=answer["step"],
+            loss=math.fsum(outcome.losses) * order.scale,
+            learning_rate=float.fromhex(answer["learning_rate"]),
+            grad_norm=float.fromhex(answer["grad_norm"]),
+            clip_scale=float.fromhex(answer["clip_scale"]),
+            seconds=seconds,
+            tokens=self._tokens,
+            streamed_bytes=traffic.streamed_bytes,
+            gradient_bytes=traffic.gradient_bytes,
+            engine_bytes=self._peak_bytes,
+            store_bytes=sum(self._store.memory_bytes.values()),
+            flash_read_bytes=flash.read_bytes,
+            flash_written_bytes=flash.written_bytes,
+            flash_wait_seconds=flash.waited_seconds,
+            compute_seconds=max(0.0, seconds - traffic.update_seconds - flash.waited_seconds),
+            weight_seconds=0.0,
+            update_seconds=traffic.update_seconds,
+            snapshot_seconds=traffic.snapshot_seconds,
+            peak_rss_bytes=process_memory.peak_resident_bytes(),
+        )
+
+    def _await_engines(self) -> None:
+        """Before the first step, let all engines come, unless that takes too long."""
+        if self._has_begun:
+            return
+        self._has_begun = True
+        deadline = time.monotonic() + _PATIENCE
+        while len(self._conductor.ready) < self._config.engines:
+            if self._failed is not None:
+                raise self._failed
+            if time.monotonic() > deadline:
+                text = f"{len(self._conductor.ready)} of {self._config.engines} engines have come"
+                self._say("waiting", f"{text} in {_PATIENCE:.0f} s; beginning with those")
+                return
+            time.sleep(0.02)
+
+    def close(self) -> None:
+        """End the workers and close the door."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._record.unlink(missing_ok=True)
+        self._endpoint.close()
+        self._launcher.close()
+
+    # In the endpoint's thread
+
+    def _every(self, now: float) -> None:
+        for node in self._shards:
+            body = {
+                "progress": node.progress,
+                "busy": self._endpoint.is_busy(node.number),
+            }
+            self._conductor.handle(Message(Kind.BEAT, 0, node.number, body=body))
+        self._conductor.tick(now)
+        for how in self._launcher.poll():
+            self._say("worker ended", how)
+            if not self._conductor.ready and not self._joining and not self._may_restart():
+                self._failed = ClusterError(
+                    f"{how} before it could compute; its log is in "
+                    f"{self._config.run.dir / 'workers'}"
+                )
+                return
+            self._launcher.start()
+
+    def _endpoint_failed(self, error: Exception) -> None:
+        self._failed = ClusterError(f"the run's network failed: {type(error).__name__}: {error}")
+        log.error("the endpoint failed", exc_info=error)
+
+    def _may_restart(self) -> bool:
+        return self.counts["joined"] > 0
+
+    def _stranger(self, link: Link, message: Message) -> None:
+        """Take what a peer says before it is somebody."""
+        if message.kind is Kind.JOIN:
+            number, self._next = self._next, self._next + 1
+            self._joining[link] = number
+            self._listens[number] = message.body.get("listens")
+            body = {"node": number, "run": self._told, "shards_there": self._shard_numbers}
+            link.send(Message(Kind.WELCOME, 0, CONDUCTOR, body=body))
+        elif message.kind is Kind.READY and link in self._joining:
+            number = self._joining.pop(link)
+            if message.body.get("digest") != self._digest:
+                self._say("refused", f"engine {number} has compiled another program", number)
+                link.close()
+                return
+            self._endpoint.attach(number, link)
+            self._links[number] = link
+            self._addresses[number] = self._listens.pop(number)
+            self._conductor.joined(number)
+        elif message.kind is Kind.TROUBLE and link in self._joining:
+            number = self._joining.pop(link)
+            text = f"engine {number} could not be made: {message.body.get('text')}"
+            self._say("refused", text, number)
+            if not self._conductor.ready:
+                self._failed = _known(str(message.body.get("error")))(text)
+            link.close()
+        elif message.kind is Kind.ORDER:
+            self._take_order(link, message.body)
+
+    def _take_order(self, link: Link, body: Mapping[str, Any]) -> None:
+        """Change the number of engines, as a command asks."""
+        wanted = body.get("engines")
+        if not isinstance(wanted, int) or not 1 <= wanted <= self._layout.micro_batches:
+            text = f"engines: expected 1 to {self._layout.micro_batches}, got {wanted!r}"
+            link.send(Message(Kind.ANSWER, 0, CONDUCTOR, body={"error": text}))
+            return
+        before, self._conductor.wanted = self._conductor.wanted, wanted
+        for _ in range(wanted - before):
+            self._launcher.start()
+        self._say("scaled", f"{before} engines before, {wanted} from the next step on")
+        link.send(Message(Kind.ANSWER, 0, CONDUCTOR, body={"engines": wanted, "before": before}))
+
+    def _link_ended(self, link: Link, error: Exception) -> None:
+        self._joining.pop(link, None)
+        number = link.peer
+        if number is not None and self._links.get(number) is link:
+            self._forget(number)
+            self._conductor.lost(number, f"its connection ended ({error})")
+
+    def _happened(self, happened: Happened) -> None:
+        if happened.kind == "engine lost" and happened.node is not None:
+            self._forget(happened.node)
+        self._say(happened.kind, happened.text, happened.node)
+
+    def _forget(self, number: int) -> None:
+        self._addresses.pop(number, None)
+        link = self._links.pop(number, None)
+        if link is not None:
+            link.close()
+
+    def _say(self, kind: str, text: str, node: int | None = None) -> None:
+        self.counts[kind] += 1
+        self._tell(ClusterEvent(kind, text, node))
+
+    def _take(self, message: Message) -> None:
+        if message.kind is Kind.BEAT:
+            peak = message.body.get("peak_bytes")
+            self._peak_bytes = max(self._peak_bytes, peak if isinstance(peak, int) else 0)
+        self._conductor.handle(message)
+
+
+class _Desk:
+    """The conductor as a node of its process."""
+
+    progress = 0
+
+    def __init__(self, runner: ClusterRunner) -> None:
+        self._runner = runner
+
+    def handle(self, message: Message) -> None:
+        """Take a message."""
+        self._runner._take(message)
+
+
+class _Order:
+    """One step, as the conductor has it made."""
+
+    def __init__(self, batches: Batches, done: int, seed: int) -> None:
+        self.step = done + 1
+        self.micro_batches = batches.micro_batches
+        self.scale = 1.0
+        self._batches, self._done, self._seed = batches, done, seed
+
+    def parts(self, engines: int) -> Sequence[Part]:
+        """Return what each engine begins with."""
+        parts = self._batches.parts(self._done, engines)
+        self.scale = self._batches.loss_scale(self._done, parts)
+        return [
+            Part(
+                {
+                    "first": part.numbers.start,
+                    "count": len(part.numbers),
+                    "total": self.micro_batches,
+                    "seed": self._seed,
+                    "scale": self.scale,
+                },
+                {name: tensor.numpy() for name, tensor in part.rows.items()},
+            )
+            for part in parts
+        ]
+
+    def decide(
+        self, losses: Sequence[float], prepared: Sequence[Mapping[str, Any]]
+    ) -> Mapping[str, Any]:
+        """Return the decision to commit by.
+
+        **Raises:** `NonFiniteError` for a loss that is not a number.
+        """
+        for number, loss in enumerate(losses):
+            if not math.isfinite(loss):
+                raise NonFiniteError(
+                    f"step {self.step}: the loss of micro-batch {number} is {loss}. The step was "
+                    f"not committed: the weights are those of step {self._done}. Look at the "
+                    "batch, or start a run with a lower optimizer.learning_rate in another "
+                    "run.dir; with cluster.start: none the stage is named in which it began."
+                )
+        return {}
+
+
+def _as_ours(error: BaseException) -> BaseException:
+    """Return a node's trouble as the error that it was there."""
+    if isinstance(error, TroubleError):
+        return _known(error.kind)(str(error))
+    return error
+
+
+def _known(kind: str) -> type[PenstockError]:
+    found = getattr(errors, kind, ClusterError)
+    return found if isinstance(found, type) and issubclass(found, PenstockError) else ClusterError
+
+
+def _write_privately(path: Path, content: Mapping[str, Any]) -> None:
+    """Write what only this user may read: the token is in it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        json.dump(content, file)

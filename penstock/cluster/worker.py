@@ -1,0 +1,235 @@
+"""A process that computes: it joins a run, becomes one of its engines, and ends with it.
+
+    python -m penstock.cluster.worker HOST PORT
+
+The run's token comes in the environment, as `PENSTOCK_TOKEN`. All that the process is to be is told
+by the conductor's: which model, cut how, with which memory. It keeps no state of the run: when it
+is cut off it joins again, as a new engine, as long as the conductor's process is there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.cluster.engine_work import EngineOfProcess
+from penstock.cluster.plan import digest_of, transfers_of
+from penstock.errors import ClusterError, PenstockError
+from penstock.fabric.messages import Kind, Message
+from penstock.fabric.nodes import CONDUCTOR, EngineNode
+from penstock.fabric.sockets import Endpoint, Link
+
+log = logging.getLogger("penstock.cluster")
+
+TOKEN = "PENSTOCK_TOKEN"
+_PATIENCE = 10.0  # seconds in which a conductor that went away may come back
+
+
+@dataclass(frozen=True)
+class _Built:
+    """What was made for a run: its work, and what that takes to be the same for all."""
+
+    told: Mapping[str, Any]
+    work: EngineOfProcess
+    transfers: Any
+    digest: str
+
+
+class Worker:
+    """One engine's process.
+
+    Args:
+        address: where the conductor's process listens.
+        token: of the run.
+    """
+
+    def __init__(self, address: tuple[str, int], token: str) -> None:
+        self._address = address
+        self._events: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        self._node: EngineNode | None = None
+        self._number = 0
+        self._link: Link | None = None
+        self._built: _Built | None = None
+        host = "127.0.0.1" if address[0] in ("127.0.0.1", "localhost") else _own_host(address)
+        self._endpoint = Endpoint(
+            token,
+            host,
+            on_link_end=self._link_ended,
+            on_stranger=lambda link, message: self._events.put(("message", message)),
+            on_failure=lambda error: self._events.put(("failed", error)),
+            every=self._beat,
+        )
+
+    def serve(self) -> None:
+        """Be an engine of the run until it ends.
+
+        Raises:
+            ClusterError: the conductor's process is not there, or does not have the token.
+        """
+        self._endpoint.start()
+        try:
+            since = None
+            while True:
+                try:
+                    self._join()
+                    since = None
+                except ClusterError as error:
+                    # The first time it is an error; later, the run may have ended.
+                    if self._built is None:
+                        raise
+                    since = since or time.monotonic()
+                    if time.monotonic() - since > _PATIENCE:
+                        log.info("the run has ended: %s", error)
+                        return
+                    time.sleep(0.2)
+        finally:
+            self._endpoint.close()
+
+    def _join(self) -> None:
+        """Join, and stay until the link ends."""
+        link = self._link = self._endpoint.connect(self._address)
+        body = {"listens": list(self._endpoint.address), "pid": os.getpid()}
+        link.send(Message(Kind.JOIN, 0, 0, body=body))
+        while True:
+            what, content = self._events.get()
+            if what == "ended" and content is link:
+                break
+            if what == "failed":
+                raise content
+            if what == "message" and content.kind is Kind.WELCOME:
+                self._become(link, content.body)
+        if self._node is not None:
+            self._endpoint.remove(self._number)
+            self._node = None
+
+    def _become(self, link: Link, told: Mapping[str, Any]) -> None:
+        number = int(told["node"])
+        try:
+            if self._built is None or self._built.told != told["run"]:
+                self._built = build(told["run"])
+        except PenstockError as error:
+            body = {"error": type(error).__name__, "text": str(error)}
+            link.send(Message(Kind.TROUBLE, 0, number, body=body))
+            return
+        built = self._built
+
+        def add() -> None:
+            runtime = self._endpoint.runtime(number)
+            node = EngineNode(number, runtime, built.transfers, built.work)
+            self._number, self._node = number, node
+            self._endpoint.attach(CONDUCTOR, link)
+            for shard in told["shards_there"]:
+                self._endpoint.attach(int(shard), link)
+            self._endpoint.add(number, _Member(node, self._endpoint))
+            link.send(Message(Kind.READY, 0, number, body={"digest": built.digest}))
+
+        self._endpoint.call(add)
+
+    def _link_ended(self, link: Link, error: Exception) -> None:
+        if link is self._link:
+            self._events.put(("ended", link))
+
+    def _beat(self, now: float) -> None:
+        node, link, built = self._node, self._link, self._built
+        if node is None or link is None or built is None:
+            return
+        body = {
+            "progress": node.progress,
+            "busy": self._endpoint.is_busy(self._number),
+            "peak_bytes": built.work.peak_bytes,
+        }
+        link.send(Message(Kind.BEAT, node.epoch, self._number, body=body))
+
+
+class _Member:
+    """An engine's node that also learns from every view where the others listen."""
+
+    def __init__(self, node: EngineNode, endpoint: Endpoint) -> None:
+        self._node, self._endpoint = node, endpoint
+
+    @property
+    def progress(self) -> int:
+        """How far the node has got."""
+        return self._node.progress
+
+    def handle(self, message: Message) -> None:
+        """Take a message."""
+        if message.kind is Kind.VIEW and message.epoch > self._node.epoch:
+            listening = message.body.get("addresses", {})
+            self._endpoint.meet(
+                {
+                    int(number): (str(address[0]), int(address[1]))
+                    for number, address in listening.items()
+                    if int(number) != self._node.number
+                }
+            )
+        self._node.handle(message)
+
+
+def build(told: Mapping[str, Any]) -> _Built:
+    """Compile the run's model and make an engine, as the conductor's process said.
+
+    Raises:
+        PenstockError: this machine cannot be such an engine.
+    """
+    from penstock import assembly
+    from penstock.config import Config
+    from penstock.engine import EnginePlan, TorchEngine
+    from penstock.models import ModelSource
+
+    config = Config.from_mapping(told["config"])
+    assembly.set_threads(config.engine.threads)
+    assert config.model is not None
+    model: ModelSource = assembly.with_adapters(assembly.model_source(config.model), config.lora)
+    device = assembly.choose_device(config.engine.device)
+    program = assembly.compile_source(
+        model,
+        micro_batch=told["micro_batch"],
+        length=told["length"],
+        precision=config.precision,
+        device=device,
+        train=config.train,
+        freeze=config.freeze,
+        slot_bytes=told["slot_bytes"],
+    )
+    recompute = frozenset(told["recompute"])
+    transfers = transfers_of(program, recompute, told["holdings"], told["shards"])
+    engine = TorchEngine(
+        program, EnginePlan(recompute), device=device, budget_bytes=told["engine_bytes"]
+    )
+    work = EngineOfProcess(engine, program, transfers, recompute)
+    return _Built(dict(told), work, transfers, digest_of(program, transfers))
+
+
+def _own_host(address: tuple[str, int]) -> str:
+    """Return this machine's address on the way to another's."""
+    import socket
+
+    with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
+
+
+def main() -> None:
+    """Be a worker, as the command line and the environment say."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    token = os.environ.pop(TOKEN, None)
+    if len(sys.argv) != 3 or not sys.argv[2].isdigit() or not token:
+        print(f"usage: {TOKEN}=... python -m penstock.cluster.worker HOST PORT", file=sys.stderr)
+        sys.exit(2)
+    try:
+        Worker((sys.argv[1], int(sys.argv[2])), token).serve()
+    except PenstockError as error:
+        print(f"worker: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,328 @@
+"""A process's place in the network of a run: its nodes, its listening port, its links.
+
+All nodes of the process are called by one thread, the endpoint's; links and workers only leave
+things for it to do. A peer is let in when it has proved that it has the run's token
+(`handshake.py`); who it is, it says in its first message.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from penstock.errors import ClusterError, CorruptionError
+from penstock.fabric.messages import Kind, Message
+from penstock.fabric.sockets import handshake
+from penstock.fabric.sockets.link import Link
+
+log = logging.getLogger("penstock.fabric")
+Address = tuple[str, int]
+
+
+class Node(Protocol):
+    """What an endpoint delivers to."""
+
+    @property
+    def progress(self) -> int: ...
+
+    def handle(self, message: Message) -> None: ...
+
+
+@dataclass
+class _Place:
+    """A node of this process, and the thread that does its work."""
+
+    node: Node
+    jobs: queue.SimpleQueue[tuple[Callable[[], Any], Callable[[Any], None], Any] | None]
+    waiting: int = 0  # jobs that are not done
+
+
+class Endpoint:
+    """Carries the messages of this process's nodes.
+
+    Args:
+        token: of the run.
+        host: the interface on which to listen.
+        on_link_end: is told, in the endpoint's thread, when a peer's link ends.
+        on_stranger: takes what comes from a peer before it has said who it is.
+        on_failure: is told what no node answers for; the endpoint has then ended.
+        every: is called about so often, in the endpoint's thread, with the time.
+        beat: seconds between two calls of `every`.
+    """
+
+    def __init__(
+        self,
+        token: str,
+        host: str,
+        *,
+        on_link_end: Callable[[Link, Exception], None],
+        on_stranger: Callable[[Link, Message], None],
+        on_failure: Callable[[Exception], None],
+        every: Callable[[float], None] = lambda now: None,
+        beat: float = 0.1,
+    ) -> None:
+        self.refused: Counter[str] = Counter()  # peers that were not let in, by address
+        self._token = token
+        self._on_link_end, self._on_stranger = on_link_end, on_stranger
+        self._on_failure = on_failure
+        self._every, self._beat = every, beat
+        self._places: dict[int, _Place] = {}
+        self._links: dict[int, Link] = {}
+        self._all_links: set[Link] = set()
+        self._addresses: dict[int, Address] = {}
+        self._opening: dict[int, list[Message]] = {}
+        self._todo: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._closing = False
+        self._listener = socket.create_server((host, 0), family=_family(host), backlog=128)
+        self.address: Address = self._listener.getsockname()[:2]
+        self._threads = [
+            threading.Thread(target=work, name=f"penstock {name}", daemon=True)
+            for name, work in (("endpoint", self._loop), ("door", self._accept))
+        ]
+
+    def start(self) -> None:
+        """Begin to listen, and to call nodes."""
+        for thread in self._threads:
+            thread.start()
+
+    def add(self, number: int, node: Node) -> None:
+        """Add a node of this process; in the endpoint's thread, or before `start`."""
+        place = self._places[number] = _Place(node, queue.SimpleQueue())
+        threading.Thread(
+            target=self._do_jobs, args=(place,), name=f"penstock node {number}", daemon=True
+        ).start()
+
+    def remove(self, number: int) -> None:
+        """Take a node of this process out; its worker ends with the job that it is at."""
+        place = self._places.pop(number, None)
+        if place is not None:
+            place.jobs.put(None)
+
+    def runtime(self, number: int) -> _Runtime:
+        """Return what a node of this process is to send and work by."""
+        return _Runtime(self, number)
+
+    def meet(self, addresses: Mapping[int, Address]) -> None:
+        """Learn where nodes of other processes listen; the others are forgotten."""
+        self._addresses = dict(addresses)
+        for number, link in list(self._links.items()):
+            if link.peer == number and number not in self._addresses and number != 0:
+                self.detach(number)
+
+    def attach(self, number: int, link: Link) -> None:
+        """Say that a node is at the other end of a link: from now on it is sent to over it.
+
+        The first that is said to be there is the one that the link is known by.
+        """
+        link.peer = number if link.peer is None else link.peer
+        self._links[number] = link
+
+    def detach(self, number: int) -> None:
+        """Close the link to a node, if there is one."""
+        link = self._links.pop(number, None)
+        if link is not None:
+            link.close()
+
+    def call(self, action: Callable[[], None]) -> None:
+        """Do something in the endpoint's thread, soon."""
+        self._todo.put(action)
+
+    def connect(self, address: Address, seconds: float = 5.0) -> Link:
+        """Return a link to whoever listens at an address and has the run's token.
+
+        Raises:
+            ClusterError: nobody does.
+        """
+        try:
+            connection = socket.create_connection(address, timeout=seconds)
+        except OSError as error:
+            raise ClusterError(f"{address[0]}:{address[1]}: {error}") from None
+        try:
+            handshake.connect(connection, self._token)
+        except ClusterError as error:
+            connection.close()
+            raise ClusterError(f"{address[0]}:{address[1]}: {error}") from None
+        return self._link(connection)
+
+    def send(self, sender: int, to: int, message: Message) -> None:
+        """Send to a node, of this process or another; to one that is gone, nothing is sent."""
+        place = self._places.get(to)
+        if place is not None:
+            self.call(lambda: self._deliver(to, message))
+            return
+        addressed = replace(message, to=to)
+        if (link := self._links.get(to)) is not None:
+            link.send(addressed)
+        elif to in self._opening:
+            self._opening[to].append(addressed)
+        elif to in self._addresses:
+            self._opening[to] = [addressed]
+            threading.Thread(
+                target=self._open, args=(sender, to, self._addresses[to]), daemon=True
+            ).start()
+
+    def _open(self, sender: int, to: int, address: Address) -> None:
+        """Make a link to a node that has none; what is to be sent over it waits meanwhile."""
+        try:
+            link = self.connect(address)
+        except ClusterError as error:
+            log.warning("node %d has no link to node %d: %s", sender, to, error)
+            self.call(lambda: self._give_up(to))
+            return
+        link.send(Message(Kind.HELLO, 0, sender, body={"node": sender}))
+
+        def opened() -> None:
+            waiting = self._opening.pop(to, [])
+            if self._addresses.get(to) != address:
+                link.close()  # the node left while the link was made
+                return
+            self.attach(to, link)
+            for message in waiting:
+                link.send(message)
+
+        self.call(opened)
+
+    def _give_up(self, to: int) -> None:
+        self._opening.pop(to, None)
+
+    def is_busy(self, number: int) -> bool:
+        """Whether a node of this process has work that is not done."""
+        place = self._places.get(number)
+        return place is not None and place.waiting > 0
+
+    def close(self) -> None:
+        """Stop listening, end all links, and let the threads end."""
+        self._closing = True
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for link in list(self._all_links):
+            link.close()
+        for number in list(self._places):
+            self.remove(number)
+        self._todo.put(None)
+        if threading.current_thread() is not self._threads[0]:
+            for thread in self._threads:
+                if thread.is_alive():
+                    thread.join(timeout=10)
+
+    # The threads
+
+    def _link(self, connection: socket.socket) -> Link:
+        link = Link(connection, self._took, self._link_ended)
+        self._all_links.add(link)
+        return link
+
+    def _took(self, link: Link, message: Message) -> None:
+        self.call(lambda: self._route(link, message))
+
+    def _link_ended(self, link: Link, error: Exception) -> None:
+        def forget() -> None:
+            self._all_links.discard(link)
+            for number in [n for n, other in self._links.items() if other is link]:
+                del self._links[number]
+            if not self._closing:
+                self._on_link_end(link, error)
+
+        self.call(forget)
+
+    def _route(self, link: Link, message: Message) -> None:
+        if message.kind is Kind.HELLO and isinstance(message.body.get("node"), int):
+            link.peer = message.body["node"]
+        elif link.peer is None:
+            self._on_stranger(link, message)
+        else:
+            self._deliver(message.to, message)
+
+    def _deliver(self, to: int, message: Message) -> None:
+        place = self._places.get(to)
+        if place is None:
+            return
+        try:
+            place.node.handle(message)
+        except CorruptionError as error:  # it makes no sense to this node; the step begins anew
+            body = {"error": type(error).__name__, "text": str(error)}
+            self.send(to, 0, Message(Kind.TROUBLE, message.epoch, to, message.step, body=body))
+
+    def _loop(self) -> None:
+        try:
+            self._turn()
+        except Exception as error:  # a defect: whoever owns the endpoint must know
+            self._on_failure(error)
+
+    def _turn(self) -> None:
+        due = time.monotonic()
+        while True:
+            with contextlib.suppress(queue.Empty):
+                action = self._todo.get(timeout=max(0.0, due - time.monotonic()))
+                if action is None:
+                    return
+                action()
+            now = time.monotonic()
+            if now >= due:
+                due = now + self._beat
+                self._every(now)
+
+    def _accept(self) -> None:
+        while not self._closing:
+            try:
+                connection, peer = self._listener.accept()
+            except OSError:
+                return  # it was closed
+            threading.Thread(target=self._let_in, args=(connection, peer), daemon=True).start()
+
+    def _let_in(self, connection: socket.socket, peer: Address) -> None:
+        try:
+            handshake.accept(connection, self._token)
+        except ClusterError as error:
+            connection.close()
+            self.refused[peer[0]] += 1
+            log.warning("refused a connection from %s:%d: %s", *peer[:2], error)
+            return
+        self._link(connection)
+
+    def _do_jobs(self, place: _Place) -> None:
+        while (task := place.jobs.get()) is not None:
+            job, then, failed = task
+            try:
+                result = job()
+            except Exception as error:  # the node's to report
+                self.call(lambda error=error, failed=failed: failed(error))  # type: ignore[misc]
+            else:
+                self.call(lambda result=result, then=then: then(result))  # type: ignore[misc]
+            place.waiting -= 1
+
+
+class _Runtime:
+    """The endpoint as one node sees it."""
+
+    def __init__(self, endpoint: Endpoint, number: int) -> None:
+        self._endpoint, self._number = endpoint, number
+
+    def send(self, to: int, message: Message) -> None:
+        """Send to a node by its number."""
+        self._endpoint.send(self._number, to, message)
+
+    def work(
+        self,
+        job: Callable[[], Any],
+        then: Callable[[Any], None],
+        failed: Callable[[Exception], None],
+    ) -> None:
+        """Do a job behind those before it, then tell the node."""
+        place = self._endpoint._places.get(self._number)
+        if place is not None:
+            place.waiting += 1
+            place.jobs.put((job, then, failed))
+
+
+def _family(host: str) -> int:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET

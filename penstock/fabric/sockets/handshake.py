@@ -1,0 +1,100 @@
+"""Who may talk: both sides prove that they have the run's token before anything else is read.
+
+A challenge and response over HMAC-SHA256 (RFC 2104), each side with a nonce of its own, so that
+neither the token nor anything from which it could be found, or that could be sent again, crosses
+the wire. Until a peer has proved itself, a fixed number of bytes is read from it and compared;
+nothing is parsed. What follows is not encrypted: a run belongs on a network that nobody else
+listens on (`docs/security.md`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import socket
+
+from penstock.errors import ClusterError
+
+NONCE_BYTES = 32
+PROOF_BYTES = 32
+SECONDS = 5.0  # in which a peer must have proved itself
+_GREETING = b"penstock-fabric1"
+
+
+def new_token() -> str:
+    """Return a token for a run: 256 random bits, in hexadecimal."""
+    return secrets.token_hex(32)
+
+
+def accept(connection: socket.socket, token: str) -> None:
+    """Let a peer that has connected prove itself, then prove oneself.
+
+    Raises:
+        ClusterError: it does not have the run's token, or is not a peer at all.
+    """
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    _within_time(connection)
+    try:
+        connection.sendall(_GREETING + nonce)
+        answer = read_exactly(connection, NONCE_BYTES + PROOF_BYTES)
+        theirs, proof = answer[:NONCE_BYTES], answer[NONCE_BYTES:]
+        if not hmac.compare_digest(proof, _proof(token, b"connects", nonce, theirs)):
+            raise ClusterError("it does not have this run's token")
+        connection.sendall(_proof(token, b"accepts", theirs, nonce))
+    except (OSError, EOFError) as error:
+        raise ClusterError(f"it did not prove that it has the token: {error}") from None
+    connection.settimeout(None)
+
+
+def connect(connection: socket.socket, token: str) -> None:
+    """Prove oneself to a peer, and let it prove itself.
+
+    Raises:
+        ClusterError: it does not have the run's token, or is not a peer at all.
+    """
+    _within_time(connection)
+    try:
+        greeting = read_exactly(connection, len(_GREETING) + NONCE_BYTES)
+        if greeting[: len(_GREETING)] != _GREETING:
+            raise ClusterError("what listens there is no node of a run")
+        theirs, nonce = greeting[len(_GREETING) :], secrets.token_bytes(NONCE_BYTES)
+        connection.sendall(nonce + _proof(token, b"connects", theirs, nonce))
+        proof = read_exactly(connection, PROOF_BYTES)
+    except EOFError:
+        raise ClusterError("it refused this node's token") from None
+    except OSError as error:
+        raise ClusterError(f"it did not answer: {error}") from None
+    if not hmac.compare_digest(proof, _proof(token, b"accepts", nonce, theirs)):
+        raise ClusterError("what listens there does not have this run's token")
+    connection.settimeout(None)
+
+
+def _within_time(connection: socket.socket) -> None:
+    connection.settimeout(SECONDS)
+
+
+def _proof(token: str, side: bytes, first: bytes, second: bytes) -> bytes:
+    return hmac.new(token.encode(), _GREETING + side + first + second, hashlib.sha256).digest()
+
+
+def read_exactly(connection: socket.socket, size: int) -> bytes:
+    """Return the next `size` bytes.
+
+    **Raises:** `EOFError` if the peer closes before.
+    """
+    buffer = bytearray(size)
+    read_into(connection, memoryview(buffer))
+    return bytes(buffer)
+
+
+def read_into(connection: socket.socket, buffer: memoryview) -> None:
+    """Fill a buffer with what comes next.
+
+    **Raises:** `EOFError` if the peer closes before.
+    """
+    while buffer.nbytes:
+        got = connection.recv_into(buffer)
+        if got == 0:
+            raise EOFError("the connection was closed")
+        buffer = buffer[got:]

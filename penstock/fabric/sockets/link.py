@@ -1,0 +1,115 @@
+"""One connection between two processes of a run: frames in, frames out.
+
+A thread reads and a thread writes, so that neither waits for the other and both wait for the
+network, not for Python. What comes damaged is reported and ends the link: after it, nobody knows
+where the next frame begins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from penstock.errors import CorruptionError
+from penstock.fabric.messages import HEADER_BYTES, Message, lengths, pack, unpack
+from penstock.fabric.sockets.handshake import read_exactly, read_into
+
+_BUFFER_BYTES = 4 << 20
+
+
+class Link:
+    """Sends and receives messages over an authenticated connection.
+
+    Args:
+        connection: the socket; the link closes it.
+        take: is given every message, in the reader's thread.
+        ended: is called once, when the connection is no more, with the reason.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        take: Callable[[Link, Message], None],
+        ended: Callable[[Link, Exception], None],
+    ) -> None:
+        self.peer: int | None = None  # the node at the other end, once it has said so
+        self.sent_bytes = self.taken_bytes = 0
+        self._socket = connection
+        self._take, self._ended = take, ended
+        self._outgoing: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._once = threading.Lock()
+        self._has_ended = False
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            connection.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
+        for name, work in (("reads", self._read), ("writes", self._write)):
+            threading.Thread(target=work, name=f"penstock link {name}", daemon=True).start()
+
+    def send(self, message: Message) -> None:
+        """Send, behind what was sent before; returns at once. A link that has ended sends nothing.
+
+        The payload must stay as it is until its receiver has answered to it.
+        """
+        self._outgoing.put(message)
+
+    def close(self) -> None:
+        """End the link at once; what has not been written is not sent."""
+        self._end(ConnectionError("it was closed here"))
+
+    @property
+    def is_open(self) -> bool:
+        """Whether messages still pass."""
+        return not self._has_ended
+
+    def _read(self) -> None:
+        try:
+            while True:
+                header = read_exactly(self._socket, HEADER_BYTES)
+                body_bytes, payload_bytes = lengths(header)
+                body = read_exactly(self._socket, body_bytes)
+                payload = None
+                if payload_bytes:
+                    payload = np.empty(payload_bytes, np.uint8)
+                    read_into(self._socket, payload.data)
+                self.taken_bytes += payload_bytes
+                self._take(self, unpack(header, body, payload))
+        except (OSError, EOFError, CorruptionError) as error:
+            self._end(error)
+
+    def _write(self) -> None:
+        try:
+            while (message := self._outgoing.get()) is not None:
+                header, body = pack(message)
+                parts: list[Any] = [header + body]
+                if message.payload is not None and message.size:
+                    parts.append(message.payload.data)
+                self._send_all(parts)
+                self.sent_bytes += message.size
+        except OSError as error:
+            self._end(error)
+
+    def _send_all(self, parts: list[Any]) -> None:
+        views = [memoryview(part) for part in parts]
+        while views:
+            sent = self._socket.sendmsg(views)
+            while views and sent >= views[0].nbytes:
+                sent -= views.pop(0).nbytes
+            if sent:
+                views[0] = views[0][sent:]
+
+    def _end(self, error: Exception) -> None:
+        with self._once:
+            if self._has_ended:
+                return
+            self._has_ended = True
+        self._outgoing.put(None)
+        with contextlib.suppress(OSError):  # the peer may have closed it already
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        self._ended(self, error)
