@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from penstock import assembly
 from penstock.budget import Budget, Shares
 from penstock.config import Config
-from penstock.engine import EnginePlan
+from penstock.engine import EnginePlan, predict_bytes
 from penstock.errors import BudgetError, ConfigError
 from penstock.models import ModelSource
 from penstock.program import Program
@@ -98,6 +98,7 @@ def lay_out(
             except BudgetError as error:
                 problem = problem or error
                 continue
+            least = _fewest(program, plan, micro_batches, least, device, engine_bytes)
             return Layout(program, plan, length, micro_batch, micro_batches, shares, fitted, least)
     assert problem is not None
     raise problem
@@ -106,6 +107,23 @@ def lay_out(
 def _least_engines(config: Config) -> int:
     """Return with how many engines a step must still fit: where some may be lost, with half."""
     return config.engines if config.cluster.start == "none" else -(-config.engines // 2)
+
+
+def _fewest(
+    program: Program,
+    plan: EnginePlan,
+    micro_batches: int,
+    engines: int,
+    device: str,
+    budget_bytes: int,
+) -> int:
+    """Return how few engines still have room for a step that is planned for `engines`."""
+    while engines > 1:
+        share = -(-micro_batches // (engines - 1))
+        if predict_bytes(program, share, plan, device).peak_bytes > budget_bytes:
+            break
+        engines -= 1
+    return engines
 
 
 def _micro_batch_candidates(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -17,6 +19,14 @@ from penstock.fabric.sockets import Address
 _GRACE = 5.0  # seconds that a worker has to end by itself
 
 
+@dataclass(frozen=True)
+class Ended:
+    """A worker that has ended: which it was, and how."""
+
+    pid: int
+    how: str
+
+
 class Launcher(Protocol):
     """Starts workers, somewhere."""
 
@@ -24,8 +34,12 @@ class Launcher(Protocol):
         """Start one more worker, which joins by itself when it can; returns at once."""
         ...
 
-    def poll(self) -> list[str]:
-        """Return, for each worker that has ended since the last call, how."""
+    def poll(self) -> list[Ended]:
+        """Return the workers that have ended since the last call."""
+        ...
+
+    def end(self, pid: int) -> None:
+        """End a worker that is of no use any more, whatever it does."""
         ...
 
     def close(self) -> None:
@@ -68,15 +82,24 @@ class LocalLauncher:
             )
         self._processes.append(process)
 
-    def poll(self) -> list[str]:
-        """Return how workers ended that have."""
+    def poll(self) -> list[Ended]:
+        """Return the workers that have ended since the last call."""
         ended = [process for process in self._processes if process.poll() is not None]
         self._processes = [process for process in self._processes if process not in ended]
-        return [_how(process) for process in ended]
+        return [Ended(process.pid, _how(process)) for process in ended]
+
+    def end(self, pid: int) -> None:
+        """End a worker, also one that stands still; `poll` will tell of it."""
+        for process in self._processes:
+            if process.pid == pid:
+                process.kill()
 
     def close(self) -> None:
         """End all workers: they end by themselves with their links, or are made to."""
         deadline = time.monotonic() + _GRACE
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):  # one that was stopped must hear of it
+                process.send_signal(signal.SIGCONT)
         for process in self._processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=max(0.05, deadline - time.monotonic()))

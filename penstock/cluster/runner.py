@@ -20,7 +20,7 @@ from typing import Any
 
 from penstock import errors, process_memory
 from penstock.batches import Batches
-from penstock.cluster.launch import Launcher
+from penstock.cluster.launch import Ended, Launcher
 from penstock.cluster.plan import Holdings, digest_of, transfers_of
 from penstock.cluster.shard_work import StoreOfShard
 from penstock.config import Config
@@ -46,6 +46,7 @@ log = logging.getLogger("penstock.cluster")
 FIRST_ENGINE = 1000
 RECORD = "cluster.json"
 _BEAT = 0.1
+_MOST_IN_VAIN = 3
 _PATIENCE = 120.0  # seconds in which all engines should have come
 
 
@@ -94,6 +95,9 @@ class ClusterRunner:
         self._links: dict[int, Link] = {}
         self._joining: dict[Link, int] = {}
         self._listens: dict[int, Any] = {}
+        self._pids: dict[int, int] = {}
+        self._useful: set[int] = set()  # processes that have been engines
+        self._in_vain = 0  # workers in a row that ended before
         self._next = FIRST_ENGINE
         self._peak_bytes = 0
         self._failed: PenstockError | None = None
@@ -207,6 +211,19 @@ class ClusterRunner:
                 return
             time.sleep(0.02)
 
+    def scale(self, engines: int) -> None:
+        """Go on with so many engines from the next step on, as soon as they are there."""
+        done = threading.Event()
+        self._endpoint.call(lambda: (self._scale(engines), done.set())[1])
+        done.wait()
+
+    def _scale(self, engines: int) -> int:
+        before, self._conductor.wanted = self._conductor.wanted, engines
+        for _ in range(engines - before):
+            self._launcher.start()
+        self._say("scaled", f"{before} engines before, {engines} from the next step on")
+        return before
+
     def close(self) -> None:
         """End the workers and close the door."""
         if self._is_closed:
@@ -226,22 +243,28 @@ class ClusterRunner:
             }
             self._conductor.handle(Message(Kind.BEAT, 0, node.number, body=body))
         self._conductor.tick(now)
-        for how in self._launcher.poll():
-            self._say("worker ended", how)
-            if not self._conductor.ready and not self._joining and not self._may_restart():
-                self._failed = ClusterError(
-                    f"{how} before it could compute; its log is in "
-                    f"{self._config.run.dir / 'workers'}"
-                )
-                return
+        for ended in self._launcher.poll():
+            self._replace(ended)
+
+    def _replace(self, ended: Ended) -> None:
+        """Start another worker for one that has ended, unless they end before they compute."""
+        self._say("worker ended", ended.how)
+        if ended.pid in self._useful:
+            self._useful.discard(ended.pid)
+        else:
+            self._in_vain += 1
+        if self._in_vain < _MOST_IN_VAIN:
             self._launcher.start()
+            return
+        logs = self._config.run.dir / "workers"
+        text = f"{self._in_vain} workers in a row ended before they could compute; see {logs}"
+        self._say("not replaced", text)
+        if not self._conductor.ready:
+            self._failed = ClusterError(text)
 
     def _endpoint_failed(self, error: Exception) -> None:
         self._failed = ClusterError(f"the run's network failed: {type(error).__name__}: {error}")
         log.error("the endpoint failed", exc_info=error)
-
-    def _may_restart(self) -> bool:
-        return self.counts["joined"] > 0
 
     def _stranger(self, link: Link, message: Message) -> None:
         """Take what a peer says before it is somebody."""
@@ -249,6 +272,8 @@ class ClusterRunner:
             number, self._next = self._next, self._next + 1
             self._joining[link] = number
             self._listens[number] = message.body.get("listens")
+            pid = message.body.get("pid")
+            self._pids[number] = pid if isinstance(pid, int) else 0
             body = {"node": number, "run": self._told, "shards_there": self._shard_numbers}
             link.send(Message(Kind.WELCOME, 0, CONDUCTOR, body=body))
         elif message.kind is Kind.READY and link in self._joining:
@@ -260,6 +285,8 @@ class ClusterRunner:
             self._endpoint.attach(number, link)
             self._links[number] = link
             self._addresses[number] = self._listens.pop(number)
+            self._useful.add(self._pids[number])
+            self._in_vain = 0
             self._conductor.joined(number)
         elif message.kind is Kind.TROUBLE and link in self._joining:
             number = self._joining.pop(link)
@@ -274,14 +301,15 @@ class ClusterRunner:
     def _take_order(self, link: Link, body: Mapping[str, Any]) -> None:
         """Change the number of engines, as a command asks."""
         wanted = body.get("engines")
-        if not isinstance(wanted, int) or not 1 <= wanted <= self._layout.micro_batches:
-            text = f"engines: expected 1 to {self._layout.micro_batches}, got {wanted!r}"
+        least, most = self._layout.least_engines, self._layout.micro_batches
+        if not isinstance(wanted, int) or not least <= wanted <= most:
+            text = (
+                f"engines: expected {least} (with fewer, a step does not fit engine.memory) to "
+                f"{most} (one micro-batch each), got {wanted!r}"
+            )
             link.send(Message(Kind.ANSWER, 0, CONDUCTOR, body={"error": text}))
             return
-        before, self._conductor.wanted = self._conductor.wanted, wanted
-        for _ in range(wanted - before):
-            self._launcher.start()
-        self._say("scaled", f"{before} engines before, {wanted} from the next step on")
+        before = self._scale(wanted)
         link.send(Message(Kind.ANSWER, 0, CONDUCTOR, body={"engines": wanted, "before": before}))
 
     def _link_ended(self, link: Link, error: Exception) -> None:
@@ -294,6 +322,7 @@ class ClusterRunner:
     def _happened(self, happened: Happened) -> None:
         if happened.kind == "engine lost" and happened.node is not None:
             self._forget(happened.node)
+            self._launcher.end(self._pids[happened.node])  # nothing of it may come back
         self._say(happened.kind, happened.text, happened.node)
 
     def _forget(self, number: int) -> None:

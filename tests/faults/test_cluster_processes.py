@@ -1,0 +1,136 @@
+"""Real processes, killed, stopped, added and taken away: the run goes on to the same bits."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from penstock.events import ClusterEvent, StepDone
+from penstock.trainer import Trainer
+
+MODEL = {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 300, "n_positions": 32}
+MICRO_BATCHES = 8
+LEASE = 1.0
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("\n".join(f"line {i}: {'water ' * (i % 7)}" for i in range(600)))
+    return path
+
+
+def settings(text: Path, folder: Path, **changes) -> dict:
+    return {
+        # With dropout, so that a micro-batch that is computed elsewhere must draw the same.
+        "model": {"preset": "gpt2", "overrides": {**MODEL, "resid_pdrop": 0.1}},
+        "data": {"input": [str(text)], "path": str(folder.parent / "data")},
+        "batch": {"size": MICRO_BATCHES, "micro": 1},
+        "engine": {"threads": 1},
+        "run": {"dir": str(folder), "steps": 100},
+        **changes,
+    }
+
+
+@dataclass
+class Watched:
+    """A run, and when what happened in it."""
+
+    trainer: Trainer
+    happened: list[tuple[float, ClusterEvent]] = field(default_factory=list)
+    steps: list[tuple[float, StepDone]] = field(default_factory=list)
+
+    @property
+    def pids(self) -> list[int]:
+        return list(self.trainer._runner._launcher.pids)
+
+    def pid_of(self, place: int) -> int:
+        """The process of the engine at a place of the present view."""
+        runner = self.trainer._runner
+        return runner._pids[runner._conductor._view.engines[place]]
+
+    def engines(self) -> int:
+        return len(self.trainer._runner._conductor._view.engines)
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.trainer.run_step()
+
+    def seconds_until(self, kind: str, begin: float) -> float:
+        return next(at for at, event in self.happened if at > begin and event.kind == kind) - begin
+
+    def seconds_until_step(self, begin: float) -> float:
+        return next(at for at, _ in self.steps if at > begin) - begin
+
+
+def watched(config: dict) -> Watched:
+    run = Watched(trainer=None)  # type: ignore[arg-type]
+
+    def hear(event) -> None:
+        if isinstance(event, ClusterEvent):
+            run.happened.append((time.monotonic(), event))
+        elif isinstance(event, StepDone):
+            run.steps.append((time.monotonic(), event))
+
+    run.trainer = Trainer(config, on_event=hear)
+    return run
+
+
+def alone(text: Path, folder: Path, steps: int) -> tuple[list[float], str]:
+    """The losses and the hash of the weights of one engine in one process."""
+    trainer = Trainer(settings(text, folder))
+    try:
+        losses = [trainer.run_step().loss for _ in range(steps)]
+        return losses, trainer.store.content_hash()
+    finally:
+        trainer.close()
+
+
+def test_a_run_goes_on_through_losses_and_changes_to_the_same_bits(text, tmp_path):
+    run = watched(settings(text, tmp_path / "many", engines=3, cluster={"start": "local"}))
+    try:
+        run.train(2)
+        assert run.engines() == 3
+
+        # Killed in the middle of a step: noticed at once, and the spare engine takes its place.
+        begin = time.monotonic()
+        os.kill(run.pid_of(1), signal.SIGKILL)
+        run.train(2)
+        assert run.seconds_until("engine lost", begin) < 1.0
+        assert run.seconds_until_step(begin) < 2.0
+        assert run.engines() == 3
+
+        # Two at once, one of them standing still: what is left goes on when the lease is over.
+        while len(run.trainer._runner._conductor.ready) < 4:
+            time.sleep(0.05)  # until the one that was killed is replaced
+        begin = time.monotonic()
+        os.kill(run.pid_of(0), signal.SIGSTOP)
+        run.train(1)
+        # Counted from its last word, which may be some beats old.
+        assert LEASE - 0.5 < run.seconds_until("engine lost", begin) < LEASE + 1.0
+        assert run.seconds_until_step(begin) < LEASE + 2.0
+
+        # Fewer, one, and more than before, three of eight not being a power of two.
+        for wanted in (1, 2):
+            run.trainer._runner.scale(wanted)
+            run.train(2)
+            assert run.engines() == wanted
+        run.trainer._runner.scale(4)
+        run.train(1)
+        lines = [event.text for _, event in run.happened]
+        assert all("\n" not in line for line in lines)
+        losses = [event.loss for _, event in run.steps]
+        weights = run.trainer.store.content_hash()
+        processes = run.pids
+    finally:
+        run.trainer.close()
+    assert (losses, weights) == alone(text, tmp_path / "one", len(losses))
+    assert len(losses) == 10
+    for pid in processes:  # none is left behind
+        assert not Path(f"/proc/{pid}").exists()
+    assert not (tmp_path / "many" / "cluster.json").exists()
