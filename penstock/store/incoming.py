@@ -6,11 +6,11 @@ import numpy as np
 import torch
 
 from penstock.errors import ConfigError, did_you_mean
-from penstock.program import Program
+from penstock.store.holding import Holding
 
 
 def checked_weights(
-    program: Program, weights: Iterable[tuple[str, torch.Tensor]]
+    program: Holding, weights: Iterable[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yield every weight of the program once, flat float32.
 

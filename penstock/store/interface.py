@@ -7,7 +7,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from penstock.program import Program
+from penstock.store.holding import Holding
+from penstock.store.norm import GradientReport
 from penstock.store.roles import Stored
 
 
@@ -62,8 +63,11 @@ class WeightReader(Protocol):
 class Store(Protocol):
     """Owns every weight and all optimizer state; see `DramStore` for what each method does."""
 
-    program: Program
-    step: int
+    @property
+    def program(self) -> Holding: ...
+
+    @property
+    def step(self) -> int: ...
 
     @property
     def memory_bytes(self) -> Mapping[str, int]: ...
@@ -87,6 +91,10 @@ class Store(Protocol):
 
     def commit(self) -> Commit: ...
 
+    def prepare(self) -> GradientReport: ...
+
+    def decide(self, norm: float) -> Commit: ...
+
     def discard(self) -> None: ...
 
     def flush(self) -> None: ...
@@ -108,6 +116,8 @@ class Store(Protocol):
     def begin_restore(self) -> None: ...
 
     def write(self, name: str, role: str, begin: int, values: np.ndarray) -> None: ...
+
+    def clear_state(self, name: str) -> None: ...
 
     def finish_restore(self, step: int) -> None: ...
 

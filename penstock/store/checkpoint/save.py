@@ -18,7 +18,6 @@ import numpy as np
 
 from penstock import fault
 from penstock.errors import NonFiniteError
-from penstock.program import Program
 from penstock.store import tensor_file
 from penstock.store.checkpoint.index import (
     Index,
@@ -45,8 +44,8 @@ from penstock.store.files import (
     storage_errors,
     sync_folder,
 )
+from penstock.store.holding import Holding, homes
 from penstock.store.interface import Store
-from penstock.store.layout import homes
 from penstock.store.roles import MASTER, Stored
 
 MAX_FILE_BYTES = 4 << 30
@@ -72,7 +71,7 @@ class SavedState(Protocol):
     """What a checkpoint is made of: a store at rest, or a `Snapshot` of one that goes on."""
 
     @property
-    def program(self) -> Program: ...
+    def program(self) -> Holding: ...
 
     @property
     def step(self) -> int: ...

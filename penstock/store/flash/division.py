@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.errors import BudgetError
-from penstock.program import Program
 from penstock.store.flash.frames import least_bytes
 from penstock.store.flash.layout import BLOCK_ELEMENTS, FlashLayout, Unit
+from penstock.store.holding import Holding
 from penstock.store.roles import Role
 
 _LEAST_BUFFERS, _MOST_BUFFERS = 4, 64
@@ -120,14 +120,14 @@ def divide(
     return _spilling(ways, budget_bytes)
 
 
-def least_dram_bytes(program: Program, roles: Sequence[Role], half_gradients: bool) -> int:
+def least_dram_bytes(program: Holding, roles: Sequence[Role], half_gradients: bool) -> int:
     """Return the least memory with which a store of this program on flash can be opened."""
     layout = FlashLayout.of(program, roles, 1, BLOCK_ELEMENTS)
     least_weights = least_bytes(layout.units, visits_of(program, layout))
     return _Ways(layout, half_gradients, least_weights).least_bytes
 
 
-def visits_of(program: Program, layout: FlashLayout) -> list[list[int]]:
+def visits_of(program: Holding, layout: FlashLayout) -> list[list[int]]:
     """Return the units that each visit of a step needs: every stage forward, and back again."""
     forward = [layout.units_of(stage.weights) for stage in program.stages]
     return [*forward, *forward[-2::-1]]

@@ -226,6 +226,9 @@ def _layout(journal: Path, content: Mapping[str, Any]) -> FlashLayout:
                 _require_count(len(shape), 0, 64)
                 for length in shape:
                     _require_count(length, 0, 2**63)
+            for name, origin in unit.get("origins", {}).items():
+                _require_count(origin, 0, 2**63)
+                _ = unit["weights"][name]
             for role in unit["roles"]:
                 _require_count(role["group"], 1, MOST_BLOCK_ELEMENTS)
                 _ = Role(role["name"], role["dtype"]).torch  # one of the types that there are

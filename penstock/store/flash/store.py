@@ -25,7 +25,6 @@ import xxhash
 
 from penstock import fault
 from penstock.errors import BudgetError
-from penstock.program import Program
 from penstock.store import files
 from penstock.store.flash.blocks import StateBlocks
 from penstock.store.flash.description import describe, require_same
@@ -38,10 +37,12 @@ from penstock.store.flash.pipeline import Pipeline
 from penstock.store.flash.spill import GradientSpill
 from penstock.store.flash.staging import StagedUnit, Staging
 from penstock.store.flash.version import Version, checksum, recorded_step, state_parts, state_slices
-from penstock.store.gradients import Gradients, clip_scale
+from penstock.store.gradients import Gradients
+from penstock.store.holding import Holding
 from penstock.store.incoming import checked_weights
 from penstock.store.interface import Commit, FlashTraffic, Traffic
 from penstock.store.lock import FolderLock
+from penstock.store.norm import GradientReport, clip_scale, global_norm
 from penstock.store.optimizers import GroupSettings, Optimizer, rounding_key
 from penstock.store.roles import MASTER, Stored, stored_of
 from penstock.store.schedules import Schedule, learning_rate
@@ -78,7 +79,7 @@ class FlashStore:
 
     def __init__(
         self,
-        program: Program,
+        program: Holding,
         folder: Path,
         *,
         optimizer: Optimizer,
@@ -294,15 +295,23 @@ class FlashStore:
 
     def commit(self) -> Commit:
         """Decide the step; its updates begin at once, in the background (`DramStore.commit`)."""
+        return self.decide(global_norm(self.program, self.step + 1, self.prepare()))
+
+    def prepare(self) -> GradientReport:
+        """Return what is known of the step's gradients, ready to decide (`DramStore.prepare`)."""
         self._require_loaded()
-        norm = self._gradients.norm(self.step + 1)
+        report = self._gradients.report()
         self._pipeline.finish_pass()
         self._seal_when_due()
         # Sealed long ago, unless the disk is slower than a whole step: then the step waits for it.
         self._pipeline.wait_for_seals()
+        return report
+
+    def decide(self, norm: float) -> Commit:
+        """Commit the step with the global norm of all shards (`DramStore.decide`)."""
         rate = learning_rate(self._schedule, self.step)
         commit = Commit(self.step + 1, norm, clip_scale(norm, self._clip_norm), rate)
-        self._gradients.clear()
+        self._gradients.decided()
         self._commit, self._unsealed = commit, True
         self.step += 1
         units = [unit for unit in self._layout.units if unit.trainable]
@@ -389,7 +398,7 @@ class FlashStore:
                 weight_decay=settings.weight_decay,
                 gradient_scale=commit.clip_scale,
                 key=rounding_key(name),
-                position=first,
+                position=self.program.weights[name].begin + first,
             )
             if watched and [xxhash.xxh3_128_digest(part.data) for part in weight] != before:
                 self._never_changed.discard(name)
@@ -408,9 +417,7 @@ class FlashStore:
         self.begin_restore()
         assert self._staging is not None
         for name, values in checked_weights(self.program, weights):
-            unit = self._layout.unit(name)
-            for role in unit.roles:
-                self._staging.skip(unit, role.name, role.count(values.size))
+            self.clear_state(name)
             self.write(name, MASTER, 0, values)
         self.finish_restore(0)
 
@@ -434,6 +441,13 @@ class FlashStore:
         unit = self._layout.unit(name)
         origin = self._layout.begin_of(name) // unit.role(role).group
         self._staging.take(unit, role, origin + begin, values)
+
+    def clear_state(self, name: str) -> None:
+        """Leave the optimizer's state of a weight at zero, as it begins, while restoring."""
+        assert self._staging is not None
+        unit, elements = self._layout.unit(name), self.program.weights[name].elements
+        for role in unit.roles:
+            self._staging.skip(unit, role.name, role.count(elements))
 
     def _land(self, staged: StagedUnit) -> None:
         """Write a unit that has come to its next place."""
