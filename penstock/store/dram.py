@@ -15,9 +15,9 @@ import torch
 
 from penstock.errors import StorageError
 from penstock.store.content_hash import hash_weights
-from penstock.store.gradients import Gradients
+from penstock.store.gradients import ZERO_GRADIENT, Gradients
 from penstock.store.holding import Holding, homes
-from penstock.store.incoming import checked_weights
+from penstock.store.incoming import fill
 from penstock.store.interface import Commit, FlashTraffic, Traffic
 from penstock.store.layout import allocate_role
 from penstock.store.masters import Masters
@@ -152,11 +152,7 @@ class DramStore:
             ConfigError: a name that the program lacks, a name twice, a weight that did not come,
                 or one of another shape or type; the store must be loaded again after it.
         """
-        self.begin_restore()
-        for name, values in checked_weights(self.program, weights):
-            self.write(name, MASTER, 0, values)
-            self.clear_state(name)
-        self.finish_restore(0)
+        fill(self, weights)
         self._state_is_zero = True
 
     # --- one step ---------------------------------------------------------------------------------
@@ -301,7 +297,7 @@ class DramStore:
             self._never_changed.discard(name)
             self._unchanged.pop(name, None)
         elif slabs.zero_everywhere(name):
-            self._unchanged[name] = "its gradient was zero in every element"
+            self._unchanged[name] = ZERO_GRADIENT
         else:
             self._unchanged[name] = f"no update was large enough, at learning rate {rate:g}"
 

@@ -19,6 +19,9 @@ from penstock.store.holding import HeldStage, Holding, homes
 from penstock.store.layout import allocate_role
 from penstock.store.norm import GradientReport
 
+ZERO_GRADIENT = "its gradient was zero in every element"
+"""Why an update has not changed a weight, in words."""
+
 
 class Gradients:
     """The gradient slabs, and the account of what has arrived in this step.

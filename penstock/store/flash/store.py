@@ -37,9 +37,9 @@ from penstock.store.flash.pipeline import Pipeline
 from penstock.store.flash.spill import GradientSpill
 from penstock.store.flash.staging import StagedUnit, Staging
 from penstock.store.flash.version import Version, checksum, recorded_step, state_parts, state_slices
-from penstock.store.gradients import Gradients
+from penstock.store.gradients import ZERO_GRADIENT, Gradients
 from penstock.store.holding import Holding
-from penstock.store.incoming import checked_weights
+from penstock.store.incoming import fill
 from penstock.store.interface import Commit, FlashTraffic, Traffic
 from penstock.store.lock import FolderLock
 from penstock.store.norm import GradientReport, clip_scale, global_norm
@@ -212,9 +212,13 @@ class FlashStore:
         atexit.unregister(self._at_exit)
         self._opened.close()
 
-    def page_lock(self) -> None:
-        """Lock in place the memory of weights that is taken from now on, for engines on a GPU."""
+    def page_lock(self) -> bool:
+        """Lock in place the memory of weights that is taken from now on, for engines on a GPU.
+
+        Where the system refuses some of it, copies from there are slower, and nobody is told.
+        """
         self._frames.page_locked = True
+        return True
 
     @property
     def flash_bytes(self) -> int:
@@ -405,7 +409,7 @@ class FlashStore:
                 self._unchanged.pop(name, None)
             elif watched:
                 self._unchanged[name] = (
-                    "its gradient was zero in every element"
+                    ZERO_GRADIENT
                     if self._gradients.zero_everywhere(name)
                     else f"no update was large enough, at learning rate {rate:g}"
                 )
@@ -414,12 +418,7 @@ class FlashStore:
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Fill all masters, one weight at a time, and begin at step 0 (`DramStore.load`)."""
-        self.begin_restore()
-        assert self._staging is not None
-        for name, values in checked_weights(self.program, weights):
-            self.clear_state(name)
-            self.write(name, MASTER, 0, values)
-        self.finish_restore(0)
+        fill(self, weights)
 
     def begin_restore(self) -> None:
         """Forget everything; the store is of no use until `finish_restore`."""
