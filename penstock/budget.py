@@ -19,7 +19,7 @@ from penstock.engine import EnginePlan, bytes_of_choice, plan_engine, predict_by
 from penstock.engine.host_memory import KEPT_OVER_USED
 from penstock.errors import BudgetError, ConfigError
 from penstock.program import Program, Stage
-from penstock.store import Role
+from penstock.store import Role, ShardMap, assembly_bytes
 from penstock.store.flash import least_dram_bytes
 
 RESERVE_BYTES = 128 << 20
@@ -248,7 +248,9 @@ def _elements(program: Program, stage: Stage) -> int:
 
 def _least_flash_store_bytes(config: Config, program: Program, roles: Sequence[Role]) -> int:
     """Return the least that a store on flash takes of memory."""
-    return least_dram_bytes(program, roles, config.gradient_precision == "bf16")
+    half, division = config.gradient_precision == "bf16", ShardMap.of(program, config.store.shards)
+    largest = max(least_dram_bytes(part, roles, half) for part in division.parts(program))
+    return division.count * largest + _assembly_bytes(config, program)  # memory is divided equally
 
 
 def _dram_store_bytes(config: Config, program: Program, roles: Sequence[Role]) -> int:
@@ -256,4 +258,12 @@ def _dram_store_bytes(config: Config, program: Program, roles: Sequence[Role]) -
     gradient = _FLOAT_BYTES[config.gradient_precision]
     trained = [weight.elements for weight in program.weights.values() if weight.trainable]
     state = sum(role.bytes(elements) for elements in trained for role in roles)
-    return 4 * program.parameters + gradient * sum(trained) + state
+    return (
+        4 * program.parameters + gradient * sum(trained) + state + _assembly_bytes(config, program)
+    )
+
+
+def _assembly_bytes(config: Config, program: Program) -> int:
+    """Return what a store in shards takes to put weights together."""
+    division = ShardMap.of(program, config.store.shards)
+    return 2 * assembly_bytes(program, division)

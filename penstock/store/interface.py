@@ -1,6 +1,6 @@
 """What a store is to the rest of the house: weights out, gradients in, and one commit per step."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -128,3 +128,32 @@ class Store(Protocol):
     def remember(self, extra: Mapping[str, Any]) -> None: ...
 
     def close(self) -> None: ...
+
+
+class SavedState(Protocol):
+    """What a checkpoint is made of: a store at rest, or a snapshot of one that goes on."""
+
+    @property
+    def program(self) -> Holding: ...
+
+    @property
+    def step(self) -> int: ...
+
+    def roles(self, name: str) -> Mapping[str, Stored]: ...
+
+    def pieces(self, name: str, role: str, piece_elements: int) -> Iterator[np.ndarray]: ...
+
+
+class OpenSnapshot(SavedState, Protocol):
+    """A snapshot, which holds up the updates behind it until it is read or closed."""
+
+    def close(self) -> None: ...
+
+    @property
+    def is_closed(self) -> bool: ...
+
+
+class MemoryStore(Store, Protocol):
+    """A store that can be saved while it goes on (`DramStore.snapshot`)."""
+
+    def snapshot(self, buffer_bytes: int) -> OpenSnapshot: ...

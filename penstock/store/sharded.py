@@ -80,7 +80,8 @@ class ShardedStore:
 
     def page_lock(self) -> bool:
         """Lock in place what streams, for engines on a GPU (`DramStore.page_lock`)."""
-        return all([shard.page_lock() for shard in self._shards]) and self._assembly.page_lock()
+        locked = [shard.page_lock() for shard in self._shards]  # all, whatever one says
+        return self._assembly.page_lock() and all(locked)
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Fill all masters, one weight at a time, and begin at step 0 (`DramStore.load`)."""
@@ -307,7 +308,7 @@ class Assembly:
 
     def page_lock(self) -> bool:
         """Lock it in place; return whether the system allowed it."""
-        return all([page_lock(slab) for slab in self._slabs])
+        return all(page_lock(slab) for slab in self._slabs)
 
     def places(self, sizes: Sequence[int]) -> Iterator[np.ndarray]:
         """Return places of so many bytes; they are good until the second call after this one."""

@@ -5,8 +5,8 @@ one piece per shard, at multiples of `GRANULE` elements: where all kernels may b
 changing a bit (a whole number of 8-bit moments' groups, of sums of squares, of vectors). A weight
 with fewer granules than there are shards stays whole, in the shard that is lightest in its stage.
 
-Within a stage the bytes that stream of the heaviest and of the lightest shard differ by no more than
-a granule's, or the largest whole weight's.
+Within a stage the bytes that stream of the heaviest and of the lightest shard differ by no more
+than a granule's or, where there are whole weights, the largest one's.
 """
 
 from __future__ import annotations
@@ -88,6 +88,10 @@ class ShardMap:
             for s in holding.stages
         )
         return Part(f"shard {shard} of {holding.name}", stages, weights)
+
+    def parts(self, holding: Holding) -> Iterator[Part]:
+        """Yield what each shard holds, in their order."""
+        return (self.part(holding, shard) for shard in range(self.count))
 
     def spans(self, name: str, begin: int, end: int, group: int = 1) -> Iterator[Span]:
         """Yield where values `begin` to `end` of a weight are, in order.

@@ -37,7 +37,9 @@ def test_float32_is_copied_and_added(length):
     assert math.fsum(total) == pytest.approx(math.fsum(first.astype(np.float64) ** 2), rel=1e-14)
     total = add_gradient(second, slab)
     np.testing.assert_array_equal(slab, first + second)
-    assert math.fsum(total) == pytest.approx(math.fsum((first + second).astype(np.float64) ** 2), rel=1e-14)
+    assert math.fsum(total) == pytest.approx(
+        math.fsum((first + second).astype(np.float64) ** 2), rel=1e-14
+    )
     assert sums_of_squares(slab).tolist() == total.tolist()
 
 
