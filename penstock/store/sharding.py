@@ -136,11 +136,12 @@ def _cut(elements: int, width: int, loads: _Loads) -> tuple[Piece, ...]:
         sizes[shard] += GRANULE
     for shard, size in enumerate(sizes):
         loads.add(shard, size * width)
-    tail = loads.lightest()[0]  # ends at no multiple of a granule, so its piece is the last
-    loads.add(tail, elements % GRANULE * width)
-    sizes[tail] += elements % GRANULE
+    tail = elements % GRANULE
+    last = loads.lightest()[0] if tail else count - 1  # the tail fills no granule, so it comes last
+    loads.add(last, tail * width)
+    sizes[last] += tail
     found, begin = [], 0
-    for shard in [*(s for s in range(count) if s != tail), tail]:
+    for shard in [*(s for s in range(count) if s != last), last]:
         found.append(Piece(shard, begin, begin + sizes[shard]))
         begin += sizes[shard]
     return tuple(found)

@@ -72,7 +72,7 @@ class _Ways:
     gradients, and no more of them than of weights; and some gradients on flash."""
 
     def __init__(self, layout: FlashLayout, half_gradients: bool, least_weights: int) -> None:
-        units = [unit for unit in layout.units if unit.trainable]
+        units = [unit for unit in layout.units if unit.is_updated]
         self.sizes = {u.index: u.elements * gradient_width(u, half_gradients) for u in units}
         self.movable = [unit for unit in units if not unit.tied]
         self.tied = sum(self.sizes[unit.index] for unit in units if unit.tied)

@@ -74,6 +74,11 @@ class Unit:
         return tuple(math.prod(shape) for shape in self.shapes)
 
     @property
+    def is_updated(self) -> bool:
+        """Whether a step changes it: it is trained, and its weights are not all empty."""
+        return self.trainable and self.elements > 0
+
+    @property
     def stream_width(self) -> int:
         """Bytes of an element as it streams."""
         return 2 if self.split else 4

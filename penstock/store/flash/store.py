@@ -318,7 +318,7 @@ class FlashStore:
         self._gradients.decided()
         self._commit, self._unsealed = commit, True
         self.step += 1
-        units = [unit for unit in self._layout.units if unit.trainable]
+        units = [unit for unit in self._layout.units if unit.is_updated]
         self._pipeline.begin_pass(units, goes_out=self._is_due)
         return commit
 
@@ -511,8 +511,9 @@ class FlashStore:
         unit = self._layout.unit(name)
         begin = self._layout.begin_of(name) * unit.stream_width
         part = frame[begin : begin + spec.elements * unit.stream_width]
-        flat = torch.from_numpy(part).view(torch.bfloat16 if unit.split else torch.float32)
-        return flat.view(spec.shape)
+        if unit.split:
+            return torch.from_numpy(part.view(np.uint16)).view(torch.bfloat16).view(spec.shape)
+        return torch.from_numpy(part.view(np.float32)).view(spec.shape)
 
     def _require_loaded(self) -> None:
         if not self._is_loaded:
