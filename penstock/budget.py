@@ -19,8 +19,8 @@ from penstock.engine import EnginePlan, bytes_of_choice, plan_engine, predict_by
 from penstock.engine.host_memory import KEPT_OVER_USED
 from penstock.errors import BudgetError, ConfigError
 from penstock.program import Program, Stage
-from penstock.store import Role, ShardMap, assembly_bytes
-from penstock.store.flash import least_dram_bytes
+from penstock.store import Role
+from penstock.stores import assembly_of, least_flash_store_bytes
 
 RESERVE_BYTES = 128 << 20
 """For what no part accounts for: machine code of kernels, scratch of products, Python itself."""
@@ -80,7 +80,7 @@ class Budget:
         batch_bytes = sum(inputs) * micro_batches * config.engines
         self._data = _CHECKING_BYTES + _COPIES_OF_BATCH * batch_bytes
         self._on_flash = config.store.flash.path is not None
-        needed = _least_flash_store_bytes if self._on_flash else _dram_store_bytes
+        needed = least_flash_store_bytes if self._on_flash else _dram_store_bytes
         self._need = needed(config, program, roles)
         self._saving = _SAVING_BYTES
         if not self._on_flash:
@@ -246,24 +246,9 @@ def _elements(program: Program, stage: Stage) -> int:
     return sum(program.weights[name].elements for name in stage.weights)
 
 
-def _least_flash_store_bytes(config: Config, program: Program, roles: Sequence[Role]) -> int:
-    """Return the least that a store on flash takes of memory."""
-    half, division = config.gradient_precision == "bf16", ShardMap.of(program, config.store.shards)
-    largest = max(least_dram_bytes(part, roles, half) for part in division.parts(program))
-    return division.count * largest + _assembly_bytes(config, program)  # memory is divided equally
-
-
 def _dram_store_bytes(config: Config, program: Program, roles: Sequence[Role]) -> int:
     """Return what a store in memory takes: masters, gradients, moments."""
     gradient = _FLOAT_BYTES[config.gradient_precision]
     trained = [weight.elements for weight in program.weights.values() if weight.trainable]
     state = sum(role.bytes(elements) for elements in trained for role in roles)
-    return (
-        4 * program.parameters + gradient * sum(trained) + state + _assembly_bytes(config, program)
-    )
-
-
-def _assembly_bytes(config: Config, program: Program) -> int:
-    """Return what a store in shards takes to put weights together."""
-    division = ShardMap.of(program, config.store.shards)
-    return 2 * assembly_bytes(program, division)
+    return 4 * program.parameters + gradient * sum(trained) + state + assembly_of(config, program)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +12,27 @@ from penstock.config import Config
 from penstock.errors import BudgetError
 from penstock.program import Program
 from penstock.store import (
+    Assembly,
     DramStore,
     Group,
     GroupSettings,
     Holding,
     MemoryStore,
     Optimizer,
+    Role,
     Schedule,
     ShardedDramStore,
     ShardMap,
-    assembly_bytes,
     assign_groups,
     make_optimizer,
 )
-from penstock.store.flash import DurableStore, FlashStore, ShardedFlashStore, require_shards
+from penstock.store.flash import (
+    DurableStore,
+    FlashStore,
+    ShardedFlashStore,
+    least_dram_bytes,
+    require_shards,
+)
 
 _FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -103,7 +110,13 @@ def make_flash_store(
         require_shards(folder, 1)
         return make(program, folder, dram_bytes)
     division = ShardMap.of(program, count)
-    each = (dram_bytes - 2 * assembly_bytes(program, division)) // count
+    least = least_flash_store_bytes(config, program, optimizer.roles)
+    if dram_bytes < least:
+        raise BudgetError(
+            f"store.dram: {program.name} in {count} shards needs {least:,} bytes of memory, the "
+            f"budget is {dram_bytes:,}; raise store.dram, or lower store.shards"
+        )
+    each = (dram_bytes - assembly_of(config, program)) // count
     try:
         return ShardedFlashStore(
             program,
@@ -114,9 +127,20 @@ def make_flash_store(
         )
     except BudgetError as error:
         raise BudgetError(
-            f"{error}\nstore.dram and store.flash.size are those of all {count} shards together, "
-            "divided equally"
+            f"{error}; the {count} shards share what store.flash.size says equally"
         ) from None
+
+
+def least_flash_store_bytes(config: Config, program: Program, roles: Sequence[Role]) -> int:
+    """Return the least that a store on flash takes of memory, all shards together."""
+    half, division = config.gradient_precision == "bf16", ShardMap.of(program, config.store.shards)
+    largest = max(least_dram_bytes(part, roles, half) for part in division.parts(program))
+    return division.count * largest + assembly_of(config, program)  # what is left is shared equally
+
+
+def assembly_of(config: Config, program: Program) -> int:
+    """Return what a store in shards takes of memory to put weights together; 0 for one store."""
+    return Assembly.needed(program, ShardMap.of(program, config.store.shards))
 
 
 def optimizer_of(config: Config) -> Optimizer:

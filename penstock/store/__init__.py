@@ -41,7 +41,7 @@ from penstock.store.optimizers import (
 )
 from penstock.store.roles import Role
 from penstock.store.schedules import Schedule, learning_rate
-from penstock.store.sharded import ShardedStore, assembly_bytes
+from penstock.store.sharded import Assembly, ShardedStore
 from penstock.store.sharded_dram import ShardedDramStore
 from penstock.store.sharding import ShardMap
 
@@ -50,6 +50,7 @@ __all__ = [
     "OPTIMIZER_NAMES",
     "SGD",
     "AdamW",
+    "Assembly",
     "BackgroundSave",
     "CheckpointState",
     "Commit",
@@ -74,7 +75,6 @@ __all__ = [
     "Store",
     "Traffic",
     "WeightReader",
-    "assembly_bytes",
     "assign_groups",
     "checkpoint_folders",
     "checkpoint_hash",

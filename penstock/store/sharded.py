@@ -47,7 +47,7 @@ class ShardedStore:
         self._shards = shards
         self._roles = {role.name: role for role in roles}
         self._trainable = tuple(n for n in homes(program) if program.weights[n].trainable)
-        self._assembly = Assembly(assembly_bytes(program, shard_map))
+        self._assembly = Assembly(Assembly.needed(program, shard_map))
         self._torn: str | None = None
 
     @property
@@ -300,7 +300,20 @@ class Assembly:
     """Memory in which weights are put together: twice, so that what was made last stays good."""
 
     def __init__(self, size: int) -> None:
-        self._slabs = [allocate(size), allocate(size)]
+        self._slabs = [allocate(size // 2), allocate(size // 2)]
+
+    @classmethod
+    def needed(cls, program: Holding, shard_map: ShardMap) -> int:
+        """Return the bytes that the largest stage takes."""
+        cut = {name for name, pieces in shard_map.pieces.items() if len(pieces) > 1}
+        return 2 * max(
+            sum(
+                _aligned(program.weights[name].stream_bytes)
+                for name in stage.weights
+                if name in cut
+            )
+            for stage in program.stages
+        )
 
     @property
     def bytes(self) -> int:
@@ -319,18 +332,6 @@ class Assembly:
         self._slabs.append(slab)
         begins = np.cumsum([0, *map(_aligned, sizes)])
         return iter([slab[b : b + n] for b, n in zip(begins[:-1], sizes, strict=True)])
-
-
-def assembly_bytes(program: Holding, shard_map: ShardMap) -> int:
-    """Return what putting together the largest stage takes."""
-    return max(
-        sum(
-            _aligned(program.weights[name].stream_bytes)
-            for name in stage.weights
-            if len(shard_map.pieces[name]) > 1
-        )
-        for stage in program.stages
-    )
 
 
 def _aligned(size: int) -> int:
