@@ -1,7 +1,5 @@
 """Whole runs whose store is in shards: the bits of one store, whatever their number."""
 
-import itertools
-
 import pytest
 import torch
 from plain_training import Recipe, trainer_of
@@ -60,33 +58,32 @@ def test_any_number_of_shards_has_the_bits_of_one_store(tmp_path, precision, opt
     changes = {"precision": precision, "optimizer": OPTIMIZERS[optimizer]}
     one = trained(WIDE, tmp_path / "one", 1, **changes)
     assert len({loss for loss, _ in one[0]}) == RECIPE.steps
-    for shards, on_flash in itertools.product((1, 2, 3), (False, True)):
-        if shards == 1 and not on_flash:
-            continue
-        other = trained(
-            WIDE, tmp_path / f"{shards}{on_flash}", shards, on_flash=on_flash, **changes
-        )
+    every = [(2, False), (3, False), (1, True), (2, True), (3, True)]
+    for shards, on_flash in every if optimizer == "adamw" else [(2, False), (3, True)]:
+        run = tmp_path / f"{shards}-{on_flash}"
+        other = trained(WIDE, run, shards, on_flash=on_flash, **changes)
         assert_same(other, one)
         assert other[3] == (["second.weight"] if shards > 1 else [])
-        result = CliRunner().invoke(
-            app, ["inspect", str(tmp_path / f"{shards}{on_flash}"), "--hash"]
-        )
-        assert result.output == one[1] + "\n"
+        if on_flash:
+            result = CliRunner().invoke(app, ["inspect", str(run), "--hash"])
+            assert result.output == one[1] + "\n"
 
 
-@pytest.mark.parametrize("on_flash", [False, True])
-def test_tied_and_frozen_weights_and_evaluation_and_text(tmp_path, on_flash):
-    """GPT-2, whose embedding is tied and cut; a part is frozen, and decays by its own name."""
+def test_tied_and_frozen_weights_and_groups(tmp_path):
+    """GPT-2 with evaluation, its embedding tied and cut, a weight that is cut frozen, others with
+    settings by their names."""
     case = language_model("gpt2", n_embd=128)
     recipe = Recipe(steps=4, warmup_steps=0, freeze=("*.h.0.mlp.c_fc.*",))
     groups = [{"match": ["*.c_attn.weight"], "weight_decay": 0.3, "learning_rate_scale": 0.5}]
     changes = {"recipe": recipe, "precision": "bf16", "optimizer": {"groups": groups}}
     changes["evaluation"] = {"every": 2, "batches": 1}
     one = trained(case, tmp_path / "one", 1, **changes)
-    other = trained(case, tmp_path / "three", 3, on_flash=on_flash, **changes)
-    assert "transformer.wte.weight" in other[3]
-    assert "transformer.h.0.mlp.c_fc.weight" in other[3]
-    assert_same(other, one)
+    for on_flash in (False, True):
+        run = tmp_path / f"three-{on_flash}"
+        other = trained(case, run, 3, on_flash=on_flash, **changes)
+        assert "transformer.wte.weight" in other[3]
+        assert "transformer.h.0.mlp.c_fc.weight" in other[3]
+        assert_same(other, one)
 
 
 def test_adapters(tmp_path):

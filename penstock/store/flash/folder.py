@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,16 @@ from penstock.store import files
 from penstock.store.flash.journal import read_records
 from penstock.store.flash.reader import FlashReader
 from penstock.store.flash.sharded_reader import ShardedReader
-from penstock.store.flash.shards import SHARDS, read_shards, recorded_together
+from penstock.store.flash.shards import (
+    SHARDS,
+    Shards,
+    read_shards,
+    recorded_steps,
+    recorded_together,
+)
 from penstock.store.flash.store import JOURNAL
 from penstock.store.flash.version import recorded_step
+from penstock.store.lock import FolderLock
 
 
 def open_reader(folder: Path, to_the_damage: bool = False) -> FlashReader | ShardedReader:
@@ -47,20 +55,37 @@ def discard_untrained(folder: Path) -> None:
         StorageError: a process has it open.
     """
     shards = read_shards(folder)
-    with open_reader(folder) as reader:
-        if any(step > 0 for step in reader.steps):
-            raise ConfigError(
-                f"{folder} has been trained to step {reader.steps[-1]}; choose another "
-                "store.flash.path"
-            )
+    if shards is not None:
+        _discard_shards(shards)
+        return
+    with FlashReader(folder) as reader:
+        _require_untrained(folder, reader.steps)
         with files.storage_errors(folder, 0):
-            if shards is None:
-                (folder / JOURNAL).unlink()  # without it the extents do not count
-            else:
-                for shard in shards.folders:  # while there is one, the folder is one of shards
-                    shutil.rmtree(shard)
-                (folder / SHARDS).unlink()
+            (folder / JOURNAL).unlink()  # without it the extents do not count
             files.sync_folder(folder)
+
+
+def _discard_shards(shards: Shards) -> None:
+    """Remove all shards; some may be gone already, where a process died in here before."""
+    lock = FolderLock(shards.folder, "stop it")
+    try:
+        for folder in shards.folders:
+            _require_untrained(shards.folder, list(recorded_steps(folder)))
+        with files.storage_errors(shards.folder, 0):
+            for folder in shards.folders:
+                if folder.exists():
+                    shutil.rmtree(folder)
+            (shards.folder / SHARDS).unlink()  # the last: until then the folder is one of shards
+            files.sync_folder(shards.folder)
+    finally:
+        lock.release()
+
+
+def _require_untrained(folder: Path, steps: Sequence[int]) -> None:
+    if any(step > 0 for step in steps):
+        raise ConfigError(
+            f"{folder} has been trained to step {steps[-1]}; choose another store.flash.path"
+        )
 
 
 def recorded_extra(folder: Path) -> dict[str, Any] | None:

@@ -72,6 +72,7 @@ def read_shards(folder: Path) -> Shards | None:
     match content:
         case {"format": format_, "shards": int(count), "weights": dict(weights)} if (
             format_ == FORMAT
+            and type(count) is int
             and 1 <= count <= MOST_SHARDS
             and all(_is_shape(shape) for shape in weights.values())
         ):
@@ -141,7 +142,7 @@ def common_step(shards: Shards, steps: Sequence[Sequence[int]]) -> int | None:
 
 def recorded_together(shards: Shards) -> dict[str, Any] | None:
     """Return what was kept with the newest step that all shards hold; None where there is none."""
-    found = [_steps(folder) for folder in shards.folders]
+    found = [recorded_steps(folder) for folder in shards.folders]
     step = common_step(shards, [list(steps) for steps in found])
     return None if step is None else found[0][step]
 
@@ -151,7 +152,7 @@ def agree(shards: Shards) -> None:
 
     Only while no shard is open. A crash on the way does no harm: it is done again.
     """
-    found = [list(_steps(folder)) for folder in shards.folders]
+    found = [list(recorded_steps(folder)) for folder in shards.folders]
     step = common_step(shards, found)
     for folder, steps in zip(shards.folders, found, strict=True):
         if steps and steps[-1] != step:
@@ -167,6 +168,6 @@ def agree(shards: Shards) -> None:
                 journal.close()
 
 
-def _steps(folder: Path) -> dict[int, dict[str, Any]]:
+def recorded_steps(folder: Path) -> dict[int, dict[str, Any]]:
     """Return the durable steps of a shard, oldest first, and what was kept with each."""
     return dict(recorded_step(folder / JOURNAL, record) for record in durable_records(folder))
