@@ -64,9 +64,9 @@ def make_store(
     if config.store.shards == 1:
         store = make(program)
     else:
-        division = ShardMap.of(program, config.store.shards)
-        shards = [make(part) for part in division.parts(program)]
-        store = ShardedDramStore(program, division, shards, optimizer.roles)
+        shard_map = ShardMap.of(program, config.store.shards)
+        shards = [make(part) for part in shard_map.parts(program)]
+        store = ShardedDramStore(program, shard_map, shards, optimizer.roles)
     needed = sum(store.memory_bytes.values())
     if config.store.dram != "auto" and needed > int(config.store.dram):
         raise BudgetError(
@@ -109,7 +109,7 @@ def make_flash_store(
     if count == 1:
         require_shards(folder, 1)
         return make(program, folder, dram_bytes)
-    division = ShardMap.of(program, count)
+    shard_map = ShardMap.of(program, count)
     least = least_flash_store_bytes(config, program, optimizer.roles)
     if dram_bytes < least:
         raise BudgetError(
@@ -121,7 +121,7 @@ def make_flash_store(
         return ShardedFlashStore(
             program,
             folder,
-            division,
+            shard_map,
             lambda part, where: make(part, where, each),
             optimizer.roles,
         )
@@ -133,9 +133,11 @@ def make_flash_store(
 
 def least_flash_store_bytes(config: Config, program: Program, roles: Sequence[Role]) -> int:
     """Return the least that a store on flash takes of memory, all shards together."""
-    half, division = config.gradient_precision == "bf16", ShardMap.of(program, config.store.shards)
-    largest = max(least_dram_bytes(part, roles, half) for part in division.parts(program))
-    return division.count * largest + assembly_of(config, program)  # what is left is shared equally
+    half, shard_map = config.gradient_precision == "bf16", ShardMap.of(program, config.store.shards)
+    largest = max(least_dram_bytes(part, roles, half) for part in shard_map.parts(program))
+    return shard_map.count * largest + assembly_of(
+        config, program
+    )  # what is left is shared equally
 
 
 def assembly_of(config: Config, program: Program) -> int:

@@ -20,10 +20,10 @@ LARGE = (
 
 def sharded_dram(program, count, precision="fp32", **settings):
     """Return a store in memory in `count` shards, with the settings of `training_store`."""
-    division = ShardMap.of(program, count)
-    shards = [training_store(part, precision, **settings) for part in division.parts(program)]
+    shard_map = ShardMap.of(program, count)
+    shards = [training_store(part, precision, **settings) for part in shard_map.parts(program)]
     optimizer = settings.get("optimizer") or AdamW(0.9, 0.95, 1e-8)
-    return ShardedDramStore(program, division, shards, optimizer.roles)
+    return ShardedDramStore(program, shard_map, shards, optimizer.roles)
 
 
 def flash_store(holding, folder, *, dram=900_000, optimizer=None, **settings):

@@ -43,8 +43,7 @@ class ShardedStore:
         self, program: Holding, shard_map: ShardMap, shards: Sequence[Store], roles: Sequence[Role]
     ) -> None:
         self.program = program
-        self._map = shard_map
-        self._shards = shards
+        self.shard_map, self.shards = shard_map, shards
         self._roles = {role.name: role for role in roles}
         self._trainable = tuple(n for n in homes(program) if program.weights[n].trainable)
         self._assembly = Assembly(Assembly.needed(program, shard_map))
@@ -53,25 +52,25 @@ class ShardedStore:
     @property
     def step(self) -> int:
         """The number of steps that are committed."""
-        return self._shards[0].step
+        return self.shards[0].step
 
     @property
     def memory_bytes(self) -> Mapping[str, int]:
         """What all shards may take of memory, by what it holds."""
         total = Counter[str](assembly=self._assembly.bytes)
-        for shard in self._shards:
+        for shard in self.shards:
             total.update(shard.memory_bytes)
         return dict(total)
 
     @property
     def flash_bytes(self) -> int:
         """What all shards take on flash."""
-        return sum(shard.flash_bytes for shard in self._shards)
+        return sum(shard.flash_bytes for shard in self.shards)
 
     @property
     def flash_rule(self) -> FlashTraffic:
         """What a step of all shards should move at most."""
-        return _sum_of(shard.flash_rule for shard in self._shards)
+        return _sum_of(shard.flash_rule for shard in self.shards)
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -80,7 +79,7 @@ class ShardedStore:
 
     def page_lock(self) -> bool:
         """Lock in place what streams, for engines on a GPU (`DramStore.page_lock`)."""
-        locked = [shard.page_lock() for shard in self._shards]  # all, whatever one says
+        locked = [shard.page_lock() for shard in self.shards]  # all, whatever one says
         return self._assembly.page_lock() and all(locked)
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -98,7 +97,7 @@ class ShardedStore:
         names = self.program.stages[stage].weights
         chosen = names if positions is None else [names[position] for position in positions]
         found = []
-        for shard in self._shards:
+        for shard in self.shards:
             here = shard.program.stages[stage].weights
             wanted = [name for name in chosen if name in here]
             views = shard.fetch(stage, [here.index(name) for name in wanted])
@@ -109,7 +108,7 @@ class ShardedStore:
         """Return weights by name, as `fetch` does by stage: for another program of the model."""
         self._require_whole()
         found = []
-        for shard in self._shards:
+        for shard in self.shards:
             wanted = [name for name in names if name in shard.program.weights]
             found.append(dict(zip(wanted, shard.stream(wanted), strict=True)))
         return self._put_together(names, found)
@@ -117,11 +116,13 @@ class ShardedStore:
     def _put_together(
         self, names: Sequence[str], found: Sequence[Mapping[str, torch.Tensor]]
     ) -> list[torch.Tensor]:
-        cut = [self.program.weights[n].stream_bytes for n in names if len(self._map.pieces[n]) > 1]
+        cut = [
+            self.program.weights[n].stream_bytes for n in names if len(self.shard_map.pieces[n]) > 1
+        ]
         places = self._assembly.places(cut)
         weights = []
         for name in names:
-            spec, pieces = self.program.weights[name], self._map.pieces[name]
+            spec, pieces = self.program.weights[name], self.shard_map.pieces[name]
             if len(pieces) == 1:
                 weights.append(found[pieces[0].shard][name].view(spec.shape))
                 continue
@@ -140,11 +141,11 @@ class ShardedStore:
             name: None if gradient is None else gradient.detach().contiguous().view(-1)
             for name, gradient in zip(names, gradients, strict=True)
         }
-        for number, shard in enumerate(self._shards):
+        for number, shard in enumerate(self.shards):
             here = [
                 None if (whole := flat[name]) is None else whole[piece.begin : piece.end]
                 for name in names
-                for piece in self._map.pieces[name]
+                for piece in self.shard_map.pieces[name]
                 if piece.shard == number
             ]
             if here:
@@ -157,12 +158,12 @@ class ShardedStore:
     def prepare(self) -> GradientReport:
         """Return what is known of the step's gradients; every shard is then ready to decide."""
         self._require_whole()
-        return merged(self.program, [shard.prepare() for shard in self._shards])
+        return merged(self.program, [shard.prepare() for shard in self.shards])
 
     def decide(self, norm: float) -> Commit:
         """Commit the step with this global norm, in every shard."""
         self._torn = f"the commit of step {self.step + 1}"  # stays where an interrupt comes
-        commits = [shard.decide(norm) for shard in self._shards]
+        commits = [shard.decide(norm) for shard in self.shards]
         self._torn = None
         return commits[0]
 
@@ -175,20 +176,20 @@ class ShardedStore:
 
     def discard(self) -> None:
         """Throw away the gradients that came since the last commit; the step may be replayed."""
-        for shard in self._shards:
+        for shard in self.shards:
             shard.discard()
 
     def flush(self) -> None:
         """Make all updates that are still awaited, now."""
-        for shard in self._shards:
+        for shard in self.shards:
             shard.flush()
 
     def unchanged(self) -> dict[str, str]:
         """Return the trainable weights that no update has changed (`DramStore.unchanged`)."""
-        found = [shard.unchanged() for shard in self._shards]
+        found = [shard.unchanged() for shard in self.shards]
         unchanged = {}
         for name in self._trainable:
-            reasons = [found[piece.shard].get(name) for piece in self._map.pieces[name]]
+            reasons = [found[piece.shard].get(name) for piece in self.shard_map.pieces[name]]
             if None not in reasons:
                 # A gradient is zero everywhere only if it is so in every piece.
                 other = (reason for reason in reasons if reason and reason != ZERO_GRADIENT)
@@ -197,7 +198,7 @@ class ShardedStore:
 
     def take_traffic(self) -> Traffic:
         """Return what was streamed, received and waited for, since the last call."""
-        taken = [shard.take_traffic() for shard in self._shards]
+        taken = [shard.take_traffic() for shard in self.shards]
         return Traffic(
             sum(traffic.streamed_bytes for traffic in taken),
             sum(traffic.gradient_bytes for traffic in taken),
@@ -207,16 +208,16 @@ class ShardedStore:
 
     def take_flash_traffic(self) -> FlashTraffic:
         """Return what moved to and from flash, and what was waited for it, since the last call."""
-        return _sum_of(shard.take_flash_traffic() for shard in self._shards)
+        return _sum_of(shard.take_flash_traffic() for shard in self.shards)
 
     def remember(self, extra: Mapping[str, Any]) -> None:
         """Keep plain data with the present step, in every shard."""
-        for shard in self._shards:
+        for shard in self.shards:
             shard.remember(extra)
 
     def close(self) -> None:
         """Let go of what the shards have open."""
-        for shard in self._shards:
+        for shard in self.shards:
             shard.close()
 
     # Looking at the state, and restoring it
@@ -224,13 +225,13 @@ class ShardedStore:
     def master(self, name: str) -> torch.Tensor:
         """Return a copy of a weight, float32 in its shape."""
         self._require_whole()
-        parts = [self._shards[piece.shard].master(name) for piece in self._map.pieces[name]]
+        parts = [self.shards[piece.shard].master(name) for piece in self.shard_map.pieces[name]]
         return torch.cat(parts).view(self.program.weights[name].shape)
 
     def state(self, name: str) -> dict[str, torch.Tensor]:
         """Return copies of the optimizer's state of a weight by role, as they would be saved."""
         self._require_whole()
-        parts = [self._shards[piece.shard].state(name) for piece in self._map.pieces[name]]
+        parts = [self.shards[piece.shard].state(name) for piece in self.shard_map.pieces[name]]
         stored = self.roles(name)
         return {
             role: torch.cat([part[role] for part in parts]).view(stored[role].shape)
@@ -247,7 +248,7 @@ class ShardedStore:
         """Return values `begin` to `end` of a weight or of its state, flat; maybe a view."""
         self._require_whole()
         parts = [
-            self._shards[span.shard].read(name, role, span.begin, span.end)
+            self.shards[span.shard].read(name, role, span.begin, span.end)
             for span in self._spans(name, role, begin, end)
         ]
         if len(parts) == 1:
@@ -257,22 +258,22 @@ class ShardedStore:
     def begin_restore(self) -> None:
         """Forget everything; the store is of no use until `finish_restore`."""
         self._torn = "restoring the state"
-        for shard in self._shards:
+        for shard in self.shards:
             shard.begin_restore()
 
     def write(self, name: str, role: str, begin: int, values: np.ndarray) -> None:
         """Overwrite values of a weight or of its state, while restoring; each value once."""
         for span in self._spans(name, role, begin, begin + values.size):
-            self._shards[span.shard].write(name, role, span.begin, values[span.there])
+            self.shards[span.shard].write(name, role, span.begin, values[span.there])
 
     def clear_state(self, name: str) -> None:
         """Put the optimizer's state of a weight to zero, while restoring."""
-        for piece in self._map.pieces[name]:
-            self._shards[piece.shard].clear_state(name)
+        for piece in self.shard_map.pieces[name]:
+            self.shards[piece.shard].clear_state(name)
 
     def finish_restore(self, step: int) -> None:
         """Make the store usable: all weights and state are those after `step` commits."""
-        for shard in self._shards:
+        for shard in self.shards:
             shard.finish_restore(step)
         self._torn = None
 
@@ -290,7 +291,7 @@ class ShardedStore:
         )
 
     def _spans(self, name: str, role: str, begin: int, end: int) -> Iterator[Span]:
-        return self._map.spans(name, begin, end, self._role(role).group)
+        return self.shard_map.spans(name, begin, end, self._role(role).group)
 
     def _role(self, name: str) -> Role:
         return self._roles.get(name, Role(MASTER))

@@ -30,18 +30,16 @@ class ShardedDramStore(ShardedStore):
         """Return the state of the present step (`DramStore.snapshot`); shards share the buffer."""
         self._require_whole()
         each = buffer_bytes // len(self._in_memory)
-        return ShardedSnapshot(self, self._map, [s.snapshot(each) for s in self._in_memory])
+        return ShardedSnapshot(self, [s.snapshot(each) for s in self._in_memory])
 
 
 class ShardedSnapshot:
     """The state after one step, read from the snapshots of all shards."""
 
-    def __init__(
-        self, store: ShardedDramStore, shard_map: ShardMap, snapshots: Sequence[OpenSnapshot]
-    ) -> None:
+    def __init__(self, store: ShardedDramStore, snapshots: Sequence[OpenSnapshot]) -> None:
         self.program, self.step = store.program, store.step
         self._roles_of = store.roles
-        self._map = shard_map
+        self._shard_map = store.shard_map
         self._snapshots = snapshots
 
     def roles(self, name: str) -> Mapping[str, Stored]:
@@ -50,7 +48,7 @@ class ShardedSnapshot:
 
     def pieces(self, name: str, role: str, piece_elements: int) -> Iterator[np.ndarray]:
         """Yield a tensor, flat, in pieces that are good until the next (`Snapshot.pieces`)."""
-        for piece in self._map.pieces[name]:
+        for piece in self._shard_map.pieces[name]:
             yield from self._snapshots[piece.shard].pieces(name, role, piece_elements)
 
     def close(self) -> None:

@@ -28,8 +28,8 @@ def trained(case, folder, shards, *, on_flash=False, recipe=RECIPE, until=None, 
         name: (trainer.store.master(name), trainer.store.state(name) if spec.trainable else {})
         for name, spec in trainer.program.weights.items()
     }
-    division = ShardMap.of(trainer.program, shards)
-    cut = [name for name, pieces in division.pieces.items() if len(pieces) > 1]
+    shard_map = ShardMap.of(trainer.program, shards)
+    cut = [name for name, pieces in shard_map.pieces.items() if len(pieces) > 1]
     found = trainer.store.content_hash()
     trainer.close()
     return losses, found, state, cut

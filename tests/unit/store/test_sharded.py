@@ -266,7 +266,7 @@ def test_a_commit_that_is_interrupted_between_shards_leaves_a_store_that_says_so
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(store._shards[1], "decide", interrupted)
+        patched.setattr(store.shards[1], "decide", interrupted)
         with pytest.raises(KeyboardInterrupt):
             store.commit()
     for look in (lambda: store.fetch(0), lambda: store.master("norm"), store.content_hash):

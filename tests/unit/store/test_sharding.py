@@ -33,17 +33,17 @@ def program_of(stages, dtype=torch.float32, tied=False):
 @given(STAGES, st.integers(1, 64), st.sampled_from([torch.float32, torch.bfloat16]), st.booleans())
 def test_pieces_make_up_every_weight_and_stages_are_divided_evenly(stages, count, dtype, tied):
     program = program_of(stages, dtype, tied)
-    division = ShardMap.of(program, count)
-    assert division == ShardMap.of(program, count)
-    assert list(division.pieces) == list(program.weights)
+    shard_map = ShardMap.of(program, count)
+    assert shard_map == ShardMap.of(program, count)
+    assert list(shard_map.pieces) == list(program.weights)
     for name, spec in program.weights.items():
-        pieces = division.pieces[name]
+        pieces = shard_map.pieces[name]
         ends = [piece.end for piece in pieces]
         assert [piece.begin for piece in pieces] == [0, *ends[:-1]]
         assert ends[-1] == spec.elements
         assert all(end % GRANULE == 0 for end in ends[:-1])
         assert len({piece.shard for piece in pieces}) == len(pieces) in (1, count)
-    parts = list(division.parts(program))
+    parts = list(shard_map.parts(program))
     for stage in program.stages:
         at_home = [name for name in stage.weights if program.home(name) == stage.index]
         loads = [
@@ -53,7 +53,7 @@ def test_pieces_make_up_every_weight_and_stages_are_divided_evenly(stages, count
         whole = [
             program.weights[name].stream_bytes
             for name in at_home
-            if len(division.pieces[name]) == 1
+            if len(shard_map.pieces[name]) == 1
         ]
         assert sum(loads) == sum(program.weights[name].stream_bytes for name in at_home)
         assert max(loads) - min(loads) <= max(GRANULE * dtype.itemsize, *whole, 0)
@@ -68,17 +68,17 @@ def test_pieces_make_up_every_weight_and_stages_are_divided_evenly(stages, count
 )
 def test_spans_find_every_value_once(elements, count, group, seed):
     """Of the weight itself, and of a role with a value for many elements."""
-    division = ShardMap.of(program_of([[elements]]), count)
+    shard_map = ShardMap.of(program_of([[elements]]), count)
     values = np.arange(-(-elements // group))
     held = {
         piece.shard: values[piece.begin // group : -(-piece.end // group)]
-        for piece in division.pieces["0.0"]
+        for piece in shard_map.pieces["0.0"]
     }
     assert sum(part.size for part in held.values()) == values.size
     generator = np.random.default_rng(seed)
     begin, end = sorted(generator.integers(0, values.size + 1, 2))
     found = np.full(end - begin, -1)
-    for span in division.spans("0.0", begin, end, group):
+    for span in shard_map.spans("0.0", begin, end, group):
         assert (found[span.there] == -1).all()
         found[span.there] = held[span.shard][span.begin : span.end]
     np.testing.assert_array_equal(found, values[begin:end])
@@ -87,6 +87,6 @@ def test_spans_find_every_value_once(elements, count, group, seed):
 def test_equal_stages_do_not_add_up_to_an_unequal_whole():
     """The small weights that stay whole go to another shard in every stage."""
     program = program_of([[100]] * 12)
-    division = ShardMap.of(program, 3)
-    shares = [sum(w.elements for w in part.weights.values()) for part in division.parts(program)]
+    shard_map = ShardMap.of(program, 3)
+    shares = [sum(w.elements for w in part.weights.values()) for part in shard_map.parts(program)]
     assert shares == [400, 400, 400]
