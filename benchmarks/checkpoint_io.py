@@ -184,7 +184,7 @@ def take(folder: Path, options: argparse.Namespace) -> dict:
     """Import folder/made into a store, and stream it once for logits."""
     import numpy as np
 
-    from penstock import assembly
+    from penstock import assembly, stores
     from penstock.config import Config
     from penstock.engine import Batch, EnginePlan, TorchEngine
     from penstock.export import export
@@ -209,9 +209,9 @@ def take(folder: Path, options: argparse.Namespace) -> dict:
     )
     started = time.perf_counter()
     if options.dram:
-        store = assembly.make_store(config, program)
+        store = stores.make_store(config, program)
     else:
-        store = assembly.make_flash_store(config, program, int(config.store.dram), folder / "flash")
+        store = stores.make_flash_store(config, program, int(config.store.dram), folder / "flash")
     held = sum(store.memory_bytes.values()) if options.dram else 0
     store.load(source.initial_weights(0, list(program.weights)))
     imported = {"seconds": time.perf_counter() - started, "peak_gib": memory.peak_gib(held)}

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -41,19 +41,9 @@ from penstock.engine import (
     keep_freed_pages,
     return_freed_pages,
 )
-from penstock.errors import BudgetError, ConfigError, DataError
+from penstock.errors import ConfigError, DataError
 from penstock.models import ModelSource, WeightFiles
 from penstock.program import Program
-from penstock.store import (
-    DramStore,
-    Group,
-    GroupSettings,
-    Optimizer,
-    Schedule,
-    assign_groups,
-    make_optimizer,
-)
-from penstock.store.flash import FlashStore
 
 _SPARE_VOCABULARY = 2  # times what is used; beyond, it was not meant
 _MASK_TOKENS = ("[MASK]", "<mask>")
@@ -200,100 +190,6 @@ def _buffers(source: ModelSource) -> dict[str, torch.Tensor]:
     real = source.buffers()
     known = {alias: real[name] for alias, name in source.aliases.items() if name in real}
     return {**known, **real}
-
-
-def make_store(
-    config: Config,
-    program: Program,
-    device: str = "cpu",
-    notice: Callable[[str], None] = lambda text: None,
-) -> DramStore:
-    """Return an empty store with the configured optimizer and schedule, for engines on `device`.
-
-    **Raises:** `BudgetError` if it needs more than `store.dram`.
-    """
-    store = DramStore(
-        program,
-        config.precision,
-        optimizer=optimizer_of(config),
-        groups=_groups(config, program),
-        schedule=_schedule(config),
-        clip_norm=config.optimizer.clip_norm,
-        gradient_dtype=_FLOATS[config.gradient_precision],
-    )
-    needed = sum(store.memory_bytes.values())
-    if config.store.dram != "auto" and needed > int(config.store.dram):
-        raise BudgetError(
-            f"store.dram: the store of {program.name} needs {needed:,} bytes of memory, the limit "
-            f"is {int(config.store.dram):,}; raise it, or name a folder in store.flash.path"
-        )
-    if device == "cuda" and not store.page_lock():
-        notice(
-            "the system did not lock all of the weights' memory in place: they go to the GPU "
-            "through the driver's buffers, more slowly and not beside its work"
-        )
-    return store
-
-
-def make_flash_store(config: Config, program: Program, dram_bytes: int, folder: Path) -> FlashStore:
-    """Return the store in a folder on flash, new or as it was left, with that much of memory."""
-    size = config.store.flash.size
-    return FlashStore(
-        program,
-        folder,
-        optimizer=optimizer_of(config),
-        groups=_groups(config, program),
-        schedule=_schedule(config),
-        dram_bytes=dram_bytes,
-        clip_norm=config.optimizer.clip_norm,
-        gradient_dtype=_FLOATS[config.gradient_precision],
-        keep_steps=config.store.flash.keep_steps,
-        durable_every=config.store.flash.durable_every,
-        flash_bytes=None if size is None else int(size),
-    )
-
-
-def optimizer_of(config: Config) -> Optimizer:
-    """Return the configured optimizer."""
-    section = config.optimizer
-    hyper: dict[str, Any] = {
-        "adamw": {"beta1": section.betas[0], "beta2": section.betas[1], "epsilon": section.eps},
-        "sgd": {"momentum": section.momentum, "nesterov": section.nesterov},
-        "lion": {"beta1": section.betas[0], "beta2": section.betas[1]},
-    }[section.name]
-    return make_optimizer(section.name, **hyper, moments=section.moments)
-
-
-def _groups(config: Config, program: Program) -> dict[str, GroupSettings]:
-    section = config.optimizer
-    groups = [
-        Group(
-            match=tuple(group.match),
-            learning_rate_scale=group.learning_rate_scale,
-            weight_decay=group.weight_decay,
-        )
-        for group in section.groups
-    ]
-    return assign_groups(
-        {name: w.shape for name, w in program.weights.items() if w.trainable},
-        groups,
-        weight_decay=section.weight_decay,
-        decay_1d=section.decay_1d,
-    )
-
-
-def _schedule(config: Config) -> Schedule:
-    shape = config.optimizer.schedule
-    return Schedule(
-        name=shape.name,
-        peak=config.optimizer.learning_rate,
-        decay_steps=config.decay_steps,
-        warmup_steps=shape.warmup_steps,
-        final_ratio=shape.final_ratio,
-        power=shape.power,
-        boundaries=tuple(shape.boundaries),
-        ratios=tuple(shape.ratios),
-    )
 
 
 def make_engines(

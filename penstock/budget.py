@@ -20,7 +20,7 @@ from penstock.engine.host_memory import KEPT_OVER_USED
 from penstock.errors import BudgetError, ConfigError
 from penstock.program import Program, Stage
 from penstock.store import Role
-from penstock.store.flash import least_dram_bytes
+from penstock.stores import assembly_of, least_flash_store_bytes
 
 RESERVE_BYTES = 128 << 20
 """For what no part accounts for: machine code of kernels, scratch of products, Python itself."""
@@ -80,7 +80,7 @@ class Budget:
         batch_bytes = sum(inputs) * micro_batches * config.engines
         self._data = _CHECKING_BYTES + _COPIES_OF_BATCH * batch_bytes
         self._on_flash = config.store.flash.path is not None
-        needed = _least_flash_store_bytes if self._on_flash else _dram_store_bytes
+        needed = least_flash_store_bytes if self._on_flash else _dram_store_bytes
         self._need = needed(config, program, roles)
         self._saving = _SAVING_BYTES
         if not self._on_flash:
@@ -246,14 +246,9 @@ def _elements(program: Program, stage: Stage) -> int:
     return sum(program.weights[name].elements for name in stage.weights)
 
 
-def _least_flash_store_bytes(config: Config, program: Program, roles: Sequence[Role]) -> int:
-    """Return the least that a store on flash takes of memory."""
-    return least_dram_bytes(program, roles, config.gradient_precision == "bf16")
-
-
 def _dram_store_bytes(config: Config, program: Program, roles: Sequence[Role]) -> int:
     """Return what a store in memory takes: masters, gradients, moments."""
     gradient = _FLOAT_BYTES[config.gradient_precision]
     trained = [weight.elements for weight in program.weights.values() if weight.trainable]
     state = sum(role.bytes(elements) for elements in trained for role in roles)
-    return 4 * program.parameters + gradient * sum(trained) + state
+    return 4 * program.parameters + gradient * sum(trained) + state + assembly_of(config, program)

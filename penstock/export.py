@@ -26,7 +26,7 @@ from penstock.store import (
     export_huggingface,
     find_checkpoint,
 )
-from penstock.store.flash import FlashReader
+from penstock.store.flash import open_reader
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 KEPT = "model"
@@ -62,7 +62,7 @@ def export_run(
 def _newest(config: Config) -> Iterator[WeightReader]:
     run, flash = config.run.dir, config.store.flash.path
     if flash is not None:
-        with FlashReader(flash) as reader:
+        with open_reader(flash) as reader:
             if not reader.steps:
                 raise ConfigError(f"{flash}: no durable step yet, so there is nothing to export")
             yield reader

@@ -11,14 +11,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from penstock import assembly
+from penstock import stores
 from penstock.config import Config
 from penstock.errors import BudgetError, ConfigError
 from penstock.models import ModelSource
 from penstock.step_layout import Layout
 from penstock.store import (
     BackgroundSave,
-    DramStore,
+    MemoryStore,
     SavedCheckpoint,
     Store,
     find_checkpoint,
@@ -26,7 +26,7 @@ from penstock.store import (
     read_state,
     save_checkpoint,
 )
-from penstock.store.flash import FlashStore, OtherStoreError, discard_untrained, recorded_extra
+from penstock.store.flash import DurableStore, OtherStoreError, discard_untrained, recorded_extra
 
 Notice = Callable[[str], None]
 
@@ -75,7 +75,7 @@ class CheckpointKeeper:
         self.recorded: Mapping[str, Any] | None = (
             read_state(self._latest).extra if self._latest else None
         )
-        self._store: DramStore | None = None
+        self._store: MemoryStore | None = None
         self._saving: BackgroundSave | None = None
 
     @property
@@ -87,7 +87,7 @@ class CheckpointKeeper:
     def open(self, model: ModelSource, layout: Layout, device: str, notice: Notice) -> Store:
         """Return a store in memory."""
         program = layout.program
-        self._store = assembly.make_store(self._config, program, device, notice)
+        self._store = stores.make_store(self._config, program, device, notice)
         if self._latest is not None:
             load_checkpoint(self._store, self._latest)
         else:
@@ -143,7 +143,7 @@ class FlashKeeper:
         self.recorded: Mapping[str, Any] | None = (
             self._found if self._found and "trajectory" in self._found else None
         )
-        self._store: FlashStore | None = None
+        self._store: DurableStore | None = None
         self._saved: SavedCheckpoint | None = None
 
     @property
@@ -172,16 +172,14 @@ class FlashKeeper:
             raise
         return self._store
 
-    def _made(self, layout: Layout) -> FlashStore:
+    def _made(self, layout: Layout) -> DurableStore:
         shares = layout.shares
         try:
-            return assembly.make_flash_store(
-                self._config, layout.program, shares.store, self._folder
-            )
+            return stores.make_flash_store(self._config, layout.program, shares.store, self._folder)
         except BudgetError as error:
             raise BudgetError(f"{error}\n{shares.table}") from None
 
-    def _begun(self, model: ModelSource, layout: Layout, notice: Notice) -> FlashStore:
+    def _begun(self, model: ModelSource, layout: Layout, notice: Notice) -> DurableStore:
         """Return a store that was never trained: new, or with the weights to begin with."""
         found, start = self._found or {}, _start(self._config, model)
         if None not in (known := {found.get("weights"), start["weights"]}) and len(known) > 1:

@@ -30,7 +30,8 @@ class WeightSpec:
 
     `name` is the parameter's first name in the model's `state_dict`; a tied weight is one weight
     and `aliases` holds its further names. `stream_dtype` is what travels to engines: float32, or
-    bfloat16 when the store keeps a split master.
+    bfloat16 when the store keeps a split master. What a shard of a store keeps is a flat piece of
+    a parameter, which begins at its element `begin`; in a program weights are whole.
     """
 
     name: str
@@ -38,6 +39,7 @@ class WeightSpec:
     stream_dtype: torch.dtype
     trainable: bool
     aliases: tuple[str, ...] = ()
+    begin: int = 0
 
     @property
     def elements(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock import assembly
+from penstock import assembly, stores
 from penstock.budget import Budget, Shares
 from penstock.config import Config
 from penstock.engine import EnginePlan, predict_bytes
@@ -87,9 +87,7 @@ def lay_out(
                 problem = problem or error
                 continue
             fitted = slot_bytes
-            budget = Budget(
-                config, program, per_engine, device, assembly.optimizer_of(config).roles
-            )
+            budget = Budget(config, program, per_engine, device, stores.optimizer_of(config).roles)
             try:
                 engine_bytes = budget.engine_bytes()
                 slot_bytes = engine_bytes // _BUDGET_SLOTS

@@ -137,6 +137,20 @@ class Perceptron(nn.Module):
         return self.third(torch.tanh(self.second(torch.relu(self.first(x)))))
 
 
+class Wide(nn.Module):
+    """A stack with weights that a store in shards cuts, and some that it does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 160)
+        self.second = nn.Linear(160, 100)
+        self.third = nn.Linear(100, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[rows, 6] to [rows, 2]."""
+        return self.third(torch.tanh(self.second(torch.relu(self.first(x)))))
+
+
 class Classifier(nn.Module):
     """A small convolutional network for images of one channel, 12 x 12."""
 
@@ -223,6 +237,19 @@ PERCEPTRON = Case(
     lambda seed: ModelSource.from_factory(
         "tiny_models:Perceptron",
         loss="tiny_models:mean_squared_error",
+        inputs={"x": InputSpec((6,))},
+        targets={"y": InputSpec((2,))},
+    ),
+    lambda model, rows: mean_squared_error(model(rows["x"]), rows["y"]),
+    _points,
+    summed=False,
+)
+WIDE = Case(
+    "wide",
+    Wide,
+    _built(
+        Wide,
+        loss=mean_squared_error,
         inputs={"x": InputSpec((6,))},
         targets={"y": InputSpec((2,))},
     ),

@@ -91,9 +91,9 @@ def _repair(flash: Path | None) -> None:
 
 
 def _flash_hash(flash: Path) -> str:
-    from penstock.store.flash import FlashReader
+    from penstock.store.flash import open_reader
 
-    with FlashReader(flash) as reader:
+    with open_reader(flash) as reader:
         reader.verify(reader.newest)
         return reader.content_hash(reader.newest)
 
@@ -101,11 +101,11 @@ def _flash_hash(flash: Path) -> str:
 def _show_flash(flash: Path) -> CorruptionError | None:
     """Print the durable steps on flash; return the damage of the newest that is not whole."""
     from penstock.errors import CorruptionError, StorageError
-    from penstock.store.flash import FlashReader
+    from penstock.store.flash import open_reader
 
     damage: CorruptionError | None = None
     try:
-        opened = FlashReader(flash)
+        opened = open_reader(flash)
     except StorageError as error:
         typer.echo(f"flash        not looked at: {error}")
         return None
@@ -113,7 +113,7 @@ def _show_flash(flash: Path) -> CorruptionError | None:
         typer.echo(
             f"flash        {flash}: {show_bytes(reader.bytes)}, of which "
             f"{show_bytes(reader.state_bytes)} per step; {show_count(reader.parameters)} "
-            f"parameters in {reader.weights} weights"
+            f"parameters in {reader.weights} weights{_shards(reader.shards)}"
         )
         for step in reader.steps:
             try:
@@ -126,6 +126,10 @@ def _show_flash(flash: Path) -> CorruptionError | None:
         if damage is None and reader.steps:
             typer.echo(f"weights      {reader.content_hash(reader.steps[-1])}")
     return damage
+
+
+def _shards(count: int) -> str:
+    return f", in {count} shards" if count > 1 else ""
 
 
 def _verified(folder: Path) -> CheckpointState:

@@ -125,7 +125,7 @@ class ClusterRunner:
         self._shards = []
         for shard, part in enumerate(stores):
             number = 1 + shard
-            work = StoreOfShard(part, shard, recompute)
+            work = StoreOfShard(layout.program, part, shard, recompute)
             runtime = self._endpoint.runtime(number)
             node = ShardNode(number, shard, runtime, self._transfers, work)
             self._shards.append(node)

@@ -11,14 +11,18 @@ import torch
 from penstock.cluster.plan import positions_of
 from penstock.errors import ClusterError
 from penstock.fabric.transfers import Operation
+from penstock.program import Program
 from penstock.store import Store
 
 
 class StoreOfShard:
     """Streams a store's weights, gives it gradients, and commits it."""
 
-    def __init__(self, store: Store, shard: int, recompute: Collection[int]) -> None:
-        self._store, self._shard, self._recompute = store, shard, recompute
+    def __init__(
+        self, program: Program, store: Store, shard: int, recompute: Collection[int]
+    ) -> None:
+        self._program, self._recompute = program, recompute
+        self._store, self._shard = store, shard
 
     def begin(self, step: int) -> None:
         """Forget what came of a step that was not committed."""
@@ -30,7 +34,7 @@ class StoreOfShard:
 
     def fetch(self, operation: Operation) -> Sequence[np.ndarray]:
         """Return the bytes of every chunk of this shard's."""
-        stage = self._store.program.stages[operation.stage]
+        stage = self._program.stages[operation.stage]
         positions = positions_of(stage, operation.sweep, self._recompute)
         whole = operation.sweep != "backward"
         tensors = self._store.fetch(operation.stage, None if whole else positions)

@@ -37,7 +37,9 @@ def check_run(config: Config, fresh: bool = False) -> bool:
             f"{_contents(folder)}; move it away, or choose another with run.dir=FOLDER"
         )
     flash = config.store.flash.path
-    if not has_checkpoint(folder) and not (flash is not None and (flash / "journal").exists()):
+    if not has_checkpoint(folder) and not (
+        flash is not None and any((flash / name).exists() for name in ("journal", "shards.json"))
+    ):
         return False
     if (folder / FILE_NAME).exists():
         config.check_resumable(load_run(folder).trajectory())

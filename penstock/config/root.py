@@ -80,6 +80,13 @@ class Config(Section):
                 f"expected fewer than the {self.decay_steps} steps over which the rate decays, "
                 f"got {schedule.warmup_steps}; lower it or raise run.steps",
             )
+        flash = self.store.flash
+        if self.store.shards > 1 and flash.path is not None and flash.keep_steps < 2:
+            raise refuse(
+                "store.flash.keep_steps",
+                "expected 2 or more with store.shards above 1, got 1; a crash may leave shards one "
+                "durable step apart, and they go on from the last that all hold",
+            )
         if self.batch.size < self.engines:
             raise refuse(
                 "engines",

@@ -50,4 +50,11 @@ class StoreConfig(Section):
         "free at the start",
         unit="bytes",
     )
+    shards: int = setting(
+        1,
+        "parts in which the store is held, of equal bytes of every stage; the result is the same "
+        "to the bit for any; sizes are those of all together",
+        ge=1,
+        le=64,
+    )
     flash: FlashConfig = section(FlashConfig, "a store larger than memory")

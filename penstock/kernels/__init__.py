@@ -7,6 +7,7 @@ modules below, each imported on its own, since most of them load a compiler.
 __all__ = [
     "adamw",
     "cross_entropy",
+    "exact_sum",
     "gradients",
     "lion",
     "memory",

@@ -63,14 +63,14 @@ _THREADS_MAY_MEET = _threads_may_meet()
 _ONE_AT_A_TIME = threading.Lock()
 
 
-def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+def kernel(function: Callable[..., Any], parallel: bool = True) -> Callable[..., Any]:
     """Compile `function` on first use, in parallel over its `prange` and without the GIL.
 
     No fast-math: what is computed is what is written, with the fused multiply-adds that are asked
     for by name. The function must not allocate Python objects. It may be called from several
     threads at once.
     """
-    options: dict[str, Any] = {"parallel": True, "nogil": True, "error_model": "numpy"}
+    options: dict[str, Any] = {"parallel": parallel, "nogil": True, "error_model": "numpy"}
     # Numba reads the folder once, while decorating; its other users in this process keep theirs.
     before = config.CACHE_DIR
     config.CACHE_DIR = _FOLDER or before
@@ -79,6 +79,10 @@ def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     finally:
         config.CACHE_DIR = before
     return compiled if _THREADS_MAY_MEET else _one_at_a_time(compiled)
+
+
+serial_kernel = functools.partial(kernel, parallel=False)
+"""Decorator for a kernel that has no `prange`: what depends on the element before."""
 
 
 def _one_at_a_time(compiled: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,11 +1,11 @@
 """How a gradient enters the store: rounded or added, and squared and summed, in one pass.
 
-The sum of squares is that of what the store then holds (after rounding, after adding), since this
-is what the optimizer will see. float64 can square any float32 and add up 2^700 of them, so the sum
-is finite exactly when every element is: it is the non-finite flag too.
+The sums of squares are those of what the store then holds (after rounding, after adding), since
+this is what the optimizer will see. float64 can square any float32 and add up 2^700 of them, so a
+sum is finite exactly when every element is: it is the non-finite flag too. There is a sum for every
+`GRANULE` elements, so that pieces of a weight have the sums of the whole.
 """
 
-import math
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from numba.extending import overload
 
 from penstock.kernels.arguments import require_flat
 from penstock.kernels.bfloat16 import from_bfloat16, to_bfloat16
-from penstock.kernels.blocks import BLOCK_LENGTH, STRIDE, block_bounds, block_count
+from penstock.kernels.blocks import GRANULE, STRIDE, block_bounds, block_count, granule_bounds
 from penstock.kernels.compilation import inlined, kernel
 from penstock.kernels.vectors import (
     LANES,
@@ -87,49 +87,55 @@ def _square_at(gradient, i, lanes, total):
 def _copy(source, destination, sums):
     length = source.size
     for block in prange(block_count(length)):
-        first, whole, last = block_bounds(block, length)
-        total = splat(0.0)
-        for i in range(first, whole, STRIDE):
-            for j in range(i, i + STRIDE, LANES):
-                total = _copy_at(source, destination, j, every_lane(), total)
-        for i in range(whole, last, LANES):
-            total = _copy_at(source, destination, i, first_lanes(last - i), total)
-        sums[block] = sum_lanes(total)
+        first, _, end = block_bounds(block, length)
+        for begin in range(first, end, GRANULE):
+            whole, last = granule_bounds(begin, end)
+            total = splat(0.0)
+            for i in range(begin, whole, STRIDE):
+                for j in range(i, i + STRIDE, LANES):
+                    total = _copy_at(source, destination, j, every_lane(), total)
+            for i in range(whole, last, LANES):
+                total = _copy_at(source, destination, i, first_lanes(last - i), total)
+            sums[begin // GRANULE] = sum_lanes(total)
 
 
 @kernel
 def _add(source, destination, sums):
     length = source.size
     for block in prange(block_count(length)):
-        first, whole, last = block_bounds(block, length)
-        total = splat(0.0)
-        for i in range(first, whole, STRIDE):
-            for j in range(i, i + STRIDE, LANES):
-                total = _add_at(source, destination, j, every_lane(), total)
-        for i in range(whole, last, LANES):
-            total = _add_at(source, destination, i, first_lanes(last - i), total)
-        sums[block] = sum_lanes(total)
+        first, _, end = block_bounds(block, length)
+        for begin in range(first, end, GRANULE):
+            whole, last = granule_bounds(begin, end)
+            total = splat(0.0)
+            for i in range(begin, whole, STRIDE):
+                for j in range(i, i + STRIDE, LANES):
+                    total = _add_at(source, destination, j, every_lane(), total)
+            for i in range(whole, last, LANES):
+                total = _add_at(source, destination, i, first_lanes(last - i), total)
+            sums[begin // GRANULE] = sum_lanes(total)
 
 
 @kernel
 def _square(gradient, sums):
     length = gradient.size
     for block in prange(block_count(length)):
-        first, whole, last = block_bounds(block, length)
-        total = splat(0.0)
-        for i in range(first, whole, STRIDE):
-            for j in range(i, i + STRIDE, LANES):
-                total = _square_at(gradient, j, every_lane(), total)
-        for i in range(whole, last, LANES):
-            total = _square_at(gradient, i, first_lanes(last - i), total)
-        sums[block] = sum_lanes(total)
+        first, _, end = block_bounds(block, length)
+        for begin in range(first, end, GRANULE):
+            whole, last = granule_bounds(begin, end)
+            total = splat(0.0)
+            for i in range(begin, whole, STRIDE):
+                for j in range(i, i + STRIDE, LANES):
+                    total = _square_at(gradient, j, every_lane(), total)
+            for i in range(whole, last, LANES):
+                total = _square_at(gradient, i, first_lanes(last - i), total)
+            sums[begin // GRANULE] = sum_lanes(total)
 
 
-def _block_sums(length: int) -> np.ndarray:
-    return np.empty(-(-length // BLOCK_LENGTH), np.float64)
+def _sums(length: int) -> np.ndarray:
+    return np.empty(-(-length // GRANULE), np.float64)
 
 
-def copy_gradient(source: np.ndarray, destination: np.ndarray) -> float:
+def copy_gradient(source: np.ndarray, destination: np.ndarray) -> np.ndarray:
     """Write a gradient into the store's slab, rounded once to the slab's type.
 
     Args:
@@ -137,35 +143,34 @@ def copy_gradient(source: np.ndarray, destination: np.ndarray) -> float:
         destination: float32 `[n]`, or uint16 `[n]` for bfloat16 patterns (ties to even).
 
     Returns:
-        The float64 sum of the squares of what was written; not finite exactly when an element
-        is not. The same to the bit for any number of threads.
+        float64 `[ceil(n / GRANULE)]`: per granule the sum of the squares of what was written; not
+        finite exactly when an element is not. The same to the bit for any number of threads.
 
     Raises:
         ValueError: an array has another type, length or layout.
     """
     require_flat("gradient", source, source.size, np.float32)
     require_flat("gradient slab", destination, source.size, np.float32, np.uint16, write=True)
-    sums = _block_sums(source.size)
+    sums = _sums(source.size)
     _copy(source, destination, sums)
-    # The exact sum, rounded once: no order to depend on.
-    return math.fsum(sums)
+    return sums
 
 
-def add_gradient(source: np.ndarray, destination: np.ndarray) -> float:
+def add_gradient(source: np.ndarray, destination: np.ndarray) -> np.ndarray:
     """Add a gradient to what the store's slab holds: the second use of a tied weight.
 
-    Arguments, result and errors are those of `copy_gradient`; the sum of squares is that of the
-    sum. A bfloat16 slab is rounded at every addition.
+    Arguments, result and errors are those of `copy_gradient`; the sums of squares are those of
+    the sum. A bfloat16 slab is rounded at every addition.
     """
     require_flat("gradient", source, source.size, np.float32)
     require_flat("gradient slab", destination, source.size, np.float32, np.uint16, write=True)
-    sums = _block_sums(source.size)
+    sums = _sums(source.size)
     _add(source, destination, sums)
-    return math.fsum(sums)
+    return sums
 
 
-def sum_of_squares(gradient: np.ndarray) -> float:
-    """Return the float64 sum of squares of a gradient, float32 or bfloat16 patterns `[n]`.
+def sums_of_squares(gradient: np.ndarray) -> np.ndarray:
+    """Return the sums of squares of a gradient, float32 or bfloat16 patterns `[n]`.
 
     The same to the bit as `copy_gradient` returned when it wrote these values.
 
@@ -173,6 +178,6 @@ def sum_of_squares(gradient: np.ndarray) -> float:
         ValueError: the array has another type or layout.
     """
     require_flat("gradient", gradient, gradient.size, np.float32, np.uint16)
-    sums = _block_sums(gradient.size)
+    sums = _sums(gradient.size)
     _square(gradient, sums)
-    return math.fsum(sums)
+    return sums

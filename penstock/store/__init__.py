@@ -16,9 +16,18 @@ from penstock.store.checkpoint import (
     verify_checkpoint,
 )
 from penstock.store.dram import DramStore
+from penstock.store.holding import Holding
 from penstock.store.huggingface import MAX_SHARD_BYTES, export_huggingface
-from penstock.store.interface import Commit, FlashTraffic, Store, Traffic, WeightReader
+from penstock.store.interface import (
+    Commit,
+    FlashTraffic,
+    MemoryStore,
+    Store,
+    Traffic,
+    WeightReader,
+)
 from penstock.store.lock import FolderLock
+from penstock.store.norm import GradientReport, global_norm, merged
 from penstock.store.optimizers import (
     OPTIMIZER_NAMES,
     SGD,
@@ -32,27 +41,37 @@ from penstock.store.optimizers import (
 )
 from penstock.store.roles import Role
 from penstock.store.schedules import Schedule, learning_rate
+from penstock.store.sharded import Assembly, ShardedStore
+from penstock.store.sharded_dram import ShardedDramStore
+from penstock.store.sharding import ShardMap
 
 __all__ = [
     "MAX_SHARD_BYTES",
     "OPTIMIZER_NAMES",
     "SGD",
     "AdamW",
+    "Assembly",
     "BackgroundSave",
     "CheckpointState",
     "Commit",
     "DramStore",
     "FlashTraffic",
     "FolderLock",
+    "GradientReport",
     "Group",
     "GroupSettings",
+    "Holding",
     "Lion",
+    "MemoryStore",
     "MergedWeights",
     "Optimizer",
     "Role",
     "SavedCheckpoint",
     "SavedWeights",
     "Schedule",
+    "ShardMap",
+    "ShardedDramStore",
+    "ShardedStore",
     "Store",
     "Traffic",
     "WeightReader",
@@ -63,9 +82,11 @@ __all__ = [
     "export_adapters",
     "export_huggingface",
     "find_checkpoint",
+    "global_norm",
     "learning_rate",
     "load_checkpoint",
     "make_optimizer",
+    "merged",
     "read_state",
     "save_checkpoint",
     "verify_checkpoint",

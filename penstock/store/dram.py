@@ -14,13 +14,14 @@ import numpy as np
 import torch
 
 from penstock.errors import StorageError
-from penstock.program import Program
 from penstock.store.content_hash import hash_weights
-from penstock.store.gradients import Gradients, clip_scale
-from penstock.store.incoming import checked_weights
+from penstock.store.gradients import ZERO_GRADIENT, Gradients
+from penstock.store.holding import Holding, homes
+from penstock.store.incoming import fill
 from penstock.store.interface import Commit, FlashTraffic, Traffic
-from penstock.store.layout import allocate_role, homes
+from penstock.store.layout import allocate_role
 from penstock.store.masters import Masters
+from penstock.store.norm import GradientReport, clip_scale, global_norm
 from penstock.store.optimizers import GroupSettings, Optimizer, rounding_key
 from penstock.store.roles import MASTER, Stored, stored_of
 from penstock.store.schedules import Schedule, learning_rate
@@ -33,7 +34,7 @@ _STREAM_DTYPES = {
 
 
 class DramStore:
-    """Weights, gradients and optimizer state of one program, in slabs of exact size.
+    """Weights, gradients and optimizer state of one program, or of a part, in slabs of exact size.
 
     `fetch` and `receive` may be called from several threads; `load`, `commit`, `discard`, `flush`
     and whatever reads or restores state only while no other call is under way.
@@ -54,7 +55,7 @@ class DramStore:
 
     def __init__(
         self,
-        program: Program,
+        program: Holding,
         precision: Literal["fp32", "bf16"],
         optimizer: Optimizer | None = None,
         groups: Mapping[str, GroupSettings] | None = None,
@@ -151,19 +152,8 @@ class DramStore:
             ConfigError: a name that the program lacks, a name twice, a weight that did not come,
                 or one of another shape or type; the store must be loaded again after it.
         """
-        self.begin_restore()
-        for name, values in checked_weights(self.program, weights):
-            self._masters.write(name, 0, values)
-        self._clear_state()
-        self.finish_restore(0)
-
-    def _clear_state(self) -> None:
-        if self._state_is_zero:
-            return  # zeroing again would only take pages that nobody has touched
+        fill(self, weights)
         self._state_is_zero = True
-        for arrays in self._state.values():
-            for array in arrays.values():
-                array.fill(0)
 
     # --- one step ---------------------------------------------------------------------------------
 
@@ -228,16 +218,23 @@ class DramStore:
             NonFiniteError: a gradient is NaN or infinite. Nothing is committed; after `discard`
                 the step may be replayed.
         """
-        slabs = self._require_optimizer()
+        return self.decide(global_norm(self.program, self.step + 1, self.prepare()))
+
+    def prepare(self) -> GradientReport:
+        """Return what is known of the step's gradients, ready to decide: nothing can fail then."""
         self._require_loaded()
-        norm = slabs.norm(self.step + 1)
+        return self._require_optimizer().report()
+
+    def decide(self, norm: float) -> Commit:
+        """Commit the step, given the global norm of the gradients of all shards of the store."""
+        slabs = self._require_optimizer()
         assert self._schedule is not None
         rate = learning_rate(self._schedule, self.step)
         self._commit = Commit(self.step + 1, norm, clip_scale(norm, self._clip_norm), rate)
         self.step += 1
         self._state_is_zero = False
         self._pending.update(self._trainable)
-        slabs.clear()
+        slabs.decided()
         return self._commit
 
     def discard(self) -> None:
@@ -292,6 +289,7 @@ class DramStore:
             weight_decay=settings.weight_decay,
             gradient_scale=commit.clip_scale,
             key=rounding_key(name),
+            position=self.program.weights[name].begin,
         )
         if not watched:
             return
@@ -299,7 +297,7 @@ class DramStore:
             self._never_changed.discard(name)
             self._unchanged.pop(name, None)
         elif slabs.zero_everywhere(name):
-            self._unchanged[name] = "its gradient was zero in every element"
+            self._unchanged[name] = ZERO_GRADIENT
         else:
             self._unchanged[name] = f"no update was large enough, at learning rate {rate:g}"
 
@@ -404,6 +402,13 @@ class DramStore:
             self._state_is_zero = False
             self._state[name][role][begin : begin + values.size] = values
 
+    def clear_state(self, name: str) -> None:
+        """Put the optimizer's state of a weight to zero, as it begins, while restoring."""
+        if self._state_is_zero:
+            return  # zeroing again would only take pages that nobody has touched
+        for array in self._state.get(name, {}).values():
+            array.fill(0)
+
     def finish_restore(self, step: int) -> None:
         """Make the store usable: all weights and state are those after `step` commits."""
         self.step = step
@@ -428,7 +433,7 @@ class DramStore:
         return self._gradients
 
 
-def _check_precision(program: Program, precision: str) -> None:
+def _check_precision(program: Holding, precision: str) -> None:
     if precision not in _STREAM_DTYPES:
         raise ValueError(f"precision must be 'fp32' or 'bf16', not {precision!r}")
     for name, spec in program.weights.items():

@@ -1,16 +1,23 @@
 """Weights that come from outside, checked one by one against the program before they go in."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from penstock.errors import ConfigError, did_you_mean
-from penstock.program import Program
+from penstock.store.holding import Holding
+from penstock.store.roles import MASTER
+
+if TYPE_CHECKING:
+    from penstock.store.interface import Store
 
 
 def checked_weights(
-    program: Program, weights: Iterable[tuple[str, torch.Tensor]]
+    program: Holding, weights: Iterable[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yield every weight of the program once, flat float32.
 
@@ -39,3 +46,15 @@ def checked_weights(
             f"{len(names)} weights of {program.name} did not come: "
             f"{', '.join(names[:5])}{' ...' if len(names) > 5 else ''}"
         )
+
+
+def fill(store: Store, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Give a store all its weights, one at a time, with no optimizer state, at step 0.
+
+    Errors are those of `checked_weights`; the store must be filled again after one.
+    """
+    store.begin_restore()
+    for name, values in checked_weights(store.program, weights):
+        store.clear_state(name)
+        store.write(name, MASTER, 0, values)
+    store.finish_restore(0)

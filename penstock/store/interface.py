@@ -1,13 +1,14 @@
 """What a store is to the rest of the house: weights out, gradients in, and one commit per step."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from penstock.program import Program
+from penstock.store.holding import Holding
+from penstock.store.norm import GradientReport
 from penstock.store.roles import Stored
 
 
@@ -62,8 +63,11 @@ class WeightReader(Protocol):
 class Store(Protocol):
     """Owns every weight and all optimizer state; see `DramStore` for what each method does."""
 
-    program: Program
-    step: int
+    @property
+    def program(self) -> Holding: ...
+
+    @property
+    def step(self) -> int: ...
 
     @property
     def memory_bytes(self) -> Mapping[str, int]: ...
@@ -77,6 +81,8 @@ class Store(Protocol):
     @property
     def flash_rule(self) -> FlashTraffic: ...
 
+    def page_lock(self) -> bool: ...
+
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None: ...
 
     def fetch(self, stage: int, positions: Sequence[int] | None = None) -> list[torch.Tensor]: ...
@@ -86,6 +92,10 @@ class Store(Protocol):
     def receive(self, stage: int, gradients: Sequence[torch.Tensor | None]) -> None: ...
 
     def commit(self) -> Commit: ...
+
+    def prepare(self) -> GradientReport: ...
+
+    def decide(self, norm: float) -> Commit: ...
 
     def discard(self) -> None: ...
 
@@ -109,6 +119,8 @@ class Store(Protocol):
 
     def write(self, name: str, role: str, begin: int, values: np.ndarray) -> None: ...
 
+    def clear_state(self, name: str) -> None: ...
+
     def finish_restore(self, step: int) -> None: ...
 
     def content_hash(self) -> str: ...
@@ -116,3 +128,32 @@ class Store(Protocol):
     def remember(self, extra: Mapping[str, Any]) -> None: ...
 
     def close(self) -> None: ...
+
+
+class SavedState(Protocol):
+    """What a checkpoint is made of: a store at rest, or a snapshot of one that goes on."""
+
+    @property
+    def program(self) -> Holding: ...
+
+    @property
+    def step(self) -> int: ...
+
+    def roles(self, name: str) -> Mapping[str, Stored]: ...
+
+    def pieces(self, name: str, role: str, piece_elements: int) -> Iterator[np.ndarray]: ...
+
+
+class OpenSnapshot(SavedState, Protocol):
+    """A snapshot, which holds up the updates behind it until it is read or closed."""
+
+    def close(self) -> None: ...
+
+    @property
+    def is_closed(self) -> bool: ...
+
+
+class MemoryStore(Store, Protocol):
+    """A store that can be saved while it goes on (`DramStore.snapshot`)."""
+
+    def snapshot(self, buffer_bytes: int) -> OpenSnapshot: ...

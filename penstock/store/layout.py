@@ -12,28 +12,19 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from penstock.kernels.memory import allocate
-from penstock.program import Program
+from penstock.store.holding import Holding, homes
 
 ALIGNMENT_BYTES = 64
 """Where a weight may begin in a slab: at a cache line, as vector loads and copies like it."""
 
 
-def homes(program: Program) -> dict[str, int]:
-    """Return the home stage of every weight, in the order in which the stages use them."""
-    table: dict[str, int] = {}
-    for stage in program.stages:
-        for name in stage.weights:
-            table.setdefault(name, stage.index)
-    return table
-
-
 def allocate_role(
-    program: Program, dtypes: Mapping[str, np.dtype], group: int = 1
+    holding: Holding, dtypes: Mapping[str, np.dtype], group: int = 1
 ) -> tuple[dict[str, np.ndarray], int]:
     """Allocate one role: a slab per stage, cut into one flat array per weight.
 
     Args:
-        program: says which weights there are, how large, and at which stage they are at home.
+        holding: says which weights there are, how large, and at which stage they are at home.
         dtypes: element type per weight; weights that are not named here have no such role.
         group: elements of a weight that share a value.
 
@@ -45,13 +36,13 @@ def allocate_role(
         BudgetError: the operating system has no room for a slab.
     """
     by_stage: dict[int, list[str]] = {}
-    for name, home in homes(program).items():
+    for name, home in homes(holding).items():
         if name in dtypes:
             by_stage.setdefault(home, []).append(name)
     arrays: dict[str, np.ndarray] = {}
     total_bytes = 0
     for names in by_stage.values():
-        counts = [math.ceil(program.weights[name].elements / group) for name in names]
+        counts = [math.ceil(holding.weights[name].elements / group) for name in names]
         sizes = [n * dtypes[name].itemsize for n, name in zip(counts, names, strict=True)]
         slab = allocate(_slab_bytes(sizes))
         total_bytes += slab.nbytes

@@ -13,7 +13,7 @@ import xxhash
 
 from penstock.kernels.memory import page_lock
 from penstock.kernels.split_master import Weight, join, split
-from penstock.program import Program
+from penstock.store.holding import Holding
 from penstock.store.layout import allocate_role, slabs_of
 
 PIECE_ELEMENTS = 4 << 20
@@ -23,7 +23,7 @@ PIECE_ELEMENTS = 4 << 20
 class Masters:
     """Every weight of a program, in memory; zeros until they are written."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Holding) -> None:
         specs = program.weights
         whole, halves = np.dtype(np.float32), np.dtype(np.uint16)
         is_split = {name: spec.stream_dtype == torch.bfloat16 for name, spec in specs.items()}

@@ -16,7 +16,7 @@ import numpy as np
 
 from penstock.errors import StorageError
 from penstock.kernels.memory import allocate
-from penstock.program import Program
+from penstock.store.holding import Holding
 from penstock.store.masters import join_piece
 from penstock.store.roles import Stored
 
@@ -43,7 +43,7 @@ class Snapshot:
 
     def __init__(
         self,
-        program: Program,
+        program: Holding,
         step: int,
         tensors: Mapping[str, Mapping[str, Stored]],
         memory: Callable[[str, str], Parts],

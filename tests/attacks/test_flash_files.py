@@ -204,7 +204,7 @@ def test_two_records_of_one_step_the_later_one_counts(folder):
     verified(folder)
     with FlashReader(folder) as reader:
         assert reader.steps == [2, 2]
-        begin = reader._layout.units[-1].stream_offset(reader._version(2)._place[-1])
+        begin = reader._layout.units[-1].stream_offset(reader.version(2)._place[-1])
     with (folder / "extents").open("r+b") as file:
         file.seek(begin)
         file.write(b"damaged")
@@ -243,7 +243,7 @@ def test_repair_lists_no_step_whose_place_is_used_again(folder):
     """Step 3 is on its way, over step 0's place; then step 2 is damaged."""
     with FlashReader(folder) as reader:
         unit = reader._layout.units[-1]
-        begins = [unit.stream_offset(reader._version(step)._place[-1]) for step in (1, 2)]
+        begins = [unit.stream_offset(reader.version(step)._place[-1]) for step in (1, 2)]
     used_again = ({0, 1, 2} - {(at - unit.offset) // unit.place_bytes for at in begins}).pop()
     with (folder / "extents").open("r+b") as file:
         for begin in (begins[1], unit.stream_offset(used_again)):

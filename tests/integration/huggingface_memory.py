@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from penstock import assembly
+from penstock import assembly, stores
 from penstock.config import Config
 from penstock.export import export
 from penstock.store.flash import FlashReader
@@ -60,7 +60,7 @@ def measure(folder, layers):
     program = assembly.compile_source(source, micro_batch=1, length=8, precision="bf16")
 
     def take():
-        store = assembly.make_flash_store(config, program, int(config.store.dram), folder / "flash")
+        store = stores.make_flash_store(config, program, int(config.store.dram), folder / "flash")
         store.load(source.initial_weights(0, list(program.weights)))
         store.close()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.store.checkpoint.save import SavedCheckpoint, write_checkpoint
-from penstock.store.snapshot import Snapshot
+from penstock.store.interface import OpenSnapshot
 
 
 class BackgroundSave:
@@ -20,7 +20,7 @@ class BackgroundSave:
 
     def __init__(
         self,
-        snapshot: Snapshot,
+        snapshot: OpenSnapshot,
         checkpoints: Path,
         extra: dict[str, Any],
         *,

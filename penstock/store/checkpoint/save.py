@@ -9,16 +9,15 @@
 import math
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from penstock import fault
 from penstock.errors import NonFiniteError
-from penstock.program import Program
 from penstock.store import tensor_file
 from penstock.store.checkpoint.index import (
     Index,
@@ -45,9 +44,9 @@ from penstock.store.files import (
     storage_errors,
     sync_folder,
 )
-from penstock.store.interface import Store
-from penstock.store.layout import homes
-from penstock.store.roles import MASTER, Stored
+from penstock.store.holding import homes
+from penstock.store.interface import SavedState, Store
+from penstock.store.roles import MASTER
 
 MAX_FILE_BYTES = 4 << 30
 """A stage's tensors go on in another file here; a file exceeds it only for a single tensor."""
@@ -66,20 +65,6 @@ class SavedCheckpoint:
     step: int
     bytes: int
     seconds: float
-
-
-class SavedState(Protocol):
-    """What a checkpoint is made of: a store at rest, or a `Snapshot` of one that goes on."""
-
-    @property
-    def program(self) -> Program: ...
-
-    @property
-    def step(self) -> int: ...
-
-    def roles(self, name: str) -> Mapping[str, Stored]: ...
-
-    def pieces(self, name: str, role: str, piece_elements: int) -> Iterator[np.ndarray]: ...
 
 
 class _AtRest:

@@ -2,15 +2,22 @@
 
 from penstock.store.flash.description import OtherStoreError
 from penstock.store.flash.division import least_dram_bytes
-from penstock.store.flash.reader import FlashReader, discard_untrained, recorded_extra, repair
+from penstock.store.flash.folder import discard_untrained, open_reader, recorded_extra, repair
+from penstock.store.flash.reader import FlashReader
+from penstock.store.flash.sharded import DurableStore, ShardedFlashStore
+from penstock.store.flash.shards import require_shards
 from penstock.store.flash.store import FlashStore
 
 __all__ = [
+    "DurableStore",
     "FlashReader",
     "FlashStore",
     "OtherStoreError",
+    "ShardedFlashStore",
     "discard_untrained",
     "least_dram_bytes",
+    "open_reader",
     "recorded_extra",
     "repair",
+    "require_shards",
 ]

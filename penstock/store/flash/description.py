@@ -88,6 +88,7 @@ def _by_weight(units: Any) -> dict[str, dict[str, Any]]:
     return {
         name: {
             "shape": list(shape),
+            "first element": unit.get("origins", {}).get(name, 0),
             "trainable": unit["trainable"],
             "streamed as": "bf16" if unit["split"] else "fp32",
             "optimizer state": ", ".join(f"{r['name']} ({r['dtype']})" for r in unit["roles"])

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.errors import BudgetError
-from penstock.program import Program
 from penstock.store.flash.frames import least_bytes
 from penstock.store.flash.layout import BLOCK_ELEMENTS, FlashLayout, Unit
+from penstock.store.holding import Holding
 from penstock.store.roles import Role
 
 _LEAST_BUFFERS, _MOST_BUFFERS = 4, 64
@@ -72,7 +72,7 @@ class _Ways:
     gradients, and no more of them than of weights; and some gradients on flash."""
 
     def __init__(self, layout: FlashLayout, half_gradients: bool, least_weights: int) -> None:
-        units = [unit for unit in layout.units if unit.trainable]
+        units = [unit for unit in layout.units if unit.is_updated]
         self.sizes = {u.index: u.elements * gradient_width(u, half_gradients) for u in units}
         self.movable = [unit for unit in units if not unit.tied]
         self.tied = sum(self.sizes[unit.index] for unit in units if unit.tied)
@@ -120,14 +120,14 @@ def divide(
     return _spilling(ways, budget_bytes)
 
 
-def least_dram_bytes(program: Program, roles: Sequence[Role], half_gradients: bool) -> int:
+def least_dram_bytes(program: Holding, roles: Sequence[Role], half_gradients: bool) -> int:
     """Return the least memory with which a store of this program on flash can be opened."""
     layout = FlashLayout.of(program, roles, 1, BLOCK_ELEMENTS)
     least_weights = least_bytes(layout.units, visits_of(program, layout))
     return _Ways(layout, half_gradients, least_weights).least_bytes
 
 
-def visits_of(program: Program, layout: FlashLayout) -> list[list[int]]:
+def visits_of(program: Holding, layout: FlashLayout) -> list[list[int]]:
     """Return the units that each visit of a step needs: every stage forward, and back again."""
     forward = [layout.units_of(stage.weights) for stage in program.stages]
     return [*forward, *forward[-2::-1]]

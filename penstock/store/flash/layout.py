@@ -22,9 +22,8 @@ from typing import Any
 
 import torch
 
-from penstock.program import Program
 from penstock.store.flash.medium import ALIGNMENT_BYTES
-from penstock.store.layout import homes
+from penstock.store.holding import Holding, homes
 from penstock.store.roles import MASTER, Role
 
 BLOCK_ELEMENTS = 1 << 19
@@ -49,13 +48,17 @@ class Block:
 
 @dataclass(frozen=True)
 class Unit:
-    """Weights of one stage that are treated alike; `begins` are their first elements."""
+    """Weights of one stage that are treated alike; `begins` are their first elements.
+
+    `origins` say, of pieces of weights, at which elements of these they begin.
+    """
 
     index: int
     stage: int
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     begins: tuple[int, ...]
+    origins: tuple[int, ...]
     elements: int
     split: bool
     trainable: bool
@@ -69,6 +72,11 @@ class Unit:
     def sizes(self) -> tuple[int, ...]:
         """Elements of each weight."""
         return tuple(math.prod(shape) for shape in self.shapes)
+
+    @property
+    def is_updated(self) -> bool:
+        """Whether a step changes it: it is trained, and its weights are not all empty."""
+        return self.trainable and self.elements > 0
 
     @property
     def stream_width(self) -> int:
@@ -136,7 +144,7 @@ class FlashLayout:
 
     @classmethod
     def of(
-        cls, program: Program, roles: Sequence[Role], keep_steps: int, block_elements: int
+        cls, program: Holding, roles: Sequence[Role], keep_steps: int, block_elements: int
     ) -> FlashLayout:
         """Lay out a program whose trainable weights have these roles of state.
 
@@ -152,6 +160,7 @@ class FlashLayout:
             {
                 "stage": stage,
                 "weights": {name: list(program.weights[name].shape) for name in names},
+                **_origins({name: program.weights[name].begin for name in names}),
                 "split": split,
                 "trainable": trainable,
                 "tied": tied,
@@ -183,6 +192,7 @@ class FlashLayout:
                 names=tuple(group["weights"]),
                 shapes=shapes,
                 begins=tuple(begins),
+                origins=tuple(group.get("origins", {}).get(name, 0) for name in group["weights"]),
                 elements=-(-end // _PAD_ELEMENTS) * _PAD_ELEMENTS,
                 split=group["split"],
                 trainable=group["trainable"],
@@ -216,6 +226,7 @@ class FlashLayout:
             {
                 "stage": unit.stage,
                 "weights": {n: list(s) for n, s in zip(unit.names, unit.shapes, strict=True)},
+                **_origins(dict(zip(unit.names, unit.origins, strict=True))),
                 "split": unit.split,
                 "trainable": unit.trainable,
                 "tied": unit.tied,
@@ -223,3 +234,9 @@ class FlashLayout:
             }
             for unit in self.units
         ]
+
+
+def _origins(begins: Mapping[str, int]) -> dict[str, dict[str, int]]:
+    """Return the entry of a description that says where pieces begin; whole weights need none."""
+    pieces = {name: begin for name, begin in begins.items() if begin}
+    return {"origins": pieces} if pieces else {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -11,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import ConfigError, CorruptionError
-from penstock.store import files
 from penstock.store.flash.description import require_readable
 from penstock.store.flash.journal import Journal, Record, read_records
 from penstock.store.flash.layout import FlashLayout
@@ -39,7 +39,7 @@ class FlashReader:
         self._journal = folder / JOURNAL
         if not os.path.lexists(self._journal):
             raise ConfigError(f"{folder}: no store on flash here yet")
-        self._newest: Version | None = None
+        self._versions: dict[int, Version] = {}
         self._lock = FolderLock(folder, "stop it")
         try:
             first, *self._records = read_records(self._journal, to_the_damage)[0]
@@ -77,13 +77,18 @@ class FlashReader:
             ConfigError: there is none yet.
         """
         if not self._steps:
-            raise self._none_durable()
+            raise none_durable(self.folder)
         return self._steps[-1]
 
     @property
     def bytes(self) -> int:
         """What the extents take on flash."""
         return self._layout.file_bytes
+
+    @property
+    def shards(self) -> int:
+        """In how many parts the store is held."""
+        return 1
 
     @property
     def parameters(self) -> int:
@@ -103,6 +108,19 @@ class FlashReader:
             for name, shape in zip(unit.names, unit.shapes, strict=True)
         }
 
+    @property
+    def pieces(self) -> dict[str, tuple[int, int]]:
+        """Which elements of every weight it holds, as begin and end: all, but for a shard."""
+        return {
+            name: (origin, origin + size)
+            for unit in self._layout.units
+            for name, origin, size in zip(unit.names, unit.origins, unit.sizes, strict=True)
+        }
+
+    def group(self, name: str, role: str) -> int:
+        """Return how many elements of a weight share a value of a role."""
+        return self._layout.unit(name).role(role).group
+
     def flush(self) -> None:
         """What is durable awaits nothing."""
 
@@ -112,9 +130,7 @@ class FlashReader:
         Raises:
             CorruptionError: some bytes have changed, with the place and both checksums.
         """
-        if self._newest is None:
-            self._newest = self._version(self.newest)
-        return self._newest.read(name, role, begin, end)
+        return self.version(self.newest).read(name, role, begin, end)
 
     @property
     def state_bytes(self) -> int:
@@ -127,11 +143,11 @@ class FlashReader:
         Raises:
             CorruptionError: some have changed, with the place and both checksums.
         """
-        self._version(step).verify()
+        self.version(step).verify()
 
     def content_hash(self, step: int) -> str:
         """Return the hash of all weights after a durable step."""
-        return self._version(step).content_hash()
+        return self.version(step).content_hash()
 
     def repair(self) -> int:
         """Go back to the newest durable step that is whole; return it.
@@ -142,17 +158,23 @@ class FlashReader:
             ConfigError: there is no durable step yet, and nothing is damaged.
             CorruptionError: none is whole; nothing has been changed.
         """
-        whole: list[Record] = []
-        for record in reversed(self._records):
-            if len(whole) < self._keep and self._is_whole(record):
-                whole.insert(0, record)
-        if not whole:
+        if not self.whole_steps:
             if not self._records:
                 read_records(self._journal)  # raises where the journal is damaged
-                raise self._none_durable()
+                raise none_durable(self.folder)
             raise CorruptionError(
                 f"{self.folder}: no durable step is whole; restore it from an export"
             )
+        return self.go_back(self.whole_steps[-1])
+
+    @property
+    def whole_steps(self) -> list[int]:
+        """The durable steps of which every byte is as it was written, oldest first."""
+        return [recorded_step(self._journal, record)[0] for record in self._whole_records]
+
+    def go_back(self, step: int) -> int:
+        """Make one of `whole_steps` the newest; return it."""
+        whole = [r for r in self._whole_records if recorded_step(self._journal, r)[0] <= step]
         journal = Journal(self._journal, to_the_damage=True)
         try:
             if whole != self._records[-self._keep :]:
@@ -161,7 +183,16 @@ class FlashReader:
             journal.close()
         self._records = whole
         self._steps = [recorded_step(self._journal, record)[0] for record in whole]
+        self._versions.clear()
         return self._steps[-1]
+
+    @cached_property
+    def _whole_records(self) -> list[Record]:
+        whole: list[Record] = []
+        for record in reversed(self._records):
+            if len(whole) < self._keep and self._is_whole(record):
+                whole.insert(0, record)
+        return whole
 
     def _is_whole(self, record: Record) -> bool:
         try:
@@ -170,13 +201,13 @@ class FlashReader:
             return False
         return True
 
-    def _none_durable(self) -> ConfigError:
-        return ConfigError(f"{self.folder}: no durable step yet; start the run again")
-
-    def _version(self, step: int) -> Version:
-        # A step that was restored over itself has two records; the later one counts.
-        later = self._steps[::-1].index(step)
-        return self._version_of(self._records[-1 - later])
+    def version(self, step: int) -> Version:
+        """Return the state of a durable step, to be read piece by piece."""
+        if step not in self._versions:
+            # A step that was restored over itself has two records; the later one counts.
+            later = self._steps[::-1].index(step)
+            self._versions[step] = self._version_of(self._records[-1 - later])
+        return self._versions[step]
 
     def _version_of(self, record: Record) -> Version:
         version = Version(self._layout, self._file)
@@ -184,34 +215,9 @@ class FlashReader:
         return version
 
 
-def repair(folder: Path) -> int:
-    """Go back to the newest durable step that is whole; return it. What is whole stays.
-
-    Raises:
-        ConfigError: there is no durable step yet.
-        CorruptionError: none is whole; nothing has been changed.
-        StorageError: a process has the store open for writing.
-    """
-    with FlashReader(folder, to_the_damage=True) as reader:
-        return reader.repair()
-
-
-def discard_untrained(folder: Path) -> None:
-    """Forget a store in which no step was ever committed: the next one in `folder` is new.
-
-    Raises:
-        ConfigError: there is no store, its format is newer, or it has been trained.
-        StorageError: a process has it open.
-    """
-    with FlashReader(folder) as reader:
-        if any(step > 0 for step in reader.steps):
-            raise ConfigError(
-                f"{folder} has been trained to step {reader.steps[-1]}; choose another "
-                "store.flash.path"
-            )
-        with files.storage_errors(folder, 0):
-            (folder / JOURNAL).unlink()  # without it the extents do not count
-            files.sync_folder(folder)
+def none_durable(folder: Path) -> ConfigError:
+    """Return the error to raise where weights have not been loaded to the end."""
+    return ConfigError(f"{folder}: no durable step yet; start the run again")
 
 
 def _layout(journal: Path, content: Mapping[str, Any]) -> FlashLayout:
@@ -226,6 +232,9 @@ def _layout(journal: Path, content: Mapping[str, Any]) -> FlashLayout:
                 _require_count(len(shape), 0, 64)
                 for length in shape:
                     _require_count(length, 0, 2**63)
+            for name, origin in unit.get("origins", {}).items():
+                _require_count(origin, 0, 2**63)
+                _ = unit["weights"][name]
             for role in unit["roles"]:
                 _require_count(role["group"], 1, MOST_BLOCK_ELEMENTS)
                 _ = Role(role["name"], role["dtype"]).torch  # one of the types that there are
@@ -239,16 +248,3 @@ def _layout(journal: Path, content: Mapping[str, Any]) -> FlashLayout:
 def _require_count(found: object, least: int, most: int) -> None:
     if type(found) is not int or not least <= found <= most:
         raise ValueError(f"{least} to {most} was expected, {str(found)[:40]} came")
-
-
-def recorded_extra(folder: Path) -> dict[str, Any] | None:
-    """Return what was kept with the last durable step in `folder`; None where there is none.
-
-    Raises:
-        CorruptionError: the journal's bytes have changed.
-    """
-    journal = folder / JOURNAL
-    if not journal.exists():
-        return None
-    records, _ = read_records(journal)
-    return recorded_step(journal, records[-1])[1] if len(records) > 1 else None

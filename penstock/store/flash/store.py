@@ -25,7 +25,6 @@ import xxhash
 
 from penstock import fault
 from penstock.errors import BudgetError
-from penstock.program import Program
 from penstock.store import files
 from penstock.store.flash.blocks import StateBlocks
 from penstock.store.flash.description import describe, require_same
@@ -38,10 +37,12 @@ from penstock.store.flash.pipeline import Pipeline
 from penstock.store.flash.spill import GradientSpill
 from penstock.store.flash.staging import StagedUnit, Staging
 from penstock.store.flash.version import Version, checksum, recorded_step, state_parts, state_slices
-from penstock.store.gradients import Gradients, clip_scale
-from penstock.store.incoming import checked_weights
+from penstock.store.gradients import ZERO_GRADIENT, Gradients
+from penstock.store.holding import Holding
+from penstock.store.incoming import fill
 from penstock.store.interface import Commit, FlashTraffic, Traffic
 from penstock.store.lock import FolderLock
+from penstock.store.norm import GradientReport, clip_scale, global_norm
 from penstock.store.optimizers import GroupSettings, Optimizer, rounding_key
 from penstock.store.roles import MASTER, Stored, stored_of
 from penstock.store.schedules import Schedule, learning_rate
@@ -78,7 +79,7 @@ class FlashStore:
 
     def __init__(
         self,
-        program: Program,
+        program: Holding,
         folder: Path,
         *,
         optimizer: Optimizer,
@@ -211,9 +212,13 @@ class FlashStore:
         atexit.unregister(self._at_exit)
         self._opened.close()
 
-    def page_lock(self) -> None:
-        """Lock in place the memory of weights that is taken from now on, for engines on a GPU."""
+    def page_lock(self) -> bool:
+        """Lock in place the memory of weights that is taken from now on, for engines on a GPU.
+
+        Where the system refuses some of it, copies from there are slower, and nobody is told.
+        """
         self._frames.page_locked = True
+        return True
 
     @property
     def flash_bytes(self) -> int:
@@ -294,18 +299,26 @@ class FlashStore:
 
     def commit(self) -> Commit:
         """Decide the step; its updates begin at once, in the background (`DramStore.commit`)."""
+        return self.decide(global_norm(self.program, self.step + 1, self.prepare()))
+
+    def prepare(self) -> GradientReport:
+        """Return what is known of the step's gradients, ready to decide (`DramStore.prepare`)."""
         self._require_loaded()
-        norm = self._gradients.norm(self.step + 1)
+        report = self._gradients.report()
         self._pipeline.finish_pass()
         self._seal_when_due()
         # Sealed long ago, unless the disk is slower than a whole step: then the step waits for it.
         self._pipeline.wait_for_seals()
+        return report
+
+    def decide(self, norm: float) -> Commit:
+        """Commit the step with the global norm of all shards (`DramStore.decide`)."""
         rate = learning_rate(self._schedule, self.step)
         commit = Commit(self.step + 1, norm, clip_scale(norm, self._clip_norm), rate)
-        self._gradients.clear()
+        self._gradients.decided()
         self._commit, self._unsealed = commit, True
         self.step += 1
-        units = [unit for unit in self._layout.units if unit.trainable]
+        units = [unit for unit in self._layout.units if unit.is_updated]
         self._pipeline.begin_pass(units, goes_out=self._is_due)
         return commit
 
@@ -389,14 +402,14 @@ class FlashStore:
                 weight_decay=settings.weight_decay,
                 gradient_scale=commit.clip_scale,
                 key=rounding_key(name),
-                position=first,
+                position=self.program.weights[name].begin + first,
             )
             if watched and [xxhash.xxh3_128_digest(part.data) for part in weight] != before:
                 self._never_changed.discard(name)
                 self._unchanged.pop(name, None)
             elif watched:
                 self._unchanged[name] = (
-                    "its gradient was zero in every element"
+                    ZERO_GRADIENT
                     if self._gradients.zero_everywhere(name)
                     else f"no update was large enough, at learning rate {rate:g}"
                 )
@@ -405,14 +418,7 @@ class FlashStore:
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Fill all masters, one weight at a time, and begin at step 0 (`DramStore.load`)."""
-        self.begin_restore()
-        assert self._staging is not None
-        for name, values in checked_weights(self.program, weights):
-            unit = self._layout.unit(name)
-            for role in unit.roles:
-                self._staging.skip(unit, role.name, role.count(values.size))
-            self.write(name, MASTER, 0, values)
-        self.finish_restore(0)
+        fill(self, weights)
 
     def begin_restore(self) -> None:
         """Forget everything; the store is of no use until `finish_restore`."""
@@ -434,6 +440,13 @@ class FlashStore:
         unit = self._layout.unit(name)
         origin = self._layout.begin_of(name) // unit.role(role).group
         self._staging.take(unit, role, origin + begin, values)
+
+    def clear_state(self, name: str) -> None:
+        """Leave the optimizer's state of a weight at zero, as it begins, while restoring."""
+        assert self._staging is not None
+        unit, elements = self._layout.unit(name), self.program.weights[name].elements
+        for role in unit.roles:
+            self._staging.skip(unit, role.name, role.count(elements))
 
     def _land(self, staged: StagedUnit) -> None:
         """Write a unit that has come to its next place."""
@@ -498,8 +511,9 @@ class FlashStore:
         unit = self._layout.unit(name)
         begin = self._layout.begin_of(name) * unit.stream_width
         part = frame[begin : begin + spec.elements * unit.stream_width]
-        flat = torch.from_numpy(part).view(torch.bfloat16 if unit.split else torch.float32)
-        return flat.view(spec.shape)
+        if unit.split:
+            return torch.from_numpy(part.view(np.uint16)).view(torch.bfloat16).view(spec.shape)
+        return torch.from_numpy(part.view(np.float32)).view(spec.shape)
 
     def _require_loaded(self) -> None:
         if not self._is_loaded:

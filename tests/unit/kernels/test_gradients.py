@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.kernels.gradients import add_gradient, copy_gradient, sum_of_squares
+from penstock.kernels.blocks import BLOCK_LENGTH, GRANULE
+from penstock.kernels.gradients import add_gradient, copy_gradient, sums_of_squares
+from penstock.kernels.moments import GROUP
 
 LENGTHS = [*range(41), 63, 64, 65, 65535, 65536, 65537, 200001]
 
@@ -32,11 +34,13 @@ def test_float32_is_copied_and_added(length):
     slab = np.empty(length, np.float32)
     total = copy_gradient(first, slab)
     np.testing.assert_array_equal(slab, first)
-    assert total == pytest.approx(math.fsum(first.astype(np.float64) ** 2), rel=1e-14)
+    assert math.fsum(total) == pytest.approx(math.fsum(first.astype(np.float64) ** 2), rel=1e-14)
     total = add_gradient(second, slab)
     np.testing.assert_array_equal(slab, first + second)
-    assert total == pytest.approx(math.fsum((first + second).astype(np.float64) ** 2), rel=1e-14)
-    assert sum_of_squares(slab) == total
+    assert math.fsum(total) == pytest.approx(
+        math.fsum((first + second).astype(np.float64) ** 2), rel=1e-14
+    )
+    assert sums_of_squares(slab).tolist() == total.tolist()
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -46,7 +50,7 @@ def test_bfloat16_is_rounded_as_pytorch_rounds(length):
     total = copy_gradient(first, slab)
     np.testing.assert_array_equal(slab, torch_bfloat16(first))
     kept = value_of(slab)
-    assert total == pytest.approx(math.fsum(kept.astype(np.float64) ** 2), rel=1e-14)
+    assert math.fsum(total) == pytest.approx(math.fsum(kept.astype(np.float64) ** 2), rel=1e-14)
     add_gradient(second, slab)
     np.testing.assert_array_equal(slab, torch_bfloat16(kept + second))
 
@@ -69,15 +73,16 @@ def test_rounding_of_every_low_half_and_of_what_is_not_finite():
 def test_one_bad_element_makes_the_sum_not_finite(bad, place, dtype):
     gradient = random_gradient(70001, 5)
     slab = np.zeros(gradient.size, dtype)
-    assert math.isfinite(copy_gradient(gradient, slab))
+    assert np.isfinite(copy_gradient(gradient, slab)).all()
     gradient[place] = bad
-    assert not math.isfinite(copy_gradient(gradient, slab))
-    assert not math.isfinite(sum_of_squares(slab))
+    (granule,) = np.flatnonzero(~np.isfinite(copy_gradient(gradient, slab)))
+    assert granule == place // GRANULE
+    assert np.flatnonzero(~np.isfinite(sums_of_squares(slab))).tolist() == [granule]
 
 
 def test_the_greatest_floats_have_a_finite_sum():
     gradient = np.full(100000, np.finfo(np.float32).max)
-    assert math.isfinite(copy_gradient(gradient, np.empty_like(gradient)))
+    assert math.isfinite(math.fsum(copy_gradient(gradient, np.empty_like(gradient))))
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.uint16])
@@ -88,8 +93,29 @@ def test_the_number_of_threads_does_not_change_a_bit(dtype):
         numba.set_num_threads(threads)
         slab = np.empty(gradient.size, dtype)
         results.append((copy_gradient(gradient, slab), add_gradient(gradient, slab), slab))
-    assert results[0][:2] == results[1][:2]
-    np.testing.assert_array_equal(results[0][2], results[1][2])
+    for alone, together in zip(*results, strict=True):
+        np.testing.assert_array_equal(alone, together)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.uint16])
+@pytest.mark.parametrize("seed", range(5))
+def test_pieces_have_the_sums_of_the_whole(seed, dtype):
+    """Wherever a gradient is cut at a multiple of a granule."""
+    length = int(np.random.default_rng(seed).integers(1, 200_000))
+    gradient = random_gradient(length, seed)
+    whole = np.empty(length, dtype)
+    expected = copy_gradient(gradient, whole)
+    places = np.arange(GRANULE, length, GRANULE)
+    cuts = np.random.default_rng(seed).permutation(places)[:4]
+    found = [
+        copy_gradient(part, np.empty(part.size, dtype)) for part in np.split(gradient, sorted(cuts))
+    ]
+    np.testing.assert_array_equal(np.concatenate(found), expected)
+
+
+def test_a_granule_holds_whole_groups_of_moments_and_fills_blocks():
+    assert GRANULE % GROUP == 0
+    assert BLOCK_LENGTH % GRANULE == 0
 
 
 def test_a_slab_of_another_length_is_refused():

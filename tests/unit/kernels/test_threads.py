@@ -15,7 +15,8 @@ def test_calls_from_several_threads_do_not_disturb_each_other():
     with ThreadPoolExecutor(4) as pool:
         for _ in range(10):
             together = pool.map(lambda g: copy_gradient(g, np.empty_like(g)), gradients)
-            assert list(together) == alone
+            for found, expected in zip(together, alone, strict=True):
+                np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.parametrize("raises", [False, True])

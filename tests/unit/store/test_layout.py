@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from store_programs import LAYERS, make_program, random_weights
 
-from penstock.store.layout import allocate_role, homes
+from penstock.store.holding import homes
+from penstock.store.layout import allocate_role
 
 
 def _address(array):

@@ -1,0 +1,104 @@
+"""A folder on flash, whatever it holds, one store or shards: looked at, repaired, begun anew."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import ConfigError
+from penstock.store import files
+from penstock.store.flash.journal import read_records
+from penstock.store.flash.reader import FlashReader
+from penstock.store.flash.sharded_reader import ShardedReader
+from penstock.store.flash.shards import (
+    SHARDS,
+    Shards,
+    read_shards,
+    recorded_steps,
+    recorded_together,
+)
+from penstock.store.flash.store import JOURNAL
+from penstock.store.flash.version import recorded_step
+from penstock.store.lock import FolderLock
+
+
+def open_reader(folder: Path, to_the_damage: bool = False) -> FlashReader | ShardedReader:
+    """Return the durable steps of the store in `folder`; errors are those of the readers.
+
+    With `to_the_damage`, of a damaged journal what is before the damage.
+    """
+    shards = read_shards(folder)
+    if shards is None:
+        return FlashReader(folder, to_the_damage)
+    return ShardedReader(shards, to_the_damage)
+
+
+def repair(folder: Path) -> int:
+    """Go back to the newest durable step that is whole; return it. What is whole stays.
+
+    Raises:
+        ConfigError: there is no durable step yet.
+        CorruptionError: none is whole; nothing has been changed.
+        StorageError: a process has the store open for writing.
+    """
+    with open_reader(folder, to_the_damage=True) as reader:
+        return reader.repair()
+
+
+def discard_untrained(folder: Path) -> None:
+    """Forget a store in which no step was ever committed: the next one in `folder` is new.
+
+    Raises:
+        ConfigError: there is no store, its format is newer, or it has been trained.
+        StorageError: a process has it open.
+    """
+    shards = read_shards(folder)
+    if shards is not None:
+        _discard_shards(shards)
+        return
+    with FlashReader(folder) as reader:
+        _require_untrained(folder, reader.steps)
+        with files.storage_errors(folder, 0):
+            (folder / JOURNAL).unlink()  # without it the extents do not count
+            files.sync_folder(folder)
+
+
+def _discard_shards(shards: Shards) -> None:
+    """Remove all shards; some may be gone already, where a process died in here before."""
+    lock = FolderLock(shards.folder, "stop it")
+    try:
+        for folder in shards.folders:
+            _require_untrained(shards.folder, list(recorded_steps(folder)))
+        with files.storage_errors(shards.folder, 0):
+            for folder in shards.folders:
+                if folder.exists():
+                    shutil.rmtree(folder)
+            (shards.folder / SHARDS).unlink()  # the last: until then the folder is one of shards
+            files.sync_folder(shards.folder)
+    finally:
+        lock.release()
+
+
+def _require_untrained(folder: Path, steps: Sequence[int]) -> None:
+    if any(step > 0 for step in steps):
+        raise ConfigError(
+            f"{folder} has been trained to step {steps[-1]}; choose another store.flash.path"
+        )
+
+
+def recorded_extra(folder: Path) -> dict[str, Any] | None:
+    """Return what was kept with the last durable step in `folder`; None where there is none.
+
+    Raises:
+        CorruptionError: the journal's bytes have changed.
+    """
+    shards = read_shards(folder)
+    if shards is not None:
+        return recorded_together(shards)
+    journal = folder / JOURNAL
+    if not journal.exists():
+        return None
+    records, _ = read_records(journal)
+    return recorded_step(journal, records[-1])[1] if len(records) > 1 else None

@@ -1,0 +1,173 @@
+"""A folder on flash that holds a store in shards: `shards.json`, and a folder per shard.
+
+Every shard has a journal of its own, and a crash between two of them leaves some at the newest
+durable step and others at the one before. They agree on the newest that all hold: those that are
+ahead go back, before anything is opened.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import ConfigError, CorruptionError
+from penstock.store import files, sealed_json
+from penstock.store.flash.description import OtherStoreError
+from penstock.store.flash.journal import Journal, Record, read_records
+from penstock.store.flash.store import JOURNAL
+from penstock.store.flash.version import recorded_step
+
+SHARDS = "shards.json"
+MOST_SHARDS = 64
+
+FORMAT, VERSION = "penstock-shards", 1
+
+
+@dataclass(frozen=True)
+class Shards:
+    """What `shards.json` says: the number of shards, and the shapes of the whole weights."""
+
+    folder: Path
+    count: int
+    shapes: Mapping[str, tuple[int, ...]]
+
+    @property
+    def folders(self) -> list[Path]:
+        return [self.folder / f"shard-{number}" for number in range(self.count)]
+
+    def write(self) -> None:
+        """Put it on disk; durable on return."""
+        content = {
+            "format": FORMAT,
+            "version": VERSION,
+            "shards": self.count,
+            "weights": {name: list(shape) for name, shape in self.shapes.items()},
+        }
+        data = sealed_json.seal(content)
+        with files.storage_errors(self.folder, len(data)):
+            files.replace_file(self.folder / SHARDS, data, "shards")
+
+
+def read_shards(folder: Path) -> Shards | None:
+    """Return what a folder says of its shards; None where it holds none.
+
+    Raises:
+        ConfigError: a newer penstock wrote it.
+        CorruptionError: its bytes have changed, or it does not describe shards.
+    """
+    path = folder / SHARDS
+    try:
+        content = sealed_json.unseal(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    version = content.get("version")
+    if content.get("format") == FORMAT and type(version) is int and version > VERSION:
+        raise ConfigError(
+            f"{path}: its format has version {version}, this Penstock reads {VERSION}; open it "
+            "with a newer one"
+        )
+    match content:
+        case {"format": format_, "shards": int(count), "weights": dict(weights)} if (
+            format_ == FORMAT
+            and type(count) is int
+            and 1 <= count <= MOST_SHARDS
+            and all(_is_shape(shape) for shape in weights.values())
+        ):
+            return Shards(folder, count, {name: tuple(s) for name, s in weights.items()})
+    raise CorruptionError(f"{path}: it does not describe shards; restore it from a copy")
+
+
+def _is_shape(found: object) -> bool:
+    if not isinstance(found, list) or len(found) > 64:
+        return False
+    return all(type(length) is int and 0 <= length < 2**63 for length in found)
+
+
+def require_shards(folder: Path, count: int) -> Shards | None:
+    """Return what a folder says of its shards, None if it is new or one store.
+
+    Raises:
+        OtherStoreError: it holds a store in another number of shards.
+    """
+    found = read_shards(folder)
+    held = found.count if found else 1 if os.path.lexists(folder / JOURNAL) else None
+    if held is None or held == count:
+        return found
+    raise OtherStoreError(
+        f"{folder} holds a store in {_shards(held)}, the configuration says {count}; set "
+        f"store.shards to {held}, or begin another run in another store.flash.path (a run in "
+        "memory goes on from its checkpoints with any number)"
+    )
+
+
+def _shards(count: int) -> str:
+    return "1 shard" if count == 1 else f"{count} shards"
+
+
+def durable_records(folder: Path) -> list[Record]:
+    """Return the records of one shard's durable steps that can be opened, oldest first."""
+    journal = folder / JOURNAL
+    if not os.path.lexists(journal):
+        return []
+    first, *records = read_records(journal)[0]
+    keep = first.content.get("keep_steps")
+    if type(keep) is not int or keep < 1:
+        raise CorruptionError(f"{journal}: its first record does not describe a store")
+    return records[-keep:]
+
+
+def common_step(shards: Shards, steps: Sequence[Sequence[int]]) -> int | None:
+    """Return the newest step that all shards hold; None where nothing was trained yet.
+
+    Raises:
+        CorruptionError: there is none, though steps were trained.
+    """
+    common = set(steps[0]).intersection(*steps[1:])
+    if common:
+        return max(common)
+    if all(set(held) <= {0} for held in steps):
+        return None  # killed while the first weights were loaded
+    held = "; ".join(
+        f"{folder.name} holds {', '.join(map(str, some)) or 'none'}"
+        for folder, some in zip(shards.folders, steps, strict=True)
+    )
+    raise CorruptionError(
+        f"{shards.folder}: no durable step that all shards hold: {held}; restore all shards from "
+        "one copy"
+    )
+
+
+def recorded_together(shards: Shards) -> dict[str, Any] | None:
+    """Return what was kept with the newest step that all shards hold; None where there is none."""
+    found = [recorded_steps(folder) for folder in shards.folders]
+    step = common_step(shards, [list(steps) for steps in found])
+    return None if step is None else found[0][step]
+
+
+def agree(shards: Shards) -> None:
+    """Let the shards that are ahead go back to the newest step that all hold.
+
+    Only while no shard is open. A crash on the way does no harm: it is done again.
+    """
+    found = [list(recorded_steps(folder)) for folder in shards.folders]
+    step = common_step(shards, found)
+    for folder, steps in zip(shards.folders, found, strict=True):
+        if steps and steps[-1] != step:
+            kept = [
+                record
+                for record in durable_records(folder)
+                if step is not None and record.content["step"] <= step
+            ]
+            journal = Journal(folder / JOURNAL)
+            try:
+                journal.keep_only(kept)
+            finally:
+                journal.close()
+
+
+def recorded_steps(folder: Path) -> dict[int, dict[str, Any]]:
+    """Return the durable steps of a shard, oldest first, and what was kept with each."""
+    return dict(recorded_step(folder / JOURNAL, record) for record in durable_records(folder))

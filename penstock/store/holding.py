@@ -1,0 +1,66 @@
+"""What a store holds: weights, and the stages that use them. A program, or one shard's part of it.
+
+A `Program` is a holding as it is. Of a model that is held in shards, each shard has a `Part`: the
+same stages, of every weight a flat piece or nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from penstock.program import WeightSpec
+
+
+class HeldStage(Protocol):
+    """A stage as a store sees it: its place in the sweep, and the names of its weights."""
+
+    @property
+    def index(self) -> int: ...
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def weights(self) -> tuple[str, ...]: ...
+
+
+class Holding(Protocol):
+    """All that a store knows of what it holds."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def stages(self) -> Sequence[HeldStage]: ...
+
+    @property
+    def weights(self) -> Mapping[str, WeightSpec]: ...
+
+
+@dataclass(frozen=True)
+class PartStage:
+    """A stage, with the names of those of its weights of which the shard holds something."""
+
+    index: int
+    name: str
+    weights: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one shard holds; the shape of a weight is that of its flat piece."""
+
+    name: str
+    stages: tuple[PartStage, ...]
+    weights: Mapping[str, WeightSpec]
+
+
+def homes(holding: Holding) -> dict[str, int]:
+    """Return the home stage of every weight, in the order in which the stages use them."""
+    table: dict[str, int] = {}
+    for stage in holding.stages:
+        for name in stage.weights:
+            table.setdefault(name, stage.index)
+    return table

@@ -1,0 +1,103 @@
+"""The global norm of a step's gradients, from what each shard of a store knows of its own.
+
+A commit has two phases. First every shard reports (`GradientReport`); then the norm, which needs
+all of them, is handed to all. Squares are summed per fixed block of the whole weight and from there
+on exactly, so that the norm is the same to the bit however the weights are divided.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.errors import NonFiniteError, NoTrainingError
+from penstock.kernels.exact_sum import exact_sum
+from penstock.store.holding import Holding, homes
+
+
+@dataclass(frozen=True)
+class GradientReport:
+    """What is known of the gradients that have come in a step.
+
+    `squares` add up, exactly, to the sum of the squares of all elements; not finite if one is not.
+    `silent` are stages with trainable weights that have sent nothing, `missing` weights without a
+    gradient, `non_finite` weights with NaN or infinity in theirs, by stage.
+    """
+
+    squares: tuple[float, ...]
+    silent: tuple[int, ...] = ()
+    missing: tuple[str, ...] = ()
+    non_finite: Mapping[int, tuple[str, ...]] | None = None
+
+
+def merged(holding: Holding, reports: Sequence[GradientReport]) -> GradientReport:
+    """Return the report on all of a holding, from those of its shards."""
+    missing = {name for report in reports for name in report.missing}
+    non_finite: dict[int, set[str]] = {}
+    for report in reports:
+        for stage, names in (report.non_finite or {}).items():
+            non_finite.setdefault(stage, set()).update(names)
+    squares = np.array([part for report in reports for part in report.squares], np.float64)
+    return GradientReport(
+        exact_sum(squares),
+        tuple(sorted({stage for report in reports for stage in report.silent})),
+        tuple(name for name in homes(holding) if name in missing),
+        {
+            stage: tuple(n for n in holding.stages[stage].weights if n in names)
+            for stage, names in non_finite.items()
+        },
+    )
+
+
+def global_norm(holding: Holding, step: int, report: GradientReport) -> float:
+    """Return the norm of the gradients of `step`, rounded once from the exact sum.
+
+    Raises:
+        NoTrainingError: a trainable weight has got no gradient.
+        NonFiniteError: a gradient is NaN or infinite.
+    """
+    if report.silent:
+        silent = [holding.stages[index].name for index in report.silent]
+        raise NoTrainingError(
+            f"step {step}: no gradients came from {_some('stage', silent)}; "
+            "every stage with trainable weights must send them before the commit"
+        )
+    if report.missing:
+        raise NoTrainingError(
+            f"step {step}: no gradient for {_some('trainable weight', report.missing)}: the loss "
+            "does not depend on this; freeze what is not to be trained, or use it in the loss"
+        )
+    if report.non_finite:
+        raise NonFiniteError(_describe_non_finite(holding, step, report.non_finite))
+    return math.sqrt(math.fsum(report.squares))
+
+
+def clip_scale(norm: float, clip_norm: float | None) -> float:
+    """Return the factor of `torch.nn.utils.clip_grad_norm_` for a global norm."""
+    if clip_norm is None:
+        return 1.0
+    return min(1.0, clip_norm / (norm + 1e-6))
+
+
+def _describe_non_finite(
+    holding: Holding, step: int, non_finite: Mapping[int, tuple[str, ...]]
+) -> str:
+    first, *rest = sorted(non_finite, reverse=True)  # as the backward sweep met them
+    text = (
+        f"step {step} is not committed: NaN or infinity in the gradient of "
+        f"{_some('weight', non_finite[first])} of stage {holding.stages[first].name}"
+    )
+    others = [holding.stages[index].name for index in rest]
+    if others:
+        text += f", then of {_some('stage', others)}"
+    return f"{text}; lower the learning rate, clip by a smaller norm, or look at the data"
+
+
+def _some(what: str, names: Sequence[str], limit: int = 5) -> str:
+    """Name a few: `weight a`, `weights a, b`, `weights a, b, c, d, e and 7 more`."""
+    rest = len(names) - limit
+    shown = ", ".join(names[:limit]) + (f" and {rest} more" if rest > 0 else "")
+    return f"{what}{'s' if len(names) > 1 else ''} {shown}"

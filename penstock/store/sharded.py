@@ -1,0 +1,348 @@
+"""A store made of shards: each holds a part of every weight, together they do what one store does.
+
+Weights that lie in one shard stream as they are; the pieces of the others are put together in
+memory of the store's own. Gradients are cut and handed on. A commit has two phases, so that the
+norm is that of all gradients and no shard decides before all could. Shards are used by the methods
+of `Store` alone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from penstock.errors import StorageError
+from penstock.kernels.memory import allocate, page_lock
+from penstock.store.content_hash import hash_weights
+from penstock.store.gradients import ZERO_GRADIENT, require_gradients, trainable_weights
+from penstock.store.holding import Holding, homes
+from penstock.store.incoming import fill
+from penstock.store.interface import Commit, FlashTraffic, Store, Traffic
+from penstock.store.layout import ALIGNMENT_BYTES
+from penstock.store.masters import PIECE_ELEMENTS
+from penstock.store.norm import GradientReport, global_norm, merged
+from penstock.store.roles import MASTER, Role, Stored, stored_of
+from penstock.store.sharding import ShardMap, Span
+
+
+class ShardedStore:
+    """The weights and the state of one program, in several stores. Called from one thread.
+
+    Args:
+        program: names the weights, their shapes and the stages that use them.
+        shard_map: which shard holds which pieces.
+        shards: the stores, each of `shard_map.part(program, number)`.
+        roles: what the optimizer keeps of every trainable weight.
+    """
+
+    def __init__(
+        self, program: Holding, shard_map: ShardMap, shards: Sequence[Store], roles: Sequence[Role]
+    ) -> None:
+        self.program = program
+        self.shard_map, self.shards = shard_map, shards
+        self._roles = {role.name: role for role in roles}
+        self._trainable = tuple(n for n in homes(program) if program.weights[n].trainable)
+        self._assembly = Assembly(Assembly.needed(program, shard_map))
+        self._torn: str | None = None
+
+    @property
+    def step(self) -> int:
+        """The number of steps that are committed."""
+        return self.shards[0].step
+
+    @property
+    def memory_bytes(self) -> Mapping[str, int]:
+        """What all shards may take of memory, by what it holds."""
+        total = Counter[str](assembly=self._assembly.bytes)
+        for shard in self.shards:
+            total.update(shard.memory_bytes)
+        return dict(total)
+
+    @property
+    def flash_bytes(self) -> int:
+        """What all shards take on flash."""
+        return sum(shard.flash_bytes for shard in self.shards)
+
+    @property
+    def flash_rule(self) -> FlashTraffic:
+        """What a step of all shards should move at most."""
+        return _sum_of(shard.flash_rule for shard in self.shards)
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shape of every weight, by name."""
+        return {name: spec.shape for name, spec in self.program.weights.items()}
+
+    def page_lock(self) -> bool:
+        """Lock in place what streams, for engines on a GPU (`DramStore.page_lock`)."""
+        locked = [shard.page_lock() for shard in self.shards]  # all, whatever one says
+        return self._assembly.page_lock() and all(locked)
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Fill all masters, one weight at a time, and begin at step 0 (`DramStore.load`)."""
+        fill(self, weights)
+
+    # One step
+
+    def fetch(self, stage: int, positions: Sequence[int] | None = None) -> list[torch.Tensor]:
+        """Return the weights of a stage, after any update that they still await.
+
+        As `DramStore.fetch`, but the views are good only until the second fetch after this one.
+        """
+        self._require_whole()
+        names = self.program.stages[stage].weights
+        chosen = names if positions is None else [names[position] for position in positions]
+        found = []
+        for shard in self.shards:
+            here = shard.program.stages[stage].weights
+            wanted = [name for name in chosen if name in here]
+            views = shard.fetch(stage, [here.index(name) for name in wanted])
+            found.append(dict(zip(wanted, views, strict=True)))
+        return self._put_together(chosen, found)
+
+    def stream(self, names: Sequence[str]) -> list[torch.Tensor]:
+        """Return weights by name, as `fetch` does by stage: for another program of the model."""
+        self._require_whole()
+        found = []
+        for shard in self.shards:
+            wanted = [name for name in names if name in shard.program.weights]
+            found.append(dict(zip(wanted, shard.stream(wanted), strict=True)))
+        return self._put_together(names, found)
+
+    def _put_together(
+        self, names: Sequence[str], found: Sequence[Mapping[str, torch.Tensor]]
+    ) -> list[torch.Tensor]:
+        cut = [
+            self.program.weights[n].stream_bytes for n in names if len(self.shard_map.pieces[n]) > 1
+        ]
+        places = self._assembly.places(cut)
+        weights = []
+        for name in names:
+            spec, pieces = self.program.weights[name], self.shard_map.pieces[name]
+            if len(pieces) == 1:
+                weights.append(found[pieces[0].shard][name].view(spec.shape))
+                continue
+            whole = torch.from_numpy(next(places)).view(spec.stream_dtype)
+            for piece in pieces:
+                whole[piece.begin : piece.end].copy_(found[piece.shard][name])
+            weights.append(whole.view(spec.shape))
+        return weights
+
+    def receive(self, stage: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Take the gradients of one stage, summed over the whole batch (`DramStore.receive`)."""
+        self._require_whole()
+        require_gradients(self.program, stage, gradients)
+        names = trainable_weights(self.program, self.program.stages[stage])
+        flat = {
+            name: None if gradient is None else gradient.detach().contiguous().view(-1)
+            for name, gradient in zip(names, gradients, strict=True)
+        }
+        for number, shard in enumerate(self.shards):
+            here = [
+                None if (whole := flat[name]) is None else whole[piece.begin : piece.end]
+                for name in names
+                for piece in self.shard_map.pieces[name]
+                if piece.shard == number
+            ]
+            if here:
+                shard.receive(stage, here)
+
+    def commit(self) -> Commit:
+        """Decide the step in all shards (`DramStore.commit`)."""
+        return self.decide(global_norm(self.program, self.step + 1, self.prepare()))
+
+    def prepare(self) -> GradientReport:
+        """Return what is known of the step's gradients; every shard is then ready to decide."""
+        self._require_whole()
+        return merged(self.program, [shard.prepare() for shard in self.shards])
+
+    def decide(self, norm: float) -> Commit:
+        """Commit the step with this global norm, in every shard."""
+        self._torn = f"the commit of step {self.step + 1}"  # stays where an interrupt comes
+        commits = [shard.decide(norm) for shard in self.shards]
+        self._torn = None
+        return commits[0]
+
+    def _require_whole(self) -> None:
+        if self._torn is not None:
+            raise StorageError(
+                f"{self._torn} was interrupted between two shards, so the weights are those of no "
+                "step; open the run again, it goes on from the last step that all shards hold"
+            )
+
+    def discard(self) -> None:
+        """Throw away the gradients that came since the last commit; the step may be replayed."""
+        for shard in self.shards:
+            shard.discard()
+
+    def flush(self) -> None:
+        """Make all updates that are still awaited, now."""
+        for shard in self.shards:
+            shard.flush()
+
+    def unchanged(self) -> dict[str, str]:
+        """Return the trainable weights that no update has changed (`DramStore.unchanged`)."""
+        found = [shard.unchanged() for shard in self.shards]
+        unchanged = {}
+        for name in self._trainable:
+            reasons = [found[piece.shard].get(name) for piece in self.shard_map.pieces[name]]
+            if None not in reasons:
+                # A gradient is zero everywhere only if it is so in every piece.
+                other = (reason for reason in reasons if reason and reason != ZERO_GRADIENT)
+                unchanged[name] = next(other, ZERO_GRADIENT)
+        return unchanged
+
+    def take_traffic(self) -> Traffic:
+        """Return what was streamed, received and waited for, since the last call."""
+        taken = [shard.take_traffic() for shard in self.shards]
+        return Traffic(
+            sum(traffic.streamed_bytes for traffic in taken),
+            sum(traffic.gradient_bytes for traffic in taken),
+            sum(traffic.update_seconds for traffic in taken),
+            sum(traffic.snapshot_seconds for traffic in taken),
+        )
+
+    def take_flash_traffic(self) -> FlashTraffic:
+        """Return what moved to and from flash, and what was waited for it, since the last call."""
+        return _sum_of(shard.take_flash_traffic() for shard in self.shards)
+
+    def remember(self, extra: Mapping[str, Any]) -> None:
+        """Keep plain data with the present step, in every shard."""
+        for shard in self.shards:
+            shard.remember(extra)
+
+    def close(self) -> None:
+        """Let go of what the shards have open."""
+        for shard in self.shards:
+            shard.close()
+
+    # Looking at the state, and restoring it
+
+    def master(self, name: str) -> torch.Tensor:
+        """Return a copy of a weight, float32 in its shape."""
+        self._require_whole()
+        parts = [self.shards[piece.shard].master(name) for piece in self.shard_map.pieces[name]]
+        return torch.cat(parts).view(self.program.weights[name].shape)
+
+    def state(self, name: str) -> dict[str, torch.Tensor]:
+        """Return copies of the optimizer's state of a weight by role, as they would be saved."""
+        self._require_whole()
+        parts = [self.shards[piece.shard].state(name) for piece in self.shard_map.pieces[name]]
+        stored = self.roles(name)
+        return {
+            role: torch.cat([part[role] for part in parts]).view(stored[role].shape)
+            for role in stored
+            if role != MASTER
+        }
+
+    def roles(self, name: str) -> dict[str, Stored]:
+        """Return what `read` and `write` know of a weight: its master, then its state."""
+        spec = self.program.weights[name]
+        return stored_of(spec.shape, self._roles.values() if spec.trainable else ())
+
+    def read(self, name: str, role: str, begin: int, end: int) -> np.ndarray:
+        """Return values `begin` to `end` of a weight or of its state, flat; maybe a view."""
+        self._require_whole()
+        parts = [
+            self.shards[span.shard].read(name, role, span.begin, span.end)
+            for span in self._spans(name, role, begin, end)
+        ]
+        if len(parts) == 1:
+            return parts[0]
+        return np.concatenate([*parts, np.empty(0, self._role(role).numpy)])
+
+    def begin_restore(self) -> None:
+        """Forget everything; the store is of no use until `finish_restore`."""
+        self._torn = "restoring the state"
+        for shard in self.shards:
+            shard.begin_restore()
+
+    def write(self, name: str, role: str, begin: int, values: np.ndarray) -> None:
+        """Overwrite values of a weight or of its state, while restoring; each value once."""
+        for span in self._spans(name, role, begin, begin + values.size):
+            self.shards[span.shard].write(name, role, span.begin, values[span.there])
+
+    def clear_state(self, name: str) -> None:
+        """Put the optimizer's state of a weight to zero, while restoring."""
+        for piece in self.shard_map.pieces[name]:
+            self.shards[piece.shard].clear_state(name)
+
+    def finish_restore(self, step: int) -> None:
+        """Make the store usable: all weights and state are those after `step` commits."""
+        for shard in self.shards:
+            shard.finish_restore(step)
+        self._torn = None
+
+    def content_hash(self) -> str:
+        """Return a hash of all weights (`content_hash.py`): that of one store with the same."""
+        self.flush()
+
+        def pieces(name: str, elements: int) -> Iterator[memoryview]:
+            for begin in range(0, elements, PIECE_ELEMENTS):
+                yield self.read(name, MASTER, begin, min(begin + PIECE_ELEMENTS, elements)).data
+
+        return hash_weights(
+            (name, spec.shape, pieces(name, spec.elements))
+            for name, spec in sorted(self.program.weights.items())
+        )
+
+    def _spans(self, name: str, role: str, begin: int, end: int) -> Iterator[Span]:
+        return self.shard_map.spans(name, begin, end, self._role(role).group)
+
+    def _role(self, name: str) -> Role:
+        return self._roles.get(name, Role(MASTER))
+
+
+class Assembly:
+    """Memory in which weights are put together: twice, so that what was made last stays good."""
+
+    def __init__(self, size: int) -> None:
+        self._slabs = [allocate(size // 2), allocate(size // 2)]
+
+    @classmethod
+    def needed(cls, program: Holding, shard_map: ShardMap) -> int:
+        """Return the bytes that the largest stage takes."""
+        cut = {name for name, pieces in shard_map.pieces.items() if len(pieces) > 1}
+        return 2 * max(
+            sum(
+                _aligned(program.weights[name].stream_bytes)
+                for name in stage.weights
+                if name in cut
+            )
+            for stage in program.stages
+        )
+
+    @property
+    def bytes(self) -> int:
+        return sum(slab.nbytes for slab in self._slabs)
+
+    def page_lock(self) -> bool:
+        """Lock it in place; return whether the system allowed it."""
+        return all(page_lock(slab) for slab in self._slabs)
+
+    def places(self, sizes: Sequence[int]) -> Iterator[np.ndarray]:
+        """Return places of so many bytes; they are good until the second call after this one."""
+        need = sum(map(_aligned, sizes))
+        slab = self._slabs.pop(0)
+        if slab.nbytes < need:  # for a program whose stages are larger
+            slab = allocate(need)
+        self._slabs.append(slab)
+        begins = np.cumsum([0, *map(_aligned, sizes)])
+        return iter([slab[b : b + n] for b, n in zip(begins[:-1], sizes, strict=True)])
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def _sum_of(traffic: Iterable[FlashTraffic]) -> FlashTraffic:
+    each = list(traffic)
+    return FlashTraffic(
+        sum(one.read_bytes for one in each),
+        sum(one.written_bytes for one in each),
+        sum(one.waited_seconds for one in each),
+    )

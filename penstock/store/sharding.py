@@ -1,0 +1,147 @@
+"""Which shard of a store holds which part of every weight: a pure function of program and number.
+
+Shards carry equal bytes of every stage, since all of them stream it at once. A weight is cut into
+one piece per shard, at multiples of `GRANULE` elements: where all kernels may be cut without
+changing a bit (a whole number of 8-bit moments' groups, of sums of squares, of vectors). A weight
+with fewer granules than there are shards stays whole, in the shard that is lightest in its stage.
+
+Within a stage the bytes that stream of the heaviest and of the lightest shard differ by no more
+than a granule's or, where there are whole weights, the largest one's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from penstock.kernels.blocks import GRANULE
+from penstock.store.holding import Holding, Part, PartStage, homes
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements `begin` to `end` of a flattened weight, in one shard."""
+
+    shard: int
+    begin: int
+    end: int
+
+    @property
+    def elements(self) -> int:
+        return self.end - self.begin
+
+
+@dataclass(frozen=True)
+class Span:
+    """Values `begin` to `end` of what a shard has of a weight; `offset` is where they go."""
+
+    shard: int
+    begin: int
+    end: int
+    offset: int
+
+    @property
+    def there(self) -> slice:
+        """Where they are among the values that were asked for."""
+        return slice(self.offset, self.offset + self.end - self.begin)
+
+
+@dataclass(frozen=True)
+class ShardMap:
+    """The pieces of every weight, in the order in which they make the weight up."""
+
+    count: int
+    pieces: Mapping[str, tuple[Piece, ...]]
+
+    @classmethod
+    def of(cls, holding: Holding, count: int) -> ShardMap:
+        """Divide what `holding` names among `count` shards."""
+        by_stage: dict[int, list[str]] = {}
+        for name, home in homes(holding).items():
+            by_stage.setdefault(home, []).append(name)
+        pieces: dict[str, tuple[Piece, ...]] = {}
+        loads = _Loads(count)
+        for names in by_stage.values():
+            loads.begin_stage()
+            widths = {n: holding.weights[n].stream_dtype.itemsize for n in names}
+            sizes = {name: holding.weights[name].elements for name in names}
+            for name in names:
+                if sizes[name] // GRANULE >= count:
+                    pieces[name] = _cut(sizes[name], widths[name], loads)
+            whole = [name for name in names if name not in pieces]
+            for name in sorted(whole, key=lambda n: sizes[n] * widths[n], reverse=True):
+                shard = loads.lightest()[0]
+                loads.add(shard, sizes[name] * widths[name])
+                pieces[name] = (Piece(shard, 0, sizes[name]),)
+        return cls(count, {name: pieces[name] for name in holding.weights})
+
+    def part(self, holding: Holding, shard: int) -> Part:
+        """Return what one shard holds of a holding that this map divides."""
+        weights = {
+            name: replace(holding.weights[name], shape=(piece.elements,), begin=piece.begin)
+            for name, pieces in self.pieces.items()
+            for piece in pieces
+            if piece.shard == shard
+        }
+        stages = tuple(
+            PartStage(s.index, s.name, tuple(n for n in s.weights if n in weights))
+            for s in holding.stages
+        )
+        return Part(f"shard {shard} of {holding.name}", stages, weights)
+
+    def parts(self, holding: Holding) -> Iterator[Part]:
+        """Yield what each shard holds, in their order."""
+        return (self.part(holding, shard) for shard in range(self.count))
+
+    def spans(self, name: str, begin: int, end: int, group: int = 1) -> Iterator[Span]:
+        """Yield where values `begin` to `end` of a weight are, in order.
+
+        With `group`, the values are of a role that has one for so many elements.
+        """
+        for piece in self.pieces[name]:
+            origin, last = piece.begin // group, -(-piece.end // group)
+            first, last = max(begin, origin), min(end, last)
+            if first < last:
+                yield Span(piece.shard, first - origin, last - origin, first - begin)
+
+
+class _Loads:
+    """Bytes per shard: of the stage that is being divided, and of all before it."""
+
+    def __init__(self, count: int) -> None:
+        self._stage = [0] * count
+        self._total = [0] * count
+
+    def begin_stage(self) -> None:
+        self._stage = [0] * len(self._total)
+
+    def add(self, shard: int, size: int) -> None:
+        self._stage[shard] += size
+        self._total[shard] += size
+
+    def lightest(self) -> Sequence[int]:
+        """Return the shards, the lightest in the stage first; among equals, in all stages."""
+        return sorted(
+            range(len(self._total)), key=lambda shard: (self._stage[shard], self._total[shard])
+        )
+
+
+def _cut(elements: int, width: int, loads: _Loads) -> tuple[Piece, ...]:
+    """Cut a weight: as many granules for every shard, one more and the tail for the lightest."""
+    order = loads.lightest()
+    count = len(order)
+    each, more = divmod(elements // GRANULE, count)
+    sizes = [each * GRANULE] * count
+    for shard in order[:more]:
+        sizes[shard] += GRANULE
+    for shard, size in enumerate(sizes):
+        loads.add(shard, size * width)
+    tail = elements % GRANULE
+    last = loads.lightest()[0] if tail else count - 1  # the tail fills no granule, so it comes last
+    loads.add(last, tail * width)
+    sizes[last] += tail
+    found, begin = [], 0
+    for shard in [*(s for s in range(count) if s != last), last]:
+        found.append(Piece(shard, begin, begin + sizes[shard]))
+        begin += sizes[shard]
+    return tuple(found)

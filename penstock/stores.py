@@ -1,0 +1,188 @@
+"""From a configuration to the store of a run: in memory or on flash, whole or in shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.config import Config
+from penstock.errors import BudgetError
+from penstock.program import Program
+from penstock.store import (
+    Assembly,
+    DramStore,
+    Group,
+    GroupSettings,
+    Holding,
+    MemoryStore,
+    Optimizer,
+    Role,
+    Schedule,
+    ShardedDramStore,
+    ShardMap,
+    assign_groups,
+    make_optimizer,
+)
+from penstock.store.flash import (
+    DurableStore,
+    FlashStore,
+    ShardedFlashStore,
+    least_dram_bytes,
+    require_shards,
+)
+
+_FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def make_store(
+    config: Config,
+    program: Program,
+    device: str = "cpu",
+    notice: Callable[[str], None] = lambda text: None,
+) -> MemoryStore:
+    """Return an empty store with the configured optimizer and schedule, for engines on `device`.
+
+    **Raises:** `BudgetError` if it needs more than `store.dram`.
+    """
+    optimizer, groups = optimizer_of(config), _groups(config, program)
+
+    def make(holding: Holding) -> DramStore:
+        return DramStore(
+            holding,
+            config.precision,
+            optimizer=optimizer,
+            groups=groups,
+            schedule=_schedule(config),
+            clip_norm=config.optimizer.clip_norm,
+            gradient_dtype=_FLOATS[config.gradient_precision],
+        )
+
+    store: MemoryStore
+    if config.store.shards == 1:
+        store = make(program)
+    else:
+        shard_map = ShardMap.of(program, config.store.shards)
+        shards = [make(part) for part in shard_map.parts(program)]
+        store = ShardedDramStore(program, shard_map, shards, optimizer.roles)
+    needed = sum(store.memory_bytes.values())
+    if config.store.dram != "auto" and needed > int(config.store.dram):
+        raise BudgetError(
+            f"store.dram: the store of {program.name} needs {needed:,} bytes of memory, the limit "
+            f"is {int(config.store.dram):,}; raise it, or name a folder in store.flash.path"
+        )
+    if device == "cuda" and not store.page_lock():
+        notice(
+            "the system did not lock all of the weights' memory in place: they go to the GPU "
+            "through the driver's buffers, more slowly and not beside its work"
+        )
+    return store
+
+
+def make_flash_store(
+    config: Config, program: Program, dram_bytes: int, folder: Path
+) -> DurableStore:
+    """Return the store in a folder on flash, new or as it was left, with that much of memory.
+
+    **Raises:** what `FlashStore` raises, and `OtherStoreError` for another number of shards.
+    """
+    count, size = config.store.shards, config.store.flash.size
+    optimizer, groups = optimizer_of(config), _groups(config, program)
+
+    def make(holding: Holding, folder: Path, dram_bytes: int) -> FlashStore:
+        return FlashStore(
+            holding,
+            folder,
+            optimizer=optimizer,
+            groups=groups,
+            schedule=_schedule(config),
+            dram_bytes=dram_bytes,
+            clip_norm=config.optimizer.clip_norm,
+            gradient_dtype=_FLOATS[config.gradient_precision],
+            keep_steps=config.store.flash.keep_steps,
+            durable_every=config.store.flash.durable_every,
+            flash_bytes=None if size is None else int(size) // count,
+        )
+
+    if count == 1:
+        require_shards(folder, 1)
+        return make(program, folder, dram_bytes)
+    shard_map = ShardMap.of(program, count)
+    least = least_flash_store_bytes(config, program, optimizer.roles)
+    if dram_bytes < least:
+        raise BudgetError(
+            f"store.dram: {program.name} in {count} shards needs {least:,} bytes of memory, the "
+            f"budget is {dram_bytes:,}; raise store.dram, or lower store.shards"
+        )
+    each = (dram_bytes - assembly_of(config, program)) // count
+    try:
+        return ShardedFlashStore(
+            program,
+            folder,
+            shard_map,
+            lambda part, where: make(part, where, each),
+            optimizer.roles,
+        )
+    except BudgetError as error:
+        raise BudgetError(
+            f"{error}; the {count} shards share what store.flash.size says equally"
+        ) from None
+
+
+def least_flash_store_bytes(config: Config, program: Program, roles: Sequence[Role]) -> int:
+    """Return the least that a store on flash takes of memory, all shards together."""
+    half, shard_map = config.gradient_precision == "bf16", ShardMap.of(program, config.store.shards)
+    largest = max(least_dram_bytes(part, roles, half) for part in shard_map.parts(program))
+    return shard_map.count * largest + assembly_of(
+        config, program
+    )  # what is left is shared equally
+
+
+def assembly_of(config: Config, program: Program) -> int:
+    """Return what a store in shards takes of memory to put weights together; 0 for one store."""
+    return Assembly.needed(program, ShardMap.of(program, config.store.shards))
+
+
+def optimizer_of(config: Config) -> Optimizer:
+    """Return the configured optimizer."""
+    section = config.optimizer
+    hyper: dict[str, Any] = {
+        "adamw": {"beta1": section.betas[0], "beta2": section.betas[1], "epsilon": section.eps},
+        "sgd": {"momentum": section.momentum, "nesterov": section.nesterov},
+        "lion": {"beta1": section.betas[0], "beta2": section.betas[1]},
+    }[section.name]
+    return make_optimizer(section.name, **hyper, moments=section.moments)
+
+
+def _groups(config: Config, program: Program) -> dict[str, GroupSettings]:
+    section = config.optimizer
+    groups = [
+        Group(
+            match=tuple(group.match),
+            learning_rate_scale=group.learning_rate_scale,
+            weight_decay=group.weight_decay,
+        )
+        for group in section.groups
+    ]
+    return assign_groups(
+        {name: w.shape for name, w in program.weights.items() if w.trainable},
+        groups,
+        weight_decay=section.weight_decay,
+        decay_1d=section.decay_1d,
+    )
+
+
+def _schedule(config: Config) -> Schedule:
+    shape = config.optimizer.schedule
+    return Schedule(
+        name=shape.name,
+        peak=config.optimizer.learning_rate,
+        decay_steps=config.decay_steps,
+        warmup_steps=shape.warmup_steps,
+        final_ratio=shape.final_ratio,
+        power=shape.power,
+        boundaries=tuple(shape.boundaries),
+        ratios=tuple(shape.ratios),
+    )

@@ -1,0 +1,68 @@
+"""Stores in shards for tests, over the programs of `store_programs`."""
+
+from pathlib import Path
+
+import torch
+from store_programs import CONSTANT, training_store
+
+from penstock.store import AdamW, GroupSettings, ShardedDramStore, ShardMap
+from penstock.store.flash import FlashStore, ShardedFlashStore
+
+LARGE = (
+    {"embed": (500, 61), "position": (7, 16)},
+    {"0.weight": (130, 170), "0.bias": (130,)},
+    {"1.weight": (64, 640), "1.bias": (1,), "1.scale": ()},
+    {"2.weight": (4099,), "empty": (0, 3)},
+    {"norm": (16,), "embed": (500, 61)},
+)
+"""Weights that are cut and some that are too small for it; `embed` is tied."""
+
+
+def sharded_dram(program, count, precision="fp32", **settings):
+    """Return a store in memory in `count` shards, with the settings of `training_store`."""
+    shard_map = ShardMap.of(program, count)
+    shards = [training_store(part, precision, **settings) for part in shard_map.parts(program)]
+    optimizer = settings.get("optimizer") or AdamW(0.9, 0.95, 1e-8)
+    return ShardedDramStore(program, shard_map, shards, optimizer.roles)
+
+
+def flash_store(holding, folder, *, dram=900_000, optimizer=None, **settings):
+    """Return a store on flash, of a program or of a part."""
+    group = GroupSettings(learning_rate_scale=1.0, weight_decay=0.1, group=None)
+    settings = {"block_elements": 2048, **settings}
+    return FlashStore(
+        holding,
+        folder,
+        optimizer=optimizer or AdamW(0.9, 0.95, 1e-8),
+        groups=dict.fromkeys(holding.weights, group),
+        schedule=CONSTANT,
+        dram_bytes=dram,
+        **settings,
+    )
+
+
+def sharded_flash(program, folder: Path, count, *, optimizer=None, **settings):
+    """Return a store on flash in `count` shards."""
+    optimizer = optimizer or AdamW(0.9, 0.95, 1e-8)
+    return ShardedFlashStore(
+        program,
+        folder,
+        ShardMap.of(program, count),
+        lambda part, where: flash_store(part, where, optimizer=optimizer, **settings),
+        optimizer.roles,
+    )
+
+
+def assert_same_state(ours, theirs):
+    """Assert that two stores agree in every bit that they hold."""
+    assert ours.step == theirs.step
+    for name, spec in theirs.program.weights.items():
+        mine, other = ours.master(name), theirs.master(name)
+        assert mine.shape == other.shape
+        assert torch.equal(mine.view(torch.int32), other.view(torch.int32)), name
+        assert ours.roles(name) == theirs.roles(name)
+        states = (ours.state(name), theirs.state(name)) if spec.trainable else ({}, {})
+        assert states[0].keys() == states[1].keys()
+        for role, value in states[1].items():
+            assert torch.equal(states[0][role], value), (name, role)
+    assert ours.content_hash() == theirs.content_hash()
