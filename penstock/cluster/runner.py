@@ -22,7 +22,7 @@ from penstock import errors, process_memory
 from penstock.batches import Batches
 from penstock.cluster.launch import Ended, Launcher
 from penstock.cluster.plan import Holdings, digest_of, transfers_of
-from penstock.cluster.shard_work import StoreOfShard
+from penstock.cluster.shard_work import StoreOfShard, report_of
 from penstock.config import Config
 from penstock.errors import ClusterError, NonFiniteError, PenstockError
 from penstock.events import ClusterEvent, StepDone
@@ -38,8 +38,9 @@ from penstock.fabric.nodes import (
     TroubleError,
 )
 from penstock.fabric.sockets import Endpoint, Link
+from penstock.program import Program
 from penstock.step_layout import Layout
-from penstock.store import Store
+from penstock.store import Store, global_norm, merged
 
 log = logging.getLogger("penstock.cluster")
 
@@ -163,7 +164,8 @@ class ClusterRunner:
             ended.set()
 
         self._await_engines()
-        order = _Order(self._batches, self._store.step, self._config.run.seed)
+        program, done_steps = self._layout.program, self._store.step
+        order = _Order(program, self._batches, done_steps, self._config.run.seed)
         self._endpoint.call(lambda: self._conductor.start(order, done))
         while not ended.wait(timeout=0.5):
             if self._failed is not None:
@@ -214,7 +216,12 @@ class ClusterRunner:
     def scale(self, engines: int) -> None:
         """Go on with so many engines from the next step on, as soon as they are there."""
         done = threading.Event()
-        self._endpoint.call(lambda: (self._scale(engines), done.set())[1])
+
+        def scale() -> None:
+            self._scale(engines)
+            done.set()
+
+        self._endpoint.call(scale)
         done.wait()
 
     def _scale(self, engines: int) -> int:
@@ -358,7 +365,8 @@ class _Desk:
 class _Order:
     """One step, as the conductor has it made."""
 
-    def __init__(self, batches: Batches, done: int, seed: int) -> None:
+    def __init__(self, program: Program, batches: Batches, done: int, seed: int) -> None:
+        self._program = program
         self.step = done + 1
         self.micro_batches = batches.micro_batches
         self.scale = 1.0
@@ -387,7 +395,9 @@ class _Order:
     ) -> Mapping[str, Any]:
         """Return the decision to commit by.
 
-        **Raises:** `NonFiniteError` for a loss that is not a number.
+        Raises:
+            NonFiniteError: a loss or a gradient is not a number.
+            NoTrainingError: a trainable weight has got no gradient.
         """
         for number, loss in enumerate(losses):
             if not math.isfinite(loss):
@@ -397,7 +407,9 @@ class _Order:
                     "batch, or start a run with a lower optimizer.learning_rate in another "
                     "run.dir; with cluster.start: none the stage is named in which it began."
                 )
-        return {}
+        reports = [report_of(said) for said in prepared]
+        norm = global_norm(self._program, self.step, merged(self._program, reports))
+        return {"norm": norm.hex()}
 
 
 def _as_ours(error: BaseException) -> BaseException:

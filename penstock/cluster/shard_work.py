@@ -12,7 +12,7 @@ from penstock.cluster.plan import positions_of
 from penstock.errors import ClusterError
 from penstock.fabric.transfers import Operation
 from penstock.program import Program
-from penstock.store import Store
+from penstock.store import GradientReport, Store, trainable_weights
 
 
 class StoreOfShard:
@@ -34,39 +34,71 @@ class StoreOfShard:
 
     def fetch(self, operation: Operation) -> Sequence[np.ndarray]:
         """Return the bytes of every chunk of this shard's."""
-        stage = self._program.stages[operation.stage]
+        stage, held = self._program.stages[operation.stage], self._store.program
         positions = positions_of(stage, operation.sweep, self._recompute)
-        whole = operation.sweep != "backward"
-        tensors = self._store.fetch(operation.stage, None if whole else positions)
-        flat = [tensor.view(-1).view(torch.uint8).numpy() for tensor in tensors]
-        pieces = [operation.weights[number] for number in operation.of_shard(self._shard)]
-        return [flat[p.tensor][p.begin * p.width : p.end * p.width] for p in pieces]
+        names = [stage.weights[position] for position in positions]
+        here = held.stages[operation.stage].weights
+        wanted = [name for name in names if name in here]
+        views = self._store.fetch(operation.stage, [here.index(name) for name in wanted])
+        flat = {
+            name: view.view(-1).view(torch.uint8).numpy()
+            for name, view in zip(wanted, views, strict=True)
+        }
+        parts = []
+        for number in operation.of_shard(self._shard):
+            piece = operation.weights[number]
+            name = names[piece.tensor]
+            first = held.weights[name].begin
+            parts.append(
+                flat[name][(piece.begin - first) * piece.width : (piece.end - first) * piece.width]
+            )
+        return parts
 
     def receive(self, operation: Operation, gradients: Mapping[int, np.ndarray | None]) -> None:
         """Take this shard's gradients of an operation."""
-        stage = self._store.program.stages[operation.stage]
-        weights = [self._store.program.weights[name] for name in stage.weights]
-        shapes = [weight.shape for weight in weights if weight.trainable]
-        whole: list[torch.Tensor | None] = [None] * len(shapes)
-        for number, gradient in sorted(gradients.items()):
+        stage, held = self._program.stages[operation.stage], self._store.program
+        trained = trainable_weights(self._program, stage)
+        here = trainable_weights(held, held.stages[operation.stage])
+        whole: dict[str, torch.Tensor] = {}
+        for number, gradient in gradients.items():
             piece = operation.gradients[number]
             if gradient is None:
                 continue
-            if (tensor := whole[piece.tensor]) is None:
-                tensor = whole[piece.tensor] = torch.empty(shapes[piece.tensor])
-            tensor.view(-1)[piece.begin : piece.end] = torch.from_numpy(gradient)
-        self._store.receive(operation.stage, whole)
+            spec = held.weights[trained[piece.tensor]]
+            if spec.name not in whole:
+                whole[spec.name] = torch.empty(spec.shape)
+            begin, end = piece.begin - spec.begin, piece.end - spec.begin
+            whole[spec.name].view(-1)[begin:end] = torch.from_numpy(gradient)
+        self._store.receive(operation.stage, [whole.get(name) for name in here])
 
     def prepare(self) -> Mapping[str, Any]:
-        """All gradients are here; what they are the store knows."""
-        return {}
+        """Say what the shard knows of its gradients."""
+        report = self._store.prepare()
+        return {
+            "squares": [square.hex() for square in report.squares],
+            "silent": list(report.silent),
+            "missing": list(report.missing),
+            "non_finite": {
+                str(stage): list(names) for stage, names in (report.non_finite or {}).items()
+            },
+        }
 
     def commit(self, step: int, decision: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Commit the step."""
-        commit = self._store.commit()
+        """Commit the step with the norm of all shards' gradients."""
+        commit = self._store.decide(float.fromhex(decision["norm"]))
         return {
             "step": commit.step,
             "grad_norm": commit.grad_norm.hex(),
             "clip_scale": commit.clip_scale.hex(),
             "learning_rate": commit.learning_rate.hex(),
         }
+
+
+def report_of(prepared: Mapping[str, Any]) -> GradientReport:
+    """Return the report that a shard's `prepare` has said."""
+    return GradientReport(
+        tuple(float.fromhex(square) for square in prepared["squares"]),
+        tuple(prepared["silent"]),
+        tuple(prepared["missing"]),
+        {int(stage): tuple(names) for stage, names in prepared["non_finite"].items()},
+    )

@@ -11,7 +11,7 @@ from penstock.config import Config
 from penstock.events import ClusterEvent
 from penstock.fabric.sockets import new_token
 from penstock.step_layout import Layout
-from penstock.store import Store
+from penstock.store import ShardedStore, ShardMap, Store
 
 WORKER_LOGS = "workers"
 
@@ -27,12 +27,16 @@ def start_cluster(
 ) -> ClusterRunner:
     """Start the run's workers and return what has them make steps."""
     program, token = layout.program, new_token()
-    holdings = {name: [(0, 0, spec.elements)] for name, spec in program.weights.items()}
+    shard_map = ShardMap.of(program, config.store.shards)
+    holdings = {
+        name: [(piece.shard, piece.begin, piece.end) for piece in pieces]
+        for name, pieces in shard_map.pieces.items()
+    }
     return ClusterRunner(
         config,
         layout,
         store,
-        [store],
+        store.shards if isinstance(store, ShardedStore) else [store],
         holdings,
         batches,
         tokens=tokens,

@@ -16,6 +16,7 @@ from penstock.store.checkpoint import (
     verify_checkpoint,
 )
 from penstock.store.dram import DramStore
+from penstock.store.gradients import trainable_weights
 from penstock.store.holding import Holding
 from penstock.store.huggingface import MAX_SHARD_BYTES, export_huggingface
 from penstock.store.interface import (
@@ -89,5 +90,6 @@ __all__ = [
     "merged",
     "read_state",
     "save_checkpoint",
+    "trainable_weights",
     "verify_checkpoint",
 ]
