@@ -148,7 +148,7 @@ def unpack(header: bytes, body: bytes, payload: np.ndarray | None) -> Message:
     try:
         said = json.loads(body) if body else {}
         known = Kind(kind)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CorruptionError(f"a frame from node {sender} makes no sense: {error}") from None
     if not isinstance(said, dict):
         raise CorruptionError(f"a frame from node {sender} has a body that is no mapping")

@@ -7,7 +7,7 @@ from penstock.errors import ConfigError
 
 _KEYS = (
     "model, data, batch, precision, optimizer, freeze, train, lora, memory, store, engine, "
-    "engines, run, evaluation, checkpoint, logging"
+    "engines, cluster, run, evaluation, checkpoint, logging"
 )
 
 

@@ -1,0 +1,321 @@
+"""Who is let in, what is read of whom, and that nothing that comes can run code."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.errors import ClusterError, CorruptionError
+from penstock.fabric.messages import (
+    HEADER_BYTES,
+    Kind,
+    Message,
+    lengths,
+    message_with,
+    pack,
+    pack_arrays,
+    unpack,
+    unpack_arrays,
+)
+from penstock.fabric.sockets import Endpoint, new_token
+
+
+class Heard:
+    """A node that keeps what comes to it."""
+
+    progress = 0
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+
+    def handle(self, message: Message) -> None:
+        self.messages.append(message)
+
+
+class Place:
+    """An endpoint with one node, and what it was told."""
+
+    def __init__(self, token: str, number: int) -> None:
+        self.strangers: list[Message] = []
+        self.ended: list[Exception] = []
+        self.failed: list[Exception] = []
+        self.node = Heard()
+        self.endpoint = Endpoint(
+            token,
+            "127.0.0.1",
+            on_link_end=lambda link, error: self.ended.append(error),
+            on_stranger=lambda link, message: self.strangers.append(message),
+            on_failure=self.failed.append,
+        )
+        self.endpoint.add(number, self.node)
+        self.endpoint.start()
+
+
+@pytest.fixture
+def places():
+    made: list[Place] = []
+
+    def make(token: str, number: int) -> Place:
+        made.append(Place(token, number))
+        return made[-1]
+
+    yield make
+    for place in made:
+        place.endpoint.close()
+        assert not place.failed
+
+
+def wait(until, seconds: float = 5.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not until():
+        assert time.monotonic() < deadline, "it did not come to be so"
+        time.sleep(0.005)
+
+
+def greet(from_: Place, number: int, to: Place):
+    link = from_.endpoint.connect(to.endpoint.address)
+    link.send(Message(Kind.HELLO, 0, number, body={"node": number}))
+    return link
+
+
+def test_messages_pass_with_their_payload_and_in_order(places):
+    token = new_token()
+    one, two = places(token, 1), places(token, 2)
+    link = greet(one, 1, two)
+    payload = np.arange(3_000_000, dtype=np.float32)
+    for op in range(5):
+        message = message_with(payload + op, kind=Kind.WEIGHTS, epoch=7, sender=1, op=op, to=2)
+        link.send(message)
+    wait(lambda: len(two.node.messages) == 5)
+    for op, message in enumerate(two.node.messages):
+        assert (message.op, message.epoch) == (op, 7)
+        np.testing.assert_array_equal(message.payload.view(np.float32), payload + op)
+
+
+def raw(place: Place) -> socket.socket:
+    return socket.create_connection(place.endpoint.address, timeout=5)
+
+
+def test_who_has_another_token_or_none_is_refused_before_anything_is_read(places, caplog):
+    caplog.set_level(logging.WARNING, "penstock.fabric")
+    here, other = places(new_token(), 1), places(new_token(), 2)
+    with pytest.raises(ClusterError, match="refused this node's token"):
+        other.endpoint.connect(here.endpoint.address)
+    # A stranger who says something else, and one who pretends to speak the protocol.
+    for first_words in (b"GET / HTTP/1.1\r\n\r\n" + bytes(100), bytes(64), os.urandom(4096)):
+        with raw(here) as connection:
+            connection.sendall(first_words)
+            wait(lambda connection=connection: closed(connection))
+    wait(lambda: here.endpoint.refused["127.0.0.1"] == 4)
+    assert not here.node.messages
+    assert not here.strangers
+    lines = [record.message for record in caplog.records]
+    assert len(lines) == 4
+    assert all("refused a connection from 127.0.0.1" in line for line in lines)
+    # Nothing is disturbed: who has the token still gets in.
+    friend = places(here.endpoint._token, 3)
+    greet(friend, 3, here).send(Message(Kind.BEAT, 0, 3, to=1))
+    wait(lambda: here.node.messages)
+
+
+def closed(connection: socket.socket) -> bool:
+    """Whether the other side has closed, having said no more than its greeting."""
+    connection.settimeout(5)
+    said = b""
+    try:
+        while part := connection.recv(4096):
+            said += part
+    except ConnectionResetError:
+        pass
+    assert len(said) <= 48
+    return True
+
+
+def test_the_one_who_connects_wants_proof_too(places):
+    """Who only repeats what it is told does not pass for a node of the run."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def mirror() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.sendall(b"penstock-fabric1" + bytes(32))
+            answer = connection.recv(64)
+            connection.sendall(answer[32:])
+
+    thread = threading.Thread(target=mirror)
+    thread.start()
+    here = places(new_token(), 1)
+    with pytest.raises(ClusterError, match="does not have this run's token"):
+        here.endpoint.connect(listener.getsockname())
+    thread.join()
+    listener.close()
+
+
+def test_an_old_proof_is_worth_nothing(places):
+    """What was recorded of one handshake does not open another."""
+    token = new_token()
+    here = places(token, 1)
+    from penstock.fabric.sockets import handshake
+
+    recorded = bytearray()
+
+    class Recorder:
+        def __init__(self, connection) -> None:
+            self.connection = connection
+
+        def sendall(self, data) -> None:
+            recorded.extend(data)
+            self.connection.sendall(data)
+
+        def __getattr__(self, name):
+            return getattr(self.connection, name)
+
+    with raw(here) as connection:
+        handshake.connect(Recorder(connection), token)
+    with raw(here) as connection:
+        connection.sendall(recorded)
+        closed(connection)
+    wait(lambda: here.endpoint.refused["127.0.0.1"] == 1)
+
+
+def test_a_damaged_frame_ends_the_link_and_is_named(places):
+    token = new_token()
+    one, two = places(token, 1), places(token, 2)
+    link = greet(one, 1, two)
+    link.send(Message(Kind.BEAT, 0, 1, to=2))
+    wait(lambda: two.node.messages)
+    header, body = pack(message_with(np.zeros(100), kind=Kind.WEIGHTS, epoch=1, sender=1, to=2))
+    payload = bytearray(800)
+    payload[17] ^= 4
+    link._socket.sendall(header + body + payload)
+    wait(lambda: two.ended)
+    assert isinstance(two.ended[0], CorruptionError)
+    assert "has checksum" in str(two.ended[0])
+    assert len(two.node.messages) == 1
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES + 200))
+def test_frames_of_any_bytes_are_refused_by_our_error(frame):
+    with pytest.raises(CorruptionError):
+        taken(frame)
+
+
+def taken(frame: bytes) -> Message:
+    """Take a frame as a link does, of which no more comes than this."""
+    header, rest = frame[:HEADER_BYTES], frame[HEADER_BYTES:]
+    body_bytes, payload_bytes = lengths(header)
+    if body_bytes + payload_bytes != len(rest):
+        raise CorruptionError("the next frame's bytes would be read as this one's")
+    return unpack(header, rest[:body_bytes], np.frombuffer(rest[body_bytes:], np.uint8).copy())
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(min_value=0), st.integers(0, 7))
+def test_every_flipped_bit_of_a_frame_is_noticed(place, bit):
+    message = message_with(
+        np.arange(10), kind=Kind.GRADIENT, epoch=3, sender=9, body={"a": [1, 2.5]}, to=4, step=8
+    )
+    header, body = pack(message)
+    frame = bytearray(header + body + message.payload.tobytes())
+    frame[place % len(frame)] ^= 1 << bit
+    with pytest.raises(CorruptionError):
+        taken(bytes(frame))
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=20,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(JSON, max_size=4), st.binary(max_size=64))
+def test_descriptions_of_arrays_are_refused_by_our_error(described, data):
+    try:
+        arrays = unpack_arrays(described, np.frombuffer(data, np.uint8))
+    except CorruptionError:
+        return
+    assert sum(array.nbytes for array in arrays.values()) == len(data)
+
+
+def test_arrays_come_back_as_they_were():
+    arrays = {"a": np.arange(6).reshape(2, 3), "b": np.zeros((0, 4), np.float32)}
+    found = unpack_arrays(*pack_arrays(arrays))
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(found[name], array)
+        assert found[name].dtype == array.dtype
+
+
+class Bomb:
+    """What unpickling would run."""
+
+    def __reduce__(self):
+        return (os._exit, (66,))
+
+
+def test_a_pickle_that_comes_is_bytes_and_nothing_else(places):
+    token = new_token()
+    one, two = places(token, 1), places(token, 2)
+    bomb = np.frombuffer(pickle.dumps(Bomb()), np.uint8)
+    link = greet(one, 1, two)
+    link.send(message_with(bomb, kind=Kind.WEIGHTS, epoch=0, sender=1, to=2))
+    wait(lambda: two.node.messages)
+    assert two.node.messages[0].payload.tobytes() == bomb.tobytes()
+
+
+def test_no_module_of_the_network_can_unpickle():
+    """An import hook: in a process in which pickle cannot be had, the network works."""
+    script = (
+        "import sys\n"
+        "class Hook:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name in ('pickle', '_pickle', 'cloudpickle', 'dill', 'marshal', 'shelve'):\n"
+        "            frame, callers = sys._getframe(1), []\n"
+        "            while frame is not None:\n"
+        "                callers.append(frame.f_globals.get('__name__', ''))\n"
+        "                frame = frame.f_back\n"
+        "            near = [c for c in callers if not c.startswith(('importlib', '_frozen'))][0]\n"
+        "            if near.startswith('penstock'):\n"
+        "                raise SystemExit(f'{near} imports {name}')\n"
+        "        return None\n"
+        "for name in ('pickle', '_pickle', 'cloudpickle'):\n"
+        "    sys.modules.pop(name, None)\n"
+        "sys.meta_path.insert(0, Hook())\n"
+        "import penstock.fabric.sockets, penstock.cluster.runner, penstock.cluster.worker\n"
+        "import pickle\n"
+        "def refuse(*a, **k):\n"
+        "    raise SystemExit('something was unpickled')\n"
+        "pickle.loads = pickle.load = pickle.Unpickler = refuse\n"
+        "import numpy as np\n"
+        "sys.path.insert(0, sys.argv[1])\n"
+        "from test_sockets import Place, greet, wait\n"
+        "from penstock.fabric.messages import Kind, message_with\n"
+        "from penstock.fabric.sockets import new_token\n"
+        "token = new_token()\n"
+        "one, two = Place(token, 1), Place(token, 2)\n"
+        "message = message_with(np.arange(9), kind=Kind.WEIGHTS, epoch=0, sender=1, to=2)\n"
+        "greet(one, 1, two).send(message)\n"
+        "wait(lambda: two.node.messages)\n"
+        "one.endpoint.close(); two.endpoint.close()\n"
+        "print('passed')\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", script, os.path.dirname(__file__)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ran.stdout == "passed\n", ran.stdout + ran.stderr
