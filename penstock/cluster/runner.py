@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock import errors, process_memory
+from penstock.assembly import thread_count
 from penstock.batches import Batches
 from penstock.cluster.launch import Ended, Launcher
 from penstock.cluster.plan import Holdings, digest_of, transfers_of
@@ -90,6 +91,8 @@ class ClusterRunner:
             "holdings": {name: [list(piece) for piece in held] for name, held in holdings.items()},
             "shards": len(stores),
             "engine_bytes": layout.budget_bytes,
+            # The same for all: PyTorch cuts sums over rows by the number of its threads.
+            "threads": thread_count(config.engine.threads),
         }
         self.counts: Counter[str] = Counter()
         self._addresses: dict[int, Any] = {}

@@ -185,7 +185,7 @@ def build(told: Mapping[str, Any]) -> _Built:
     from penstock.models import ModelSource
 
     config = Config.from_mapping(told["config"])
-    assembly.set_threads(config.engine.threads)
+    assembly.set_threads(told["threads"])
     assert config.model is not None
     model: ModelSource = assembly.with_adapters(assembly.model_source(config.model), config.lora)
     device = assembly.choose_device(config.engine.device)

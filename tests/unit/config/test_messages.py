@@ -93,8 +93,8 @@ def message(tmp_path, monkeypatch, text, overrides=(), training=False):
             "run.steps: 1000 (steps)",
         ),
         (
-            "model: gpt2\nengines: 9\n",
-            "run.yaml:2: engines: expected a number up to 8, got 9; for example engines: 1",
+            "model: gpt2\nengines: 1025\n",
+            "run.yaml:2: engines: expected a number up to 1024, got 1025; for example engines: 1",
         ),
         (
             "model: gpt2\nprecision: bf\n",
