@@ -47,7 +47,6 @@ class ShardedStore:
         self._roles = {role.name: role for role in roles}
         self._trainable = tuple(n for n in homes(program) if program.weights[n].trainable)
         self._assembly = Assembly(Assembly.needed(program, shard_map))
-        self._torn: str | None = None
 
     @property
     def step(self) -> int:
@@ -162,16 +161,16 @@ class ShardedStore:
 
     def decide(self, norm: float) -> Commit:
         """Commit the step with this global norm, in every shard."""
-        self._torn = f"the commit of step {self.step + 1}"  # stays where an interrupt comes
         commits = [shard.decide(norm) for shard in self.shards]
-        self._torn = None
         return commits[0]
 
     def _require_whole(self) -> None:
-        if self._torn is not None:
+        steps = sorted({shard.step for shard in self.shards})
+        if len(steps) > 1:
             raise StorageError(
-                f"{self._torn} was interrupted between two shards, so the weights are those of no "
-                "step; open the run again, it goes on from the last step that all shards hold"
+                f"the commit of step {steps[-1]} was interrupted between two shards, so the "
+                "weights are those of no step; open the run again, it goes on from the last step "
+                "that all shards hold"
             )
 
     def discard(self) -> None:
@@ -257,7 +256,6 @@ class ShardedStore:
 
     def begin_restore(self) -> None:
         """Forget everything; the store is of no use until `finish_restore`."""
-        self._torn = "restoring the state"
         for shard in self.shards:
             shard.begin_restore()
 
@@ -275,7 +273,6 @@ class ShardedStore:
         """Make the store usable: all weights and state are those after `step` commits."""
         for shard in self.shards:
             shard.finish_restore(step)
-        self._torn = None
 
     def content_hash(self) -> str:
         """Return a hash of all weights (`content_hash.py`): that of one store with the same."""

@@ -28,9 +28,9 @@ POINTS += ["shards.after_sync"]
 BETWEEN = [
     f"{point}:{visit}"
     for point, visits in (
-        ("journal.before_seal", (1, 2, 4, 5, 8)),  # before the first of two, or before the second
-        ("journal.after_seal_sync", (1, 3, 5, 9)),
-        ("journal.create.after_sync", (1, 2)),
+        ("journal.before_seal", (1, 2, 5, 8)),  # before the first of two, or before the second
+        ("journal.after_seal_sync", (3, 9)),
+        ("journal.create.after_sync", (1,)),
     )
     for visit in visits
 ]

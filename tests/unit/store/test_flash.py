@@ -97,6 +97,18 @@ def test_it_trains_to_the_bits_of_the_store_in_memory(flash, precision, optimize
     same(ours, theirs)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_stage_in_which_all_that_trains_is_empty(flash, precision):
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+    layers = ({"a": (50, 16)}, {"empty": (0, 3), "frozen": (40,)}, {"b": (16,)})
+    program = make_program(layers, frozen=("frozen",), stream_dtype=dtype)
+    ours, theirs = flash(program), training_store(program, precision)
+    for store in (ours, theirs):
+        store.load(random_weights(program, 0).items())
+    assert train(ours, 3, 0) == train(theirs, 3, 0)
+    same(ours, theirs)
+
+
 DEEP = [{f"{i}.weight": (90, 70), f"{i}.bias": (70,)} for i in range(9)]
 
 

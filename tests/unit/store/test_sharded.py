@@ -20,6 +20,7 @@ from store_programs import (
     training_store,
 )
 
+from penstock.assembly import set_threads
 from penstock.errors import NonFiniteError, NoTrainingError, StorageError
 from penstock.store import (
     SGD,
@@ -32,6 +33,8 @@ from penstock.store import (
     save_checkpoint,
 )
 from penstock.store.flash import OtherStoreError
+
+set_threads(1)  # for tensors this small a second thread is only waited for
 
 EIGHT_BIT = AdamW(0.9, 0.95, 1e-8, moments="8bit")
 OPTIMIZERS = [AdamW(0.9, 0.95, 1e-8), EIGHT_BIT, Lion(), SGD(), SGD(0.9, moments="8bit")]
@@ -47,20 +50,21 @@ def loaded(store, seed=0):
     return store
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 5, 9])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_it_trains_to_the_bits_of_one_store(precision, optimizer, count):
+def test_it_trains_to_the_bits_of_one_store(precision, optimizer):
     """Clipped, so that one bit of the norm would change all weights; gradients in bfloat16."""
     program = program_of(precision)
     settings = {"optimizer": optimizer, "clip_norm": 1.0, "gradient_dtype": DTYPES[precision]}
     one = loaded(training_store(program, precision, **settings))
-    many = loaded(sharded_dram(program, count, precision, **settings))
-    assert train(many, 6, seed=3) == train(one, 6, seed=3)
-    for name, view in forward_sweep(one).items():
-        assert torch.equal(forward_sweep(many)[name], view)
-    assert many.unchanged() == one.unchanged() == {}
-    assert_same_state(many, one)
+    commits, streamed = train(one, 6, seed=3), forward_sweep(one)
+    for count in (1, 2, 3, 9):
+        many = loaded(sharded_dram(program, count, precision, **settings))
+        assert train(many, 6, seed=3) == commits
+        for name, view in forward_sweep(many).items():
+            assert torch.equal(streamed[name], view)
+        assert many.unchanged() == one.unchanged() == {}
+        assert_same_state(many, one)
 
 
 @pytest.mark.parametrize(
