@@ -35,6 +35,11 @@ def open_reader(folder: Path, to_the_damage: bool = False) -> FlashReader | Shar
     return ShardedReader(shards, to_the_damage)
 
 
+def holds_store(folder: Path) -> bool:
+    """Tell whether there is a store in `folder`, whole or in shards, whatever its state."""
+    return any((folder / name).exists() for name in (JOURNAL, SHARDS))
+
+
 def repair(folder: Path) -> int:
     """Go back to the newest durable step that is whole; return it. What is whole stays.
 
@@ -67,7 +72,7 @@ def discard_untrained(folder: Path) -> None:
 
 def _discard_shards(shards: Shards) -> None:
     """Remove all shards; some may be gone already, where a process died in here before."""
-    lock = FolderLock(shards.folder, "stop it")
+    lock = FolderLock(shards.folder, "store.flash.path")
     try:
         for folder in shards.folders:
             _require_untrained(shards.folder, list(recorded_steps(folder)))

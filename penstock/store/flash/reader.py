@@ -40,7 +40,7 @@ class FlashReader:
         if not os.path.lexists(self._journal):
             raise ConfigError(f"{folder}: no store on flash here yet")
         self._versions: dict[int, Version] = {}
-        self._lock = FolderLock(folder, "stop it")
+        self._lock = FolderLock(folder, "store.flash.path")
         try:
             first, *self._records = read_records(self._journal, to_the_damage)[0]
             require_readable(folder, first.content)

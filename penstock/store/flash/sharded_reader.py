@@ -31,7 +31,7 @@ class ShardedReader:
     def __init__(self, shards: Shards, to_the_damage: bool = False) -> None:
         self._shards = shards
         with ExitStack() as opened:
-            lock = FolderLock(shards.folder, "stop it")
+            lock = FolderLock(shards.folder, "store.flash.path")
             opened.callback(lock.release)
             self._readers = [
                 opened.enter_context(FlashReader(folder, to_the_damage))
