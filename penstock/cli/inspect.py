@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def inspect(
-    run: Annotated[Path, typer.Argument(help="Folder of a run.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
     only_hash: Annotated[
         bool,
         typer.Option(
