@@ -37,13 +37,15 @@ def check_run(config: Config, fresh: bool = False) -> bool:
             f"{_contents(folder)}; move it away, or choose another with run.dir=FOLDER"
         )
     flash = config.store.flash.path
-    if not has_checkpoint(folder) and not (
-        flash is not None and any((flash / name).exists() for name in ("journal", "shards.json"))
-    ):
+    if not has_checkpoint(folder) and not (flash is not None and _holds_store(flash)):
         return False
     if (folder / FILE_NAME).exists():
         config.check_resumable(load_run(folder).trajectory())
     return True
+
+
+def _holds_store(folder: Path) -> bool:
+    return any((folder / name).exists() for name in ("journal", "shards.json"))
 
 
 def write_record(config: Config) -> Path:
@@ -77,7 +79,7 @@ def load_run(folder: str | Path, overrides: Sequence[str] = ()) -> Config:
     if not path.is_file():
         raise ConfigError(
             f"{folder}: expected a run, which has a {FILE_NAME}; it holds {_contents(folder)}"
-            + ("; name the run whose store.flash.path this is" * any((folder / name).exists() for name in ("journal", "shards.json")))
+            + ("; name the run whose store.flash.path this is" * _holds_store(folder))
         )
     data, lines = read(path)
     _follow(data, folder)

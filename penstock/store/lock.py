@@ -22,7 +22,9 @@ class FolderLock:
 
     def __init__(self, folder: Path, key: str, name: str = "LOCK") -> None:
         if folder.exists() and not folder.is_dir():
-            raise StorageError(f"{key}: expected a folder, {folder} is a file; name another")
+            raise StorageError(
+                f"{folder}: cannot be written: a file is there; choose another {key}"
+            )
         try:
             files.make_folder(folder)
             self._descriptor = open_own(folder / name, os.O_RDWR | os.O_CREAT)

@@ -100,7 +100,7 @@ def test_a_file_is_no_place_for_a_store(tmp_path):
     with pytest.raises(StorageError) as caught:
         Trainer(config(tmp_path / "run", tmp_path / "flash"))
     assert str(caught.value) == (
-        f"store.flash.path: expected a folder, {tmp_path}/flash is a file; name another"
+        f"{tmp_path}/flash: cannot be written: a file is there; choose another store.flash.path"
     )
 
 

@@ -24,15 +24,15 @@ from penstock.store.flash.version import recorded_step
 from penstock.store.lock import FolderLock
 
 
-def open_reader(folder: Path, to_the_damage: bool = False) -> FlashReader | ShardedReader:
+def open_reader(folder: Path, despite_damage: bool = False) -> FlashReader | ShardedReader:
     """Return the durable steps of the store in `folder`; errors are those of the readers.
 
-    With `to_the_damage`, of a damaged journal what is before the damage.
+    With `despite_damage`, of a damaged journal the records that are whole.
     """
     shards = read_shards(folder)
     if shards is None:
-        return FlashReader(folder, to_the_damage)
-    return ShardedReader(shards, to_the_damage)
+        return FlashReader(folder, despite_damage)
+    return ShardedReader(shards, despite_damage)
 
 
 def holds_store(folder: Path) -> bool:
@@ -48,7 +48,7 @@ def repair(folder: Path) -> int:
         CorruptionError: none is whole; nothing has been changed.
         StorageError: a process has the store open for writing.
     """
-    with open_reader(folder, to_the_damage=True) as reader:
+    with open_reader(folder, despite_damage=True) as reader:
         return reader.repair()
 
 
