@@ -255,6 +255,8 @@ def make_keeper(config: Config) -> Keeper:
     **Raises:** `ConfigError` where the run has a state elsewhere: it would begin anew, unasked.
     """
     flash, before = config.store.flash.path, recorded_flash(config.run.dir)
+    if flash is not None and flash.exists() and not flash.is_dir():
+        raise ConfigError(f"store.flash.path: expected a folder, {flash} is a file; name another")
     keeper = CheckpointKeeper(config) if flash is None else FlashKeeper(config, flash)
     if before is not None and not _is_same(before, flash):
         if flash is None or keeper.recorded is None:

@@ -8,7 +8,7 @@ import pytest
 
 from penstock import Trainer
 from penstock.config import load_run
-from penstock.errors import ConfigError, CorruptionError, StorageError
+from penstock.errors import ConfigError, CorruptionError
 
 ROOT = Path(__file__).parents[2]
 
@@ -97,10 +97,8 @@ def test_a_store_is_not_made_where_a_disk_is_missing(tmp_path):
 
 def test_a_file_is_no_place_for_a_store(tmp_path):
     (tmp_path / "flash").write_text("x")
-    with pytest.raises(StorageError) as caught:
-        Trainer(config(tmp_path / "run", tmp_path / "flash"))
-    assert str(caught.value) == (
-        f"{tmp_path}/flash: cannot be written: a file is there; choose another store.flash.path"
+    assert refused(config(tmp_path / "run", tmp_path / "flash")) == (
+        f"store.flash.path: expected a folder, {tmp_path}/flash is a file; name another"
     )
 
 

@@ -106,14 +106,17 @@ class Journal:
         self._count += 1
         self.records = [self.records[0], *[*self.records[1:], record][-keep:]]
         if self._end > ROTATE_BYTES and self._count > keep + 2:
-            self._begin_anew()
+            self._begin_anew(self.records, "journal.rotate")
 
-    def _begin_anew(self) -> None:
-        """Put a new file with the records that are left in the old one's place."""
-        self._end = begin_anew(self.path, self.records, "journal.rotate")
+    def keep_only(self, records: Sequence[Record]) -> None:
+        """Forget, durably, all records but the first and these: the last of them is the truth."""
+        self._begin_anew([self.records[0], *records], "journal.drop")
+
+    def _begin_anew(self, kept: list[Record], point: str) -> None:
+        self._end = begin_anew(self.path, kept, point)
         self.close()
         self._descriptor = open_own(self.path, os.O_RDWR)
-        self._count = len(self.records)
+        self.records, self._count = kept, len(kept)
 
     def close(self) -> None:
         """Close the file; closing twice is allowed."""
