@@ -274,8 +274,8 @@ def resident_loop(model: str, size: int, micro: int) -> Loop:
     """Return a step of the plain PyTorch loop with everything on the device."""
     import torch
 
+    from penstock.labels import IGNORED_LABEL
     from penstock.models import ModelSource
-    from penstock.trainer import IGNORED_LABEL
 
     source = ModelSource.from_preset(model, {})
     vocabulary = source.vocab_size or 2

@@ -243,6 +243,7 @@ def open_data(config: Config, source: ModelSource, notice: Callable[[str], None]
             notice(note)
     dataset = TokenDataset.open(folder)
     _check_content(config, source, dataset)
+    _check_tokenizer(config, dataset)
     if source.vocab_size is not None:
         check_vocabulary(dataset, source.vocab_size)
         if source.vocab_size > _SPARE_VOCABULARY * dataset.vocab_size:
@@ -280,6 +281,17 @@ def _check_content(config: Config, source: ModelSource, dataset: TokenDataset) -
             f"{dataset.path} holds prompts with completions, which a model learns to continue by "
             f"next-token prediction (task causal_lm); {source.name} is trained for {source.task}: "
             "build a data set of plain text for it"
+        )
+
+
+def _check_tokenizer(config: Config, dataset: TokenDataset) -> None:
+    """Refuse the data set that a run has built under another tokenizer than is asked for now."""
+    wanted, found = config.data.tokenizer, dataset.manifest.tokenizer.name
+    ours = config.data.path is None and (wanted == "bytes" or wanted.startswith("train-bpe:"))
+    if ours and wanted != found:
+        raise DataError(
+            f"data.tokenizer: {dataset.path} was built with {found}, got {wanted}; set it back, "
+            f"delete {dataset.path} to have it built again, or choose another run.dir"
         )
 
 

@@ -37,7 +37,6 @@ class Shares:
     """What the parts of the process may take, in bytes.
 
     `engine` is the budget of one engine, `engines` what all of them will have of host memory;
-    `table` shows the whole sum, a line per part.
     `keep_pages` says whether there is room for the pages that they would keep as well
     (`engine/host_memory.py`).
     """
@@ -46,7 +45,6 @@ class Shares:
     engines: int
     store: int
     keep_pages: bool
-    table: str
 
 
 class Budget:
@@ -155,8 +153,7 @@ class Budget:
         if store + engines > self._rest:
             self._refuse(store, one)
         self._require_loading(store, one)
-        table = f"{self._limit_name} holds this run so:\n{self._table(store, one)}"
-        return Shares(engine_bytes, engines, store, store + kept <= self._rest, table)
+        return Shares(engine_bytes, engines, store, store + kept <= self._rest)
 
     def _host_bytes(self, plan: EnginePlan) -> int:
         """Return what one engine has of host memory: all, or what its copies go through."""

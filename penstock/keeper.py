@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from penstock import stores
-from penstock.config import Config
-from penstock.errors import BudgetError, ConfigError
+from penstock.config import Config, recorded_flash
+from penstock.errors import ConfigError
 from penstock.models import ModelSource
+from penstock.resumption import Resumption
 from penstock.step_layout import Layout
 from penstock.store import (
     BackgroundSave,
@@ -26,7 +27,13 @@ from penstock.store import (
     read_state,
     save_checkpoint,
 )
-from penstock.store.flash import DurableStore, OtherStoreError, discard_untrained, recorded_extra
+from penstock.store.flash import (
+    DurableStore,
+    OtherStoreError,
+    discard_untrained,
+    holds_store,
+    recorded_extra,
+)
 
 Notice = Callable[[str], None]
 
@@ -35,7 +42,7 @@ class Keeper(Protocol):
     """Knows where a run's state is, and how it gets there."""
 
     @property
-    def recorded(self) -> Mapping[str, Any] | None:
+    def recorded(self) -> Resumption | None:
         """What the trainer kept with the newest step; None where there is none."""
         ...
 
@@ -72,8 +79,8 @@ class CheckpointKeeper:
         self._config = config
         self._folder = config.run.dir / "checkpoints"
         self._latest = find_checkpoint(self._folder, "latest")
-        self.recorded: Mapping[str, Any] | None = (
-            read_state(self._latest).extra if self._latest else None
+        self.recorded = (
+            Resumption.read(read_state(self._latest).extra, self._latest) if self._latest else None
         )
         self._store: MemoryStore | None = None
         self._saving: BackgroundSave | None = None
@@ -140,8 +147,10 @@ class FlashKeeper:
         self._config = config
         self._folder = folder
         self._found = recorded_extra(folder)
-        self.recorded: Mapping[str, Any] | None = (
-            self._found if self._found and "trajectory" in self._found else None
+        self.recorded = (
+            Resumption.read(self._found, folder)
+            if self._found and "trajectory" in self._found
+            else None
         )
         self._store: DurableStore | None = None
         self._saved: SavedCheckpoint | None = None
@@ -173,11 +182,9 @@ class FlashKeeper:
         return self._store
 
     def _made(self, layout: Layout) -> DurableStore:
-        shares = layout.shares
-        try:
-            return stores.make_flash_store(self._config, layout.program, shares.store, self._folder)
-        except BudgetError as error:
-            raise BudgetError(f"{error}\n{shares.table}") from None
+        return stores.make_flash_store(
+            self._config, layout.program, layout.shares.store, self._folder
+        )
 
     def _begun(self, model: ModelSource, layout: Layout, notice: Notice) -> DurableStore:
         """Return a store that was never trained: new, or with the weights to begin with."""
@@ -243,6 +250,46 @@ def _start(config: Config, model: ModelSource) -> dict[str, Any]:
 
 
 def make_keeper(config: Config) -> Keeper:
-    """Return what keeps the state of the run that a configuration describes."""
-    flash = config.store.flash.path
-    return CheckpointKeeper(config) if flash is None else FlashKeeper(config, flash)
+    """Return what keeps the state of the run that a configuration describes.
+
+    **Raises:** `ConfigError` where the run has a state elsewhere: it would begin anew, unasked.
+    """
+    flash, before = config.store.flash.path, recorded_flash(config.run.dir)
+    if flash is not None and flash.exists() and not flash.is_dir():
+        raise ConfigError(f"store.flash.path: expected a folder, {flash} is a file; name another")
+    keeper = CheckpointKeeper(config) if flash is None else FlashKeeper(config, flash)
+    if before is not None and not _is_same(before, flash):
+        if flash is None or keeper.recorded is None:
+            raise ConfigError(
+                f"store.flash.path: expected {before}, where {config.run.dir} has its state, got "
+                f"{flash or 'null'}; set it back, move the folder there, or choose another run.dir"
+            )
+    elif before is not None and not holds_store(before):
+        raise ConfigError(
+            f"store.flash.path: {before} holds no store, and {config.run.dir} had its state there; "
+            "see whether its disk is mounted, or choose another run.dir to start anew"
+        )
+    elif flash is not None and keeper.recorded is None:
+        _require_place(config, flash)
+    return keeper
+
+
+def _require_place(config: Config, flash: Path) -> None:
+    """Refuse to begin a store where one can neither be meant nor be gone on with."""
+    saved = find_checkpoint(config.run.dir / "checkpoints", "latest")
+    if saved is not None:
+        raise ConfigError(
+            f"store.flash.path: {config.run.dir} has its state in {saved} and none in {flash}; "
+            "leave store.flash.path out to go on, or choose another run.dir"
+        )
+    # Making it would fill the disk on which another was to be mounted.
+    above, run = flash.parent, config.run.dir.absolute()
+    if flash.is_absolute() and not above.exists() and not flash.is_relative_to(run):
+        raise ConfigError(
+            f"store.flash.path: {above} does not exist; see whether its disk is mounted, or make "
+            "the folder"
+        )
+
+
+def _is_same(one: Path, other: Path | None) -> bool:
+    return other is not None and one.absolute() == other.absolute()

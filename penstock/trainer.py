@@ -43,6 +43,7 @@ from penstock.metrics import recorder
 from penstock.models import ModelSource, keep_small_files
 from penstock.program import Program
 from penstock.report import RunReport
+from penstock.resumption import Resumption
 from penstock.saving import Saver
 from penstock.step import StepRunner
 from penstock.step_layout import lay_out
@@ -76,15 +77,15 @@ class Trainer:
         self._tell = self._listener
         assembly.set_threads(self.config.engine.threads)
         self._keeper = make_keeper(self.config)
-        recorded = self._keeper.recorded or {}
-        if must_exist and not recorded:
+        recorded = self._keeper.recorded
+        if must_exist and recorded is None:
             raise ConfigError(
                 f"{self.config.run.dir} holds no checkpoint: nothing was trained there yet; "
                 "run `penstock train` first"
             )
         self._recorded = recorded
         self._brought = model is not None
-        self.model = _as_source(self.config, model, bool(recorded))
+        self.model = _as_source(self.config, model, recorded is not None)
         self.device = assembly.choose_device(self.config.engine.device)
         if source is None:
             self._data = assembly.open_data(self.config, self.model, self._notice)
@@ -96,13 +97,13 @@ class Trainer:
             self.model,
             self.device,
             self._data.sequence_length,
-            recorded.get("micro_batch"),
-            recorded.get("slot_bytes"),
+            recorded.micro_batch if recorded else None,
+            recorded.slot_bytes if recorded else None,
         )
         self.program: Program = self._layout.program
-        self._initial_weights: str | None = (
-            recorded["weights"] if "weights" in recorded else self.model.weights_fingerprint()
-        )
+        self._initial_weights = recorded.weights if recorded else None
+        if self._initial_weights is None:
+            self._initial_weights = self.model.weights_fingerprint()
         self.store = self._keeper.open(self.model, self._layout, self.device, self._notice)
         try:
             self._make_the_rest(recorded)
@@ -110,7 +111,7 @@ class Trainer:
             self.close()
             raise
 
-    def _make_the_rest(self, recorded: Mapping[str, Any]) -> None:
+    def _make_the_rest(self, recorded: Resumption | None) -> None:
         """Make what stands around the store: engines, the step, evaluation."""
         self.resumed_from = self.store.step if recorded else None
         batches = Batches(
@@ -122,13 +123,14 @@ class Trainer:
             self._run_here(batches)
         else:
             self._run_elsewhere(batches)
-        self._watching = not recorded  # that every weight trains is checked in a run's beginning
+        # That every weight trains is checked in a run's beginning.
+        self._watching = recorded is None
         # The gradient of an adapter's A is zero as long as its B is.
         self._watched_later = frozenset(adapter.down for adapter in self.model.adapters.values())
         self._evaluator = self._make_evaluator()
         self._writer: Writer | None = None
-        self._best_loss: float | None = recorded.get("best_loss")
-        self._evaluations_since_best: int = recorded.get("evaluations_since_best", 0)
+        self._best_loss = recorded.best_loss if recorded else None
+        self._evaluations_since_best = recorded.evaluations_since_best if recorded else 0
         self._saver = Saver(
             self._keeper,
             self.config.checkpoint,
@@ -185,7 +187,7 @@ class Trainer:
     def train(self) -> dict[str, Any]:
         """Run to the configured number of steps and return a summary of the run's figures."""
         self._check_resumable()
-        lock = FolderLock(self.config.run.dir, "choose another run.dir", "training.lock")
+        lock = FolderLock(self.config.run.dir, "run.dir", "training.lock")
         try:
             self._refuse_stale()
             write_record(self.config)
@@ -239,7 +241,7 @@ class Trainer:
         if self.step == first_step and self.step >= config.run.steps:
             self._notice(
                 f"the run already has its {config.run.steps} steps; nothing to do. To train on: "
-                f"run.steps={2 * config.run.steps}"
+                f"{config.more_steps()}"
             )
         self.save()
         report.add_behind(self.store.take_flash_traffic())
@@ -356,15 +358,15 @@ class Trainer:
     def _extra(self) -> dict[str, Any]:
         """Return what a resumed run needs to know beside the store."""
         dataset = self._data.dataset
-        return {
-            "trajectory": self.config.trajectory(),
-            "micro_batch": self._layout.micro_batch,
-            "slot_bytes": self._layout.slot_bytes,
-            "data": dataset.fingerprint if dataset else None,
-            "weights": self._initial_weights,
-            "best_loss": self._best_loss,
-            "evaluations_since_best": self._evaluations_since_best,
-        }
+        return Resumption(
+            trajectory=self.config.trajectory(),
+            micro_batch=self._layout.micro_batch,
+            slot_bytes=self._layout.slot_bytes,
+            data=dataset.fingerprint if dataset else None,
+            weights=self._initial_weights,
+            best_loss=self._best_loss,
+            evaluations_since_best=self._evaluations_since_best,
+        ).to_mapping()
 
     def close(self) -> None:
         """Give up a checkpoint that is on its way, and let go of the store's files and threads."""
@@ -445,11 +447,11 @@ class Trainer:
 
     def _check_resumable(self) -> None:
         recorded = self._recorded
-        if not recorded:
+        if recorded is None:
             return
-        self.config.check_resumable(recorded["trajectory"])
+        self.config.check_resumable(recorded.trajectory)
         dataset = self._data.dataset
-        if dataset is not None and recorded.get("data") not in (None, dataset.fingerprint):
+        if dataset is not None and recorded.data not in (None, dataset.fingerprint):
             raise DataError(
                 f"{self.config.run.dir} was trained on another data set than {dataset.path}; "
                 "point data.path at the one it was started with, or choose another run.dir"

@@ -26,10 +26,22 @@ app = typer.Typer(
 )
 
 
+def _tell_version(wanted: bool) -> None:
+    if wanted:
+        from penstock import __version__
+
+        typer.echo(f"penstock {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
 def root(
     debug: Annotated[
         bool, typer.Option("--debug", help="Show the traceback of an error, with any command.")
+    ] = False,
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version.", is_eager=True, callback=_tell_version),
     ] = False,
 ) -> None:
     """Train neural networks larger than the device that computes them."""

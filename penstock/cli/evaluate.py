@@ -9,7 +9,7 @@ import typer
 
 
 def evaluate(
-    run: Annotated[Path, typer.Argument(help="Folder of a run.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
     overrides: Annotated[
         list[str] | None,
         typer.Argument(metavar="[KEY=VALUE]...", help="Keys to set, such as data.path=FOLDER."),

@@ -20,8 +20,8 @@ class Dtype(StrEnum):
 
 
 def export(
-    run: Annotated[Path, typer.Argument(help="Folder of a run.")],
-    out: Annotated[Path, typer.Argument(help="New folder to write.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="New folder to write.")],
     dtype: Annotated[Dtype, typer.Option(help="Type of the weights.")] = Dtype.fp32,
     shard_size: Annotated[
         str, typer.Option(help="Greatest size of a file; a larger weight has one of its own.")

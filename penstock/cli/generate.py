@@ -9,7 +9,7 @@ import typer
 
 
 def generate(
-    run: Annotated[Path, typer.Argument(help="Folder of a run.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
     prompt: Annotated[str, typer.Option(help="Text to go on from.")] = "",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write.")] = 200,
     temperature: Annotated[

@@ -9,7 +9,9 @@ import typer
 
 
 def init(
-    file: Annotated[Path, typer.Argument(help="File to write.")] = Path("train.yaml"),
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="File to write.")] = Path(
+        "train.yaml"
+    ),
     model: Annotated[str, typer.Option(help="Preset to start from.")] = "gpt2",
     text: Annotated[
         list[str] | None,

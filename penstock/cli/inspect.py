@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def inspect(
-    run: Annotated[Path, typer.Argument(help="Folder of a run.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
     only_hash: Annotated[
         bool,
         typer.Option(
@@ -143,11 +143,13 @@ def _verified(folder: Path) -> CheckpointState:
 
 
 def _configuration_lines(settings: Config) -> list[str]:
+    from penstock.config.document import dump_inline
+
     model = settings.to_mapping()["model"]
     schedule = settings.optimizer.schedule.name
     return [
         f"run          {settings.run.dir}",
-        f"model        {model if model is not None else 'brought from Python'}",
+        f"model        {dump_inline(model) if model is not None else 'brought from Python'}",
         f"training     {settings.run.steps} steps of {settings.batch.size} sequences, "
         f"{settings.precision}, {settings.optimizer.name} {settings.optimizer.learning_rate:g} "
         f"{schedule}, seed {settings.run.seed}",

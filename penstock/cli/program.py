@@ -28,7 +28,9 @@ class Precision(StrEnum):
 def program(
     model: Annotated[
         str,
-        typer.Argument(help="Preset, run configuration (.yaml), or Hugging Face config.json."),
+        typer.Argument(
+            metavar="MODEL", help="Preset, run configuration (.yaml), or Hugging Face config.json."
+        ),
     ],
     overrides: Annotated[
         list[str] | None,

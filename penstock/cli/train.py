@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 
 def train(
-    config: Annotated[Path, typer.Argument(help="YAML file; `penstock init` writes one.")],
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG", help="YAML file; `penstock init` writes one.")
+    ],
     overrides: Annotated[
         list[str] | None,
         typer.Argument(

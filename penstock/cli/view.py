@@ -251,11 +251,11 @@ def parameters(started: RunStarted) -> str:
 
 
 def flash_traffic(step: StepDone) -> str:
-    """Return what a step read and wrote on flash, and what part of it was waiting for that."""
+    """Return what a step read and wrote on flash, and what share of its time it waited."""
     share = step.flash_wait_seconds / step.seconds
     return (
         f"{show_bytes(step.flash_read_bytes)} read, {show_bytes(step.flash_written_bytes)} written "
-        f"per step, {share:.0%} of it waiting"
+        f"per step, {share:.0%} of the time waiting"
     )
 
 

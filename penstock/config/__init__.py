@@ -14,7 +14,7 @@ from penstock.config.model import (
     PresetModel,
 )
 from penstock.config.optimizer import GroupConfig, OptimizerConfig
-from penstock.config.record import check_run, load_run, write_record
+from penstock.config.record import check_run, load_run, recorded_flash, write_record
 from penstock.config.root import Config
 from penstock.config.schedule import ScheduleConfig
 from penstock.config.size import ByteSize, size_above
@@ -36,6 +36,7 @@ __all__ = [
     "check_run",
     "load",
     "load_run",
+    "recorded_flash",
     "size_above",
     "write_record",
 ]

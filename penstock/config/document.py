@@ -186,7 +186,9 @@ def dump(value: Any) -> str:
 
 def dump_inline(value: Any) -> str:
     """Return JSON-able values as YAML on one line."""
-    text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**6)
+    text = yaml.safe_dump(
+        value, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**6
+    )
     return text.removesuffix("\n").removesuffix("\n...")
 
 

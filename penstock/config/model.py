@@ -20,6 +20,7 @@ from pydantic_core import PydanticCustomError
 
 from penstock.config.section import Patterns, Section, setting
 from penstock.errors import ConfigError, did_you_mean
+from penstock.presets import preset_names, resolve_preset
 
 FORMS = ("preset", "hf", "hf_config", "factory")
 
@@ -56,9 +57,10 @@ class PresetModel(Section):
 
     @model_validator(mode="after")
     def _resolves(self) -> PresetModel:
-        problem = preset_problem(self.preset, self.overrides)
-        if problem is not None:
-            raise PydanticCustomError("preset", "{text}", {"text": problem})
+        try:
+            resolve_preset(self.preset, self.overrides)
+        except ConfigError as error:
+            raise PydanticCustomError("preset", "{text}", {"text": str(error)}) from None
         return self
 
     @model_serializer
@@ -149,29 +151,6 @@ class FactoryModel(Section):
                     {"got": repr(value)},
                 )
         return value
-
-
-def preset_names() -> list[str]:
-    """Return the names of all presets.
-
-    This and `preset_problem` are the one place that looks upwards: the table of presets is plain
-    data, and a wrong name must be refused where the file is read, before anything heavy is
-    imported.
-    """
-    from penstock.models.presets import preset_names as names
-
-    return list(names())
-
-
-def preset_problem(name: str, overrides: dict[str, Any]) -> str | None:
-    """Return what is wrong with a preset's overrides, or None."""
-    from penstock.models.presets import resolve_preset
-
-    try:
-        resolve_preset(name, overrides)
-    except ConfigError as error:
-        return str(error)
-    return None
 
 
 def _normalise(value: Any) -> Any:

@@ -37,13 +37,15 @@ def check_run(config: Config, fresh: bool = False) -> bool:
             f"{_contents(folder)}; move it away, or choose another with run.dir=FOLDER"
         )
     flash = config.store.flash.path
-    if not has_checkpoint(folder) and not (
-        flash is not None and any((flash / name).exists() for name in ("journal", "shards.json"))
-    ):
+    if not has_checkpoint(folder) and not (flash is not None and _holds_store(flash)):
         return False
     if (folder / FILE_NAME).exists():
         config.check_resumable(load_run(folder).trajectory())
     return True
+
+
+def _holds_store(folder: Path) -> bool:
+    return any((folder / name).exists() for name in ("journal", "shards.json"))
 
 
 def write_record(config: Config) -> Path:
@@ -77,23 +79,40 @@ def load_run(folder: str | Path, overrides: Sequence[str] = ()) -> Config:
     if not path.is_file():
         raise ConfigError(
             f"{folder}: expected a run, which has a {FILE_NAME}; it holds {_contents(folder)}"
+            + ("; name the run whose store.flash.path this is" * _holds_store(folder))
         )
     data, lines = read(path)
-    if isinstance(data.get("run"), dict):
-        recorded_dir = data["run"].get("dir")
-        data["run"]["dir"] = str(folder)
-        _follow_data(data, recorded_dir, folder)
+    _follow(data, folder)
     return Config.from_mapping(data, overrides, Origin(name=str(path), lines=lines))
 
 
-def _follow_data(data: dict, recorded_dir: object, folder: Path) -> None:
-    """Point data.path into the moved folder where it was inside the folder's old place."""
-    section = data.get("data")
-    if not isinstance(section, dict) or not isinstance(section.get("path"), str):
-        return
-    path = Path(section["path"])
-    if isinstance(recorded_dir, str) and path.is_relative_to(recorded_dir):
-        section["path"] = str(folder / path.relative_to(recorded_dir))
+def recorded_flash(folder: Path) -> Path | None:
+    """Return the `store.flash.path` under which a run was last trained, None if there was none."""
+    path = folder / FILE_NAME
+    if not path.is_file():
+        return None
+    data, _ = read(path)
+    _follow(data, folder)
+    match data:
+        case {"store": {"flash": {"path": str(flash)}}}:
+            return Path(flash)
+    return None
+
+
+def _follow(data: dict, folder: Path) -> None:
+    """Point a record's paths into the run's folder, if they were within where that was."""
+    match data:
+        case {"run": {"dir": str(recorded)} as run}:
+            run["dir"] = str(folder)
+        case _:
+            return
+    store = data.get("store")
+    for section in (data.get("data"), store.get("flash") if isinstance(store, dict) else None):
+        if not isinstance(section, dict):
+            continue
+        path = section.get("path")
+        if isinstance(path, str) and Path(path).is_relative_to(recorded):
+            section["path"] = str(folder / Path(path).relative_to(recorded))
 
 
 def _contents(folder: Path) -> str:

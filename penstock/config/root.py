@@ -117,6 +117,13 @@ class Config(Section):
         """The step at which a decaying schedule ends."""
         return self.optimizer.schedule.decay_steps or self.run.steps
 
+    def more_steps(self) -> str:
+        """Return the overrides under which a run that has all its steps goes on."""
+        more = f"run.steps={2 * self.run.steps}"
+        if self.optimizer.schedule.name not in DECAYING:
+            return more
+        return f"{more} optimizer.schedule.decay_steps={self.decay_steps}, at the final rate"
+
     @property
     def gradient_precision(self) -> Literal["fp32", "bf16"]:
         """The type of kept gradients, with `auto` resolved."""

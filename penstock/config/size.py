@@ -1,4 +1,4 @@
-"""Byte sizes as people write them: `4GiB`, `512MiB`, `2GB`, `1.5 TiB`, or a count of bytes."""
+"""Byte sizes as people write them: `4GiB`, `512MiB`, `2GB`, `1.5 TiB`; or a count of bytes."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ _UNITS = {
 }
 _PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 _EXPECTED = "expected a size such as 4GiB, 512MiB or 2GB"
+_LEAST_COUNT = 1 << 16
+"""A smaller number without a unit is one whose unit was forgotten."""
 
 
 class ByteSize(int):
@@ -36,6 +38,8 @@ class ByteSize(int):
         if isinstance(value, ByteSize):
             return value
         if isinstance(value, int) and not isinstance(value, bool):
+            if 0 < value < _LEAST_COUNT:
+                raise ValueError(f"{_EXPECTED}, got {value}; it has no unit: write {value}GiB")
             return cls._positive(value, value)
         if not isinstance(value, str):
             raise ValueError(f"{_EXPECTED}, got {value!r}; write a number and a unit")
@@ -94,5 +98,7 @@ def size_or_auto(value: object) -> ByteSize | str:
 
 def size_above(size: int) -> str:
     """Show a number of bytes rounded up, so that what is shown is enough."""
-    unit, name = (2**30, "GiB") if size >= 2**30 / 10 else (2**20, "MiB")
-    return f"{math.ceil(100 * size / unit) / 100:.2f} {name}"
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if size >= unit / 10:
+            return f"{math.ceil(100 * size / unit) / 100:.2f} {name}"
+    return f"{size} B"

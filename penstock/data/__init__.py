@@ -4,7 +4,6 @@ from penstock.data.build import BuildReport, build_dataset
 from penstock.data.dataset import TokenDataset, check_vocabulary
 from penstock.data.record_sampling import RecordSource
 from penstock.data.sampling import (
-    IGNORED_LABEL,
     ArraySource,
     Batch,
     LanguageModelSource,
@@ -19,6 +18,7 @@ from penstock.data.tokenizers import (
     export_tokenizer,
     load_tokenizer,
 )
+from penstock.labels import IGNORED_LABEL
 
 __all__ = [
     "IGNORED_LABEL",

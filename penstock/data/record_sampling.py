@@ -11,8 +11,9 @@ import numpy as np
 
 from penstock.data.dataset import TokenDataset
 from penstock.data.record_index import Spans
-from penstock.data.sampling import IGNORED_LABEL, Batch, evaluation_rows, sample_places
+from penstock.data.sampling import Batch, evaluation_rows, sample_places
 from penstock.errors import DataError
+from penstock.labels import IGNORED_LABEL
 
 
 class RecordSource:

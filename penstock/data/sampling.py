@@ -13,10 +13,10 @@ import numpy as np
 from penstock.data.dataset import TokenDataset
 from penstock.data.permutation import key_of, mix, permute
 from penstock.errors import DataError
+from penstock.labels import IGNORED_LABEL
 
 Batch = dict[str, np.ndarray]
 
-IGNORED_LABEL = -100
 # Streams of random numbers that must not share their keys.
 _ORDER, _OFFSET, _CHOICE, _FATE, _WORD = range(5)
 

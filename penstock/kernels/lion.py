@@ -4,7 +4,7 @@ import numpy as np
 from numba import prange
 
 from penstock.kernels.arguments import require_flat
-from penstock.kernels.blocks import AHEAD, STRIDE, block_bounds, block_count
+from penstock.kernels.blocks import block_bounds, block_count
 from penstock.kernels.compilation import inlined, kernel
 from penstock.kernels.gradients import load_gradient
 from penstock.kernels.moments import (
@@ -19,18 +19,14 @@ from penstock.kernels.moments import (
     scratch_of,
     store_moment,
 )
+from penstock.kernels.passes import over_block, over_group
 from penstock.kernels.split_master import (
     Weight,
-    fetch_weight,
     load_weight,
     require_weight,
     store_weight,
 )
 from penstock.kernels.vectors import (
-    LANES,
-    every_lane,
-    fetch,
-    first_lanes,
     fma,
     select,
     splat,
@@ -38,7 +34,8 @@ from penstock.kernels.vectors import (
 
 
 @inlined
-def _at(weight, gradient, average, scalars, i, lanes):
+def _at(weight, gradient, moments, scalars, i, lanes):
+    average = moments[0]
     scale, blend_rate, average_rate, keep, learning_rate = scalars
     w = load_weight(weight, i, lanes) * splat(keep)
     g = load_gradient(gradient, i, lanes) * splat(scale)
@@ -54,17 +51,8 @@ def _at(weight, gradient, average, scalars, i, lanes):
 
 @kernel
 def _lion(weight, gradient, average, scalars):
-    length = gradient.size
-    for block in prange(block_count(length)):
-        first, whole, last = block_bounds(block, length)
-        for i in range(first, whole, STRIDE):
-            fetch_weight(weight, i + AHEAD)
-            fetch(gradient, i + AHEAD)
-            fetch(average, i + AHEAD)
-            for j in range(i, i + STRIDE, LANES):
-                _at(weight, gradient, average, scalars, j, every_lane())
-        for i in range(whole, last, LANES):
-            _at(weight, gradient, average, scalars, i, first_lanes(last - i))
+    for block in prange(block_count(gradient.size)):
+        over_block(_at, weight, gradient, (average,), scalars, block)
 
 
 @kernel
@@ -74,12 +62,7 @@ def _lion_8bit(weight, gradient, average, scalars, work, key, position):
         first, _, last = block_bounds(block, length)
         mean = (average[0], average[1], SIGNED, work, scratch_of(block, 0))
         for group in range(first, last, GROUP):
-            end = min(group + GROUP, last)
-            whole = end - (end - group) % LANES
-            for i in range(group, whole, LANES):
-                _at(weight, gradient, mean, scalars, i, every_lane())
-            if whole < end:
-                _at(weight, gradient, mean, scalars, whole, first_lanes(end - whole))
+            over_group(_at, weight, gradient, (mean,), scalars, group, last)
             encode(mean, group, length, key, position)
 
 

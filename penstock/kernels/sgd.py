@@ -9,7 +9,7 @@ import numpy as np
 from numba import prange
 
 from penstock.kernels.arguments import require_flat
-from penstock.kernels.blocks import AHEAD, STRIDE, block_bounds, block_count
+from penstock.kernels.blocks import block_bounds, block_count
 from penstock.kernels.compilation import inlined, kernel
 from penstock.kernels.gradients import load_gradient
 from penstock.kernels.moments import (
@@ -24,18 +24,18 @@ from penstock.kernels.moments import (
     scratch_of,
     store_moment,
 )
+from penstock.kernels.passes import over_block, over_group
 from penstock.kernels.split_master import (
     Weight,
-    fetch_weight,
     load_weight,
     require_weight,
     store_weight,
 )
-from penstock.kernels.vectors import LANES, every_lane, fetch, first_lanes, fma, splat
+from penstock.kernels.vectors import fma, splat
 
 
 @inlined
-def _plain_at(weight, gradient, scalars, i, lanes):
+def _plain_at(weight, gradient, moments, scalars, i, lanes):
     scale, decay, learning_rate = scalars
     w = load_weight(weight, i, lanes)
     g = fma(splat(decay), w, load_gradient(gradient, i, lanes) * splat(scale))
@@ -44,20 +44,13 @@ def _plain_at(weight, gradient, scalars, i, lanes):
 
 @kernel
 def _plain(weight, gradient, scalars):
-    length = gradient.size
-    for block in prange(block_count(length)):
-        first, whole, last = block_bounds(block, length)
-        for i in range(first, whole, STRIDE):
-            fetch_weight(weight, i + AHEAD)
-            fetch(gradient, i + AHEAD)
-            for j in range(i, i + STRIDE, LANES):
-                _plain_at(weight, gradient, scalars, j, every_lane())
-        for i in range(whole, last, LANES):
-            _plain_at(weight, gradient, scalars, i, first_lanes(last - i))
+    for block in prange(block_count(gradient.size)):
+        over_block(_plain_at, weight, gradient, (), scalars, block)
 
 
 @inlined
-def _momentum_at(weight, gradient, momentum, scalars, i, lanes):
+def _momentum_at(weight, gradient, moments, scalars, i, lanes):
+    momentum = moments[0]
     scale, decay, learning_rate, keep, of_gradient, of_momentum = scalars
     w = load_weight(weight, i, lanes)
     g = fma(splat(decay), w, load_gradient(gradient, i, lanes) * splat(scale))
@@ -69,17 +62,8 @@ def _momentum_at(weight, gradient, momentum, scalars, i, lanes):
 
 @kernel
 def _momentum(weight, gradient, momentum, scalars):
-    length = gradient.size
-    for block in prange(block_count(length)):
-        first, whole, last = block_bounds(block, length)
-        for i in range(first, whole, STRIDE):
-            fetch_weight(weight, i + AHEAD)
-            fetch(gradient, i + AHEAD)
-            fetch(momentum, i + AHEAD)
-            for j in range(i, i + STRIDE, LANES):
-                _momentum_at(weight, gradient, momentum, scalars, j, every_lane())
-        for i in range(whole, last, LANES):
-            _momentum_at(weight, gradient, momentum, scalars, i, first_lanes(last - i))
+    for block in prange(block_count(gradient.size)):
+        over_block(_momentum_at, weight, gradient, (momentum,), scalars, block)
 
 
 @kernel
@@ -89,12 +73,7 @@ def _momentum_8bit(weight, gradient, momentum, scalars, work, key, position):
         first, _, last = block_bounds(block, length)
         mean = (momentum[0], momentum[1], SIGNED, work, scratch_of(block, 0))
         for group in range(first, last, GROUP):
-            end = min(group + GROUP, last)
-            whole = end - (end - group) % LANES
-            for i in range(group, whole, LANES):
-                _momentum_at(weight, gradient, mean, scalars, i, every_lane())
-            if whole < end:
-                _momentum_at(weight, gradient, mean, scalars, whole, first_lanes(end - whole))
+            over_group(_momentum_at, weight, gradient, (mean,), scalars, group, last)
             encode(mean, group, length, key, position)
 
 

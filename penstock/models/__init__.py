@@ -1,12 +1,11 @@
 """Models by preset, Hugging Face configuration or the user's own code, never built whole.
 
-`ModelSource` is loaded on first use: listing presets needs neither torch nor transformers.
+`ModelSource` is loaded on first use: the files of a folder need neither torch nor transformers.
 """
 
 from typing import TYPE_CHECKING, Any
 
 from penstock.models.folder import keep_small_files, other_files, tokenizer_files
-from penstock.models.presets import find_preset, preset_names, resolve_preset
 
 if TYPE_CHECKING:
     from penstock.models.lora import Adapter
@@ -18,11 +17,8 @@ __all__ = [
     "InputSpec",
     "ModelSource",
     "WeightFiles",
-    "find_preset",
     "keep_small_files",
     "other_files",
-    "preset_names",
-    "resolve_preset",
     "tokenizer_files",
 ]
 

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from penstock.data import IGNORED_LABEL
 from penstock.errors import CompileError
+from penstock.labels import IGNORED_LABEL
 from penstock.models.masks import fixed_shape_masks
 
 WEIGHT_PREFIX = "model."

@@ -35,10 +35,10 @@ from penstock.models.objective import (
     Outputs,
     Scores,
 )
-from penstock.models.presets import resolve_preset
 from penstock.models.pretrained import Pretrained
 from penstock.models.reference import load_reference
 from penstock.models.weight_files import WeightFiles
+from penstock.presets import resolve_preset
 
 SEQUENCE = "sequence_length"
 TASKS = ("causal_lm", "masked_lm", "custom")

@@ -14,13 +14,17 @@ class FolderLock:
 
     Args:
         folder: made if need be; the file `name` in it names the process that holds it.
-        advice: what else whoever is refused can do.
+        key: the configuration's name of the folder.
 
     Raises:
         StorageError: somebody holds it, or the disk is full, read-only or failing.
     """
 
-    def __init__(self, folder: Path, advice: str, name: str = "LOCK") -> None:
+    def __init__(self, folder: Path, key: str, name: str = "LOCK") -> None:
+        if folder.exists() and not folder.is_dir():
+            raise StorageError(
+                f"{folder}: cannot be written: a file is there; choose another {key}"
+            )
         try:
             files.make_folder(folder)
             self._descriptor = open_own(folder / name, os.O_RDWR | os.O_CREAT)
@@ -28,7 +32,8 @@ class FolderLock:
             raise StorageError(f"{folder / name}: {error.strerror}") from error
         except OSError as error:
             raise StorageError(
-                f"{folder}: cannot be written: {error.strerror}; make it writable, or {advice}"
+                f"{folder}: cannot be written: {error.strerror}; make it writable, or choose "
+                f"another {key}"
             ) from error
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -37,7 +42,7 @@ class FolderLock:
             self.release()
             raise StorageError(
                 f"{folder} is in use{f' by {holder}' if holder else ''}; wait until it ends, or "
-                f"{advice}"
+                "stop it"
             ) from error
         name_bytes = f"process {os.getpid()}\n".encode()
         try:

@@ -15,23 +15,7 @@ import numpy as np
 import torch
 
 from penstock.store.files import ChecksummedFile, FileRecord
-from penstock.tensor_header import ITEM_BYTES, Extent, header_length, parse_header
-
-__all__ = [
-    "DTYPES",
-    "ITEM_BYTES",
-    "Entry",
-    "Extent",
-    "elements",
-    "extents",
-    "file_bytes",
-    "header",
-    "header_length",
-    "in_file_order",
-    "parse_header",
-    "pieces_of",
-    "write",
-]
+from penstock.tensor_header import Extent
 
 DTYPES = {
     torch.float32: "F32",

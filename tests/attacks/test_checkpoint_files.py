@@ -4,6 +4,7 @@
 """
 
 import json
+import math
 import os
 import shutil
 
@@ -13,7 +14,7 @@ from store_programs import make_program, random_weights, train, training_store
 
 from penstock.errors import ConfigError, CorruptionError, StorageError
 from penstock.store import (
-    checkpoint_weights,
+    SavedWeights,
     find_checkpoint,
     load_checkpoint,
     save_checkpoint,
@@ -70,11 +71,16 @@ def resealed(path, change):
     path.write_bytes(sealed_json.seal(change(content) or content))
 
 
+def read_all(saved):
+    for name, shape in saved.shapes.items():
+        saved.read(name, "master", 0, math.prod(shape))
+
+
 def refuse_all(folder, match, kind=CorruptionError):
     for look in (
         lambda: load_checkpoint(fresh_store(), folder),
         lambda: verify_checkpoint(folder),
-        lambda: list(checkpoint_weights(folder)),
+        lambda: read_all(SavedWeights(folder)),
     ):
         with pytest.raises(kind, match=match):
             look()

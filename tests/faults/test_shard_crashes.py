@@ -172,7 +172,7 @@ def test_damage_in_one_shard_takes_all_back_to_a_step_that_is_whole_in_all(tmp_p
             reader.verify(STEPS)
         with pytest.raises(CorruptionError, match="shard-1/extents: damaged in bytes"):
             reader.content_hash(STEPS)
-    with open_reader(folder, to_the_damage=True) as reader:
+    with open_reader(folder, despite_damage=True) as reader:
         assert reader.repair() == STEPS - 1
         assert reader.steps == [STEPS - 1]
     store = opened(folder)

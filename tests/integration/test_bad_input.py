@@ -72,7 +72,7 @@ def test_impossible_budget_names_the_least_that_would_do_and_that_does(penstock)
     assert_refused(
         result,
         5,
-        r"the engine needs (\S+) MiB for a step of 2 micro-batch\(es\), the budget is 0\.10 MiB; "
+        r"the engine needs (\S+) MiB for a step of 2 micro-batch\(es\), the budget is 97\.66 KiB; "
         r"the peak is at stage \S+\. Raise engine\.memory to at least \1 MiB, or lower "
         r"batch\.micro, batch\.size or data\.sequence_length\.",
     )
@@ -87,6 +87,18 @@ def test_missing_data(penstock):
         2,
         r"command line, data\.path=sat: data\.path: sat does not exist; make it with `penstock "
         r"data build --input FILES --tokenizer bytes --out sat`, or list files in data\.input",
+    )
+
+
+def test_a_data_set_of_another_tokenizer_than_is_asked_for_now(penstock):
+    ours = ("train", "run.yaml", "data.path=null", "data.input=[text.txt]", "--quiet")
+    tokens = ("data.tokenizer=train-bpe:300", "model.vocab_size=100")
+    assert penstock(*ours, *tokens)[0] == 3  # built, and too many tokens for the model
+    assert_refused(
+        penstock(*ours, "data.tokenizer=bytes"),
+        3,
+        r"data\.tokenizer: run/data was built with train-bpe:300, got bytes; set it back, delete "
+        r"run/data to have it built again, or choose another run\.dir",
     )
 
 

@@ -16,7 +16,6 @@ from penstock.errors import ConfigError, CorruptionError
 from penstock.store import (
     SGD,
     Lion,
-    checkpoint_weights,
     find_checkpoint,
     load_checkpoint,
     read_state,
@@ -108,18 +107,6 @@ def test_the_files_are_plain_safetensors_with_the_float32_weights(tmp_path):
             assert torch.equal(found.pop(f"{role}/{name}"), tensor)
     assert found == {}
     assert {path.suffix for path in folder.iterdir()} == {".safetensors", ".json"}
-
-
-def test_weights_alone_can_be_read(tmp_path):
-    store = trained([*LAYERS, {"nothing": (0, 4), "large": (3000, 1000)}])
-    folder = save_checkpoint(store, tmp_path, {}).folder
-    weights = dict(checkpoint_weights(folder))
-    assert weights.keys() == store.program.weights.keys()
-    assert all(torch.equal(weights[name], store.master(name)) for name in weights)
-    fine_tuned = training_store(store.program, optimizer=Lion())
-    fine_tuned.load(checkpoint_weights(folder))
-    assert fine_tuned.step == 0
-    assert fine_tuned.content_hash() == store.content_hash()
 
 
 def test_large_stages_are_cut_into_files_of_bounded_size(tmp_path, monkeypatch):
@@ -335,7 +322,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path):
         load_checkpoint(store, folder)
     assert str(caught.value) == (
         f"{folder}: a checkpoint of another optimizer: exp_avg_sq/a is only in it; use the "
-        "optimizer that wrote it, or load its weights only"
+        "optimizer that wrote it, or export it and begin from there (model.hf)"
     )
 
 

@@ -115,8 +115,7 @@ def test_one_run_is_trained_by_one_trainer_at_a_time(tmp_path):
     first._listener = try_the_other
     first.train()
     assert refused == [
-        f"{tmp_path / 'run'} is in use by process {os.getpid()}; wait until it ends, or choose "
-        "another run.dir"
+        f"{tmp_path / 'run'} is in use by process {os.getpid()}; wait until it ends, or stop it"
     ]
     with pytest.raises(ConfigError) as caught:
         second.train()  # it would do steps again that are done

@@ -5,7 +5,6 @@ from penstock.store.checkpoint.index import find_checkpoint
 from penstock.store.checkpoint.load import (
     checkpoint_folders,
     checkpoint_hash,
-    checkpoint_weights,
     load_checkpoint,
     verify_checkpoint,
 )
@@ -20,7 +19,6 @@ __all__ = [
     "SavedWeights",
     "checkpoint_folders",
     "checkpoint_hash",
-    "checkpoint_weights",
     "find_checkpoint",
     "load_checkpoint",
     "read_state",

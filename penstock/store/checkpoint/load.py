@@ -6,12 +6,11 @@ that gives other bytes the second time, cannot slip through.
 
 import bisect
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-import torch
 import xxhash
 from safetensors import safe_open
 
@@ -28,7 +27,7 @@ from penstock.store.content_hash import hash_weights
 from penstock.store.files import CHUNK_BYTES, FileRecord
 from penstock.store.interface import Store
 from penstock.store.roles import MASTER
-from penstock.store.tensor_file import Extent
+from penstock.tensor_header import Extent, header_length, parse_header
 
 Piece = tuple[str, int, np.ndarray]
 """Name of a tensor, number of the first element, some elements (valid until the next piece)."""
@@ -61,32 +60,11 @@ def load_checkpoint(store: Store, folder: Path, verify: bool = True) -> dict[str
     }
     _require_same_model(store, folder, state)
     store.begin_restore()
-    for tensor, begin, values in _pieces(folder, state, lambda name: True, verify):
+    for tensor, begin, values in _pieces(folder, state, verify):
         name, role = sources[tensor]
         store.write(name, role, begin, values)
     store.finish_restore(state.step)
     return state.extra
-
-
-def checkpoint_weights(folder: Path, verify: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the weights of a checkpoint, float32, one at a time; optimizer state is not read.
-
-    For `store.load`, where a model is used or fine-tuned and not trained on. Errors are those of
-    `load_checkpoint`.
-    """
-    state = read_state(folder)
-    prefix = tensor_name(MASTER, "")
-    for name, shape in state.weights.items():
-        if 0 in shape:
-            yield name, torch.empty(shape)
-    whole = np.empty(0, np.float32)
-    for tensor, begin, values in _pieces(folder, state, lambda n: n.startswith(prefix), verify):
-        shape = state.tensors[tensor].extent.shape
-        if begin == 0:
-            whole = np.empty(int(np.prod(shape)), np.float32)
-        whole[begin : begin + values.size] = values
-        if begin + values.size == whole.size:
-            yield tensor.removeprefix(prefix), torch.from_numpy(whole).view(shape)
 
 
 def verify_checkpoint(folder: Path) -> CheckpointState:
@@ -95,7 +73,7 @@ def verify_checkpoint(folder: Path) -> CheckpointState:
     Errors are those of `load_checkpoint`.
     """
     state = read_state(folder)
-    for _ in _pieces(folder, state, lambda name: True, verify=True):
+    for _ in _pieces(folder, state):
         pass
     return state
 
@@ -146,7 +124,7 @@ def _require_same_model(store: Store, folder: Path, state: CheckpointState) -> N
     rest = f"; and {len(differences) - 5} more" if len(differences) > 5 else ""
     what = "of another optimizer" if same_weights else "of another model"
     advice = (
-        "use the optimizer that wrote it, or load its weights only"
+        "use the optimizer that wrote it, or export it and begin from there (model.hf)"
         if same_weights
         else "use the configuration that wrote it"
     )
@@ -157,53 +135,56 @@ def _spelled(dtype: str, shape: tuple[int, ...]) -> str:
     return f"{dtype} {list(shape)}"
 
 
-def _pieces(
-    folder: Path, state: CheckpointState, wanted: Callable[[str], bool], verify: bool
-) -> Iterator[Piece]:
-    """Read the wanted tensors of all files, in the order in which they lie."""
+def _pieces(folder: Path, state: CheckpointState, verify: bool = True) -> Iterator[Piece]:
+    """Read the tensors of all files, in the order in which they lie."""
     for file_name, record in state.files.items():
         extents = {
             name: place.extent for name, place in state.tensors.items() if place.file == file_name
         }
-        yield from _file_pieces(folder / file_name, record, extents, wanted, verify)
+        yield from _file_pieces(folder / file_name, record, extents, verify)
 
 
 def _file_pieces(
-    path: Path,
-    record: FileRecord,
-    extents: dict[str, Extent],
-    wanted: Callable[[str], bool],
-    verify: bool,
+    path: Path, record: FileRecord, extents: dict[str, Extent], verify: bool
 ) -> Iterator[Piece]:
     ordered = sorted(
         ((name, extent) for name, extent in extents.items() if extent.begin < extent.end),
         key=lambda item: item[1].begin,
     )
     ends = [extent.end for _, extent in ordered]
-    last_wanted = max((extent.end for name, extent in ordered if wanted(name)), default=0)
     head: bytearray | None = bytearray()
     for offset, data in _chunks(path, record, ordered, verify):
         if head is not None:
             head += data
-            length = tensor_file.header_length(path, head, record.bytes)
-            if len(head) >= length:
-                if tensor_file.parse_header(path, head[:length], record.bytes) != extents:
-                    raise CorruptionError(
-                        f"{path}: its header is not that of the file which state.json describes; "
-                        "use another checkpoint"
-                    )
+            if holds_header(path, head, record, extents):
                 head = None
-        elif offset >= last_wanted:
-            return
         end = offset + len(data)
         # The first tensor that ends after this chunk begins, then on to those that begin in it.
         for name, extent in ordered[bisect.bisect_right(ends, offset) :]:
             if extent.begin >= end:
                 break
-            if wanted(name):
-                first, last = max(extent.begin, offset), min(extent.end, end)
-                values = tensor_file.elements(data[first - offset : last - offset], extent.dtype)
-                yield name, (first - extent.begin) // values.itemsize, values
+            first, last = max(extent.begin, offset), min(extent.end, end)
+            values = tensor_file.elements(data[first - offset : last - offset], extent.dtype)
+            yield name, (first - extent.begin) // values.itemsize, values
+
+
+def holds_header(
+    path: Path, head: bytearray, record: FileRecord, extents: dict[str, Extent]
+) -> bool:
+    """Tell whether `head`, the first bytes of a file, has all of its header.
+
+    Raises:
+        CorruptionError: its tensors do not lie where `state.json` says.
+    """
+    length = header_length(path, head, record.bytes)
+    if len(head) < length:
+        return False
+    if parse_header(path, head[:length], record.bytes) != extents:
+        raise CorruptionError(
+            f"{path}: its header is not that of the file which state.json describes; "
+            "use another checkpoint"
+        )
+    return True
 
 
 def _chunks(

@@ -9,9 +9,15 @@ import numpy as np
 from penstock.errors import CorruptionError
 from penstock.plain_file import open_plain
 from penstock.store import tensor_file
-from penstock.store.checkpoint.load import read_into, require_checksum, unreadable
+from penstock.store.checkpoint.load import (
+    holds_header,
+    read_into,
+    require_checksum,
+    unreadable,
+)
 from penstock.store.checkpoint.state import read_state, tensor_name
 from penstock.store.files import CHUNK_BYTES
+from penstock.tensor_header import ITEM_BYTES
 
 
 class SavedWeights:
@@ -38,6 +44,7 @@ class SavedWeights:
             for name in self._state.files
         }
         self._chunk: tuple[str, int, memoryview] | None = None
+        self._known: set[str] = set()  # files whose header says what state.json says
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -55,8 +62,9 @@ class SavedWeights:
             StorageError: the operating system could not read them.
         """
         place = self._state.tensors[tensor_name(role, name)]
+        self._require_header(place.file)
         extent = place.extent
-        item = tensor_file.ITEM_BYTES[extent.dtype]
+        item = ITEM_BYTES[extent.dtype]
         first, last = extent.begin + begin * item, extent.begin + end * item
         found = bytearray(last - first)
         for number in range(first // CHUNK_BYTES, -(-last // CHUNK_BYTES)):
@@ -66,6 +74,16 @@ class SavedWeights:
                 here.start - origin : here.stop - origin
             ]
         return tensor_file.elements(memoryview(found), extent.dtype)
+
+    def _require_header(self, file: str) -> None:
+        if file in self._known:
+            return
+        head, record = bytearray(), self._state.files[file]
+        for number in range(len(record.checksums)):
+            head += self._checked(file, number)
+            if holds_header(self._folder / file, head, record, dict(self._tensors[file])):
+                break
+        self._known.add(file)
 
     def _checked(self, file: str, number: int) -> memoryview:
         """Return a chunk of a file; the last one is kept, since small tensors share it."""

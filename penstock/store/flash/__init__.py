@@ -2,7 +2,13 @@
 
 from penstock.store.flash.description import OtherStoreError
 from penstock.store.flash.division import least_dram_bytes
-from penstock.store.flash.folder import discard_untrained, open_reader, recorded_extra, repair
+from penstock.store.flash.folder import (
+    discard_untrained,
+    holds_store,
+    open_reader,
+    recorded_extra,
+    repair,
+)
 from penstock.store.flash.reader import FlashReader
 from penstock.store.flash.sharded import DurableStore, ShardedFlashStore
 from penstock.store.flash.shards import require_shards
@@ -15,6 +21,7 @@ __all__ = [
     "OtherStoreError",
     "ShardedFlashStore",
     "discard_untrained",
+    "holds_store",
     "least_dram_bytes",
     "open_reader",
     "recorded_extra",

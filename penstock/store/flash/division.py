@@ -4,8 +4,8 @@ Every byte of memory that holds a weight, a gradient or a part of the optimizer'
 read from flash in the forward sweep, where the updates are made and the disk is busiest. So first
 comes what must be there: the weights of two stages, a few blocks of state on their way, the
 gradients of tied weights, which arrive in two parts. Then weights and gradients share what is left,
-and when both are in memory whole, the rest holds state. Gradients of the first stages stay in
-memory rather than those of the last: they arrive last and are used first.
+and when both are in memory whole, the rest holds state, as much as there is. Gradients of the first
+stages stay in memory rather than those of the last: they arrive last and are used first.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ class _Way:
     def least_bytes(self) -> int:
         return self.fixed_bytes + self.weight_bytes + _LEAST_BUFFERS * self.block_bytes
 
-    def divided(self, budget: int) -> tuple[int, int]:
-        """Return how many blocks there are, and what all that must be leaves of a budget.
+    def divided(self, budget: int, blocks: int) -> tuple[int, int]:
+        """Return for how many of `blocks` there is memory, and what is left of a budget.
 
         They take a quarter of what is not fixed, and no more than the least of weights leaves:
         state that was read ahead is what the first stages of the next step do not wait for.
         """
         rest = budget - self.fixed_bytes
         share = min(rest // 4, rest - self.weight_bytes) // max(1, self.block_bytes)
-        buffers = min(_MOST_BUFFERS, max(_LEAST_BUFFERS, share))
+        buffers = min(_MOST_BUFFERS, max(_LEAST_BUFFERS, min(share, blocks)))
         return buffers, rest - self.weight_bytes - buffers * self.block_bytes
 
 
@@ -78,6 +78,8 @@ class _Ways:
         self.tied = sum(self.sizes[unit.index] for unit in units if unit.tied)
         self.gradients = sum(self.sizes.values())
         self.weights = sum(unit.stream_bytes for unit in layout.units)
+        self.blocks = sum(len(unit.blocks) for unit in units)
+        self.state = sum(u.state_bytes(block.elements) for u in units for block in u.blocks)
         self.slab = max((self.sizes[unit.index] for unit in self.movable), default=0)
         block = max((unit.state_bytes(unit.blocks[0].elements) for unit in units), default=0)
         tail = max((self._first_gradient(unit) for unit in self.movable), default=0)
@@ -111,11 +113,11 @@ def divide(
     ways = _Ways(layout, half_gradients, least_weights)
     way = ways.all_in_memory
     if budget_bytes >= way.least_bytes:
-        buffers, left = way.divided(budget_bytes)
-        return _without_flash(ways, way, buffers, ways.weights, left)
+        buffers, left = way.divided(budget_bytes, ways.blocks)
+        return _without_flash(ways, way, buffers, ways.weights, min(left, ways.state))
     way = ways.gradients_stay
     if budget_bytes >= way.least_bytes:
-        buffers, left = way.divided(budget_bytes)
+        buffers, left = way.divided(budget_bytes, ways.blocks)
         return _without_flash(ways, way, buffers, way.weight_bytes + left, 0)
     return _spilling(ways, budget_bytes)
 
@@ -161,7 +163,7 @@ def _spilling(ways: _Ways, budget: int) -> Division:
             f"{way.fixed_bytes:,}; the budget is {budget:,}; raise store.dram to "
             f"{ways.least_bytes:,} or more"
         )
-    buffers, left = way.divided(budget)
+    buffers, left = way.divided(budget, ways.blocks)
     resident, room = ways.tied, left // 2
     spilled: dict[int, int] = {}
     for unit in ways.movable:

@@ -24,15 +24,20 @@ from penstock.store.flash.version import recorded_step
 from penstock.store.lock import FolderLock
 
 
-def open_reader(folder: Path, to_the_damage: bool = False) -> FlashReader | ShardedReader:
+def open_reader(folder: Path, despite_damage: bool = False) -> FlashReader | ShardedReader:
     """Return the durable steps of the store in `folder`; errors are those of the readers.
 
-    With `to_the_damage`, of a damaged journal what is before the damage.
+    With `despite_damage`, of a damaged journal the records that are whole.
     """
     shards = read_shards(folder)
     if shards is None:
-        return FlashReader(folder, to_the_damage)
-    return ShardedReader(shards, to_the_damage)
+        return FlashReader(folder, despite_damage)
+    return ShardedReader(shards, despite_damage)
+
+
+def holds_store(folder: Path) -> bool:
+    """Tell whether there is a store in `folder`, whole or in shards, whatever its state."""
+    return any((folder / name).exists() for name in (JOURNAL, SHARDS))
 
 
 def repair(folder: Path) -> int:
@@ -43,7 +48,7 @@ def repair(folder: Path) -> int:
         CorruptionError: none is whole; nothing has been changed.
         StorageError: a process has the store open for writing.
     """
-    with open_reader(folder, to_the_damage=True) as reader:
+    with open_reader(folder, despite_damage=True) as reader:
         return reader.repair()
 
 
@@ -67,7 +72,7 @@ def discard_untrained(folder: Path) -> None:
 
 def _discard_shards(shards: Shards) -> None:
     """Remove all shards; some may be gone already, where a process died in here before."""
-    lock = FolderLock(shards.folder, "stop it")
+    lock = FolderLock(shards.folder, "store.flash.path")
     try:
         for folder in shards.folders:
             _require_untrained(shards.folder, list(recorded_steps(folder)))

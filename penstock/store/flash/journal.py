@@ -15,6 +15,7 @@ The distinction rests on sectors of 512 bytes being written whole or not at all.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import struct
@@ -51,16 +52,27 @@ class Record:
     blob: bytes = b""
 
 
+@dataclass(frozen=True)
+class _Header:
+    number: int
+    payload_bytes: int
+    checksum: bytes
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes from this header to the next: payload and seal are whole sectors too."""
+        return SECTOR_BYTES + _padded(self.payload_bytes) + SECTOR_BYTES
+
+
 class Journal:
     """An open journal, to be appended to by one process.
 
-    `records` are the first, which says what the store is, and the last ones. With `to_the_damage`
-    the file is cut off where its bytes have changed, which gives up the steps behind.
+    `records` are the first, which says what the store is, and the last ones.
     """
 
-    def __init__(self, path: Path, to_the_damage: bool = False) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self.records, self._end = read_records(path, to_the_damage)
+        self.records, self._end = read_records(path)
         self._count = len(self.records)
         try:
             self._descriptor = open_own(path, os.O_RDWR)
@@ -101,12 +113,10 @@ class Journal:
         self._begin_anew([self.records[0], *records], "journal.drop")
 
     def _begin_anew(self, kept: list[Record], point: str) -> None:
-        """Put a new file with these records in the old one's place."""
-        content = b"".join(_spelled(number, record) for number, record in enumerate(kept))
-        files.replace_file(self.path, content, point)
+        self._end = begin_anew(self.path, kept, point)
         self.close()
         self._descriptor = open_own(self.path, os.O_RDWR)
-        self.records, self._count, self._end = kept, len(kept), len(content)
+        self.records, self._count = kept, len(kept)
 
     def close(self) -> None:
         """Close the file; closing twice is allowed."""
@@ -115,10 +125,19 @@ class Journal:
             os.close(descriptor)
 
 
-def read_records(path: Path, to_the_damage: bool = False) -> tuple[list[Record], int]:
-    """Return the records of a journal that count, and where the next one goes.
+def begin_anew(path: Path, records: Sequence[Record], point: str) -> int:
+    """Put a journal of these records alone in the place of the one at `path`; return its length.
 
-    With `to_the_damage`, only those before the first that has changed.
+    Durable on return, and until then the old one is there. `point` is the prefix of the fault
+    points on the way.
+    """
+    content = b"".join(_spelled(number, record) for number, record in enumerate(records))
+    files.replace_file(path, content, point)
+    return len(content)
+
+
+def read_records(path: Path) -> tuple[list[Record], int]:
+    """Return the records of a journal that count, and where the next one goes.
 
     Raises:
         CorruptionError: bytes have changed, with the place and both checksums.
@@ -128,22 +147,49 @@ def read_records(path: Path, to_the_damage: bool = False) -> tuple[list[Record],
     place = 0
     try:
         with open_plain(path) as file:
-            while True:
-                try:
-                    found = _read(path, file, place, len(records))
-                except CorruptionError:
-                    if not (to_the_damage and records):
-                        raise
-                    break
-                if found is None:
-                    break
+            while (found := _read(path, file, place, len(records))) is not None:
                 record, place = found
                 records.append(record)
     except OSError as error:
         raise _unusable(path, error) from error
     if not records:
-        raise CorruptionError(f"{path}: holds no whole record; it is not a journal, or was cut off")
+        raise _nothing_whole(path)
     return records, place
+
+
+def whole_records(path: Path) -> list[Record]:
+    """Return the records of a journal whose bytes have not changed, wherever others have.
+
+    A record is taken from behind damage only if its header, body and seal are whole and it has a
+    number above those before it: then it was appended to this journal, and was durable.
+
+    Raises:
+        CorruptionError: the first, which says what the store is, is not whole.
+        StorageError: the file cannot be read.
+    """
+    records: list[Record] = []
+    try:
+        with open_plain(path) as file:
+            found = _read(path, file, 0, 0)
+            if found is None:
+                raise _nothing_whole(path)
+            records, place, number = [found[0]], found[1], 1
+            while len(sector := _bytes_at(file, place, SECTOR_BYTES)) == SECTOR_BYTES:
+                header = _header_of(sector)
+                if header is None or header.number < number:
+                    place += SECTOR_BYTES
+                    continue
+                with contextlib.suppress(CorruptionError):  # then it is not whole
+                    records.append(_sealed(path, file, place, header))
+                # The header is whole, so the next one is where it says, whatever else has changed.
+                place, number = place + header.record_bytes, header.number + 1
+    except OSError as error:
+        raise _unusable(path, error) from error
+    return records
+
+
+def _nothing_whole(path: Path) -> CorruptionError:
+    return CorruptionError(f"{path}: holds no whole record; it is not a journal, or was cut off")
 
 
 def _unusable(path: Path, error: OSError) -> CorruptionError | StorageError:
@@ -159,35 +205,57 @@ def _read(path: Path, file: BinaryIO, place: int, number: int) -> tuple[Record, 
         _require_end(path, file, place, f"the header of record {number}")
         return None
     _require_sector(path, sector, place, f"the header of record {number}")
-    magic, found, length, expected = _HEADER.unpack_from(sector)
-    if magic != _MAGIC or found != number or length > MAX_RECORD_BYTES:
+    header = _header_of(sector)
+    if header is None or header.number != number:
+        _, found, length, _ = _HEADER.unpack_from(sector)
         raise CorruptionError(
             f"{path}: at byte {place:,} record {number} was expected, {found} of {length:,} bytes "
             "is there; the journal was put together from others"
         )
-    end = place + SECTOR_BYTES + _padded(length)
+    end = place + header.record_bytes - SECTOR_BYTES
     seal = _bytes_at(file, end, SECTOR_BYTES)
     if len(seal) < SECTOR_BYTES or not any(seal):
         _require_end(path, file, end, f"the seal of record {number}")
         return None
     _require_sector(path, seal, end, f"the seal of record {number}")
+    return _sealed(path, file, place, header), end + SECTOR_BYTES
+
+
+def _sealed(path: Path, file: BinaryIO, place: int, header: _Header) -> Record:
+    """Return the record at `place`, which begins with `header`.
+
+    Raises:
+        CorruptionError: its seal is of other bytes.
+    """
+    end = place + header.record_bytes - SECTOR_BYTES
+    seal = _bytes_at(file, end, SECTOR_BYTES)
+    sealed = _SEALED.unpack_from(seal)[-1] if len(seal) == SECTOR_BYTES else b""
+    if not sealed or not _is_whole(seal):
+        raise CorruptionError(f"{path}: record {header.number} has no whole seal")
     body = _bytes_at(file, place, end - place)
-    *_, sealed = _SEALED.unpack_from(seal)
     came = xxhash.xxh3_128_digest(body)
-    payload = body[SECTOR_BYTES : SECTOR_BYTES + length]
-    if came != sealed or xxhash.xxh3_128_digest(payload) != expected:
+    payload = body[SECTOR_BYTES : SECTOR_BYTES + header.payload_bytes]
+    if came != sealed or xxhash.xxh3_128_digest(payload) != header.checksum:
         raise CorruptionError(
-            f"{path}: record {number}, bytes {place:,} to {end:,}, has checksum {came.hex()}, "
-            f"{sealed.hex()} was expected; the file has changed since it was written"
+            f"{path}: record {header.number}, bytes {place:,} to {end:,}, has checksum "
+            f"{came.hex()}, {sealed.hex()} was expected; the file has changed since it was written"
         )
     try:
         size = int.from_bytes(payload[:8], "little")
         content = json.loads(bytes(payload[8 : 8 + size]))
     except (ValueError, RecursionError) as error:
-        raise CorruptionError(f"{path}: record {number} is not JSON: {error}") from error
+        raise CorruptionError(f"{path}: record {header.number} is not JSON: {error}") from error
     if not isinstance(content, dict):
-        raise CorruptionError(f"{path}: record {number} is not a mapping")
-    return Record(content, bytes(payload[8 + size :])), end + SECTOR_BYTES
+        raise CorruptionError(f"{path}: record {header.number} is not a mapping")
+    return Record(content, bytes(payload[8 + size :]))
+
+
+def _header_of(sector: memoryview) -> _Header | None:
+    """Return the header that a sector is, if it is one and whole."""
+    magic, number, length, checksum = _HEADER.unpack_from(sector)
+    if magic != _MAGIC or length > MAX_RECORD_BYTES or not _is_whole(sector):
+        return None
+    return _Header(number, length, checksum)
 
 
 def _bytes_at(file: BinaryIO, place: int, count: int) -> memoryview:
@@ -223,7 +291,7 @@ def _require_end(path: Path, file: BinaryIO, place: int, what: str) -> None:
                     f"{path}: {what}, at byte {place:,}, is blank, its checksum was expected: a "
                     f"record is sealed behind it, at byte {behind + begin:,}; the file has changed "
                     "since it was written; `penstock inspect --repair` goes back to the newest "
-                    "durable step before, if that is whole"
+                    "durable step that is whole"
                 )
         behind += len(sectors)
 

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import ConfigError, CorruptionError
+from penstock.store import files
 from penstock.store.flash.description import require_readable
-from penstock.store.flash.journal import Journal, Record, read_records
+from penstock.store.flash.journal import Record, begin_anew, read_records, whole_records
 from penstock.store.flash.layout import FlashLayout
 from penstock.store.flash.medium import ExtentFile
 from penstock.store.flash.store import EXTENTS, JOURNAL
@@ -28,21 +29,25 @@ MOST_BLOCK_ELEMENTS = 1 << 28
 class FlashReader:
     """The durable steps of the store in `folder`, newest last. A context manager.
 
+    With `despite_damage`, those whose record is whole, though the journal's bytes have changed.
+
     Raises:
         ConfigError: there is no store, or its format is newer.
         CorruptionError: the journal's bytes have changed.
         StorageError: a process has it open for writing.
     """
 
-    def __init__(self, folder: Path, to_the_damage: bool = False) -> None:
+    def __init__(self, folder: Path, despite_damage: bool = False) -> None:
         self.folder = folder
         self._journal = folder / JOURNAL
         if not os.path.lexists(self._journal):
             raise ConfigError(f"{folder}: no store on flash here yet")
         self._versions: dict[int, Version] = {}
-        self._lock = FolderLock(folder, "stop it")
+        self._lock = FolderLock(folder, "store.flash.path")
         try:
-            first, *self._records = read_records(self._journal, to_the_damage)[0]
+            read = whole_records if despite_damage else _read_records
+            self._first, *self._records = read(self._journal)
+            first = self._first
             require_readable(folder, first.content)
             self._layout = _layout(self._journal, first.content)
             self._keep = first.content["keep_steps"]
@@ -152,7 +157,8 @@ class FlashReader:
     def repair(self) -> int:
         """Go back to the newest durable step that is whole; return it.
 
-        What is listed then is whole: records of older steps whose places have been used again go.
+        What is listed then is whole, and stays so: older steps go whose places have been used
+        again, or are the next to be.
 
         Raises:
             ConfigError: there is no durable step yet, and nothing is damaged.
@@ -173,14 +179,21 @@ class FlashReader:
         return [recorded_step(self._journal, record)[0] for record in self._whole_records]
 
     def go_back(self, step: int) -> int:
-        """Make one of `whole_steps` the newest; return it."""
-        whole = [r for r in self._whole_records if recorded_step(self._journal, r)[0] <= step]
-        journal = Journal(self._journal, to_the_damage=True)
-        try:
-            if whole != self._records[-self._keep :]:
-                journal.keep_only(whole)
-        finally:
-            journal.close()
+        """Make one of `whole_steps` the newest; return it.
+
+        Of those before, the ones stay whose places are not the next to be written.
+        """
+        whole: list[Record] = []
+        for record in reversed(self._whole_records):
+            if recorded_step(self._journal, record)[0] > step:
+                continue
+            newest = self._version_of(whole[-1] if whole else record)
+            if self._version_of(record).places_behind(newest) > len(whole):
+                break
+            whole.insert(0, record)
+        if whole != self._records[-self._keep :] or self._is_damaged():
+            with files.storage_errors(self.folder, 0):
+                begin_anew(self._journal, [self._first, *whole], "journal.drop")
         self._records = whole
         self._steps = [recorded_step(self._journal, record)[0] for record in whole]
         self._versions.clear()
@@ -193,6 +206,13 @@ class FlashReader:
             if len(whole) < self._keep and self._is_whole(record):
                 whole.insert(0, record)
         return whole
+
+    def _is_damaged(self) -> bool:
+        try:
+            read_records(self._journal)
+        except CorruptionError:
+            return True
+        return False
 
     def _is_whole(self, record: Record) -> bool:
         try:
@@ -218,6 +238,10 @@ class FlashReader:
 def none_durable(folder: Path) -> ConfigError:
     """Return the error to raise where weights have not been loaded to the end."""
     return ConfigError(f"{folder}: no durable step yet; start the run again")
+
+
+def _read_records(journal: Path) -> list[Record]:
+    return read_records(journal)[0]
 
 
 def _layout(journal: Path, content: Mapping[str, Any]) -> FlashLayout:

@@ -59,7 +59,7 @@ class ShardedFlashStore(ShardedStore):
     ) -> None:
         self.folder = folder
         with ExitStack() as opened:
-            lock = FolderLock(folder, "give this run a store.flash.path of its own")
+            lock = FolderLock(folder, "store.flash.path")
             opened.callback(lock.release)
             found = require_shards(folder, shard_map.count)
             if found is None:

@@ -28,13 +28,13 @@ class ShardedReader:
         StorageError: a process has the store open for writing.
     """
 
-    def __init__(self, shards: Shards, to_the_damage: bool = False) -> None:
+    def __init__(self, shards: Shards, despite_damage: bool = False) -> None:
         self._shards = shards
         with ExitStack() as opened:
-            lock = FolderLock(shards.folder, "stop it")
+            lock = FolderLock(shards.folder, "store.flash.path")
             opened.callback(lock.release)
             self._readers = [
-                opened.enter_context(FlashReader(folder, to_the_damage))
+                opened.enter_context(FlashReader(folder, despite_damage))
                 for folder in shards.folders
             ]
             self._map = ShardMap(shards.count, self._pieces())

@@ -123,7 +123,7 @@ class FlashStore:
         self._staging: Staging | None = None
 
         with ExitStack() as opened:  # what is open when something is refused is let go of
-            self._lock = FolderLock(folder, "give this run a store.flash.path of its own")
+            self._lock = FolderLock(folder, "store.flash.path")
             opened.callback(self._lock.release)
             self._open(opened)
             self._spill = GradientSpill(folder, spilled, half, self._division.slab_bytes)

@@ -67,6 +67,11 @@ class Version:
         self._place = list(places or [])
         self._is_sealed = [True] * len(self._layout.units)
 
+    def places_behind(self, newest: Version) -> int:
+        """Return how many versions ago these places were written, that of `newest` being 0."""
+        units = self._layout.units
+        return max((newest._place[u.index] - self._place[u.index]) % u.places for u in units)
+
     def next_place(self, unit: Unit) -> int:
         """Return where the next version of a unit goes: over none that a record names."""
         place = self._place[unit.index]

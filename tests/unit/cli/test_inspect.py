@@ -41,6 +41,7 @@ def test_it_lists_what_the_run_holds(run):
     save_checkpoint(store, run / "checkpoints", {})
     result = inspect(run)
     assert result.exit_code == 0
+    assert "model        gpt2\n" in result.stdout
     checkpoints = [line for line in result.stdout.splitlines() if line.startswith("checkpoint")]
     assert [line.split()[1] for line in checkpoints] == ["step-00000000", "step-00000000-1"]
     assert checkpoints[0].endswith("all checksums match (best)")

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from penstock import __version__
+
 ROOT = Path(__file__).resolve().parents[3]
 HEAVY = ("torch", "transformers", "numba", "tensorboard", "numpy", "pyarrow", "tokenizers")
 
@@ -38,6 +40,19 @@ print("loaded:", *sorted(name for name in {HEAVY!r} if name in sys.modules))
 
 def test_the_command_line_imports_nothing_heavy():
     assert imported_by("import penstock.cli", ROOT) == "loaded:"
+
+
+def test_the_version_is_said_with_and_without_a_script():
+    said = f"penstock {__version__}\n"
+    assert penstock("--version").stdout == said
+    done = subprocess.run(
+        [sys.executable, "-m", "penstock", "--version"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=True,
+    )
+    assert done.stdout == said
 
 
 def test_help_imports_nothing_heavy():

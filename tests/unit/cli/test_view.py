@@ -109,6 +109,14 @@ def test_a_log_has_one_line_every_few_steps_and_one_per_event():
     ]
 
 
+def test_what_a_step_moved_on_flash_and_waited_for_it():
+    on_flash = replace(
+        step(10), flash_read_bytes=3 << 20, flash_written_bytes=2 << 20, flash_wait_seconds=0.5
+    )
+    *_, line = lines_of(10, [started(), on_flash])
+    assert "flash 3.00 MiB read, 2.00 MiB written per step, 25% of the time waiting  " in line
+
+
 def test_the_last_step_always_has_a_line():
     lines = lines_of(10, [started(steps=3), step(1), step(2), step(3)])
     assert [line.split()[1] for line in lines[2:]] == ["1/3", "3/3"]

@@ -61,6 +61,10 @@ def test_a_size_prints_in_the_largest_unit_that_loses_nothing():
             "expected a size such as 4GiB, 512MiB or 2GB, got '-1GiB'; write a number and a unit",
         ),
         (
+            10,
+            "expected a size such as 4GiB, 512MiB or 2GB, got 10; it has no unit: write 10GiB",
+        ),
+        (
             0,
             "expected a size such as 4GiB, 512MiB or 2GB, got 0; it must be at least one byte",
         ),

@@ -132,6 +132,15 @@ def test_with_any_memory_it_trains_to_the_same_bits(flash, dram, optimizer):
     assert sum(ours.memory_bytes.values()) <= dram
 
 
+def test_of_more_memory_than_there_is_to_hold_no_more_is_taken(flash):
+    program = make_program(DEEP)
+    ours, theirs = flash(program, dram=1 << 40).memory_bytes, training_store(program).memory_bytes
+    padded = 9 * STAGE  # each stage to whole pages
+    assert theirs["master"] <= ours["weights"] == padded
+    assert theirs["exp_avg"] + theirs["exp_avg_sq"] <= ours["state"] == 2 * padded
+    assert ours["blocks"] <= 2 * padded
+
+
 @pytest.mark.parametrize("dram", [LEAST, 2_000_000])
 def test_durable_every_third_step(flash, dram):
     program = make_program(DEEP)

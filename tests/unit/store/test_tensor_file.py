@@ -13,6 +13,7 @@ from penstock.errors import CorruptionError
 from penstock.store import tensor_file
 from penstock.store.files import CHUNK_BYTES
 from penstock.store.tensor_file import Entry
+from penstock.tensor_header import header_length, parse_header
 
 
 def _write(path, tensors):
@@ -111,8 +112,8 @@ HOSTILE = {
 
 
 def _parse(path, data):
-    length = tensor_file.header_length(path, data[:8], len(data))
-    return tensor_file.parse_header(path, data[:length], len(data))
+    length = header_length(path, data[:8], len(data))
+    return parse_header(path, data[:length], len(data))
 
 
 @pytest.mark.parametrize("what", HOSTILE)

@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.models import ModelSource, find_preset, preset_names, resolve_preset
-from penstock.models.presets import ARCHITECTURES
+from penstock.models import ModelSource
+from penstock.presets import ARCHITECTURES, find_preset, preset_names, resolve_preset
 
 PUBLISHED = {
     "gpt2": 124_439_808,
@@ -67,7 +67,7 @@ def test_fields_and_synonyms_exist_in_transformers(model_type: str) -> None:
 
 def test_presets_need_neither_torch_nor_transformers() -> None:
     code = (
-        "import sys, penstock.models as m; m.preset_names(); m.resolve_preset('gpt2');"
+        "import sys, penstock.presets as m; m.preset_names(); m.resolve_preset('gpt2');"
         "assert not {'torch', 'transformers', 'numba'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,112 @@
+"""A run goes on from where its state is, and is never begun anew because that is not there."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from penstock import Trainer
+from penstock.config import load_run
+from penstock.errors import ConfigError, CorruptionError
+
+ROOT = Path(__file__).parents[2]
+
+
+def config(folder: Path, flash: Path | None, steps: int = 2) -> dict:
+    return {
+        "model": {"preset": "tiny", "n_layer": 1, "n_embd": 16, "n_head": 1, "n_positions": 16},
+        "data": {"input": [str(ROOT / "LICENSE")]},
+        "batch": {"size": 4},
+        "optimizer": {"schedule": {"name": "constant"}},
+        "engine": {"threads": 1},
+        "store": {"flash": {"path": flash and str(flash)}},
+        "run": {"dir": str(folder), "steps": steps},
+        "evaluation": {"every": None},
+    }
+
+
+def trained(folder: Path, flash: Path | None) -> Path:
+    trainer = Trainer(config(folder, flash))
+    trainer.train()
+    trainer.close()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def on_flash(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("made") / "run"
+    return trained(folder, folder / "flash")
+
+
+@pytest.fixture
+def run(on_flash, tmp_path):
+    """A run of two steps on flash, moved to where it is now."""
+    return shutil.copytree(on_flash, tmp_path / "run")
+
+
+def refused(wanted: dict) -> str:
+    with pytest.raises(ConfigError) as caught:
+        Trainer(wanted)
+    return str(caught.value)
+
+
+def test_a_run_that_was_moved_with_its_flash_is_found_there(run):
+    trainer = Trainer(load_run(run, ["run.steps=3"]), must_exist=True)
+    assert (trainer.resumed_from, trainer.train()["steps"]) == (2, 1)
+    trainer.close()
+
+
+def test_a_run_whose_flash_is_gone_is_not_begun_anew(run):
+    shutil.move(run / "flash", run.parent / "elsewhere")
+    assert refused(config(run, run / "flash")) == (
+        f"store.flash.path: {run}/flash holds no store, and {run} had its state there; see whether "
+        "its disk is mounted, or choose another run.dir to start anew"
+    )
+    assert not (run / "flash").exists()
+    trainer = Trainer(config(run, run.parent / "elsewhere", steps=3))  # where it was moved to
+    assert trainer.resumed_from == 2
+    trainer.close()
+
+
+@pytest.mark.parametrize("other", ["new", None])
+def test_a_run_on_flash_goes_on_nowhere_else(run, other):
+    path = other and run / other
+    assert refused(config(run, path)) == (
+        f"store.flash.path: expected {run}/flash, where {run} has its state, got {path or 'null'}; "
+        "set it back, move the folder there, or choose another run.dir"
+    )
+
+
+def test_a_run_in_memory_is_not_begun_anew_on_flash(tmp_path):
+    run = trained(tmp_path / "run", None)
+    assert refused(config(run, run / "flash")) == (
+        f"store.flash.path: {run} has its state in {run}/checkpoints/step-00000002 and none in "
+        f"{run}/flash; leave store.flash.path out to go on, or choose another run.dir"
+    )
+
+
+def test_a_store_is_not_made_where_a_disk_is_missing(tmp_path):
+    disk = tmp_path / "disk"
+    assert refused(config(tmp_path / "run", disk / "flash")) == (
+        f"store.flash.path: {disk} does not exist; see whether its disk is mounted, or make the "
+        "folder"
+    )
+    assert not disk.exists()
+
+
+def test_a_file_is_no_place_for_a_store(tmp_path):
+    (tmp_path / "flash").write_text("x")
+    assert refused(config(tmp_path / "run", tmp_path / "flash")) == (
+        f"store.flash.path: expected a folder, {tmp_path}/flash is a file; name another"
+    )
+
+
+def test_what_the_trainer_keeps_is_held_to_its_type(run):
+    trainer = Trainer(config(run, run / "flash"))
+    trainer.store.remember({**trainer._extra(), "micro_batch": "2"})
+    trainer._runner.run()
+    trainer.store.make_durable()
+    trainer.close()
+    with pytest.raises(CorruptionError, match=re.escape(f"{run}/flash: what a run keeps with")):
+        Trainer(config(run, run / "flash"))

@@ -1,0 +1,120 @@
+"""Damage to a journal costs the records that it hits, and no others."""
+
+import random
+import shutil
+
+import pytest
+from store_programs import CONSTANT, make_program, random_weights, train
+
+from penstock.errors import CorruptionError
+from penstock.store import AdamW, GroupSettings
+from penstock.store.flash import FlashReader, FlashStore, repair
+from penstock.store.flash import journal as journal_module
+from penstock.store.flash.journal import SECTOR_BYTES, read_records, whole_records
+
+PROGRAM = make_program([{"a": (40, 60), "frozen": (30,)}, {"b": (50, 9)}], frozen=("frozen",))
+STEPS = 5
+
+
+def opened(folder):
+    return FlashStore(
+        PROGRAM,
+        folder,
+        optimizer=AdamW(0.9, 0.95, 1e-8),
+        groups=dict.fromkeys(PROGRAM.weights, GroupSettings(1.0, 0.1, None)),
+        schedule=CONSTANT,
+        dram_bytes=300_000,
+        block_elements=2048,
+        keep_steps=3,
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder with steps 0 to 5 in its journal, of which 3 can be opened, and their weights."""
+    folder = tmp_path_factory.mktemp("made") / "flash"
+    store = opened(folder)
+    store.load(random_weights(PROGRAM, 1).items())
+    hashes = [store.content_hash()]
+    for _ in range(STEPS):
+        train(store, 1, seed=store.step)
+        store.make_durable()
+        hashes.append(store.content_hash())
+    store.close()
+    return folder, hashes
+
+
+@pytest.fixture
+def folder(trained, tmp_path):
+    return shutil.copytree(trained[0], tmp_path / "flash")
+
+
+def lengths(journal):
+    records = read_records(journal)[0]
+    return [len(journal_module._spelled(n, record)) for n, record in enumerate(records)]
+
+
+def damaged(journal, places):
+    content = bytearray(journal.read_bytes())
+    for place in places:
+        content[place] ^= 16
+    journal.write_bytes(content)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_repair_finds_the_newest_step_that_is_whole_behind_any_damage(trained, folder, seed):
+    draw, journal = random.Random(seed), folder / "journal"
+    sizes = lengths(journal)
+    begins = [sum(sizes[:number]) for number in range(len(sizes))]
+    # Record 0 says what the store is; record n + 1 is that of step n, of which 3 to 5 have extents.
+    hit = draw.sample(range(1, STEPS + 2), k=draw.randint(1, 3))
+    damaged(journal, [begins[number] + draw.randrange(sizes[number]) for number in hit])
+    with pytest.raises(CorruptionError), FlashReader(folder):
+        pass
+    left = [step for step in (3, 4, 5) if step + 1 not in hit]
+    before = journal.read_bytes()
+    if not left:
+        with pytest.raises(CorruptionError, match="no durable step is whole"):
+            repair(folder)
+        assert journal.read_bytes() == before
+        return
+    assert repair(folder) == left[-1], f"seed {seed}, records {hit}"
+    listed = left[-1:]
+    while listed[0] - 1 in left:
+        listed.insert(0, listed[0] - 1)
+    with FlashReader(folder) as reader:
+        assert reader.steps == listed
+    store = opened(folder)
+    assert store.step == left[-1]
+    assert store.content_hash() == trained[1][left[-1]]
+    store.close()
+
+
+def test_a_step_that_was_kept_is_not_written_over_while_it_is_listed(folder):
+    sizes = lengths(folder / "journal")
+    damaged(folder / "journal", [sum(sizes[:5])])  # step 4, between two that are whole
+    assert repair(folder) == 5
+    for _ in range(4):
+        store = opened(folder)
+        train(store, 1, seed=store.step)
+        store.make_durable()
+        store.close()
+        with FlashReader(folder) as reader:
+            for step in reader.steps:
+                reader.verify(step)
+
+
+def test_a_record_that_was_copied_behind_others_is_not_taken(folder):
+    journal = folder / "journal"
+    records = read_records(journal)[0]
+    old = journal_module._spelled(2, records[2])
+    journal.write_bytes(journal.read_bytes() + bytes([1]) * SECTOR_BYTES + old)
+    with pytest.raises(CorruptionError):
+        read_records(journal)
+    assert whole_records(journal) == records
+
+
+def test_without_its_first_record_a_journal_says_nothing(folder):
+    damaged(folder / "journal", [100])
+    with pytest.raises(CorruptionError, match="header of record 0"):
+        repair(folder)

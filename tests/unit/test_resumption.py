@@ -1,0 +1,42 @@
+"""What a journal or a checkpoint kept for the trainer is used only if it is what it should be."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import CorruptionError
+from penstock.resumption import Resumption
+
+KEPT = Resumption({"batch.size": 4}, 2, None, "d", None, 3.25, 1)
+
+
+def test_what_was_kept_is_found_again():
+    assert Resumption.read(json.loads(json.dumps(KEPT.to_mapping())), Path("run")) == KEPT
+
+
+def test_keys_that_older_releases_did_not_keep_may_be_missing():
+    found = Resumption.read({"trajectory": {}}, Path("run"))
+    assert found == Resumption({}, None, None, None, None, None, 0)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("trajectory", None),
+        ("trajectory", [1]),
+        ("micro_batch", "4"),
+        ("micro_batch", 0),
+        ("micro_batch", True),
+        ("slot_bytes", 2.5),
+        ("slot_bytes", 2**70),
+        ("data", 7),
+        ("weights", {}),
+        ("best_loss", "low"),
+        ("evaluations_since_best", None),
+        ("evaluations_since_best", -1),
+    ],
+)
+def test_a_value_of_another_type_is_refused_by_its_place(key, value):
+    with pytest.raises(CorruptionError, match=r"^runs/x/flash: what a run keeps with a step was "):
+        Resumption.read({**KEPT.to_mapping(), key: value}, Path("runs/x/flash"))
