@@ -36,6 +36,7 @@ class Links:
 class Node(Protocol):
     """What the network delivers to."""
 
+    epoch: int
     progress: int
 
     def handle(self, message: Message) -> None: ...
@@ -192,9 +193,8 @@ class Network:
         if to == CONDUCTOR:
             self._conductor.damaged(str(error))
             return
-        body = {"error": "CorruptionError", "text": str(error)}
-        epoch = getattr(self._nodes[to], "epoch", 0)
-        self.send(to, CONDUCTOR, Message(Kind.TROUBLE, epoch, to, body=body))
+        epoch = self._nodes[to].epoch
+        self.send(to, CONDUCTOR, Message(Kind.DAMAGED, epoch, to, body={"text": str(error)}))
 
     def _unless_stopped(self, number: int, action: Callable[[], None]) -> None:
         if number in self._stopped:
