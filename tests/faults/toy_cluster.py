@@ -174,7 +174,7 @@ class ToyShard:
         self.squares.clear()
 
     def _make_durable(self) -> None:
-        newest = sorted([*self.durable, self.step])[-2:]
+        newest = sorted({*self.durable, self.step})[-2:]
         self.durable = {**self.durable, self.step: self.weights}
         self.durable = {k: v for k, v in self.durable.items() if k in newest}
 
@@ -323,7 +323,7 @@ class ToyCluster:
                 case WentBackError():
                     assert outcome.error.step < step
                     step = outcome.error.step + 1
-                case TroubleError(kind="StorageError"):
+                case TroubleError(node=node) if node in self._places:
                     pass  # a shard is lost, and comes back
                 case _:
                     raise outcome.error

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.errors import ProtocolError
+from penstock.errors import ProtocolError, StorageError
 from penstock.fabric.messages import Kind, Message, message_with, pack_arrays
 from penstock.fabric.nodes import checks
 from penstock.fabric.nodes.engine import CONDUCTOR
@@ -316,7 +316,7 @@ class Conductor:
                 for place, shard in enumerate(self._shards)
             )
             text = f"no step is held by all shards ({held}); resume from a checkpoint"
-            error = TroubleError(self._shards[0], "StorageError", text)
+            error = StorageError(text)
             self._end(Outcome(self._step, error=error))
             return None
         # The step in flight may be stored everywhere; but its losses were never reported.
