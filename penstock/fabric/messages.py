@@ -85,8 +85,8 @@ def message_with(payload: np.ndarray | None, **fields: Any) -> Message:
     return Message(payload=flat, size=flat.nbytes, **fields)
 
 
-def sent_on(message: Message, sender: int) -> Message:
-    """Return a message as another node sends it on, with the payload uncopied."""
+def sent_on(message: Message, sender: int, payload: np.ndarray | None = None) -> Message:
+    """Return a message as another node sends it on: the same payload, or one that equals it."""
     return Message(
         message.kind,
         message.epoch,
@@ -97,7 +97,7 @@ def sent_on(message: Message, sender: int) -> Message:
         message.level,
         message.index,
         message.body,
-        message.payload,
+        message.payload if payload is None else payload,
         message.size,
     )
 

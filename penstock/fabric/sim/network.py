@@ -71,13 +71,13 @@ class Network:
         self._cost, self._beat, self._notice = cost, beat, notice
         self._nodes: dict[int, Node] = {}
         self._conductor: Conductor | None = None
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._order = itertools.count()
         self._leaving: dict[int, float] = defaultdict(float)  # when a card is free again
         self._coming: dict[int, float] = defaultdict(float)
         self._working: dict[int, float] = defaultdict(float)  # when a node's worker is
         self._dead: set[int] = set()
-        self._stopped: dict[int, list[Callable[[], None]]] = {}
+        self._stopped: dict[int, list[tuple[Callable[..., None], tuple[Any, ...]]]] = {}
 
     # Making it
 
@@ -88,7 +88,7 @@ class Network:
     def add(self, number: int, node: Node) -> None:
         """Add a node; its beats begin now."""
         self._nodes[number] = node
-        self.after(0.0, lambda: self._beats(number))
+        self.after(0.0, self._beats, number)
 
     def conduct(self, conductor: Conductor) -> None:
         """Add the conductor, which is also told the time and who dies."""
@@ -97,17 +97,17 @@ class Network:
 
     # Running it
 
-    def after(self, seconds: float, action: Callable[[], None]) -> None:
+    def after(self, seconds: float, action: Callable[..., None], *arguments: Any) -> None:
         """Do something so much later."""
-        heapq.heappush(self._events, (self.now + seconds, next(self._order), action))
+        self._at(self.now + seconds, action, arguments)
 
     def run(self, until: Callable[[], bool], limit: float) -> bool:
         """Let time pass until something is so; return whether it became so within `limit`."""
         while not until():
             if not self._events or self._events[0][0] > limit:
                 return False
-            self.now, _, action = heapq.heappop(self._events)
-            action()
+            self.now, _, action, arguments = heapq.heappop(self._events)
+            action(*arguments)
         return True
 
     def kill(self, number: int) -> None:
@@ -115,7 +115,7 @@ class Network:
         self._dead.add(number)
         self._stopped.pop(number, None)
         if self._notice is not None:
-            self.after(self._notice, lambda: self._tell_lost(number, "its process ended"))
+            self.after(self._notice, self._tell_lost, number, "its process ended")
 
     def is_dead(self, number: int) -> bool:
         """Whether a node was killed."""
@@ -127,8 +127,8 @@ class Network:
 
     def resume(self, number: int) -> None:
         """Let a stopped node go on, with all that has come meanwhile."""
-        for action in self._stopped.pop(number, []):
-            action()
+        for action, arguments in self._stopped.pop(number, []):
+            action(*arguments)
 
     # What runtimes ask
 
@@ -144,7 +144,7 @@ class Network:
             came = max(left + self._links.latency + late, self._coming[to] + seconds)
             if late == 0:
                 self._coming[to] = came
-            self.after(came - self.now, lambda carried=carried: self._deliver(to, carried))  # type: ignore[misc]
+            self._at(came, self._unless_stopped, (to, self._deliver, (to, carried)))
 
     def work(
         self,
@@ -158,34 +158,40 @@ class Network:
         end = begin + self._cost(number, job)
         self._working[number] = end
 
-        def done() -> None:
-            if number in self._dead:
-                return
-            try:
-                result = job()
-            except Exception as error:  # it is the node's to report, as a real worker's is
-                failed(error)
-            else:
-                then(result)
+        self._at(end, self._unless_stopped, (number, self._do, (number, job, then, failed)))
 
-        self.after(end - self.now, lambda: self._unless_stopped(number, done))
+    def _at(self, when: float, action: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        heapq.heappush(self._events, (when, next(self._order), action, arguments))
+
+    def _do(
+        self,
+        number: int,
+        job: Callable[[], Any],
+        then: Callable[[Any], None],
+        failed: Callable[[Exception], None],
+    ) -> None:
+        if number in self._dead:
+            return
+        try:
+            result = job()
+        except Exception as error:  # it is the node's to report, as a real worker's is
+            failed(error)
+        else:
+            then(result)
 
     def _deliver(self, to: int, carried: Message | CorruptionError) -> None:
-        def take() -> None:
-            if to in self._dead:
-                return
-            self.delivered += 1
-            if isinstance(carried, CorruptionError):
-                self._report_damage(to, carried)
-                return
-            self.taken_bytes[to] += carried.size
-            if to == CONDUCTOR:
-                assert self._conductor is not None
-                self._conductor.handle(carried)
-            elif to in self._nodes:
-                self._nodes[to].handle(carried)
-
-        self._unless_stopped(to, take)
+        if to in self._dead:
+            return
+        self.delivered += 1
+        if isinstance(carried, CorruptionError):
+            self._report_damage(to, carried)
+            return
+        self.taken_bytes[to] += carried.size
+        if to == CONDUCTOR:
+            assert self._conductor is not None
+            self._conductor.handle(carried)
+        elif to in self._nodes:
+            self._nodes[to].handle(carried)
 
     def _report_damage(self, to: int, error: CorruptionError) -> None:
         """Do as a real node does with a frame whose checksum is wrong: tell the conductor."""
@@ -196,11 +202,13 @@ class Network:
         epoch = self._nodes[to].epoch
         self.send(to, CONDUCTOR, Message(Kind.DAMAGED, epoch, to, body={"text": str(error)}))
 
-    def _unless_stopped(self, number: int, action: Callable[[], None]) -> None:
+    def _unless_stopped(
+        self, number: int, action: Callable[..., None], arguments: tuple[Any, ...]
+    ) -> None:
         if number in self._stopped:
-            self._stopped[number].append(action)
+            self._stopped[number].append((action, arguments))
         else:
-            action()
+            action(*arguments)
 
     def _beats(self, number: int) -> None:
         if number in self._dead or number not in self._nodes:
@@ -211,7 +219,7 @@ class Network:
                 "busy": self._working[number] > self.now,
             }
             self.send(number, CONDUCTOR, Message(Kind.BEAT, 0, number, body=body))
-        self.after(self._beat, lambda: self._beats(number))
+        self.after(self._beat, self._beats, number)
 
     def _tick(self) -> None:
         assert self._conductor is not None
