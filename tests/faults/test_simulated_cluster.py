@@ -64,9 +64,16 @@ def trouble(seed: int) -> tuple[ToyCluster, dict]:
         plan.setdefault("events", []).append((round(moment, 4), name))
         network.after(moment, action)
 
-    def stop(number: int, length: float) -> None:
-        network.stop(number)
-        network.after(length, lambda: network.resume(number))
+    def stop(number: int, length: float, until_lost: bool) -> None:
+        if until_lost:
+            cluster.stop_until_lost(number, length / 50)
+        else:
+            network.stop(number)
+            network.after(length, network.resume, number)
+
+    def at_stop(number: int) -> None:
+        length, until_lost = chance.uniform(0.01, 3), chance.random() < 0.5
+        at(f"stop {number} {length, until_lost}", lambda: stop(number, length, until_lost))
 
     for number in range(FIRST_ENGINE, FIRST_ENGINE + engines):
         fate = chance.random()
@@ -74,13 +81,13 @@ def trouble(seed: int) -> tuple[ToyCluster, dict]:
             at(f"kill {number}", lambda number=number: network.kill(number))
             at("join", cluster.join)  # a replacement
         elif fate < 0.45:
-            at(f"stop {number}", lambda number=number: stop(number, chance.uniform(0.01, 3)))
+            at_stop(number)
     for number in range(1, 1 + shards):
         fate = chance.random()
         if fate < 0.15:
             at(f"kill {number}", lambda number=number: network.kill(number))
         elif fate < 0.25:
-            at(f"stop {number}", lambda number=number: stop(number, chance.uniform(0.01, 3)))
+            at_stop(number)
     for _ in range(chance.choice([0, 0, 1, 2])):
         at("join", cluster.join)
     if chance.random() < 0.3:

@@ -269,6 +269,8 @@ class ToyCluster:
         )
         self.network.conduct(self.conductor)
         self._places = {number: s for s, number in enumerate(numbers)}
+        self._zombies: dict[int, float] = {}
+        self.watch: Callable[[], object] = lambda: None  # is called between any two events
         self._next_shard = 1 + shards
         self._next = FIRST_ENGINE
         for _ in range(engines):
@@ -284,11 +286,18 @@ class ToyCluster:
 
     def _tell(self, happened: Happened) -> None:
         self.happened.append(happened)
+        if happened.node in self._zombies:
+            self.network.after(self._zombies.pop(happened.node), self.network.resume, happened.node)
         if happened.kind == "engine lost" and not self.network.is_dead(happened.node):
             # Its link is closed, so it comes back, by another number; the old one is a zombie.
             self.network.after(0.5, self.join)
         if happened.kind == "shard lost":
-            self.network.after(0.3, lambda: self.bring_back(self._places[happened.node]))
+            self.network.after(0.3, self.bring_back, self._places[happened.node])
+
+    def stop_until_lost(self, number: int, delay: float) -> None:
+        """Stop a node, and let it go on as a zombie so long after it has counted as lost."""
+        self.network.stop(number)
+        self._zombies[number] = delay
 
     def bring_back(self, shard: int) -> None:
         """Let another process open what a lost shard has stored; the old one may be a zombie."""
@@ -312,7 +321,7 @@ class ToyCluster:
         while step <= steps:
             ended: list[Outcome] = []
             self.conductor.start(ToyOrder(step), ended.append)
-            came = self.network.run(lambda ended=ended: bool(ended), limit)
+            came = self.network.run(lambda ended=ended: bool(self.watch() or ended), limit)
             assert came, f"step {step} hangs at {self.network.now:.1f} s: {self.conductor.phase}"
             (outcome,) = ended
             match outcome.error:

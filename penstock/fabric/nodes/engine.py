@@ -306,6 +306,8 @@ class EngineNode:
             step.early.append(message)
             return
         checks.gradient_of(self._transfers, message)
+        if message.level > step.total.bit_length():
+            raise checks.refuse(message, f"names level {message.level} of a tree over {step.total}")
         first = message.index << message.level
         node = TreeNode(message.level, message.index, (None,))
         last = first + node.leaves(step.total)
