@@ -251,9 +251,7 @@ class ToyCluster:
         cost: Callable[[], float] = lambda: 0.002,
     ) -> None:
         self.plan = transfers(shards)
-        self.network = Network(
-            Links(1e6, 1e-4), faults, cost=lambda number, job: cost(), notice=notice
-        )
+        self.network = Network(Links(1e6, 1e-4), faults, cost=lambda number: cost(), notice=notice)
         self.happened: list[Happened] = []
         self.shards = [ToyShard(s, self.plan) for s in range(shards)]
         self.nodes: dict[int, ShardNode | EngineNode] = {}

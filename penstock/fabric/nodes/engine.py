@@ -8,6 +8,7 @@ another counts for nothing.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from penstock.errors import ProtocolError
 from penstock.fabric.messages import Kind, Message, sent_on, unpack_arrays
 from penstock.fabric.nodes import checks
 from penstock.fabric.nodes.runtime import Runtime
-from penstock.fabric.topology import Summing, children, parent, summing
+from penstock.fabric.topology import Summing, children, parent, root, summing
 from penstock.fabric.transfers import GRADIENT_WIDTH, Operation, Piece, Transfers
 from penstock.fabric.view import View
 from penstock.tree import TreeNode, TreeSum, share
@@ -66,21 +67,23 @@ class _Place:
     """What a view means for one engine: whom it hands weights to, and what it adds."""
 
     number: int
-    below: Sequence[Sequence[int]]  # by shard, the nodes that it hands weights to
-    above: Sequence[int]  # by shard, the node that hands it weights
+    below: Mapping[tuple[int, int], Sequence[int]]  # by shard and parity of the chunk, nodes
+    above: Sequence[int]  # by shard, the node that is told of room
     summing: Summing
 
     @classmethod
     def of(cls, view: View, engine: int) -> _Place:
         """Return the place of an engine by its number."""
-        place, count = view.engines.index(engine), len(view.engines)
-        below, above = [], []
+        place, engines, shards = view.engines.index(engine), view.engines, len(view.shards)
+        below, above = {}, []
+        for shard, parity in itertools.product(range(shards), range(2)):
+            begin = root(shard, parity, shards, len(engines))
+            nodes = [engines[child] for child in children(place, begin, len(engines))]
+            below[shard, parity] = nodes
         for shard, node in enumerate(view.shards):
-            root = shard % count
-            below.append([view.engines[child] for child in children(place, root, count)])
-            over = parent(place, root, count)
-            above.append(node if over is None else view.engines[over])
-        return cls(place, below, above, summing(count)[place])
+            over = parent(place, root(shard, 0, shards, len(engines)), len(engines))
+            above.append(node if over is None else engines[over])
+        return cls(place, below, above, summing(len(engines))[place])
 
 
 @dataclass
@@ -135,7 +138,7 @@ class EngineNode:
         self.epoch = 0
         self._runtime, self._transfers, self._work = runtime, transfers, work
         self._view: View | None = None
-        self._place = _Place(0, (), (), Summing(None, 0, 0, None))
+        self._place = _Place(0, {}, (), Summing(None, 0, 0, None))
         self._step = _Step(0)
         self._jobs = 0
         self.refused = 0  # messages of another epoch or step
@@ -225,7 +228,7 @@ class EngineNode:
             return
         step.arrived[message.op].add(message.chunk)
         self.progress += 1
-        for child in self._place.below[piece.shard]:
+        for child in self._place.below[piece.shard, message.chunk % 2]:
             self._runtime.send(child, sent_on(message, self.number))
         if not step.is_ready:
             step.waiting.append((operation, piece, message.payload))
@@ -268,7 +271,7 @@ class EngineNode:
 
     def _take_release(self, message: Message) -> None:
         shard, count = message.chunk, message.op
-        if shard >= self._transfers.shards or message.sender not in self._place.below[shard]:
+        if shard >= self._transfers.shards or message.sender not in self._place.below[shard, 0]:
             raise checks.refuse(message, f"is not from below in the tree of shard {shard}")
         if count > len(self._transfers.operations):
             raise checks.refuse(message, f"counts {count} operations")
@@ -278,7 +281,7 @@ class EngineNode:
         """Say up the tree, when it grows, how many operations need no weights here or below."""
         step = self._step
         step.released[shard, sender] = max(count, step.released.get((shard, sender), 0))
-        here_and_below = (self.number, *self._place.below[shard])
+        here_and_below = (self.number, *self._place.below[shard, 0])
         least = min(step.released.get((shard, node), 0) for node in here_and_below)
         if least <= step.announced.get(shard, 0):
             return

@@ -18,6 +18,7 @@ from penstock.fabric.messages import Kind, Message
 from penstock.fabric.nodes import checks
 from penstock.fabric.nodes.engine import CONDUCTOR
 from penstock.fabric.nodes.runtime import Runtime
+from penstock.fabric.topology import root
 from penstock.fabric.transfers import Operation, Transfers
 from penstock.fabric.view import View
 
@@ -213,7 +214,7 @@ class ShardNode:
     def _send_weights(self, operation: Operation, parts: Sequence[np.ndarray | None]) -> None:
         view = self._view
         assert view is not None
-        root = view.engines[self._shard % len(view.engines)]
+        engines, shards = view.engines, len(view.shards)
         for chunk, part in zip(self._sends[operation.number], parts, strict=True):
             size = operation.weights[chunk].size
             message = Message(
@@ -227,7 +228,8 @@ class ShardNode:
                 size=size,
             )
             self.sent_bytes += size
-            self._runtime.send(root, message)
+            begin = root(self._shard, chunk, shards, len(engines))
+            self._runtime.send(engines[begin], message)
 
     def _take_release(self, message: Message) -> None:
         if message.op > len(self._transfers.operations):

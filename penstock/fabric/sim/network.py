@@ -7,9 +7,10 @@ on the clock or on chance other than the seeds of `Faults`: one seed is one run.
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -33,6 +34,9 @@ class Links:
         return (HEADER_BYTES + size) / self.bytes_per_second
 
 
+_Job = tuple[Callable[[], Any], Callable[[Any], None], Callable[[Exception], None]]
+
+
 class Node(Protocol):
     """What the network delivers to."""
 
@@ -48,7 +52,7 @@ class Network:
     Args:
         links: what every node's card can do.
         faults: what goes wrong; nothing by default.
-        cost: seconds of a job of a node; none by default.
+        cost: seconds of the job that a node has just begun; none by default.
         beat: seconds between the words by which nodes say that they are there.
         notice: seconds until the conductor is told that a node has died; None: it is not told,
             the lease must find out.
@@ -59,7 +63,7 @@ class Network:
         links: Links | None = None,
         faults: Faults | None = None,
         *,
-        cost: Callable[[int, Callable[[], Any]], float] = lambda number, job: 0.0,
+        cost: Callable[[int], float] = lambda number: 0.0,
         beat: float = 0.2,
         notice: float | None = 0.02,
     ) -> None:
@@ -75,7 +79,8 @@ class Network:
         self._order = itertools.count()
         self._leaving: dict[int, float] = defaultdict(float)  # when a card is free again
         self._coming: dict[int, float] = defaultdict(float)
-        self._working: dict[int, float] = defaultdict(float)  # when a node's worker is
+        self._jobs: dict[int, deque[_Job]] = defaultdict(deque)
+        self._working: set[int] = set()  # the nodes whose worker is at a job
         self._dead: set[int] = set()
         self._stopped: dict[int, list[tuple[Callable[..., None], tuple[Any, ...]]]] = {}
 
@@ -153,31 +158,38 @@ class Network:
         then: Callable[[Any], None],
         failed: Callable[[Exception], None],
     ) -> None:
-        """Do a job when the node's worker is free; it takes as long as `cost` says."""
-        begin = max(self.now, self._working[number])
-        end = begin + self._cost(number, job)
-        self._working[number] = end
+        """Do a job when the node's worker is free; it takes as long as `cost` says.
 
-        self._at(end, self._unless_stopped, (number, self._do, (number, job, then, failed)))
+        What the job does has happened when it begins; the node learns of it at its end, if it is
+        still there.
+        """
+        self._jobs[number].append((job, then, failed))
+        if number not in self._working:
+            self._begin_job(number)
 
     def _at(self, when: float, action: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         heapq.heappush(self._events, (when, next(self._order), action, arguments))
 
-    def _do(
-        self,
-        number: int,
-        job: Callable[[], Any],
-        then: Callable[[Any], None],
-        failed: Callable[[Exception], None],
-    ) -> None:
-        if number in self._dead:
-            return
+    def _begin_job(self, number: int) -> None:
+        job, then, failed = self._jobs[number].popleft()
+        self._working.add(number)
+        tell: Callable[[], None]
         try:
             result = job()
         except Exception as error:  # it is the node's to report, as a real worker's is
-            failed(error)
+            tell = functools.partial(failed, error)
         else:
-            then(result)
+            tell = functools.partial(then, result)
+        end = self.now + self._cost(number)
+        self._at(end, self._unless_stopped, (number, self._end_job, (number, tell)))
+
+    def _end_job(self, number: int, tell: Callable[[], None]) -> None:
+        if number in self._dead:
+            return
+        self._working.discard(number)
+        tell()
+        if self._jobs[number] and number not in self._working:
+            self._begin_job(number)
 
     def _deliver(self, to: int, carried: Message | CorruptionError) -> None:
         if to in self._dead:
@@ -216,7 +228,7 @@ class Network:
         if number not in self._stopped:
             body = {
                 "progress": self._nodes[number].progress,
-                "busy": self._working[number] > self.now,
+                "busy": number in self._working,
             }
             self.send(number, CONDUCTOR, Message(Kind.BEAT, 0, number, body=body))
         self.after(self._beat, self._beats, number)

@@ -181,10 +181,11 @@ def test_an_operation_is_computed_once_whatever_comes_again():
     node.handle(begin())
     runtime.do()
     for op in (0, 1):
-        for _ in range(2):
-            node.handle(weights(op, 0))
-            node.handle(weights(op, 1))
-            runtime.do()
+        for chunk in (0, 0, 1, 1, 0):
+            node.handle(weights(op, chunk))
+        runtime.do()
+        node.handle(weights(op, 1))
+        runtime.do()
     assert [entry for entry in work.done if entry[0] == "compute"] == [
         ("compute", 0),
         ("compute", 1),
