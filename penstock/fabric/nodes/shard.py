@@ -189,7 +189,7 @@ class ShardNode:
         def ready(_: object) -> None:
             step.begun = True
             self._pump()
-            self._prepare_if_whole()
+            self._prepare_if_whole()  # it may be that this shard has no gradients to wait for
 
         self._run(step, lambda: self._work.begin(message.step), ready)
 
@@ -256,8 +256,6 @@ class ShardNode:
     def _prepare_if_whole(self) -> None:
         """Hand on what is whole, in the order of the sweep, and say when all of it is."""
         step = self._step
-        if not step.begun:
-            return
         while step.received < len(self._wanted):
             operation, numbers = self._wanted[step.received]
             came = step.gradients.get(operation.number, {})

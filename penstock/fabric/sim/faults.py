@@ -49,7 +49,8 @@ class Faults:
     ) -> None:
         self._random = random.Random(seed)
         self._rates = rates or Rates()
-        self._chances = [(kind, getattr(self._rates, kind)) for kind in _FATES]
+        chances = [(kind, getattr(self._rates, kind)) for kind in _FATES]
+        self._chances = [(kind, rate) for kind, rate in chances if rate]
         self._cuts = dict(cuts or {})
         self._until = until
         self.counts = dict.fromkeys((*_FATES, "cut"), 0)
@@ -60,7 +61,7 @@ class Faults:
             begin, end = self._cuts.get((min(sender, to), max(sender, to)), (0.0, 0.0))
             if begin <= now < end:
                 return self._count("cut", [])
-        fate = "well" if now >= self._until else self._fate()
+        fate = self._fate() if self._chances and now < self._until else "well"
         if fate == "well":
             return [(0.0, _copy(message))]
         if fate == "lost":

@@ -101,6 +101,7 @@ class Shard(Engine):
 
     def receive(self, operation, gradients) -> None:
         self.done.append(("receive", operation.number))
+        self.received = gradients
 
     def prepare(self) -> dict:
         return {"sum": 1}
@@ -174,6 +175,21 @@ def test_weights_pass_on_at_once_and_are_placed_when_no_earlier_job_can_use_thei
     runtime.do()
     assert work.done[-1] == ("compute", 0)
     assert not node.is_busy
+
+
+@pytest.mark.parametrize("make", [engine, shard])
+def test_a_view_of_an_earlier_epoch_changes_nothing(make):
+    node, runtime, _ = make()
+    node.handle(view(3))
+    node.handle(begin(epoch=3))
+    runtime.sent.clear()
+    node.handle(view(2))
+    assert node.epoch == 3
+    assert not runtime.sent
+    node.handle(view(3))  # a repetition is answered
+    assert runtime.kinds() == [Kind.SEEN]
+    runtime.do()
+    assert not runtime.errors()
 
 
 def test_an_operation_is_computed_once_whatever_comes_again():
@@ -325,6 +341,28 @@ def test_gradients_are_handed_on_once_and_in_the_order_of_the_sweep():
         runtime.do()
     assert work.done[-2:] == [("receive", 1), ("receive", 2)]
     assert runtime.kinds().count(Kind.PREPARED) == 1
+
+
+def test_the_first_of_two_gradients_counts():
+    node, runtime, work = shard()
+    node.handle(begin())
+    runtime.do()
+    node.handle(gradient(2, 0, 2))
+    node.handle(gradient(2, 0, 2, payload=np.full(3, 2, np.float32)))
+    node.handle(gradient(1, 0, 2))
+    runtime.do()
+    np.testing.assert_array_equal(work.received[0], [1.0] * 3)
+
+
+def test_a_shard_without_gradients_is_prepared_as_soon_as_it_has_begun():
+    runtime, work = Runtime(), Shard()
+    forward = Operation(0, 0, "forward", PIECES, ())
+    node = ShardNode(1, 0, runtime, Transfers((forward,), 2), work)
+    node.handle(view())
+    node.handle(begin())
+    assert Kind.PREPARED not in runtime.kinds()
+    runtime.do()
+    assert Kind.PREPARED in runtime.kinds()
 
 
 def test_a_commit_is_made_once_and_answered_as_often_as_it_is_asked():
