@@ -36,8 +36,8 @@ from penstock.trainer import build_program
 from penstock.tree import TreeNode
 
 MODEL, SEQUENCE_LENGTH = "gpt3-13b", 2048
-ENGINES = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192]
-QUICK_ENGINES = [1, 4, 16, 192]
+ENGINES = [1, 2, 4, 8, 16, 32, 64, 128, 192]
+QUICK_ENGINES = [1, 8, 192]
 STEPS = 2  # the last one counts
 FIRST_ENGINE = 1000
 CHUNKS = 8  # of an operation's weights: larger ones than a real run's, which is the harder case
@@ -52,7 +52,7 @@ class Machine:
     name: str
     links: Links
     flops: float  # that an engine reaches, per second
-    precision: str
+    weight_width: int  # bytes of a streamed weight
     shards: int
     store_bytes_per_second: float  # of one shard's memory
     sequences: int  # per engine and step
@@ -63,11 +63,9 @@ class Machine:
 MACHINES = [
     # Peak of the wafer at 1.1 GHz, the fastest that is quoted: nothing hides better behind it.
     # The vendor's tree of switches is left out; wafers hand weights on over their own links.
-    Machine(
-        "CS-2, 1.2 Tb/s", Links(150e9, 1e-5), 7.5e15, "fp32", 1, 4e12, 240, (60, 120, 480), 0.99
-    ),
+    Machine("CS-2, 1.2 Tb/s", Links(150e9, 1e-5), 7.5e15, 4, 1, 4e12, 240, (60, 120), 0.99),
     # 40 % of the H200's peak in bf16.
-    Machine("H200, 100 Gb/s", Links(12.5e9, 2e-5), 4e14, "bf16", 4, 300e9, 64, (16, 32, 128), 0.95),
+    Machine("H200, 100 Gb/s", Links(12.5e9, 2e-5), 4e14, 2, 4, 300e9, 64, (16, 32), 0.95),
 ]
 
 
@@ -157,22 +155,22 @@ class Order:
         return {}
 
 
-def transfers_of(program: Program, shards: int, most: float = math.inf) -> Transfers:
+def transfers_of(program: Program, machine: Machine, most: float = math.inf) -> Transfers:
     """Return the operations of a step; a stage's weights lie one behind the other.
 
     Args:
         most: of every stage, no more than so many weights.
     """
-    stages = program.stages
+    stages, shards = program.stages, machine.shards
     order = [(stage, "forward") for stage in stages[:-1]] + [(stages[-1], "turn")]
     order += [(stage, "backward") for stage in reversed(stages[:-1])]
     operations = []
     for number, (stage, sweep) in enumerate(order):
-        specs = [program.weights[name] for name in stage.weights]
-        elements = int(min(most, sum(spec.elements for spec in specs)))
+        elements = sum(program.weights[name].elements for name in stage.weights)
+        elements = int(min(most, elements))
         bounds = [elements * shard // shards for shard in range(shards + 1)]
         made = []
-        for width in (specs[0].stream_dtype.itemsize, GRADIENT_WIDTH):
+        for width in (machine.weight_width, GRADIENT_WIDTH):
             pieces = [Piece(s, 0, bounds[s], bounds[s + 1], width) for s in range(shards)]
             made.append(chunks(pieces, -(-elements // CHUNKS) * width))
         gradients = () if sweep == "forward" else made[1]
@@ -237,7 +235,13 @@ def main() -> None:
     numbers = QUICK_ENGINES if arguments.quick else ENGINES
     began = time.perf_counter()
     gc.disable()  # a simulation makes millions of small objects and no cycles
-    curves = [curve(machine, numbers, arguments.quick) for machine in MACHINES]
+    program = build_program(
+        Config.from_mapping({"model": MODEL}, []),
+        micro_batch=1,
+        sequence_length=SEQUENCE_LENGTH,
+        precision="fp32",
+    )
+    curves = [curve(machine, program, numbers, arguments.quick) for machine in MACHINES]
     drawn = draw(curves, arguments.plot)
     shares = [found["efficiency"][-1] / found["target"] for found in curves]
     print(
@@ -257,16 +261,12 @@ def main() -> None:
     )
 
 
-def curve(machine: Machine, numbers: Sequence[int], quick: bool) -> dict:
+def curve(machine: Machine, program: Program, numbers: Sequence[int], quick: bool) -> dict:
     """Measure one machine over numbers of engines, print the table and return its figures."""
-    config = Config.from_mapping({"model": MODEL}, [])
-    program = build_program(
-        config, micro_batch=1, sequence_length=SEQUENCE_LENGTH, precision=machine.precision
-    )
-    transfers = transfers_of(program, machine.shards)
+    transfers = transfers_of(program, machine)
     # Next to no bytes, nothing computed, memory without a limit: what is left is latency.
     idle = dataclasses.replace(machine, store_bytes_per_second=math.inf)
-    small = transfers_of(program, machine.shards, 256)
+    small = transfers_of(program, machine, 256)
     print(
         f"{MODEL}, {machine.name}: {machine.flops / 1e12:,.0f} TFLOP/s, "
         f"{machine.sequences} x {SEQUENCE_LENGTH} tokens per engine, {machine.shards} shard(s)"
