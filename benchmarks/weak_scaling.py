@@ -350,7 +350,7 @@ def draw(curves: Sequence[Mapping], path: Path) -> str | None:
         idle = [1e3 * seconds for seconds in found["idle_step_seconds"]]
         right.plot(engines, idle, "o-", color=colour, label=name)
     left.set(title="Step on one engine / step on N (dotted: target)", ylim=(0.9, 1.005))
-    middle.set(title="Sent per step, GB", ylim=(0, None))
+    middle.set(title="Sent per step, GB", ylim=(0, 1.4 * middle.get_ylim()[1]))  # for the legend
     right.set(title="Step with nothing to compute or carry, ms", ylim=(0, None))
     for axis in (left, middle, right):
         axis.set_xscale("log", base=2)

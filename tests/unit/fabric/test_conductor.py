@@ -343,6 +343,7 @@ def test_a_lost_shard_ends_the_step_and_the_next_waits_until_it_is_back():
     [
         (([3, 4], [4, 5]), 6, 4),
         (([5], [4, 5]), 6, 5),
+        (([3, 4], [3, 4]), 5, 4),
         (([4, 5], [4, 5]), 5, 4),  # 5 is stored, but its losses were never told
         (([5], [4, 5]), 5, 5),
     ],

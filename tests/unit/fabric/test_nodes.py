@@ -426,6 +426,24 @@ def test_going_back_happens_once_and_never_within_a_step():
     assert runtime.sent[1][1].body == {"steps": [0, 1]}
 
 
+def test_what_is_asked_late_does_not_undo_a_step():
+    node, runtime, work = shard()
+    node.handle(begin())
+    node.handle(Message(Kind.GO_BACK, 1, CONDUCTOR, body={"to": 0}))
+    runtime.do()
+    assert ("go back", 0) not in work.done
+
+
+def test_a_step_begins_once():
+    node, runtime, work = shard()
+    node.handle(begin())
+    node.handle(begin())
+    runtime.do()
+    node.handle(begin())
+    runtime.do()
+    assert work.done.count(("begin", 1)) == 1
+
+
 def test_a_shard_whose_place_another_node_has_taken_takes_no_part():
     node, runtime, _ = shard()
     node.handle(view(2, shards=[7, 2]))
