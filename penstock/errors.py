@@ -74,6 +74,13 @@ class ProgramError(PenstockError):
     exit_code = 70
 
 
+class ProtocolError(PenstockError):
+    """A message between the nodes of a run that none of them would send: a defect, or another
+    version of Penstock, since its checksum was right."""
+
+    exit_code = 71
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return ` (did you mean 'x'?)` for the closest of `known`, or an empty string."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)

@@ -24,6 +24,18 @@ class StoreOfShard:
         self._program, self._recompute = program, recompute
         self._store, self._shard = store, shard
 
+    def held_steps(self) -> Sequence[int]:
+        """Return the step at which the store stands: in the trainer's process it dies with it."""
+        return [self._store.step]
+
+    def go_back(self, step: int) -> None:
+        """Require that the store stands there."""
+        if self._store.step != step:
+            raise ClusterError(
+                f"shard {self._shard} stands at step {self._store.step} and cannot go back to "
+                f"step {step}; resume the run"
+            )
+
     def begin(self, step: int) -> None:
         """Forget what came of a step that was not committed."""
         if self._store.step != step - 1:

@@ -42,13 +42,16 @@ class Kind(enum.IntEnum):
     COMMITTED = 10  # shard to conductor
     TROUBLE = 11  # to the conductor: what went wrong
     BEAT = 12  # to the conductor: still here, and how far
+    DAMAGED = 13  # to the conductor: a frame has come whose checksum is wrong
+    HOLDS = 14  # conductor to shard: which steps do you hold? And the answer
+    GO_BACK = 15  # conductor to shard: go back to a step that all hold. And the answer
     # Between processes, beside the step:
-    HELLO = 13  # which node is at this end of a link
-    JOIN = 14  # to the conductor's process: a process that would take part
-    WELCOME = 15  # what it is to be, and of which run
-    READY = 16  # it is
-    ORDER = 17  # from a command: change the run (`penstock scale`)
-    ANSWER = 18  # to a command
+    HELLO = 16  # which node is at this end of a link
+    JOIN = 17  # to the conductor's process: a process that would take part
+    WELCOME = 18  # what it is to be, and of which run
+    READY = 19  # it is
+    ORDER = 20  # from a command: change the run (`penstock scale`)
+    ANSWER = 21  # to a command
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,23 @@ def message_with(payload: np.ndarray | None, **fields: Any) -> Message:
         return Message(**fields)
     flat = np.ascontiguousarray(payload).reshape(-1).view(np.uint8)
     return Message(payload=flat, size=flat.nbytes, **fields)
+
+
+def sent_on(message: Message, sender: int, payload: np.ndarray | None = None) -> Message:
+    """Return a message as another node sends it on: the same payload, or one that equals it."""
+    return Message(
+        message.kind,
+        message.epoch,
+        sender,
+        message.step,
+        message.op,
+        message.chunk,
+        message.level,
+        message.index,
+        message.body,
+        message.payload if payload is None else payload,
+        message.size,
+    )
 
 
 def pack(message: Message) -> tuple[bytes, bytes]:

@@ -1,7 +1,9 @@
 """Who passes what to whom: trees over the engines of a view, by their place in it.
 
-Weights go down a binary tree, so that a shard sends each byte once and an engine at most twice,
-whatever their number, and the last engine is a logarithm of it away. Gradients go up another: the
+Weights go down binary trees, so that a shard sends each byte once, whatever the number of engines,
+and the last engine is a logarithm of it away. Half the engines of such a tree send everything twice
+and the others nothing; so every shard has two of them, in which they change places, and its chunks
+take turns: an engine sends about as much as it takes. Gradients go up another: the
 fixed tree over micro-batches itself, whose every inner node is made by an engine of its own, so
 that an engine sends at most two sums and takes at most two, and a whole subtree of micro-batches
 travels as one sum wherever the engines' shares allow.
@@ -11,6 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+
+def root(shard: int, chunk: int, shards: int, engines: int) -> int:
+    """Return the place at which the tree begins that a chunk of a shard's weights goes down."""
+    return (2 * shard + chunk % 2) * engines // (2 * shards)
 
 
 def parent(place: int, root: int, engines: int) -> int | None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.errors import CorruptionError
+from penstock.errors import ProtocolError
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,12 @@ class View:
     def read(cls, body: Mapping[str, Any]) -> View:
         """Return the view that a body says.
 
-        **Raises:** `CorruptionError` if it says none.
+        **Raises:** `ProtocolError` if it says none.
         """
         parts = [body.get("shards"), body.get("engines")]
         for part in parts:
-            if not isinstance(part, list) or not all(isinstance(n, int) for n in part) or not part:
-                raise CorruptionError(f"a view has nodes {str(part)[:80]!r}")
+            are_numbers = isinstance(part, list) and all(isinstance(n, int) for n in part)
+            if not part or not are_numbers or len({*part}) < len(part):
+                raise ProtocolError(f"a view has nodes {str(part)[:80]!r}")
         shards, engines = (tuple(part) for part in parts if part)
         return cls(shards, engines)

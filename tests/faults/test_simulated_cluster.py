@@ -46,14 +46,34 @@ def trouble(seed: int) -> tuple[ToyCluster, dict]:
         cuts[a, b] = (begin, begin + chance.uniform(0.01, 20))
     faults = Faults(seed, Rates(**rates), cuts, until=8.0)
     notice = chance.choice([0.02, None])
-    cluster = ToyCluster(engines, shards, faults, notice=notice)
+    speed = random.Random(-seed)
+    costs = chance.choice([[0.002], [0.0005, 0.002, 0.01], [0.0, 0.002, 0.002, 0.1]])
+    cluster = ToyCluster(engines, shards, faults, notice=notice, cost=lambda: speed.choice(costs))
     network = cluster.network
-    plan = {"engines": engines, "shards": shards, "rates": rates, "cuts": cuts, "notice": notice}
+    plan = {
+        "engines": engines,
+        "shards": shards,
+        "rates": rates,
+        "cuts": cuts,
+        "notice": notice,
+        "costs": costs,
+    }
 
     def at(name: str, action) -> None:
         moment = chance.expovariate(1 / 0.1)
         plan.setdefault("events", []).append((round(moment, 4), name))
         network.after(moment, action)
+
+    def stop(number: int, length: float, until_lost: bool) -> None:
+        if until_lost:
+            cluster.stop_until_lost(number, length / 50)
+        else:
+            network.stop(number)
+            network.after(length, network.resume, number)
+
+    def at_stop(number: int) -> None:
+        length, until_lost = chance.uniform(0.01, 3), chance.random() < 0.5
+        at(f"stop {number} {length, until_lost}", lambda: stop(number, length, until_lost))
 
     for number in range(FIRST_ENGINE, FIRST_ENGINE + engines):
         fate = chance.random()
@@ -61,13 +81,13 @@ def trouble(seed: int) -> tuple[ToyCluster, dict]:
             at(f"kill {number}", lambda number=number: network.kill(number))
             at("join", cluster.join)  # a replacement
         elif fate < 0.45:
-            length = chance.uniform(0.01, 3)
-
-            def stop(number=number, length=length) -> None:
-                network.stop(number)
-                network.after(length, lambda: network.resume(number))
-
-            at(f"stop {number} for {length:.2f} s", stop)
+            at_stop(number)
+    for number in range(1, 1 + shards):
+        fate = chance.random()
+        if fate < 0.15:
+            at(f"kill {number}", lambda number=number: network.kill(number))
+        elif fate < 0.25:
+            at_stop(number)
     for _ in range(chance.choice([0, 0, 1, 2])):
         at("join", cluster.join)
     if chance.random() < 0.3:

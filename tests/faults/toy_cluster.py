@@ -3,22 +3,33 @@
 The model is four stages of a few dozen weights whose gradients depend on all weights before them,
 on the rows and on the micro-batch, in float32, so that another order of additions, a stale weight
 or a part that is counted twice changes the result. What it must be is computed by a loop without
-any network.
+any network. Shards store steps as the store on flash does: the last two, one behind the commit.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
-from penstock.fabric.nodes import Conductor, EngineNode, Happened, Leases, Outcome, Part, ShardNode
+from penstock.fabric.nodes import (
+    Conductor,
+    EngineNode,
+    Happened,
+    Leases,
+    Outcome,
+    Part,
+    ShardNode,
+    TroubleError,
+    WentBackError,
+)
 from penstock.fabric.sim import Faults, Links, Network
 from penstock.fabric.transfers import Operation, Piece, Transfers, chunks
 from penstock.tree import TreeNode, TreeSum, share
 
-STAGES, WEIGHTS, MICRO_BATCHES, STEPS = 4, 37, 8, 3
+STAGES, WEIGHTS, MICRO_BATCHES, STEPS = 4, 17, 8, 3
 FIRST_ENGINE = 100  # numbers from here on are engines, 1, 2 ... are shards
 
 
@@ -84,7 +95,7 @@ def reference(steps: int = STEPS) -> tuple[list[list[float]], list[np.ndarray]]:
 def transfers(shards: int) -> Transfers:
     bounds = [WEIGHTS * s // shards for s in range(shards + 1)]
     pieces = [Piece(s, 0, bounds[s], bounds[s + 1], 4) for s in range(shards)]
-    cut = chunks(pieces, chunk_bytes=40)
+    cut = chunks(pieces, chunk_bytes=32)
     order = [(s, "forward") for s in range(STAGES - 1)] + [(STAGES - 1, "turn")]
     order += [(s, "backward") for s in reversed(range(STAGES - 1))]
     return Transfers(
@@ -134,23 +145,48 @@ class ToyEngine:
 class ToyShard:
     """A shard's pieces of every weight; refuses whatever a real store would refuse."""
 
-    def __init__(self, shard: int, plan: Transfers) -> None:
-        self.shard, self.plan, self.step = shard, plan, 0
-        self.weights = initial()
+    def __init__(self, shard: int, plan: Transfers, durable=None) -> None:
+        self.shard, self.plan = shard, plan
+        self.durable = durable or {0: initial()}  # by step, what a crash leaves
+        self.step = max(self.durable)
+        self.weights = self.durable[self.step]
         self.gradients: dict[int, np.ndarray] = {}
         self.squares: dict[str, str] = {}
 
+    def reopened(self) -> ToyShard:
+        """What another process finds of this shard."""
+        return ToyShard(self.shard, self.plan, dict(self.durable))
+
+    def held_steps(self) -> list[int]:
+        return sorted(self.durable)
+
+    def go_back(self, step) -> None:
+        self.durable = {k: v for k, v in self.durable.items() if k <= step}
+        self.step, self.weights = step, self.durable[step]
+        self._forget()
+
     def begin(self, step) -> None:
         assert step == self.step + 1
+        self._forget()
+
+    def _forget(self) -> None:
         self.gradients.clear()
         self.squares.clear()
 
+    def _make_durable(self) -> None:
+        newest = sorted({*self.durable, self.step})[-2:]
+        self.durable = {**self.durable, self.step: self.weights}
+        self.durable = {k: v for k, v in self.durable.items() if k in newest}
+
     def fetch(self, operation) -> list[np.ndarray]:
+        if operation.sweep == "turn" and (self.step + self.shard) % 2:
+            self._make_durable()  # this disk keeps up; another step or shard is slower
         pieces = [operation.weights[n] for n in operation.of_shard(self.shard)]
         return [self.weights[operation.stage][p.begin : p.end] for p in pieces]
 
     def receive(self, operation, gradients) -> None:
         assert operation.stage not in self.gradients, "a stage's gradients came twice"
+        assert all(operation.stage < stage for stage in self.gradients), "not the sweep's order"
         mine = self.gradients[operation.stage] = np.full(WEIGHTS, np.nan, np.float32)
         for number, gradient in gradients.items():
             piece = operation.gradients[number]
@@ -159,15 +195,19 @@ class ToyShard:
 
     def prepare(self) -> dict:
         assert len(self.gradients) == STAGES
-        return {"squares": self.squares}
+        return {"squares": dict(self.squares)}
 
     def commit(self, step, decision) -> dict:
         assert step == self.step + 1, "a step is committed twice, or left out"
+        self._make_durable()  # the step before, at the latest now
+        new = list(self.weights)
         for stage, gradient in self.gradients.items():
-            new = updated(self.weights[stage], gradient, decision["scale"])
             mine = ~np.isnan(gradient)
-            self.weights[stage] = np.where(mine, new, self.weights[stage])
-        self.step = step
+            new[stage] = np.where(
+                mine, updated(new[stage], gradient, decision["scale"]), new[stage]
+            )
+        self.step, self.weights = step, new
+        self._forget()
         return {"step": step}
 
 
@@ -195,7 +235,11 @@ class ToyOrder:
 
 
 class ToyCluster:
-    """Shards, engines and a conductor in a simulated network."""
+    """Shards, engines and a conductor in a simulated network, and who brings back what is lost.
+
+    `cost` says the seconds of a job; by default longer than a message takes, so that faults fall
+    between any two of these.
+    """
 
     def __init__(
         self,
@@ -204,26 +248,28 @@ class ToyCluster:
         faults: Faults | None = None,
         wanted: int | None = None,
         notice: float | None = 0.02,
+        cost: Callable[[], float] = lambda: 0.002,
     ) -> None:
         self.plan = transfers(shards)
-        # An operation takes longer than a message, so that faults fall between any two of these.
-        self.network = Network(
-            Links(1e6, 1e-4), faults, cost=lambda number, job: 0.002, notice=notice
-        )
+        self.network = Network(Links(1e6, 1e-4), faults, cost=lambda number: cost(), notice=notice)
         self.happened: list[Happened] = []
         self.shards = [ToyShard(s, self.plan) for s in range(shards)]
         self.nodes: dict[int, ShardNode | EngineNode] = {}
-        for s, work in enumerate(self.shards):
-            node = ShardNode(1 + s, s, self.network.runtime(1 + s), self.plan, work)
-            self._add(1 + s, node)
+        numbers = [1 + s for s in range(shards)]
+        for s, number in enumerate(numbers):
+            self._add_shard(s, number)
         self.conductor = Conductor(
             self.network.runtime(0),
-            [1 + s for s in range(shards)],
+            numbers,
             wanted or engines,
-            Leases(silence=1.0, stall=2.0),
+            Leases(silence=1.0, stall=2.0, job=20.0),
             self._tell,
         )
         self.network.conduct(self.conductor)
+        self._places = {number: s for s, number in enumerate(numbers)}
+        self._zombies: dict[int, float] = {}
+        self.watch: Callable[[], object] = lambda: None  # is called between any two events
+        self._next_shard = 1 + shards
         self._next = FIRST_ENGINE
         for _ in range(engines):
             self.join()
@@ -232,11 +278,32 @@ class ToyCluster:
         self.nodes[number] = node
         self.network.add(number, node)
 
+    def _add_shard(self, shard: int, number: int) -> None:
+        runtime = self.network.runtime(number)
+        self._add(number, ShardNode(number, shard, runtime, self.plan, self.shards[shard]))
+
     def _tell(self, happened: Happened) -> None:
         self.happened.append(happened)
+        if happened.node in self._zombies:
+            self.network.after(self._zombies.pop(happened.node), self.network.resume, happened.node)
         if happened.kind == "engine lost" and not self.network.is_dead(happened.node):
             # Its link is closed, so it comes back, by another number; the old one is a zombie.
             self.network.after(0.5, self.join)
+        if happened.kind == "shard lost":
+            self.network.after(0.3, self.bring_back, self._places[happened.node])
+
+    def stop_until_lost(self, number: int, delay: float) -> None:
+        """Stop a node, and let it go on as a zombie so long after it has counted as lost."""
+        self.network.stop(number)
+        self._zombies[number] = delay
+
+    def bring_back(self, shard: int) -> None:
+        """Let another process open what a lost shard has stored; the old one may be a zombie."""
+        number, self._next_shard = self._next_shard, self._next_shard + 1
+        self.shards[shard] = self.shards[shard].reopened()
+        self._places[number] = shard
+        self._add_shard(shard, number)
+        self.conductor.shard_joined(shard, number)
 
     def join(self) -> int:
         """Let one more engine come."""
@@ -247,14 +314,27 @@ class ToyCluster:
 
     def train(self, steps: int = STEPS, limit: float = 300.0) -> list[Outcome]:
         """Make so many steps, and return how each ended."""
-        outcomes: list[Outcome] = []
-        for step in range(1, steps + 1):
-            self.conductor.start(ToyOrder(step), outcomes.append)
-            came = self.network.run(lambda step=step: len(outcomes) >= step, limit)
+        outcomes: dict[int, Outcome] = {}
+        step = 1
+        while step <= steps:
+            ended: list[Outcome] = []
+            self.conductor.start(ToyOrder(step), ended.append)
+            came = self.network.run(lambda ended=ended: bool(self.watch() or ended), limit)
             assert came, f"step {step} hangs at {self.network.now:.1f} s: {self.conductor.phase}"
-            if outcomes[-1].error is not None:
-                raise outcomes[-1].error
-        return outcomes
+            (outcome,) = ended
+            match outcome.error:
+                case None:
+                    before = outcomes.setdefault(step, outcome)
+                    assert before.losses == outcome.losses, "a step gives other losses again"
+                    step += 1
+                case WentBackError():
+                    assert outcome.error.step < step
+                    step = outcome.error.step + 1
+                case TroubleError(node=node) if node in self._places:
+                    pass  # a shard is lost, and comes back
+                case _:
+                    raise outcome.error
+        return [outcomes[step] for step in range(1, steps + 1)]
 
     def weights(self) -> list[np.ndarray]:
         """The weights of all shards put together."""

@@ -1,7 +1,16 @@
 """The nodes of a run as state machines: what each makes of a message, whoever carries it."""
 
-from penstock.fabric.nodes.conductor import Conductor, Happened, Leases, Outcome, Part, TroubleError
+from penstock.fabric.nodes.conductor import Conductor
 from penstock.fabric.nodes.engine import CONDUCTOR, EngineNode, EngineWork
+from penstock.fabric.nodes.orders import (
+    Happened,
+    Leases,
+    Outcome,
+    Part,
+    StepOrder,
+    TroubleError,
+    WentBackError,
+)
 from penstock.fabric.nodes.runtime import Runtime
 from penstock.fabric.nodes.shard import WINDOW, ShardNode, ShardWork
 
@@ -18,5 +27,7 @@ __all__ = [
     "Runtime",
     "ShardNode",
     "ShardWork",
+    "StepOrder",
     "TroubleError",
+    "WentBackError",
 ]

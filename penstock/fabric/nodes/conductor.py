@@ -4,6 +4,9 @@ A step is an attempt in an epoch: everyone has seen the view, begins, and report
 and all shards' gradients are in, the step is decided, and the shards are told until each has
 answered. Whatever is lost before the decision costs the attempt: the epoch rises, and the step
 begins anew with those who are left. After it the engines are not needed.
+
+A shard that is lost ends the step. Another may come in its place, with what the lost one had
+stored; before the next step, then, all shards go back to the newest step that all of them hold.
 """
 
 from __future__ import annotations
@@ -11,90 +14,40 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
+from penstock.errors import ProtocolError, StorageError
 from penstock.fabric.messages import Kind, Message, message_with, pack_arrays
+from penstock.fabric.nodes import checks
 from penstock.fabric.nodes.engine import CONDUCTOR
+from penstock.fabric.nodes.orders import (
+    Happened,
+    Leases,
+    Outcome,
+    StepOrder,
+    TroubleError,
+    WentBackError,
+)
 from penstock.fabric.nodes.runtime import Runtime
 from penstock.fabric.view import View
-
-
-@dataclass(frozen=True)
-class Part:
-    """What one engine begins a step with: which micro-batches (`BEGIN`'s body), and their rows."""
-
-    body: Mapping[str, Any]
-    rows: Mapping[str, np.ndarray]
-
-
-class StepOrder(Protocol):
-    """What the conductor needs to know of a step that it is to have made."""
-
-    step: int
-    micro_batches: int
-
-    def parts(self, engines: int) -> Sequence[Part]:
-        """Return, for so many engines, what each begins with."""
-        ...
-
-    def decide(
-        self, losses: Sequence[float], prepared: Sequence[Mapping[str, Any]]
-    ) -> Mapping[str, Any]:
-        """Return the decision that shards commit by, or raise what forbids it."""
-        ...
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a step ended: with the decision and the shards' answers, or with an error."""
-
-    step: int
-    losses: Sequence[float] = ()
-    decision: Mapping[str, Any] = field(default_factory=dict)
-    answers: Sequence[Mapping[str, Any]] = ()
-    error: BaseException | None = None
-
-
-@dataclass(frozen=True)
-class Leases:
-    """Seconds: `silence` without a word is a loss; `stall` in which nobody gets on is a retry."""
-
-    silence: float = 1.0
-    stall: float = 5.0
-
-
-@dataclass(frozen=True)
-class Happened:
-    """Something that people should know of: what kind of thing, and a line about it."""
-
-    kind: str
-    text: str
-    node: int | None = None
+from penstock.tree import share
 
 
 class Phase(enum.Enum):
     """Where the step in flight stands."""
 
     IDLE = "no step"
-    GATHERING = "waiting for engines"
+    GATHERING = "waiting for engines or shards"
     FORMING = "waiting until all have seen the view"
+    AGREEING = "waiting until all shards stand at one step"
     RUNNING = "waiting for losses and gradients"
     COMMITTING = "waiting until the shards have committed"
 
 
-class TroubleError(Exception):
-    """A node could not do its work, for a reason that trying again would not mend."""
-
-    def __init__(self, node: int, kind: str, text: str) -> None:
-        super().__init__(text)
-        self.node, self.kind = node, kind
-
-
-# What a node may run into that another attempt can mend.
-_PASSING = ("CorruptionError",)
+# The attempt can be given up and made again in these.
+_OPEN = (Phase.FORMING, Phase.AGREEING, Phase.RUNNING)
 
 
 class Conductor:
@@ -128,11 +81,16 @@ class Conductor:
         self.counts: Counter[str] = Counter()
         self._runtime, self._leases, self._tell = runtime, leases, tell
         self._shards = tuple(shards)
+        self._absent: set[int] = set()  # the shards that are lost, until others take their places
         self._ready: dict[int, None] = {}  # engines that may take part, in the order they came
         self._view = View(self._shards, ())
+        self._is_formed = False  # whether the view's members have seen it, and none left a step
+        self._is_agreed = False  # whether all shards are known to stand at one step
         self._order: StepOrder | None = None
         self._done: Callable[[Outcome], None] = lambda outcome: None
         self._seen: set[int] = set()
+        self._held: dict[int, set[int]] = {}
+        self._gone_back: set[int] = set()
         self._losses: dict[int, list[float]] = {}
         self._prepared: dict[int, Mapping[str, Any]] = {}
         self._answers: dict[int, Mapping[str, Any]] = {}
@@ -151,6 +109,17 @@ class Conductor:
         """The engines that may take part, spare ones too."""
         return tuple(self._ready)
 
+    @property
+    def wanted(self) -> int:
+        """How many engines are to take part, from the next step on."""
+        return self._wanted
+
+    @wanted.setter
+    def wanted(self, engines: int) -> None:
+        if engines < 1:
+            raise ValueError(f"{engines} engines are wanted; a run needs at least one")
+        self._wanted = engines
+
     def joined(self, engine: int) -> None:
         """An engine is ready; it takes part from the next step on, if it is wanted."""
         self._ready[engine] = None
@@ -159,18 +128,30 @@ class Conductor:
         if self.phase is Phase.GATHERING:
             self._form()
 
+    def shard_joined(self, shard: int, node: int) -> None:
+        """A new node has taken the place of a shard that was lost, with what that had stored."""
+        old = self._shards[shard]
+        self._absent.discard(old)
+        self._forget(old)
+        self._shards = (*self._shards[:shard], node, *self._shards[shard + 1 :])
+        self._heard[node] = self._now
+        self._is_agreed = False
+        self._happened("shard joined", f"shard {shard} is node {node} now", node)
+        if self.phase is Phase.GATHERING:
+            self._form()
+
     def lost(self, node: int, why: str) -> None:
         """A node is gone, or counts as gone."""
         if node in self._shards:
-            self._happened("shard lost", f"shard {self._shards.index(node)}: {why}", node)
-            self._end(Outcome(self._step, error=TroubleError(node, "StorageError", why)))
+            if node not in self._absent:
+                self._lose_shard(node, why)
             return
         if node not in self._ready:
             return
         del self._ready[node]
-        self._beats.pop(node, None)
+        self._forget(node)
         self._happened("engine lost", f"engine {node}: {why}", node)
-        if node in self._view.engines and self.phase in (Phase.FORMING, Phase.RUNNING):
+        if node in self._view.engines and self.phase in _OPEN:
             self._form()
 
     def start(self, order: StepOrder, done: Callable[[Outcome], None]) -> None:
@@ -178,7 +159,8 @@ class Conductor:
         if self.phase is not Phase.IDLE:
             raise RuntimeError(f"a step is in flight: {self.phase.value}")
         self._order, self._done, self._stalls = order, done, 0
-        if self.epoch and self._view.engines == self._members():
+        members = View(self._shards, self._members())
+        if self._is_formed and self._is_agreed and self._view == members:
             self._begin()
         else:
             self._form()
@@ -186,63 +168,71 @@ class Conductor:
     # What nodes say
 
     def handle(self, message: Message) -> None:
-        """Take a message."""
-        self._heard[message.sender] = self._now
-        if message.kind is Kind.BEAT:
-            self._beats[message.sender] = message.body
+        """Take a message; one that makes no sense ends the step with an error."""
+        try:
+            self._take(message)
+        except ProtocolError as error:
+            self._end(Outcome(self._step, error=error))
+
+    def _take(self, message: Message) -> None:
+        sender, kind = message.sender, message.kind
+        is_known = sender in self._ready or sender in {*self._shards} - self._absent
+        if is_known:
+            self._heard[sender] = self._now
+        if kind is Kind.BEAT:
+            if is_known:
+                self._beats[sender] = message.body
             return
         if message.epoch != self.epoch:
             self.counts["stale messages"] += 1
             return
-        if message.kind is Kind.SEEN and self.phase is Phase.FORMING:
-            self._seen.add(message.sender)
-            if self._seen >= {*self._view.engines, *self._view.shards}:
-                self._begin()
-            return
-        if message.kind is Kind.TROUBLE and message.body.get("error") in _PASSING:
-            self.damaged(f"node {message.sender}: {message.body.get('text')}")
+        if kind is Kind.DAMAGED:
+            self.damaged(f"node {sender}: {str(message.body.get('text'))[:200]}")
+        elif kind is Kind.SEEN and self.phase is Phase.FORMING:
+            self._take_seen(sender)
+        elif kind is Kind.HOLDS and self.phase is Phase.AGREEING and sender in self._shards:
+            self._take_held(message)
+        elif kind is Kind.GO_BACK and self.phase is Phase.AGREEING and sender in self._shards:
+            self._take_gone_back(message)
+        elif kind is Kind.TROUBLE and message.step in (0, self._step):
+            self._take_trouble(message)
         elif message.step != self._step:
             self.counts["stale messages"] += 1
-        elif message.kind is Kind.TROUBLE and self.phase is not Phase.IDLE:
-            self._take_trouble(message)
-        elif message.kind is Kind.LOSSES and self.phase is Phase.RUNNING:
-            self._losses[message.sender] = [float.fromhex(x) for x in message.body["losses"]]
+        elif kind is Kind.LOSSES and self.phase is Phase.RUNNING:
+            self._take_losses(message)
+        elif kind is Kind.PREPARED and self.phase is Phase.RUNNING and sender in self._shards:
+            self._prepared[sender] = message.body
             self._decide_if_whole()
-        elif message.kind is Kind.PREPARED and self.phase is Phase.RUNNING:
-            self._prepared[message.sender] = message.body
-            self._decide_if_whole()
-        elif message.kind is Kind.COMMITTED and self.phase is Phase.COMMITTING:
-            self._answers[message.sender] = message.body
-            if len(self._answers) == len(self._shards):
-                self._end(
-                    Outcome(
-                        self._step,
-                        self._all_losses(),
-                        self._decision,
-                        [self._answers[shard] for shard in self._shards],
-                    )
-                )
+        elif kind is Kind.COMMITTED and self.phase is Phase.COMMITTING and sender in self._shards:
+            self._answers[sender] = message.body
+            self._end_if_committed()
 
     def damaged(self, text: str) -> None:
         """Something came whose checksum is wrong: nobody knows what it was to say."""
         self.counts["damaged"] += 1
-        if self.phase in (Phase.FORMING, Phase.RUNNING):
+        if self.phase is Phase.COMMITTING:
+            self._send_commit()
+        elif self.phase in _OPEN:
             self._happened("retry", f"{text}; the step begins anew")
             self._form()
 
     def tick(self, now: float) -> None:
         """Look whether somebody has been silent, or nothing has moved, for too long."""
+        pause = now - self._now
         self._now = now
-        for node in list(self._ready):
+        if pause > self._leases.silence / 2:
+            # This process itself stood still: what others said meanwhile has yet to be read.
+            self._heard = {node: heard + pause for node, heard in self._heard.items()}
+            self._moved_at += pause
+        for node in [*self._ready, *self._shards]:
             silent = now - self._heard.get(node, now)
             if silent > self._leases.silence:
-                self._heard.pop(node)
                 self.lost(node, f"silent for {silent:.1f} s")
         if self.phase in (Phase.IDLE, Phase.GATHERING):
             self._moved_at = now
             return
         here = [node for node in (*self._view.engines, *self._view.shards) if node in self._beats]
-        busy = any(self._beats[node].get("busy") for node in here)
+        busy = [node for node in here if self._beats[node].get("busy")]
         moved = (
             self.phase,
             self.epoch,
@@ -251,13 +241,17 @@ class Conductor:
             len(self._answers),
             tuple(self._beats[node].get("progress") for node in here),
         )
-        if busy or moved != self._moved:
+        still = now - self._moved_at
+        if moved != self._moved:
             self._moved, self._moved_at = moved, now
-        elif now - self._moved_at > self._leases.stall:
+        elif still > self._leases.job and busy:
+            self._moved_at = now
+            self.lost(busy[0], f"a job of it has taken {still:.0f} s")
+        elif still > self._leases.stall and not busy:
             self._moved_at = now
             self._stalled()
 
-    # The attempt
+    # The view
 
     @property
     def _step(self) -> int:
@@ -270,11 +264,13 @@ class Conductor:
     def _form(self) -> None:
         """Raise the epoch and tell everybody who takes part."""
         engines = self._members()
-        if len(engines) < self._least:
+        self._is_formed = False
+        if len(engines) < self._least or self._absent:
             self._phase(Phase.GATHERING)
-            self._happened(
-                "waiting", f"{len(engines)} engine(s) left, {self._least} needed; waiting"
-            )
+            text = f"{len(engines)} engine(s) left, {self._least} needed; waiting"
+            if self._absent:
+                text = f"{len(self._absent)} of {len(self._shards)} shards are lost; waiting"
+            self._happened("waiting", text)
             return
         self.epoch += 1
         self._view = View(self._shards, engines)
@@ -283,24 +279,80 @@ class Conductor:
         nodes = (*self._shards, *engines)
         listening = {str(n): self._addresses[n] for n in nodes if n in self._addresses}
         body = {**self._view.as_body(), "addresses": listening}
-        for node in nodes:
+        for node in (*self._shards, *self._ready):  # spare engines forget what they held
             self._send(node, Kind.VIEW, body)
+
+    def _take_seen(self, sender: int) -> None:
+        self._seen.add(sender)
+        if not self._seen >= {*self._view.engines, *self._view.shards}:
+            return
+        self._is_formed = True
+        if self._is_agreed:
+            self._begin()
+            return
+        self._held.clear()
+        self._gone_back.clear()
+        self._phase(Phase.AGREEING)
+        for shard in self._shards:
+            self._send(shard, Kind.HOLDS)
+
+    def _take_held(self, message: Message) -> None:
+        steps = message.body.get("steps")
+        if not isinstance(steps, list) or not all(isinstance(step, int) for step in steps):
+            raise checks.refuse(message, f"holds {str(steps)[:80]!r}")
+        self._held[message.sender] = {*steps}
+        if len(self._held) == len(self._shards):
+            to = self._newest_common()
+            if to is not None:
+                for shard in self._shards:
+                    self._send(shard, Kind.GO_BACK, {"to": to})
+
+    def _newest_common(self) -> int | None:
+        """Return the newest step that all shards hold, best before the one to be made."""
+        common = set.intersection(*self._held.values())
+        if not common:
+            held = ", ".join(
+                f"shard {place} has {sorted(self._held[shard])}"
+                for place, shard in enumerate(self._shards)
+            )
+            text = f"no step is held by all shards ({held}); resume from a checkpoint"
+            error = StorageError(text)
+            self._end(Outcome(self._step, error=error))
+            return None
+        # The step in flight may be stored everywhere; but its losses were never reported.
+        return max([step for step in common if step < self._step] or common)
+
+    def _take_gone_back(self, message: Message) -> None:
+        to = checks.integer(message, "to", 0)
+        self._gone_back.add(message.sender)
+        if len(self._gone_back) < len(self._shards):
+            return
+        self._is_agreed = True
+        if to + 1 == self._step:
+            self._begin()
+            return
+        self._happened("went back", f"all shards stand at step {to}")
+        self._end(Outcome(self._step, error=WentBackError(to)))
+
+    # The attempt
 
     def _begin(self) -> None:
         order = self._order
         assert order is not None
+        self._is_formed = False  # until this step has come to its end, nobody may begin another
         self._losses.clear()
         self._prepared.clear()
         self._answers.clear()
         self._phase(Phase.RUNNING)
+        count = len(self._view.engines)
         try:
-            parts = order.parts(len(self._view.engines))
+            parts = list(zip(self._view.engines, order.parts(count), strict=True))
         except Exception as error:  # the data's: it ends the step, not the conductor
             self._end(Outcome(order.step, error=error))
             return
         for shard in self._shards:
             self._send(shard, Kind.BEGIN)
-        for engine, part in zip(self._view.engines, parts, strict=True):
+        for engine, part in parts:
             described, payload = pack_arrays(part.rows)
             self._send(engine, Kind.BEGIN, {**part.body, "rows": described}, payload)
 
@@ -320,32 +372,72 @@ class Conductor:
         self._phase(Phase.COMMITTING)
         self._send_commit()
 
+    def _take_losses(self, message: Message) -> None:
+        order, engines = self._order, self._view.engines
+        assert order is not None
+        if message.sender not in engines:
+            return
+        part = share(order.micro_batches, len(engines))[engines.index(message.sender)]
+        self._losses[message.sender] = checks.hexadecimals(message, "losses", len(part))
+        self._decide_if_whole()
+
     def _send_commit(self) -> None:
         for shard in self._shards:
             if shard not in self._answers:
                 self._send(shard, Kind.COMMIT, self._decision)
 
+    def _end_if_committed(self) -> None:
+        if len(self._answers) < len(self._shards):
+            return
+        self._is_formed = True
+        answers = [self._answers[shard] for shard in self._shards]
+        self._end(Outcome(self._step, self._all_losses(), self._decision, answers))
+
     def _all_losses(self) -> list[float]:
         return [x for engine in self._view.engines for x in self._losses[engine]]
 
+    # What goes wrong
+
     def _take_trouble(self, message: Message) -> None:
+        if self.phase is Phase.COMMITTING:
+            if message.sender not in self._shards:
+                return  # the step needs no engine any more
+        elif self.phase not in _OPEN:
+            return  # it was about an attempt that is given up
         kind, text = str(message.body.get("error")), str(message.body.get("text"))
         self._end(Outcome(self._step, error=TroubleError(message.sender, kind, text)))
+
+    def _lose_shard(self, node: int, why: str) -> None:
+        self._absent.add(node)
+        self._forget(node)
+        self._is_formed = False
+        self._happened("shard lost", f"shard {self._shards.index(node)}: {why}", node)
+        self._end(Outcome(self._step, error=TroubleError(node, "StorageError", why)))
+
+    def _forget(self, node: int) -> None:
+        self._heard.pop(node, None)
+        self._beats.pop(node, None)
 
     def _stalled(self) -> None:
         """Nobody computes and nothing moves: something was lost on the way."""
         if self.phase is Phase.COMMITTING:
             self._send_commit()
             return
-        if self.phase is Phase.FORMING:
-            missing = [node for node in self._view.engines if node not in self._seen]
-            if missing and self._stalls:
-                self.lost(missing[0], "it has not answered to a new epoch")
-                return
+        engines, again = self._view.engines, self._stalls > 0
         self._stalls += 1
-        if self._stalls > 1 and len(self._view.engines) > 1:
+        if self.phase is Phase.FORMING and again:
+            missing = [n for n in (*engines, *self._shards) if n not in self._seen]
+            self.lost(missing[0], "it has not answered to a new epoch")
+            return
+        if self.phase is Phase.AGREEING and again:
+            held = {*self._held}
+            said = self._gone_back if held >= {*self._shards} else held
+            missing = [n for n in self._shards if n not in said]
+            self.lost(missing[0], "it has not said at which step it stands")
+            return
+        if self.phase is Phase.RUNNING and again and len(engines) > 1:
             # Who has got least is behind the broken link; of equals, the one nearest the root.
-            progress = {n: self._beats.get(n, {}).get("progress", 0) for n in self._view.engines}
+            progress = {n: self._beats.get(n, {}).get("progress", 0) for n in engines}
             self.lost(min(progress, key=lambda n: progress[n]), "the step stands still behind it")
             return
         self._happened("retry", "nothing moves: the step begins anew in a new epoch")
@@ -354,6 +446,8 @@ class Conductor:
     def _end(self, outcome: Outcome) -> None:
         if self.phase is Phase.IDLE:
             return
+        if self.phase is Phase.COMMITTING and outcome.error is not None:
+            self._is_agreed = False  # some shards may have committed
         done, self._done = self._done, lambda outcome: None
         self._phase(Phase.IDLE)
         self._order = None

@@ -8,18 +8,21 @@ another counts for nothing.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from penstock.fabric.messages import Kind, Message, message_with, unpack_arrays
+from penstock.errors import ProtocolError
+from penstock.fabric.messages import Kind, Message, sent_on, unpack_arrays
+from penstock.fabric.nodes import checks
 from penstock.fabric.nodes.runtime import Runtime
-from penstock.fabric.topology import Summing, children, parent, summing
-from penstock.fabric.transfers import Operation, Piece, Transfers
+from penstock.fabric.topology import Summing, children, parent, root, summing
+from penstock.fabric.transfers import GRADIENT_WIDTH, Operation, Piece, Transfers
 from penstock.fabric.view import View
 from penstock.tree import TreeNode, TreeSum, share
 
@@ -28,7 +31,7 @@ CONDUCTOR = 0
 
 class EngineWork(Protocol):
     """What an engine does between the messages. `place` is called by the node's own thread, the
-    others by the runtime's worker."""
+    others by the runtime's worker; never while a job of an earlier step is still being done."""
 
     def begin(self, step: int, part: Mapping[str, float], rows: Mapping[str, np.ndarray]) -> None:
         """Begin a step with these rows; forget the one before."""
@@ -39,7 +42,10 @@ class EngineWork(Protocol):
         ...
 
     def compute(self, operation: Operation) -> Sequence[TreeNode]:
-        """Compute an operation whose weights are placed; return its gradients' sums."""
+        """Compute an operation whose weights are placed; return its gradients' sums.
+
+        Their tensors are the node's from then on: it adds to them, and sends them.
+        """
         ...
 
     def losses(self) -> list[float]:
@@ -49,11 +55,35 @@ class EngineWork(Protocol):
 
 @dataclass
 class _Sum:
-    """A chunk of gradients that this engine adds up."""
+    """A chunk of gradients that this engine adds up, and over how many micro-batches still."""
 
     tree: TreeSum
+    missing: int
     seen: set[tuple[int, int]] = field(default_factory=set)
-    leaves: int = 0
+
+
+@dataclass
+class _Place:
+    """What a view means for one engine: whom it hands weights to, and what it adds."""
+
+    number: int
+    below: Mapping[tuple[int, int], Sequence[int]]  # by shard and parity of the chunk, nodes
+    above: Sequence[int]  # by shard, the node that is told of room
+    summing: Summing
+
+    @classmethod
+    def of(cls, view: View, engine: int) -> _Place:
+        """Return the place of an engine by its number."""
+        place, engines, shards = view.engines.index(engine), view.engines, len(view.shards)
+        below, above = {}, []
+        for shard, parity in itertools.product(range(shards), range(2)):
+            begin = root(shard, parity, shards, len(engines))
+            nodes = [engines[child] for child in children(place, begin, len(engines))]
+            below[shard, parity] = nodes
+        for shard, node in enumerate(view.shards):
+            over = parent(place, root(shard, 0, shards, len(engines)), len(engines))
+            above.append(node if over is None else engines[over])
+        return cls(place, below, above, summing(len(engines))[place])
 
 
 @dataclass
@@ -62,14 +92,33 @@ class _Step:
 
     number: int
     total: int | None = None  # its micro-batches; known once it has begun
+    sums_begin: int = 0  # of the micro-batches, those whose sums this engine adds
+    sums_end: int = 0
     is_ready: bool = False  # whether the engine has taken its rows
     arrived: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
+    waiting: list[tuple[Operation, Piece, np.ndarray | None]] = field(default_factory=list)
     computed: int = 0
     is_busy: bool = False
     released: dict[tuple[int, int], int] = field(default_factory=dict)
     announced: dict[int, int] = field(default_factory=dict)
     sums: dict[tuple[int, int], _Sum] = field(default_factory=dict)
     early: list[Message] = field(default_factory=list)  # gradients that came before the rows
+
+
+def _tensor_of(message: Message) -> torch.Tensor:
+    """Return a gradient that came; one without memory where a simulation left the bytes out."""
+    if message.payload is None:
+        return torch.empty(message.size // GRADIENT_WIDTH, device="meta")
+    return torch.frombuffer(message.payload, dtype=torch.float32)
+
+
+def _bytes_of(tensor: torch.Tensor | None) -> tuple[np.ndarray | None, int]:
+    """Return a gradient's memory, and how many bytes it has."""
+    if tensor is None:
+        return None, 0
+    if tensor.is_meta:
+        return None, tensor.nbytes
+    return tensor.contiguous().numpy().view(np.uint8), tensor.nbytes
 
 
 class EngineNode:
@@ -89,19 +138,25 @@ class EngineNode:
         self.epoch = 0
         self._runtime, self._transfers, self._work = runtime, transfers, work
         self._view: View | None = None
-        self._place = 0
-        self._summing = Summing(None, 0, 0, None)
+        self._place = _Place(0, {}, (), Summing(None, 0, 0, None))
         self._step = _Step(0)
+        self._jobs = 0
         self.refused = 0  # messages of another epoch or step
-        self.progress = 0  # grows with everything that this engine gets done
+        self.progress = 0  # in this epoch: grows with everything that this engine gets done
 
     @property
     def is_busy(self) -> bool:
-        """Whether it computes now."""
-        return self._step.is_busy
+        """Whether its worker has something to do, be it for a step that is over."""
+        return self._jobs > 0
 
     def handle(self, message: Message) -> None:
-        """Take a message."""
+        """Take a message; one that makes no sense is reported to the conductor."""
+        try:
+            self._take(message)
+        except ProtocolError as error:
+            self._report(message.epoch, message.step, error)
+
+    def _take(self, message: Message) -> None:
         if message.kind is Kind.VIEW:
             self._take_view(message)
             return
@@ -118,54 +173,71 @@ class EngineNode:
         elif message.kind is Kind.GRADIENT:
             self._take_gradient(message)
         elif message.kind is Kind.RELEASED:
-            self._take_release(message.chunk, message.sender, message.op)
+            self._take_release(message)
         else:
             self.refused += 1
 
     def _take_view(self, message: Message) -> None:
         if message.epoch > self.epoch:
-            self.epoch = message.epoch
             view = View.read(message.body)
+            self.epoch = message.epoch
+            self.progress = 0
             self._step = _Step(0)
             self._view = view if self.number in view.engines else None
             if self._view is not None:
-                self._place = view.engines.index(self.number)
-                self._summing = summing(len(view.engines))[self._place]
+                self._place = _Place.of(view, self.number)
         if message.epoch == self.epoch:
             self._runtime.send(CONDUCTOR, Message(Kind.SEEN, self.epoch, self.number))
 
     # Weights come
 
     def _begin(self, message: Message) -> None:
-        step = self._step
+        step, view = self._step, self._view
+        assert view is not None
         if step.total is not None:
             return
-        step.total = int(message.body["total"])
-        part = {key: value for key, value in message.body.items() if key != "rows"}
-        rows = unpack_arrays(message.body["rows"], message.payload)
+        total = checks.integer(message, "total", len(view.engines))
+        part = {key: checks.real(message, key) for key in message.body if key != "rows"}
+        step.total = total
+        place = self._place.summing
+        if place.adds:
+            shares = share(total, len(view.engines))
+            step.sums_begin, step.sums_end = shares[place.begin].start, shares[place.end - 1].stop
+
+        def begin() -> None:
+            rows = unpack_arrays(message.body.get("rows", ()), message.payload)
+            self._work.begin(step.number, part, rows)
 
         def ready(_: object) -> None:
-            if step is self._step:
-                step.is_ready = True
-                self._compute_next()
+            step.is_ready = True
+            # What a job of an earlier step could still have used is free only now.
+            waiting, step.waiting = step.waiting, []
+            for operation, piece, payload in waiting:
+                self._work.place(operation, piece, payload)
+            self._compute_next()
 
-        self._run(step, lambda: self._work.begin(step.number, part, rows), ready)
+        self._run(step, begin, ready)
         early, step.early = step.early, []
         for gradient in early:
             self._take_gradient(gradient)
 
     def _take_weights(self, message: Message) -> None:
-        operation = self._transfers.operations[message.op]
-        arrived = self._step.arrived[message.op]
-        if message.chunk in arrived or message.op < self._step.computed:
+        step = self._step
+        operation, piece = checks.weights_of(self._transfers, message)
+        if message.op < step.computed or message.chunk in step.arrived[message.op]:
             return
-        arrived.add(message.chunk)
-        assert self._view is not None
-        piece = operation.weights[message.chunk]
-        engines = self._view.engines
-        for child in children(self._place, piece.shard % len(engines), len(engines)):
-            self._runtime.send(engines[child], replace(message, sender=self.number))
-        self._work.place(operation, piece, message.payload)
+        step.arrived[message.op].add(message.chunk)
+        self.progress += 1
+        for child in self._place.below[piece.shard, message.chunk % 2]:
+            self._runtime.send(child, sent_on(message, self.number))
+        if not step.is_ready:
+            step.waiting.append((operation, piece, message.payload))
+            return
+        try:
+            self._work.place(operation, piece, message.payload)
+        except Exception as error:  # the work's: the conductor decides what becomes of the step
+            self._report(self.epoch, step.number, error)
+            return
         self._compute_next()
 
     def _compute_next(self) -> None:
@@ -178,37 +250,44 @@ class EngineNode:
             return
         step.is_busy = True
 
-        def done(nodes: Sequence[TreeNode]) -> None:
-            if step is not self._step:
-                return
+        def compute() -> tuple[Sequence[TreeNode], Sequence[float] | None]:
+            nodes = self._work.compute(operation)
+            return nodes, self._work.losses() if operation.sweep == "turn" else None
+
+        def done(made: tuple[Sequence[TreeNode], Sequence[float] | None]) -> None:
+            nodes, losses = made
             step.is_busy = False
             step.computed += 1
-            self.progress += 1
+            del step.arrived[operation.number]
             for shard in range(self._transfers.shards):
-                self._take_release(shard, self.number, step.computed)
-            if operation.sweep == "turn":
-                self._send_losses()
+                self._release(shard, self.number, step.computed)
+            if losses is not None:
+                self._send(CONDUCTOR, Kind.LOSSES, {"losses": [loss.hex() for loss in losses]})
             for node in nodes:
                 self._send_own(operation, node)
             self._compute_next()
 
-        self._run(step, lambda: self._work.compute(operation), done)
+        self._run(step, compute, done)
 
-    def _take_release(self, shard: int, sender: int, count: int) -> None:
+    def _take_release(self, message: Message) -> None:
+        shard, count = message.chunk, message.op
+        if shard >= self._transfers.shards or message.sender not in self._place.below[shard, 0]:
+            raise checks.refuse(message, f"is not from below in the tree of shard {shard}")
+        if count > len(self._transfers.operations):
+            raise checks.refuse(message, f"counts {count} operations")
+        self._release(shard, message.sender, count)
+
+    def _release(self, shard: int, sender: int, count: int) -> None:
         """Say up the tree, when it grows, how many operations need no weights here or below."""
-        step, view = self._step, self._view
-        assert view is not None
-        count = max(count, step.released.get((shard, sender), 0))
-        step.released[shard, sender] = count
-        root, engines = shard % len(view.engines), len(view.engines)
-        below = [view.engines[child] for child in children(self._place, root, engines)]
-        least = min(step.released.get((shard, node), 0) for node in (self.number, *below))
+        step = self._step
+        step.released[shard, sender] = max(count, step.released.get((shard, sender), 0))
+        here_and_below = (self.number, *self._place.below[shard, 0])
+        least = min(step.released.get((shard, node), 0) for node in here_and_below)
         if least <= step.announced.get(shard, 0):
             return
         step.announced[shard] = least
-        above = parent(self._place, root, engines)
-        to = view.shards[shard] if above is None else view.engines[above]
-        self._send(to, Message(Kind.RELEASED, self.epoch, self.number, step.number, least, shard))
+        message = Message(Kind.RELEASED, self.epoch, self.number, step.number, least, shard)
+        self._runtime.send(self._place.above[shard], message)
 
     # Gradients go
 
@@ -217,7 +296,7 @@ class EngineNode:
             tensor = node.tensors[piece.tensor]
             part = None if tensor is None else tensor.view(-1)[piece.begin : piece.end].float()
             self._send_sum(
-                self._summing.own_target,
+                self._place.summing.own_target,
                 operation.number,
                 number,
                 TreeNode(node.level, node.index, (part,)),
@@ -225,37 +304,55 @@ class EngineNode:
 
     def _take_gradient(self, message: Message) -> None:
         """Add a chunk of a sum, and send on what is whole."""
-        if self._step.total is None:
-            self._step.early.append(message)
+        step = self._step
+        if step.total is None:
+            step.early.append(message)
             return
-        tensor = None
-        if message.payload is not None:
-            tensor = torch.frombuffer(message.payload, dtype=torch.float32)
-        self._add(message.op, message.chunk, TreeNode(message.level, message.index, (tensor,)))
+        checks.gradient_of(self._transfers, message)
+        if message.level > step.total.bit_length():
+            raise checks.refuse(message, f"names level {message.level} of a tree over {step.total}")
+        first = message.index << message.level
+        node = TreeNode(message.level, message.index, (None,))
+        last = first + node.leaves(step.total)
+        if not step.sums_begin <= first < last <= step.sums_end:
+            raise checks.refuse(
+                message,
+                f"sums micro-batches {first} to {last}; this engine adds those of "
+                f"{step.sums_begin} to {step.sums_end}",
+            )
+        if message.size:
+            node = TreeNode(message.level, message.index, (_tensor_of(message),))
+        self._add(message.op, message.chunk, node)
 
     def _add(self, op: int, chunk: int, node: TreeNode) -> None:
-        step, view, place = self._step, self._view, self._summing
-        assert view is not None
+        step = self._step
         assert step.total is not None
-        total = step.sums.setdefault((op, chunk), _Sum(TreeSum(step.total)))
+        total = step.sums.get((op, chunk))
+        if total is None:
+            missing = step.sums_end - step.sums_begin
+            total = step.sums[op, chunk] = _Sum(TreeSum(step.total), missing)
         if (node.level, node.index) in total.seen:
             return  # nothing counts twice
         total.seen.add((node.level, node.index))
-        total.leaves += node.leaves(step.total)
-        total.tree.add(node)
-        shares = share(step.total, len(view.engines))
-        if total.leaves < shares[place.end - 1].stop - shares[place.begin].start:
-            return
+        total.missing -= node.leaves(step.total)
+        if total.missing < 0:
+            raise ProtocolError(
+                f"gradient {chunk} of operation {op} has come for more micro-batches than there "
+                "are; do all nodes run the same version of Penstock?"
+            )
         self.progress += 1
+        total.tree.add(node)
+        if total.missing:
+            return
         nodes = total.tree.nodes()
         total.tree = TreeSum(step.total)  # what is sent needs no memory here
-        for node in nodes:
-            self._send_sum(place.target, op, chunk, node)
+        for whole in nodes:
+            self._send_sum(self._place.summing.target, op, chunk, whole)
 
     def _send_sum(self, target: int | None, op: int, chunk: int, node: TreeNode) -> None:
         view = self._view
         assert view is not None
-        if target == self._place:
+        if target == self._place.number:
             self._add(op, chunk, node)
             return
         if target is None:
@@ -263,39 +360,47 @@ class EngineNode:
             to = view.shards[piece.shard]
         else:
             to = view.engines[target]
-        tensor = node.tensors[0]
-        message = message_with(
-            None if tensor is None else tensor.numpy(),
-            kind=Kind.GRADIENT,
-            epoch=self.epoch,
-            sender=self.number,
-            step=self._step.number,
-            op=op,
-            chunk=chunk,
-            level=node.level,
-            index=node.index,
+        payload, size = _bytes_of(node.tensors[0])
+        message = Message(
+            Kind.GRADIENT,
+            self.epoch,
+            self.number,
+            self._step.number,
+            op,
+            chunk,
+            node.level,
+            node.index,
+            payload=payload,
+            size=size,
         )
-        self._send(to, message)
-
-    def _send_losses(self) -> None:
-        losses = [loss.hex() for loss in self._work.losses()]
-        self._send(
-            CONDUCTOR,
-            Message(
-                Kind.LOSSES, self.epoch, self.number, self._step.number, body={"losses": losses}
-            ),
-        )
-
-    def _send(self, to: int, message: Message) -> None:
         self._runtime.send(to, message)
 
-    def _run(self, step: _Step, job: Callable[[], Any], then: Callable[[Any], None]) -> None:
-        def failed(error: Exception) -> None:
-            if step is self._step:
-                body = {"error": type(error).__name__, "text": str(error)}
-                self._send(
-                    CONDUCTOR,
-                    Message(Kind.TROUBLE, self.epoch, self.number, step.number, body=body),
-                )
+    # What the node says, and has done
 
-        self._runtime.work(job, then, failed)
+    def _send(self, to: int, kind: Kind, body: Mapping[str, Any]) -> None:
+        self._runtime.send(to, Message(kind, self.epoch, self.number, self._step.number, body=body))
+
+    def _report(self, epoch: int, step: int, error: Exception) -> None:
+        body = {"error": type(error).__name__, "text": str(error)}
+        self._runtime.send(CONDUCTOR, Message(Kind.TROUBLE, epoch, self.number, step, body=body))
+
+    def _run(self, step: _Step, job: Callable[[], Any], then: Callable[[Any], None]) -> None:
+        """Have a job done; what comes of it counts for its own step only."""
+        self._jobs += 1
+
+        def done(result: Any) -> None:
+            self._jobs -= 1
+            if step is not self._step:
+                return
+            self.progress += 1
+            try:
+                then(result)
+            except Exception as error:  # the work's, or a sum that cannot be
+                self._report(self.epoch, step.number, error)
+
+        def failed(error: Exception) -> None:
+            self._jobs -= 1
+            if step is self._step:
+                self._report(self.epoch, step.number, error)
+
+        self._runtime.work(job, done, failed)

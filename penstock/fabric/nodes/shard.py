@@ -2,7 +2,7 @@
 
 It streams its pieces of the weights, an operation at a time and only so far ahead as the engines
 have room; takes the sums of its pieces' gradients, once each; says when it has them all; and
-commits when it is told to, once.
+commits when it is told to, once. Between steps it may be told to go back to a step that it holds.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from penstock.errors import CorruptionError
-from penstock.fabric.messages import Kind, Message, message_with
+from penstock.errors import ProtocolError
+from penstock.fabric.messages import Kind, Message
+from penstock.fabric.nodes import checks
 from penstock.fabric.nodes.engine import CONDUCTOR
 from penstock.fabric.nodes.runtime import Runtime
-from penstock.fabric.transfers import GRADIENT_WIDTH, Operation, Transfers
+from penstock.fabric.topology import root
+from penstock.fabric.transfers import Operation, Transfers
 from penstock.fabric.view import View
 
 WINDOW = 2  # operations on their way; what a store on flash hands out is good for as many
@@ -26,12 +28,27 @@ WINDOW = 2  # operations on their way; what a store on flash hands out is good f
 class ShardWork(Protocol):
     """What a shard does between the messages; called by the runtime's worker, one at a time."""
 
+    def held_steps(self) -> Sequence[int]:
+        """Return the steps that this shard can go back to, as a crash of it would leave them.
+
+        A store on flash says its durable steps; one in memory the step at which it stands.
+        """
+        ...
+
+    def go_back(self, step: int) -> None:
+        """Stand at a step that is held: forget whatever came after it."""
+        ...
+
     def begin(self, step: int) -> None:
         """Forget what came of a step that was not committed; `step` comes next."""
         ...
 
-    def fetch(self, operation: Operation) -> Sequence[np.ndarray]:
-        """Return, for every chunk of this shard's in the operation, its bytes."""
+    def fetch(self, operation: Operation) -> Sequence[np.ndarray | None]:
+        """Return, for every chunk of this shard's in the operation, its bytes.
+
+        The memory stays as it is until so many more operations are fetched as there are on their
+        way at once. None stands for bytes that a simulation leaves out.
+        """
         ...
 
     def receive(self, operation: Operation, gradients: Mapping[int, np.ndarray | None]) -> None:
@@ -43,13 +60,13 @@ class ShardWork(Protocol):
         ...
 
     def commit(self, step: int, decision: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Commit a step; again, if it is told twice, with the same answer."""
+        """Commit a step. Called once for it, unless the shard went back before it."""
         ...
 
 
 @dataclass
 class _Step:
-    """What a shard knows of the step in flight."""
+    """What a shard knows of the step in flight; its number is 0 before the epoch's first."""
 
     number: int
     fetched: int = 0
@@ -60,6 +77,7 @@ class _Step:
     received: int = 0  # of the operations with gradients, in their order
     is_prepared: bool = False
     commit_began: bool = False
+    answer: Mapping[str, Any] | None = None  # to the commit
 
 
 class ShardNode:
@@ -71,28 +89,48 @@ class ShardNode:
         runtime: carries its messages.
         transfers: the operations of a step.
         work: reads and writes the shard's store.
+        window: how many operations' weights may be on their way; as many as engines have slots.
     """
 
     def __init__(
-        self, number: int, shard: int, runtime: Runtime, transfers: Transfers, work: ShardWork
+        self,
+        number: int,
+        shard: int,
+        runtime: Runtime,
+        transfers: Transfers,
+        work: ShardWork,
+        window: int = WINDOW,
     ) -> None:
         self.number = number
         self.epoch = 0
         self._shard = shard
         self._runtime, self._transfers, self._work = runtime, transfers, work
+        self._window = window
         operations = transfers.operations
         self._sends = [operation.of_shard(shard) for operation in operations]
         wanted = [(op, op.gradients_of(shard)) for op in operations]
         self._wanted = [(op, numbers) for op, numbers in wanted if numbers]
         self._view: View | None = None
         self._step = _Step(0)
-        self._committed: tuple[int, Mapping[str, Any]] | None = None
+        self._jobs = 0
+        self._asked: set[Kind] = set()  # what the conductor has asked in this epoch
         self.refused = 0
-        self.progress = 0
+        self.progress = 0  # in this epoch
         self.sent_bytes = 0  # of weights, since the node was made
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether its worker has something to do, be it for a step that is over."""
+        return self._jobs > 0
+
     def handle(self, message: Message) -> None:
-        """Take a message."""
+        """Take a message; one that makes no sense is reported to the conductor."""
+        try:
+            self._take(message)
+        except ProtocolError as error:
+            self._report(message.epoch, message.step, error)
+
+    def _take(self, message: Message) -> None:
         if message.kind is Kind.VIEW:
             self._take_view(message)
             return
@@ -101,13 +139,14 @@ class ShardNode:
             return
         if message.kind is Kind.BEGIN:
             self._begin(message)
-        elif message.kind is Kind.COMMIT:
-            self._commit(message)
+        elif message.kind in (Kind.HOLDS, Kind.GO_BACK):
+            self._take_question(message)
         elif message.step != self._step.number:
             self.refused += 1
+        elif message.kind is Kind.COMMIT:
+            self._commit(message)
         elif message.kind is Kind.RELEASED:
-            self._step.released = max(self._step.released, message.op)
-            self._pump()
+            self._take_release(message)
         elif message.kind is Kind.GRADIENT:
             self._take_gradient(message)
         else:
@@ -115,11 +154,32 @@ class ShardNode:
 
     def _take_view(self, message: Message) -> None:
         if message.epoch > self.epoch:
+            view = View.read(message.body)
             self.epoch = message.epoch
-            self._view = View.read(message.body)
+            self.progress = 0
             self._step = _Step(0)
+            self._asked.clear()
+            is_member = view.shards[self._shard : self._shard + 1] == (self.number,)
+            self._view = view if is_member else None
         if message.epoch == self.epoch:
-            self._send(CONDUCTOR, Kind.SEEN)
+            self._send(Kind.SEEN)
+
+    def _take_question(self, message: Message) -> None:
+        """Say which steps this shard holds, or go back to one: before the epoch's first step."""
+        if self._step.number or message.kind in self._asked:
+            self.refused += 1  # a repetition: the first one is answered or being answered
+            return
+        self._asked.add(message.kind)
+        step, kind = self._step, message.kind
+        if kind is Kind.HOLDS:
+            self._run(
+                step,
+                self._work.held_steps,
+                lambda steps: self._send(kind, {"steps": [int(held) for held in steps]}),
+            )
+            return
+        to = checks.integer(message, "to", 0)
+        self._run(step, lambda: self._work.go_back(to), lambda _: self._send(kind, {"to": to}))
 
     def _begin(self, message: Message) -> None:
         if message.step <= self._step.number:
@@ -127,10 +187,9 @@ class ShardNode:
         step = self._step = _Step(message.step)
 
         def ready(_: object) -> None:
-            if step is self._step:
-                step.begun = True
-                self._pump()
-                self._prepare_if_whole()
+            step.begun = True
+            self._pump()
+            self._prepare_if_whole()  # it may be that this shard has no gradients to wait for
 
         self._run(step, lambda: self._work.begin(message.step), ready)
 
@@ -139,67 +198,64 @@ class ShardNode:
         step = self._step
         if not step.begun or step.is_fetching or step.fetched == len(self._transfers.operations):
             return
-        if step.fetched >= step.released + WINDOW:
+        if step.fetched >= step.released + self._window:
             return
         operation = self._transfers.operations[step.fetched]
         step.is_fetching = True
 
-        def fetched(parts: Sequence[np.ndarray]) -> None:
-            if step is not self._step:
-                return
+        def fetched(parts: Sequence[np.ndarray | None]) -> None:
             step.is_fetching = False
             step.fetched += 1
-            self.progress += 1
-            view = self._view
-            assert view is not None
-            root = view.engines[self._shard % len(view.engines)]
-            for chunk, part in zip(self._sends[operation.number], parts, strict=True):
-                message = message_with(
-                    part,
-                    kind=Kind.WEIGHTS,
-                    epoch=self.epoch,
-                    sender=self.number,
-                    step=step.number,
-                    op=operation.number,
-                    chunk=chunk,
-                )
-                self.sent_bytes += message.size
-                self._runtime.send(root, message)
+            self._send_weights(operation, parts)
             self._pump()
 
         self._run(step, lambda: self._work.fetch(operation), fetched)
 
+    def _send_weights(self, operation: Operation, parts: Sequence[np.ndarray | None]) -> None:
+        view = self._view
+        assert view is not None
+        engines, shards = view.engines, len(view.shards)
+        for chunk, part in zip(self._sends[operation.number], parts, strict=True):
+            size = operation.weights[chunk].size
+            message = Message(
+                Kind.WEIGHTS,
+                self.epoch,
+                self.number,
+                self._step.number,
+                operation.number,
+                chunk,
+                payload=None if part is None else part.reshape(-1).view(np.uint8),
+                size=size,
+            )
+            self.sent_bytes += size
+            begin = root(self._shard, chunk, shards, len(engines))
+            self._runtime.send(engines[begin], message)
+
+    def _take_release(self, message: Message) -> None:
+        if message.op > len(self._transfers.operations):
+            raise checks.refuse(message, f"counts {message.op} operations")
+        self._step.released = max(self._step.released, message.op)
+        self._pump()
+
     def _take_gradient(self, message: Message) -> None:
         step = self._step
-        operation = self._operation(message)
+        _, piece = checks.gradient_of(self._transfers, message)
+        if piece.shard != self._shard:
+            raise checks.refuse(message, f"is for shard {piece.shard}, and came to {self._shard}")
+        if message.index:
+            raise checks.refuse(message, "is no sum over all micro-batches")
         came = step.gradients.setdefault(message.op, {})
         if message.chunk in came:
             return  # nothing counts twice
         came[message.chunk] = None
         if message.payload is not None:
             came[message.chunk] = message.payload.view(np.float32)
-        del operation
+        self.progress += 1
         self._prepare_if_whole()
-
-    def _operation(self, message: Message) -> Operation:
-        """Return a gradient's operation, having looked whether it can be one."""
-        operations = self._transfers.operations
-        if message.op < len(operations) and message.chunk < len(operations[message.op].gradients):
-            operation = operations[message.op]
-            piece = operation.gradients[message.chunk]
-            size = (piece.end - piece.begin) * GRADIENT_WIDTH
-            if piece.shard == self._shard and message.size in (0, size):
-                return operation
-        raise CorruptionError(
-            f"node {message.sender} sent {message.size} bytes as chunk {message.chunk} of "
-            f"operation {message.op}, which this shard has not"
-        )
 
     def _prepare_if_whole(self) -> None:
         """Hand on what is whole, in the order of the sweep, and say when all of it is."""
         step = self._step
-        if not step.begun:
-            return
         while step.received < len(self._wanted):
             operation, numbers = self._wanted[step.received]
             came = step.gradients.get(operation.number, {})
@@ -207,17 +263,11 @@ class ShardNode:
                 return
             step.gradients[operation.number] = dict.fromkeys(numbers)  # its memory is the job's
             step.received += 1
-            self.progress += 1
             self._run(step, self._receiving(operation, came), lambda _: None)
         if step.is_prepared:
             return
         step.is_prepared = True
-
-        def prepared(body: Mapping[str, Any]) -> None:
-            if step is self._step:
-                self._send(CONDUCTOR, Kind.PREPARED, body)
-
-        self._run(step, self._work.prepare, prepared)
+        self._run(step, self._work.prepare, lambda body: self._send(Kind.PREPARED, body))
 
     def _receiving(
         self, operation: Operation, came: Mapping[int, np.ndarray | None]
@@ -226,33 +276,47 @@ class ShardNode:
 
     def _commit(self, message: Message) -> None:
         step = self._step
-        if message.step != step.number or not step.is_prepared:
-            self.refused += 1
-            return
-        if self._committed is not None and self._committed[0] == message.step:
-            self._send(CONDUCTOR, Kind.COMMITTED, self._committed[1])
+        if not step.is_prepared:
+            raise checks.refuse(message, "is too early: this shard has not all gradients")
+        if step.answer is not None:
+            self._send(Kind.COMMITTED, step.answer)
             return
         if step.commit_began:
             return  # the answer is on its way
         step.commit_began = True
-        number, decision = message.step, dict(message.body)
+        decision = dict(message.body)
 
-        def committed(body: Mapping[str, Any]) -> None:
-            self._committed = (number, body)
-            self.progress += 1
-            self._send(CONDUCTOR, Kind.COMMITTED, body)
+        def committed(answer: Mapping[str, Any]) -> None:
+            step.answer = answer
+            self._send(Kind.COMMITTED, answer)
 
-        self._run(step, lambda: self._work.commit(number, decision), committed)
+        self._run(step, lambda: self._work.commit(step.number, decision), committed)
 
-    def _send(self, to: int, kind: Kind, body: Mapping[str, Any] | None = None) -> None:
+    def _send(self, kind: Kind, body: Mapping[str, Any] | None = None) -> None:
         message = Message(kind, self.epoch, self.number, self._step.number, body=body or {})
-        self._runtime.send(to, message)
+        self._runtime.send(CONDUCTOR, message)
+
+    def _report(self, epoch: int, step: int, error: Exception) -> None:
+        body = {"error": type(error).__name__, "text": str(error)}
+        self._runtime.send(CONDUCTOR, Message(Kind.TROUBLE, epoch, self.number, step, body=body))
 
     def _run(self, step: _Step, job: Callable[[], Any], then: Callable[[Any], None]) -> None:
-        def failed(error: Exception) -> None:
-            if step is self._step:
-                self._send(
-                    CONDUCTOR, Kind.TROUBLE, {"error": type(error).__name__, "text": str(error)}
-                )
+        """Have a job done; what comes of it counts for its own step only."""
+        self._jobs += 1
 
-        self._runtime.work(job, then, failed)
+        def done(result: Any) -> None:
+            self._jobs -= 1
+            if step is not self._step:
+                return
+            self.progress += 1
+            try:
+                then(result)
+            except Exception as error:  # what the work returned is none of what it promises
+                self._report(self.epoch, step.number, error)
+
+        def failed(error: Exception) -> None:
+            self._jobs -= 1
+            if step is self._step:
+                self._report(self.epoch, step.number, error)
+
+        self._runtime.work(job, done, failed)

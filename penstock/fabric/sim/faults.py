@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from penstock.errors import CorruptionError
-from penstock.fabric.messages import HEADER_BYTES, Message, lengths, pack, unpack
+from penstock.fabric.messages import HEADER_BYTES, Message, lengths, pack, sent_on, unpack
 
+_FATES = ("lost", "repeated", "delayed", "flipped")
 _Carried = list[tuple[float, Message | CorruptionError]]
 
 
@@ -48,39 +49,38 @@ class Faults:
     ) -> None:
         self._random = random.Random(seed)
         self._rates = rates or Rates()
+        chances = [(kind, getattr(self._rates, kind)) for kind in _FATES]
+        self._chances = [(kind, rate) for kind, rate in chances if rate]
         self._cuts = dict(cuts or {})
         self._until = until
-        self.counts = dict.fromkeys(("lost", "cut", "repeated", "delayed", "flipped"), 0)
+        self.counts = dict.fromkeys((*_FATES, "cut"), 0)
 
     def carry(self, now: float, sender: int, to: int, message: Message) -> _Carried:
         """Return what comes of a message: copies, each with how much later than it should."""
-        begin, end = self._cuts.get((min(sender, to), max(sender, to)), (0.0, 0.0))
-        if begin <= now < end:
-            return self._count("cut", [])
-        is_well = now >= self._until
-        if not is_well and self._happens(self._rates.lost):
-            return self._count("lost", [])
-        # What comes is a copy, as over a wire: neither side sees the other's memory.
-        copy = message
-        if message.payload is not None:
-            copy = replace(message, payload=message.payload.copy())
-        if is_well:
-            return [(0.0, copy)]
-        if self._happens(self._rates.flipped):
-            return self._count("flipped", [(0.0, self._flip(copy))])
-        if self._happens(self._rates.repeated):
-            again = copy
-            if copy.payload is not None:
-                again = replace(copy, payload=copy.payload.copy())
-            late = self._random.uniform(0, self._rates.longest_delay)
-            return self._count("repeated", [(0.0, copy), (late, again)])
-        if self._happens(self._rates.delayed):
-            late = self._random.uniform(0, self._rates.longest_delay)
-            return self._count("delayed", [(late, copy)])
-        return [(0.0, copy)]
+        if self._cuts:
+            begin, end = self._cuts.get((min(sender, to), max(sender, to)), (0.0, 0.0))
+            if begin <= now < end:
+                return self._count("cut", [])
+        fate = self._fate() if self._chances and now < self._until else "well"
+        if fate == "well":
+            return [(0.0, _copy(message))]
+        if fate == "lost":
+            return self._count(fate, [])
+        if fate == "flipped":
+            return self._count(fate, [(0.0, self._flip(message))])
+        late = self._random.uniform(0, self._rates.longest_delay)
+        if fate == "repeated":
+            return self._count(fate, [(0.0, _copy(message)), (late, _copy(message))])
+        return self._count(fate, [(late, _copy(message))])
 
-    def _happens(self, rate: float) -> bool:
-        return rate > 0 and self._random.random() < rate
+    def _fate(self) -> str:
+        """Return what becomes of the next message."""
+        left = self._random.random()
+        for fate, rate in self._chances:
+            left -= rate
+            if left < 0:
+                return fate
+        return "well"
 
     def _count(self, what: str, result: _Carried) -> _Carried:
         self.counts[what] += 1
@@ -104,3 +104,10 @@ class Faults:
             return unpack(head, bytes(rest[:body_bytes]), part if payload_bytes else None)
         except CorruptionError as error:
             return error
+
+
+def _copy(message: Message) -> Message:
+    """Return a message as it comes over a wire: neither side sees the other's memory."""
+    if message.payload is None:
+        return message
+    return sent_on(message, message.sender, message.payload.copy())

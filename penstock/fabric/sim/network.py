@@ -7,9 +7,10 @@ on the clock or on chance other than the seeds of `Faults`: one seed is one run.
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -33,9 +34,13 @@ class Links:
         return (HEADER_BYTES + size) / self.bytes_per_second
 
 
+_Job = tuple[Callable[[], Any], Callable[[Any], None], Callable[[Exception], None]]
+
+
 class Node(Protocol):
     """What the network delivers to."""
 
+    epoch: int
     progress: int
 
     def handle(self, message: Message) -> None: ...
@@ -47,7 +52,7 @@ class Network:
     Args:
         links: what every node's card can do.
         faults: what goes wrong; nothing by default.
-        cost: seconds of a job of a node; none by default.
+        cost: seconds of the job that a node has just begun; none by default.
         beat: seconds between the words by which nodes say that they are there.
         notice: seconds until the conductor is told that a node has died; None: it is not told,
             the lease must find out.
@@ -58,7 +63,7 @@ class Network:
         links: Links | None = None,
         faults: Faults | None = None,
         *,
-        cost: Callable[[int, Callable[[], Any]], float] = lambda number, job: 0.0,
+        cost: Callable[[int], float] = lambda number: 0.0,
         beat: float = 0.2,
         notice: float | None = 0.02,
     ) -> None:
@@ -70,13 +75,14 @@ class Network:
         self._cost, self._beat, self._notice = cost, beat, notice
         self._nodes: dict[int, Node] = {}
         self._conductor: Conductor | None = None
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._order = itertools.count()
         self._leaving: dict[int, float] = defaultdict(float)  # when a card is free again
         self._coming: dict[int, float] = defaultdict(float)
-        self._working: dict[int, float] = defaultdict(float)  # when a node's worker is
+        self._jobs: dict[int, deque[_Job]] = defaultdict(deque)
+        self._working: set[int] = set()  # the nodes whose worker is at a job
         self._dead: set[int] = set()
-        self._stopped: dict[int, list[Callable[[], None]]] = {}
+        self._stopped: dict[int, list[tuple[Callable[..., None], tuple[Any, ...]]]] = {}
 
     # Making it
 
@@ -87,7 +93,7 @@ class Network:
     def add(self, number: int, node: Node) -> None:
         """Add a node; its beats begin now."""
         self._nodes[number] = node
-        self.after(0.0, lambda: self._beats(number))
+        self.after(0.0, self._beats, number)
 
     def conduct(self, conductor: Conductor) -> None:
         """Add the conductor, which is also told the time and who dies."""
@@ -96,17 +102,17 @@ class Network:
 
     # Running it
 
-    def after(self, seconds: float, action: Callable[[], None]) -> None:
+    def after(self, seconds: float, action: Callable[..., None], *arguments: Any) -> None:
         """Do something so much later."""
-        heapq.heappush(self._events, (self.now + seconds, next(self._order), action))
+        self._at(self.now + seconds, action, arguments)
 
     def run(self, until: Callable[[], bool], limit: float) -> bool:
         """Let time pass until something is so; return whether it became so within `limit`."""
         while not until():
             if not self._events or self._events[0][0] > limit:
                 return False
-            self.now, _, action = heapq.heappop(self._events)
-            action()
+            self.now, _, action, arguments = heapq.heappop(self._events)
+            action(*arguments)
         return True
 
     def kill(self, number: int) -> None:
@@ -114,7 +120,7 @@ class Network:
         self._dead.add(number)
         self._stopped.pop(number, None)
         if self._notice is not None:
-            self.after(self._notice, lambda: self._tell_lost(number, "its process ended"))
+            self.after(self._notice, self._tell_lost, number, "its process ended")
 
     def is_dead(self, number: int) -> bool:
         """Whether a node was killed."""
@@ -126,8 +132,8 @@ class Network:
 
     def resume(self, number: int) -> None:
         """Let a stopped node go on, with all that has come meanwhile."""
-        for action in self._stopped.pop(number, []):
-            action()
+        for action, arguments in self._stopped.pop(number, []):
+            action(*arguments)
 
     # What runtimes ask
 
@@ -143,7 +149,7 @@ class Network:
             came = max(left + self._links.latency + late, self._coming[to] + seconds)
             if late == 0:
                 self._coming[to] = came
-            self.after(came - self.now, lambda carried=carried: self._deliver(to, carried))  # type: ignore[misc]
+            self._at(came, self._unless_stopped, (to, self._deliver, (to, carried)))
 
     def work(
         self,
@@ -152,39 +158,52 @@ class Network:
         then: Callable[[Any], None],
         failed: Callable[[Exception], None],
     ) -> None:
-        """Do a job when the node's worker is free; it takes as long as `cost` says."""
-        begin = max(self.now, self._working[number])
-        end = begin + self._cost(number, job)
-        self._working[number] = end
+        """Do a job when the node's worker is free; it takes as long as `cost` says.
 
-        def done() -> None:
-            if number in self._dead:
-                return
-            try:
-                result = job()
-            except Exception as error:  # it is the node's to report, as a real worker's is
-                failed(error)
-            else:
-                then(result)
+        What the job does has happened when it begins; the node learns of it at its end, if it is
+        still there.
+        """
+        self._jobs[number].append((job, then, failed))
+        if number not in self._working:
+            self._begin_job(number)
 
-        self.after(end - self.now, lambda: self._unless_stopped(number, done))
+    def _at(self, when: float, action: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        heapq.heappush(self._events, (when, next(self._order), action, arguments))
+
+    def _begin_job(self, number: int) -> None:
+        job, then, failed = self._jobs[number].popleft()
+        self._working.add(number)
+        tell: Callable[[], None]
+        try:
+            result = job()
+        except Exception as error:  # it is the node's to report, as a real worker's is
+            tell = functools.partial(failed, error)
+        else:
+            tell = functools.partial(then, result)
+        end = self.now + self._cost(number)
+        self._at(end, self._unless_stopped, (number, self._end_job, (number, tell)))
+
+    def _end_job(self, number: int, tell: Callable[[], None]) -> None:
+        if number in self._dead:
+            return
+        self._working.discard(number)
+        tell()
+        if self._jobs[number] and number not in self._working:
+            self._begin_job(number)
 
     def _deliver(self, to: int, carried: Message | CorruptionError) -> None:
-        def take() -> None:
-            if to in self._dead:
-                return
-            self.delivered += 1
-            if isinstance(carried, CorruptionError):
-                self._report_damage(to, carried)
-                return
-            self.taken_bytes[to] += carried.size
-            if to == CONDUCTOR:
-                assert self._conductor is not None
-                self._conductor.handle(carried)
-            elif to in self._nodes:
-                self._nodes[to].handle(carried)
-
-        self._unless_stopped(to, take)
+        if to in self._dead:
+            return
+        self.delivered += 1
+        if isinstance(carried, CorruptionError):
+            self._report_damage(to, carried)
+            return
+        self.taken_bytes[to] += carried.size
+        if to == CONDUCTOR:
+            assert self._conductor is not None
+            self._conductor.handle(carried)
+        elif to in self._nodes:
+            self._nodes[to].handle(carried)
 
     def _report_damage(self, to: int, error: CorruptionError) -> None:
         """Do as a real node does with a frame whose checksum is wrong: tell the conductor."""
@@ -192,15 +211,16 @@ class Network:
         if to == CONDUCTOR:
             self._conductor.damaged(str(error))
             return
-        body = {"error": "CorruptionError", "text": str(error)}
-        epoch = getattr(self._nodes[to], "epoch", 0)
-        self.send(to, CONDUCTOR, Message(Kind.TROUBLE, epoch, to, body=body))
+        epoch = self._nodes[to].epoch
+        self.send(to, CONDUCTOR, Message(Kind.DAMAGED, epoch, to, body={"text": str(error)}))
 
-    def _unless_stopped(self, number: int, action: Callable[[], None]) -> None:
+    def _unless_stopped(
+        self, number: int, action: Callable[..., None], arguments: tuple[Any, ...]
+    ) -> None:
         if number in self._stopped:
-            self._stopped[number].append(action)
+            self._stopped[number].append((action, arguments))
         else:
-            action()
+            action(*arguments)
 
     def _beats(self, number: int) -> None:
         if number in self._dead or number not in self._nodes:
@@ -208,10 +228,10 @@ class Network:
         if number not in self._stopped:
             body = {
                 "progress": self._nodes[number].progress,
-                "busy": self._working[number] > self.now,
+                "busy": number in self._working,
             }
             self.send(number, CONDUCTOR, Message(Kind.BEAT, 0, number, body=body))
-        self.after(self._beat, lambda: self._beats(number))
+        self.after(self._beat, self._beats, number)
 
     def _tick(self) -> None:
         assert self._conductor is not None
