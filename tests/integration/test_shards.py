@@ -1,17 +1,22 @@
 """Whole runs whose store is in shards: the bits of one store, whatever their number."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from plain_training import Recipe, trainer_of
+from safetensors.torch import load_file
 from tiny_models import WIDE, language_model
 from typer.testing import CliRunner
 
+from penstock import Trainer
 from penstock.cli.app import app
 from penstock.config import Config
 from penstock.errors import BudgetError, ConfigError, CorruptionError
 from penstock.store import ShardMap
 from penstock.store.flash import FlashReader, OtherStoreError
 
+ROOT = Path(__file__).parents[2]
 RECIPE = Recipe(steps=5, warmup_steps=0, learning_rate=1e-2, clip_norm=0.05)
 
 
@@ -136,6 +141,37 @@ def test_weights_on_flash_that_never_trained_are_loaded_anew_for_another_number(
         "shard-1",
         "shard-2",
     ]
+
+
+def test_text_and_exports_are_those_of_one_store(tmp_path):
+    """Generation streams by name, for another program; an export reads what is on flash."""
+    found = []
+    for shards in (1, 3):
+        run = tmp_path / str(shards)
+        store = {"shards": shards, "dram": "24MiB", "flash": {"path": str(run / "flash")}}
+        trainer = Trainer(
+            {
+                "model": {"preset": "tiny", "n_positions": 64},
+                "data": {"input": [str(ROOT / "LICENSE")], "path": str(tmp_path / "data")},
+                "batch": {"size": 4, "micro": 2},
+                "store": store,
+                "run": {"dir": str(run), "steps": 2},
+                "engine": {"threads": 1},
+            }
+        )
+        trainer.train()
+        text = "".join(trainer.generate("The ", seed=1, max_new_tokens=20))
+        (live,) = trainer.export(tmp_path / f"{shards}-live")
+        trainer.close()
+        result = CliRunner().invoke(app, ["export", str(run), str(tmp_path / f"{shards}-later")])
+        assert result.exit_code == 0, result.output
+        found.append((text, load_file(live), load_file(tmp_path / f"{shards}-later" / live.name)))
+    expected = found[0]
+    assert found[1][0] == expected[0]
+    for weights in (expected[2], *found[1][1:]):
+        assert weights.keys() == expected[1].keys()
+        for name, values in expected[1].items():
+            assert torch.equal(weights[name].view(torch.int32), values.view(torch.int32)), name
 
 
 def test_inspect_shows_all_shards_and_repairs_them_together(tmp_path):
