@@ -11,7 +11,6 @@ is cut off it joins again, as a new engine, as long as the conductor's process i
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import queue
