@@ -247,17 +247,17 @@ def _import_ray() -> Any:
 
 
 def _ask_for_tokens() -> None:
-    """Have a Ray that is started here let nobody in without its token.
+    """Have a Ray that is started here let nobody in without a token, which only this process has.
 
     It listens on every interface, whatever it is told, and runs what it is sent. Ray's own default
-    is the same, with a token in the home folder that others may be able to read.
+    is a token in the home folder, in a file that others may read.
     """
-    if "ray" in sys.modules:
-        return  # it has made up its mind: since 2.60, that those whom it lets in have a token
-    if os.environ.setdefault("RAY_AUTH_MODE", "token") == "token" and not (
-        "RAY_AUTH_TOKEN" in os.environ or "RAY_AUTH_TOKEN_PATH" in os.environ
-    ):
+    if "RAY_AUTH_MODE" in os.environ:
+        return  # the user has decided, or a Ray that this process had before
+    if "RAY_AUTH_TOKEN" not in os.environ and "RAY_AUTH_TOKEN_PATH" not in os.environ:
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    if "ray" not in sys.modules:  # once imported it does not look again; it asks for one by default
+        os.environ["RAY_AUTH_MODE"] = "token"
 
 
 def _connect(ray: Any, address: str | None) -> None:

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import ray
 
-from penstock.errors import ClusterError, ConfigError
 from penstock.events import ClusterEvent
 from penstock.trainer import Trainer
 
