@@ -15,7 +15,7 @@ from torch import nn
 
 from penstock import assembly
 from penstock.batches import Batches
-from penstock.config import Config, load, write_record
+from penstock.config import Config, cluster_keys, load, write_record
 from penstock.data import Source
 from penstock.engine import Engine, EnginePlan, TorchEngine
 from penstock.errors import (
@@ -59,7 +59,8 @@ class Trainer:
     **Arguments:** `config`, a `Config`, a mapping of its keys, or the path of a YAML file;
     `model`, a built `nn.Module` in place of `config.model`; `source`, batches in place of
     `config.data` (any object with the methods of `penstock.data.Source`); `on_event` is told
-    what happens (`penstock.events`); `must_exist` refuses a run without a checkpoint.
+    what happens (`penstock.events`); `must_exist` refuses a run without a checkpoint; `cluster`
+    stands for `cluster.start` ("none", "local", "ray"), or for the address of a Ray cluster.
     """
 
     def __init__(
@@ -71,8 +72,9 @@ class Trainer:
         held_out: Source | None = None,
         on_event: Listener | None = None,
         must_exist: bool = False,
+        cluster: str | None = None,
     ) -> None:
-        self.config = _as_config(config)
+        self.config = _as_config(config, cluster)
         self._listener: Listener = on_event or (lambda event: None)
         self._tell = self._listener
         assembly.set_threads(self.config.engine.threads)
@@ -508,12 +510,16 @@ def build_program(
     )
 
 
-def _as_config(config: Config | Mapping[str, Any] | str | Path) -> Config:
-    if isinstance(config, Config):
-        return config
+def _as_config(config: Config | Mapping[str, Any] | str | Path, cluster: str | None) -> Config:
     if isinstance(config, Mapping):
-        return Config.from_mapping(config)
-    return load(config)
+        config = Config.from_mapping(config)
+    elif not isinstance(config, Config):
+        config = load(config)
+    if cluster is None:
+        return config
+    whole = config.to_mapping()
+    whole["cluster"] |= cluster_keys(cluster)
+    return Config.from_mapping(whole)
 
 
 def _as_source(

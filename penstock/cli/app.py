@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli import data, evaluate, export, generate, init, inspect, program, train
+from penstock.cli import data, evaluate, export, generate, init, inspect, program, scale, train
 from penstock.errors import PenstockError
 
 app = typer.Typer(
@@ -49,6 +49,7 @@ def root(
 
 app.command("init")(init.init)
 app.command("train")(train.train)
+app.command("scale")(scale.scale)
 app.command("eval")(evaluate.evaluate)
 app.command("generate")(generate.generate)
 app.command("export")(export.export)

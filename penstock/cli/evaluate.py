@@ -27,7 +27,7 @@ def evaluate(
 
     from penstock.trainer import Trainer
 
-    trainer = Trainer(settings, must_exist=True)
+    trainer = Trainer(settings, must_exist=True, cluster="none")
     result = trainer.evaluate(batches)
     shares = show_shares(result.get("accuracy"), result.get("exact_match"))
     records = f" of {result['records']} records" if "records" in result else ""

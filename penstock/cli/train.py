@@ -7,7 +7,7 @@ import os
 import shlex
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -65,7 +65,7 @@ def _run(settings: Config, view: View, resume_command: str) -> None:
     stop = GracefulStop()
     with view:
         trainer = Trainer(settings, on_event=naming_command(view, resume_command))
-        with stop.handling(trainer.request_stop):
+        with closing(trainer), stop.handling(trainer.request_stop):
             trainer.train()
     if stop.signal is not None:
         # What a shell would report of a process that this signal ended, so that

@@ -1,4 +1,8 @@
-"""Starting the processes of a run on this machine."""
+"""Starting the processes of a run: who does it, and doing it on this machine.
+
+A worker is known by a name that its launcher gave it and that it says when it joins: process
+numbers of several hosts may be equal.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from penstock.cluster.worker import TOKEN
+from penstock.cluster.worker import NAME, TOKEN
 from penstock.fabric.sockets import Address
 
 _GRACE = 5.0  # seconds that a worker has to end by itself
@@ -23,12 +27,12 @@ _GRACE = 5.0  # seconds that a worker has to end by itself
 class Ended:
     """A worker that has ended: which it was, and how."""
 
-    pid: int
+    worker: str
     how: str
 
 
 class Launcher(Protocol):
-    """Starts workers, somewhere."""
+    """Starts workers, somewhere; called by one thread at a time, which it never makes wait."""
 
     def start(self) -> None:
         """Start one more worker, which joins by itself when it can; returns at once."""
@@ -38,8 +42,8 @@ class Launcher(Protocol):
         """Return the workers that have ended since the last call."""
         ...
 
-    def end(self, pid: int) -> None:
-        """End a worker that is of no use any more, whatever it does."""
+    def end(self, worker: str) -> None:
+        """End a worker that is of no use any more, whatever it does; one of others is let be."""
         ...
 
     def close(self) -> None:
@@ -59,48 +63,51 @@ class LocalLauncher:
 
     def __init__(self, address: Address, token: str, logs: Path) -> None:
         self._address, self._token, self._logs = address, token, logs
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._started = 0
 
     @property
-    def pids(self) -> Sequence[int]:
-        """The processes that run."""
-        return [process.pid for process in self._processes if process.poll() is None]
+    def pids(self) -> Mapping[str, int]:
+        """The processes that run, by the names of the workers."""
+        return {
+            worker: process.pid
+            for worker, process in self._processes.items()
+            if process.poll() is None
+        }
 
     def start(self) -> None:
         """Start one more worker."""
         self._logs.mkdir(parents=True, exist_ok=True)
         self._started += 1
-        with (self._logs / f"worker-{self._started}.log").open("ab") as log:
-            process = subprocess.Popen(
+        worker = f"worker-{self._started}"
+        with self._log(worker).open("ab") as log:
+            self._processes[worker] = subprocess.Popen(
                 [sys.executable, "-m", "penstock.cluster.worker", *map(str, self._address)],
-                env={**os.environ, TOKEN: self._token},
+                env={**os.environ, TOKEN: self._token, NAME: worker},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # an interrupt at the terminal is the trainer's to answer
             )
-        self._processes.append(process)
 
     def poll(self) -> list[Ended]:
         """Return the workers that have ended since the last call."""
-        ended = [process for process in self._processes if process.poll() is not None]
-        self._processes = [process for process in self._processes if process not in ended]
-        return [Ended(process.pid, _how(process)) for process in ended]
+        ended = [name for name, process in self._processes.items() if process.poll() is not None]
+        return [Ended(name, self._how(name, self._processes.pop(name))) for name in ended]
 
-    def end(self, pid: int) -> None:
+    def end(self, worker: str) -> None:
         """End a worker, also one that stands still; `poll` will tell of it."""
-        for process in self._processes:
-            if process.pid == pid:
-                process.kill()
+        process = self._processes.get(worker)
+        if process is not None:
+            process.kill()
 
     def close(self) -> None:
         """End all workers: they end by themselves with their links, or are made to."""
         deadline = time.monotonic() + _GRACE
-        for process in self._processes:
+        for process in self._processes.values():
             with contextlib.suppress(ProcessLookupError):  # one that was stopped must hear of it
                 process.send_signal(signal.SIGCONT)
-        for process in self._processes:
+        for process in self._processes.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=max(0.05, deadline - time.monotonic()))
             if process.poll() is None:
@@ -108,8 +115,29 @@ class LocalLauncher:
                 process.wait()
         self._processes.clear()
 
+    def _log(self, worker: str) -> Path:
+        return self._logs / f"{worker}.log"
 
-def _how(process: subprocess.Popen[bytes]) -> str:
-    code = process.returncode
-    how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
-    return f"the worker with pid {process.pid} ended {how}"
+    def _how(self, worker: str, process: subprocess.Popen[bytes]) -> str:
+        code = process.returncode
+        how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
+        return (
+            f"{worker} with pid {process.pid} ended {how}; what it said is in {self._log(worker)}"
+        )
+
+
+class NoLauncher:
+    """Starts nobody: workers are started by others, and join when they can."""
+
+    def start(self) -> None:
+        """Leave it to others to start one more."""
+
+    def poll(self) -> list[Ended]:
+        """Return nothing: who leaves is known by its link."""
+        return []
+
+    def end(self, worker: str) -> None:
+        """Leave it alone: it has been cut off, and may join again as a new engine."""
+
+    def close(self) -> None:
+        """Leave them alone: they end by themselves with the run."""

@@ -7,15 +7,12 @@ trainer learns of it only from what happened.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
-import os
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from penstock import errors, process_memory
@@ -23,6 +20,7 @@ from penstock.assembly import thread_count
 from penstock.batches import Batches
 from penstock.cluster.launch import Ended, Launcher
 from penstock.cluster.plan import Holdings, digest_of, transfers_of
+from penstock.cluster.record import write_record
 from penstock.cluster.shard_work import StoreOfShard, report_of
 from penstock.config import Config
 from penstock.errors import ClusterError, NonFiniteError, PenstockError
@@ -38,7 +36,7 @@ from penstock.fabric.nodes import (
     ShardNode,
     TroubleError,
 )
-from penstock.fabric.sockets import Endpoint, Link
+from penstock.fabric.sockets import Address, Endpoint, Link
 from penstock.program import Program
 from penstock.step_layout import Layout
 from penstock.store import Store, global_norm, merged
@@ -46,7 +44,6 @@ from penstock.store import Store, global_norm, merged
 log = logging.getLogger("penstock.cluster")
 
 FIRST_ENGINE = 1000
-RECORD = "cluster.json"
 _BEAT = 0.1
 _MOST_IN_VAIN = 3
 _PATIENCE = 120.0  # seconds in which all engines should have come
@@ -58,6 +55,7 @@ class ClusterRunner:
     Args:
         stores: the shards of the store, in their order.
         holdings: what each of them holds of every weight.
+        host: the interface on which to listen.
         launch: makes the launcher, given the endpoint and the token.
         tell: is told what happens, one line at a time.
     """
@@ -72,6 +70,7 @@ class ClusterRunner:
         batches: Batches,
         *,
         tokens: int,
+        host: str,
         token: str,
         launch: Callable[[Endpoint], Launcher],
         tell: Callable[[ClusterEvent], None],
@@ -99,8 +98,8 @@ class ClusterRunner:
         self._links: dict[int, Link] = {}
         self._joining: dict[Link, int] = {}
         self._listens: dict[int, Any] = {}
-        self._pids: dict[int, int] = {}
-        self._useful: set[int] = set()  # processes that have been engines
+        self._workers: dict[int, str] = {}
+        self._useful: set[str] = set()  # workers that have been engines
         self._in_vain = 0  # workers in a row that ended before
         self._next = FIRST_ENGINE
         self._peak_bytes = 0
@@ -109,7 +108,7 @@ class ClusterRunner:
         self._shard_numbers = [1 + shard for shard in range(len(stores))]
         self._endpoint = Endpoint(
             token,
-            config.cluster.host,
+            host,
             on_link_end=self._link_ended,
             on_stranger=self._stranger,
             on_failure=self._endpoint_failed,
@@ -134,15 +133,16 @@ class ClusterRunner:
             node = ShardNode(number, shard, runtime, self._transfers, work)
             self._shards.append(node)
             self._endpoint.add(number, node)
+        self._record = write_record(config.run.dir, self._endpoint.address, token)
         self._launcher = launch(self._endpoint)
-        self._endpoint.start()
         for _ in range(config.engines + config.cluster.spare):
             self._launcher.start()
-        self._record = config.run.dir / RECORD
-        _write_privately(
-            self._record,
-            {"address": list(self._endpoint.address), "token": token, "pid": os.getpid()},
-        )
+        self._endpoint.start()
+
+    @property
+    def address(self) -> Address:
+        """Where the run listens."""
+        return self._endpoint.address
 
     @property
     def engine_peak_bytes(self) -> int:
@@ -259,15 +259,14 @@ class ClusterRunner:
     def _replace(self, ended: Ended) -> None:
         """Start another worker for one that has ended, unless they end before they compute."""
         self._say("worker ended", ended.how)
-        if ended.pid in self._useful:
-            self._useful.discard(ended.pid)
+        if ended.worker in self._useful:
+            self._useful.discard(ended.worker)
         else:
             self._in_vain += 1
         if self._in_vain < _MOST_IN_VAIN:
             self._launcher.start()
             return
-        logs = self._config.run.dir / "workers"
-        text = f"{self._in_vain} workers in a row ended before they could compute; see {logs}"
+        text = f"{self._in_vain} workers in a row ended before they could compute; {ended.how}"
         self._say("not replaced", text)
         if not self._conductor.ready:
             self._failed = ClusterError(text)
@@ -282,8 +281,7 @@ class ClusterRunner:
             number, self._next = self._next, self._next + 1
             self._joining[link] = number
             self._listens[number] = message.body.get("listens")
-            pid = message.body.get("pid")
-            self._pids[number] = pid if isinstance(pid, int) else 0
+            self._workers[number] = str(message.body.get("worker"))
             body = {"node": number, "run": self._told, "shards_there": self._shard_numbers}
             link.send(Message(Kind.WELCOME, 0, CONDUCTOR, body=body))
         elif message.kind is Kind.READY and link in self._joining:
@@ -295,7 +293,7 @@ class ClusterRunner:
             self._endpoint.attach(number, link)
             self._links[number] = link
             self._addresses[number] = self._listens.pop(number)
-            self._useful.add(self._pids[number])
+            self._useful.add(self._workers[number])
             self._in_vain = 0
             self._conductor.joined(number)
         elif message.kind is Kind.TROUBLE and link in self._joining:
@@ -332,7 +330,7 @@ class ClusterRunner:
     def _happened(self, happened: Happened) -> None:
         if happened.kind == "engine lost" and happened.node is not None:
             self._forget(happened.node)
-            self._launcher.end(self._pids[happened.node])  # nothing of it may come back
+            self._launcher.end(self._workers[happened.node])  # nothing of it may come back
         self._say(happened.kind, happened.text, happened.node)
 
     def _forget(self, number: int) -> None:
@@ -425,12 +423,3 @@ def _as_ours(error: BaseException) -> BaseException:
 def _known(kind: str) -> type[PenstockError]:
     found = getattr(errors, kind, ClusterError)
     return found if isinstance(found, type) and issubclass(found, PenstockError) else ClusterError
-
-
-def _write_privately(path: Path, content: Mapping[str, Any]) -> None:
-    """Write what only this user may read: the token is in it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        json.dump(content, file)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 from penstock.batches import Batches
-from penstock.cluster.launch import LocalLauncher
+from penstock.cluster import record
+from penstock.cluster.launch import Launcher, LocalLauncher, NoLauncher
 from penstock.cluster.runner import ClusterRunner
 from penstock.config import Config
 from penstock.events import ClusterEvent
-from penstock.fabric.sockets import new_token
+from penstock.fabric.sockets import Endpoint, new_token
 from penstock.step_layout import Layout
 from penstock.store import ShardedStore, ShardMap, Store
 
@@ -32,17 +34,45 @@ def start_cluster(
         name: [(piece.shard, piece.begin, piece.end) for piece in pieces]
         for name, pieces in shard_map.pieces.items()
     }
-    return ClusterRunner(
-        config,
-        layout,
-        store,
-        store.shards if isinstance(store, ShardedStore) else [store],
-        holdings,
-        batches,
-        tokens=tokens,
-        token=token,
-        launch=lambda endpoint: LocalLauncher(
-            endpoint.address, token, config.run.dir / WORKER_LOGS
-        ),
-        tell=tell,
-    )
+    with contextlib.ExitStack() as undo:
+        host, launch = _place(config, token, undo)
+        runner = ClusterRunner(
+            config,
+            layout,
+            store,
+            store.shards if isinstance(store, ShardedStore) else [store],
+            holdings,
+            batches,
+            tokens=tokens,
+            host=host,
+            token=token,
+            launch=launch,
+            tell=tell,
+        )
+        undo.pop_all()  # from here on it is the launcher's to end what was begun
+    if config.cluster.start == "listen":
+        address = "{}:{}".format(*runner.address)
+        text = f"at {address}; on each engine's host: python -m penstock.cluster.worker "
+        tell(ClusterEvent("listening", f"{text}{config.run.dir.absolute() / record.NAME}"))
+    return runner
+
+
+def _place(
+    config: Config, token: str, undo: contextlib.ExitStack
+) -> tuple[str, Callable[[Endpoint], Launcher]]:
+    """Return where the run listens, and what makes its launcher."""
+    host = config.cluster.host
+    if config.cluster.start == "ray":
+        from penstock.cluster.on_ray import RayConnection, RayLauncher
+
+        connection = RayConnection(config)
+        undo.callback(connection.close)
+        return (
+            connection.host if host == "auto" else host,
+            lambda endpoint: RayLauncher(connection, endpoint.address, token),
+        )
+    host = "127.0.0.1" if host == "auto" else host
+    if config.cluster.start == "listen":
+        return host, lambda endpoint: NoLauncher()
+    logs = config.run.dir / WORKER_LOGS
+    return host, lambda endpoint: LocalLauncher(endpoint.address, token, logs)

@@ -1,34 +1,39 @@
 """A process that computes: it joins a run, becomes one of its engines, and ends with it.
 
     python -m penstock.cluster.worker HOST PORT
+    python -m penstock.cluster.worker RUN/cluster.json
 
-The run's token comes in the environment, as `PENSTOCK_TOKEN`. All that the process is to be is told
+The run's token comes in the environment, as `PENSTOCK_TOKEN`, or from the record that the run
+wrote. All that the process is to be is told
 by the conductor's: which model, cut how, with which memory. It keeps no state of the run: when it
 is cut off it joins again, as a new engine, as long as the conductor's process is there.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import queue
+import socket
 import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from penstock.cluster.engine_work import EngineOfProcess
 from penstock.cluster.plan import digest_of, transfers_of
+from penstock.cluster.record import read_record
 from penstock.errors import ClusterError, PenstockError
 from penstock.fabric.messages import Kind, Message
 from penstock.fabric.nodes import CONDUCTOR, EngineNode
-from penstock.fabric.sockets import Endpoint, Link
+from penstock.fabric.sockets import Endpoint, Link, own_host
 
 log = logging.getLogger("penstock.cluster")
 
 TOKEN = "PENSTOCK_TOKEN"
+NAME = "PENSTOCK_WORKER"
 _PATIENCE = 10.0  # seconds in which a conductor that went away may come back
 
 
@@ -48,19 +53,20 @@ class Worker:
     Args:
         address: where the conductor's process listens.
         token: of the run.
+        name: what the worker is known by to whoever started it.
     """
 
-    def __init__(self, address: tuple[str, int], token: str) -> None:
+    def __init__(self, address: tuple[str, int], token: str, name: str | None = None) -> None:
         self._address = address
+        self._name = name or f"{socket.gethostname()}:{os.getpid()}"
         self._events: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._node: EngineNode | None = None
         self._number = 0
         self._link: Link | None = None
         self._built: _Built | None = None
-        host = "127.0.0.1" if address[0] in ("127.0.0.1", "localhost") else _own_host(address)
         self._endpoint = Endpoint(
             token,
-            host,
+            own_host(address),
             on_link_end=self._link_ended,
             on_stranger=lambda link, message: self._events.put(("message", message)),
             on_failure=lambda error: self._events.put(("failed", error)),
@@ -95,7 +101,7 @@ class Worker:
     def _join(self) -> None:
         """Join, and stay until the link ends."""
         link = self._link = self._endpoint.connect(self._address)
-        body = {"listens": list(self._endpoint.address), "pid": os.getpid()}
+        body = {"listens": list(self._endpoint.address), "worker": self._name}
         link.send(Message(Kind.JOIN, 0, 0, body=body))
         while True:
             what, content = self._events.get()
@@ -208,24 +214,24 @@ def build(told: Mapping[str, Any]) -> _Built:
     return _Built(dict(told), work, transfers, digest_of(program, transfers))
 
 
-def _own_host(address: tuple[str, int]) -> str:
-    """Return this machine's address on the way to another's."""
-    import socket
-
-    with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
-        probe.connect(address)
-        return str(probe.getsockname()[0])
-
-
 def main() -> None:
     """Be a worker, as the command line and the environment say."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    token = os.environ.pop(TOKEN, None)
-    if len(sys.argv) != 3 or not sys.argv[2].isdigit() or not token:
-        print(f"usage: {TOKEN}=... python -m penstock.cluster.worker HOST PORT", file=sys.stderr)
-        sys.exit(2)
+    token, name = os.environ.pop(TOKEN, None), os.environ.pop(NAME, None)
     try:
-        Worker((sys.argv[1], int(sys.argv[2])), token).serve()
+        match sys.argv[1:]:
+            case [host, port] if port.isdigit() and token:
+                address = (host, int(port))
+            case [record]:
+                address, token = read_record(Path(record))
+            case _:
+                command = "python -m penstock.cluster.worker"
+                print(
+                    f"usage: {TOKEN}=... {command} HOST PORT, or {command} RUN/cluster.json",
+                    file=sys.stderr,
+                )
+                sys.exit(2)
+        Worker(address, token, name).serve()
     except PenstockError as error:
         print(f"worker: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

@@ -4,6 +4,7 @@ Nothing here imports torch, so that a mistake in a file is answered at once.
 """
 
 from penstock.config.checkpoint import CheckpointConfig
+from penstock.config.cluster import cluster_keys
 from penstock.config.load import check_data, load
 from penstock.config.lora import LoraConfig
 from penstock.config.model import (
@@ -34,6 +35,7 @@ __all__ = [
     "ScheduleConfig",
     "check_data",
     "check_run",
+    "cluster_keys",
     "load",
     "load_run",
     "recorded_flash",

@@ -2,18 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import re
+from typing import Any, Literal
 
-from penstock.config.section import Section, setting
+from pydantic import model_validator
+
+from penstock.config.section import Patterns, Section, refuse, setting
+
+_ADDRESS = re.compile(r"auto|(ray://)?(\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_STARTS = ("none", "local", "ray", "listen")
 
 
 class ClusterConfig(Section):
     """Engines in processes of their own; the result is the same to the bit."""
 
-    start: Literal["none", "local"] = setting(
+    start: Literal["none", "local", "ray", "listen"] = setting(
         "none",
         "where engines run: none, in this process, one after another; local, in processes of this "
-        "machine, which are replaced when they are lost",
+        "machine, which are replaced when they are lost; ray, in actors of a Ray cluster, which "
+        "are too; listen, in processes that you start yourself on any host",
+    )
+    address: str | None = setting(
+        None,
+        "the Ray cluster: auto, the one that this machine is part of; HOST:PORT of its head; "
+        "ray://HOST:PORT of its client server; null: one for this run, on this machine",
+        example="auto",
+    )
+    environment: Patterns = setting(
+        (),
+        "environment variables that the actors of a Ray cluster get as they are here; PYTHONPATH "
+        "they get by themselves",
+        example=["HF_HOME"],
     )
     spare: int = setting(
         1, "engines that are started beyond `engines` and wait, ready", unit="engines", ge=0, le=64
@@ -28,4 +48,37 @@ class ClusterConfig(Section):
         gt=0,
         le=3600,
     )
-    host: str = setting("127.0.0.1", "the interface on which the run listens")
+    host: str = setting(
+        "auto",
+        "this machine's address on which the run listens; auto: 127.0.0.1, or with "
+        "`cluster.address` the one by which the Ray cluster reaches it",
+        example="10.0.0.1",
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ClusterConfig:
+        if self.address is not None and not _ADDRESS.fullmatch(self.address):
+            raise refuse(
+                "address",
+                f"expected auto, HOST:PORT, ray://HOST:PORT or null, got {self.address!r}",
+            )
+        for key in ("address", "environment"):
+            if getattr(self, key) and self.start != "ray":
+                raise refuse(
+                    key, f"expected nothing with cluster.start: {self.start}; only ray takes it"
+                )
+        for name in self.environment:
+            if not _NAME.fullmatch(name):
+                raise refuse(
+                    "environment", f"expected names of environment variables, got {name!r}"
+                )
+        return self
+
+
+def cluster_keys(where: str) -> dict[str, Any]:
+    """Return the keys for which `Trainer(cluster=...)` stands: a way to start, or an address."""
+    if where == "ray":
+        return {"start": where}
+    if where in _STARTS:
+        return {"start": where, "address": None, "environment": []}
+    return {"start": "ray", "address": where}

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
+import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
+from penstock.cli import main
 from penstock.events import ClusterEvent, StepDone
 from penstock.trainer import Trainer
 
@@ -47,12 +50,12 @@ class Watched:
 
     @property
     def pids(self) -> list[int]:
-        return list(self.trainer._runner._launcher.pids)
+        return list(self.trainer._runner._launcher.pids.values())
 
     def pid_of(self, place: int) -> int:
         """The process of the engine at a place of the present view."""
         runner = self.trainer._runner
-        return runner._pids[runner._conductor._view.engines[place]]
+        return runner._launcher.pids[runner._workers[runner._conductor._view.engines[place]]]
 
     def engines(self) -> int:
         return len(self.trainer._runner._conductor._view.engines)
@@ -91,7 +94,17 @@ def alone(text: Path, folder: Path, steps: int) -> tuple[list[float], str]:
         trainer.close()
 
 
-def test_a_run_goes_on_through_losses_and_changes_to_the_same_bits(text, tmp_path):
+def penstock(monkeypatch, *arguments: str) -> int:
+    """Type a command; returns its exit code."""
+    monkeypatch.setattr(sys, "argv", ["penstock", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return ended.value.code
+
+
+def test_a_run_goes_on_through_losses_and_changes_to_the_same_bits(
+    text, tmp_path, monkeypatch, capsys
+):
     run = watched(settings(text, tmp_path / "many", engines=3, cluster={"start": "local"}))
     try:
         run.train(2)
@@ -116,12 +129,19 @@ def test_a_run_goes_on_through_losses_and_changes_to_the_same_bits(text, tmp_pat
         assert run.seconds_until_step(begin) < LEASE + 2.0
 
         # Fewer, one, and more than before, three of eight not being a power of two.
+        record = tmp_path / "many" / "cluster.json"
+        assert stat.S_IMODE(record.stat().st_mode) == 0o600
         for wanted in (1, 2):
             run.trainer._runner.scale(wanted)
             run.train(2)
             assert run.engines() == wanted
-        run.trainer._runner.scale(4)
+        capsys.readouterr()
+        assert penstock(monkeypatch, "scale", str(record.parent), "engines=4") == 0
+        assert "2 engines before, 4 from the next step on" in capsys.readouterr().out
         run.train(1)
+        assert penstock(monkeypatch, "scale", str(record.parent), "engines=9") == 2
+        error = "expected 1 (with fewer, a step does not fit engine.memory) to 8"
+        assert error in capsys.readouterr().err
         lines = [event.text for _, event in run.happened]
         assert all("\n" not in line for line in lines)
         losses = [event.loss for _, event in run.steps]

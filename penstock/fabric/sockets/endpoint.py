@@ -56,6 +56,9 @@ class Endpoint:
         on_failure: is told what no node answers for; the endpoint has then ended.
         every: is called about so often, in the endpoint's thread, with the time.
         beat: seconds between two calls of `every`.
+
+    Raises:
+        ClusterError: this machine has no such interface.
     """
 
     def __init__(
@@ -81,7 +84,12 @@ class Endpoint:
         self._opening: dict[int, list[Message]] = {}
         self._todo: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._closing = False
-        self._listener = socket.create_server((host, 0), family=_family(host), backlog=128)
+        try:
+            self._listener = socket.create_server((host, 0), family=_family(host), backlog=128)
+        except OSError as error:
+            raise ClusterError(
+                f"cannot listen on {host!r}, expected an address of this machine: {error.strerror}"
+            ) from None
         self.address: Address = self._listener.getsockname()[:2]
         self._threads = [
             threading.Thread(target=work, name=f"penstock {name}", daemon=True)
@@ -322,6 +330,21 @@ class _Runtime:
         if place is not None:
             place.waiting += 1
             place.jobs.put((job, then, failed))
+
+
+def own_host(address: Address) -> str:
+    """Return this machine's address on the way to another's.
+
+    Raises:
+        ClusterError: there is no way.
+    """
+    try:
+        (family, _, _, _, there), *_ = socket.getaddrinfo(*address, type=socket.SOCK_DGRAM)
+        with contextlib.closing(socket.socket(family, socket.SOCK_DGRAM)) as probe:
+            probe.connect(there)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ClusterError(f"{address[0]}:{address[1]}: {error}") from None
 
 
 def _family(host: str) -> int:

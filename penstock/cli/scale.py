@@ -1,0 +1,30 @@
+"""`penstock scale`: change the number of engines of a run that trains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def scale(
+    run: Annotated[Path, typer.Argument(help="Folder of a run that trains.")],
+    engines: Annotated[
+        str, typer.Argument(metavar="engines=NUMBER", help="How many engines it should have.")
+    ],
+) -> None:
+    """Have RUN go on with another number of engines from its next step on, to the same bits.
+
+    Works on runs with `cluster.start` other than none, for the user who started them.
+    """
+    from penstock.errors import ConfigError
+
+    key, _, number = engines.partition("=")
+    if key != "engines" or not number.isdecimal() or int(number) < 1:
+        raise ConfigError(f"expected engines=NUMBER, 1 or more, got {engines!r}")
+
+    from penstock.cluster.order import scale as order
+
+    before = order(run, int(number))
+    typer.echo(f"{run}: {before} engines before, {number} from the next step on")

@@ -1,0 +1,308 @@
+"""Workers as actors of a Ray cluster: the only module that imports Ray, and not before it must.
+
+Ray finds places and starts processes there; it carries neither weights nor gradients. Each actor is
+a worker like any other: it joins over our own connections and is supervised by them. Ray says
+sooner than a lease does that a process has died, and it brings the run's token to the workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import secrets
+import socket
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.assembly import choose_device
+from penstock.cluster.launch import Ended
+from penstock.cluster.worker import Worker
+from penstock.config import Config
+from penstock.errors import ClusterError, ConfigError, PenstockError
+from penstock.fabric.sockets import Address, own_host
+
+log = logging.getLogger("penstock.cluster")
+
+_OBJECTS_BYTES = 80 << 20  # the least that Ray takes; nothing of a run is in it
+_TURN = 0.05  # seconds between two looks at what is to be started or ended
+_GRACE = 10.0  # seconds in which actors that are killed should be gone
+_LONGEST_REASON = 300
+
+
+class RayConnection:
+    """This process's connection to Ray: joined if it is there, else started and ended with the run.
+
+    Args:
+        config: of the run.
+
+    Raises:
+        ConfigError: Ray is not installed, or a variable that the actors should get is not set.
+        ClusterError: there is no such cluster, or it does not let this process in.
+    """
+
+    def __init__(self, config: Config) -> None:
+        address = config.cluster.address
+        is_local = address is None
+        variables = _variables(config.cluster.environment)
+        if is_local:
+            _ask_for_tokens()
+        self.ray = ray = _import_ray()
+        self._is_ours = not ray.is_initialized()  # a notebook may be connected already
+        if self._is_ours:
+            _connect(ray, address)
+        has_gpus = choose_device(config.engine.device) == "cuda"
+        self.options: dict[str, Any] = {
+            # On one machine it is `engines` that says how many fit, as with cluster.start: local.
+            "num_cpus": 0 if is_local else config.engine.threads or 1,
+            "num_gpus": 1 if has_gpus else 0,
+            "scheduling_strategy": "SPREAD",
+            "max_restarts": 0,  # which workers there are is decided by the run
+        }
+        if variables and not (is_local and self._is_ours):  # a Ray of ours has them from here
+            self.options["runtime_env"] = {"env_vars": variables}
+        self.host = "127.0.0.1" if is_local and self._is_ours else _host(ray, address)
+
+    def close(self) -> None:
+        """End the connection, and Ray too if it was started here."""
+        if self._is_ours:
+            self._is_ours = False
+            self.ray.shutdown()
+
+
+class RayWorker:
+    """A worker in the process of an actor.
+
+    Args:
+        folder: where the run was started; relative paths mean the same here if it is there.
+    """
+
+    def __init__(self, folder: str) -> None:
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+        if Path(folder).is_dir():
+            os.chdir(folder)
+            sys.path.insert(0, folder)
+
+    def where(self) -> tuple[str, int]:
+        """Return the host and the process."""
+        return socket.gethostname(), os.getpid()
+
+    def serve(self, address: Address, token: str, name: str) -> str:
+        """Be an engine of the run until it ends; return why, if it ended before."""
+        try:
+            Worker(address, token, name).serve()
+        except PenstockError as error:
+            return str(error)
+        return "the run has ended"
+
+
+@dataclass
+class _Actor:
+    handle: Any
+    where: Any  # a reference to its host and process, until they are known
+    serving: Any  # a reference that is ready when the worker has ended
+    place: tuple[str, int] | None = None
+
+
+class RayLauncher:
+    """Starts workers as actors, spread over the nodes of a Ray cluster.
+
+    A thread of its own talks with Ray, which may take its time to answer: the conductor waits for
+    nobody.
+
+    Args:
+        connection: to Ray; the launcher closes it.
+        address: where the conductor's process listens.
+        token: of the run; it goes to the actors as an argument, over Ray's own connections.
+    """
+
+    def __init__(self, connection: RayConnection, address: Address, token: str) -> None:
+        self._connection, self._ray = connection, connection.ray
+        self._address, self._token = address, token
+        self._kind = self._ray.remote(RayWorker).options(**connection.options)
+        self._started = 0
+        self._actors: dict[str, _Actor] = {}  # the thread's own
+        self._asked: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[Ended] = queue.SimpleQueue()
+        self._lost: str | None = None  # why Ray does not answer any more
+        self._thread = threading.Thread(target=self._supervise, name="penstock ray", daemon=True)
+        self._thread.start()
+
+    @property
+    def pids(self) -> Mapping[str, int]:
+        """The processes that run, by the names of the workers; each as its own host numbers it."""
+        actors = list(self._actors.items())
+        return {worker: actor.place[1] for worker, actor in actors if actor.place is not None}
+
+    def start(self) -> None:
+        """Ask for one more worker; it comes when a node has room for it."""
+        self._started += 1
+        worker = f"worker-{self._started}"
+        if self._lost is not None:
+            self._ended.put(Ended(worker, f"{worker} was not started: {self._lost}"))
+            return
+        self._asked.put(lambda: self._start(worker))
+
+    def poll(self) -> list[Ended]:
+        """Return the workers that have ended since the last call."""
+        ended = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                ended.append(self._ended.get_nowait())
+        return ended
+
+    def end(self, worker: str) -> None:
+        """End a worker, also one that stands still; `poll` will tell of it."""
+        self._asked.put(lambda: self._kill(worker))
+
+    def close(self) -> None:
+        """End all workers, and the connection."""
+        self._asked.put(None)
+        self._thread.join(timeout=2 * _GRACE)
+        self._connection.close()
+
+    # In the thread
+
+    def _supervise(self) -> None:
+        try:
+            while self._do_what_was_asked():
+                self._watch()
+            self._end_all()
+        except Exception as error:  # Ray raises many kinds; the engines that there are go on
+            self._lost = f"Ray does not answer any more: {_reason(error)}"
+            log.error("%s; engines that are lost are not replaced", self._lost)
+
+    def _do_what_was_asked(self) -> bool:
+        """Start and end what should be; return whether to go on."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                asked = self._asked.get(timeout=0 if self._actors else _TURN)
+                if asked is None:
+                    return False
+                asked()
+        return True
+
+    def _start(self, worker: str) -> None:
+        actor = self._kind.remote(str(Path.cwd()))
+        where = actor.where.remote()
+        serving = actor.serve.remote(self._address, self._token, worker)
+        self._actors[worker] = _Actor(actor, where, serving)
+
+    def _kill(self, worker: str) -> None:
+        if worker in self._actors:
+            self._ray.kill(self._actors[worker].handle)
+
+    def _watch(self) -> None:
+        """Wait a little for what happens to actors, and take note of it."""
+        owners = {}
+        for worker, actor in self._actors.items():
+            owners[actor.serving] = worker
+            if actor.place is None:
+                owners[actor.where] = worker
+        if not owners:
+            return
+        ready, _ = self._ray.wait(list(owners), num_returns=1, timeout=_TURN)
+        for reference in ready:
+            worker = owners[reference]
+            actor = self._actors[worker]
+            try:
+                found = self._ray.get(reference)
+            except self._ray.exceptions.RayError as error:
+                self._has_ended(worker, _reason(error))
+                continue
+            if reference is actor.where:
+                actor.place = found
+            else:
+                self._ray.kill(actor.handle)  # it serves nobody any more
+                self._has_ended(worker, found)
+
+    def _has_ended(self, worker: str, reason: str) -> None:
+        actor = self._actors.pop(worker)
+        place = "{} with pid {}".format(*actor.place) if actor.place else "a node"
+        self._ended.put(Ended(worker, f"{worker} on {place} ended: {reason}"))
+
+    def _end_all(self) -> None:
+        for actor in self._actors.values():
+            self._ray.kill(actor.handle)
+        serving = [actor.serving for actor in self._actors.values()]
+        if serving:
+            self._ray.wait(serving, num_returns=len(serving), timeout=_GRACE)
+        self._actors.clear()
+
+
+def _import_ray() -> Any:
+    try:
+        import ray
+    except ImportError:
+        raise ConfigError(
+            "cluster.start: ray needs Ray, which is not installed; "
+            "pip install 'penstock[cluster]', or set cluster.start: local"
+        ) from None
+    return ray
+
+
+def _ask_for_tokens() -> None:
+    """Have a Ray that is started here let nobody in without a token, which only this process has.
+
+    It listens on every interface, whatever it is told, and runs what it is sent. Ray's own default
+    is a token in the home folder, in a file that others may read.
+    """
+    if "RAY_AUTH_MODE" in os.environ:
+        return  # the user has decided, or a Ray that this process had before
+    if "RAY_AUTH_TOKEN" not in os.environ and "RAY_AUTH_TOKEN_PATH" not in os.environ:
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    if "ray" not in sys.modules:  # once imported it does not look again; it asks for one by default
+        os.environ["RAY_AUTH_MODE"] = "token"
+
+
+def _connect(ray: Any, address: str | None) -> None:
+    quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+    try:
+        if address is None:
+            ray.init(
+                address="local",
+                num_cpus=1,  # as many processes it starts in advance
+                include_dashboard=False,
+                object_store_memory=_OBJECTS_BYTES,
+                **quiet,
+            )
+        else:
+            ray.init(address=address, **quiet)
+    except Exception as error:  # it raises whatever its parts do
+        if address is None:
+            raise ClusterError(f"a Ray cluster could not be started: {_reason(error)}") from None
+        raise ClusterError(
+            f"cluster.address: {address}: {_reason(error)}. Expected the head of a running Ray "
+            "cluster of the same versions of Ray and Python, this machine a part of it (but for "
+            "ray://), and, where the cluster asks for tokens, RAY_AUTH_MODE=token and its token "
+            "in RAY_AUTH_TOKEN, in the file RAY_AUTH_TOKEN_PATH, or in ~/.ray/auth_token"
+        ) from None
+
+
+def _host(ray: Any, address: str | None) -> str:
+    """Return this machine's address as the nodes of the cluster see it."""
+    if address is not None and address.startswith("ray://"):
+        host, _, port = address.removeprefix("ray://").rpartition(":")
+        return own_host((host.strip("[]"), int(port)))
+    return str(ray.util.get_node_ip_address())
+
+
+def _variables(names: tuple[str, ...]) -> dict[str, str]:
+    missing = [name for name in names if name not in os.environ]
+    if missing:
+        raise ConfigError(
+            f"cluster.environment: {missing[0]} is not set here; set it, or leave it out"
+        )
+    paths = ["PYTHONPATH"] if "PYTHONPATH" in os.environ else []
+    return {name: os.environ[name] for name in [*paths, *names]}
+
+
+def _reason(error: Exception) -> str:
+    """Return the line of Ray's that says what happened: the last."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1][:_LONGEST_REASON] if lines else type(error).__name__

@@ -1,0 +1,42 @@
+"""`penstock scale` where there is nothing to scale: what is said, and with which exit code."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from penstock.cli.scale import scale
+from penstock.cluster.record import NAME, write_record
+from penstock.errors import ClusterError, ConfigError
+
+
+def test_what_is_no_number_of_engines(tmp_path):
+    for text in ("8", "engines", "engines=", "engines=0", "engines=-1", "engine=8", "engines=x"):
+        with pytest.raises(ConfigError, match="expected engines=NUMBER, 1 or more, got"):
+            scale(tmp_path, text)
+
+
+def test_no_such_run(tmp_path):
+    with pytest.raises(ConfigError, match=r"no such run; expected the folder that run\.dir named"):
+        scale(tmp_path / "nothing", "engines=8")
+
+
+def test_a_run_that_does_not_train_elsewhere(tmp_path):
+    with pytest.raises(ConfigError, match=r"cluster\.start other than none.*engines=8"):
+        scale(tmp_path, "engines=8")
+
+
+def test_a_record_that_is_none(tmp_path):
+    for text in ("", "[]", '{"address": "here", "token": 1}', "x" * 5000):
+        (tmp_path / NAME).write_text(text)
+        with pytest.raises(ConfigError, match="expected the record of a run"):
+            scale(tmp_path, "engines=8")
+
+
+def test_a_run_that_was_killed_and_left_its_record(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = listener.getsockname()
+    write_record(tmp_path, address, "a token")
+    with pytest.raises(ClusterError, match=r"it does not train now.*Connection refused"):
+        scale(tmp_path, "engines=8")

@@ -1,0 +1,53 @@
+"""What `cluster` may say, and what `Trainer(cluster=...)` stands for."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.config import Config, cluster_keys
+from penstock.errors import ConfigError
+
+
+def config(**cluster):
+    return Config.from_mapping({"model": "gpt2", "cluster": cluster})
+
+
+@pytest.mark.parametrize(
+    "address", ["auto", "10.0.0.1:6379", "head.lab:6379", "ray://head:10001", "[fe80::1]:6379"]
+)
+def test_addresses_of_a_ray_cluster(address):
+    assert config(start="ray", address=address).cluster.address == address
+
+
+@pytest.mark.parametrize("address", ["", "head", "http://head:80", "ray://head", "a b:1", "h:x"])
+def test_what_is_no_address(address):
+    with pytest.raises(ConfigError, match=r"cluster\.address: expected auto, HOST:PORT, ray://"):
+        config(start="ray", address=address)
+
+
+@pytest.mark.parametrize("start", ["none", "local", "listen"])
+def test_only_ray_takes_an_address_and_variables(start):
+    for key, value in (("address", "auto"), ("environment", ["HF_HOME"])):
+        with pytest.raises(ConfigError, match=rf"cluster\.{key}: .* cluster\.start: {start}"):
+            config(start=start, **{key: value})
+
+
+def test_names_of_variables():
+    with pytest.raises(ConfigError, match=r"expected names of environment variables, got 'A=1'"):
+        config(start="ray", environment=["A=1"])
+
+
+def test_what_the_trainer_may_be_told_in_short():
+    ray = config(start="ray", address="auto", environment=["HF_HOME"]).to_mapping()
+
+    def told(where):
+        return Config.from_mapping({**ray, "cluster": ray["cluster"] | cluster_keys(where)}).cluster
+
+    assert (told("ray").start, told("ray").address) == ("ray", "auto")
+    assert (told("ray://a:1").start, told("ray://a:1").address) == ("ray", "ray://a:1")
+    for start in ("none", "local", "listen"):
+        assert (told(start).start, told(start).address, told(start).environment) == (
+            start,
+            None,
+            (),
+        )
