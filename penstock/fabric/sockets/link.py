@@ -21,6 +21,7 @@ from penstock.fabric.messages import HEADER_BYTES, Message, lengths, pack, unpac
 from penstock.fabric.sockets.handshake import read_exactly, read_into
 
 _BUFFER_BYTES = 4 << 20
+_CUT_MILLISECONDS = 10_000  # without an answer to what was sent; then the link is no more
 
 
 class Link:
@@ -46,6 +47,8 @@ class Link:
         self._once = threading.Lock()
         self._has_ended = False
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # else a cut cable is noticed after minutes
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _CUT_MILLISECONDS)
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             connection.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
         for name, work in (("reads", self._read), ("writes", self._write)):
