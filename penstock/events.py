@@ -115,11 +115,15 @@ class Saved:
 
 @dataclass(frozen=True)
 class ClusterEvent:
-    """Something happened to the processes of a run: what kind of thing, and a line about it."""
+    """Something happened to the processes of a run: what kind of thing, and a line about it.
+
+    `step` is the last step that was committed.
+    """
 
     kind: str
     text: str
     node: int | None = None
+    step: int = 0
 
 
 @dataclass(frozen=True)

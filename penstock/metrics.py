@@ -15,6 +15,7 @@ from typing import Any
 from penstock.config import Config
 from penstock.errors import ConfigError, StorageError
 from penstock.events import (
+    ClusterEvent,
     Evaluated,
     Event,
     Finished,
@@ -29,7 +30,7 @@ from penstock.events import (
 
 
 class MetricsFile:
-    """Appends one JSON object per step, evaluation, checkpoint and run to `metrics.jsonl`.
+    """Appends a JSON object per step, evaluation, checkpoint, event of a cluster, and run.
 
     A listener for events. Every line has `event` and `step`; a line is in the file, whole, when
     the call returns. NaN and infinity, which JSON lacks, are written as null.
@@ -48,10 +49,14 @@ class MetricsFile:
             self._append("evaluation", event)
         elif isinstance(event, Saved):
             self._append("checkpoint", event)
+        elif isinstance(event, ClusterEvent):
+            self._append("cluster", event)
         elif isinstance(event, RunMeasured):
             self._append("report", event)
 
-    def _append(self, name: str, event: StepDone | Evaluated | Saved | RunMeasured) -> None:
+    def _append(
+        self, name: str, event: StepDone | Evaluated | Saved | ClusterEvent | RunMeasured
+    ) -> None:
         line = json.dumps({"event": name} | {k: _plain(v) for k, v in vars(event).items()})
         try:
             with self.path.open("a", encoding="utf-8") as file:

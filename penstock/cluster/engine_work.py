@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
@@ -41,6 +42,8 @@ class EngineOfProcess:
                 begin += -(-spec.stream_bytes // _ALIGNMENT) * _ALIGNMENT
             self._shapes.append(places)
             largest = max(largest, begin)
+        self._micro_batches = 0
+        self._computed = (0.0, 0)  # seconds, and micro-batches that were begun
         self._buffers = [allocate(largest) for _ in range(WINDOW)]
 
     @property
@@ -48,9 +51,15 @@ class EngineOfProcess:
         """The most that the engine has held."""
         return self._engine.memory.peak_bytes
 
+    @property
+    def computed(self) -> tuple[float, int]:
+        """Seconds of computing so far, and how many micro-batches were computed in them."""
+        return self._computed
+
     def begin(self, step: int, part: Mapping[str, float], rows: Mapping[str, np.ndarray]) -> None:
         """Begin a step with these rows."""
         first, total, count = int(part["first"]), int(part["total"]), int(part["count"])
+        self._micro_batches = count
         tensors = {name: torch.from_numpy(array) for name, array in rows.items()}
         self._engine.begin(
             Batch(
@@ -72,6 +81,7 @@ class EngineOfProcess:
 
     def compute(self, operation: Operation) -> Sequence[TreeNode]:
         """Compute an operation; return the sums of its gradients."""
+        began = time.perf_counter()
         engine, stage = self._engine, operation.stage
         buffer = self._buffers[operation.number % WINDOW]
         engine.load(
@@ -92,6 +102,10 @@ class EngineOfProcess:
             nodes = engine.backward(stage).wait()
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # the buffer is given back when this returns
+        seconds, count = self._computed
+        if operation.sweep == "turn":
+            count += self._micro_batches
+        self._computed = (seconds + time.perf_counter() - began, count)
         return nodes if operation.gradients else []
 
     def losses(self) -> list[float]:

@@ -22,6 +22,7 @@ from penstock.cluster.launch import Ended, Launcher
 from penstock.cluster.plan import Holdings, digest_of, transfers_of
 from penstock.cluster.record import write_record
 from penstock.cluster.shard_work import StoreOfShard, report_of
+from penstock.cluster.stragglers import Stragglers
 from penstock.config import Config
 from penstock.errors import ClusterError, NonFiniteError, PenstockError
 from penstock.events import ClusterEvent, StepDone
@@ -46,6 +47,7 @@ log = logging.getLogger("penstock.cluster")
 FIRST_ENGINE = 1000
 _BEAT = 0.1
 _MOST_IN_VAIN = 3
+_GIVING_UP = 60.0  # seconds in which a step that is decided must end
 _PATIENCE = 120.0  # seconds in which all engines should have come
 
 
@@ -103,6 +105,7 @@ class ClusterRunner:
         self._in_vain = 0  # workers in a row that ended before
         self._next = FIRST_ENGINE
         self._peak_bytes = 0
+        self._stragglers = Stragglers(config.cluster.slow)
         self._failed: PenstockError | None = None
         self._is_closed = self._has_begun = False
         self._shard_numbers = [1 + shard for shard in range(len(stores))]
@@ -170,12 +173,18 @@ class ClusterRunner:
         program, done_steps = self._layout.program, self._store.step
         order = _Order(program, self._batches, done_steps, self._config.run.seed)
         self._endpoint.call(lambda: self._conductor.start(order, done))
-        while not ended.wait(timeout=0.5):
-            if self._failed is not None:
-                raise self._failed
+        try:
+            while not ended.wait(timeout=0.5):
+                if self._failed is not None:
+                    raise self._failed
+        except BaseException:  # an interrupt: the next step must find the conductor at rest
+            self._endpoint.call(self._conductor.cancel)
+            ended.wait(timeout=_GIVING_UP)
+            raise
         outcome = outcomes[0]
         if outcome.error is not None:
             raise _as_ours(outcome.error)
+        self._endpoint.call(self._look_for_stragglers)
         answer = outcome.answers[0]
         traffic, flash = self._store.take_traffic(), self._store.take_flash_traffic()
         seconds = time.perf_counter() - started
@@ -271,6 +280,20 @@ class ClusterRunner:
         if not self._conductor.ready:
             self._failed = ClusterError(text)
 
+    def _look_for_stragglers(self) -> None:
+        computed = {}
+        for engine, beat in self._conductor.beats.items():
+            said = beat.get("computed")
+            if isinstance(said, list) and len(said) == 2:
+                computed[engine] = (float(said[0]), int(said[1]))
+        patience = self._config.cluster.evict_slow
+        for slow in self._stragglers.look(computed):
+            text = f"engine {slow.engine} takes {slow.times:.1f} times as long as the others"
+            self._say("slow", text, slow.engine)
+            spare = len(self._conductor.ready) > self._conductor.wanted
+            if patience is not None and slow.looks >= patience and spare:
+                self._conductor.lost(slow.engine, f"it was slow {slow.looks} times in a row")
+
     def _endpoint_failed(self, error: Exception) -> None:
         self._failed = ClusterError(f"the run's network failed: {type(error).__name__}: {error}")
         log.error("the endpoint failed", exc_info=error)
@@ -341,7 +364,7 @@ class ClusterRunner:
 
     def _say(self, kind: str, text: str, node: int | None = None) -> None:
         self.counts[kind] += 1
-        self._tell(ClusterEvent(kind, text, node))
+        self._tell(ClusterEvent(kind, text, node, self._store.step))
 
     def _take(self, message: Message) -> None:
         if message.kind is Kind.BEAT:

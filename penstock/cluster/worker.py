@@ -150,6 +150,7 @@ class Worker:
             "progress": node.progress,
             "busy": self._endpoint.is_busy(self._number),
             "peak_bytes": built.work.peak_bytes,
+            "computed": list(built.work.computed),
         }
         link.send(Message(Kind.BEAT, node.epoch, self._number, body=body))
 

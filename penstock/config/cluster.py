@@ -48,6 +48,19 @@ class ClusterConfig(Section):
         gt=0,
         le=3600,
     )
+    slow: float = setting(
+        2.0,
+        "an engine that takes more than so many times as long as the others is named",
+        gt=1,
+        le=1000,
+    )
+    evict_slow: int | None = setting(
+        None,
+        "an engine that is found slow so many times in a row is replaced, if another is ready; "
+        "null: it is only named",
+        example=5,
+        ge=1,
+    )
     host: str = setting(
         "auto",
         "this machine's address on which the run listens; auto: 127.0.0.1, or with "

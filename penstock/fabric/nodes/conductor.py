@@ -165,6 +165,17 @@ class Conductor:
         else:
             self._form()
 
+    def cancel(self) -> None:
+        """Give the step in flight up, unless it is decided: then it ends by itself."""
+        if self.phase in (Phase.GATHERING, *_OPEN):
+            self._is_formed = False
+            self._end(Outcome(self._step, error=InterruptedError("the step was given up")))
+
+    @property
+    def beats(self) -> Mapping[int, Mapping[str, Any]]:
+        """The last beat of every engine of the present view."""
+        return {n: self._beats[n] for n in self._view.engines if n in self._beats}
+
     # What nodes say
 
     def handle(self, message: Message) -> None:

@@ -417,3 +417,26 @@ def test_nothing_is_kept_of_nodes_that_have_gone():
     assert all(outcome.error is None for outcome in play.ended)
     held = [v for v in vars(play.conductor).values() if isinstance(v, (dict, set, list))]
     assert max(map(len, held)) <= 8
+
+
+def test_a_step_that_is_given_up_leaves_the_conductor_at_rest():
+    play = Play()
+    play.start(2)
+    play.conductor.cancel()
+    assert isinstance(play.ended.pop().error, InterruptedError)
+    play.start(2)
+    play.see()  # in a new epoch, so that nothing of the first attempt counts
+    play.finish()
+    assert play.ended.pop().error is None
+
+
+def test_a_step_that_is_decided_is_not_given_up():
+    play = Play()
+    play.start(2)
+    play.work()
+    assert play.conductor.phase.name == "COMMITTING"
+    play.conductor.cancel()
+    assert not play.ended
+    for shard in SHARDS:
+        play.say(shard, Kind.COMMITTED)
+    assert play.ended.pop().error is None
