@@ -1,6 +1,6 @@
 """A run of a few shards and engines in the simulated network, small enough for thousands of them.
 
-The model is four stages of a few dozen weights whose gradients depend on all weights before them,
+The model is three stages of 17 weights each, whose gradients depend on all weights before them,
 on the rows and on the micro-batch, in float32, so that another order of additions, a stale weight
 or a part that is counted twice changes the result. What it must be is computed by a loop without
 any network. Shards store steps as the store on flash does: the last two, one behind the commit.
@@ -29,7 +29,7 @@ from penstock.fabric.sim import Faults, Links, Network
 from penstock.fabric.transfers import Operation, Piece, Transfers, chunks
 from penstock.tree import TreeNode, TreeSum, share
 
-STAGES, WEIGHTS, MICRO_BATCHES, STEPS = 4, 17, 8, 3
+STAGES, WEIGHTS, MICRO_BATCHES, STEPS = 3, 17, 8, 3
 FIRST_ENGINE = 100  # numbers from here on are engines, 1, 2 ... are shards
 
 
