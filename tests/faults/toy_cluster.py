@@ -312,10 +312,10 @@ class ToyCluster:
         self.conductor.joined(number)
         return number
 
-    def train(self, steps: int = STEPS, limit: float = 300.0) -> list[Outcome]:
-        """Make so many steps, and return how each ended."""
+    def train(self, steps: int = STEPS, first: int = 1, limit: float = 300.0) -> list[Outcome]:
+        """Make the steps from the first on, and return how each ended."""
         outcomes: dict[int, Outcome] = {}
-        step = 1
+        step = first
         while step <= steps:
             ended: list[Outcome] = []
             self.conductor.start(ToyOrder(step), ended.append)
@@ -334,7 +334,7 @@ class ToyCluster:
                     pass  # a shard is lost, and comes back
                 case _:
                     raise outcome.error
-        return [outcomes[step] for step in range(1, steps + 1)]
+        return [outcomes[step] for step in range(first, steps + 1)]
 
     def weights(self) -> list[np.ndarray]:
         """The weights of all shards put together."""
