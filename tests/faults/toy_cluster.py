@@ -1,6 +1,6 @@
 """A run of a few shards and engines in the simulated network, small enough for thousands of them.
 
-The model is four stages of a few dozen weights whose gradients depend on all weights before them,
+The model is three stages of 17 weights each, whose gradients depend on all weights before them,
 on the rows and on the micro-batch, in float32, so that another order of additions, a stale weight
 or a part that is counted twice changes the result. What it must be is computed by a loop without
 any network. Shards store steps as the store on flash does: the last two, one behind the commit.
@@ -29,7 +29,7 @@ from penstock.fabric.sim import Faults, Links, Network
 from penstock.fabric.transfers import Operation, Piece, Transfers, chunks
 from penstock.tree import TreeNode, TreeSum, share
 
-STAGES, WEIGHTS, MICRO_BATCHES, STEPS = 4, 17, 8, 3
+STAGES, WEIGHTS, MICRO_BATCHES, STEPS = 3, 17, 8, 3
 FIRST_ENGINE = 100  # numbers from here on are engines, 1, 2 ... are shards
 
 
@@ -312,10 +312,10 @@ class ToyCluster:
         self.conductor.joined(number)
         return number
 
-    def train(self, steps: int = STEPS, limit: float = 300.0) -> list[Outcome]:
-        """Make so many steps, and return how each ended."""
+    def train(self, steps: int = STEPS, first: int = 1, limit: float = 300.0) -> list[Outcome]:
+        """Make the steps from the first on, and return how each ended."""
         outcomes: dict[int, Outcome] = {}
-        step = 1
+        step = first
         while step <= steps:
             ended: list[Outcome] = []
             self.conductor.start(ToyOrder(step), ended.append)
@@ -334,7 +334,7 @@ class ToyCluster:
                     pass  # a shard is lost, and comes back
                 case _:
                     raise outcome.error
-        return [outcomes[step] for step in range(1, steps + 1)]
+        return [outcomes[step] for step in range(first, steps + 1)]
 
     def weights(self) -> list[np.ndarray]:
         """The weights of all shards put together."""
