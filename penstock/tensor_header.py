@@ -61,7 +61,9 @@ def parse_header(path: Path, data: bytes | bytearray, total_bytes: int) -> dict[
             overlap, leave gaps or reach beyond the file.
     """
     try:
-        table = json.loads(bytes(data[8:]), object_pairs_hook=_without_repetition)
+        table = json.loads(
+            bytes(data[8:]), object_pairs_hook=_without_repetition, parse_constant=_no_constant
+        )
         for name in table if isinstance(table, dict) else ():
             name.encode()  # half a surrogate pair is text in JSON, and nowhere else
     except (ValueError, RecursionError) as error:
@@ -88,6 +90,10 @@ def _without_repetition(pairs: list[tuple[str, object]]) -> dict[str, object]:
     if len(table) != len(pairs):
         raise ValueError("a name appears twice")
     return table
+
+
+def _no_constant(name: str) -> object:
+    raise ValueError(f"{name} is not JSON")  # though Python takes it for some
 
 
 def _extent(path: Path, name: str, entry: object, start: int) -> Extent:
