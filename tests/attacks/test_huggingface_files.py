@@ -70,6 +70,7 @@ HEADERS = {
         b'"a":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}'
     ),
     "a name that is no text": raw(b'{"\\ud800":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}'),
+    "metadata that is no text": raw(b'{"__metadata__":{"format":"\\ud800"}}'),
     "metadata that is no table": raw({"__metadata__": [1]}),
     "a type of half a byte": raw({"a": tensor("F4", [8])}, b"0000"),
 }
