@@ -108,7 +108,7 @@ def keep_small_files(folder: Path, kept: Path) -> None:
     try:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
-        # A crash leaves all of it or nothing.
+        # Of a new one, a crash leaves all or nothing.
         for path in [folder / CONFIG, *tokenizer_files(folder), *other_files(folder)]:
             with (aside / path.name).open("xb") as file:
                 file.write(read_bytes(path))

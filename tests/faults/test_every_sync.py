@@ -5,6 +5,7 @@ promise is kept. It is run on a disk that acknowledges one sync and does not mak
 there: that must be noticed, while the same crash costs nothing where the sync is made.
 """
 
+import random
 import shutil
 
 import pytest
@@ -123,3 +124,16 @@ def test_no_sync_can_be_left_out(made, tmp_path):
         if not any(is_noticed(*made[name], chain, tmp_path / "disk") for name in names):
             unnoticed.append(chain)
     assert unnoticed == []
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("count", [4, pytest.param(400, marks=pytest.mark.slow)])
+def test_a_crash_costs_nothing_that_was_promised(name, count, made, tmp_path):
+    """At any operation, of one process, or of one that goes on where another was killed."""
+    scenario, operations = made[name]
+    trial, chosen = Trial(scenario, tmp_path / "disk"), random.Random(name)
+    for seed in range(count):
+        at = chosen.randrange(1, len(operations) + 2)
+        killed_at = chosen.choice([None, chosen.randrange(1, len(operations) + 1)])
+        crash = (killed_at, at, seed, "anything")
+        assert trial.keeps(*crash), f"{name}: {crash}"
