@@ -11,6 +11,7 @@ from contextlib import closing
 from pathlib import Path
 
 import torch
+from sharded_stores import sharded_flash
 from store_programs import flash_store, make_program, random_weights, train, training_store
 
 from penstock.config import Config, load, write_record
@@ -27,6 +28,7 @@ from penstock.store import (
     verify_checkpoint,
 )
 from penstock.store.flash import discard_untrained, journal
+from penstock.store.flash.shards import Shards, read_shards
 
 PROGRAM = make_program(({"embed": (9, 6), "frozen": (9,)}, {"block": (7, 7)}), ("frozen",))
 STEPS = 4
@@ -59,10 +61,14 @@ class Flash(Scenario):
 
     rotate_bytes = journal.ROTATE_BYTES
 
+    @staticmethod
+    def opened(folder):
+        return flash_store(PROGRAM, folder)
+
     def work(self, root, promise):
         usual, journal.ROTATE_BYTES = journal.ROTATE_BYTES, self.rotate_bytes
         try:
-            with closing(flash_store(PROGRAM, root / "there" / "new" / "flash")) as store:
+            with closing(self.opened(root / "there" / "new" / "flash")) as store:
                 if store.is_new:
                     store.load(random_weights(PROGRAM, 1).items())
                 promise(store.durable_step)
@@ -74,7 +80,7 @@ class Flash(Scenario):
             journal.ROTATE_BYTES = usual
 
     def check(self, root, promised):
-        with closing(flash_store(PROGRAM, root / "there" / "new" / "flash")) as store:
+        with closing(self.opened(root / "there" / "new" / "flash")) as store:
             assert store.is_new or store.content_hash() == hashes()[store.step]
             assert not promised or (store.durable_step or 0) >= max(promised)
             assert not promised or not store.is_new
@@ -86,12 +92,35 @@ class RotatingFlash(Flash):
     rotate_bytes = 1
 
 
+class ShardedFlash(Flash):
+    """The same in two shards, which agree on the step that both hold."""
+
+    @staticmethod
+    def opened(folder):
+        return sharded_flash(PROGRAM, folder, 2)
+
+
+class ShardsFile(Scenario):
+    """What says that a folder is one of shards, before there is any."""
+
+    def work(self, root, promise):
+        Shards(root / "there", 2, {"a": (8, 2)}).write()
+        promise(2)
+
+    def check(self, root, promised):
+        found = read_shards(root / "there")
+        assert found is not None or not promised
+        assert found is None or found.count == 2
+
+
 class DiscardedFlash(Scenario):
     """Weights that were never trained make way for others."""
 
+    opened = staticmethod(Flash.opened)
+
     def __init__(self, folder):
         super().__init__(folder)
-        with closing(flash_store(PROGRAM, folder / "flash")) as store:
+        with closing(self.opened(folder / "flash")) as store:
             store.load(random_weights(PROGRAM, 2).items())
 
     def fresh(self, root):
@@ -99,19 +128,27 @@ class DiscardedFlash(Scenario):
         return root
 
     def work(self, root, promise):
-        with closing(flash_store(PROGRAM, root / "flash")) as store:
+        with closing(self.opened(root / "flash")) as store:
             is_old = not store.is_new and store.content_hash() == hashes(2)[0]
         if is_old:
             discard_untrained(root / "flash")
-        with closing(flash_store(PROGRAM, root / "flash")) as store:
+            promise(None)
+        with closing(self.opened(root / "flash")) as store:
             if store.is_new:
                 store.load(random_weights(PROGRAM, 1).items())
             promise(hashes(1)[0])
 
     def check(self, root, promised):
-        with closing(flash_store(PROGRAM, root / "flash")) as store:
+        with closing(self.opened(root / "flash")) as store:
             found = None if store.is_new else store.content_hash()
-        assert found in (promised[-1:] or [None, hashes(1)[0], hashes(2)[0]])
+        assert found in (promised[-1:] or [hashes(2)[0]]) + [None, hashes(1)[0]]
+        assert found is not None or hashes(1)[0] not in promised
+
+
+class DiscardedShards(DiscardedFlash):
+    """The same in two shards."""
+
+    opened = staticmethod(ShardedFlash.opened)
 
 
 class Checkpoints(Scenario):
@@ -270,7 +307,10 @@ SCENARIOS = {
     for kind in (
         Flash,
         RotatingFlash,
+        ShardedFlash,
+        ShardsFile,
         DiscardedFlash,
+        DiscardedShards,
         Checkpoints,
         HuggingFaceFolder,
         AdapterFolder,

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import test_flash_crashes
 import torch
 import xxhash
 from store_programs import (
@@ -56,9 +57,9 @@ def optimizer_of(moments):
     return AdamW(0.9, 0.95, 1e-8, moments=moments)
 
 
-def opened(folder, precision, moments, dram_bytes=400_000):
+def opened(folder, precision, moments):
     return flash_store(
-        program_of(precision), folder, optimizer=optimizer_of(moments), dram_bytes=dram_bytes
+        program_of(precision), folder, optimizer=optimizer_of(moments), dram_bytes=400_000
     )
 
 
@@ -290,10 +291,11 @@ def test_ten_thousand_flipped_bits_are_found_and_named(flash, checkpoint, kind):
     assert found["nobody's"] > 0
 
 
+@pytest.mark.parametrize("moments", test_flash_crashes.OPTIMIZERS)
 @pytest.mark.parametrize("count", [60, pytest.param(2_000, marks=pytest.mark.slow)])
-def test_any_flipped_bit_of_a_gradient_on_flash_is_found_and_named(kind, count, tmp_path):
+def test_any_flipped_bit_of_a_gradient_on_flash_is_found_and_named(moments, count, tmp_path):
     """From when it leaves memory until its update: its file has no name, and is no other's."""
-    store = opened(tmp_path / "flash", *kind, dram_bytes=200_000)
+    store = test_flash_crashes.opened(tmp_path / "flash", moments)
     store.load(random_weights(store.program, 3).items())
     send(store, random_gradients(store.program, np.random.default_rng(3)))
     store._pipeline.drain()
