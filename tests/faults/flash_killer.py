@@ -20,6 +20,7 @@ from penstock import fault  # noqa: E402
 
 
 def train_and_die(folder: Path, order: str) -> None:
+    numba.set_num_threads(1)  # as in conftest.py, but after the fork
     moments, seed, place = order.split("/")
     point, _, visit = place.partition(":")
     with fault.watching(fault.killer(point, int(visit))):

@@ -74,6 +74,7 @@ def be_born(live, folder, moments, hashes):
         os.close(spoken)
         return child, heard
     code = 0
+    numba.set_num_threads(1)  # as in conftest.py, but after the fork
     try:
         live(folder, moments, hashes, lambda line: os.write(spoken, f"{line}\n".encode()))
     except BaseException:
