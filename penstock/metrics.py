@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any
 
+from penstock import durable
 from penstock.config import Config
 from penstock.errors import ConfigError, StorageError
 from penstock.events import (
@@ -99,7 +99,7 @@ def drop_after(path: Path, step: int) -> int:
     with aside.open("x", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in kept)
         file.flush()
-        os.fsync(file.fileno())
+        durable.sync(file.fileno())
     aside.replace(path)
     return len(lines) - len(kept)
 

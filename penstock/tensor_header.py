@@ -61,9 +61,9 @@ def parse_header(path: Path, data: bytes | bytearray, total_bytes: int) -> dict[
             overlap, leave gaps or reach beyond the file.
     """
     try:
-        table = json.loads(bytes(data[8:]), object_pairs_hook=_without_repetition)
-        for name in table if isinstance(table, dict) else ():
-            name.encode()  # half a surrogate pair is text in JSON, and nowhere else
+        table = json.loads(
+            bytes(data[8:]), object_pairs_hook=_table_of_texts, parse_constant=_no_constant
+        )
     except (ValueError, RecursionError) as error:
         raise _broken(path, f"its header cannot be read: {error}") from error
     if not isinstance(table, dict):
@@ -83,11 +83,17 @@ def parse_header(path: Path, data: bytes | bytearray, total_bytes: int) -> dict[
     return dict(extents)
 
 
-def _without_repetition(pairs: list[tuple[str, object]]) -> dict[str, object]:
+def _table_of_texts(pairs: list[tuple[str, object]]) -> dict[str, object]:
     table = dict(pairs)
     if len(table) != len(pairs):
         raise ValueError("a name appears twice")
+    for text in (each for pair in pairs for each in pair if isinstance(each, str)):
+        text.encode()  # half a surrogate pair is text in JSON, and nowhere else
     return table
+
+
+def _no_constant(name: str) -> object:
+    raise ValueError(f"{name} is not JSON")  # though Python takes it for some
 
 
 def _extent(path: Path, name: str, entry: object, start: int) -> Extent:

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import torch
-from store_programs import CONSTANT, training_store
+from store_programs import flash_store, training_store
 
-from penstock.store import AdamW, GroupSettings, ShardedDramStore, ShardMap
-from penstock.store.flash import FlashStore, ShardedFlashStore
+from penstock.store import AdamW, ShardedDramStore, ShardMap
+from penstock.store.flash import ShardedFlashStore
 
 LARGE = (
     {"embed": (500, 61), "position": (7, 16)},
@@ -26,24 +26,10 @@ def sharded_dram(program, count, precision="fp32", **settings):
     return ShardedDramStore(program, shard_map, shards, optimizer.roles)
 
 
-def flash_store(holding, folder, *, dram=900_000, optimizer=None, **settings):
-    """Return a store on flash, of a program or of a part."""
-    group = GroupSettings(learning_rate_scale=1.0, weight_decay=0.1, group=None)
-    settings = {"block_elements": 2048, **settings}
-    return FlashStore(
-        holding,
-        folder,
-        optimizer=optimizer or AdamW(0.9, 0.95, 1e-8),
-        groups=dict.fromkeys(holding.weights, group),
-        schedule=CONSTANT,
-        dram_bytes=dram,
-        **settings,
-    )
-
-
 def sharded_flash(program, folder: Path, count, *, optimizer=None, **settings):
-    """Return a store on flash in `count` shards."""
+    """Return a store on flash in `count` shards, with the settings of `flash_store`."""
     optimizer = optimizer or AdamW(0.9, 0.95, 1e-8)
+    settings = {"dram_bytes": 900_000, **settings}
     return ShardedFlashStore(
         program,
         folder,

@@ -7,6 +7,7 @@ import torch
 
 from penstock.program import Kind, Program, Stage, TensorSpec, WeightSpec
 from penstock.store import AdamW, DramStore, GroupSettings, Schedule
+from penstock.store.flash import FlashStore
 
 
 def _refuse(*tensors):
@@ -14,6 +15,7 @@ def _refuse(*tensors):
 
 
 CONSTANT = Schedule("constant", peak=1e-2)
+SMALL_BLOCK = 2048  # of a store on flash: many weights have several blocks then
 
 _EMPTY = {"Executable": _refuse, "int": 0}
 _NOTHING = {
@@ -116,6 +118,23 @@ def training_store(
         schedule,
         clip_norm,
         gradient_dtype,
+    )
+
+
+def flash_store(program, folder, *, optimizer=None, dram_bytes=300_000, **options):
+    """Return a `FlashStore` with the settings of `training_store`, in small blocks.
+
+    `options` go to the store as they are. Whoever makes it closes it.
+    """
+    settings = GroupSettings(learning_rate_scale=1.0, weight_decay=0.1, group=None)
+    return FlashStore(
+        program,
+        folder,
+        optimizer=optimizer or AdamW(0.9, 0.95, 1e-8),
+        groups=dict.fromkeys(program.weights, settings),
+        schedule=CONSTANT,
+        dram_bytes=dram_bytes,
+        **{"block_elements": SMALL_BLOCK, **options},
     )
 
 

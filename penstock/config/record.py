@@ -6,10 +6,10 @@ folder without one holds nothing that could be lost, and starts from step 0.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from penstock import durable
 from penstock.config.document import read
 from penstock.config.problems import Origin
 from penstock.config.root import Config
@@ -53,13 +53,14 @@ def write_record(config: Config) -> Path:
     path = config.run.dir / FILE_NAME
     aside = path.with_name(f".{FILE_NAME}.aside")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        durable.make_folder(path.parent)
         aside.unlink(missing_ok=True)  # a crash may have left it; a link would be followed
         with aside.open("x", encoding="utf-8") as file:
             file.write(config.dump_yaml())
             file.flush()
-            os.fsync(file.fileno())
+            durable.sync(file.fileno())
         aside.replace(path)
+        durable.sync_folder(path.parent)
     except OSError as error:
         raise StorageError(
             f"{path}: cannot be written: {error.strerror}; choose another with run.dir=FOLDER"

@@ -5,7 +5,6 @@ files nor their number matters to a document that keeps its number, and nothing 
 to decide it. The first document always trains.
 """
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Generic, Literal, TypeVar
 import numpy as np
 import xxhash
 
+from penstock import durable
 from penstock.data.manifest import (
     MANIFEST_NAME,
     TOKENIZER_NAME,
@@ -119,7 +119,7 @@ class Packer(ABC, Generic[_Part]):
         with (self._folder / MANIFEST_NAME).open("x", encoding="utf-8") as file:
             file.write(dump_manifest(manifest))
             file.flush()
-            os.fsync(file.fileno())
+            durable.sync(file.fileno())
         return manifest
 
     def abandon(self) -> None:
@@ -161,8 +161,11 @@ class Packer(ABC, Generic[_Part]):
         if not isinstance(self._tokenizer, ByteTokenizer):
             kind = "file"
             file = ChecksummedFile(self._folder / TOKENIZER_NAME, self._chunk_bytes)
-            file.write(self._tokenizer.to_json().encode())
-            data = file.finish()
+            try:
+                file.write(self._tokenizer.to_json().encode())
+                data = file.finish()
+            finally:
+                file.abandon()
         return TokenizerRecord(
             kind=kind,
             name=self._tokenizer.name,

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from penstock import durable
 from penstock.errors import DataError, StorageError
 
 
@@ -39,15 +40,15 @@ def published_folder(
     with contextlib.ExitStack() as locks:
         try:
             missing = [parent for parent in out.parents if not parent.exists()]
-            out.parent.mkdir(parents=True, exist_ok=True)
+            durable.make_folder(out.parent)
             locks.callback(_remove_empty, missing)
             locks.callback(os.close, _claim(aside, out))
             try:
                 yield aside
-                _sync(aside)
+                durable.sync_folder(aside)
                 _refuse_existing(out, replaceable)
                 _move(aside, out, locks)
-                _sync(out.parent)
+                durable.sync_folder(out.parent)
             finally:
                 # What failed half-way, or the folder that was replaced, or nothing.
                 shutil.rmtree(aside, ignore_errors=True)
@@ -118,14 +119,6 @@ def _is_still(path: Path, descriptor: int) -> bool:
         return os.path.samestat(os.stat(path), os.fstat(descriptor))
     except FileNotFoundError:
         return False
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _move(aside: Path, out: Path, locks: contextlib.ExitStack) -> None:

@@ -4,13 +4,13 @@ Checksums are taken of what is in memory before it is written, so that what the 
 found out when it is read. Nothing here holds more than a chunk of data.
 """
 
-import os
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 import xxhash
 
+from penstock import durable
 from penstock.data.manifest import (
     INDEX_ENTRY_BYTES,
     Content,
@@ -56,12 +56,12 @@ class ChecksummedFile:
         """Write what is pending, sync the file to the disk and close it."""
         if self._pending:
             self._put(len(self._pending))
-        os.fsync(self._file.fileno())
+        durable.sync(self._file.fileno())
         self._file.close()
         return FileRecord(file=self.path.name, size_bytes=self.size_bytes, chunks=self._chunks)
 
     def abandon(self) -> None:
-        """Close the file as it is."""
+        """Close the file as it is; closing one that is finished does nothing."""
         self._file.close()
 
 
@@ -218,16 +218,20 @@ def _shorten(
         file.truncate(size_bytes)
         file.seek(whole * chunk_bytes)
         rest = file.read()
-        os.fsync(file.fileno())
+        durable.sync(file.fileno())
     chunks = shard.data.chunks[:whole] + ([xxhash.xxh3_128_hexdigest(rest)] if rest else [])
     ends = np.fromfile(folder / shard.index.file, dtype="<u8")
     ends = np.append(ends[ends < start + here], np.uint64(start + here)).astype("<u8")
     (folder / shard.index.file).unlink()
     index = ChecksummedFile(folder / shard.index.file, chunk_bytes)
-    index.write(ends.tobytes())
+    try:
+        index.write(ends.tobytes())
+        index_record = index.finish()
+    finally:
+        index.abandon()
     return ShardRecord(
         tokens=here,
         documents=ends.size,
         data=FileRecord(file=shard.data.file, size_bytes=size_bytes, chunks=chunks),
-        index=index.finish(),
+        index=index_record,
     )

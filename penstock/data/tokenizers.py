@@ -291,9 +291,15 @@ def _parse(content: bytes, file: Path) -> "library.Tokenizer":
     from tokenizers import Tokenizer as Library
 
     try:
-        return Library.from_str(content.decode())
+        tokenizer = Library.from_str(content.decode())
     except Exception as error:  # the library raises nothing narrower
         raise DataError(f"{file} is not a tokenizer of the `tokenizers` library: {error}") from None
+    largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
+    if largest >= LARGEST_VOCABULARY:  # the library takes memory for every id below, used or not
+        raise DataError(
+            f"{file} has a token with id {largest}; ids below {LARGEST_VOCABULARY} were expected"
+        )
+    return tokenizer
 
 
 def _json_file(path: Path) -> dict[str, Any]:

@@ -6,11 +6,11 @@ safetensors is ever looked into.
 """
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from penstock import durable
 from penstock.errors import ConfigError, CorruptionError, PenstockError, StorageError
 from penstock.plain_file import NotPlainError, open_plain, read_plain
 
@@ -108,25 +108,17 @@ def keep_small_files(folder: Path, kept: Path) -> None:
     try:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
-        # A crash leaves all of it or nothing.
+        # Of a new one, a crash leaves all or nothing.
         for path in [folder / CONFIG, *tokenizer_files(folder), *other_files(folder)]:
             with (aside / path.name).open("xb") as file:
                 file.write(read_bytes(path))
                 file.flush()
-                os.fsync(file.fileno())
+                durable.sync(file.fileno())
         shutil.rmtree(kept, ignore_errors=True)
-        _sync_folder(aside)
+        durable.sync_folder(aside)
         aside.rename(kept)
-        _sync_folder(kept.parent)
+        durable.sync_folder(kept.parent)
     except OSError as error:
         raise StorageError(
             f"{kept}: cannot be written: {error.strerror}; choose another with run.dir=FOLDER"
         ) from error
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

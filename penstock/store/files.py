@@ -1,6 +1,6 @@
 """Files that are either wholly there or not there at all, and whose bytes carry checksums.
 
-Everything the store leaves on disk is written by this module: under a temporary name, synced, then
+What the store leaves on disk whole is written by this module: under a temporary name, synced, then
 renamed, then the folder is synced, since without that last step a crash may undo the rename. What
 the operating system refuses becomes a `StorageError` that says how much room there was.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from penstock import fault
+from penstock import durable, fault
 from penstock.errors import ConfigError, StorageError
 
 CHUNK_BYTES = 8 << 20
@@ -59,7 +59,7 @@ class ChecksummedFile:
         """Sync and close the file, and return its record."""
         if self.bytes % CHUNK_BYTES:
             self._end_chunk()
-        sync(self._descriptor)
+        durable.sync(self._descriptor)
         self.close()
         return FileRecord(self.bytes, tuple(self._checksums))
 
@@ -79,44 +79,9 @@ def write(descriptor: int, data: memoryview) -> int:
     return os.write(descriptor, data)
 
 
-def sync(descriptor: int) -> None:
-    """Wait until a file or folder is on the medium; tests put faults here.
-
-    An error is final: the kernel may have dropped the pages, so that a second call would succeed
-    with the bytes lost.
-    """
-    os.fsync(descriptor)
-
-
 def _write_all(descriptor: int, data: memoryview) -> None:
     while len(data):
         data = data[write(descriptor, data) :]
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names inside a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        sync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def make_folder(folder: Path) -> None:
-    """Make a folder, and those above it that are missing; the names of all are durable on return.
-
-    Raises:
-        OSError: the system refuses, or something else has the name.
-    """
-    missing = []
-    above = folder
-    while not above.exists():
-        missing.append(above)
-        above = above.parent
-    for each in reversed(missing):
-        each.mkdir(exist_ok=True)
-        sync_folder(each.parent)
-    folder.mkdir(exist_ok=True)
 
 
 def replace_file(path: Path, content: bytes, point: str) -> None:
@@ -140,7 +105,7 @@ def replace_file(path: Path, content: bytes, point: str) -> None:
         temporary.unlink(missing_ok=True)
         raise
     fault.point(f"{point}.after_rename")
-    sync_folder(path.parent)
+    durable.sync_folder(path.parent)
     fault.point(f"{point}.after_sync")
 
 
@@ -161,14 +126,14 @@ def appearing_folder(folder: Path, needed_bytes: int) -> Iterator[Path]:
     temporary = folder.with_name(f"{TEMPORARY_PREFIX}{folder.name}")
     with storage_errors(folder, needed_bytes):
         try:
-            make_folder(folder.parent)
+            durable.make_folder(folder.parent)
             require_space(folder, needed_bytes)
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
             yield temporary
-            sync_folder(temporary)
+            durable.sync_folder(temporary)
             temporary.rename(folder)
-            sync_folder(folder.parent)
+            durable.sync_folder(folder.parent)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
@@ -189,7 +154,7 @@ def remove_folder(folder: Path) -> None:
     doomed = folder.with_name(f"{TEMPORARY_PREFIX}old-{folder.name}")
     remove(doomed)
     os.rename(folder, doomed)
-    sync_folder(folder.parent)
+    durable.sync_folder(folder.parent)
     fault.point("remove.after_rename")
     remove(doomed)
 

@@ -4,6 +4,7 @@ import fcntl
 import os
 from pathlib import Path
 
+from penstock import durable
 from penstock.errors import StorageError
 from penstock.plain_file import NotPlainError, open_own
 from penstock.store import files
@@ -26,7 +27,7 @@ class FolderLock:
                 f"{folder}: cannot be written: a file is there; choose another {key}"
             )
         try:
-            files.make_folder(folder)
+            durable.make_folder(folder)
             self._descriptor = open_own(folder / name, os.O_RDWR | os.O_CREAT)
         except NotPlainError as error:
             raise StorageError(f"{folder / name}: {error.strerror}") from error

@@ -232,6 +232,16 @@ def test_something_else_where_a_tokenizers_file_was_expected(folder, tmp_path, n
         load_tokenizer(str(tokenizer))
 
 
+def test_a_token_whose_id_asks_for_memory(folder, tmp_path):
+    """The library has a slot for every id below the largest, and aborts where there is no room."""
+    content = json.loads((folder / "tokenizer.json").read_bytes())
+    content["model"]["vocab"]["&"] = 2**31 - 1
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    match = "has a token with id 2147483647; ids below 16777216 were expected"
+    with pytest.raises(DataError, match=match):
+        load_tokenizer(str(tmp_path))
+
+
 def test_files_of_two_data_sets_are_not_mixed(folder):
     shutil.copy(folder / "train-00001.bin", folder / "train-00000.bin")
     with pytest.raises(CorruptionError, match=r"train-00000\.bin is corrupt between .* checksum"):

@@ -12,11 +12,10 @@ import socket
 
 import pytest
 from bounded_memory import bounded_memory
-from store_programs import CONSTANT, forward_sweep, make_program, random_weights, train
+from store_programs import flash_store, forward_sweep, make_program, random_weights, train
 
 from penstock.errors import ConfigError, CorruptionError, StorageError
-from penstock.store import AdamW, GroupSettings
-from penstock.store.flash import FlashReader, FlashStore, recorded_extra, repair
+from penstock.store.flash import FlashReader, recorded_extra, repair
 from penstock.store.flash import journal as journal_module
 from penstock.store.flash.journal import (
     MAX_RECORD_BYTES,
@@ -38,15 +37,7 @@ def _little_memory():
 
 
 def opened(folder):
-    return FlashStore(
-        PROGRAM,
-        folder,
-        optimizer=AdamW(0.9, 0.95, 1e-8),
-        groups=dict.fromkeys(PROGRAM.weights, GroupSettings(1.0, 0.1, None)),
-        schedule=CONSTANT,
-        dram_bytes=300_000,
-        block_elements=2048,
-    )
+    return flash_store(PROGRAM, folder)
 
 
 def filled(folder, seed=1, steps=2):

@@ -49,6 +49,7 @@ HEADERS = {
     "a header of 2^64 - 1 bytes": raw({}, length=2**64 - 1),
     "a header one byte beyond the file": raw({}, length=3),
     "no JSON": raw(b"}{"),
+    "a number that JSON lacks": raw({"a": tensor() | {"note": float("nan")}}, b"0000"),
     "a pickle": b"\x80\x04\x95\x10\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x94\x8c\x06system\x94",
     "deep nesting": raw(b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
     "a list": raw([]),
@@ -69,6 +70,7 @@ HEADERS = {
         b'"a":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}'
     ),
     "a name that is no text": raw(b'{"\\ud800":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}'),
+    "metadata that is no text": raw(b'{"__metadata__":{"format":"\\ud800"}}'),
     "metadata that is no table": raw({"__metadata__": [1]}),
     "a type of half a byte": raw({"a": tensor("F4", [8])}, b"0000"),
 }

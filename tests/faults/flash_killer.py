@@ -1,7 +1,7 @@
 """Trains on stores on flash, and dies there: once per fault point.
 
-Arguments: a folder, and where to die as `seed/point:visit`. Every order has a child of its own,
-which trains in the sub-folder of that name. The imports are made once, and nothing is computed
+Arguments: a folder, and where to die as `moments/seed/point:visit`. Every order has a child of its
+own, which trains in the sub-folder of that name. The imports are made once, and nothing is computed
 before the last fork, so that no child inherits a pool of threads. A child that never reaches its
 point trains to the end; the orders of those that were killed are printed.
 """
@@ -20,10 +20,11 @@ from penstock import fault  # noqa: E402
 
 
 def train_and_die(folder: Path, order: str) -> None:
-    seed, _, place = order.partition("/")
+    numba.set_num_threads(1)  # as in conftest.py, but after the fork
+    moments, seed, place = order.split("/")
     point, _, visit = place.partition(":")
     with fault.watching(fault.killer(point, int(visit))):
-        run(opened(folder), int(seed))
+        run(opened(folder, moments), int(seed))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Trains in one process after the other, each killed at a random moment, and checks what is found.
 
-python random_killer.py flash|checkpoints FOLDER REFERENCE LIVES SEED
+python random_killer.py flash|checkpoints fp32|8bit FOLDER REFERENCE LIVES SEED
 
 REFERENCE is a JSON list: the hash of the weights after 0, 1, 2 ... steps of a run that was never
 interrupted. Everything is imported once; every life is a fork of this process, which computes
@@ -23,14 +23,14 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 import numba  # noqa: E402
-from store_programs import random_weights, train, training_store  # noqa: E402
-from test_flash_crashes import PROGRAM, SEED, opened  # noqa: E402
+from store_programs import random_weights, train  # noqa: E402
+from test_flash_crashes import PROGRAM, SEED, in_memory, opened  # noqa: E402
 
 from penstock.store import find_checkpoint, load_checkpoint, save_checkpoint  # noqa: E402
 
 
-def flash_life(folder, hashes, say):
-    store = opened(folder)
+def flash_life(folder, moments, hashes, say):
+    store = opened(folder, moments)
     begin(store, store.durable_step, hashes, say)
     while store.step < len(hashes) - 1:
         train(store, 1, SEED)
@@ -40,8 +40,8 @@ def flash_life(folder, hashes, say):
     store.close()
 
 
-def checkpoint_life(folder, hashes, say):
-    store = training_store(PROGRAM, "bf16")
+def checkpoint_life(folder, moments, hashes, say):
+    store = in_memory(moments)
     latest = find_checkpoint(folder, "latest")
     if latest is not None:
         load_checkpoint(store, latest)
@@ -66,7 +66,7 @@ def begin(store, found, hashes, say):
 LIVES = {"flash": flash_life, "checkpoints": checkpoint_life}
 
 
-def be_born(live, folder, hashes):
+def be_born(live, folder, moments, hashes):
     """Fork; return the child's number and where it speaks."""
     heard, spoken = os.pipe()
     child = os.fork()
@@ -74,8 +74,9 @@ def be_born(live, folder, hashes):
         os.close(spoken)
         return child, heard
     code = 0
+    numba.set_num_threads(1)  # as in conftest.py, but after the fork
     try:
-        live(folder, hashes, lambda line: os.write(spoken, f"{line}\n".encode()))
+        live(folder, moments, hashes, lambda line: os.write(spoken, f"{line}\n".encode()))
     except BaseException:
         os.write(spoken, f"error {traceback.format_exc()[-2000:]!r}\n".encode())
         code = 1
@@ -124,12 +125,12 @@ class Witness:
         return stage
 
 
-def main(kind, folder, reference, count, seed):
+def main(kind, moments, folder, reference, count, seed):
     numba.njit(lambda x: x + 1)(1)  # half a second of every life otherwise
     hashes = json.loads(Path(reference).read_text())
     chosen = random.Random(seed)
     begin_seconds = time.monotonic()
-    child, heard = be_born(LIVES[kind], Path(folder), hashes[:9])
+    child, heard = be_born(LIVES[kind], Path(folder), moments, hashes[:9])
     said, ended = listen(heard, 300)
     assert ended
     assert os.waitpid(child, 0)[1] == 0, said.decode()
@@ -137,7 +138,7 @@ def main(kind, folder, reference, count, seed):
     shutil.rmtree(folder)
     stages, kills, runs, steps, witness = Counter(), 0, 0, 0, Witness()
     while kills < count:
-        child, heard = be_born(LIVES[kind], Path(folder), hashes)
+        child, heard = be_born(LIVES[kind], Path(folder), moments, hashes)
         said, _ = listen(heard, chosen.uniform(0, window_seconds))
         os.kill(child, signal.SIGKILL)
         rest, _ = listen(heard, 60)
@@ -156,4 +157,4 @@ def main(kind, folder, reference, count, seed):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:4], *map(int, sys.argv[4:]))
+    main(*sys.argv[1:5], *map(int, sys.argv[5:]))

@@ -5,31 +5,37 @@ and all of it is asked for, not from its layout.
 """
 
 import json
+import math
 import random
 import re
+from pathlib import Path
 
+import numpy as np
 import pytest
+import test_flash_crashes
 import torch
 import xxhash
 from store_programs import (
-    CONSTANT,
+    flash_store,
     forward_sweep,
     make_program,
+    random_gradients,
     random_weights,
+    send,
     train,
     training_store,
 )
 
 from penstock.errors import CorruptionError
+from penstock.kernels.memory import allocate
 from penstock.store import (
     AdamW,
-    GroupSettings,
     find_checkpoint,
     load_checkpoint,
     save_checkpoint,
     verify_checkpoint,
 )
-from penstock.store.flash import FlashReader, FlashStore, medium
+from penstock.store.flash import FlashReader, medium
 from penstock.store.flash.journal import SECTOR_BYTES, read_records
 
 LAYERS = (
@@ -38,29 +44,31 @@ LAYERS = (
     {"norm": (16,), "embed": (50, 16)},
 )
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+KINDS = [("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "8bit")]  # of weights, and of moments
 # The one that came, and the one that was expected, in which a bit may have flipped, too.
 CHECKSUMS = r"checksum(?: is)? ([0-9a-f]{32}), (.{32}) was expected"
 
 
-def opened(folder, precision):
-    program = make_program(LAYERS, frozen=("frozen",), stream_dtype=DTYPES[precision])
-    return FlashStore(
-        program,
-        folder,
-        optimizer=AdamW(0.9, 0.95, 1e-8),
-        groups=dict.fromkeys(program.weights, GroupSettings(1.0, 0.1, None)),
-        schedule=CONSTANT,
-        dram_bytes=400_000,
-        block_elements=2048,
+def program_of(precision):
+    return make_program(LAYERS, frozen=("frozen",), stream_dtype=DTYPES[precision])
+
+
+def optimizer_of(moments):
+    return AdamW(0.9, 0.95, 1e-8, moments=moments)
+
+
+def opened(folder, precision, moments):
+    return flash_store(
+        program_of(precision), folder, optimizer=optimizer_of(moments), dram_bytes=400_000
     )
 
 
 class Flash:
     """A closed store of three durable steps; in `needed`, the bytes that its last one goes by."""
 
-    def __init__(self, folder, precision):
+    def __init__(self, folder, precision, moments):
         self.folder = folder
-        store = opened(folder, precision)
+        store = opened(folder, precision, moments)
         store.load(random_weights(store.program, 3).items())
         for _ in range(3):
             train(store, 1, 3)
@@ -77,19 +85,24 @@ class Flash:
 
         medium.read_at = noting
         try:
-            again = opened(folder, precision)
+            again = opened(folder, precision, moments)
             forward_sweep(again)
             for name in again.program.weights:
                 for role in again.roles(name):
-                    again.read(name, role, 0, again.program.weights[name].elements)
+                    again.read(name, role, 0, math.prod(again.roles(name)[role].shape))
             again.close()
         finally:
             medium.read_at = real
 
 
-@pytest.fixture(scope="module", params=["fp32", "bf16"])
-def flash(request, tmp_path_factory):
-    return Flash(tmp_path_factory.mktemp("flips") / "flash", request.param)
+@pytest.fixture(scope="module", params=KINDS, ids="-".join)
+def kind(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def flash(kind, tmp_path_factory):
+    return Flash(tmp_path_factory.mktemp("flips") / "flash", *kind)
 
 
 class flipped:
@@ -175,12 +188,11 @@ def flip_journal(flash, count, seed):
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    """The folder of two checkpoints, and the hash of the newer one's weights."""
+def checkpoint(kind, tmp_path_factory):
+    """The folder of two checkpoints, and the store of which the newer one is."""
     folder = tmp_path_factory.mktemp("flips") / "checkpoints"
-    store = training_store(
-        make_program(LAYERS, frozen=("frozen",), stream_dtype=torch.bfloat16), "bf16"
-    )
+    precision, moments = kind
+    store = training_store(program_of(precision), precision, optimizer=optimizer_of(moments))
     store.load(random_weights(store.program, 3).items())
     for step in (1, 2):
         train(store, 1, 3)
@@ -247,32 +259,68 @@ def same_json(original, damaged):
         return False
 
 
-def flip_everything(flash, checkpoint, count, seed):
+def flip_everything(flash, checkpoint, kind, count, seed):
     """Flip about `count` bits, half of them on flash."""
+    precision, moments = kind
     found = flip_extents(flash, count * 3 // 10, seed)
     hit = flip_journal(flash, count // 5, seed)
     names = ["stage-00000.safetensors", "stage-00001.safetensors", "state.json"]
     for name in names:
         assert flip_checkpoint(checkpoint, name, count // 8, seed) < count // 80 + 2
     flip_index(checkpoint, count // 8, seed)
-    store = training_store(checkpoint[1].program, "bf16")
+    store = training_store(checkpoint[1].program, precision, optimizer=optimizer_of(moments))
     load_checkpoint(store, find_checkpoint(checkpoint[0], "latest"))
     assert store.content_hash() == checkpoint[1].content_hash()
     return found, hit
 
 
-def test_any_flipped_bit_is_found_and_named(flash, checkpoint):
-    flip_everything(flash, checkpoint, 300, seed=4)
+def test_any_flipped_bit_is_found_and_named(flash, checkpoint, kind):
+    flip_everything(flash, checkpoint, kind, 200, seed=4)
 
 
 @pytest.mark.slow
-def test_ten_thousand_flipped_bits_are_found_and_named(flash, checkpoint):
-    """5,000 at either precision."""
-    found, hit = flip_everything(flash, checkpoint, 5_000, seed=5)
+def test_ten_thousand_flipped_bits_are_found_and_named(flash, checkpoint, kind):
+    """3,400 of either precision of weights, and with 8-bit moments."""
+    found, hit = flip_everything(flash, checkpoint, kind, 3_400, seed=5)
     assert hit == {"header", "payload", "seal"}
     held = {what for what in found if what != "nobody's"}
-    for kind in ("the weights of", "the state of"):
+    for what in ("the weights of", "the state of"):
         for name in ("embed", "block.weight"):
-            assert any(what.startswith(kind) and name in what for what in held), (kind, name)
+            assert any(each.startswith(what) and name in each for each in held), (what, name)
     assert any(what.startswith("the weights of") and "frozen" in what for what in held)
     assert found["nobody's"] > 0
+
+
+@pytest.mark.parametrize("moments", test_flash_crashes.OPTIMIZERS)
+@pytest.mark.parametrize("count", [60, pytest.param(2_000, marks=pytest.mark.slow)])
+def test_any_flipped_bit_of_a_gradient_on_flash_is_found_and_named(moments, count, tmp_path):
+    """From when it leaves memory until its update: its file has no name, and is no other's."""
+    store = test_flash_crashes.opened(tmp_path / "flash", moments)
+    store.load(random_weights(store.program, 3).items())
+    send(store, random_gradients(store.program, np.random.default_rng(3)))
+    store._pipeline.drain()
+    spill, chosen = store._spill, random.Random(6)
+    path = Path(f"/proc/self/fd/{spill._file._descriptor}")
+    blocks = [(u, b) for u in store._layout.units if u in spill for b in u.blocks]
+    assert blocks
+    for _ in range(count):
+        unit, block = chosen.choice(blocks)
+        good, bad = (allocate(spill.block_bytes(block)) for _ in range(2))
+        begin = spill._offset(unit, block)
+        byte, bit = chosen.randrange(good.nbytes), chosen.randrange(8)
+        spill.fetch(unit, block, good)
+        with flipped(path, begin + byte, bit):
+            spill.fetch(unit, block, bad)
+        with pytest.raises(CorruptionError) as caught:
+            spill.checked(unit, block, bad)
+        text = str(caught.value)
+        assert text.startswith(
+            f"{tmp_path}/flash/gradients: damaged in bytes {begin:,} to {begin + good.nbytes:,}, "
+            f"which hold gradients of {unit.names[0]}: "
+        )
+        assert re.search(CHECKSUMS, text).groups() == (
+            xxhash.xxh3_128_hexdigest(bytes(bad)),
+            xxhash.xxh3_128_hexdigest(bytes(good)),
+        )
+    store.discard()
+    store.close()

@@ -1,21 +1,21 @@
 """A store on flash against kills at every named point, and against disks that refuse."""
 
 import errno
+import functools
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from store_programs import random_weights, train, training_store
-from test_flash_crashes import PROGRAM, SEED, STEPS, clean, opened, run
+from test_flash_crashes import SEED, STEPS, clean_hash, opened, operations, run
 
 from penstock import fault
 from penstock.errors import StorageError
 from penstock.store import files
 from penstock.store.flash import medium
 
-__all__ = ["clean"]  # the fixture
+__all__ = ["operations"]  # the fixture
 
 KILLER = Path(__file__).with_name("flash_killer.py")
 
@@ -47,96 +47,112 @@ def test_these_are_all_the_points(tmp_path):
     assert seen == set(POINTS)
 
 
-SEEDS = (7, 8, 9)
 # What is reached only when a store is made.
 ONCE = {point for point in POINTS if point == "flash.before_journal" or ".create." in point}
+# Moments and seeds, by what is killed together; at which visit follows from the seed.
+BRIEFLY = [("fp32", 7), ("fp32", 8), ("fp32", 9), ("8bit", 7)]
+FOR_LONG = [("8bit", 8), ("8bit", 9)]
 
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory):
-    """Folders of runs that were killed, one for each point and seed: at another visit each."""
-    folder = tmp_path_factory.mktemp("killed")
-    orders = [
-        f"{seed}/{point}:{1 if point in ONCE else number}"
-        for number, seed in enumerate(SEEDS, start=1)
-        for point in POINTS
-    ]
-    child = subprocess.run(
-        [sys.executable, str(KILLER), str(folder), *orders],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert child.returncode == 0, child.stderr
-    assert child.stdout.split() == orders
-    return {tuple(order.split(":")[0].split("/")): folder / order for order in orders}
+    """Return the folder of a run that was killed, by moments, seed and point."""
 
+    @functools.cache
+    def kill_together(long):
+        folder = tmp_path_factory.mktemp("killed")
+        orders = [
+            f"{moments}/{seed}/{point}:{1 if point in ONCE else seed - 6}"
+            for moments, seed in (FOR_LONG if long else BRIEFLY)
+            for point in POINTS
+        ]
+        child = subprocess.run(
+            [sys.executable, str(KILLER), str(folder), *orders],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert child.returncode == 0, child.stderr
+        assert child.stdout.split() == orders
+        return {tuple(order.split(":")[0].split("/")): folder / order for order in orders}
 
-@pytest.fixture(scope="module")
-def hashes(tmp_path_factory):
-    """Per seed, the hash at the end of a run in memory that nobody killed."""
-    found = {}
-    for seed in SEEDS:
-        store = training_store(PROGRAM, "bf16")
-        store.load(random_weights(PROGRAM, seed).items())
-        train(store, STEPS, seed)
-        found[seed] = store.content_hash()
+    def found(moments, seed, point):
+        return kill_together((moments, seed) in FOR_LONG)[moments, str(seed), point]
+
     return found
 
 
-def go_on(folder, clean_hash, seed=SEED):
-    store = opened(folder)
+def go_on(folder, moments="fp32", seed=SEED):
+    store = opened(folder, moments)
     try:
         run(store, seed)
         assert store.step == STEPS
-        assert store.content_hash() == clean_hash
+        assert store.content_hash() == clean_hash(moments, seed)
     finally:
         store.close()
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(
+    ("moments", "seed"), [*BRIEFLY, *(pytest.param(*p, marks=pytest.mark.slow) for p in FOR_LONG)]
+)
 @pytest.mark.parametrize("point", POINTS)
-def test_a_kill_at_any_point_costs_no_bit(point, seed, killed, hashes):
-    go_on(killed[str(seed), point], hashes[seed], seed)
+def test_a_kill_at_any_point_costs_no_bit(point, moments, seed, killed):
+    go_on(killed(moments, seed, point), moments, seed)
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
-def test_a_disk_that_refuses_the_nth_write_costs_no_bit(code, clean, tmp_path, monkeypatch):
-    """For every n: the error says what to do, what was durable is, and the run goes on from it."""
-    clean_hash, operations = clean
-    writes = [medium.write_at, files.write]
-    number = 0
-    while True:
-        number += 1
+class RefusingDisk:
+    """Refuses the n-th write with an error, and no other."""
+
+    def __init__(self, patch, number, code):
+        self._left, self._code = number, code
+        for module, name in ((medium, "write_at"), (files, "write")):
+            patch.setattr(module, name, self._refusing(getattr(module, name)))
+
+    def _refusing(self, real):
+        def write(*arguments):
+            self._left -= 1
+            if self._left == 0:
+                raise OSError(self._code, os.strerror(self._code))
+            return real(*arguments)
+
+        return write
+
+
+@pytest.mark.parametrize(
+    ("code", "moments", "first", "every"),
+    [
+        (errno.ENOSPC, "fp32", 1, 10),
+        (errno.EIO, "fp32", 6, 10),
+        (errno.ENOSPC, "8bit", 3, 20),
+        *(
+            pytest.param(code, moments, 1, 1, marks=pytest.mark.slow)
+            for code in (errno.ENOSPC, errno.EIO)
+            for moments in ("fp32", "8bit")
+        ),
+    ],
+)
+def test_a_disk_that_refuses_the_nth_write_costs_no_bit(
+    code, moments, first, every, operations, tmp_path, monkeypatch
+):
+    """The error says what to do, what was durable is, and the run goes on from it."""
+    number, refused = first - every, True
+    while refused:
+        number += every
         folder = tmp_path / str(number)
-        count = 0
-
-        def refusing(real):
-            def write(descriptor, data, *place):
-                nonlocal count
-                count += 1
-                if count == number:  # noqa: B023
-                    raise OSError(code, os.strerror(code))
-                return real(descriptor, data, *place)
-
-            return write
-
-        monkeypatch.setattr(medium, "write_at", refusing(writes[0]))
-        monkeypatch.setattr(files, "write", refusing(writes[1]))
         store = None
-        try:
-            store = opened(folder)
-            run(store)
-            refused = False
-        except StorageError as error:
-            refused = os.strerror(code) in str(error)
-            if not refused:
-                raise
-        finally:
-            if store is not None:
-                store.close()
-        monkeypatch.undo()
-        if not refused:
-            break
-        go_on(folder, clean_hash)
-    assert number > operations.count("write")  # all of them were refused once
+        with monkeypatch.context() as patch:
+            RefusingDisk(patch, number, code)
+            try:
+                store = opened(folder, moments)
+                run(store)
+                refused = False
+            except StorageError as error:
+                if os.strerror(code) not in str(error):
+                    raise
+            finally:
+                if store is not None:
+                    store.close()
+        if refused:
+            go_on(folder, moments)
+    writes = sum(operations[moments].count(name) for name in ("write", "pwrite"))
+    assert writes - every < number <= writes + every  # up to the last of them

@@ -6,32 +6,34 @@ import sys
 from pathlib import Path
 
 import pytest
-from store_programs import random_weights, train, training_store
-from test_flash_crashes import PROGRAM, SEED
+from store_programs import random_weights, train
+from test_flash_crashes import OPTIMIZERS, PROGRAM, SEED, in_memory
 
 KILLER = Path(__file__).with_name("random_killer.py")
 STEPS = 40
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory):
-    """The hash of the weights after every step of a run in memory that was never interrupted."""
-    store = training_store(PROGRAM, "bf16")
-    store.load(random_weights(PROGRAM, SEED).items())
-    hashes = [store.content_hash()]
-    for _ in range(STEPS):
-        train(store, 1, SEED)
-        hashes.append(store.content_hash())
-    assert len(set(hashes)) == STEPS + 1
-    path = tmp_path_factory.mktemp("reference") / "hashes.json"
-    path.write_text(json.dumps(hashes))
-    return path
+def references(tmp_path_factory):
+    """By moments, the hashes of the weights after every step of a run that nothing interrupted."""
+    folder = tmp_path_factory.mktemp("reference")
+    for moments in OPTIMIZERS:
+        store = in_memory(moments)
+        store.load(random_weights(PROGRAM, SEED).items())
+        hashes = [store.content_hash()]
+        for _ in range(STEPS):
+            train(store, 1, SEED)
+            hashes.append(store.content_hash())
+        assert len(set(hashes)) == STEPS + 1
+        (folder / moments).write_text(json.dumps(hashes))
+    return folder
 
 
-def kill(kind, folder, reference, count, seed):
+def kill(kind, moments, folder, references, count, seed):
     """Return what the killer saw; it stops at the first life that finds other than it should."""
+    arguments = (kind, moments, folder, references / moments, count, seed)
     result = subprocess.run(
-        [sys.executable, str(KILLER), kind, str(folder), str(reference), str(count), str(seed)],
+        [sys.executable, str(KILLER), *map(str, arguments)],
         capture_output=True,
         text=True,
         check=False,
@@ -44,15 +46,26 @@ def kill(kind, folder, reference, count, seed):
     return seen
 
 
-@pytest.mark.parametrize(("kind", "count"), [("flash", 14), ("checkpoints", 8)])
-def test_kills_at_random_moments_cost_no_bit(kind, count, reference, tmp_path):
-    kill(kind, tmp_path / "run", reference, count, seed=1)
+@pytest.mark.parametrize(
+    ("kind", "moments", "count"),
+    [("flash", "fp32", 10), ("flash", "8bit", 6), ("checkpoints", "8bit", 6)],
+)
+def test_kills_at_random_moments_cost_no_bit(kind, moments, count, references, tmp_path):
+    kill(kind, moments, tmp_path / "run", references, count, seed=1)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "count"), [("flash", 700), ("checkpoints", 300)])
-def test_a_thousand_kills_at_random_moments_cost_no_bit(kind, count, reference, tmp_path):
-    seen = kill(kind, tmp_path / "run", reference, count, seed=2)
+@pytest.mark.parametrize(
+    ("kind", "moments", "count"),
+    [
+        ("flash", "fp32", 400),
+        ("flash", "8bit", 300),
+        ("checkpoints", "fp32", 150),
+        ("checkpoints", "8bit", 150),
+    ],
+)
+def test_a_thousand_kills_at_random_moments_cost_no_bit(kind, moments, count, references, tmp_path):
+    seen = kill(kind, moments, tmp_path / "run", references, count, seed=2)
     # Some die before they have opened what is there, some while the first weights go in.
     assert set(seen["stages"]) == {"opening", "loading", "training"}
     assert seen["runs"] > 5

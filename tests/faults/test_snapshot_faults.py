@@ -55,13 +55,22 @@ def test_a_kill_at_any_point_loses_no_more_than_the_steps_since_the_last(tmp_pat
         assert leftovers(checkpoints) == []
 
 
-@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO])
+@pytest.mark.parametrize(
+    ("error", "first", "every"),
+    [
+        (errno.ENOSPC, 1, 2),
+        (errno.EIO, 2, 2),
+        pytest.param(errno.ENOSPC, 1, 1, marks=pytest.mark.slow),
+        pytest.param(errno.EIO, 1, 1, marks=pytest.mark.slow),
+    ],
+)
 def test_a_failing_disk_is_told_at_the_end_and_harms_neither_run_nor_checkpoints(
-    tmp_path, monkeypatch, error
+    tmp_path, monkeypatch, error, first, every
 ):
+    """At every operation of a save, the two errors by turns; in the long run either at each."""
     total = operations_of_a_save(tmp_path, monkeypatch)
     save_steps(tmp_path / "before", (1, 2), seed=0)
-    for number in range(1, total + 1, 2):
+    for number in range(first, total + 1, every):
         checkpoints = tmp_path / f"fail-{number}"
         shutil.copytree(tmp_path / "before", checkpoints)
         before = find_checkpoint(checkpoints, "latest")

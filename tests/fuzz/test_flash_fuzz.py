@@ -9,11 +9,10 @@ import pytest
 from hypothesis import strategies as st
 from mutations import mutated, mutated_json
 from searching import EXAMPLES, search
-from store_programs import CONSTANT, make_program, random_weights, train
+from store_programs import flash_store, make_program, random_weights, train
 
 from penstock.errors import ConfigError, CorruptionError, PenstockError, StorageError
-from penstock.store import AdamW, GroupSettings
-from penstock.store.flash import FlashReader, FlashStore, recorded_extra, repair
+from penstock.store.flash import FlashReader, recorded_extra, repair
 from penstock.store.flash import journal as journal_module
 from penstock.store.flash.journal import read_records, whole_records
 
@@ -22,15 +21,7 @@ REFUSALS = (ConfigError, CorruptionError, StorageError)
 
 
 def opened(folder):
-    return FlashStore(
-        PROGRAM,
-        folder,
-        optimizer=AdamW(0.9, 0.95, 1e-8),
-        groups=dict.fromkeys(PROGRAM.weights, GroupSettings(1.0, 0.1, None)),
-        schedule=CONSTANT,
-        dram_bytes=300_000,
-        block_elements=2048,
-    )
+    return flash_store(PROGRAM, folder)
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock import fault
+from penstock import durable, fault
 from penstock.errors import NonFiniteError
 from penstock.store import tensor_file
 from penstock.store.checkpoint.index import (
@@ -37,12 +37,10 @@ from penstock.store.files import (
     TEMPORARY_PREFIX,
     ChecksummedFile,
     FileRecord,
-    make_folder,
     remove,
     remove_temporaries,
     require_space,
     storage_errors,
-    sync_folder,
 )
 from penstock.store.holding import homes
 from penstock.store.interface import SavedState, Store
@@ -125,8 +123,7 @@ def write_checkpoint(
     plan = _plan(saved)
     needed_bytes = sum(tensor_file.file_bytes(list(entries)) for entries in plan.values())
     with storage_errors(checkpoints, needed_bytes):
-        make_folder(checkpoints)
-        sync_folder(checkpoints.parent)  # a run that was killed may have made it and no more
+        durable.make_folder(checkpoints)
         remove_temporaries(checkpoints)
     before = read_index(checkpoints)
     folder = checkpoints / fresh_name(before, saved.step)
@@ -199,7 +196,7 @@ def _write_files(
         file.finish()
     finally:
         file.close()
-    sync_folder(temporary)
+    durable.sync_folder(temporary)
     return state
 
 
@@ -221,7 +218,7 @@ def _publish(temporary: Path, folder: Path, after: Index) -> None:
     remove(folder)
     temporary.rename(folder)
     fault.point("checkpoint.after_rename")
-    sync_folder(folder.parent)
+    durable.sync_folder(folder.parent)
     fault.point("checkpoint.after_sync")
     write_index(folder.parent, after)
 

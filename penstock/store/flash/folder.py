@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from penstock import durable
 from penstock.errors import ConfigError
 from penstock.store import files
 from penstock.store.flash.journal import read_records
@@ -67,7 +68,7 @@ def discard_untrained(folder: Path) -> None:
         _require_untrained(folder, reader.steps)
         with files.storage_errors(folder, 0):
             (folder / JOURNAL).unlink()  # without it the extents do not count
-            files.sync_folder(folder)
+            durable.sync_folder(folder)
 
 
 def _discard_shards(shards: Shards) -> None:
@@ -81,7 +82,7 @@ def _discard_shards(shards: Shards) -> None:
                 if folder.exists():
                     shutil.rmtree(folder)
             (shards.folder / SHARDS).unlink()  # the last: until then the folder is one of shards
-            files.sync_folder(shards.folder)
+            durable.sync_folder(shards.folder)
     finally:
         lock.release()
 

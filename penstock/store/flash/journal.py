@@ -27,7 +27,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import xxhash
 
-from penstock import fault
+from penstock import durable, fault
 from penstock.errors import CorruptionError, StorageError
 from penstock.plain_file import NotPlainError, open_own, open_plain
 from penstock.store import files
@@ -86,6 +86,19 @@ class Journal:
         files.replace_file(path, _spelled(0, first), "journal.create")
         return cls(path)
 
+    def settle(self) -> None:
+        """Make durable what was read: a process that was killed may have left its last seal, or the
+        file's name, unsynced.
+
+        Raises:
+            StorageError: the system refused.
+        """
+        try:
+            durable.sync(self._descriptor)
+            durable.sync_folder(self.path.parent)
+        except OSError as error:
+            raise _unusable(self.path, error) from error
+
     def append(self, record: Record, keep: int) -> None:
         """Add a record; on return it is durable. Of those before, the first and `keep` stay.
 
@@ -96,11 +109,11 @@ class Journal:
         fault.point("journal.before_record")
         _write(self._descriptor, body, self._end)
         fault.point("journal.before_record_sync")
-        files.sync(self._descriptor)
+        durable.sync(self._descriptor)
         fault.point("journal.before_seal")
         _write(self._descriptor, seal, self._end + len(body))
         fault.point("journal.before_seal_sync")
-        files.sync(self._descriptor)
+        durable.sync(self._descriptor)
         fault.point("journal.after_seal_sync")
         self._end += len(body) + len(seal)
         self._count += 1

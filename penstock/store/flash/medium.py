@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from penstock import durable
 from penstock.errors import CorruptionError, StorageError
 from penstock.plain_file import NotPlainError, open_own
 
@@ -71,8 +72,8 @@ class ExtentFile:
             done += write_at(self._descriptor, data[done:], offset + done)
 
     def sync(self) -> None:
-        """Wait until what was written is on the medium; an error is final (see `files.sync`)."""
-        sync_data(self._descriptor)
+        """Wait until what was written is on the medium; an error is final (`durable.sync`)."""
+        durable.sync_data(self._descriptor)
 
     def close(self) -> None:
         """Close the file; closing twice is allowed."""
@@ -89,11 +90,6 @@ def read_at(descriptor: int, into: np.ndarray, offset: int) -> int:
 def write_at(descriptor: int, data: np.ndarray, offset: int) -> int:
     """Write once; tests put faults here."""
     return os.pwrite(descriptor, data.data, offset)
-
-
-def sync_data(descriptor: int) -> None:
-    """Sync a file's content; tests put faults here."""
-    os.fdatasync(descriptor)
 
 
 def _open_existing(path: Path, size_bytes: int) -> int:

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 import xxhash
 
-from penstock import fault
+from penstock import durable, fault
 from penstock.errors import BudgetError
 from penstock.store import files
 from penstock.store.flash.blocks import StateBlocks
@@ -170,6 +170,7 @@ class FlashStore:
         if journal.exists():
             self._journal = Journal(journal)
             opened.callback(self._journal.close)
+            self._journal.settle()
             require_same(self.folder, self._journal.records[0].content, described)
             self._file = ExtentFile(extents, self._layout.file_bytes, create=False)
             opened.callback(self._file.close)
@@ -187,7 +188,7 @@ class FlashStore:
             self._file = ExtentFile(extents, size, create=True)
             opened.callback(self._file.close)
             self._file.sync()  # its size, on which the journal counts
-            files.sync_folder(self.folder)
+            durable.sync_folder(self.folder)
             self._version = Version(self._layout, self._file)
             fault.point("flash.before_journal")
             self._journal = Journal.create(journal, Record(described))

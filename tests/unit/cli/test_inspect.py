@@ -1,14 +1,13 @@
 """`penstock inspect`: checkpoints are verified, and the hash is that of the store."""
 
 import pytest
-from store_programs import CONSTANT, LAYERS, make_program, random_weights, training_store
+from store_programs import LAYERS, flash_store, make_program, random_weights, training_store
 from typer.testing import CliRunner
 
 from penstock.cli.app import app
 from penstock.config import Config, write_record
 from penstock.errors import ConfigError, CorruptionError
-from penstock.store import AdamW, GroupSettings, save_checkpoint
-from penstock.store.flash import FlashStore
+from penstock.store import save_checkpoint
 
 
 @pytest.fixture
@@ -72,16 +71,7 @@ def test_a_store_on_flash_that_was_killed_in_its_first_load(tmp_path):
     flash = tmp_path / "flash"
     settings = {"run": {"dir": str(tmp_path)}, "store": {"flash": {"path": str(flash)}}}
     write_record(Config.from_mapping({"model": "gpt2", **settings}))
-    program = make_program(LAYERS)
-    FlashStore(
-        program,
-        flash,
-        optimizer=AdamW(0.9, 0.95, 1e-8),
-        groups=dict.fromkeys(program.weights, GroupSettings(1.0, 0.1, None)),
-        schedule=CONSTANT,
-        dram_bytes=600_000,
-        block_elements=2048,
-    ).close()
+    flash_store(make_program(LAYERS), flash, dram_bytes=600_000).close()
     assert inspect(tmp_path).exit_code == 0
     for option in ("--hash", "--repair"):
         result = inspect(tmp_path, option)

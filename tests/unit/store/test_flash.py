@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 from store_programs import (
-    CONSTANT,
     LAYERS,
+    SMALL_BLOCK,
+    flash_store,
     forward_sweep,
     make_program,
     random_gradients,
@@ -22,13 +23,13 @@ from store_programs import (
     training_store,
 )
 
+from penstock import durable
 from penstock.errors import BudgetError, ConfigError, CorruptionError, StorageError
-from penstock.store import SGD, AdamW, DramStore, GroupSettings, Lion, files
-from penstock.store.flash import FlashStore, least_dram_bytes, medium
+from penstock.store import SGD, AdamW, DramStore, Lion, files
+from penstock.store.flash import least_dram_bytes
 from penstock.store.flash import store as store_module
 from penstock.store.flash.layout import BLOCK_ELEMENTS
 
-BLOCK = 2048
 DRAM = 600_000
 
 
@@ -38,16 +39,8 @@ def flash(tmp_path):
     made = []
 
     def make(program, folder="flash", *, optimizer=None, dram=DRAM, **settings):
-        settings = {"block_elements": BLOCK, **settings}
-        group = GroupSettings(learning_rate_scale=1.0, weight_decay=0.1, group=None)
-        store = FlashStore(
-            program,
-            tmp_path / folder,
-            optimizer=optimizer or AdamW(0.9, 0.95, 1e-8),
-            groups=dict.fromkeys(program.weights, group),
-            schedule=CONSTANT,
-            dram_bytes=dram,
-            **settings,
+        store = flash_store(
+            program, tmp_path / folder, optimizer=optimizer, dram_bytes=dram, **settings
         )
         made.append(store)
         return store
@@ -113,7 +106,9 @@ DEEP = [{f"{i}.weight": (90, 70), f"{i}.bias": (70,)} for i in range(9)]
 
 
 STAGE = 32_768  # the weights of a stage, padded; its gradients take as much
-LEAST = 4 * BLOCK * (8 + 4) + 2 * STAGE + 2 * STAGE  # four blocks, two slabs, two stages of weights
+LEAST = (
+    4 * SMALL_BLOCK * (8 + 4) + 2 * STAGE + 2 * STAGE
+)  # four blocks, two slabs, two stages of weights
 
 
 @pytest.mark.parametrize(
@@ -292,11 +287,11 @@ def test_durability_lags_a_commit_by_less_than_a_step(flash):
 
 
 def test_a_disk_slower_than_a_step_does_not_fall_behind(flash, monkeypatch):
-    def slow_sync(descriptor, real=files.sync):
+    def slow_sync(descriptor, real=durable.sync):
         time.sleep(0.02)
         real(descriptor)
 
-    monkeypatch.setattr(files, "sync", slow_sync)
+    monkeypatch.setattr(durable, "sync", slow_sync)
     store = flash(make_program(LAYERS))
     store.load(random_weights(store.program, 2).items())
     for step in range(1, 5):
@@ -387,7 +382,7 @@ def test_the_size_of_the_extents_is_durable_before_the_journal(flash, monkeypatc
 
         return call
 
-    monkeypatch.setattr(medium, "sync_data", noted("extents", medium.sync_data))
+    monkeypatch.setattr(durable, "sync_data", noted("extents", durable.sync_data))
     monkeypatch.setattr(files, "replace_file", noted("journal", files.replace_file))
     flash(make_program(LAYERS))
     assert done == ["extents", "journal"]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from store_programs import LAYERS, make_program, random_weights, training_store
 
+from penstock import durable
 from penstock.errors import StorageError
 from penstock.store import FolderLock, files, save_checkpoint
 
@@ -16,13 +17,13 @@ def synced(monkeypatch):
     """The folders that were synced, and whether what they were to name was there then."""
     found = []
 
-    def noted(descriptor, real=files.sync):
+    def noted(descriptor, real=durable.sync):
         path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
         if path.is_dir():
             found.append((path, {item.name for item in path.iterdir()}))
         real(descriptor)
 
-    monkeypatch.setattr(files, "sync", noted)
+    monkeypatch.setattr(durable, "sync", noted)
     return found
 
 
@@ -41,7 +42,7 @@ def appeared(folder):
         pass
 
 
-@pytest.mark.parametrize("make", [files.make_folder, locked, saved, appeared])
+@pytest.mark.parametrize("make", [durable.make_folder, locked, saved, appeared])
 def test_every_folder_on_the_way_is_named_durably(make, tmp_path, synced):
     make(tmp_path / "one" / "two" / "three")
     for folder, name in (
@@ -52,12 +53,20 @@ def test_every_folder_on_the_way_is_named_durably(make, tmp_path, synced):
         assert any(path == folder and name in names for path, names in synced), folder
 
 
-def test_a_folder_that_is_there_is_left_alone(tmp_path, synced):
-    files.make_folder(tmp_path)
-    assert synced == []
+def test_a_folder_that_is_there_may_be_of_a_process_that_was_killed(tmp_path, synced):
+    durable.make_folder(tmp_path)
+    assert [path for path, _ in synced] == [tmp_path.parent]
     (tmp_path / "file").touch()
     with pytest.raises(FileExistsError):
-        files.make_folder(tmp_path / "file")
+        durable.make_folder(tmp_path / "file")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="nothing is unreadable for root")
+def test_a_folder_below_one_that_may_not_be_read(tmp_path):
+    (tmp_path / "shared" / "mine").mkdir(parents=True)
+    (tmp_path / "shared").chmod(0o100)
+    durable.make_folder(tmp_path / "shared" / "mine")
+    (tmp_path / "shared").chmod(0o700)
 
 
 def test_a_full_disk_refuses_a_lock_and_leaves_nothing_open(tmp_path, monkeypatch):
