@@ -7,7 +7,7 @@ make the present step survive.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -51,8 +51,18 @@ class Keeper(Protocol):
         """The newest step that would be found now."""
         ...
 
-    def open(self, model: ModelSource, layout: Layout, device: str, notice: Notice) -> Store:
-        """Return a store with the newest step in it, or with initial weights."""
+    def open(
+        self,
+        model: ModelSource,
+        layout: Layout,
+        device: str,
+        notice: Notice,
+        apart: Sequence[stores.ShardElsewhere] | None = None,
+    ) -> Store:
+        """Return a store with the newest step in it, or with initial weights.
+
+        Its shards are in this process, or in others, which are given (`apart`).
+        """
         ...
 
     def begin_save(self, extra: Mapping[str, Any], best: bool) -> None:
@@ -82,8 +92,9 @@ class CheckpointKeeper:
         self.recorded = (
             Resumption.read(read_state(self._latest).extra, self._latest) if self._latest else None
         )
-        self._store: MemoryStore | None = None
+        self._store: Store | None = None
         self._saving: BackgroundSave | None = None
+        self._saved: SavedCheckpoint | None = None
 
     @property
     def newest_step(self) -> int | None:
@@ -91,10 +102,17 @@ class CheckpointKeeper:
         latest = find_checkpoint(self._folder, "latest")
         return read_state(latest).step if latest else None
 
-    def open(self, model: ModelSource, layout: Layout, device: str, notice: Notice) -> Store:
+    def open(
+        self,
+        model: ModelSource,
+        layout: Layout,
+        device: str,
+        notice: Notice,
+        apart: Sequence[stores.ShardElsewhere] | None = None,
+    ) -> Store:
         """Return a store in memory."""
         program = layout.program
-        self._store = stores.make_store(self._config, program, device, notice)
+        self._store = stores.make_store(self._config, program, device, notice, apart)
         if self._latest is not None:
             load_checkpoint(self._store, self._latest)
         else:
@@ -103,10 +121,18 @@ class CheckpointKeeper:
         return self._store
 
     def begin_save(self, extra: Mapping[str, Any], best: bool) -> None:
-        """Begin to write a checkpoint; there is one at a time."""
+        """Begin to write a checkpoint; there is one at a time.
+
+        One of shards in other processes is written at once, while the run waits.
+        """
         assert self._store is not None
         assert self._saving is None
         section = self._config.checkpoint
+        if not isinstance(self._store, MemoryStore):
+            self._saved = save_checkpoint(
+                self._store, self._folder, dict(extra), best=best, keep_last=section.keep_last
+            )
+            return
         self._saving = BackgroundSave(
             self._store.snapshot(int(section.buffer)),
             self._folder,
@@ -117,14 +143,15 @@ class CheckpointKeeper:
 
     def poll(self) -> SavedCheckpoint | None:
         """Return the checkpoint that has become complete."""
-        if self._saving is None or not self._saving.is_done:
+        if self._saving is not None and not self._saving.is_done:
             return None
         return self.finish()
 
     def finish(self) -> SavedCheckpoint | None:
         """Make the updates that the writer awaits, and wait for it."""
         if self._saving is None:
-            return None
+            saved, self._saved = self._saved, None
+            return saved
         assert self._store is not None
         self._store.flush()
         try:
@@ -160,16 +187,23 @@ class FlashKeeper:
         """The newest durable step; nobody else can write one while the store is open."""
         return self._store.durable_step if self._store else None
 
-    def open(self, model: ModelSource, layout: Layout, device: str, notice: Notice) -> Store:
+    def open(
+        self,
+        model: ModelSource,
+        layout: Layout,
+        device: str,
+        notice: Notice,
+        apart: Sequence[stores.ShardElsewhere] | None = None,
+    ) -> Store:
         """Return the store on flash; new weights go there one at a time.
 
         Weights that lie there and were never trained are taken only if this run would begin with
         the same; else they are loaded anew.
         """
         if self.recorded is not None:
-            self._store = self._made(layout)
+            self._store = self._made(layout, apart)
         else:
-            self._store = self._begun(model, layout, notice)
+            self._store = self._begun(model, layout, notice, apart)
         try:
             if device == "cuda":
                 self._store.page_lock()
@@ -181,12 +215,18 @@ class FlashKeeper:
             raise
         return self._store
 
-    def _made(self, layout: Layout) -> DurableStore:
+    def _made(self, layout: Layout, apart: Sequence[stores.ShardElsewhere] | None) -> DurableStore:
         return stores.make_flash_store(
-            self._config, layout.program, layout.shares.store, self._folder
+            self._config, layout.program, layout.shares.store, self._folder, apart
         )
 
-    def _begun(self, model: ModelSource, layout: Layout, notice: Notice) -> DurableStore:
+    def _begun(
+        self,
+        model: ModelSource,
+        layout: Layout,
+        notice: Notice,
+        apart: Sequence[stores.ShardElsewhere] | None,
+    ) -> DurableStore:
         """Return a store that was never trained: new, or with the weights to begin with."""
         found, start = self._found or {}, _start(self._config, model)
         if None not in (known := {found.get("weights"), start["weights"]}) and len(known) > 1:
@@ -195,7 +235,7 @@ class FlashKeeper:
                 "trained yet; delete it, or choose another store.flash.path"
             )
         try:
-            store = self._made(layout)
+            store = self._made(layout, apart)
         except OtherStoreError:
             is_ours = False
         else:
@@ -208,7 +248,7 @@ class FlashKeeper:
                 "this run begins with: they are loaded anew"
             )
             discard_untrained(self._folder)
-            store = self._made(layout)
+            store = self._made(layout, apart)
         store.remember(start)  # durable with the weights, before any step
         return store
 

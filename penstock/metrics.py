@@ -38,12 +38,17 @@ class MetricsFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._newest = 0
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, RunStarted):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            drop_after(self.path, event.resumed_from or 0)
+            self._newest = event.resumed_from or 0
+            drop_after(self.path, self._newest)
         elif isinstance(event, StepDone):
+            if event.step <= self._newest:  # made again: the store went back
+                drop_after(self.path, event.step - 1)
+            self._newest = event.step
             self._append("step", event)
         elif isinstance(event, Evaluated):
             self._append("evaluation", event)
@@ -88,10 +93,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def drop_after(path: Path, step: int) -> int:
     """Remove all lines of later steps, and torn ones; return how many lines were removed.
 
+    What happened to a cluster stays: a step may be made again, but whoever was lost was lost.
     The file is written aside and renamed, so that a crash leaves the old one or the new one.
     """
     lines = [line for line in _lines(path) if line]
-    kept = [row for row in read_metrics(path) if row["step"] <= step]
+    rows = read_metrics(path)
+    kept = [row for row in rows if row["step"] <= step or row.get("event") == "cluster"]
     if len(kept) == len(lines):
         return 0
     aside = path.with_name(f".{path.name}.aside")

@@ -58,9 +58,6 @@ class StepRunner:
         """The most that an engine has held."""
         return max(engine.memory.peak_bytes for engine in self._engines)
 
-    def close(self) -> None:
-        """Nothing of it outlives a step."""
-
     def run(self) -> StepDone:
         """Do one step and commit it.
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -17,12 +18,13 @@ from penstock.store import (
     Group,
     GroupSettings,
     Holding,
-    MemoryStore,
     Optimizer,
     Role,
     Schedule,
     ShardedDramStore,
+    ShardedStore,
     ShardMap,
+    Store,
     assign_groups,
     make_optimizer,
 )
@@ -37,36 +39,37 @@ from penstock.store.flash import (
 _FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
+class ShardElsewhere(DurableStore, Protocol):
+    """The store of one shard in another process, in memory or on flash."""
+
+    def open(self) -> ShardElsewhere:
+        """Have that process open it."""
+        ...
+
+
 def make_store(
     config: Config,
     program: Program,
     device: str = "cpu",
     notice: Callable[[str], None] = lambda text: None,
-) -> MemoryStore:
+    apart: Sequence[ShardElsewhere] | None = None,
+) -> Store:
     """Return an empty store with the configured optimizer and schedule, for engines on `device`.
+
+    Its shards are in this process, unless they are given (`apart`): then it is not a `MemoryStore`.
 
     **Raises:** `BudgetError` if it needs more than `store.dram`.
     """
-    optimizer, groups = optimizer_of(config), _groups(config, program)
-
-    def make(holding: Holding) -> DramStore:
-        return DramStore(
-            holding,
-            config.precision,
-            optimizer=optimizer,
-            groups=groups,
-            schedule=_schedule(config),
-            clip_norm=config.optimizer.clip_norm,
-            gradient_dtype=_FLOATS[config.gradient_precision],
-        )
-
-    store: MemoryStore
-    if config.store.shards == 1:
-        store = make(program)
+    roles = optimizer_of(config).roles
+    shard_map = ShardMap.of(program, config.store.shards)
+    store: Store
+    if apart is not None:
+        store = ShardedStore(program, shard_map, [shard.open() for shard in apart], roles)
+    elif config.store.shards == 1:
+        store = make_dram_shard(config, program, program)
     else:
-        shard_map = ShardMap.of(program, config.store.shards)
-        shards = [make(part) for part in shard_map.parts(program)]
-        store = ShardedDramStore(program, shard_map, shards, optimizer.roles)
+        shards = [make_dram_shard(config, program, part) for part in shard_map.parts(program)]
+        store = ShardedDramStore(program, shard_map, shards, roles)
     needed = sum(store.memory_bytes.values())
     if config.store.dram != "auto" and needed > int(config.store.dram):
         raise BudgetError(
@@ -81,54 +84,92 @@ def make_store(
     return store
 
 
+def make_dram_shard(config: Config, program: Program, holding: Holding) -> DramStore:
+    """Return an empty store in memory, of a whole program or of a shard's part of it."""
+    return DramStore(
+        holding,
+        config.precision,
+        optimizer=optimizer_of(config),
+        groups=_groups(config, program),
+        schedule=_schedule(config),
+        clip_norm=config.optimizer.clip_norm,
+        gradient_dtype=_FLOATS[config.gradient_precision],
+    )
+
+
 def make_flash_store(
-    config: Config, program: Program, dram_bytes: int, folder: Path
+    config: Config,
+    program: Program,
+    dram_bytes: int,
+    folder: Path,
+    apart: Sequence[ShardElsewhere] | None = None,
 ) -> DurableStore:
     """Return the store in a folder on flash, new or as it was left, with that much of memory.
 
+    Its shards are opened in this process, or by others (`apart`).
+
     **Raises:** what `FlashStore` raises, and `OtherStoreError` for another number of shards.
     """
-    count, size = config.store.shards, config.store.flash.size
-    optimizer, groups = optimizer_of(config), _groups(config, program)
-
-    def make(holding: Holding, folder: Path, dram_bytes: int) -> FlashStore:
-        return FlashStore(
-            holding,
-            folder,
-            optimizer=optimizer,
-            groups=groups,
-            schedule=_schedule(config),
-            dram_bytes=dram_bytes,
-            clip_norm=config.optimizer.clip_norm,
-            gradient_dtype=_FLOATS[config.gradient_precision],
-            keep_steps=config.store.flash.keep_steps,
-            durable_every=config.store.flash.durable_every,
-            flash_bytes=None if size is None else int(size) // count,
-        )
-
-    if count == 1:
+    count = config.store.shards
+    if count == 1 and apart is None:
         require_shards(folder, 1)
-        return make(program, folder, dram_bytes)
+        return make_flash_shard(config, program, program, folder, dram_bytes)
     shard_map = ShardMap.of(program, count)
-    least = least_flash_store_bytes(config, program, optimizer.roles)
-    if dram_bytes < least:
-        raise BudgetError(
-            f"store.dram: {program.name} in {count} shards needs {least:,} bytes of memory, the "
-            f"budget is {dram_bytes:,}; raise store.dram, or lower store.shards"
-        )
-    each = (dram_bytes - assembly_of(config, program)) // count
+    each = flash_share(config, program, dram_bytes)
+    if apart is None:
+        parts = shard_map.parts(program)
+        openers: list[Callable[[Path], DurableStore]] = [
+            functools.partial(make_flash_shard, config, program, part, dram_bytes=each)
+            for part in parts
+        ]
+    else:
+        openers = [functools.partial(_open_in, shard) for shard in apart]
     try:
-        return ShardedFlashStore(
-            program,
-            folder,
-            shard_map,
-            lambda part, where: make(part, where, each),
-            optimizer.roles,
-        )
+        return ShardedFlashStore(program, folder, shard_map, openers, optimizer_of(config).roles)
     except BudgetError as error:
         raise BudgetError(
             f"{error}; the {count} shards share what store.flash.size says equally"
         ) from None
+
+
+def _open_in(shard: ShardElsewhere, folder: Path) -> ShardElsewhere:
+    """Have another process open a shard; it knows the folder's name by itself."""
+    return shard.open()
+
+
+def make_flash_shard(
+    config: Config, program: Program, holding: Holding, folder: Path, dram_bytes: int
+) -> FlashStore:
+    """Return the store in a folder on flash, of a whole program or of a shard's part of it."""
+    size = config.store.flash.size
+    return FlashStore(
+        holding,
+        folder,
+        optimizer=optimizer_of(config),
+        groups=_groups(config, program),
+        schedule=_schedule(config),
+        dram_bytes=dram_bytes,
+        clip_norm=config.optimizer.clip_norm,
+        gradient_dtype=_FLOATS[config.gradient_precision],
+        keep_steps=config.store.flash.keep_steps,
+        durable_every=config.store.flash.durable_every,
+        flash_bytes=None if size is None else int(size) // config.store.shards,
+    )
+
+
+def flash_share(config: Config, program: Program, dram_bytes: int) -> int:
+    """Return what each shard on flash gets of the memory for all of them.
+
+    **Raises:** `BudgetError` if that is too little.
+    """
+    count = config.store.shards
+    least = least_flash_store_bytes(config, program, optimizer_of(config).roles)
+    if count > 1 and dram_bytes < least:
+        raise BudgetError(
+            f"store.dram: {program.name} in {count} shards needs {least:,} bytes of memory, the "
+            f"budget is {dram_bytes:,}; raise store.dram, or lower store.shards"
+        )
+    return (dram_bytes - assembly_of(config, program)) // count
 
 
 def least_flash_store_bytes(config: Config, program: Program, roles: Sequence[Role]) -> int:

@@ -47,9 +47,10 @@ from penstock.resumption import Resumption
 from penstock.saving import Saver
 from penstock.step import StepRunner
 from penstock.step_layout import lay_out
-from penstock.store import MAX_SHARD_BYTES, FolderLock
+from penstock.store import MAX_SHARD_BYTES, FolderLock, ShardedStore
 
 if TYPE_CHECKING:
+    from penstock.cluster.hall import Hall
     from penstock.cluster.runner import ClusterRunner
 
 
@@ -106,7 +107,16 @@ class Trainer:
         self._initial_weights = recorded.weights if recorded else None
         if self._initial_weights is None:
             self._initial_weights = self.model.weights_fingerprint()
-        self.store = self._keeper.open(self.model, self._layout, self.device, self._notice)
+        self._hall = self._open_hall()
+        try:
+            apart = self._hall.remote_shards() if self._hall else None
+            self.store = self._keeper.open(
+                self.model, self._layout, self.device, self._notice, apart
+            )
+        except BaseException:
+            if self._hall is not None:
+                self._hall.close()
+            raise
         try:
             self._make_the_rest(recorded)
         except BaseException:
@@ -121,10 +131,10 @@ class Trainer:
         )
         self.engines: list[Engine] = []
         self._runner: StepRunner | ClusterRunner
-        if self.config.cluster.start == "none":
+        if self._hall is None:
             self._run_here(batches)
         else:
-            self._run_elsewhere(batches)
+            self._run_elsewhere(self._hall, batches)
         # That every weight trains is checked in a run's beginning.
         self._watching = recorded is None
         # The gradient of an adapter's A is zero as long as its B is.
@@ -133,6 +143,7 @@ class Trainer:
         self._writer: Writer | None = None
         self._best_loss = recorded.best_loss if recorded else None
         self._evaluations_since_best = recorded.evaluations_since_best if recorded else 0
+        self._judged_step = -1
         self._saver = Saver(
             self._keeper,
             self.config.checkpoint,
@@ -158,21 +169,27 @@ class Trainer:
             tokens=self._tokens_per_step(),
         )
 
-    def _run_elsewhere(self, batches: Batches) -> None:
-        from penstock.cluster.start import start_cluster
+    def _open_hall(self) -> Hall | None:
+        """Have the run's other processes begin to come, if it has any."""
+        if self.config.cluster.start == "none":
+            return None
+        from penstock.cluster.start import open_hall
 
         if self._brought:
             raise ConfigError(
                 "cluster.start: a module that was given from Python is not known to other "
                 "processes; name a function that makes it in model.factory"
             )
-        self._runner = start_cluster(
-            self.config,
-            self._layout,
-            self.store,
-            batches,
-            tokens=self._tokens_per_step(),
-            tell=lambda event: self._tell(event),
+        return open_hall(self.config, self._layout, tell=lambda event: self._tell(event))
+
+    def _run_elsewhere(self, hall: Hall, batches: Batches) -> None:
+        from penstock.cluster.runner import ClusterRunner
+
+        if self.config.cluster.shards == "here":
+            store = self.store
+            hall.seat_shards(store.shards if isinstance(store, ShardedStore) else [store])
+        self._runner = ClusterRunner(
+            self.config, self._layout, self.store, batches, hall, tokens=self._tokens_per_step()
         )
 
     @property
@@ -332,8 +349,9 @@ class Trainer:
 
     def _evaluate_and_judge(self) -> None:
         """Evaluate, keep the best checkpoint, and stop when nothing has improved for long."""
-        if self._evaluator is None:
-            return
+        if self._evaluator is None or self.step <= self._judged_step:
+            return  # a step that is made again has been judged, by the same bits
+        self._judged_step = self.step
         started = time.perf_counter()
         found = self.evaluate()
         best = self._best_loss is None or found["loss"] < self._best_loss
@@ -372,9 +390,10 @@ class Trainer:
 
     def close(self) -> None:
         """Give up a checkpoint that is on its way, and let go of the store's files and threads."""
-        runner = getattr(self, "_runner", None)  # not yet there if making it failed
-        if runner is not None:
-            runner.close()
+        if self.config.cluster.shards == "apart":
+            self.store.close()  # while there are those who can
+        if self._hall is not None:
+            self._hall.close()
         self._keeper.abandon()
         self.store.close()
 

@@ -1,65 +1,41 @@
-"""Steps of a run whose engines are other processes.
+"""Steps of a run whose engines, and maybe whose shards, are other processes.
 
-Here are the run's store, the conductor, and the door through which workers come. A step is asked
-for by the trainer's thread and made by the nodes; whoever is lost meanwhile is replaced, and the
-trainer learns of it only from what happened.
+A step is asked for by the trainer's thread and made by the nodes; whoever is lost meanwhile is
+replaced, and the trainer learns of it only from what happened.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from penstock import errors, process_memory
-from penstock.assembly import thread_count
+from penstock import process_memory
 from penstock.batches import Batches
-from penstock.cluster.launch import Ended, Launcher
-from penstock.cluster.plan import Holdings, digest_of, transfers_of
-from penstock.cluster.record import write_record
-from penstock.cluster.shard_work import StoreOfShard, report_of
+from penstock.cluster.calls import error_class
+from penstock.cluster.hall import Hall
+from penstock.cluster.shard_work import report_of
 from penstock.cluster.stragglers import Stragglers
 from penstock.config import Config
-from penstock.errors import ClusterError, NonFiniteError, PenstockError
-from penstock.events import ClusterEvent, StepDone
-from penstock.fabric.messages import Kind, Message
-from penstock.fabric.nodes import (
-    CONDUCTOR,
-    Conductor,
-    Happened,
-    Leases,
-    Outcome,
-    Part,
-    ShardNode,
-    TroubleError,
-)
-from penstock.fabric.sockets import Address, Endpoint, Link
+from penstock.errors import NonFiniteError
+from penstock.events import StepDone
+from penstock.fabric.nodes import Outcome, Part, TroubleError, WentBackError
 from penstock.program import Program
 from penstock.step_layout import Layout
 from penstock.store import Store, global_norm, merged
 
-log = logging.getLogger("penstock.cluster")
-
-FIRST_ENGINE = 1000
-_BEAT = 0.1
-_MOST_IN_VAIN = 3
 _GIVING_UP = 60.0  # seconds in which a step that is decided must end
-_PATIENCE = 120.0  # seconds in which all engines should have come
 
 
 class ClusterRunner:
-    """Runs steps of one layout over a store and engines in other processes.
+    """Runs steps of one layout over a store and the processes of a hall.
 
     Args:
-        stores: the shards of the store, in their order.
-        holdings: what each of them holds of every weight.
-        host: the interface on which to listen.
-        launch: makes the launcher, given the endpoint and the token.
-        tell: is told what happens, one line at a time.
+        store: the whole store, wherever its shards are.
+        batches: gives the rows.
+        tokens: what a step counts as.
     """
 
     def __init__(
@@ -67,101 +43,56 @@ class ClusterRunner:
         config: Config,
         layout: Layout,
         store: Store,
-        stores: Sequence[Store],
-        holdings: Holdings,
         batches: Batches,
+        hall: Hall,
         *,
         tokens: int,
-        host: str,
-        token: str,
-        launch: Callable[[Endpoint], Launcher],
-        tell: Callable[[ClusterEvent], None],
     ) -> None:
         self._config, self._layout, self._store = config, layout, store
         self._batches, self._tokens = batches, tokens
-        self._tell = tell
-        recompute = layout.plan.recompute
-        self._transfers = transfers_of(layout.program, recompute, holdings, len(stores))
-        self._digest = digest_of(layout.program, self._transfers)
-        self._told = {
-            "config": config.to_mapping(),
-            "micro_batch": layout.micro_batch,
-            "length": layout.sequence_length,
-            "slot_bytes": layout.slot_bytes,
-            "recompute": sorted(recompute),
-            "holdings": {name: [list(piece) for piece in held] for name, held in holdings.items()},
-            "shards": len(stores),
-            "engine_bytes": layout.budget_bytes,
-            # The same for all: PyTorch cuts sums over rows by the number of its threads.
-            "threads": thread_count(config.engine.threads),
-        }
-        self.counts: Counter[str] = Counter()
-        self._addresses: dict[int, Any] = {}
-        self._links: dict[int, Link] = {}
-        self._joining: dict[Link, int] = {}
-        self._listens: dict[int, Any] = {}
-        self._workers: dict[int, str] = {}
-        self._useful: set[str] = set()  # workers that have been engines
-        self._in_vain = 0  # workers in a row that ended before
-        self._next = FIRST_ENGINE
-        self._peak_bytes = 0
+        self.hall = hall
         self._stragglers = Stragglers(config.cluster.slow)
-        self._failed: PenstockError | None = None
-        self._is_closed = self._has_begun = False
-        self._shard_numbers = [1 + shard for shard in range(len(stores))]
-        self._endpoint = Endpoint(
-            token,
-            host,
-            on_link_end=self._link_ended,
-            on_stranger=self._stranger,
-            on_failure=self._endpoint_failed,
-            every=self._every,
-            beat=_BEAT,
-        )
-        self._conductor = Conductor(
-            self._endpoint.runtime(CONDUCTOR),
-            self._shard_numbers,
-            config.engines,
-            Leases(config.cluster.lease, config.cluster.stall),
-            self._happened,
-            least=layout.least_engines,
-            addresses=self._addresses,
-        )
-        self._endpoint.add(CONDUCTOR, _Desk(self))
-        self._shards = []
-        for shard, part in enumerate(stores):
-            number = 1 + shard
-            work = StoreOfShard(layout.program, part, shard, recompute)
-            runtime = self._endpoint.runtime(number)
-            node = ShardNode(number, shard, runtime, self._transfers, work)
-            self._shards.append(node)
-            self._endpoint.add(number, node)
-        self._record = write_record(config.run.dir, self._endpoint.address, token)
-        self._launcher = launch(self._endpoint)
-        for _ in range(config.engines + config.cluster.spare):
-            self._launcher.start()
-        self._endpoint.start()
-
-    @property
-    def address(self) -> Address:
-        """Where the run listens."""
-        return self._endpoint.address
+        self._has_begun = False
 
     @property
     def engine_peak_bytes(self) -> int:
         """The most that any engine has said to have held."""
-        return self._peak_bytes
+        return self.hall.peak_bytes
 
     def run(self) -> StepDone:
         """Do one step and commit it, whoever is lost meanwhile.
+
+        It is the step after the one at which the shards stand: one that is made again where they
+        had to go back.
 
         Raises:
             NonFiniteError: and whatever the data or the store raise; the step has then not
                 happened, and running it again is safe.
             ClusterError: no engine can be had.
+            StorageError: a shard is lost whose weights and state nobody else has.
         """
         started = time.perf_counter()
         self._store.take_traffic()
+        if not self._has_begun:
+            self._has_begun = True
+            self.hall.await_engines()
+        while True:
+            self.hall.step = self._store.step  # as the shards have last said
+            order = _Order(
+                self._layout.program, self._batches, self._store.step, self._config.run.seed
+            )
+            outcome = self._attempt(order)
+            if outcome.error is None:
+                break
+            if not self._begins_anew(outcome.error):
+                self.hall.require_sound()
+                raise _as_ours(outcome.error)
+            self._store.take_traffic()  # what shards say with it is where they stand
+        self.hall.call(self._look_for_stragglers)
+        return self._done(order, outcome, started)
+
+    def _attempt(self, order: _Order) -> Outcome:
+        """Have the conductor make a step, and wait for how it ends."""
         ended = threading.Event()
         outcomes: list[Outcome] = []
 
@@ -169,24 +100,27 @@ class ClusterRunner:
             outcomes.append(outcome)
             ended.set()
 
-        self._await_engines()
-        program, done_steps = self._layout.program, self._store.step
-        order = _Order(program, self._batches, done_steps, self._config.run.seed)
-        self._endpoint.call(lambda: self._conductor.start(order, done))
+        hall = self.hall
+        hall.call(lambda: hall.conductor.start(order, done))
         try:
             while not ended.wait(timeout=0.5):
-                if self._failed is not None:
-                    raise self._failed
+                hall.require_sound()
         except BaseException:  # an interrupt: the next step must find the conductor at rest
-            self._endpoint.call(self._conductor.cancel)
+            hall.call(hall.conductor.cancel)
             ended.wait(timeout=_GIVING_UP)
             raise
-        outcome = outcomes[0]
-        if outcome.error is not None:
-            raise _as_ours(outcome.error)
-        self._endpoint.call(self._look_for_stragglers)
+        return outcomes[0]
+
+    def _begins_anew(self, error: BaseException) -> bool:
+        """Tell whether the shards go on, or will, from a step that all of them hold."""
+        if isinstance(error, TroubleError):
+            return self.hall.comes_back(error.node)
+        return isinstance(error, WentBackError)
+
+    def _done(self, order: _Order, outcome: Outcome, started: float) -> StepDone:
         answer = outcome.answers[0]
         traffic, flash = self._store.take_traffic(), self._store.take_flash_traffic()
+        self.hall.step = answer["step"]
         seconds = time.perf_counter() - started
         return StepDone(
             step=answer["step"],
@@ -198,7 +132,7 @@ class ClusterRunner:
             tokens=self._tokens,
             streamed_bytes=traffic.streamed_bytes,
             gradient_bytes=traffic.gradient_bytes,
-            engine_bytes=self._peak_bytes,
+            engine_bytes=self.hall.peak_bytes,
             store_bytes=sum(self._store.memory_bytes.values()),
             flash_read_bytes=flash.read_bytes,
             flash_written_bytes=flash.written_bytes,
@@ -210,180 +144,20 @@ class ClusterRunner:
             peak_rss_bytes=process_memory.peak_resident_bytes(),
         )
 
-    def _await_engines(self) -> None:
-        """Before the first step, let all engines come, unless that takes too long."""
-        if self._has_begun:
-            return
-        self._has_begun = True
-        deadline = time.monotonic() + _PATIENCE
-        while len(self._conductor.ready) < self._config.engines:
-            if self._failed is not None:
-                raise self._failed
-            if time.monotonic() > deadline:
-                text = f"{len(self._conductor.ready)} of {self._config.engines} engines have come"
-                self._say("waiting", f"{text} in {_PATIENCE:.0f} s; beginning with those")
-                return
-            time.sleep(0.02)
-
-    def scale(self, engines: int) -> None:
-        """Go on with so many engines from the next step on, as soon as they are there."""
-        done = threading.Event()
-
-        def scale() -> None:
-            self._scale(engines)
-            done.set()
-
-        self._endpoint.call(scale)
-        done.wait()
-
-    def _scale(self, engines: int) -> int:
-        before, self._conductor.wanted = self._conductor.wanted, engines
-        for _ in range(engines - before):
-            self._launcher.start()
-        self._say("scaled", f"{before} engines before, {engines} from the next step on")
-        return before
-
-    def close(self) -> None:
-        """End the workers and close the door."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        self._record.unlink(missing_ok=True)
-        self._endpoint.close()
-        self._launcher.close()
-
-    # In the endpoint's thread
-
-    def _every(self, now: float) -> None:
-        for node in self._shards:
-            body = {
-                "progress": node.progress,
-                "busy": self._endpoint.is_busy(node.number),
-            }
-            self._conductor.handle(Message(Kind.BEAT, 0, node.number, body=body))
-        self._conductor.tick(now)
-        for ended in self._launcher.poll():
-            self._replace(ended)
-
-    def _replace(self, ended: Ended) -> None:
-        """Start another worker for one that has ended, unless they end before they compute."""
-        self._say("worker ended", ended.how)
-        if ended.worker in self._useful:
-            self._useful.discard(ended.worker)
-        else:
-            self._in_vain += 1
-        if self._in_vain < _MOST_IN_VAIN:
-            self._launcher.start()
-            return
-        text = f"{self._in_vain} workers in a row ended before they could compute; {ended.how}"
-        self._say("not replaced", text)
-        if not self._conductor.ready:
-            self._failed = ClusterError(text)
-
     def _look_for_stragglers(self) -> None:
-        computed = {}
-        for engine, beat in self._conductor.beats.items():
+        """Name engines that are slow, and replace those that stay so; in the hall's thread."""
+        conductor, computed = self.hall.conductor, {}
+        for engine, beat in conductor.beats.items():
             said = beat.get("computed")
             if isinstance(said, list) and len(said) == 2:
                 computed[engine] = (float(said[0]), int(said[1]))
         patience = self._config.cluster.evict_slow
         for slow in self._stragglers.look(computed):
             text = f"engine {slow.engine} takes {slow.times:.1f} times as long as the others"
-            self._say("slow", text, slow.engine)
-            spare = len(self._conductor.ready) > self._conductor.wanted
+            self.hall.say("slow", text, slow.engine)
+            spare = len(conductor.ready) > conductor.wanted
             if patience is not None and slow.looks >= patience and spare:
-                self._conductor.lost(slow.engine, f"it was slow {slow.looks} times in a row")
-
-    def _endpoint_failed(self, error: Exception) -> None:
-        self._failed = ClusterError(f"the run's network failed: {type(error).__name__}: {error}")
-        log.error("the endpoint failed", exc_info=error)
-
-    def _stranger(self, link: Link, message: Message) -> None:
-        """Take what a peer says before it is somebody."""
-        if message.kind is Kind.JOIN:
-            number, self._next = self._next, self._next + 1
-            self._joining[link] = number
-            self._listens[number] = message.body.get("listens")
-            self._workers[number] = str(message.body.get("worker"))
-            body = {"node": number, "run": self._told, "shards_there": self._shard_numbers}
-            link.send(Message(Kind.WELCOME, 0, CONDUCTOR, body=body))
-        elif message.kind is Kind.READY and link in self._joining:
-            number = self._joining.pop(link)
-            if message.body.get("digest") != self._digest:
-                self._say("refused", f"engine {number} has compiled another program", number)
-                link.close()
-                return
-            self._endpoint.attach(number, link)
-            self._links[number] = link
-            self._addresses[number] = self._listens.pop(number)
-            self._useful.add(self._workers[number])
-            self._in_vain = 0
-            self._conductor.joined(number)
-        elif message.kind is Kind.TROUBLE and link in self._joining:
-            number = self._joining.pop(link)
-            text = f"engine {number} could not be made: {message.body.get('text')}"
-            self._say("refused", text, number)
-            if not self._conductor.ready:
-                self._failed = _known(str(message.body.get("error")))(text)
-            link.close()
-        elif message.kind is Kind.ORDER:
-            self._take_order(link, message.body)
-
-    def _take_order(self, link: Link, body: Mapping[str, Any]) -> None:
-        """Change the number of engines, as a command asks."""
-        wanted = body.get("engines")
-        least, most = self._layout.least_engines, self._layout.micro_batches
-        if not isinstance(wanted, int) or not least <= wanted <= most:
-            text = (
-                f"engines: expected {least} (with fewer, a step does not fit engine.memory) to "
-                f"{most} (one micro-batch each), got {wanted!r}"
-            )
-            link.send(Message(Kind.ANSWER, 0, CONDUCTOR, body={"error": text}))
-            return
-        before = self._scale(wanted)
-        link.send(Message(Kind.ANSWER, 0, CONDUCTOR, body={"engines": wanted, "before": before}))
-
-    def _link_ended(self, link: Link, error: Exception) -> None:
-        self._joining.pop(link, None)
-        number = link.peer
-        if number is not None and self._links.get(number) is link:
-            self._forget(number)
-            self._conductor.lost(number, f"its connection ended ({error})")
-
-    def _happened(self, happened: Happened) -> None:
-        if happened.kind == "engine lost" and happened.node is not None:
-            self._forget(happened.node)
-            self._launcher.end(self._workers[happened.node])  # nothing of it may come back
-        self._say(happened.kind, happened.text, happened.node)
-
-    def _forget(self, number: int) -> None:
-        self._addresses.pop(number, None)
-        link = self._links.pop(number, None)
-        if link is not None:
-            link.close()
-
-    def _say(self, kind: str, text: str, node: int | None = None) -> None:
-        self.counts[kind] += 1
-        self._tell(ClusterEvent(kind, text, node, self._store.step))
-
-    def _take(self, message: Message) -> None:
-        if message.kind is Kind.BEAT:
-            peak = message.body.get("peak_bytes")
-            self._peak_bytes = max(self._peak_bytes, peak if isinstance(peak, int) else 0)
-        self._conductor.handle(message)
-
-
-class _Desk:
-    """The conductor as a node of its process."""
-
-    progress = 0
-
-    def __init__(self, runner: ClusterRunner) -> None:
-        self._runner = runner
-
-    def handle(self, message: Message) -> None:
-        """Take a message."""
-        self._runner._take(message)
+                conductor.lost(slow.engine, f"it was slow {slow.looks} times in a row")
 
 
 class _Order:
@@ -439,10 +213,5 @@ class _Order:
 def _as_ours(error: BaseException) -> BaseException:
     """Return a node's trouble as the error that it was there."""
     if isinstance(error, TroubleError):
-        return _known(error.kind)(str(error))
+        return error_class(error.kind)(str(error))
     return error
-
-
-def _known(kind: str) -> type[PenstockError]:
-    found = getattr(errors, kind, ClusterError)
-    return found if isinstance(found, type) and issubclass(found, PenstockError) else ClusterError

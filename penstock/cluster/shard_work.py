@@ -1,9 +1,13 @@
-"""What a shard does between the messages: it reads and writes the store."""
+"""What a shard does between the messages: it reads and writes the store.
+
+The store may be in the trainer's process or in one of the shard's own; where it is decides only to
+which steps it can go back.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -12,29 +16,68 @@ from penstock.cluster.plan import positions_of
 from penstock.errors import ClusterError
 from penstock.fabric.transfers import Operation
 from penstock.program import Program
-from penstock.store import GradientReport, Store, trainable_weights
+from penstock.store import Commit, GradientReport, Store, trainable_weights
+
+
+class ShardPlace(Protocol):
+    """Where a shard's store is."""
+
+    @property
+    def store(self) -> Store: ...
+
+    def held_steps(self) -> Sequence[int]:
+        """Return the steps that it can go back to."""
+        ...
+
+    def go_back(self, step: int) -> None:
+        """Have the store stand at one of them."""
+        ...
+
+
+class ShardHere:
+    """A shard's store in the trainer's process, with which it dies."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+
+    def held_steps(self) -> Sequence[int]:
+        """Return the step at which the store stands."""
+        return [self.store.step]
+
+    def go_back(self, step: int) -> None:
+        """Require that the store stands there."""
+        require_at(self.store, step)
+
+
+def require_at(store: Store, step: int) -> None:
+    """Refuse to go on from a step at which a store does not stand."""
+    if store.step != step:
+        raise ClusterError(
+            f"{store.program.name} stands at step {store.step} and cannot go back to step {step}; "
+            "resume the run"
+        )
 
 
 class StoreOfShard:
     """Streams a store's weights, gives it gradients, and commits it."""
 
     def __init__(
-        self, program: Program, store: Store, shard: int, recompute: Collection[int]
+        self, program: Program, place: ShardPlace, shard: int, recompute: Collection[int]
     ) -> None:
         self._program, self._recompute = program, recompute
-        self._store, self._shard = store, shard
+        self._place, self._shard = place, shard
+
+    @property
+    def _store(self) -> Store:
+        return self._place.store
 
     def held_steps(self) -> Sequence[int]:
-        """Return the step at which the store stands: in the trainer's process it dies with it."""
-        return [self._store.step]
+        """Return the steps that the store can go back to."""
+        return self._place.held_steps()
 
     def go_back(self, step: int) -> None:
-        """Require that the store stands there."""
-        if self._store.step != step:
-            raise ClusterError(
-                f"shard {self._shard} stands at step {self._store.step} and cannot go back to "
-                f"step {step}; resume the run"
-            )
+        """Have the store stand at one of them."""
+        self._place.go_back(step)
 
     def begin(self, step: int) -> None:
         """Forget what came of a step that was not committed."""
@@ -85,32 +128,50 @@ class StoreOfShard:
 
     def prepare(self) -> Mapping[str, Any]:
         """Say what the shard knows of its gradients."""
-        report = self._store.prepare()
-        return {
-            "squares": [square.hex() for square in report.squares],
-            "silent": list(report.silent),
-            "missing": list(report.missing),
-            "non_finite": {
-                str(stage): list(names) for stage, names in (report.non_finite or {}).items()
-            },
-        }
+        return body_of_report(self._store.prepare())
 
     def commit(self, step: int, decision: Mapping[str, Any]) -> Mapping[str, Any]:
         """Commit the step with the norm of all shards' gradients."""
-        commit = self._store.decide(float.fromhex(decision["norm"]))
-        return {
-            "step": commit.step,
-            "grad_norm": commit.grad_norm.hex(),
-            "clip_scale": commit.clip_scale.hex(),
-            "learning_rate": commit.learning_rate.hex(),
-        }
+        return body_of_commit(self._store.decide(float.fromhex(decision["norm"])))
 
 
-def report_of(prepared: Mapping[str, Any]) -> GradientReport:
-    """Return the report that a shard's `prepare` has said."""
+def body_of_report(report: GradientReport) -> dict[str, Any]:
+    """Return what a message says of a report; figures keep all their bits."""
+    return {
+        "squares": [square.hex() for square in report.squares],
+        "silent": list(report.silent),
+        "missing": list(report.missing),
+        "non_finite": {
+            str(stage): list(names) for stage, names in (report.non_finite or {}).items()
+        },
+    }
+
+
+def report_of(said: Mapping[str, Any]) -> GradientReport:
+    """Return the report that a message has said."""
     return GradientReport(
-        tuple(float.fromhex(square) for square in prepared["squares"]),
-        tuple(prepared["silent"]),
-        tuple(prepared["missing"]),
-        {int(stage): tuple(names) for stage, names in prepared["non_finite"].items()},
+        tuple(float.fromhex(square) for square in said["squares"]),
+        tuple(said["silent"]),
+        tuple(said["missing"]),
+        {int(stage): tuple(names) for stage, names in said["non_finite"].items()},
+    )
+
+
+def body_of_commit(commit: Commit) -> dict[str, Any]:
+    """Return what a message says of a commit."""
+    return {
+        "step": commit.step,
+        "grad_norm": commit.grad_norm.hex(),
+        "clip_scale": commit.clip_scale.hex(),
+        "learning_rate": commit.learning_rate.hex(),
+    }
+
+
+def commit_of(said: Mapping[str, Any]) -> Commit:
+    """Return the commit that a message has said."""
+    return Commit(
+        int(said["step"]),
+        float.fromhex(said["grad_norm"]),
+        float.fromhex(said["clip_scale"]),
+        float.fromhex(said["learning_rate"]),
     )

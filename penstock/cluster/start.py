@@ -1,60 +1,40 @@
-"""From a configuration to a run whose engines are other processes."""
+"""From a configuration to the hall in which the processes of a run meet."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
 
-from penstock.batches import Batches
 from penstock.cluster import record
+from penstock.cluster.hall import Hall
 from penstock.cluster.launch import Launcher, LocalLauncher, NoLauncher
-from penstock.cluster.runner import ClusterRunner
 from penstock.config import Config
 from penstock.events import ClusterEvent
 from penstock.fabric.sockets import Endpoint, new_token
 from penstock.step_layout import Layout
-from penstock.store import ShardedStore, ShardMap, Store
 
 WORKER_LOGS = "workers"
 
 
-def start_cluster(
-    config: Config,
-    layout: Layout,
-    store: Store,
-    batches: Batches,
-    *,
-    tokens: int,
-    tell: Callable[[ClusterEvent], None],
-) -> ClusterRunner:
-    """Start the run's workers and return what has them make steps."""
-    program, token = layout.program, new_token()
-    shard_map = ShardMap.of(program, config.store.shards)
-    holdings = {
-        name: [(piece.shard, piece.begin, piece.end) for piece in pieces]
-        for name, pieces in shard_map.pieces.items()
-    }
+def open_hall(config: Config, layout: Layout, *, tell: Callable[[ClusterEvent], None]) -> Hall:
+    """Open the door of a run and start its workers; they come when they can."""
+    token = new_token()
     with contextlib.ExitStack() as undo:
         host, launch = _place(config, token, undo)
-        runner = ClusterRunner(
-            config,
-            layout,
-            store,
-            store.shards if isinstance(store, ShardedStore) else [store],
-            holdings,
-            batches,
-            tokens=tokens,
-            host=host,
-            token=token,
-            launch=launch,
-            tell=tell,
-        )
+        hall = Hall(config, layout, host=host, token=token, launch=launch, tell=tell)
         undo.pop_all()  # from here on it is the launcher's to end what was begun
     if config.cluster.start == "listen":
-        address = "{}:{}".format(*runner.address)
-        text = f"at {address}; on each engine's host: python -m penstock.cluster.worker "
-        tell(ClusterEvent("listening", f"{text}{config.run.dir.absolute() / record.NAME}"))
-    return runner
+        _say_where(config, hall, tell)
+    return hall
+
+
+def _say_where(config: Config, hall: Hall, tell: Callable[[ClusterEvent], None]) -> None:
+    """Say how to start workers, where that is left to people."""
+    command = f"python -m penstock.cluster.worker {config.run.dir.absolute() / record.NAME}"
+    text = "at {}:{}; on each engine's host: ".format(*hall.address) + command
+    if config.cluster.shards == "apart":
+        text += f"; and first, on each shard's, with --shard 0 to {config.store.shards - 1}"
+    tell(ClusterEvent("listening", text))
 
 
 def _place(

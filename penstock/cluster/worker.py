@@ -1,12 +1,13 @@
-"""A process that computes: it joins a run, becomes one of its engines, and ends with it.
+"""A process of a run: it joins, becomes an engine or a shard of the store, and ends with the run.
 
     python -m penstock.cluster.worker HOST PORT
-    python -m penstock.cluster.worker RUN/cluster.json
+    python -m penstock.cluster.worker RUN/cluster.json [--shard NUMBER]
 
 The run's token comes in the environment, as `PENSTOCK_TOKEN`, or from the record that the run
-wrote. All that the process is to be is told
-by the conductor's: which model, cut how, with which memory. It keeps no state of the run: when it
-is cut off it joins again, as a new engine, as long as the conductor's process is there.
+wrote. All that the process is to be is told by the conductor's: an engine or which shard, of which
+model, cut how, with which memory. An engine keeps no state of the run: when it is cut off it joins
+again, as a new engine, as long as the conductor's process is there. A shard that is cut off ends,
+so that another can open what it had on flash.
 """
 
 from __future__ import annotations
@@ -16,19 +17,30 @@ import os
 import queue
 import socket
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from penstock.cluster import store_calls
+from penstock.cluster.calls import Gathered, Said, frames
 from penstock.cluster.engine_work import EngineOfProcess
 from penstock.cluster.plan import digest_of, transfers_of
 from penstock.cluster.record import read_record
+from penstock.cluster.shard_process import ShardApart
+from penstock.cluster.shard_work import StoreOfShard
 from penstock.errors import ClusterError, PenstockError
 from penstock.fabric.messages import Kind, Message
-from penstock.fabric.nodes import CONDUCTOR, EngineNode
+from penstock.fabric.nodes import CONDUCTOR, EngineNode, ShardNode
+from penstock.fabric.nodes.runtime import Runtime
 from penstock.fabric.sockets import Endpoint, Link, own_host
+from penstock.fabric.transfers import Transfers
+from penstock.program import Program
+
+if TYPE_CHECKING:
+    from penstock.config import Config
 
 log = logging.getLogger("penstock.cluster")
 
@@ -37,30 +49,73 @@ NAME = "PENSTOCK_WORKER"
 _PATIENCE = 10.0  # seconds in which a conductor that went away may come back
 
 
+_CLOSING = 60.0  # seconds in which a shard should have let go of its files
+
+
+class EngineRole:
+    """An engine: it computes."""
+
+    def __init__(self, work: EngineOfProcess, transfers: Transfers) -> None:
+        self.work, self.transfers = work, transfers
+
+    def node(self, number: int, runtime: Runtime) -> EngineNode:
+        """Return the engine's node."""
+        return EngineNode(number, runtime, self.transfers, self.work)
+
+    def figures(self) -> Mapping[str, Any]:
+        """Return its memory, and how long it has computed."""
+        return {"peak_bytes": self.work.peak_bytes, "computed": list(self.work.computed)}
+
+
+class ShardRole:
+    """A shard of the store: it keeps weights and state."""
+
+    def __init__(
+        self, shard: int, place: ShardApart, work: StoreOfShard, transfers: Transfers
+    ) -> None:
+        self.place, self.transfers = place, transfers
+        self._shard, self._work = shard, work
+
+    def node(self, number: int, runtime: Runtime) -> ShardNode:
+        """Return the shard's node."""
+        return ShardNode(number, self._shard, runtime, self.transfers, self._work)
+
+    def figures(self) -> Mapping[str, Any]:
+        """Return nothing more: what it has is asked for."""
+        return {}
+
+
 @dataclass(frozen=True)
 class _Built:
-    """What was made for a run: its work, and what that takes to be the same for all."""
+    """What was made for a run: its role, and what that takes to be the same for all."""
 
     told: Mapping[str, Any]
-    work: EngineOfProcess
-    transfers: Any
+    role: EngineRole | ShardRole
     digest: str
 
 
 class Worker:
-    """One engine's process.
+    """One process of a run.
 
     Args:
         address: where the conductor's process listens.
         token: of the run.
         name: what the worker is known by to whoever started it.
+        shard: the shard that it is to be; None leaves it to the run what it becomes.
     """
 
-    def __init__(self, address: tuple[str, int], token: str, name: str | None = None) -> None:
+    def __init__(
+        self,
+        address: tuple[str, int],
+        token: str,
+        name: str | None = None,
+        shard: int | None = None,
+    ) -> None:
         self._address = address
         self._name = name or f"{socket.gethostname()}:{os.getpid()}"
+        self._shard = shard
         self._events: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
-        self._node: EngineNode | None = None
+        self._node: EngineNode | ShardNode | None = None
         self._number = 0
         self._link: Link | None = None
         self._built: _Built | None = None
@@ -74,7 +129,7 @@ class Worker:
         )
 
     def serve(self) -> None:
-        """Be an engine of the run until it ends.
+        """Take part in the run until it ends.
 
         Raises:
             ClusterError: the conductor's process is not there, or does not have the token.
@@ -95,13 +150,18 @@ class Worker:
                         log.info("the run has ended: %s", error)
                         return
                     time.sleep(0.2)
+                if self._built is not None and isinstance(self._built.role, ShardRole):
+                    log.info("the run has ended, or goes on with another in this shard's place")
+                    return
         finally:
             self._endpoint.close()
 
     def _join(self) -> None:
         """Join, and stay until the link ends."""
         link = self._link = self._endpoint.connect(self._address)
-        body = {"listens": list(self._endpoint.address), "worker": self._name}
+        body: dict[str, Any] = {"listens": list(self._endpoint.address), "worker": self._name}
+        if self._shard is not None:
+            body["shard"] = self._shard
         link.send(Message(Kind.JOIN, 0, 0, body=body))
         while True:
             what, content = self._events.get()
@@ -112,14 +172,37 @@ class Worker:
             if what == "message" and content.kind is Kind.WELCOME:
                 self._become(link, content.body)
         if self._node is not None:
+            self._let_go()
             self._endpoint.remove(self._number)
             self._node = None
 
-    def _become(self, link: Link, told: Mapping[str, Any]) -> None:
-        number = int(told["node"])
+    def _let_go(self) -> None:
+        """Have a shard close its store, behind what it is at."""
+        assert self._built is not None
+        role = self._built.role
+        if not isinstance(role, ShardRole):
+            return
+        closed = threading.Event()
+
+        def close() -> None:
+            role.place.close()
+            closed.set()
+
+        def failed(error: Exception) -> None:
+            log.error("the store was not closed in order: %s", error)
+            closed.set()
+
+        self._endpoint.runtime(self._number).work(close, lambda _: None, failed)
+        if not closed.wait(timeout=_CLOSING):
+            log.error("the store was not closed in %.0f s", _CLOSING)
+
+    def _become(self, link: Link, welcome: Mapping[str, Any]) -> None:
+        number, shard, told = int(welcome["node"]), welcome["shard"], welcome["run"]
         try:
-            if self._built is None or self._built.told != told["run"]:
-                self._built = build(told["run"])
+            if shard is not None:
+                self._built = build_shard(told, int(shard), bool(welcome["reopen"]))
+            elif self._built is None or self._built.told != told:
+                self._built = build_engine(told)
         except PenstockError as error:
             body = {"error": type(error).__name__, "text": str(error)}
             link.send(Message(Kind.TROUBLE, 0, number, body=body))
@@ -127,13 +210,15 @@ class Worker:
         built = self._built
 
         def add() -> None:
-            runtime = self._endpoint.runtime(number)
-            node = EngineNode(number, runtime, built.transfers, built.work)
+            node = built.role.node(number, self._endpoint.runtime(number))
             self._number, self._node = number, node
             self._endpoint.attach(CONDUCTOR, link)
-            for shard in told["shards_there"]:
-                self._endpoint.attach(int(shard), link)
-            self._endpoint.add(number, _Member(node, self._endpoint))
+            for there in welcome["shards_there"]:
+                self._endpoint.attach(int(there), link)
+            member = _Member(node, self._endpoint)
+            if isinstance(built.role, ShardRole):
+                member = _ShardMember(node, self._endpoint, built.role.place)
+            self._endpoint.add(number, member)
             link.send(Message(Kind.READY, 0, number, body={"digest": built.digest}))
 
         self._endpoint.call(add)
@@ -149,16 +234,15 @@ class Worker:
         body = {
             "progress": node.progress,
             "busy": self._endpoint.is_busy(self._number),
-            "peak_bytes": built.work.peak_bytes,
-            "computed": list(built.work.computed),
+            **built.role.figures(),
         }
         link.send(Message(Kind.BEAT, node.epoch, self._number, body=body))
 
 
 class _Member:
-    """An engine's node that also learns from every view where the others listen."""
+    """A node that also learns from every view where the others listen."""
 
-    def __init__(self, node: EngineNode, endpoint: Endpoint) -> None:
+    def __init__(self, node: EngineNode | ShardNode, endpoint: Endpoint) -> None:
         self._node, self._endpoint = node, endpoint
 
     @property
@@ -180,59 +264,132 @@ class _Member:
         self._node.handle(message)
 
 
-def build(told: Mapping[str, Any]) -> _Built:
-    """Compile the run's model and make an engine, as the conductor's process said.
+class _ShardMember(_Member):
+    """A shard's node that also has its store do what the run's process calls for."""
 
-    Raises:
-        PenstockError: this machine cannot be such an engine.
-    """
+    def __init__(self, node: EngineNode | ShardNode, endpoint: Endpoint, place: ShardApart) -> None:
+        super().__init__(node, endpoint)
+        self._place, self._gathered = place, Gathered()
+        self._runtime = endpoint.runtime(node.number)
+
+    def handle(self, message: Message) -> None:
+        """Take a message; a call is answered behind the work that is under way."""
+        if message.kind is not Kind.CALL:
+            super().handle(message)
+            return
+        whole = self._gathered.take(message)
+        if whole is None:
+            return
+        number, said = whole
+
+        def pack() -> list[Message]:
+            answer = store_calls.answer(self._place, said)
+            return list(frames(Kind.RETURN, self._node.number, number, answer))
+
+        def send(messages: list[Message]) -> None:
+            for each in messages:
+                self._runtime.send(CONDUCTOR, each)
+
+        def failed(error: Exception) -> None:
+            text = f"{type(error).__name__}: {error}"
+            said = Said({"error": "ClusterError", "text": text})
+            send(list(frames(Kind.RETURN, self._node.number, number, said)))
+
+        self._runtime.work(pack, send, failed)
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    config: Config
+    program: Program
+    recompute: frozenset[int]
+    transfers: Transfers
+
+    @property
+    def digest(self) -> str:
+        return digest_of(self.program, self.transfers)
+
+
+def _compile(told: Mapping[str, Any]) -> _Compiled:
+    """Compile the run's model, as the conductor's process said."""
     from penstock import assembly
     from penstock.config import Config
-    from penstock.engine import EnginePlan, TorchEngine
-    from penstock.models import ModelSource
 
     config = Config.from_mapping(told["config"])
     assembly.set_threads(told["threads"])
     assert config.model is not None
-    model: ModelSource = assembly.with_adapters(assembly.model_source(config.model), config.lora)
-    device = assembly.choose_device(config.engine.device)
     program = assembly.compile_source(
-        model,
+        assembly.with_adapters(assembly.model_source(config.model), config.lora),
         micro_batch=told["micro_batch"],
         length=told["length"],
         precision=config.precision,
-        device=device,
+        device=assembly.choose_device(config.engine.device),
         train=config.train,
         freeze=config.freeze,
         slot_bytes=told["slot_bytes"],
     )
     recompute = frozenset(told["recompute"])
     transfers = transfers_of(program, recompute, told["holdings"], told["shards"])
+    return _Compiled(config, program, recompute, transfers)
+
+
+def build_engine(told: Mapping[str, Any]) -> _Built:
+    """Make an engine, as the conductor's process said.
+
+    Raises:
+        PenstockError: this machine cannot be such an engine.
+    """
+    from penstock import assembly
+    from penstock.engine import EnginePlan, TorchEngine
+
+    made = _compile(told)
     engine = TorchEngine(
-        program, EnginePlan(recompute), device=device, budget_bytes=told["engine_bytes"]
+        made.program,
+        EnginePlan(made.recompute),
+        device=assembly.choose_device(made.config.engine.device),
+        budget_bytes=told["engine_bytes"],
     )
-    work = EngineOfProcess(engine, program, transfers, recompute)
-    return _Built(dict(told), work, transfers, digest_of(program, transfers))
+    work = EngineOfProcess(engine, made.program, made.transfers, made.recompute)
+    return _Built(dict(told), EngineRole(work, made.transfers), made.digest)
+
+
+def build_shard(told: Mapping[str, Any], shard: int, reopen: bool) -> _Built:
+    """Make a shard of the store; one that takes another's place opens what that has left.
+
+    Raises:
+        PenstockError: this machine cannot be such a shard.
+    """
+    made = _compile(told)
+    place = ShardApart(made.config, made.program, shard, told["store_bytes"])
+    if reopen:
+        place.open(must_hold=True)
+    work = StoreOfShard(made.program, place, shard, made.recompute)
+    return _Built(dict(told), ShardRole(shard, place, work, made.transfers), made.digest)
 
 
 def main() -> None:
     """Be a worker, as the command line and the environment say."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     token, name = os.environ.pop(TOKEN, None), os.environ.pop(NAME, None)
+    shard = None
     try:
         match sys.argv[1:]:
             case [host, port] if port.isdigit() and token:
                 address = (host, int(port))
             case [record]:
                 address, token = read_record(Path(record))
+            case [record, "--shard", number] if number.isdigit():
+                address, token = read_record(Path(record))
+                shard = int(number)
             case _:
                 command = "python -m penstock.cluster.worker"
                 print(
-                    f"usage: {TOKEN}=... {command} HOST PORT, or {command} RUN/cluster.json",
+                    f"usage: {TOKEN}=... {command} HOST PORT, or {command} RUN/cluster.json "
+                    "[--shard NUMBER]",
                     file=sys.stderr,
                 )
                 sys.exit(2)
-        Worker(address, token, name).serve()
+        Worker(address, token, name, shard).serve()
     except PenstockError as error:
         print(f"worker: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

@@ -15,7 +15,7 @@ _STARTS = ("none", "local", "ray", "listen")
 
 
 class ClusterConfig(Section):
-    """Engines in processes of their own; the result is the same to the bit."""
+    """Engines and shards in processes of their own; the result is the same to the bit."""
 
     start: Literal["none", "local", "ray", "listen"] = setting(
         "none",
@@ -38,8 +38,17 @@ class ClusterConfig(Section):
     spare: int = setting(
         1, "engines that are started beyond `engines` and wait, ready", unit="engines", ge=0, le=64
     )
+    shards: Literal["here", "apart"] = setting(
+        "here",
+        "where the store's shards are: here, in this process; apart, each in a process of its own, "
+        "started as engines are, so that the store has the memory of all their hosts",
+    )
     lease: float = setting(
-        1.0, "an engine that is silent for so long is lost", unit="seconds", gt=0, le=3600
+        1.0,
+        "an engine or a shard that is silent for so long is lost",
+        unit="seconds",
+        gt=0,
+        le=3600,
     )
     stall: float = setting(
         5.0,
@@ -80,6 +89,12 @@ class ClusterConfig(Section):
                 raise refuse(
                     key, f"expected nothing with cluster.start: {self.start}; only ray takes it"
                 )
+        if self.shards == "apart" and self.start == "none":
+            raise refuse(
+                "shards",
+                "expected here with cluster.start: none, which starts no processes; set "
+                "cluster.start to local, ray or listen",
+            )
         for name in self.environment:
             if not _NAME.fullmatch(name):
                 raise refuse(

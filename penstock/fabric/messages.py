@@ -24,7 +24,7 @@ MAX_PAYLOAD_BYTES = 1 << 30
 _MAGIC = b"PNSK"
 _HEADER = struct.Struct("<4sBxHIIIIIIQIQQ")
 HEADER_BYTES = _HEADER.size
-_ARRAY_TYPES = ("bool", "uint8", "int32", "int64", "float32", "float64")
+_ARRAY_TYPES = ("bool", "uint8", "uint16", "int32", "int64", "float32", "float64")
 
 
 class Kind(enum.IntEnum):
@@ -52,6 +52,8 @@ class Kind(enum.IntEnum):
     READY = 19  # it is
     ORDER = 20  # from a command: change the run (`penstock scale`)
     ANSWER = 21  # to a command
+    CALL = 22  # from the run's process: have a shard's store do something
+    RETURN = 23  # what came of it
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -153,6 +153,7 @@ class OpenSnapshot(SavedState, Protocol):
     def is_closed(self) -> bool: ...
 
 
+@runtime_checkable
 class MemoryStore(Store, Protocol):
     """A store that can be saved while it goes on (`DramStore.snapshot`)."""
 

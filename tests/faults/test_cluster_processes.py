@@ -50,15 +50,15 @@ class Watched:
 
     @property
     def pids(self) -> list[int]:
-        return list(self.trainer._runner._launcher.pids.values())
+        return list(self.trainer._runner.hall.launcher.pids.values())
 
     def pid_of(self, place: int) -> int:
         """The process of the engine at a place of the present view."""
-        runner = self.trainer._runner
-        return runner._launcher.pids[runner._workers[runner._conductor._view.engines[place]]]
+        hall = self.trainer._runner.hall
+        return hall.launcher.pids[hall.worker_of(hall.conductor._view.engines[place])]
 
     def engines(self) -> int:
-        return len(self.trainer._runner._conductor._view.engines)
+        return len(self.trainer._runner.hall.conductor._view.engines)
 
     def train(self, steps: int) -> None:
         for _ in range(steps):
@@ -119,7 +119,7 @@ def test_a_run_goes_on_through_losses_and_changes_to_the_same_bits(
         assert run.engines() == 3
 
         # Two at once, one of them standing still: what is left goes on when the lease is over.
-        while len(run.trainer._runner._conductor.ready) < 4:
+        while len(run.trainer._runner.hall.conductor.ready) < 4:
             time.sleep(0.05)  # until the one that was killed is replaced
         begin = time.monotonic()
         os.kill(run.pid_of(0), signal.SIGSTOP)
@@ -132,7 +132,7 @@ def test_a_run_goes_on_through_losses_and_changes_to_the_same_bits(
         record = tmp_path / "many" / "cluster.json"
         assert stat.S_IMODE(record.stat().st_mode) == 0o600
         for wanted in (1, 2):
-            run.trainer._runner.scale(wanted)
+            run.trainer._runner.hall.scale(wanted)
             run.train(2)
             assert run.engines() == wanted
         capsys.readouterr()

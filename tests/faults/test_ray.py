@@ -48,18 +48,18 @@ class Watched:
         self.losses: list[float] = []
 
     @property
-    def runner(self):
-        return self.trainer._runner
+    def hall(self):
+        return self.trainer._runner.hall
 
     def engines(self) -> tuple[int, ...]:
-        return self.runner._conductor._view.engines
+        return self.hall.conductor._view.engines
 
     def train(self, steps: int) -> None:
         self.losses += [self.trainer.run_step().loss for _ in range(steps)]
 
     def await_engines(self, number: int) -> None:
         deadline = time.monotonic() + 120
-        while len(self.runner._conductor.ready) < number:
+        while len(self.hall.conductor.ready) < number:
             assert time.monotonic() < deadline, self.happened
             time.sleep(0.02)
 
@@ -74,12 +74,12 @@ def run(tmp_path_factory) -> Iterator[Watched]:
 def test_two_engines_on_ray_and_one_killed_have_the_bits_of_one_engine(run):
     run.train(2)
     engines = run.engines()
-    actors = run.runner._launcher.pids
+    actors = run.hall.launcher.pids
     assert len(engines) == len(actors) == 2
-    killed = run.runner._workers[engines[1]]
+    killed = run.hall.worker_of(engines[1])
     os.kill(actors[killed], signal.SIGKILL)
     run.train(2)
-    assert run.runner.counts["engine lost"] == 1
+    assert run.hall.counts["engine lost"] == 1
     run.await_engines(2)  # one more was started
     run.train(1)
     assert len(run.engines()) == 2
@@ -87,7 +87,7 @@ def test_two_engines_on_ray_and_one_killed_have_the_bits_of_one_engine(run):
     how = [event.text for event in run.happened if event.kind == "worker ended"]
     assert len(how) == 1
     assert how[0].startswith(f"{killed} on {os.uname().nodename} with pid {actors[killed]} ended")
-    assert killed not in run.runner._launcher.pids
+    assert killed not in run.hall.launcher.pids
 
     alone = Trainer(settings(run.folder, "alone"))
     losses = [alone.run_step().loss for _ in run.losses]

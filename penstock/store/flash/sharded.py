@@ -1,4 +1,4 @@
-"""A store on flash in shards: each a `FlashStore` in a folder of its own, durable together."""
+"""A store on flash in shards, each in a folder of its own, durable together."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from penstock.store.flash.shards import Shards, agree, require_shards
-from penstock.store.flash.store import FlashStore
-from penstock.store.holding import Holding, Part
+from penstock.store.holding import Holding
 from penstock.store.interface import Store
 from penstock.store.lock import FolderLock
 from penstock.store.roles import Role
@@ -42,7 +41,7 @@ class ShardedFlashStore(ShardedStore):
     Args:
         program, shard_map, roles: as for `ShardedStore`.
         folder: where the shards' folders are, or are to be.
-        make_shard: opens the store of a part in a folder.
+        openers: for each shard, what opens its store, given the folder that it is in.
 
     Raises:
         OtherStoreError: the folder holds another number of shards, or the store of another model.
@@ -54,7 +53,7 @@ class ShardedFlashStore(ShardedStore):
         program: Holding,
         folder: Path,
         shard_map: ShardMap,
-        make_shard: Callable[[Part, Path], FlashStore],
+        openers: Sequence[Callable[[Path], DurableStore]],
         roles: Sequence[Role],
     ) -> None:
         self.folder = folder
@@ -68,8 +67,8 @@ class ShardedFlashStore(ShardedStore):
                 found.write()
             agree(found)
             shards = []
-            for part, where in zip(shard_map.parts(program), found.folders, strict=True):
-                shards.append(make_shard(part, where))
+            for open_shard, where in zip(openers, found.folders, strict=True):
+                shards.append(open_shard(where))
                 opened.callback(shards[-1].close)
             super().__init__(program, shard_map, shards, roles)
             self._on_flash = shards

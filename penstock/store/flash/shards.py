@@ -156,16 +156,21 @@ def agree(shards: Shards) -> None:
     step = common_step(shards, found)
     for folder, steps in zip(shards.folders, found, strict=True):
         if steps and steps[-1] != step:
-            kept = [
-                record
-                for record in durable_records(folder)
-                if step is not None and record.content["step"] <= step
-            ]
-            journal = Journal(folder / JOURNAL)
-            try:
-                journal.keep_only(kept)
-            finally:
-                journal.close()
+            go_back(folder, step)
+
+
+def go_back(folder: Path, step: int | None) -> None:
+    """Forget, durably, what a shard holds beyond a step; all of it, for None. While it is shut."""
+    kept = [
+        record
+        for record in durable_records(folder)
+        if step is not None and record.content["step"] <= step
+    ]
+    journal = Journal(folder / JOURNAL)
+    try:
+        journal.keep_only(kept)
+    finally:
+        journal.close()
 
 
 def recorded_steps(folder: Path) -> dict[int, dict[str, Any]]:

@@ -205,6 +205,11 @@ class FlashStore:
         record = self._journal.records[-1].content
         return record.get("step")
 
+    @property
+    def durable_steps(self) -> Sequence[int]:
+        """The steps to which the store can go back."""
+        return [record.content["step"] for record in self._journal.records[1:]]
+
     def close(self) -> None:
         """Stop the threads and let go of the files; what is not durable yet is given up."""
         if self._is_closed:

@@ -1,0 +1,475 @@
+"""Where the processes of a run meet: the door, who is who, and whom to start for whoever is lost.
+
+The hall is there before the store: shards that are apart must have come before anything can be put
+into them. A process that joins is given the place of a shard that is vacant, else that of an
+engine. Who takes part in which step is decided by the conductor, which has its seat here.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.assembly import thread_count
+from penstock.cluster.calls import Calls, error_class
+from penstock.cluster.launch import Ended, Launcher
+from penstock.cluster.plan import digest_of, transfers_of
+from penstock.cluster.record import NAME, write_record
+from penstock.cluster.remote_store import RemoteShard
+from penstock.cluster.shard_work import ShardHere, StoreOfShard
+from penstock.config import Config
+from penstock.errors import ClusterError, PenstockError, StorageError
+from penstock.events import ClusterEvent
+from penstock.fabric.messages import Kind, Message
+from penstock.fabric.nodes import CONDUCTOR, Conductor, Happened, Leases, ShardNode
+from penstock.fabric.sockets import Address, Endpoint, Link
+from penstock.step_layout import Layout
+from penstock.store import ShardMap, Store
+
+log = logging.getLogger("penstock.cluster")
+
+FIRST_ENGINE = 1000
+_BEAT = 0.1
+_MOST_IN_VAIN = 3
+_PATIENCE = 120.0  # seconds in which all engines should have come
+
+
+@dataclass
+class _Member:
+    """A process that has joined: its node, and what it is known by."""
+
+    number: int
+    link: Link
+    worker: str
+    listens: Any
+    shard: int | None  # the shard whose place it has; None for an engine
+
+
+class Hall:
+    """The processes of one run.
+
+    Args:
+        host: the interface on which to listen.
+        launch: makes the launcher, given the endpoint.
+        tell: is told what happens, one line at a time.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        layout: Layout,
+        *,
+        host: str,
+        token: str,
+        launch: Callable[[Endpoint], Launcher],
+        tell: Callable[[ClusterEvent], None],
+    ) -> None:
+        self._config, self._layout, self._tell = config, layout, tell
+        self.step = 0  # at which the run stands
+        self.counts: Counter[str] = Counter()
+        self.peak_bytes = 0  # the most that any engine has said to have held
+        self._plan()
+        self._members: dict[int, _Member] = {}
+        self._joining: dict[Link, _Member] = {}
+        self._addresses: dict[int, Any] = {}
+        self._useful: set[str] = set()  # workers that have been of use
+        self._in_vain = 0  # workers in a row that ended before
+        self._next = FIRST_ENGINE
+        self._failed: PenstockError | None = None
+        self._is_closed = self._have_come = False
+        self._first = list(range(1, 1 + config.store.shards))  # the shards' first nodes
+        self._local: list[ShardNode] = []
+        self._endpoint = Endpoint(
+            token,
+            host,
+            on_link_end=self._link_ended,
+            on_stranger=self._stranger,
+            on_failure=self._endpoint_failed,
+            every=self._every,
+            beat=_BEAT,
+        )
+        self.conductor = Conductor(
+            self._endpoint.runtime(CONDUCTOR),
+            self._first,
+            config.engines,
+            Leases(config.cluster.lease, config.cluster.stall),
+            self._happened,
+            least=layout.least_engines,
+            addresses=self._addresses,
+        )
+        self._endpoint.add(CONDUCTOR, _Desk(self))
+        self._calls = Calls(self._send, self.require_sound)
+        self._lost: dict[int, int] = {}  # the last nodes of shards whose places are vacant
+        self._successors: dict[int, int] = {}  # of nodes of shards that were lost
+        self._changed = threading.Condition()
+        self._vacant = set(range(config.store.shards)) if self._is_apart else set()
+        self._record = write_record(config.run.dir, self._endpoint.address, token)
+        self.launcher = launch(self._endpoint)
+        for _ in range(len(self._vacant) + config.engines + config.cluster.spare):
+            self.launcher.start()
+        self._endpoint.start()
+
+    def _plan(self) -> None:
+        """Settle what all processes must agree on, and what they are told of it."""
+        config, layout = self._config, self._layout
+        program, count = layout.program, config.store.shards
+        self._is_apart = config.cluster.shards == "apart"
+        shard_map = ShardMap.of(program, count)
+        self._parts = list(shard_map.parts(program))
+        holdings = {
+            name: [(piece.shard, piece.begin, piece.end) for piece in pieces]
+            for name, pieces in shard_map.pieces.items()
+        }
+        recompute = layout.plan.recompute
+        self._transfers = transfers_of(program, recompute, holdings, count)
+        self._digest = digest_of(program, self._transfers)
+        self._told = {
+            "config": config.to_mapping(),
+            "micro_batch": layout.micro_batch,
+            "length": layout.sequence_length,
+            "slot_bytes": layout.slot_bytes,
+            "recompute": sorted(recompute),
+            "holdings": {name: [list(piece) for piece in held] for name, held in holdings.items()},
+            "shards": count,
+            "engine_bytes": layout.budget_bytes,
+            "store_bytes": layout.shares.store,
+            # The same for all: PyTorch cuts sums over rows by the number of its threads.
+            "threads": thread_count(config.engine.threads),
+        }
+
+    @property
+    def address(self) -> Address:
+        """Where the run listens."""
+        return self._endpoint.address
+
+    @property
+    def carried_bytes(self) -> int:
+        """What this process has sent to all others and taken from them, frames' heads apart."""
+        links = [member.link for member in self._members.values()]
+        return sum(link.sent_bytes + link.taken_bytes for link in links)
+
+    def worker_of(self, node: int) -> str:
+        """Return the name of the worker that a node runs in."""
+        return self._members[node].worker
+
+    def call(self, action: Callable[[], None]) -> None:
+        """Do something in the thread in which all else happens here."""
+        self._endpoint.call(action)
+
+    def require_sound(self) -> None:
+        """Raise what makes it impossible to go on, if there is anything."""
+        if self._failed is not None:
+            raise self._failed
+        if self._is_closed:
+            raise ClusterError("the run's processes have been let go of")
+
+    # The store's shards
+
+    def remote_shards(self) -> list[RemoteShard] | None:
+        """Return the shards that are apart, once all have come; None if they are not apart.
+
+        Raises:
+            PenstockError: one cannot be made.
+        """
+        if not self._is_apart:
+            return None
+        with self._changed:
+            while self._vacant:
+                self.require_sound()
+                self._changed.wait(timeout=0.1)
+        return [
+            RemoteShard(part, node, self._calls, self._await_successor)
+            for part, node in zip(self._parts, self._first, strict=True)
+        ]
+
+    def seat_shards(self, stores: Sequence[Store]) -> None:
+        """Have the shards of a store in this process take part."""
+        recompute, program = self._layout.plan.recompute, self._layout.program
+
+        def seat() -> None:
+            for shard, store in enumerate(stores):
+                number = self._first[shard]
+                work = StoreOfShard(program, ShardHere(store), shard, recompute)
+                runtime = self._endpoint.runtime(number)
+                node = ShardNode(number, shard, runtime, self._transfers, work)
+                self._endpoint.add(number, node)
+                self._local.append(node)
+
+        self._do(seat)
+
+    def comes_back(self, node: int) -> bool:
+        """Tell whether a node was that of a shard whose place another takes, or has taken."""
+        with self._changed:
+            return node in self._successors or node in self._lost.values()
+
+    def _await_successor(self, node: int) -> int:
+        """Return the node that has taken a lost one's place, once there is one."""
+        with self._changed:
+            while node not in self._successors:
+                self.require_sound()
+                self._changed.wait(timeout=0.1)
+            return self._successors[node]
+
+    def _lose_shard(self, lost: _Member) -> None:
+        """Make room for another, if what the shard held is on flash; else the run is over."""
+        shard, why = lost.shard, f"shard {lost.shard} of the store was lost"
+        assert shard is not None
+        if self._config.store.flash.path is None:
+            self._fail(
+                StorageError(
+                    f"{why}, and with it what it had in memory; give the same command again, it "
+                    "goes on from the last checkpoint"
+                )
+            )
+        elif not self._have_come:
+            self._fail(StorageError(f"{why} before all had come; give the same command again"))
+        else:
+            with self._changed:
+                self._lost[shard] = lost.number
+                self._vacant.add(shard)
+            if self._config.cluster.start == "listen":
+                self.say("shard wanted", self._how_to_start(shard), lost.number)
+        again = "give the same command again, the run goes on from the last step that is safe"
+        self._calls.lost(lost.number, f"{why}; {again}")
+
+    def _how_to_start(self, shard: int) -> str:
+        record = self._config.run.dir.absolute() / NAME
+        return (
+            f"on the host with shard {shard} of the store: "
+            f"python -m penstock.cluster.worker {record} --shard {shard}"
+        )
+
+    # Engines
+
+    def await_engines(self) -> None:
+        """Before the first step, let all engines come, unless that takes too long."""
+        wanted, deadline = self._config.engines, time.monotonic() + _PATIENCE
+        while len(self.conductor.ready) < wanted:
+            self.require_sound()
+            if time.monotonic() > deadline:
+                text = f"{len(self.conductor.ready)} of {wanted} engines have come"
+                self.say("waiting", f"{text} in {_PATIENCE:.0f} s; beginning with those")
+                return
+            time.sleep(0.02)
+
+    def scale(self, engines: int) -> None:
+        """Go on with so many engines from the next step on, as soon as they are there."""
+        self._do(lambda: self._scale(engines))
+
+    def _scale(self, engines: int) -> int:
+        before, self.conductor.wanted = self.conductor.wanted, engines
+        for _ in range(engines - before):
+            self.launcher.start()
+        self.say("scaled", f"{before} engines before, {engines} from the next step on")
+        return before
+
+    def close(self) -> None:
+        """End the workers and close the door."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._record.unlink(missing_ok=True)
+        self._endpoint.close()
+        self.launcher.close()
+
+    def _do(self, action: Callable[[], object]) -> None:
+        """Do something in the endpoint's thread, and wait for it."""
+        done = threading.Event()
+
+        def act() -> None:
+            action()
+            done.set()
+
+        self._endpoint.call(act)
+        while not done.wait(timeout=0.5):
+            self.require_sound()
+
+    def _send(self, node: int, message: Message) -> None:
+        self._endpoint.call(lambda: self._endpoint.send(CONDUCTOR, node, message))
+
+    # In the endpoint's thread
+
+    def _every(self, now: float) -> None:
+        for node in self._local:
+            body = {
+                "progress": node.progress,
+                "busy": self._endpoint.is_busy(node.number),
+            }
+            self.conductor.handle(Message(Kind.BEAT, 0, node.number, body=body))
+        self.conductor.tick(now)
+        for ended in self.launcher.poll():
+            self._replace(ended)
+
+    def _replace(self, ended: Ended) -> None:
+        """Start another worker for one that has ended, unless they end before they are of use."""
+        self.say("worker ended", ended.how)
+        if ended.worker in self._useful:
+            self._useful.discard(ended.worker)
+        else:
+            self._in_vain += 1
+        if self._in_vain < _MOST_IN_VAIN:
+            self.launcher.start()
+            return
+        text = f"{self._in_vain} workers in a row ended before they could compute; {ended.how}"
+        self.say("not replaced", text)
+        if self._vacant or not self.conductor.ready:
+            self._fail(ClusterError(text))
+
+    def _fail(self, error: PenstockError) -> None:
+        with self._changed:
+            self._failed = self._failed or error
+            self._changed.notify_all()
+
+    def _endpoint_failed(self, error: Exception) -> None:
+        self._fail(ClusterError(f"the run's network failed: {type(error).__name__}: {error}"))
+        log.error("the endpoint failed", exc_info=error)
+
+    def _stranger(self, link: Link, message: Message) -> None:
+        """Take what a peer says before it is somebody."""
+        if message.kind is Kind.JOIN:
+            self._welcome(link, message.body)
+        elif message.kind is Kind.READY and link in self._joining:
+            self._admit(self._joining.pop(link), message.body)
+        elif message.kind is Kind.TROUBLE and link in self._joining:
+            self._turn_away(self._joining.pop(link), message.body)
+        elif message.kind is Kind.ORDER:
+            self._take_order(link, message.body)
+
+    def _welcome(self, link: Link, said: Mapping[str, Any]) -> None:
+        """Give a process that joins its place."""
+        shard = self._place_for(said.get("shard"))
+        if shard is None and said.get("shard") is not None:
+            self.say("refused", f"shard {said['shard']} of the store is not wanted: it is there")
+            link.close()
+            return
+        number = self._next
+        if shard is not None and not self._have_come:
+            number = self._first[shard]
+        else:
+            self._next += 1
+        self._joining[link] = _Member(
+            number, link, str(said.get("worker")), said.get("listens"), shard
+        )
+        body = {
+            "node": number,
+            "shard": shard,
+            "reopen": self._have_come,
+            "run": self._told,
+            "shards_there": [] if self._is_apart else self._first,
+        }
+        link.send(Message(Kind.WELCOME, 0, CONDUCTOR, body=body))
+
+    def _place_for(self, asked: object) -> int | None:
+        """Return the vacant place of a shard that a process gets."""
+        taken = {member.shard for member in self._joining.values()}
+        free = sorted(self._vacant - taken)
+        if asked is not None:
+            return asked if isinstance(asked, int) and asked in free else None
+        # Where people start the workers, they know which host has which shard's flash.
+        return free[0] if free and self._config.cluster.start != "listen" else None
+
+    def _admit(self, member: _Member, said: Mapping[str, Any]) -> None:
+        """Take a process that is ready among those of the run."""
+        number, link, shard = member.number, member.link, member.shard
+        if said.get("digest") != self._digest:
+            what = f"engine {number}" if shard is None else f"shard {shard}"
+            self.say("refused", f"{what} has compiled another program", number)
+            link.close()
+            return
+        self._endpoint.attach(number, link)
+        self._members[number] = member
+        self._addresses[number] = member.listens
+        self._useful.add(member.worker)
+        self._in_vain = 0
+        if shard is None:
+            self.conductor.joined(number)
+            return
+        if self._have_come:
+            self.conductor.shard_joined(shard, number)
+        else:
+            self.say("joined", f"shard {shard} is ready", number)
+        with self._changed:
+            if shard in self._lost:
+                self._successors[self._lost.pop(shard)] = number
+            self._vacant.discard(shard)
+            self._have_come = self._have_come or not self._vacant
+            self._changed.notify_all()
+
+    def _turn_away(self, member: _Member, said: Mapping[str, Any]) -> None:
+        """Let a process go that cannot be what it was to be."""
+        what = f"engine {member.number}" if member.shard is None else f"shard {member.shard}"
+        text = f"{what} could not be made: {said.get('text')}"
+        self.say("refused", text, member.number)
+        if member.shard is not None or not self.conductor.ready:
+            self._fail(error_class(str(said.get("error")))(text))
+        member.link.close()
+
+    def _take_order(self, link: Link, body: Mapping[str, Any]) -> None:
+        """Change the number of engines, as a command asks."""
+        wanted = body.get("engines")
+        least, most = self._layout.least_engines, self._layout.micro_batches
+        if not isinstance(wanted, int) or not least <= wanted <= most:
+            text = (
+                f"engines: expected {least} (with fewer, a step does not fit engine.memory) to "
+                f"{most} (one micro-batch each), got {wanted!r}"
+            )
+            link.send(Message(Kind.ANSWER, 0, CONDUCTOR, body={"error": text}))
+            return
+        before = self._scale(wanted)
+        link.send(Message(Kind.ANSWER, 0, CONDUCTOR, body={"engines": wanted, "before": before}))
+
+    def _link_ended(self, link: Link, error: Exception) -> None:
+        self._joining.pop(link, None)
+        number = link.peer
+        if number is not None and number in self._members and self._members[number].link is link:
+            self.conductor.lost(number, f"its connection ended ({error})")
+
+    def _happened(self, happened: Happened) -> None:
+        is_loss = happened.kind in ("engine lost", "shard lost")
+        self.say(happened.kind, happened.text, happened.node)
+        if is_loss and happened.node is not None:
+            self._lose(happened.node)
+
+    def _lose(self, number: int) -> None:
+        """Let nothing of a node come back."""
+        member = self._members.pop(number, None)
+        self._addresses.pop(number, None)
+        if member is None:
+            return
+        member.link.close()
+        self.launcher.end(member.worker)
+        if member.shard is not None:
+            self._lose_shard(member)
+
+    def say(self, kind: str, text: str, node: int | None = None) -> None:
+        """Tell of something that has happened, and count it."""
+        self.counts[kind] += 1
+        self._tell(ClusterEvent(kind, text, node, self.step))
+
+    def _take(self, message: Message) -> None:
+        if message.kind is Kind.RETURN:
+            self._calls.take(message)
+            return
+        if message.kind is Kind.BEAT:
+            self._calls.heard(message.sender)
+            peak = message.body.get("peak_bytes")
+            self.peak_bytes = max(self.peak_bytes, peak if isinstance(peak, int) else 0)
+        self.conductor.handle(message)
+
+
+class _Desk:
+    """The conductor as a node of its process."""
+
+    progress = 0
+
+    def __init__(self, hall: Hall) -> None:
+        self._hall = hall
+
+    def handle(self, message: Message) -> None:
+        """Take a message."""
+        self._hall._take(message)

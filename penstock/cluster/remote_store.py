@@ -1,0 +1,263 @@
+"""The store of a shard in another process, as the trainer's process sees it.
+
+Every method of the store's interface is a call (`calls.py`) that the shard's process answers, in
+the order in which they were made, beside the steps (`store_calls.py`). What goes this way is what
+the trainer itself does with a store: filling it, saving, evaluating, looking. A step's weights and
+gradients go between shards and engines and never through here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from penstock.cluster.calls import PIECE_BYTES, Calls, Said, ShardLostError
+from penstock.cluster.shard_work import commit_of, report_of
+from penstock.cluster.store_calls import bytes_of
+from penstock.errors import ClusterError
+from penstock.store import (
+    Commit,
+    FlashTraffic,
+    GradientReport,
+    Holding,
+    Traffic,
+    global_norm,
+)
+from penstock.store.incoming import fill
+from penstock.store.roles import MASTER, Stored
+
+# These are asked between two steps. They have the same sense for whoever comes in a lost shard's
+# place, and the next step finds out at which step that stands.
+_BETWEEN_STEPS = frozenset({"remember", "take_traffic", "take_flash_traffic", "status"})
+
+_TYPES = {"float32": torch.float32, "uint8": torch.uint8}
+
+
+class RemoteShard:
+    """One shard's store, on flash or in memory; see `DramStore` for what each method does.
+
+    Args:
+        program: what the shard holds.
+        node: its node; another one takes its place when it is lost.
+        calls: asks it.
+        await_other: returns, for a node that is lost, the one that has taken its place; raises if
+            none can.
+    """
+
+    def __init__(
+        self, program: Holding, node: int, calls: Calls, await_other: Callable[[int], int]
+    ) -> None:
+        self.program = program
+        self.step = 0  # as the shard has last said
+        self.memory_bytes: Mapping[str, int] = {}
+        self.flash_bytes = 0
+        self.flash_rule = FlashTraffic()
+        self._node, self._calls, self._await_other = node, calls, await_other
+        self._is_open = False
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shape of what there is of every weight, by name."""
+        return {name: spec.shape for name, spec in self.program.weights.items()}
+
+    def _ask(
+        self, method: str, arrays: Mapping[str, np.ndarray] | None = None, **arguments: Any
+    ) -> Said:
+        while True:
+            try:
+                answer = self._calls.ask(self._node, method, arguments, arrays or {})
+            except ShardLostError:
+                if method not in _BETWEEN_STEPS:
+                    raise
+                self._node = self._await_other(self._node)
+                continue
+            step = answer.body.get("step")
+            if isinstance(step, int):
+                self.step = step
+            return answer
+
+    def open(self) -> RemoteShard:
+        """Have the shard's process open its store, new or as it was left."""
+        found = self._ask("open").body
+        self.memory_bytes = {str(k): int(v) for k, v in found["memory_bytes"].items()}
+        self.flash_bytes = int(found["flash_bytes"])
+        read, written = found["flash_rule"]
+        self.flash_rule = FlashTraffic(int(read), int(written))
+        self._is_open = True
+        return self
+
+    def close(self) -> None:
+        """Have it let go of its files; one that is gone has done so."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        try:
+            self._ask("close")
+        except ShardLostError:
+            return
+
+    # On flash
+
+    @property
+    def is_new(self) -> bool:
+        """Whether it holds no durable step yet."""
+        return bool(self._ask("status").body["is_new"])
+
+    @property
+    def durable_step(self) -> int | None:
+        """The step that would be found after a crash now; None before the first."""
+        step = self._ask("status").body["durable_step"]
+        return None if step is None else int(step)
+
+    @property
+    def extra(self) -> Mapping[str, Any]:
+        """What was kept with the present step."""
+        return dict(self._ask("status").body["extra"])
+
+    def make_durable(self) -> None:
+        """Return when the present step would be found after a crash."""
+        self._ask("make_durable")
+
+    def page_lock(self) -> bool:
+        """Nothing streams from here to a GPU: engines have buffers of their own."""
+        return True
+
+    def remember(self, extra: Mapping[str, Any]) -> None:
+        """Keep plain data with the present step."""
+        self._ask("remember", extra=dict(extra))
+
+    # Weights out and in
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Fill all masters, one weight at a time (`DramStore.load`)."""
+        fill(self, weights)
+
+    def fetch(self, stage: int, positions: Sequence[int] | None = None) -> list[torch.Tensor]:
+        """Return the weights of a stage, in memory of their own."""
+        names = self.program.stages[stage].weights
+        chosen = names if positions is None else [names[position] for position in positions]
+        wanted = None if positions is None else list(positions)
+        return self._tensors(chosen, self._ask("fetch", stage=stage, positions=wanted))
+
+    def stream(self, names: Sequence[str]) -> list[torch.Tensor]:
+        """Return weights by name, in memory of their own."""
+        return self._tensors(names, self._ask("stream", names=list(names)))
+
+    def _tensors(self, names: Sequence[str], answer: Said) -> list[torch.Tensor]:
+        tensors = []
+        for number, name in enumerate(names):
+            spec, array = self.program.weights[name], answer.arrays[str(number)]
+            if spec.stream_dtype is torch.bfloat16:
+                tensor = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+            else:
+                tensor = torch.from_numpy(array)
+            tensors.append(tensor.view(spec.shape))
+        return tensors
+
+    def receive(self, stage: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Take the gradients of one stage (`DramStore.receive`)."""
+        held = self.program.stages[stage].weights
+        names = [name for name in held if self.program.weights[name].trainable]
+        arrays = {
+            name: bytes_of(gradient)
+            for name, gradient in zip(names, gradients, strict=True)
+            if gradient is not None
+        }
+        self._ask("receive", arrays, stage=stage, names=names)
+
+    def commit(self) -> Commit:
+        """Decide the step by this shard's gradients alone (`DramStore.commit`)."""
+        return self.decide(global_norm(self.program, self.step + 1, self.prepare()))
+
+    def prepare(self) -> GradientReport:
+        """Return what is known of the step's gradients; the shard is then ready to decide."""
+        return report_of(self._ask("prepare").body)
+
+    def decide(self, norm: float) -> Commit:
+        """Commit the step with the global norm of all shards."""
+        return commit_of(self._ask("decide", norm=norm.hex()).body)
+
+    def discard(self) -> None:
+        """Throw away the gradients that came since the last commit."""
+        self._ask("discard")
+
+    def flush(self) -> None:
+        """Make all updates that are still awaited, now."""
+        self._ask("flush")
+
+    def unchanged(self) -> dict[str, str]:
+        """Return the trainable weights that no update has changed (`DramStore.unchanged`)."""
+        return {str(k): str(v) for k, v in self._ask("unchanged").body["unchanged"].items()}
+
+    def take_traffic(self) -> Traffic:
+        """Return what was streamed, received and waited for, since the last call."""
+        said = self._ask("take_traffic").body
+        (streamed, gradient), (update, snapshot) = said["bytes"], said["seconds"]
+        return Traffic(int(streamed), int(gradient), float(update), float(snapshot))
+
+    def take_flash_traffic(self) -> FlashTraffic:
+        """Return what moved to and from flash, since the last call."""
+        said = self._ask("take_flash_traffic").body
+        read, written = said["moved"]
+        return FlashTraffic(int(read), int(written), float(said["seconds"]))
+
+    # Looking at the state, and restoring it
+
+    def roles(self, name: str) -> dict[str, Stored]:
+        """Return what there is of a weight: its master, then its state."""
+        found = self._ask("roles", name=name).body["roles"]
+        return {
+            str(role): Stored(_type_of(kind), tuple(map(int, shape)))
+            for role, (kind, shape) in found.items()
+        }
+
+    def master(self, name: str) -> torch.Tensor:
+        """Return a copy of a weight, float32 in its shape."""
+        spec = self.program.weights[name]
+        return torch.from_numpy(self.read(name, MASTER, 0, spec.elements)).view(spec.shape)
+
+    def state(self, name: str) -> dict[str, torch.Tensor]:
+        """Return copies of the optimizer's state of a weight by role, as they would be saved."""
+        return {
+            role: torch.from_numpy(self.read(name, role, 0, math.prod(kind.shape))).view(kind.shape)
+            for role, kind in self.roles(name).items()
+            if role != MASTER
+        }
+
+    def read(self, name: str, role: str, begin: int, end: int) -> np.ndarray:
+        """Return values `begin` to `end` of a weight or of its state, flat."""
+        return self._ask("read", name=name, role=role, begin=begin, end=end).arrays["values"]
+
+    def begin_restore(self) -> None:
+        """Forget everything; the store is of no use until `finish_restore`."""
+        self._ask("begin_restore")
+
+    def write(self, name: str, role: str, begin: int, values: np.ndarray) -> None:
+        """Overwrite values of a weight or of its state, while restoring."""
+        most = max(1, PIECE_BYTES // values.itemsize)
+        for first in range(0, values.size, most):  # the other side has memory for one at a time
+            part = values[first : first + most]
+            self._ask("write", {"values": part}, name=name, role=role, begin=begin + first)
+
+    def clear_state(self, name: str) -> None:
+        """Put the optimizer's state of a weight to zero, while restoring."""
+        self._ask("clear_state", name=name)
+
+    def finish_restore(self, step: int) -> None:
+        """Make the store usable: all weights and state are those after `step` commits."""
+        self._ask("finish_restore", step=step)
+
+    def content_hash(self) -> str:
+        """Return a hash of what the shard holds of all weights."""
+        return str(self._ask("content_hash").body["hash"])
+
+
+def _type_of(name: str) -> torch.dtype:
+    try:
+        return _TYPES[name]
+    except KeyError:
+        raise ClusterError(f"a shard holds values of type {name!r}, which is not known") from None

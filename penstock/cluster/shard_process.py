@@ -1,0 +1,81 @@
+"""A shard's store in a process of its own: opened when it is asked for, and again to go back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock import stores
+from penstock.cluster.shard_work import require_at
+from penstock.config import Config
+from penstock.errors import StorageError
+from penstock.program import Program
+from penstock.store import ShardMap, Store
+from penstock.store.flash import FlashStore, go_back
+
+
+class ShardApart:
+    """The store of one shard in this process: in memory, or in a folder on this host's flash.
+
+    Args:
+        program: of the whole model.
+        shard: which shard it is.
+        store_bytes: what all shards together may take of memory.
+    """
+
+    def __init__(self, config: Config, program: Program, shard: int, store_bytes: int) -> None:
+        self._config, self._program, self._shard = config, program, shard
+        self._store_bytes = store_bytes
+        self._part = ShardMap.of(program, config.store.shards).part(program, shard)
+        self._open: Store | None = None
+
+    @property
+    def store(self) -> Store:
+        """The store.
+
+        **Raises:** `StorageError` while it is shut.
+        """
+        if self._open is None:
+            raise StorageError(f"shard {self._shard} of the store is shut")
+        return self._open
+
+    def open(self, must_hold: bool = False) -> Store:
+        """Open it, new or as it was left.
+
+        **Raises:** what the store raises, and `StorageError` if it must hold a step and does not.
+        """
+        self.close()
+        config = self._config
+        if config.store.flash.path is None:
+            self._open = stores.make_dram_shard(config, self._program, self._part)
+            return self._open
+        folder = config.store.flash.path / f"shard-{self._shard}"
+        if must_hold and not folder.exists():
+            raise StorageError(
+                f"{folder} is not on this host; start the worker where that shard's flash is, or "
+                "put store.flash.path on a file system that all hosts share"
+            )
+        each = stores.flash_share(config, self._program, self._store_bytes)
+        self._open = stores.make_flash_shard(config, self._program, self._part, folder, each)
+        return self._open
+
+    def close(self) -> None:
+        """Let go of what is open; what is not durable yet is given up."""
+        store, self._open = self._open, None
+        if store is not None:
+            store.close()
+
+    def held_steps(self) -> Sequence[int]:
+        """Return the steps that it can go back to: where it stands, and its durable ones."""
+        store = self.store
+        durable = store.durable_steps if isinstance(store, FlashStore) else []
+        return sorted({*durable, store.step})
+
+    def go_back(self, step: int) -> None:
+        """Have it stand at one of them; what came after is forgotten, durably."""
+        store = self.store
+        if store.step == step or not isinstance(store, FlashStore):
+            require_at(store, step)
+            return
+        self.close()
+        go_back(store.folder, step)
+        require_at(self.open(must_hold=True), step)

@@ -1,0 +1,227 @@
+"""What another process may have a shard's store do: one fixed table of methods.
+
+Here is the side that answers. Arguments are plain data from a peer that has the run's token; each
+is made what it should be before the store sees it. The side that asks is `remote_store.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from penstock.cluster.calls import Arrays, Said
+from penstock.cluster.shard_work import body_of_commit, body_of_report
+from penstock.errors import ClusterError, PenstockError
+from penstock.store import Store
+from penstock.store.flash import FlashStore
+
+
+class Place(Protocol):
+    """Where a shard's store is: it can be opened and closed, and opened again."""
+
+    @property
+    def store(self) -> Store: ...
+
+    def open(self, must_hold: bool = False) -> Store: ...
+
+    def close(self) -> None: ...
+
+
+def bytes_of(tensor: torch.Tensor) -> np.ndarray:
+    """Return a tensor as an array of a type that goes over the wire, flat; bfloat16 as uint16."""
+    flat = tensor.detach().contiguous().view(-1)
+    if flat.dtype is torch.bfloat16:
+        return flat.view(torch.int16).numpy().view(np.uint16)
+    return flat.numpy()
+
+
+def answer(place: Place, said: Said) -> Said:
+    """Do what a call asks for, and return what is to be answered.
+
+    An error is an answer too. Every answer says at which step the store stands after it.
+    """
+    try:
+        name = said.body.get("method")
+        method = METHODS.get(name) if isinstance(name, str) else None
+        if method is None:
+            raise ClusterError(f"a shard was asked for {str(name)[:40]!r}, which it does not do")
+        done = method(place, dict(said.body.get("with", {})), said.arrays)
+        step = {} if name == "close" else {"step": place.store.step}
+        return Said({**done.body, **step}, done.arrays)
+    except PenstockError as error:
+        return Said({"error": type(error).__name__, "text": str(error)})
+    except Exception as error:  # a defect, here or there: the other side says it
+        return Said({"error": "ClusterError", "text": f"{type(error).__name__}: {error}"})
+
+
+def _open(place: Place, given: Mapping[str, Any], arrays: Arrays) -> Said:
+    store = place.open()
+    rule = store.flash_rule
+    return Said(
+        {
+            "memory_bytes": dict(store.memory_bytes),
+            "flash_bytes": store.flash_bytes,
+            "flash_rule": [rule.read_bytes, rule.written_bytes],
+        }
+    )
+
+
+def _close(place: Place, given: Mapping[str, Any], arrays: Arrays) -> Said:
+    place.close()
+    return Said()
+
+
+def _status(place: Place, given: Mapping[str, Any], arrays: Arrays) -> Said:
+    store = place.store
+    if not isinstance(store, FlashStore):
+        return Said()
+    return Said(
+        {"is_new": store.is_new, "durable_step": store.durable_step, "extra": dict(store.extra)}
+    )
+
+
+def _fetch(place: Place, given: Mapping[str, Any], arrays: Arrays) -> Said:
+    positions = given["positions"]
+    if positions is not None:
+        positions = [int(position) for position in positions]
+    return _numbered(place.store.fetch(int(given["stage"]), positions))
+
+
+def _stream(place: Place, given: Mapping[str, Any], arrays: Arrays) -> Said:
+    return _numbered(place.store.stream([str(name) for name in given["names"]]))
+
+
+def _numbered(tensors: list[torch.Tensor]) -> Said:
+    return Said({}, {str(number): bytes_of(tensor) for number, tensor in enumerate(tensors)})
+
+
+def _receive(place: Place, given: Mapping[str, Any], arrays: Arrays) -> Said:
+    store, gradients = place.store, []
+    for name in given["names"]:
+        found = arrays.get(str(name))
+        shape = store.program.weights[str(name)].shape
+        gradients.append(None if found is None else torch.from_numpy(found).view(shape))
+    store.receive(int(given["stage"]), gradients)
+    return Said()
+
+
+def _prepare(place: Place, given: Mapping[str, Any], arrays: Arrays) -> Said:
+    return Said(body_of_report(place.store.prepare()))
+
+
+def _decide(place: Place, given: Mapping[str, Any], arrays: Arrays) -> Said:
+    return Said(body_of_commit(place.store.decide(float.fromhex(given["norm"]))))
+
+
+def _discard(place: Place, given: Mapping[str, Any], arrays: Arrays) -> Said:
+    place.store.discard()
+    return Said()
+
+
+def _flush(place: Place, given: Mapping[str, Any], arrays: Arrays) -> Said:
+    place.store.flush()
+    return Said()
+
+
+def _unchanged(place: Place, given: Mapping[str, Any], arrays: Arrays) -> Said:
+    return Said({"unchanged": place.store.unchanged()})
+
+
+def _take_traffic(place: Place, given: Mapping[str, Any], arrays: Arrays) -> Said:
+    taken = place.store.take_traffic()
+    return Said(
+        {
+            "bytes": [taken.streamed_bytes, taken.gradient_bytes],
+            "seconds": [taken.update_seconds, taken.snapshot_seconds],
+        }
+    )
+
+
+def _take_flash_traffic(place: Place, given: Mapping[str, Any], arrays: Arrays) -> Said:
+    taken = place.store.take_flash_traffic()
+    return Said({"moved": [taken.read_bytes, taken.written_bytes], "seconds": taken.waited_seconds})
+
+
+def _roles(place: Place, given: Mapping[str, Any], arrays: Arrays) -> Said:
+    roles = place.store.roles(str(given["name"]))
+    return Said(
+        {
+            "roles": {
+                role: [str(stored.dtype).removeprefix("torch."), list(stored.shape)]
+                for role, stored in roles.items()
+            }
+        }
+    )
+
+
+def _read(place: Place, given: Mapping[str, Any], arrays: Arrays) -> Said:
+    begin, end = int(given["begin"]), int(given["end"])
+    values = place.store.read(str(given["name"]), str(given["role"]), begin, end)
+    return Said({}, {"values": values})
+
+
+def _begin_restore(place: Place, given: Mapping[str, Any], arrays: Arrays) -> Said:
+    place.store.begin_restore()
+    return Said()
+
+
+def _write(place: Place, given: Mapping[str, Any], arrays: Arrays) -> Said:
+    begin = int(given["begin"])
+    place.store.write(str(given["name"]), str(given["role"]), begin, arrays["values"])
+    return Said()
+
+
+def _clear_state(place: Place, given: Mapping[str, Any], arrays: Arrays) -> Said:
+    place.store.clear_state(str(given["name"]))
+    return Said()
+
+
+def _finish_restore(place: Place, given: Mapping[str, Any], arrays: Arrays) -> Said:
+    place.store.finish_restore(int(given["step"]))
+    return Said()
+
+
+def _content_hash(place: Place, given: Mapping[str, Any], arrays: Arrays) -> Said:
+    return Said({"hash": place.store.content_hash()})
+
+
+def _remember(place: Place, given: Mapping[str, Any], arrays: Arrays) -> Said:
+    place.store.remember(dict(given["extra"]))
+    return Said()
+
+
+def _make_durable(place: Place, given: Mapping[str, Any], arrays: Arrays) -> Said:
+    store = place.store
+    if not isinstance(store, FlashStore):
+        raise ClusterError("a shard in memory was asked to make its step durable")
+    store.make_durable()
+    return Said()
+
+
+METHODS: Mapping[str, Callable[[Place, Mapping[str, Any], Arrays], Said]] = {
+    "open": _open,
+    "close": _close,
+    "status": _status,
+    "fetch": _fetch,
+    "stream": _stream,
+    "receive": _receive,
+    "prepare": _prepare,
+    "decide": _decide,
+    "discard": _discard,
+    "flush": _flush,
+    "unchanged": _unchanged,
+    "take_traffic": _take_traffic,
+    "take_flash_traffic": _take_flash_traffic,
+    "roles": _roles,
+    "read": _read,
+    "begin_restore": _begin_restore,
+    "write": _write,
+    "clear_state": _clear_state,
+    "finish_restore": _finish_restore,
+    "content_hash": _content_hash,
+    "remember": _remember,
+    "make_durable": _make_durable,
+}
