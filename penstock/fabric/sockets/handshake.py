@@ -4,7 +4,7 @@ A challenge and response over HMAC-SHA256 (RFC 2104), each side with a nonce of 
 neither the token nor anything from which it could be found, or that could be sent again, crosses
 the wire. Until a peer has proved itself, a fixed number of bytes is read from it and compared;
 nothing is parsed. What follows is not encrypted: a run belongs on a network that nobody else
-listens on (`docs/security.md`).
+listens on (`docs/cluster.md`).
 """
 
 from __future__ import annotations
