@@ -25,7 +25,7 @@ from typing import Any
 from penstock.cluster.engine_work import EngineOfProcess
 from penstock.cluster.plan import digest_of, transfers_of
 from penstock.cluster.record import read_record
-from penstock.errors import ClusterError, PenstockError
+from penstock.errors import ClusterError, CorruptionError, PenstockError
 from penstock.fabric.messages import Kind, Message
 from penstock.fabric.nodes import CONDUCTOR, EngineNode
 from penstock.fabric.sockets import Endpoint, Link, own_host
@@ -141,6 +141,11 @@ class Worker:
     def _link_ended(self, link: Link, error: Exception) -> None:
         if link is self._link:
             self._events.put(("ended", link))
+        elif isinstance(error, CorruptionError) and self._node is not None:
+            # What was in the frame will not come again: the step begins anew, over new links.
+            body, node = {"text": str(error)}, self._node
+            message = Message(Kind.DAMAGED, node.epoch, node.number, body=body)
+            self._endpoint.send(node.number, CONDUCTOR, message)
 
     def _beat(self, now: float) -> None:
         node, link, built = self._node, self._link, self._built

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from penstock.errors import ClusterError, CorruptionError
+from penstock.errors import ClusterError
 from penstock.fabric.messages import Kind, Message
 from penstock.fabric.sockets import handshake
 from penstock.fabric.sockets.link import Link
@@ -252,13 +252,8 @@ class Endpoint:
 
     def _deliver(self, to: int, message: Message) -> None:
         place = self._places.get(to)
-        if place is None:
-            return
-        try:
+        if place is not None:
             place.node.handle(message)
-        except CorruptionError as error:  # it makes no sense to this node; the step begins anew
-            body = {"error": type(error).__name__, "text": str(error)}
-            self.send(to, 0, Message(Kind.TROUBLE, message.epoch, to, message.step, body=body))
 
     def _loop(self) -> None:
         try:
