@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -52,7 +53,8 @@ def test_it_trains_on_all_hosts_and_saves_when_the_time_is_over(tmp_path):
         "SLURM_CPUS_PER_TASK": "2",
     }
     token = tmp_path / f".penstock-{JOB}.token"
-    job = subprocess.Popen(
+    said, stopped = [], False
+    with subprocess.Popen(
         # Four engines and a CPU for each: more than one of the two hosts has.
         ["bash", str(ROOT / "recipes/slurm/ray.sbatch"), "run.yaml", "engines=3"],
         cwd=tmp_path,
@@ -60,20 +62,17 @@ def test_it_trains_on_all_hosts_and_saves_when_the_time_is_over(tmp_path):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-    )
-    said = []
-    for line in job.stdout:
-        said.append(line)
-        if line.startswith("step 1/"):
-            assert token.stat().st_mode & 0o777 == 0o600
-        if line.startswith("step ") and sum("joined" in seen for seen in said) == 4:
-            break
-    else:
-        pytest.fail("".join(said))
-    job.send_signal(signal.SIGTERM)
-    said += job.stdout.readlines()
-    assert job.wait() == 128 + signal.SIGTERM
-    assert any("saved" in line for line in said), said
+    ) as job:
+        for line in job.stdout:
+            said.append(line)
+            if line.startswith("step 1/"):
+                assert stat.S_IMODE(token.stat().st_mode) == 0o600
+            joined = sum("joined" in seen for seen in said)
+            if line.startswith("step ") and joined == 4 and not stopped:
+                stopped = True
+                job.send_signal(signal.SIGTERM)  # what follows is read until it has ended
+    assert job.returncode == 128 + signal.SIGTERM, said
+    assert any(line.startswith("step ") and "saved" in line for line in said)
     assert not token.exists()
     deadline = time.monotonic() + 60
     while left := _processes_with(str(tmp_path)):
