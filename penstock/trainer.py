@@ -173,6 +173,7 @@ class Trainer:
             batches,
             tokens=self._tokens_per_step(),
             tell=lambda event: self._tell(event),
+            should_stop=lambda: self._stop_reason is not None,
         )
 
     @property
@@ -236,6 +237,8 @@ class Trainer:
             except NonFiniteError:
                 self.save()  # what is committed is good
                 raise
+            except InterruptedError:  # a stop was asked for while no engine was there
+                break
             if config.evaluation.every and self.step % config.evaluation.every == 0:
                 self._evaluate_and_judge()
             if self._saver.is_due(self.step):

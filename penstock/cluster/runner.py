@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import queue
 import threading
 import time
 from collections import Counter
@@ -20,12 +21,13 @@ from penstock.assembly import thread_count
 from penstock.batches import Batches
 from penstock.cluster.launch import Ended, Launcher
 from penstock.cluster.plan import Holdings, digest_of, transfers_of
-from penstock.cluster.record import write_record
+from penstock.cluster.record import remove_record, write_record
 from penstock.cluster.shard_work import StoreOfShard, report_of
 from penstock.cluster.stragglers import Stragglers
 from penstock.config import Config
 from penstock.errors import ClusterError, NonFiniteError, PenstockError
 from penstock.events import ClusterEvent, StepDone
+from penstock.export import KEPT
 from penstock.fabric.messages import Kind, Message
 from penstock.fabric.nodes import (
     CONDUCTOR,
@@ -34,6 +36,7 @@ from penstock.fabric.nodes import (
     Leases,
     Outcome,
     Part,
+    Phase,
     ShardNode,
     TroubleError,
 )
@@ -48,6 +51,7 @@ FIRST_ENGINE = 1000
 _BEAT = 0.1
 _MOST_IN_VAIN = 3
 _GIVING_UP = 60.0  # seconds in which a step that is decided must end
+_LOOK = 0.05  # seconds between two looks at what has happened
 _PATIENCE = 120.0  # seconds in which all engines should have come
 
 
@@ -59,7 +63,8 @@ class ClusterRunner:
         holdings: what each of them holds of every weight.
         host: the interface on which to listen.
         launch: makes the launcher, given the endpoint and the token.
-        tell: is told what happens, one line at a time.
+        tell: is told what happens, one line at a time, by the thread that asks for steps.
+        should_stop: whether waiting for engines is to end.
     """
 
     def __init__(
@@ -76,9 +81,13 @@ class ClusterRunner:
         token: str,
         launch: Callable[[Endpoint], Launcher],
         tell: Callable[[ClusterEvent], None],
+        should_stop: Callable[[], bool],
     ) -> None:
         self._config, self._layout, self._store = config, layout, store
-        self._batches, self._tokens = batches, tokens
+        self._batches, self._tokens, self._token = batches, tokens, token
+        self._should_stop = should_stop
+        self._happenings: queue.SimpleQueue[ClusterEvent] = queue.SimpleQueue()
+        self._last_words = ""
         self._tell = tell
         recompute = layout.plan.recompute
         self._transfers = transfers_of(layout.program, recompute, holdings, len(stores))
@@ -89,9 +98,9 @@ class ClusterRunner:
             "length": layout.sequence_length,
             "slot_bytes": layout.slot_bytes,
             "recompute": sorted(recompute),
-            "holdings": {name: [list(piece) for piece in held] for name, held in holdings.items()},
             "shards": len(stores),
             "engine_bytes": layout.budget_bytes,
+            "kept": _kept_files(config),
             # The same for all: PyTorch cuts sums over rows by the number of its threads.
             "threads": thread_count(config.engine.threads),
         }
@@ -138,8 +147,9 @@ class ClusterRunner:
             self._endpoint.add(number, node)
         self._record = write_record(config.run.dir, self._endpoint.address, token)
         self._launcher = launch(self._endpoint)
+        self._running = 0
         for _ in range(config.engines + config.cluster.spare):
-            self._launcher.start()
+            self._start_worker()
         self._endpoint.start()
 
     @property
@@ -174,14 +184,17 @@ class ClusterRunner:
         order = _Order(program, self._batches, done_steps, self._config.run.seed)
         self._endpoint.call(lambda: self._conductor.start(order, done))
         try:
-            while not ended.wait(timeout=0.5):
-                if self._failed is not None:
-                    raise self._failed
-        except BaseException:  # an interrupt: the next step must find the conductor at rest
-            self._endpoint.call(self._conductor.cancel)
-            ended.wait(timeout=_GIVING_UP)
+            while not ended.wait(timeout=_LOOK):
+                self._look()
+                if self._conductor.phase is Phase.GATHERING and self._should_stop():
+                    raise InterruptedError("stopped while waiting for engines")
+        except BaseException:  # the next step must find the conductor at rest
+            self._give_up(ended)
             raise
+        self._look()
         outcome = outcomes[0]
+        if outcome.error is not None:
+            self._give_up(ended)
         if outcome.error is not None:
             raise _as_ours(outcome.error)
         self._endpoint.call(self._look_for_stragglers)
@@ -210,6 +223,30 @@ class ClusterRunner:
             peak_rss_bytes=process_memory.peak_resident_bytes(),
         )
 
+    def _look(self) -> None:
+        """Tell what has happened, in the trainer's thread, and raise what ends the run."""
+        while not self._happenings.empty():
+            self._tell(self._happenings.get())
+        if self._failed is not None:
+            raise self._failed
+
+    def _give_up(self, ended: threading.Event) -> None:
+        """Return when nobody works for the step any more, be it given up or failed."""
+        if self._failed is not None:
+            return  # nobody listens
+        self._endpoint.call(self._conductor.cancel)
+        deadline = time.monotonic() + _GIVING_UP
+        while not ended.wait(timeout=_LOOK) and time.monotonic() < deadline:
+            pass
+        self._endpoint.call(self._conductor.disband)
+        told = threading.Event()
+        self._endpoint.call(told.set)
+        told.wait(timeout=_GIVING_UP)
+        while any(map(self._endpoint.is_busy, self._shard_numbers)):
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.002)
+
     def _await_engines(self) -> None:
         """Before the first step, let all engines come, unless that takes too long."""
         if self._has_begun:
@@ -217,8 +254,10 @@ class ClusterRunner:
         self._has_begun = True
         deadline = time.monotonic() + _PATIENCE
         while len(self._conductor.ready) < self._config.engines:
-            if self._failed is not None:
-                raise self._failed
+            self._look()
+            if self._should_stop():
+                self._has_begun = False
+                raise InterruptedError("stopped while waiting for engines")
             if time.monotonic() > deadline:
                 text = f"{len(self._conductor.ready)} of {self._config.engines} engines have come"
                 self._say("waiting", f"{text} in {_PATIENCE:.0f} s; beginning with those")
@@ -226,7 +265,11 @@ class ClusterRunner:
             time.sleep(0.02)
 
     def scale(self, engines: int) -> None:
-        """Go on with so many engines from the next step on, as soon as they are there."""
+        """Go on with so many engines from the next step on, as soon as they are there.
+
+        **Raises:** `ClusterError` if there cannot be so many, or nobody listens any more.
+        """
+        self._require_engines(engines)
         done = threading.Event()
 
         def scale() -> None:
@@ -234,12 +277,22 @@ class ClusterRunner:
             done.set()
 
         self._endpoint.call(scale)
-        done.wait()
+        if not done.wait(timeout=_GIVING_UP):
+            raise self._failed or ClusterError("the run's network does not answer")
+
+    def _require_engines(self, wanted: object) -> int:
+        least, most = self._layout.least_engines, self._layout.micro_batches
+        if not isinstance(wanted, int) or not least <= wanted <= most:
+            raise ClusterError(
+                f"engines: expected {least} (with fewer, a step does not fit engine.memory) to "
+                f"{most} (one micro-batch each), got {wanted!r}"
+            )
+        return wanted
 
     def _scale(self, engines: int) -> int:
         before, self._conductor.wanted = self._conductor.wanted, engines
-        for _ in range(engines - before):
-            self._launcher.start()
+        for _ in range(engines + self._config.cluster.spare - self._running):
+            self._start_worker()
         self._say("scaled", f"{before} engines before, {engines} from the next step on")
         return before
 
@@ -248,9 +301,11 @@ class ClusterRunner:
         if self._is_closed:
             return
         self._is_closed = True
-        self._record.unlink(missing_ok=True)
+        remove_record(self._record, self._token)
         self._endpoint.close()
         self._launcher.close()
+        while not self._happenings.empty():
+            self._tell(self._happenings.get())
 
     # In the endpoint's thread
 
@@ -264,21 +319,33 @@ class ClusterRunner:
         self._conductor.tick(now)
         for ended in self._launcher.poll():
             self._replace(ended)
+        few = len(self._conductor.ready) < self._layout.least_engines
+        if self._in_vain >= _MOST_IN_VAIN and few and not self._joining:
+            text = "workers in a row ended before they could compute"
+            self._failed = ClusterError(f"{self._in_vain} {text}; {self._last_words}")
 
     def _replace(self, ended: Ended) -> None:
         """Start another worker for one that has ended, unless they end before they compute."""
         self._say("worker ended", ended.how)
+        self._running -= 1
+        self._last_words = ended.how
         if ended.worker in self._useful:
             self._useful.discard(ended.worker)
         else:
             self._in_vain += 1
-        if self._in_vain < _MOST_IN_VAIN:
+        if self._in_vain >= _MOST_IN_VAIN:
+            text = f"{self._in_vain} workers in a row ended before they could compute"
+            self._say("not replaced", f"{text}; {ended.how}")
+        elif self._running < self._conductor.wanted + self._config.cluster.spare:
+            self._start_worker()
+
+    def _start_worker(self) -> None:
+        try:
             self._launcher.start()
+        except OSError as error:
+            self._say("not started", f"a worker could not be started: {error}")
             return
-        text = f"{self._in_vain} workers in a row ended before they could compute; {ended.how}"
-        self._say("not replaced", text)
-        if not self._conductor.ready:
-            self._failed = ClusterError(text)
+        self._running += 1
 
     def _look_for_stragglers(self) -> None:
         computed = {}
@@ -310,8 +377,8 @@ class ClusterRunner:
         elif message.kind is Kind.READY and link in self._joining:
             number = self._joining.pop(link)
             if message.body.get("digest") != self._digest:
-                self._say("refused", f"engine {number} has compiled another program", number)
-                link.close()
+                text = f"engine {number} has compiled another program: are its versions the same?"
+                self._refuse(link, number, text, ClusterError)
                 return
             self._endpoint.attach(number, link)
             self._links[number] = link
@@ -322,29 +389,34 @@ class ClusterRunner:
         elif message.kind is Kind.TROUBLE and link in self._joining:
             number = self._joining.pop(link)
             text = f"engine {number} could not be made: {message.body.get('text')}"
-            self._say("refused", text, number)
-            if not self._conductor.ready:
-                self._failed = _known(str(message.body.get("error")))(text)
-            link.close()
+            self._refuse(link, number, text, _known(str(message.body.get("error"))))
         elif message.kind is Kind.ORDER:
             self._take_order(link, message.body)
 
+    def _refuse(self, link: Link, number: int, text: str, kind: type[PenstockError]) -> None:
+        """Send a worker away: it would be no better the next time."""
+        self._say("refused", text, number)
+        self._listens.pop(number, None)
+        self._workers.pop(number, None)
+        if not self._conductor.ready:
+            self._failed = kind(text)
+        link.send(Message(Kind.ANSWER, 0, CONDUCTOR, body={"error": text}))
+
     def _take_order(self, link: Link, body: Mapping[str, Any]) -> None:
         """Change the number of engines, as a command asks."""
-        wanted = body.get("engines")
-        least, most = self._layout.least_engines, self._layout.micro_batches
-        if not isinstance(wanted, int) or not least <= wanted <= most:
-            text = (
-                f"engines: expected {least} (with fewer, a step does not fit engine.memory) to "
-                f"{most} (one micro-batch each), got {wanted!r}"
-            )
-            link.send(Message(Kind.ANSWER, 0, CONDUCTOR, body={"error": text}))
+        try:
+            wanted = self._require_engines(body.get("engines"))
+        except ClusterError as error:
+            link.send(Message(Kind.ANSWER, 0, CONDUCTOR, body={"error": str(error)}))
             return
         before = self._scale(wanted)
         link.send(Message(Kind.ANSWER, 0, CONDUCTOR, body={"engines": wanted, "before": before}))
 
     def _link_ended(self, link: Link, error: Exception) -> None:
-        self._joining.pop(link, None)
+        joining = self._joining.pop(link, None)
+        if joining is not None:
+            self._listens.pop(joining, None)
+            self._workers.pop(joining, None)
         number = link.peer
         if number is not None and self._links.get(number) is link:
             self._forget(number)
@@ -353,7 +425,7 @@ class ClusterRunner:
     def _happened(self, happened: Happened) -> None:
         if happened.kind == "engine lost" and happened.node is not None:
             self._forget(happened.node)
-            self._launcher.end(self._workers[happened.node])  # nothing of it may come back
+            self._launcher.end(self._workers.pop(happened.node))  # nothing of it may come back
         self._say(happened.kind, happened.text, happened.node)
 
     def _forget(self, number: int) -> None:
@@ -364,7 +436,7 @@ class ClusterRunner:
 
     def _say(self, kind: str, text: str, node: int | None = None) -> None:
         self.counts[kind] += 1
-        self._tell(ClusterEvent(kind, text, node, self._store.step))
+        self._happenings.put(ClusterEvent(kind, text, node, self._store.step))
 
     def _take(self, message: Message) -> None:
         if message.kind is Kind.BEAT:
@@ -434,6 +506,12 @@ class _Order:
         reports = [report_of(said) for said in prepared]
         norm = global_norm(self._program, self.step, merged(self._program, reports))
         return {"norm": norm.hex()}
+
+
+def _kept_files(config: Config) -> str | None:
+    """Return where the run keeps what it needs of `model.hf`, which may be gone."""
+    kept = (config.run.dir / KEPT).absolute()
+    return str(kept) if kept.is_dir() else None
 
 
 def _as_ours(error: BaseException) -> BaseException:

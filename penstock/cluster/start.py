@@ -8,12 +8,13 @@ from collections.abc import Callable
 from penstock.batches import Batches
 from penstock.cluster import record
 from penstock.cluster.launch import Launcher, LocalLauncher, NoLauncher
+from penstock.cluster.plan import holdings_of
 from penstock.cluster.runner import ClusterRunner
 from penstock.config import Config
 from penstock.events import ClusterEvent
 from penstock.fabric.sockets import Endpoint, new_token
 from penstock.step_layout import Layout
-from penstock.store import ShardedStore, ShardMap, Store
+from penstock.store import ShardedStore, Store
 
 WORKER_LOGS = "workers"
 
@@ -26,14 +27,11 @@ def start_cluster(
     *,
     tokens: int,
     tell: Callable[[ClusterEvent], None],
+    should_stop: Callable[[], bool],
 ) -> ClusterRunner:
     """Start the run's workers and return what has them make steps."""
     program, token = layout.program, new_token()
-    shard_map = ShardMap.of(program, config.store.shards)
-    holdings = {
-        name: [(piece.shard, piece.begin, piece.end) for piece in pieces]
-        for name, pieces in shard_map.pieces.items()
-    }
+    holdings = holdings_of(program, config.store.shards)
     with contextlib.ExitStack() as undo:
         host, launch = _place(config, token, undo)
         runner = ClusterRunner(
@@ -48,6 +46,7 @@ def start_cluster(
             token=token,
             launch=launch,
             tell=tell,
+            should_stop=should_stop,
         )
         undo.pop_all()  # from here on it is the launcher's to end what was begun
     if config.cluster.start == "listen":

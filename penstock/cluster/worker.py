@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.cluster.engine_work import EngineOfProcess
-from penstock.cluster.plan import digest_of, transfers_of
+from penstock.cluster.plan import digest_of, holdings_of, transfers_of
 from penstock.cluster.record import read_record
 from penstock.errors import ClusterError, CorruptionError, PenstockError
 from penstock.fabric.messages import Kind, Message
@@ -47,6 +47,10 @@ class _Built:
     digest: str
 
 
+class RefusedError(ClusterError):
+    """The run does not want this worker, and says why."""
+
+
 class Worker:
     """One engine's process.
 
@@ -68,7 +72,7 @@ class Worker:
             token,
             own_host(address),
             on_link_end=self._link_ended,
-            on_stranger=lambda link, message: self._events.put(("message", message)),
+            on_stranger=lambda link, message: self._events.put(("message", (link, message))),
             on_failure=lambda error: self._events.put(("failed", error)),
             every=self._beat,
         )
@@ -86,6 +90,8 @@ class Worker:
                 try:
                     self._join()
                     since = None
+                except RefusedError:
+                    raise  # it would be refused again
                 except ClusterError as error:
                     # The first time it is an error; later, the run may have ended.
                     if self._built is None:
@@ -109,8 +115,13 @@ class Worker:
                 break
             if what == "failed":
                 raise content
-            if what == "message" and content.kind is Kind.WELCOME:
-                self._become(link, content.body)
+            if what != "message" or content[0] is not link:
+                continue  # of a link before this one
+            message = content[1]
+            if message.kind is Kind.WELCOME:
+                self._become(link, message.body)
+            elif message.kind is Kind.ANSWER:
+                raise RefusedError(str(message.body.get("error")))
         if self._node is not None:
             self._endpoint.remove(self._number)
             self._node = None
@@ -199,7 +210,9 @@ def build(told: Mapping[str, Any]) -> _Built:
     config = Config.from_mapping(told["config"])
     assembly.set_threads(told["threads"])
     assert config.model is not None
-    model: ModelSource = assembly.with_adapters(assembly.model_source(config.model), config.lora)
+    kept = None if told["kept"] is None else Path(told["kept"])
+    source = assembly.model_source(config.model, kept)
+    model: ModelSource = assembly.with_adapters(source, config.lora)
     device = assembly.choose_device(config.engine.device)
     program = assembly.compile_source(
         model,
@@ -212,11 +225,13 @@ def build(told: Mapping[str, Any]) -> _Built:
         slot_bytes=told["slot_bytes"],
     )
     recompute = frozenset(told["recompute"])
-    transfers = transfers_of(program, recompute, told["holdings"], told["shards"])
+    transfers = transfers_of(
+        program, recompute, holdings_of(program, told["shards"]), told["shards"]
+    )
     engine = TorchEngine(
         program, EnginePlan(recompute), device=device, budget_bytes=told["engine_bytes"]
     )
-    work = EngineOfProcess(engine, program, transfers, recompute)
+    work = EngineOfProcess(engine, program, transfers, recompute, device)
     return _Built(dict(told), work, transfers, digest_of(program, transfers))
 
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from penstock.errors import CorruptionError
 from penstock.fabric.messages import HEADER_BYTES, Message, lengths, pack, unpack
 from penstock.fabric.sockets.handshake import read_exactly, read_into
 from penstock.fabric.transfers import CHUNK_BYTES
@@ -86,7 +85,7 @@ class Link:
                     read_into(self._socket, payload.data)
                 self.taken_bytes += payload_bytes
                 self._take(self, unpack(header, body, payload))
-        except (OSError, EOFError, CorruptionError) as error:
+        except Exception as error:  # whatever it is, nothing more is read: the link has ended
             self._end(error)
 
     def _write(self) -> None:
@@ -98,7 +97,7 @@ class Link:
                     parts.append(message.payload.data)
                 self._send_all(parts)
                 self.sent_bytes += message.size
-        except OSError as error:
+        except Exception as error:  # a frame that cannot be made is no better than a cut cable
             self._end(error)
 
     def _send_all(self, parts: list[Any]) -> None:

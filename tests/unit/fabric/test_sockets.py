@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import pickle
@@ -29,7 +30,7 @@ from penstock.fabric.messages import (
     unpack,
     unpack_arrays,
 )
-from penstock.fabric.sockets import Endpoint, new_token
+from penstock.fabric.sockets import Endpoint, handshake, new_token
 
 
 class Heard:
@@ -172,6 +173,62 @@ def closed(connection: socket.socket) -> bool:
     return True
 
 
+def test_who_is_slow_to_prove_himself_is_not_waited_for(places, monkeypatch):
+    """A byte now and then buys no more time, however many come."""
+    monkeypatch.setattr(handshake, "SECONDS", 0.3)
+    here = places(new_token(), 1)
+    begin = time.monotonic()
+    with raw(here) as connection:
+        connection.settimeout(0.05)
+        while not here.endpoint.refused:
+            assert time.monotonic() < begin + 5
+            with contextlib.suppress(OSError):
+                connection.sendall(b"x")
+            time.sleep(0.05)
+    assert time.monotonic() < begin + 2
+
+
+def test_many_strangers_at_once_do_not_close_the_door(places, monkeypatch):
+    monkeypatch.setattr(handshake, "SECONDS", 0.5)
+    token = new_token()
+    here, friend = places(token, 1), places(token, 2)
+    strangers = [raw(here) for _ in range(150)]
+    for stranger in strangers:
+        stranger.close()
+    wait(lambda: here.endpoint.refused["127.0.0.1"] >= 1)
+    time.sleep(0.6)
+    greet(friend, 2, here).send(Message(Kind.BEAT, 0, 2, to=1))
+    wait(lambda: here.node.messages)
+
+
+def test_a_node_that_is_taken_out_does_no_more(places):
+    """The job that it is at ends before another node is put in; those behind it are dropped."""
+    here = places(new_token(), 1)
+    runtime = here.endpoint.runtime(1)
+    began, may_end, done = threading.Event(), threading.Event(), []
+
+    def long() -> None:
+        began.set()
+        may_end.wait(5)
+        done.append("long")
+
+    runtime.work(long, lambda _: None, lambda _: None)
+    runtime.work(lambda: done.append("next"), lambda _: None, lambda _: None)
+    began.wait(5)
+    threading.Timer(0.1, may_end.set).start()
+    here.endpoint.remove(1)
+    assert done == ["long"]
+
+
+def test_a_frame_that_cannot_be_made_ends_the_link(places):
+    token = new_token()
+    one, two = places(token, 1), places(token, 2)
+    link = greet(one, 1, two)
+    link.send(Message(Kind.BEAT, 0, 1, to=2, body={"too large": "x" * (2 << 20)}))
+    wait(lambda: one.ended and two.ended)
+    assert not link.is_open
+
+
 def test_the_one_who_connects_wants_proof_too(places):
     """Who only repeats what it is told does not pass for a node of the run."""
     listener = socket.create_server(("127.0.0.1", 0))
@@ -196,8 +253,6 @@ def test_an_old_proof_is_worth_nothing(places):
     """What was recorded of one handshake does not open another."""
     token = new_token()
     here = places(token, 1)
-    from penstock.fabric.sockets import handshake
-
     recorded = bytearray()
 
     class Recorder:
