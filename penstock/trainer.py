@@ -107,6 +107,7 @@ class Trainer:
         self._initial_weights = recorded.weights if recorded else None
         if self._initial_weights is None:
             self._initial_weights = self.model.weights_fingerprint()
+        self._stop_reason: str | None = None
         self._hall = self._open_hall()
         try:
             apart = self._hall.remote_shards() if self._hall else None
@@ -151,7 +152,6 @@ class Trainer:
             lambda event: self._tell(event),
             self.resumed_from,
         )
-        self._stop_reason: str | None = None
 
     def _run_here(self, batches: Batches) -> None:
         layout, config = self._layout, self.config
@@ -180,7 +180,12 @@ class Trainer:
                 "cluster.start: a module that was given from Python is not known to other "
                 "processes; name a function that makes it in model.factory"
             )
-        return open_hall(self.config, self._layout, tell=lambda event: self._tell(event))
+        return open_hall(
+            self.config,
+            self._layout,
+            tell=lambda event: self._tell(event),
+            should_stop=lambda: self._stop_reason is not None,
+        )
 
     def _run_elsewhere(self, hall: Hall, batches: Batches) -> None:
         from penstock.cluster.runner import ClusterRunner
@@ -253,6 +258,8 @@ class Trainer:
             except NonFiniteError:
                 self.save()  # what is committed is good
                 raise
+            except InterruptedError:  # a stop was asked for while no engine was there
+                break
             if config.evaluation.every and self.step % config.evaluation.every == 0:
                 self._evaluate_and_judge()
             if self._saver.is_due(self.step):

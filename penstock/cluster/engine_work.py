@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -29,7 +30,12 @@ class EngineOfProcess:
     """
 
     def __init__(
-        self, engine: Engine, program: Program, transfers: Transfers, recompute: Collection[int]
+        self,
+        engine: Engine,
+        program: Program,
+        transfers: Transfers,
+        recompute: Collection[int],
+        device: str = "cpu",
     ) -> None:
         self._engine, self._program, self._recompute = engine, program, recompute
         self._shapes: list[list[tuple[int, torch.dtype, tuple[int, ...]]]] = []
@@ -42,6 +48,7 @@ class EngineOfProcess:
                 begin += -(-spec.stream_bytes // _ALIGNMENT) * _ALIGNMENT
             self._shapes.append(places)
             largest = max(largest, begin)
+        self._is_on_gpu = device == "cuda"
         self._micro_batches = 0
         self._computed = (0.0, 0)  # seconds, and micro-batches that were begun
         self._buffers = [allocate(largest) for _ in range(WINDOW)]
@@ -100,8 +107,9 @@ class EngineOfProcess:
             nodes = engine.turn(stage).wait()
         else:
             nodes = engine.backward(stage).wait()
-        if torch.cuda.is_available():
+        if self._is_on_gpu:
             torch.cuda.synchronize()  # the buffer is given back when this returns
+            nodes = [_kept(node) for node in nodes]
         seconds, count = self._computed
         if operation.sweep == "turn":
             count += self._micro_batches
@@ -111,3 +119,9 @@ class EngineOfProcess:
     def losses(self) -> list[float]:
         """Return the loss of each micro-batch."""
         return self._engine.losses()
+
+
+def _kept(node: TreeNode) -> TreeNode:
+    """Return a node whose memory is its own: from a GPU it comes in buffers that are used again,
+    and is sent, or added to, when it has its turn."""
+    return replace(node, tensors=tuple(None if t is None else t.clone() for t in node.tensors))

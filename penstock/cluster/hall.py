@@ -8,6 +8,7 @@ engine. Who takes part in which step is decided by the conductor, which has its 
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 import time
 from collections import Counter
@@ -17,14 +18,16 @@ from typing import Any
 
 from penstock.assembly import thread_count
 from penstock.cluster.calls import Calls, error_class
-from penstock.cluster.launch import Ended, Launcher
-from penstock.cluster.plan import digest_of, transfers_of
-from penstock.cluster.record import NAME, write_record
+from penstock.cluster.crew import Crew
+from penstock.cluster.launch import Launcher
+from penstock.cluster.plan import digest_of, holdings_of, transfers_of
+from penstock.cluster.record import NAME, remove_record, write_record
 from penstock.cluster.remote_store import RemoteShard
 from penstock.cluster.shard_work import ShardHere, StoreOfShard
 from penstock.config import Config
 from penstock.errors import ClusterError, PenstockError, StorageError
 from penstock.events import ClusterEvent
+from penstock.export import KEPT
 from penstock.fabric.messages import Kind, Message
 from penstock.fabric.nodes import CONDUCTOR, Conductor, Happened, Leases, ShardNode
 from penstock.fabric.sockets import Address, Endpoint, Link
@@ -35,7 +38,7 @@ log = logging.getLogger("penstock.cluster")
 
 FIRST_ENGINE = 1000
 _BEAT = 0.1
-_MOST_IN_VAIN = 3
+_LOOK = 0.05  # seconds between two looks at what has happened
 _PATIENCE = 120.0  # seconds in which all engines should have come
 
 
@@ -49,6 +52,13 @@ class _Member:
     listens: Any
     shard: int | None  # the shard whose place it has; None for an engine
 
+    @property
+    def is_shard(self) -> bool:
+        return self.shard is not None
+
+    def __str__(self) -> str:
+        return f"shard {self.shard}" if self.is_shard else f"engine {self.number}"
+
 
 class Hall:
     """The processes of one run.
@@ -56,7 +66,8 @@ class Hall:
     Args:
         host: the interface on which to listen.
         launch: makes the launcher, given the endpoint.
-        tell: is told what happens, one line at a time.
+        tell: is told what happens, one line at a time, by the thread that asks for steps.
+        should_stop: whether waiting for others is to end.
     """
 
     def __init__(
@@ -68,8 +79,11 @@ class Hall:
         token: str,
         launch: Callable[[Endpoint], Launcher],
         tell: Callable[[ClusterEvent], None],
+        should_stop: Callable[[], bool],
     ) -> None:
-        self._config, self._layout, self._tell = config, layout, tell
+        self._config, self._layout, self._token = config, layout, token
+        self._tell, self.should_stop = tell, should_stop
+        self._happenings: queue.SimpleQueue[ClusterEvent] = queue.SimpleQueue()
         self.step = 0  # at which the run stands
         self.counts: Counter[str] = Counter()
         self.peak_bytes = 0  # the most that any engine has said to have held
@@ -77,8 +91,7 @@ class Hall:
         self._members: dict[int, _Member] = {}
         self._joining: dict[Link, _Member] = {}
         self._addresses: dict[int, Any] = {}
-        self._useful: set[str] = set()  # workers that have been of use
-        self._in_vain = 0  # workers in a row that ended before
+        self._rested: dict[int, int] = {}  # the epoch in which a node was last without work
         self._next = FIRST_ENGINE
         self._failed: PenstockError | None = None
         self._is_closed = self._have_come = False
@@ -110,8 +123,8 @@ class Hall:
         self._vacant = set(range(config.store.shards)) if self._is_apart else set()
         self._record = write_record(config.run.dir, self._endpoint.address, token)
         self.launcher = launch(self._endpoint)
-        for _ in range(len(self._vacant) + config.engines + config.cluster.spare):
-            self.launcher.start()
+        self._crew = Crew(self.launcher, self.say)
+        self._crew.fill(self._wanted_workers)
         self._endpoint.start()
 
     def _plan(self) -> None:
@@ -119,14 +132,9 @@ class Hall:
         config, layout = self._config, self._layout
         program, count = layout.program, config.store.shards
         self._is_apart = config.cluster.shards == "apart"
-        shard_map = ShardMap.of(program, count)
-        self._parts = list(shard_map.parts(program))
-        holdings = {
-            name: [(piece.shard, piece.begin, piece.end) for piece in pieces]
-            for name, pieces in shard_map.pieces.items()
-        }
+        self._parts = list(ShardMap.of(program, count).parts(program))
         recompute = layout.plan.recompute
-        self._transfers = transfers_of(program, recompute, holdings, count)
+        self._transfers = transfers_of(program, recompute, holdings_of(program, count), count)
         self._digest = digest_of(program, self._transfers)
         self._told = {
             "config": config.to_mapping(),
@@ -134,13 +142,19 @@ class Hall:
             "length": layout.sequence_length,
             "slot_bytes": layout.slot_bytes,
             "recompute": sorted(recompute),
-            "holdings": {name: [list(piece) for piece in held] for name, held in holdings.items()},
             "shards": count,
             "engine_bytes": layout.budget_bytes,
             "store_bytes": layout.shares.store,
+            "kept": _kept_files(config),
             # The same for all: PyTorch cuts sums over rows by the number of its threads.
             "threads": thread_count(config.engine.threads),
         }
+
+    @property
+    def _wanted_workers(self) -> int:
+        """How many workers are to run: engines, spare ones, and shards that are apart."""
+        shards = self._config.store.shards if self._is_apart else 0
+        return self.conductor.wanted + self._config.cluster.spare + shards
 
     @property
     def address(self) -> Address:
@@ -161,6 +175,20 @@ class Hall:
         """Do something in the thread in which all else happens here."""
         self._endpoint.call(action)
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether it is impossible to go on."""
+        return self._failed is not None
+
+    def look(self) -> None:
+        """Tell what has happened, in the trainer's thread, and raise what ends the run."""
+        self._tell_all()
+        self.require_sound()
+
+    def _tell_all(self) -> None:
+        while not self._happenings.empty():
+            self._tell(self._happenings.get())
+
     def require_sound(self) -> None:
         """Raise what makes it impossible to go on, if there is anything."""
         if self._failed is not None:
@@ -178,10 +206,10 @@ class Hall:
         """
         if not self._is_apart:
             return None
-        with self._changed:
-            while self._vacant:
-                self.require_sound()
-                self._changed.wait(timeout=0.1)
+        while self._vacant:
+            self.look()
+            with self._changed:
+                self._changed.wait_for(lambda: not self._vacant, timeout=_LOOK)
         return [
             RemoteShard(part, node, self._calls, self._await_successor)
             for part, node in zip(self._parts, self._first, strict=True)
@@ -208,12 +236,27 @@ class Hall:
             return node in self._successors or node in self._lost.values()
 
     def _await_successor(self, node: int) -> int:
-        """Return the node that has taken a lost one's place, once there is one."""
-        with self._changed:
-            while node not in self._successors:
-                self.require_sound()
-                self._changed.wait(timeout=0.1)
-            return self._successors[node]
+        """Return the node that has taken a lost one's place, once there is one.
+
+        Called by the trainer's thread. Raises `StorageError` if a stop is asked for meanwhile.
+        """
+        while node not in self._successors:
+            self.look()
+            if self.should_stop():
+                raise StorageError(
+                    "stopped while a shard of the store was lost; give the same command again, "
+                    "the run goes on from the last step that is safe"
+                )
+            with self._changed:
+                self._changed.wait_for(lambda: node in self._successors, timeout=_LOOK)
+        return self._successors[node]
+
+    def is_at_rest(self) -> bool:
+        """Tell whether no shard works any more for a step of an epoch before the present one."""
+        if not self._is_apart:
+            return not any(map(self._endpoint.is_busy, self._first))
+        shards = [member.number for member in list(self._members.values()) if member.is_shard]
+        return all(self._rested.get(number, -1) >= self.conductor.epoch for number in shards)
 
     def _lose_shard(self, lost: _Member) -> None:
         """Make room for another, if what the shard held is on flash; else the run is over."""
@@ -247,10 +290,16 @@ class Hall:
     # Engines
 
     def await_engines(self) -> None:
-        """Before the first step, let all engines come, unless that takes too long."""
+        """Before the first step, let all engines come, unless that takes too long.
+
+        Raises:
+            InterruptedError: a stop was asked for.
+        """
         wanted, deadline = self._config.engines, time.monotonic() + _PATIENCE
         while len(self.conductor.ready) < wanted:
-            self.require_sound()
+            self.look()
+            if self.should_stop():
+                raise InterruptedError("stopped while waiting for engines")
             if time.monotonic() > deadline:
                 text = f"{len(self.conductor.ready)} of {wanted} engines have come"
                 self.say("waiting", f"{text} in {_PATIENCE:.0f} s; beginning with those")
@@ -258,13 +307,25 @@ class Hall:
             time.sleep(0.02)
 
     def scale(self, engines: int) -> None:
-        """Go on with so many engines from the next step on, as soon as they are there."""
+        """Go on with so many engines from the next step on, as soon as they are there.
+
+        **Raises:** `ClusterError` if there cannot be so many, or nobody listens any more.
+        """
+        self._require_engines(engines)
         self._do(lambda: self._scale(engines))
+
+    def _require_engines(self, wanted: object) -> int:
+        least, most = self._layout.least_engines, self._layout.micro_batches
+        if not isinstance(wanted, int) or not least <= wanted <= most:
+            raise ClusterError(
+                f"engines: expected {least} (with fewer, a step does not fit engine.memory) to "
+                f"{most} (one micro-batch each), got {wanted!r}"
+            )
+        return wanted
 
     def _scale(self, engines: int) -> int:
         before, self.conductor.wanted = self.conductor.wanted, engines
-        for _ in range(engines - before):
-            self.launcher.start()
+        self._crew.fill(self._wanted_workers)
         self.say("scaled", f"{before} engines before, {engines} from the next step on")
         return before
 
@@ -273,9 +334,10 @@ class Hall:
         if self._is_closed:
             return
         self._is_closed = True
-        self._record.unlink(missing_ok=True)
+        remove_record(self._record, self._token)
         self._endpoint.close()
         self.launcher.close()
+        self._tell_all()
 
     def _do(self, action: Callable[[], object]) -> None:
         """Do something in the endpoint's thread, and wait for it."""
@@ -302,23 +364,10 @@ class Hall:
             }
             self.conductor.handle(Message(Kind.BEAT, 0, node.number, body=body))
         self.conductor.tick(now)
-        for ended in self.launcher.poll():
-            self._replace(ended)
-
-    def _replace(self, ended: Ended) -> None:
-        """Start another worker for one that has ended, unless they end before they are of use."""
-        self.say("worker ended", ended.how)
-        if ended.worker in self._useful:
-            self._useful.discard(ended.worker)
-        else:
-            self._in_vain += 1
-        if self._in_vain < _MOST_IN_VAIN:
-            self.launcher.start()
-            return
-        text = f"{self._in_vain} workers in a row ended before they could compute; {ended.how}"
-        self.say("not replaced", text)
-        if self._vacant or not self.conductor.ready:
-            self._fail(ClusterError(text))
+        self._crew.replace(self._wanted_workers)
+        few = len(self.conductor.ready) < self._layout.least_engines
+        if self._crew.given_up is not None and (few or self._vacant) and not self._joining:
+            self._fail(ClusterError(self._crew.given_up))
 
     def _fail(self, error: PenstockError) -> None:
         with self._changed:
@@ -336,7 +385,9 @@ class Hall:
         elif message.kind is Kind.READY and link in self._joining:
             self._admit(self._joining.pop(link), message.body)
         elif message.kind is Kind.TROUBLE and link in self._joining:
-            self._turn_away(self._joining.pop(link), message.body)
+            member, kind = self._joining.pop(link), str(message.body.get("error"))
+            text = f"{member} could not be made: {message.body.get('text')}"
+            self._turn_away(member, text, error_class(kind))
         elif message.kind is Kind.ORDER:
             self._take_order(link, message.body)
 
@@ -344,8 +395,8 @@ class Hall:
         """Give a process that joins its place."""
         shard = self._place_for(said.get("shard"))
         if shard is None and said.get("shard") is not None:
-            self.say("refused", f"shard {said['shard']} of the store is not wanted: it is there")
-            link.close()
+            text = f"shard {str(said['shard'])[:40]} of the store is not wanted: it is there"
+            self._refuse(link, text)
             return
         number = self._next
         if shard is not None and not self._have_come:
@@ -377,15 +428,13 @@ class Hall:
         """Take a process that is ready among those of the run."""
         number, link, shard = member.number, member.link, member.shard
         if said.get("digest") != self._digest:
-            what = f"engine {number}" if shard is None else f"shard {shard}"
-            self.say("refused", f"{what} has compiled another program", number)
-            link.close()
+            text = f"{member} has compiled another program: are its versions the same?"
+            self._turn_away(member, text, ClusterError)
             return
         self._endpoint.attach(number, link)
         self._members[number] = member
         self._addresses[number] = member.listens
-        self._useful.add(member.worker)
-        self._in_vain = 0
+        self._crew.is_of_use(member.worker)
         if shard is None:
             self.conductor.joined(number)
             return
@@ -400,25 +449,23 @@ class Hall:
             self._have_come = self._have_come or not self._vacant
             self._changed.notify_all()
 
-    def _turn_away(self, member: _Member, said: Mapping[str, Any]) -> None:
-        """Let a process go that cannot be what it was to be."""
-        what = f"engine {member.number}" if member.shard is None else f"shard {member.shard}"
-        text = f"{what} could not be made: {said.get('text')}"
-        self.say("refused", text, member.number)
-        if member.shard is not None or not self.conductor.ready:
-            self._fail(error_class(str(said.get("error")))(text))
-        member.link.close()
+    def _turn_away(self, member: _Member, text: str, kind: type[PenstockError]) -> None:
+        """Let a process go that cannot be what it was to be: the run ends if it needs it."""
+        if member.is_shard or not self.conductor.ready:
+            self._fail(kind(text))
+        self._refuse(member.link, text, member.number)
+
+    def _refuse(self, link: Link, text: str, number: int | None = None) -> None:
+        """Send a worker away: it would be no better the next time."""
+        self.say("refused", text, number)
+        link.send(Message(Kind.ANSWER, 0, CONDUCTOR, body={"error": text}))
 
     def _take_order(self, link: Link, body: Mapping[str, Any]) -> None:
         """Change the number of engines, as a command asks."""
-        wanted = body.get("engines")
-        least, most = self._layout.least_engines, self._layout.micro_batches
-        if not isinstance(wanted, int) or not least <= wanted <= most:
-            text = (
-                f"engines: expected {least} (with fewer, a step does not fit engine.memory) to "
-                f"{most} (one micro-batch each), got {wanted!r}"
-            )
-            link.send(Message(Kind.ANSWER, 0, CONDUCTOR, body={"error": text}))
+        try:
+            wanted = self._require_engines(body.get("engines"))
+        except ClusterError as error:
+            link.send(Message(Kind.ANSWER, 0, CONDUCTOR, body={"error": str(error)}))
             return
         before = self._scale(wanted)
         link.send(Message(Kind.ANSWER, 0, CONDUCTOR, body={"engines": wanted, "before": before}))
@@ -439,6 +486,7 @@ class Hall:
         """Let nothing of a node come back."""
         member = self._members.pop(number, None)
         self._addresses.pop(number, None)
+        self._rested.pop(number, None)
         if member is None:
             return
         member.link.close()
@@ -449,7 +497,7 @@ class Hall:
     def say(self, kind: str, text: str, node: int | None = None) -> None:
         """Tell of something that has happened, and count it."""
         self.counts[kind] += 1
-        self._tell(ClusterEvent(kind, text, node, self.step))
+        self._happenings.put(ClusterEvent(kind, text, node, self.step))
 
     def _take(self, message: Message) -> None:
         if message.kind is Kind.RETURN:
@@ -457,6 +505,8 @@ class Hall:
             return
         if message.kind is Kind.BEAT:
             self._calls.heard(message.sender)
+            if not message.body.get("busy"):
+                self._rested[message.sender] = message.epoch
             peak = message.body.get("peak_bytes")
             self.peak_bytes = max(self.peak_bytes, peak if isinstance(peak, int) else 0)
         self.conductor.handle(message)
@@ -473,3 +523,9 @@ class _Desk:
     def handle(self, message: Message) -> None:
         """Take a message."""
         self._hall._take(message)
+
+
+def _kept_files(config: Config) -> str | None:
+    """Return where the run keeps what it needs of `model.hf`, which may be gone."""
+    kept = (config.run.dir / KEPT).absolute()
+    return str(kept) if kept.is_dir() else None

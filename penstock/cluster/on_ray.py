@@ -32,6 +32,7 @@ log = logging.getLogger("penstock.cluster")
 _OBJECTS_BYTES = 80 << 20  # the least that Ray takes; nothing of a run is in it
 _TURN = 0.05  # seconds between two looks at what is to be started or ended
 _GRACE = 10.0  # seconds in which actors that are killed should be gone
+_PATIENCE = 5.0  # seconds for a first connection to the cluster's address
 _LONGEST_REASON = 300
 
 
@@ -96,6 +97,8 @@ class RayWorker:
         """Be an engine of the run until it ends; return why, if it ended before."""
         try:
             Worker(address, token, name).serve()
+        except ClusterError as error:
+            return f"{error}; the run's process must be reachable from there, see cluster.host"
         except PenstockError as error:
             return str(error)
         return "the run has ended"
@@ -215,7 +218,7 @@ class RayLauncher:
             except self._ray.exceptions.RayError as error:
                 self._has_ended(worker, _reason(error))
                 continue
-            if reference is actor.where:
+            if reference == actor.where:  # with ray:// it is another object
                 actor.place = found
             else:
                 self._ray.kill(actor.handle)  # it serves nobody any more
@@ -260,7 +263,24 @@ def _ask_for_tokens() -> None:
         os.environ["RAY_AUTH_MODE"] = "token"
 
 
+def _refuse_unreachable(address: str) -> None:
+    """Say at once that nobody listens there; Ray would try for minutes."""
+    try:
+        socket.create_connection(_host_and_port(address), timeout=_PATIENCE).close()
+    except OSError as error:
+        raise ClusterError(
+            f"cluster.address: {address}: expected the head of a running Ray cluster, {error}"
+        ) from None
+
+
+def _host_and_port(address: str) -> Address:
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    return host.strip("[]"), int(port)
+
+
 def _connect(ray: Any, address: str | None) -> None:
+    if address is not None and address != "auto":
+        _refuse_unreachable(address)
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     try:
         if address is None:
@@ -287,8 +307,7 @@ def _connect(ray: Any, address: str | None) -> None:
 def _host(ray: Any, address: str | None) -> str:
     """Return this machine's address as the nodes of the cluster see it."""
     if address is not None and address.startswith("ray://"):
-        host, _, port = address.removeprefix("ray://").rpartition(":")
-        return own_host((host.strip("[]"), int(port)))
+        return own_host(_host_and_port(address))
     return str(ray.util.get_node_ip_address())
 
 

@@ -8,6 +8,7 @@ import xxhash
 
 from penstock.fabric.transfers import GRADIENT_WIDTH, Operation, Piece, Sweep, Transfers, chunks
 from penstock.program import Program, Stage, backward_fetch
+from penstock.store import ShardMap
 
 Holdings = Mapping[str, Sequence[tuple[int, int, int]]]
 """Which shards hold a weight: shard, and the first and last + 1 of its elements, in order."""
@@ -36,6 +37,14 @@ def transfers_of(
             gradients = _pieces(program, trained, holdings, GRADIENT_WIDTH)
         operations.append(Operation(number, stage.index, sweep, weights, gradients))
     return Transfers(tuple(operations), shards)
+
+
+def holdings_of(program: Program, shards: int) -> Holdings:
+    """Return which of so many shards holds what: the same for all who ask."""
+    return {
+        name: [(piece.shard, piece.begin, piece.end) for piece in pieces]
+        for name, pieces in ShardMap.of(program, shards).pieces.items()
+    }
 
 
 def positions_of(stage: Stage, sweep: Sweep, recompute: Collection[int]) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -26,6 +27,13 @@ def write_record(run: Path, address: Address, token: str) -> Path:
     with os.fdopen(descriptor, "w") as file:
         json.dump({"address": list(address), "token": token, "pid": os.getpid()}, file)
     return new.replace(path)
+
+
+def remove_record(path: Path, token: str) -> None:
+    """Remove the record of a run that listens no more; another run's stays."""
+    with contextlib.suppress(ConfigError):
+        if read_record(path)[1] == token:
+            path.unlink(missing_ok=True)
 
 
 def read_record(path: Path) -> tuple[Address, str]:

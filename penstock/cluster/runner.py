@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from penstock import process_memory
@@ -21,12 +21,13 @@ from penstock.cluster.stragglers import Stragglers
 from penstock.config import Config
 from penstock.errors import NonFiniteError
 from penstock.events import StepDone
-from penstock.fabric.nodes import Outcome, Part, TroubleError, WentBackError
+from penstock.fabric.nodes import Outcome, Part, Phase, TroubleError, WentBackError
 from penstock.program import Program
 from penstock.step_layout import Layout
 from penstock.store import Store, global_norm, merged
 
 _GIVING_UP = 60.0  # seconds in which a step that is decided must end
+_LOOK = 0.05  # seconds between two looks at what has happened
 
 
 class ClusterRunner:
@@ -70,12 +71,13 @@ class ClusterRunner:
                 happened, and running it again is safe.
             ClusterError: no engine can be had.
             StorageError: a shard is lost whose weights and state nobody else has.
+            InterruptedError: a stop was asked for while too few were there.
         """
         started = time.perf_counter()
         self._store.take_traffic()
         if not self._has_begun:
-            self._has_begun = True
             self.hall.await_engines()
+            self._has_begun = True
         while True:
             self.hall.step = self._store.step  # as the shards have last said
             order = _Order(
@@ -103,13 +105,35 @@ class ClusterRunner:
         hall = self.hall
         hall.call(lambda: hall.conductor.start(order, done))
         try:
-            while not ended.wait(timeout=0.5):
-                hall.require_sound()
-        except BaseException:  # an interrupt: the next step must find the conductor at rest
-            hall.call(hall.conductor.cancel)
-            ended.wait(timeout=_GIVING_UP)
+            while not ended.wait(timeout=_LOOK):
+                hall.look()
+                if hall.conductor.phase is Phase.GATHERING and hall.should_stop():
+                    raise InterruptedError("stopped while waiting for engines or shards")
+        except BaseException:  # the next step must find the conductor at rest
+            self._give_up(ended)
             raise
+        hall.look()
+        if outcomes[0].error is not None:
+            self._give_up(ended)
         return outcomes[0]
+
+    def _give_up(self, ended: threading.Event) -> None:
+        """Return when nobody works for the step any more, be it given up or failed."""
+        hall, deadline = self.hall, time.monotonic() + _GIVING_UP
+
+        def is_over(seen: Callable[[], bool]) -> bool:
+            return seen() or hall.has_failed or time.monotonic() > deadline
+
+        hall.call(hall.conductor.cancel)
+        while not is_over(ended.is_set):
+            ended.wait(timeout=_LOOK)
+        told = threading.Event()
+        hall.call(hall.conductor.disband)
+        hall.call(told.set)
+        while not is_over(told.is_set):
+            told.wait(timeout=_LOOK)
+        while not is_over(hall.is_at_rest):
+            time.sleep(0.002)
 
     def _begins_anew(self, error: BaseException) -> bool:
         """Tell whether the shards go on, or will, from a step that all of them hold."""

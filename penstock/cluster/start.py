@@ -16,12 +16,26 @@ from penstock.step_layout import Layout
 WORKER_LOGS = "workers"
 
 
-def open_hall(config: Config, layout: Layout, *, tell: Callable[[ClusterEvent], None]) -> Hall:
+def open_hall(
+    config: Config,
+    layout: Layout,
+    *,
+    tell: Callable[[ClusterEvent], None],
+    should_stop: Callable[[], bool],
+) -> Hall:
     """Open the door of a run and start its workers; they come when they can."""
     token = new_token()
     with contextlib.ExitStack() as undo:
         host, launch = _place(config, token, undo)
-        hall = Hall(config, layout, host=host, token=token, launch=launch, tell=tell)
+        hall = Hall(
+            config,
+            layout,
+            host=host,
+            token=token,
+            launch=launch,
+            tell=tell,
+            should_stop=should_stop,
+        )
         undo.pop_all()  # from here on it is the launcher's to end what was begun
     if config.cluster.start == "listen":
         _say_where(config, hall, tell)

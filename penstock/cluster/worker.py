@@ -27,11 +27,11 @@ from typing import TYPE_CHECKING, Any
 from penstock.cluster import store_calls
 from penstock.cluster.calls import Gathered, Said, frames
 from penstock.cluster.engine_work import EngineOfProcess
-from penstock.cluster.plan import digest_of, transfers_of
+from penstock.cluster.plan import digest_of, holdings_of, transfers_of
 from penstock.cluster.record import read_record
 from penstock.cluster.shard_process import ShardApart
 from penstock.cluster.shard_work import StoreOfShard
-from penstock.errors import ClusterError, PenstockError
+from penstock.errors import ClusterError, CorruptionError, PenstockError
 from penstock.fabric.messages import Kind, Message
 from penstock.fabric.nodes import CONDUCTOR, EngineNode, ShardNode
 from penstock.fabric.nodes.runtime import Runtime
@@ -47,8 +47,6 @@ log = logging.getLogger("penstock.cluster")
 TOKEN = "PENSTOCK_TOKEN"
 NAME = "PENSTOCK_WORKER"
 _PATIENCE = 10.0  # seconds in which a conductor that went away may come back
-
-
 _CLOSING = 60.0  # seconds in which a shard should have let go of its files
 
 
@@ -94,6 +92,10 @@ class _Built:
     digest: str
 
 
+class RefusedError(ClusterError):
+    """The run does not want this worker, and says why."""
+
+
 class Worker:
     """One process of a run.
 
@@ -123,7 +125,7 @@ class Worker:
             token,
             own_host(address),
             on_link_end=self._link_ended,
-            on_stranger=lambda link, message: self._events.put(("message", message)),
+            on_stranger=lambda link, message: self._events.put(("message", (link, message))),
             on_failure=lambda error: self._events.put(("failed", error)),
             every=self._beat,
         )
@@ -141,6 +143,8 @@ class Worker:
                 try:
                     self._join()
                     since = None
+                except RefusedError:
+                    raise  # it would be refused again
                 except ClusterError as error:
                     # The first time it is an error; later, the run may have ended.
                     if self._built is None:
@@ -169,8 +173,13 @@ class Worker:
                 break
             if what == "failed":
                 raise content
-            if what == "message" and content.kind is Kind.WELCOME:
-                self._become(link, content.body)
+            if what != "message" or content[0] is not link:
+                continue  # of a link before this one
+            message = content[1]
+            if message.kind is Kind.WELCOME:
+                self._become(link, message.body)
+            elif message.kind is Kind.ANSWER:
+                raise RefusedError(str(message.body.get("error")))
         if self._node is not None:
             self._let_go()
             self._endpoint.remove(self._number)
@@ -226,6 +235,11 @@ class Worker:
     def _link_ended(self, link: Link, error: Exception) -> None:
         if link is self._link:
             self._events.put(("ended", link))
+        elif isinstance(error, CorruptionError) and self._node is not None:
+            # What was in the frame will not come again: the step begins anew, over new links.
+            body, node = {"text": str(error)}, self._node
+            message = Message(Kind.DAMAGED, node.epoch, node.number, body=body)
+            self._endpoint.send(node.number, CONDUCTOR, message)
 
     def _beat(self, now: float) -> None:
         node, link, built = self._node, self._link, self._built
@@ -301,6 +315,7 @@ class _ShardMember(_Member):
 @dataclass(frozen=True)
 class _Compiled:
     config: Config
+    device: str
     program: Program
     recompute: frozenset[int]
     transfers: Transfers
@@ -318,19 +333,23 @@ def _compile(told: Mapping[str, Any]) -> _Compiled:
     config = Config.from_mapping(told["config"])
     assembly.set_threads(told["threads"])
     assert config.model is not None
+    kept = None if told["kept"] is None else Path(told["kept"])
+    source = assembly.model_source(config.model, kept)
+    device = assembly.choose_device(config.engine.device)
     program = assembly.compile_source(
-        assembly.with_adapters(assembly.model_source(config.model), config.lora),
+        assembly.with_adapters(source, config.lora),
         micro_batch=told["micro_batch"],
         length=told["length"],
         precision=config.precision,
-        device=assembly.choose_device(config.engine.device),
+        device=device,
         train=config.train,
         freeze=config.freeze,
         slot_bytes=told["slot_bytes"],
     )
     recompute = frozenset(told["recompute"])
-    transfers = transfers_of(program, recompute, told["holdings"], told["shards"])
-    return _Compiled(config, program, recompute, transfers)
+    shards = int(told["shards"])
+    transfers = transfers_of(program, recompute, holdings_of(program, shards), shards)
+    return _Compiled(config, device, program, recompute, transfers)
 
 
 def build_engine(told: Mapping[str, Any]) -> _Built:
@@ -339,17 +358,16 @@ def build_engine(told: Mapping[str, Any]) -> _Built:
     Raises:
         PenstockError: this machine cannot be such an engine.
     """
-    from penstock import assembly
     from penstock.engine import EnginePlan, TorchEngine
 
     made = _compile(told)
     engine = TorchEngine(
         made.program,
         EnginePlan(made.recompute),
-        device=assembly.choose_device(made.config.engine.device),
+        device=made.device,
         budget_bytes=told["engine_bytes"],
     )
-    work = EngineOfProcess(engine, made.program, made.transfers, made.recompute)
+    work = EngineOfProcess(engine, made.program, made.transfers, made.recompute, made.device)
     return _Built(dict(told), EngineRole(work, made.transfers), made.digest)
 
 

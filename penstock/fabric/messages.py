@@ -17,14 +17,17 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from penstock.errors import CorruptionError
+from penstock.errors import CorruptionError, DataError
 
 MAX_BODY_BYTES = 1 << 20
 MAX_PAYLOAD_BYTES = 1 << 30
 _MAGIC = b"PNSK"
 _HEADER = struct.Struct("<4sBxHIIIIIIQIQQ")
 HEADER_BYTES = _HEADER.size
-_ARRAY_TYPES = ("bool", "uint8", "uint16", "int32", "int64", "float32", "float64")
+_ARRAY_TYPES = (
+    *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
+    *("float16", "float32", "float64"),
+)
 
 
 class Kind(enum.IntEnum):
@@ -186,7 +189,7 @@ def pack_arrays(arrays: Mapping[str, np.ndarray]) -> tuple[list[list[Any]], np.n
     for name, array in arrays.items():
         whole = np.ascontiguousarray(array)
         if whole.dtype.name not in _ARRAY_TYPES:
-            raise ValueError(f"{name}: arrays of {whole.dtype} cannot be sent")
+            raise DataError(f"{name}: rows of {whole.dtype} cannot be sent to engines")
         described.append([name, whole.dtype.name, list(whole.shape)])
         parts.append(whole.reshape(-1).view(np.uint8))
     return described, np.concatenate(parts) if parts else np.zeros(0, np.uint8)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import stat
+import statistics
 import sys
+import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +38,7 @@ def settings(text: Path, folder: Path, **changes) -> dict:
         "data": {"input": [str(text)], "path": str(folder.parent / "data")},
         "batch": {"size": MICRO_BATCHES, "micro": 1},
         "engine": {"threads": 1},
-        "run": {"dir": str(folder), "steps": 100},
+        "run": {"dir": str(folder), "steps": 100_000},
         **changes,
     }
 
@@ -115,7 +118,7 @@ def test_a_run_goes_on_through_losses_and_changes_to_the_same_bits(
         os.kill(run.pid_of(1), signal.SIGKILL)
         run.train(2)
         assert run.seconds_until("engine lost", begin) < 1.0
-        assert run.seconds_until_step(begin) < 2.0
+        assert run.seconds_until_step(begin) < 5.0
         assert run.engines() == 3
 
         # Two at once, one of them standing still: what is left goes on when the lease is over.
@@ -125,8 +128,8 @@ def test_a_run_goes_on_through_losses_and_changes_to_the_same_bits(
         os.kill(run.pid_of(0), signal.SIGSTOP)
         run.train(1)
         # Counted from its last word, which may be some beats old.
-        assert LEASE - 0.5 < run.seconds_until("engine lost", begin) < LEASE + 1.0
-        assert run.seconds_until_step(begin) < LEASE + 2.0
+        assert LEASE - 0.5 < run.seconds_until("engine lost", begin) < LEASE + 2.0
+        assert run.seconds_until_step(begin) < LEASE + 5.0
 
         # Fewer, one, and more than before, three of eight not being a power of two.
         record = tmp_path / "many" / "cluster.json"
@@ -154,3 +157,51 @@ def test_a_run_goes_on_through_losses_and_changes_to_the_same_bits(
     for pid in processes:  # none is left behind
         assert not Path(f"/proc/{pid}").exists()
     assert not (tmp_path / "many" / "cluster.json").exists()
+
+
+@pytest.mark.slow
+def test_fifty_kills_and_twenty_stops_at_random_moments(text, tmp_path):
+    """How long each takes to be noticed, and to be made good, is printed at the end."""
+    chance = random.Random(0)
+    run = watched(settings(text, tmp_path / "many", engines=3, cluster={"start": "local"}))
+    noticed: dict[str, list[float]] = {"kill": [], "stop": []}
+    resumed: dict[str, list[float]] = {"kill": [], "stop": []}
+    blows = ["kill"] * 50 + ["stop"] * 20
+    chance.shuffle(blows)
+    try:
+        run.train(1)
+        for blow in blows:
+            while len(run.trainer._runner.hall.conductor.ready) < 4:
+                run.train(1)  # meanwhile it goes on with those that it has
+            pid = run.pid_of(chance.randrange(3))
+            hit: list[float] = []
+
+            def strike(pid=pid, blow=blow, hit=hit) -> None:
+                hit.append(time.monotonic())
+                os.kill(pid, signal.SIGKILL if blow == "kill" else signal.SIGSTOP)
+
+            timer = threading.Timer(chance.uniform(0, 0.1), strike)
+            timer.start()
+            while not any(
+                hit and at > hit[0] and event.kind == "engine lost" for at, event in run.happened
+            ):
+                run.train(1)
+            run.train(1)
+            timer.join()
+            noticed[blow].append(run.seconds_until("engine lost", hit[0]))
+            lost_at = hit[0] + noticed[blow][-1]
+            resumed[blow].append(run.seconds_until_step(lost_at))
+        losses = [event.loss for _, event in run.steps]
+        weights = run.trainer.store.content_hash()
+    finally:
+        run.trainer.close()
+    for blow, seconds in noticed.items():
+        print(
+            f"{len(seconds)} x {blow}: noticed after {statistics.median(seconds):.3f} s (most "
+            f"{max(seconds):.3f}), the next step was there {statistics.median(resumed[blow]):.3f} "
+            f"s later (most {max(resumed[blow]):.3f})"
+        )
+    assert (losses, weights) == alone(text, tmp_path / "one", len(losses))
+    assert statistics.median(noticed["kill"]) < 1.0
+    assert statistics.median(noticed["stop"]) < LEASE + 0.5
+    assert statistics.median(resumed["kill"]) < 1.0

@@ -1,6 +1,6 @@
 """The nodes of a run as state machines: what each makes of a message, whoever carries it."""
 
-from penstock.fabric.nodes.conductor import Conductor
+from penstock.fabric.nodes.conductor import Conductor, Phase
 from penstock.fabric.nodes.engine import CONDUCTOR, EngineNode, EngineWork
 from penstock.fabric.nodes.orders import (
     Happened,
@@ -24,6 +24,7 @@ __all__ = [
     "Leases",
     "Outcome",
     "Part",
+    "Phase",
     "Runtime",
     "ShardNode",
     "ShardWork",

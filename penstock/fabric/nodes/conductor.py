@@ -171,6 +171,17 @@ class Conductor:
             self._is_formed = False
             self._end(Outcome(self._step, error=InterruptedError("the step was given up")))
 
+    def disband(self) -> None:
+        """After a step that ended with an error: let nobody go on with it."""
+        if self.phase is not Phase.IDLE or not self._view.engines:
+            return  # without a view nobody has begun anything
+        self.epoch += 1
+        self._is_formed = False
+        body = self._view.as_body()
+        for node in (*self._shards, *self._ready):
+            if node not in self._absent:
+                self._send(node, Kind.VIEW, body)
+
     @property
     def beats(self) -> Mapping[int, Mapping[str, Any]]:
         """The last beat of every engine of the present view."""
@@ -357,15 +368,17 @@ class Conductor:
         self._phase(Phase.RUNNING)
         count = len(self._view.engines)
         try:
-            parts = list(zip(self._view.engines, order.parts(count), strict=True))
+            parts = [
+                (engine, part.body, *pack_arrays(part.rows))
+                for engine, part in zip(self._view.engines, order.parts(count), strict=True)
+            ]
         except Exception as error:  # the data's: it ends the step, not the conductor
             self._end(Outcome(order.step, error=error))
             return
         for shard in self._shards:
             self._send(shard, Kind.BEGIN)
-        for engine, part in parts:
-            described, payload = pack_arrays(part.rows)
-            self._send(engine, Kind.BEGIN, {**part.body, "rows": described}, payload)
+        for engine, body, described, payload in parts:
+            self._send(engine, Kind.BEGIN, {**body, "rows": described}, payload)
 
     def _decide_if_whole(self) -> None:
         engines = self._view.engines

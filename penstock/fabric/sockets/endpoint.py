@@ -18,13 +18,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from penstock.errors import ClusterError, CorruptionError
+from penstock.errors import ClusterError
 from penstock.fabric.messages import Kind, Message
 from penstock.fabric.sockets import handshake
 from penstock.fabric.sockets.link import Link
 
 log = logging.getLogger("penstock.fabric")
 Address = tuple[str, int]
+_MOST_AT_THE_DOOR = 64  # peers that prove themselves at the same time
+_MOST_ADDRESSES = 1000  # of those who were refused, that are remembered
 
 
 class Node(Protocol):
@@ -43,6 +45,8 @@ class _Place:
     node: Node
     jobs: queue.SimpleQueue[tuple[Callable[[], Any], Callable[[Any], None], Any] | None]
     waiting: int = 0  # jobs that are not done
+    is_over: bool = False  # jobs that have not begun are not done any more
+    thread: threading.Thread | None = None
 
 
 class Endpoint:
@@ -84,6 +88,7 @@ class Endpoint:
         self._opening: dict[int, list[Message]] = {}
         self._todo: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._closing = False
+        self._at_the_door = threading.BoundedSemaphore(_MOST_AT_THE_DOOR)
         try:
             self._listener = socket.create_server((host, 0), family=_family(host), backlog=128)
         except OSError as error:
@@ -104,15 +109,20 @@ class Endpoint:
     def add(self, number: int, node: Node) -> None:
         """Add a node of this process; in the endpoint's thread, or before `start`."""
         place = self._places[number] = _Place(node, queue.SimpleQueue())
-        threading.Thread(
+        place.thread = threading.Thread(
             target=self._do_jobs, args=(place,), name=f"penstock node {number}", daemon=True
-        ).start()
+        )
+        place.thread.start()
 
     def remove(self, number: int) -> None:
-        """Take a node of this process out; its worker ends with the job that it is at."""
+        """Take a node of this process out; returns when its worker has done the job it is at."""
         place = self._places.pop(number, None)
-        if place is not None:
-            place.jobs.put(None)
+        if place is None:
+            return
+        place.is_over = True
+        place.jobs.put(None)
+        if place.thread is not None and place.thread is not threading.current_thread():
+            place.thread.join()
 
     def runtime(self, number: int) -> _Runtime:
         """Return what a node of this process is to send and work by."""
@@ -252,13 +262,8 @@ class Endpoint:
 
     def _deliver(self, to: int, message: Message) -> None:
         place = self._places.get(to)
-        if place is None:
-            return
-        try:
+        if place is not None:
             place.node.handle(message)
-        except CorruptionError as error:  # it makes no sense to this node; the step begins anew
-            body = {"error": type(error).__name__, "text": str(error)}
-            self.send(to, 0, Message(Kind.TROUBLE, message.epoch, to, message.step, body=body))
 
     def _loop(self) -> None:
         try:
@@ -283,8 +288,14 @@ class Endpoint:
         while not self._closing:
             try:
                 connection, peer = self._listener.accept()
-            except OSError:
-                return  # it was closed
+            except OSError as error:
+                if not self._closing:  # such as too many open files: the door stays a door
+                    log.warning("a connection could not be accepted: %s", error)
+                    time.sleep(0.1)
+                continue
+            if not self._at_the_door.acquire(blocking=False):
+                connection.close()  # so many strangers at once are no nodes of a run
+                continue
             threading.Thread(target=self._let_in, args=(connection, peer), daemon=True).start()
 
     def _let_in(self, connection: socket.socket, peer: Address) -> None:
@@ -292,14 +303,22 @@ class Endpoint:
             handshake.accept(connection, self._token)
         except ClusterError as error:
             connection.close()
-            self.refused[peer[0]] += 1
+            if len(self.refused) < _MOST_ADDRESSES or peer[0] in self.refused:
+                self.refused[peer[0]] += 1
             log.warning("refused a connection from %s:%d: %s", *peer[:2], error)
+            return
+        finally:
+            self._at_the_door.release()
+        if self._closing:
+            connection.close()
             return
         self._link(connection)
 
     def _do_jobs(self, place: _Place) -> None:
         while (task := place.jobs.get()) is not None:
             job, then, failed = task
+            if place.is_over:
+                return
             try:
                 result = job()
             except Exception as error:  # the node's to report

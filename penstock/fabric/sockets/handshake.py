@@ -4,7 +4,7 @@ A challenge and response over HMAC-SHA256 (RFC 2104), each side with a nonce of 
 neither the token nor anything from which it could be found, or that could be sent again, crosses
 the wire. Until a peer has proved itself, a fixed number of bytes is read from it and compared;
 nothing is parsed. What follows is not encrypted: a run belongs on a network that nobody else
-listens on (`docs/security.md`).
+listens on (`docs/cluster.md`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import hashlib
 import hmac
 import secrets
 import socket
+import time
 
 from penstock.errors import ClusterError
 
@@ -34,10 +35,11 @@ def accept(connection: socket.socket, token: str) -> None:
         ClusterError: it does not have the run's token, or is not a peer at all.
     """
     nonce = secrets.token_bytes(NONCE_BYTES)
-    _within_time(connection)
+    deadline = time.monotonic() + SECONDS
     try:
+        connection.settimeout(SECONDS)
         connection.sendall(_GREETING + nonce)
-        answer = read_exactly(connection, NONCE_BYTES + PROOF_BYTES)
+        answer = _read_by(connection, NONCE_BYTES + PROOF_BYTES, deadline)
         theirs, proof = answer[:NONCE_BYTES], answer[NONCE_BYTES:]
         if not hmac.compare_digest(proof, _proof(token, b"connects", nonce, theirs)):
             raise ClusterError("it does not have this run's token")
@@ -53,14 +55,15 @@ def connect(connection: socket.socket, token: str) -> None:
     Raises:
         ClusterError: it does not have the run's token, or is not a peer at all.
     """
-    _within_time(connection)
+    deadline = time.monotonic() + SECONDS
     try:
-        greeting = read_exactly(connection, len(_GREETING) + NONCE_BYTES)
+        connection.settimeout(SECONDS)
+        greeting = _read_by(connection, len(_GREETING) + NONCE_BYTES, deadline)
         if greeting[: len(_GREETING)] != _GREETING:
             raise ClusterError("what listens there is no node of a run")
         theirs, nonce = greeting[len(_GREETING) :], secrets.token_bytes(NONCE_BYTES)
         connection.sendall(nonce + _proof(token, b"connects", theirs, nonce))
-        proof = read_exactly(connection, PROOF_BYTES)
+        proof = _read_by(connection, PROOF_BYTES, deadline)
     except EOFError:
         raise ClusterError("it refused this node's token") from None
     except OSError as error:
@@ -70,8 +73,16 @@ def connect(connection: socket.socket, token: str) -> None:
     connection.settimeout(None)
 
 
-def _within_time(connection: socket.socket) -> None:
-    connection.settimeout(SECONDS)
+def _read_by(connection: socket.socket, size: int, deadline: float) -> bytes:
+    """Return the next `size` bytes, if all of them come before the deadline."""
+    said = b""
+    while len(said) < size:
+        connection.settimeout(max(0.001, deadline - time.monotonic()))
+        part = connection.recv(size - len(said))
+        if not part:
+            raise EOFError("the connection was closed")
+        said += part
+    return said
 
 
 def _proof(token: str, side: bytes, first: bytes, second: bytes) -> bytes:

@@ -10,17 +10,19 @@ from __future__ import annotations
 import contextlib
 import queue
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from penstock.errors import CorruptionError
 from penstock.fabric.messages import HEADER_BYTES, Message, lengths, pack, unpack
 from penstock.fabric.sockets.handshake import read_exactly, read_into
+from penstock.fabric.transfers import CHUNK_BYTES
 
 _BUFFER_BYTES = 4 << 20
+_MOST_BUFFERS, _LEAST_KEPT, _UNUSED = 8, 1 << 16, 3
 _CUT_MILLISECONDS = 10_000  # without an answer to what was sent; then the link is no more
 
 
@@ -44,6 +46,7 @@ class Link:
         self._socket = connection
         self._take, self._ended = take, ended
         self._outgoing: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._buffers = _Buffers()
         self._once = threading.Lock()
         self._has_ended = False
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -78,11 +81,11 @@ class Link:
                 body = read_exactly(self._socket, body_bytes)
                 payload = None
                 if payload_bytes:
-                    payload = np.empty(payload_bytes, np.uint8)
+                    payload = self._buffers.take(payload_bytes)
                     read_into(self._socket, payload.data)
                 self.taken_bytes += payload_bytes
                 self._take(self, unpack(header, body, payload))
-        except (OSError, EOFError, CorruptionError) as error:
+        except Exception as error:  # whatever it is, nothing more is read: the link has ended
             self._end(error)
 
     def _write(self) -> None:
@@ -94,7 +97,7 @@ class Link:
                     parts.append(message.payload.data)
                 self._send_all(parts)
                 self.sent_bytes += message.size
-        except OSError as error:
+        except Exception as error:  # a frame that cannot be made is no better than a cut cable
             self._end(error)
 
     def _send_all(self, parts: list[Any]) -> None:
@@ -116,3 +119,23 @@ class Link:
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
         self._ended(self, error)
+
+
+class _Buffers:
+    """Memory for what comes, used again when nobody has it any more: new pages take longer to
+    come by than to fill."""
+
+    def __init__(self) -> None:
+        self._all: list[np.ndarray] = []
+
+    def take(self, size: int) -> np.ndarray:
+        """Return so many bytes that nobody else sees."""
+        for buffer in self._all:
+            # Held by the list, the loop, and the call: a view of it would hold it too.
+            if buffer.nbytes >= size and sys.getrefcount(buffer) == _UNUSED:
+                return buffer[:size]
+        if len(self._all) >= _MOST_BUFFERS or size < _LEAST_KEPT:
+            return np.empty(size, np.uint8)
+        # It owns its memory: of a view's views, numpy would hold what that is a view of.
+        self._all.append(np.empty(max(size, CHUNK_BYTES), np.uint8))
+        return self._all[-1][:size]

@@ -23,7 +23,8 @@ class PretendTrainer:
 
     def __init__(self, config, on_event):
         self.config, self.on_event, self.reason = config, on_event, None
-        PretendTrainer.made.append(config)
+        self.is_closed = False
+        PretendTrainer.made.append(self)
 
     def request_stop(self, reason):
         self.reason = reason
@@ -36,6 +37,9 @@ class PretendTrainer:
             if self.reason:
                 self.on_event(Stopped(number, self.reason, "the trainer's own idea"))
                 return
+
+    def close(self):
+        self.is_closed = True
 
 
 @pytest.fixture
@@ -54,7 +58,9 @@ def run(tmp_path, monkeypatch):
 def test_the_trainer_gets_the_file_with_overrides(run):
     result = run("my run.yaml", "engines=2", "optimizer.learning_rate=1e-4")
     assert result.exit_code == 0
-    (config,) = PretendTrainer.made
+    (trainer,) = PretendTrainer.made
+    config = trainer.config
+    assert trainer.is_closed
     assert (config.engines, config.optimizer.learning_rate) == (2, 1e-4)
     assert str(config.run.dir) == "runs/my run"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import pickle
@@ -13,6 +14,7 @@ import time
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,7 +30,7 @@ from penstock.fabric.messages import (
     unpack,
     unpack_arrays,
 )
-from penstock.fabric.sockets import Endpoint, new_token
+from penstock.fabric.sockets import Endpoint, handshake, new_token
 
 
 class Heard:
@@ -103,6 +105,35 @@ def test_messages_pass_with_their_payload_and_in_order(places):
         np.testing.assert_array_equal(message.payload.view(np.float32), payload + op)
 
 
+def test_memory_for_what_comes_is_used_again_only_when_nobody_has_it():
+    from penstock.fabric.sockets.link import _Buffers
+
+    buffers = _Buffers()
+    held = [buffers.take(1 << 20) for _ in range(12)]
+    for number, part in enumerate(held):
+        part[:] = number
+    forms = [
+        torch.frombuffer(held[0], dtype=torch.float32),
+        held[1].view(np.float32)[3:9],
+        held[2].data,
+    ]
+    del held[:3]
+    for number in range(100, 120):
+        buffers.take(1 << 20)[:] = number
+    for number, part in enumerate(held, start=3):
+        assert (part == number).all()
+    assert (forms[0].view(torch.uint8) == 0).all()
+    assert (forms[1].view(np.uint8) == 1).all()
+    assert set(forms[2].tobytes()) == {2}
+    place = held.pop().ctypes.data  # of more than are kept: these go back to the system
+    del held, forms, part
+    places = set()
+    for _ in range(20):
+        places.add(buffers.take(1 << 20).ctypes.data)
+    assert len(places) == 1
+    assert place not in places
+
+
 def raw(place: Place) -> socket.socket:
     return socket.create_connection(place.endpoint.address, timeout=5)
 
@@ -142,6 +173,62 @@ def closed(connection: socket.socket) -> bool:
     return True
 
 
+def test_who_is_slow_to_prove_himself_is_not_waited_for(places, monkeypatch):
+    """A byte now and then buys no more time, however many come."""
+    monkeypatch.setattr(handshake, "SECONDS", 0.3)
+    here = places(new_token(), 1)
+    begin = time.monotonic()
+    with raw(here) as connection:
+        connection.settimeout(0.05)
+        while not here.endpoint.refused:
+            assert time.monotonic() < begin + 5
+            with contextlib.suppress(OSError):
+                connection.sendall(b"x")
+            time.sleep(0.05)
+    assert time.monotonic() < begin + 2
+
+
+def test_many_strangers_at_once_do_not_close_the_door(places, monkeypatch):
+    monkeypatch.setattr(handshake, "SECONDS", 0.5)
+    token = new_token()
+    here, friend = places(token, 1), places(token, 2)
+    strangers = [raw(here) for _ in range(150)]
+    for stranger in strangers:
+        stranger.close()
+    wait(lambda: here.endpoint.refused["127.0.0.1"] >= 1)
+    time.sleep(0.6)
+    greet(friend, 2, here).send(Message(Kind.BEAT, 0, 2, to=1))
+    wait(lambda: here.node.messages)
+
+
+def test_a_node_that_is_taken_out_does_no_more(places):
+    """The job that it is at ends before another node is put in; those behind it are dropped."""
+    here = places(new_token(), 1)
+    runtime = here.endpoint.runtime(1)
+    began, may_end, done = threading.Event(), threading.Event(), []
+
+    def long() -> None:
+        began.set()
+        may_end.wait(5)
+        done.append("long")
+
+    runtime.work(long, lambda _: None, lambda _: None)
+    runtime.work(lambda: done.append("next"), lambda _: None, lambda _: None)
+    began.wait(5)
+    threading.Timer(0.1, may_end.set).start()
+    here.endpoint.remove(1)
+    assert done == ["long"]
+
+
+def test_a_frame_that_cannot_be_made_ends_the_link(places):
+    token = new_token()
+    one, two = places(token, 1), places(token, 2)
+    link = greet(one, 1, two)
+    link.send(Message(Kind.BEAT, 0, 1, to=2, body={"too large": "x" * (2 << 20)}))
+    wait(lambda: one.ended and two.ended)
+    assert not link.is_open
+
+
 def test_the_one_who_connects_wants_proof_too(places):
     """Who only repeats what it is told does not pass for a node of the run."""
     listener = socket.create_server(("127.0.0.1", 0))
@@ -166,8 +253,6 @@ def test_an_old_proof_is_worth_nothing(places):
     """What was recorded of one handshake does not open another."""
     token = new_token()
     here = places(token, 1)
-    from penstock.fabric.sockets import handshake
-
     recorded = bytearray()
 
     class Recorder:

@@ -4,11 +4,10 @@ import random
 import shutil
 
 import pytest
-from store_programs import CONSTANT, make_program, random_weights, train
+from store_programs import flash_store, make_program, random_weights, train
 
 from penstock.errors import CorruptionError
-from penstock.store import AdamW, GroupSettings
-from penstock.store.flash import FlashReader, FlashStore, repair
+from penstock.store.flash import FlashReader, repair
 from penstock.store.flash import journal as journal_module
 from penstock.store.flash.journal import SECTOR_BYTES, read_records, whole_records
 
@@ -17,16 +16,7 @@ STEPS = 5
 
 
 def opened(folder):
-    return FlashStore(
-        PROGRAM,
-        folder,
-        optimizer=AdamW(0.9, 0.95, 1e-8),
-        groups=dict.fromkeys(PROGRAM.weights, GroupSettings(1.0, 0.1, None)),
-        schedule=CONSTANT,
-        dram_bytes=300_000,
-        block_elements=2048,
-        keep_steps=3,
-    )
+    return flash_store(PROGRAM, folder, keep_steps=3)
 
 
 @pytest.fixture(scope="module")

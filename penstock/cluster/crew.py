@@ -1,0 +1,73 @@
+"""The workers that a run has started: how many there are, and when to start no more.
+
+Any worker may become an engine or a shard, so they are counted together. One that ended before it
+was of use has ended in vain; after some of these in a row, others would do the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from penstock.cluster.launch import Ended, Launcher
+
+_MOST_IN_VAIN = 3
+
+
+class Crew:
+    """Keeps as many workers running as are wanted.
+
+    Args:
+        launcher: starts and ends them.
+        say: is told a kind and a text of what happens.
+    """
+
+    def __init__(self, launcher: Launcher, say: Callable[[str, str], None]) -> None:
+        self._launcher, self._say = launcher, say
+        self._running = 0
+        self._useful: set[str] = set()
+        self._in_vain = 0  # workers in a row that ended before they were of use
+        self._last_words = ""
+
+    def fill(self, wanted: int) -> None:
+        """Start as many as are missing."""
+        for _ in range(wanted - self._running):
+            self._start()
+
+    def replace(self, wanted: int) -> None:
+        """Start another for each that has ended, unless they end in vain or are not wanted."""
+        for ended in self._launcher.poll():
+            self._replace(ended, wanted)
+
+    def is_of_use(self, worker: str) -> None:
+        """Take note that a worker has become an engine or a shard."""
+        self._useful.add(worker)
+        self._in_vain = 0
+
+    @property
+    def given_up(self) -> str | None:
+        """Why no more are started; None as long as they are."""
+        if self._in_vain < _MOST_IN_VAIN:
+            return None
+        text = "workers in a row ended before they could compute"
+        return f"{self._in_vain} {text}; {self._last_words}"
+
+    def _replace(self, ended: Ended, wanted: int) -> None:
+        self._say("worker ended", ended.how)
+        self._running -= 1
+        self._last_words = ended.how
+        if ended.worker in self._useful:
+            self._useful.discard(ended.worker)
+        else:
+            self._in_vain += 1
+        if self.given_up is not None:
+            self._say("not replaced", self.given_up)
+        elif self._running < wanted:
+            self._start()
+
+    def _start(self) -> None:
+        try:
+            self._launcher.start()
+        except OSError as error:
+            self._say("not started", f"a worker could not be started: {error}")
+            return
+        self._running += 1
