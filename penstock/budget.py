@@ -2,7 +2,8 @@
 
 The sum of all parts stays below `memory`, or below what the machine has where no cap is given;
 what cannot be is refused with the sum, part by part. The libraries are not estimated: they are
-measured, when everything is imported and the model is compiled.
+measured, when everything is imported and the model is compiled. Engines and shards in processes of
+this machine count as parts; shards that are apart, on other hosts, do not.
 """
 
 from __future__ import annotations
@@ -80,12 +81,23 @@ class Budget:
         self._on_flash = config.store.flash.path is not None
         needed = least_flash_store_bytes if self._on_flash else _dram_store_bytes
         self._need = needed(config, program, roles)
+        self._is_elsewhere = config.cluster.shards == "apart" and config.cluster.has_other_hosts
         self._saving = _SAVING_BYTES
-        if not self._on_flash:
+        if not self._on_flash and config.cluster.shards == "here":
             self._saving += min(int(config.checkpoint.buffer), self._need)
         self._rest = self._limit - self._libraries - self._data - self._saving - RESERVE_BYTES
-        if self._need >= self._rest:
+        if self._here(self._need) >= self._rest:
             self._refuse(self._need, self._least())
+
+    def _here(self, store: int) -> int:
+        """Return what of the store's memory is this machine's.
+
+        Of shards on other hosts only what a call brings: a stage, in pieces and put together.
+        """
+        if not self._is_elsewhere:
+            return store
+        largest = max(_elements(self._program, stage) for stage in self._program.stages)
+        return 2 * 4 * largest + assembly_of(self._config, self._program)
 
     def engine_bytes(self) -> int:
         """Return the budget of one engine.
@@ -102,18 +114,21 @@ class Budget:
             store = int(_AUTO_FLASH * self._rest)
         if config.store.dram != "auto" and self._on_flash:
             store = int(config.store.dram)
+        is_too_little = store < self._need
+        store = self._here(store)
         if config.memory is None:
             share = int(_AUTO_ENGINE * (self._rest - store)) // engines
             if share <= 0:
                 self._refuse(store, self._least())
             return share
-        if self._on_flash and config.store.dram == "auto":
+        if self._on_flash and config.store.dram == "auto" and not self._is_elsewhere:
             # Half for each; what engines cannot use is better used by weights.
             least, wanted = self._choice()
             share = min(max(least, self._rest // 2 // engines), wanted)
             store = self._rest - engines * share
+            is_too_little = store < self._need
         share = (self._rest - store) // engines
-        if share <= 0 or store < self._need:
+        if share <= 0 or is_too_little:
             self._refuse(max(self._need, store), self._least())
         return share
 
@@ -150,10 +165,10 @@ class Budget:
             store = left if config.store.dram == "auto" else int(config.store.dram)
         if config.store.dram == "auto":
             store = max(store, self._need)  # a share of what is free may be too little
-        if store + engines > self._rest:
+        if self._here(store) + engines > self._rest:
             self._refuse(store, one)
         self._require_loading(store, one)
-        return Shares(engine_bytes, engines, store, store + kept <= self._rest)
+        return Shares(engine_bytes, engines, store, self._here(store) + kept <= self._rest)
 
     def _host_bytes(self, plan: EnginePlan) -> int:
         """Return what one engine has of host memory: all, or what its copies go through."""
@@ -198,12 +213,14 @@ class Budget:
     def _parts(self, store: int, engine: int) -> list[tuple[str, int]]:
         config = self._config
         where = "store, on flash besides (store.dram)" if self._on_flash else "store"
+        if self._is_elsewhere:
+            where = "calls to the store's shards, on other hosts"
         number = f"{config.engines} engines" if config.engines > 1 else "engine"
         return [
             ("libraries and compiled model, measured", self._libraries),
             ("batches and checks of the data set", self._data),
             ("writing checkpoints (checkpoint.buffer)", self._saving),
-            (where, store),
+            (where, self._here(store)),
             (f"{number} (engine.memory)", config.engines * engine),
             ("reserve for what no part accounts for", RESERVE_BYTES),
         ]
@@ -221,13 +238,14 @@ class Budget:
         ways = []
         if config.memory is not None and self._limit == int(config.memory):
             ways.append(f"raise memory above {size_above(total)}")
-        if self._on_flash and config.store.dram != "auto" and store > over:
+        is_here = not self._is_elsewhere
+        if is_here and self._on_flash and config.store.dram != "auto" and store > over:
             ways.append(f"lower store.dram to {_floor(store - over)}")
         if engine > self._least() and config.engines * engine > over:
             share = max(self._least(), (config.engines * engine - over) // config.engines)
             ways.append(f"lower engine.memory to {size_above(share)}")
-        if not self._on_flash:
-            if min(int(config.checkpoint.buffer), self._need) > over:
+        if is_here and not self._on_flash:
+            if self._saving - _SAVING_BYTES > over:
                 left = int(config.checkpoint.buffer) - over
                 ways.append(f"lower checkpoint.buffer to {_floor(left)}")
             ways.append("name a folder on a fast disk in store.flash.path")

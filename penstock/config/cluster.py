@@ -77,6 +77,11 @@ class ClusterConfig(Section):
         example="10.0.0.1",
     )
 
+    @property
+    def has_other_hosts(self) -> bool:
+        """Whether processes of the run may be on other machines than this one."""
+        return self.start == "listen" or (self.start == "ray" and self.address is not None)
+
     @model_validator(mode="after")
     def _consistent(self) -> ClusterConfig:
         if self.address is not None and not _ADDRESS.fullmatch(self.address):
