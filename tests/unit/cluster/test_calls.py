@@ -1,0 +1,176 @@
+"""Calls between processes: several pieces, damaged ones, and nodes that are lost."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from penstock.cluster import calls
+from penstock.cluster.calls import Calls, Gathered, Said, ShardLostError, error_class, frames
+from penstock.errors import ClusterError, CorruptionError, StorageError
+from penstock.fabric.messages import Kind, Message
+
+PIECE = 1000
+
+
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch):
+    monkeypatch.setattr(calls, "PIECE_BYTES", PIECE)
+
+
+def said(elements: int) -> Said:
+    values = np.random.default_rng(elements).standard_normal(elements).astype(np.float32)
+    return Said({"method": "write", "with": {"begin": 3}}, {"values": values})
+
+
+@pytest.mark.parametrize("elements", [0, 1, 249, 250, 251, 1000])
+def test_what_was_said_comes_whole_in_as_many_pieces_as_it_takes(elements):
+    sent = said(elements)
+    messages = list(frames(Kind.CALL, 0, 7, sent))
+    # One that says what comes; the bytes are rounded up to where arrays begin.
+    size = messages[0].body["bytes"]
+    assert size >= 4 * elements
+    assert len(messages) == 1 + -(-size // PIECE)
+    assert all(message.size <= PIECE for message in messages)
+    gathered = Gathered()
+    assert [gathered.take(message) for message in messages[:-1]] == [None] * (len(messages) - 1)
+    whole = gathered.take(messages[-1])
+    assert whole is not None
+    number, came = whole
+    assert (number, came.body) == (7, sent.body)
+    np.testing.assert_array_equal(came.arrays["values"], sent.arrays["values"])
+
+
+def test_one_after_the_other_comes_apart():
+    gathered = Gathered()
+    came = []
+    for number, elements in enumerate((600, 0, 300)):
+        for message in frames(Kind.RETURN, 5, number, said(elements)):
+            came.append(gathered.take(message))
+    whole = [each for each in came if each is not None]
+    assert [(number, found.arrays["values"].size) for number, found in whole] == [
+        (0, 600),
+        (1, 0),
+        (2, 300),
+    ]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [{}, {"bytes": -1}, {"bytes": "1000"}, {"bytes": 10**15}, {"bytes": 3 * PIECE}],
+)
+def test_a_first_frame_that_announces_nonsense_is_refused_before_memory_is_taken(body):
+    with pytest.raises(CorruptionError, match="a CALL announces"):
+        Gathered().take(Message(Kind.CALL, 0, 0, op=1, index=2, body=body))
+
+
+def _of_another_call(message: Message) -> Message:
+    return replace(message, op=message.op + 1)
+
+
+def _too_long(message: Message) -> Message:
+    payload = np.zeros(20 * PIECE, np.uint8)
+    return replace(message, payload=payload, size=payload.nbytes)
+
+
+def _empty(message: Message) -> Message:
+    return replace(message, payload=None, size=0)
+
+
+@pytest.mark.parametrize("damage", [_of_another_call, _too_long, _empty])
+def test_pieces_that_do_not_fit_are_refused(damage):
+    first, second, *_ = frames(Kind.CALL, 0, 1, said(600))
+    gathered = Gathered()
+    assert gathered.take(first) is None
+    with pytest.raises(CorruptionError, match="pieces that do not fit"):
+        gathered.take(damage(second))
+
+
+@pytest.mark.parametrize("place", ["dtype", "shape", "count"])
+def test_arrays_that_are_not_as_described_are_refused(place):
+    first, *pieces = frames(Kind.CALL, 0, 1, said(600))
+    (described,) = first.body["arrays"]
+    wrong = {
+        "dtype": [described[0], "object", *described[2:]],
+        "shape": [*described[:2], [10**9], *described[3:]],
+        "count": [],
+    }[place]
+    gathered = Gathered()
+    gathered.take(replace(first, body={**first.body, "arrays": [wrong]}))
+    with pytest.raises((CorruptionError, ClusterError)):
+        for piece in pieces:
+            gathered.take(piece)
+
+
+class Pair:
+    """Calls, and a node that answers what a function says, in a thread of its own."""
+
+    def __init__(self, answer) -> None:
+        self.answer = answer
+        self.failed: Exception | None = None
+        self.sent: list[Message] = []
+        self.gathered = Gathered()
+        self.calls = Calls(self.send, self.broken)
+
+    def broken(self) -> None:
+        if self.failed is not None:
+            raise self.failed
+
+    def send(self, node: int, message: Message) -> None:
+        self.sent.append(message)
+        whole = self.gathered.take(message)
+        if whole is None:
+            return
+        number, asked = whole
+
+        def reply() -> None:
+            for frame in self.answer(node, number, asked):
+                self.calls.take(frame)
+
+        threading.Thread(target=reply).start()
+
+
+def test_an_answer_comes_back_with_its_arrays():
+    def twice(node, number, asked):
+        values = {"values": 2 * asked.arrays["values"]}
+        return frames(Kind.RETURN, node, number, Said({"step": 4}, values))
+
+    sent = said(777)
+    answer = Pair(twice).calls.ask(3, "read", {}, sent.arrays)
+    assert answer.body["step"] == 4
+    np.testing.assert_array_equal(answer.arrays["values"], 2 * sent.arrays["values"])
+
+
+def test_an_error_of_the_other_side_is_raised_as_what_it_was_there():
+    def refuse(node, number, asked):
+        text = {"error": "CorruptionError", "text": "the slot is damaged"}
+        return frames(Kind.RETURN, node, number, Said(text))
+
+    with pytest.raises(CorruptionError, match="the slot is damaged"):
+        Pair(refuse).calls.ask(3, "read", {}, {})
+
+
+@pytest.mark.parametrize("name", ["SystemExit", "KeyboardInterrupt", "os", "", "PenstockErro"])
+def test_only_errors_of_our_own_can_be_named(name):
+    assert error_class(name) is ClusterError
+
+
+def test_who_waits_for_a_node_that_is_lost_is_told_and_so_is_who_asks_later():
+    pair = Pair(lambda node, number, asked: ())
+    threading.Timer(0.05, lambda: pair.calls.lost(3, "its host burned")).start()
+    with pytest.raises(ShardLostError, match="its host burned"):
+        pair.calls.ask(3, "flush", {}, {})
+    sent = len(pair.sent)
+    with pytest.raises(ShardLostError, match="its host burned"):
+        pair.calls.ask(3, "flush", {}, {})
+    assert len(pair.sent) == sent
+
+
+def test_nobody_waits_when_the_run_is_over():
+    pair = Pair(lambda node, number, asked: ())
+    pair.failed = StorageError("the run is over")
+    with pytest.raises(StorageError, match="the run is over"):
+        pair.calls.ask(3, "flush", {}, {})

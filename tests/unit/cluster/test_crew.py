@@ -1,0 +1,86 @@
+"""How many workers run, and when no more are started."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.cluster.crew import Crew
+from penstock.cluster.launch import Ended
+
+
+class PretendLauncher:
+    def __init__(self) -> None:
+        self.started = 0
+        self.ended: list[Ended] = []
+        self.has_room = True
+
+    def start(self) -> None:
+        if not self.has_room:
+            raise OSError("no more processes")
+        self.started += 1
+
+    def poll(self) -> list[Ended]:
+        ended, self.ended = self.ended, []
+        return ended
+
+    def end(self, worker: str) -> None:
+        raise AssertionError(worker)
+
+    def close(self) -> None:
+        raise AssertionError
+
+
+class Made:
+    def __init__(self, wanted: int) -> None:
+        self.said: list[str] = []
+        self.launcher = PretendLauncher()
+        self.crew = Crew(self.launcher, lambda kind, text: self.said.append(kind))
+        self.crew.fill(wanted)
+
+    def lose(self, *workers: str, wanted: int) -> None:
+        self.launcher.ended = [Ended(worker, f"{worker} fell") for worker in workers]
+        self.crew.replace(wanted)
+
+
+def test_who_ends_is_replaced_as_long_as_so_many_are_wanted():
+    made = Made(4)
+    made.crew.is_of_use("a")
+    made.lose("a", wanted=4)
+    assert made.launcher.started == 5
+    made.crew.is_of_use("b")
+    made.lose("b", wanted=3)  # three are left, and wanted
+    assert made.launcher.started == 5
+    made.crew.fill(6)
+    assert made.launcher.started == 8
+
+
+def test_after_three_that_ended_in_vain_no_more_are_started():
+    made = Made(4)
+    made.lose("a", "b", wanted=4)
+    assert made.launcher.started == 6
+    assert made.crew.given_up is None
+    made.lose("c", wanted=4)
+    assert made.launcher.started == 6
+    assert made.crew.given_up == "3 workers in a row ended before they could compute; c fell"
+    assert made.said[-1] == "not replaced"
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_one_that_is_of_use_begins_the_count_anew(place):
+    made = Made(4)
+    for worker in range(place):
+        made.lose(f"vain-{worker}", wanted=4)
+    made.crew.is_of_use("good")
+    made.lose("good", "x", "y", wanted=4)
+    assert made.crew.given_up is None
+
+
+def test_a_worker_that_cannot_be_started_is_told_of_and_missing():
+    made = Made(2)
+    made.launcher.has_room = False
+    made.crew.is_of_use("a")
+    made.lose("a", wanted=2)
+    assert made.said == ["worker ended", "not started"]
+    made.launcher.has_room = True
+    made.crew.fill(2)
+    assert made.launcher.started == 3
