@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from penstock import assembly, process_memory
+from penstock import assembly, process_memory, stores
+from penstock.budget import Budget, Shares
 from penstock.config import Config
 from penstock.errors import BudgetError
-from penstock.step_layout import Layout, lay_out
+from penstock.program import Program
 
 MIB = 1 << 20
-WIDE = {"n_layer": 8, "n_embd": 256, "n_head": 4, "vocab_size": 96, "n_positions": 32}
+MODEL = {
+    "preset": "gpt2",
+    "overrides": {"n_layer": 8, "n_embd": 256, "n_head": 4, "vocab_size": 96, "n_positions": 32},
+}
 
 
 @pytest.fixture(autouse=True)
@@ -22,19 +24,19 @@ def _machine(monkeypatch):
     monkeypatch.setattr(process_memory, "available_bytes", lambda: 270 * MIB)
 
 
-def layout(folder: Path, **changes) -> Layout:
-    config = Config.from_mapping(
-        {
-            "model": {"preset": "gpt2", "overrides": WIDE},
-            "batch": {"size": 4, "micro": 1},
-            "engine": {"device": "cpu", "memory": "16MiB"},
-            "engines": 2,
-            "run": {"dir": str(folder)},
-            **changes,
-        }
-    )
-    assert config.model is not None
-    return lay_out(config, assembly.model_source(config.model), "cpu", 32)
+@pytest.fixture(scope="module")
+def program() -> Program:
+    source = assembly.model_source(Config.from_mapping({"model": MODEL}).model)
+    return assembly.compile_source(source, micro_batch=1, length=32, precision="fp32", device="cpu")
+
+
+def shares(program: Program, **changes) -> Shares:
+    """Return what the parts of a run of two engines get, two micro-batches each."""
+    engine = {"device": "cpu", "memory": "24MiB"}
+    config = Config.from_mapping({"model": MODEL, "engines": 2, "engine": engine, **changes})
+    budget = Budget(config, program, 2, "cpu", stores.optimizer_of(config).roles)
+    engine_bytes = budget.engine_bytes()
+    return budget.divide(budget.plan(engine_bytes), engine_bytes)
 
 
 OTHER_HOSTS = [
@@ -49,37 +51,41 @@ THIS_HOST = [
 
 
 @pytest.mark.parametrize("cluster", OTHER_HOSTS)
-def test_a_store_in_the_memory_of_other_hosts_may_be_larger_than_this_one(tmp_path, cluster):
-    made = layout(tmp_path, cluster=cluster, store={"shards": 4})
+def test_a_store_in_the_memory_of_other_hosts_may_be_larger_than_this_one(program, cluster):
+    made = shares(program, cluster=cluster, store={"shards": 4})
     # Weights, gradients and two moments of AdamW, in float32.
-    assert made.shares.store >= 16 * made.program.parameters > 90 * MIB
+    assert made.store >= 16 * program.parameters > 90 * MIB
 
 
 @pytest.mark.parametrize("cluster", THIS_HOST)
-def test_a_store_in_the_memory_of_this_host_must_fit_it(tmp_path, cluster):
+def test_a_store_in_the_memory_of_this_host_must_fit_it(program, cluster):
     with pytest.raises(BudgetError, match="cannot hold this run") as caught:
-        layout(tmp_path, cluster=cluster, store={"shards": 4})
+        shares(program, cluster=cluster, store={"shards": 4})
     assert "other hosts" not in str(caught.value)
 
 
 @pytest.mark.parametrize("cluster", OTHER_HOSTS)
-def test_the_memory_of_shards_on_flash_is_that_of_their_hosts(tmp_path, cluster):
+def test_the_memory_of_shards_on_flash_is_that_of_their_hosts(program, cluster, tmp_path):
     store = {"shards": 4, "dram": "2GiB", "flash": {"path": str(tmp_path / "flash")}}
-    assert layout(tmp_path, cluster=cluster, store=store).shares.store == 2048 * MIB
-    with pytest.raises(BudgetError, match=r"lower store\.dram"):
-        layout(tmp_path, cluster={"start": "local", "shards": "apart"}, store=store)
+    assert shares(program, cluster=cluster, store=store).store == 2048 * MIB
+    with pytest.raises(BudgetError, match="store, on flash besides"):
+        shares(program, cluster={"start": "local", "shards": "apart"}, store=store)
 
 
-def test_what_still_does_not_fit_is_not_blamed_on_the_store(tmp_path):
+@pytest.mark.parametrize("cluster", OTHER_HOSTS)
+def test_a_cap_is_for_the_process_here_and_leaves_what_the_shards_have_alone(program, cluster):
+    engine = {"device": "cpu"}
+    made = shares(program, cluster=cluster, store={"shards": 4}, engine=engine, memory="660MiB")
+    assert made.store > 90 * MIB
+    assert made.engines < 260 * MIB
+
+
+def test_what_still_does_not_fit_is_not_blamed_on_the_store(program):
+    engine = {"device": "cpu", "memory": "24MiB"}
     with pytest.raises(BudgetError) as caught:
-        layout(
-            tmp_path,
-            cluster=OTHER_HOSTS[0],
-            store={"shards": 4},
-            engine={"device": "cpu", "memory": "1GiB"},
-            memory="600MiB",
-        )
+        shares(program, cluster=OTHER_HOSTS[0], store={"shards": 4}, engine=engine, memory="600MiB")
     lines = str(caught.value).splitlines()
     assert any(line.startswith("  calls to the store's shards, on other hosts") for line in lines)
-    assert "store.dram" not in lines[-1]
     assert "raise memory above" in lines[-1]
+    assert "store.dram" not in lines[-1]
+    assert "store.flash.path" not in lines[-1]
