@@ -23,6 +23,7 @@ from penstock.cluster.launch import Launcher
 from penstock.cluster.plan import digest_of, holdings_of, transfers_of
 from penstock.cluster.record import NAME, remove_record, write_record
 from penstock.cluster.remote_store import RemoteShard
+from penstock.cluster.shard_places import ShardPlaces
 from penstock.cluster.shard_work import ShardHere, StoreOfShard
 from penstock.config import Config
 from penstock.errors import ClusterError, PenstockError, StorageError
@@ -94,7 +95,7 @@ class Hall:
         self._rested: dict[int, int] = {}  # the epoch in which a node was last without work
         self._next = FIRST_ENGINE
         self._failed: PenstockError | None = None
-        self._is_closed = self._have_come = False
+        self._is_closed = False
         self._first = list(range(1, 1 + config.store.shards))  # the shards' first nodes
         self._local: list[ShardNode] = []
         self._endpoint = Endpoint(
@@ -117,10 +118,7 @@ class Hall:
         )
         self._endpoint.add(CONDUCTOR, _Desk(self))
         self._calls = Calls(self._send, self.require_sound)
-        self._lost: dict[int, int] = {}  # the last nodes of shards whose places are vacant
-        self._successors: dict[int, int] = {}  # of nodes of shards that were lost
-        self._changed = threading.Condition()
-        self._vacant = set(range(config.store.shards)) if self._is_apart else set()
+        self._places = ShardPlaces(config.store.shards if self._is_apart else 0)
         self._record = write_record(config.run.dir, self._endpoint.address, token)
         self.launcher = launch(self._endpoint)
         self._crew = Crew(self.launcher, self.say)
@@ -206,10 +204,8 @@ class Hall:
         """
         if not self._is_apart:
             return None
-        while self._vacant:
+        while not self._places.wait(_LOOK):
             self.look()
-            with self._changed:
-                self._changed.wait_for(lambda: not self._vacant, timeout=_LOOK)
         return [
             RemoteShard(part, node, self._calls, self._await_successor)
             for part, node in zip(self._parts, self._first, strict=True)
@@ -232,24 +228,21 @@ class Hall:
 
     def comes_back(self, node: int) -> bool:
         """Tell whether a node was that of a shard whose place another takes, or has taken."""
-        with self._changed:
-            return node in self._successors or node in self._lost.values()
+        return self._places.comes_back(node)
 
     def _await_successor(self, node: int) -> int:
         """Return the node that has taken a lost one's place, once there is one.
 
         Called by the trainer's thread. Raises `StorageError` if a stop is asked for meanwhile.
         """
-        while node not in self._successors:
+        while (other := self._places.wait_for_successor(node, _LOOK)) is None:
             self.look()
             if self.should_stop():
                 raise StorageError(
                     "stopped while a shard of the store was lost; give the same command again, "
                     "the run goes on from the last step that is safe"
                 )
-            with self._changed:
-                self._changed.wait_for(lambda: node in self._successors, timeout=_LOOK)
-        return self._successors[node]
+        return other
 
     def is_at_rest(self) -> bool:
         """Tell whether no shard works any more for a step of an epoch before the present one."""
@@ -269,12 +262,10 @@ class Hall:
                     "goes on from the last checkpoint"
                 )
             )
-        elif not self._have_come:
+        elif not self._places.have_come:
             self._fail(StorageError(f"{why} before all had come; give the same command again"))
         else:
-            with self._changed:
-                self._lost[shard] = lost.number
-                self._vacant.add(shard)
+            self._places.lose(shard, lost.number)
             if self._config.cluster.start == "listen":
                 self.say("shard wanted", self._how_to_start(shard), lost.number)
         again = "give the same command again, the run goes on from the last step that is safe"
@@ -366,13 +357,15 @@ class Hall:
         self.conductor.tick(now)
         self._crew.replace(self._wanted_workers)
         few = len(self.conductor.ready) < self._layout.least_engines
-        if self._crew.given_up is not None and (few or self._vacant) and not self._joining:
+        if (
+            self._crew.given_up is not None
+            and (few or self._places.are_vacant)
+            and not self._joining
+        ):
             self._fail(ClusterError(self._crew.given_up))
 
     def _fail(self, error: PenstockError) -> None:
-        with self._changed:
-            self._failed = self._failed or error
-            self._changed.notify_all()
+        self._failed = self._failed or error
 
     def _endpoint_failed(self, error: Exception) -> None:
         self._fail(ClusterError(f"the run's network failed: {type(error).__name__}: {error}"))
@@ -399,7 +392,7 @@ class Hall:
             self._refuse(link, text)
             return
         number = self._next
-        if shard is not None and not self._have_come:
+        if shard is not None and not self._places.have_come:
             number = self._first[shard]
         else:
             self._next += 1
@@ -409,7 +402,7 @@ class Hall:
         body = {
             "node": number,
             "shard": shard,
-            "reopen": self._have_come,
+            "reopen": self._places.have_come,
             "run": self._told,
             "shards_there": [] if self._is_apart else self._first,
         }
@@ -418,7 +411,7 @@ class Hall:
     def _place_for(self, asked: object) -> int | None:
         """Return the vacant place of a shard that a process gets."""
         taken = {member.shard for member in self._joining.values()}
-        free = sorted(self._vacant - taken)
+        free = self._places.free(taken)
         if asked is not None:
             return asked if isinstance(asked, int) and asked in free else None
         # Where people start the workers, they know which host has which shard's flash.
@@ -438,16 +431,11 @@ class Hall:
         if shard is None:
             self.conductor.joined(number)
             return
-        if self._have_come:
+        if self._places.have_come:
             self.conductor.shard_joined(shard, number)
         else:
             self.say("joined", f"shard {shard} is ready", number)
-        with self._changed:
-            if shard in self._lost:
-                self._successors[self._lost.pop(shard)] = number
-            self._vacant.discard(shard)
-            self._have_come = self._have_come or not self._vacant
-            self._changed.notify_all()
+        self._places.take(shard, number)
 
     def _turn_away(self, member: _Member, text: str, kind: type[PenstockError]) -> None:
         """Let a process go that cannot be what it was to be: the run ends if it needs it."""
@@ -505,7 +493,7 @@ class Hall:
             return
         if message.kind is Kind.BEAT:
             self._calls.heard(message.sender)
-            if not message.body.get("busy"):
+            if message.sender in self._members and not message.body.get("busy"):
                 self._rested[message.sender] = message.epoch
             peak = message.body.get("peak_bytes")
             self.peak_bytes = max(self.peak_bytes, peak if isinstance(peak, int) else 0)
