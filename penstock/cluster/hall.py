@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.assembly import thread_count
 from penstock.cluster.calls import Calls, error_class
 from penstock.cluster.crew import Crew
 from penstock.cluster.launch import Launcher
@@ -25,10 +24,10 @@ from penstock.cluster.record import NAME, remove_record, write_record
 from penstock.cluster.remote_store import RemoteShard
 from penstock.cluster.shard_places import ShardPlaces
 from penstock.cluster.shard_work import ShardHere, StoreOfShard
+from penstock.cluster.terms import terms_of
 from penstock.config import Config
 from penstock.errors import ClusterError, PenstockError, StorageError
 from penstock.events import ClusterEvent
-from penstock.export import KEPT
 from penstock.fabric.messages import Kind, Message
 from penstock.fabric.nodes import CONDUCTOR, Conductor, Happened, Leases, ShardNode
 from penstock.fabric.sockets import Address, Endpoint, Link
@@ -134,19 +133,7 @@ class Hall:
         recompute = layout.plan.recompute
         self._transfers = transfers_of(program, recompute, holdings_of(program, count), count)
         self._digest = digest_of(program, self._transfers)
-        self._told = {
-            "config": config.to_mapping(),
-            "micro_batch": layout.micro_batch,
-            "length": layout.sequence_length,
-            "slot_bytes": layout.slot_bytes,
-            "recompute": sorted(recompute),
-            "shards": count,
-            "engine_bytes": layout.budget_bytes,
-            "store_bytes": layout.shares.store,
-            "kept": _kept_files(config),
-            # The same for all: PyTorch cuts sums over rows by the number of its threads.
-            "threads": thread_count(config.engine.threads),
-        }
+        self._told = terms_of(config, layout)
 
     @property
     def _wanted_workers(self) -> int:
@@ -511,9 +498,3 @@ class _Desk:
     def handle(self, message: Message) -> None:
         """Take a message."""
         self._hall._take(message)
-
-
-def _kept_files(config: Config) -> str | None:
-    """Return where the run keeps what it needs of `model.hf`, which may be gone."""
-    kept = (config.run.dir / KEPT).absolute()
-    return str(kept) if kept.is_dir() else None

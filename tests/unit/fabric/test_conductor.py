@@ -430,6 +430,36 @@ def test_a_step_that_is_given_up_leaves_the_conductor_at_rest():
     assert play.ended.pop().error is None
 
 
+def test_after_a_step_that_failed_all_are_told_of_an_epoch_in_which_nobody_begins():
+    play = Play()
+    play.start(2)
+    play.see()
+    assert play.begun()
+    epoch = play.conductor.epoch
+    play.conductor.cancel()
+    play.take(Kind.VIEW)
+    play.conductor.disband()
+    told = play.take(Kind.VIEW)
+    assert {to for to, _ in told} == {*SHARDS, *ENGINES}
+    assert {message.epoch for _, message in told} == {epoch + 1}
+    for node in (*SHARDS, *ENGINES):
+        play.say(node, Kind.SEEN, step=0)
+    assert not play.begun()
+    play.start(2)
+    play.see()
+    play.finish()
+    assert play.ended.pop().error is None
+
+
+def test_before_the_first_view_there_is_nothing_to_disband():
+    play = Play(engines=(), wanted=1)
+    play.start(1)
+    play.conductor.cancel()
+    play.conductor.disband()
+    assert play.conductor.epoch == 0
+    assert not play.take(Kind.VIEW)  # one without engines would be refused as damaged
+
+
 def test_a_step_that_is_decided_is_not_given_up():
     play = Play()
     play.start(2)

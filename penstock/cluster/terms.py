@@ -1,0 +1,33 @@
+"""What every process of a run is told of it, and must agree on: model, cut, memory, threads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock.assembly import thread_count
+from penstock.config import Config
+from penstock.export import KEPT
+from penstock.step_layout import Layout
+
+
+def terms_of(config: Config, layout: Layout) -> dict[str, Any]:
+    """Return it as plain data; `worker.py` makes an engine or a shard of it."""
+    return {
+        "config": config.to_mapping(),
+        "micro_batch": layout.micro_batch,
+        "length": layout.sequence_length,
+        "slot_bytes": layout.slot_bytes,
+        "recompute": sorted(layout.plan.recompute),
+        "shards": config.store.shards,
+        "engine_bytes": layout.budget_bytes,
+        "store_bytes": layout.shares.store,
+        "kept": _kept_files(config),
+        # The same for all: PyTorch cuts sums over rows by the number of its threads.
+        "threads": thread_count(config.engine.threads),
+    }
+
+
+def _kept_files(config: Config) -> str | None:
+    """Return where the run keeps what it needs of `model.hf`, which may be gone."""
+    kept = (config.run.dir / KEPT).absolute()
+    return str(kept) if kept.is_dir() else None
