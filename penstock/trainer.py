@@ -397,10 +397,12 @@ class Trainer:
 
     def close(self) -> None:
         """Give up a checkpoint that is on its way, and let go of the store's files and threads."""
-        if self.config.cluster.shards == "apart":
-            self.store.close()  # while there are those who can
-        if self._hall is not None:
-            self._hall.close()
+        try:
+            if self.config.cluster.shards == "apart":
+                self.store.close()  # while there are those who can
+        finally:
+            if self._hall is not None:
+                self._hall.close()
         self._keeper.abandon()
         self.store.close()
 

@@ -97,7 +97,7 @@ class LocalLauncher:
             process.kill()
 
     def close(self) -> None:
-        """End all workers: at once, as they keep nothing."""
+        """End all workers, at once: engines keep nothing, and shards have been told to close."""
         for process in self._processes.values():
             process.kill()
         for process in self._processes.values():
