@@ -167,12 +167,12 @@ def test_a_run_whose_workers_all_end_before_they_are_engines_ends_and_says_so(vi
 
 
 def test_a_place_of_a_shard_for_which_nobody_comes_ends_a_run_that_has_engines(visit):
-    visited = visit(start="listen", shards="apart")
+    visited = visit(start="listen", shards="apart", lease=10.0)
     guest, welcome = visit.join(visited)
     guest.say(Kind.READY, welcome.body["node"], digest=visited.hall._digest)
     until(lambda: visited.hall.conductor.ready)
     visited.launcher.ended = [Ended(f"worker-{n}", f"worker-{n} fell") for n in range(3)]
-    with pytest.raises(ClusterError, match="3 workers in a row ended before .*; worker-2 fell"):
+    with pytest.raises(ClusterError, match=r"3 workers in a row ended before .*; worker-2 fell"):
         visited.hall.remote_shards()
     assert len(visited.hall.conductor.ready) == 1
 
