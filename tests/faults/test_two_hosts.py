@@ -100,7 +100,11 @@ def test_a_cut_cable_costs_no_bit(text, tmp_path):
             assert any("silent for" in line for line in driver.happened)
             driver.step()
             plug(there=True)
-            driver.until("happened", "joined")  # it has noticed, and comes back by itself
+            deadline = time.monotonic() + 60
+            while sum(line.startswith("joined") for line in driver.happened) < 3:
+                driver.step()  # it will notice, and come back by itself
+                assert time.monotonic() < deadline
+                time.sleep(0.2)
             for _ in range(2):
                 driver.step()
             weights = driver.end()
@@ -109,4 +113,4 @@ def test_a_cut_cable_costs_no_bit(text, tmp_path):
             for worker in workers:
                 worker.kill()
                 worker.wait()
-    assert (driver.losses, weights) == alone(text, tmp_path / "alone", 6)
+    assert (driver.losses, weights) == alone(text, tmp_path / "alone", len(driver.losses))

@@ -52,7 +52,9 @@ def undisturbed(tmp_path_factory):
     return folder, record.losses, trainer.store.content_hash()
 
 
-@pytest.mark.parametrize(("when", "buffer"), [({"every": 1}, 1), ({"every_minutes": 1e-6}, "1MiB")])
+@pytest.mark.parametrize(
+    ("when", "buffer"), [({"every": 1}, "1B"), ({"every_minutes": 1e-6}, "1MiB")]
+)
 def test_when_a_checkpoint_is_written_changes_no_bit(undisturbed, when, buffer):
     base, losses, content = undisturbed
     folder, record = base / f"{next(iter(when))}-{buffer}", Record()

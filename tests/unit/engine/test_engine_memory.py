@@ -86,8 +86,8 @@ def test_the_budget_that_a_refusal_names_is_enough_and_less_is_not(kind):
     with pytest.raises(BudgetError) as caught:
         plan_engine(program, len(batches), 50_000, kind)
     named = re.fullmatch(
-        r"the engine needs (?P<needs>\S+ MiB) for a step of 4 micro-batch\(es\), the budget is "
-        r"0\.05 MiB; the peak is at stage \S+\. Raise engine\.memory to at least (?P=needs), or "
+        r"the engine needs (?P<needs>\S+ [KM]iB) for a step of 4 micro-batch\(es\), the budget is "
+        r"\S+ KiB; the peak is at stage \S+\. Raise engine\.memory to at least (?P=needs), or "
         r"lower batch\.micro, batch\.size or data\.sequence_length\.",
         str(caught.value),
     )
