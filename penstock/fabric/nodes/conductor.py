@@ -173,7 +173,7 @@ class Conductor:
 
     def disband(self) -> None:
         """After a step that ended with an error: let nobody go on with it."""
-        if self.phase is not Phase.IDLE:
+        if self.phase is not Phase.IDLE or not self._view.engines:
             return
         self.epoch += 1
         self._is_formed = False
