@@ -195,7 +195,6 @@ class ClusterRunner:
         outcome = outcomes[0]
         if outcome.error is not None:
             self._give_up(ended)
-        if outcome.error is not None:
             raise _as_ours(outcome.error)
         self._endpoint.call(self._look_for_stragglers)
         answer = outcome.answers[0]
@@ -242,7 +241,7 @@ class ClusterRunner:
         told = threading.Event()
         self._endpoint.call(told.set)
         told.wait(timeout=_GIVING_UP)
-        while any(map(self._endpoint.is_busy, self._shard_numbers)):
+        while any(node.is_busy for node in self._shards):
             if time.monotonic() > deadline:
                 return
             time.sleep(0.002)
@@ -313,7 +312,7 @@ class ClusterRunner:
         for node in self._shards:
             body = {
                 "progress": node.progress,
-                "busy": self._endpoint.is_busy(node.number),
+                "busy": node.is_busy,
             }
             self._conductor.handle(Message(Kind.BEAT, 0, node.number, body=body))
         self._conductor.tick(now)

@@ -164,7 +164,7 @@ class Worker:
             return
         body = {
             "progress": node.progress,
-            "busy": self._endpoint.is_busy(self._number),
+            "busy": node.is_busy,
             "peak_bytes": built.work.peak_bytes,
             "computed": list(built.work.computed),
         }
