@@ -234,7 +234,7 @@ class Hall:
     def is_at_rest(self) -> bool:
         """Tell whether no shard works any more for a step of an epoch before the present one."""
         if not self._is_apart:
-            return not any(map(self._endpoint.is_busy, self._first))
+            return not any(node.is_busy for node in self._local)
         shards = [member.number for member in list(self._members.values()) if member.is_shard]
         return all(self._rested.get(number, -1) >= self.conductor.epoch for number in shards)
 
@@ -336,10 +336,7 @@ class Hall:
 
     def _every(self, now: float) -> None:
         for node in self._local:
-            body = {
-                "progress": node.progress,
-                "busy": self._endpoint.is_busy(node.number),
-            }
+            body = {"progress": node.progress, "busy": node.is_busy}
             self.conductor.handle(Message(Kind.BEAT, 0, node.number, body=body))
         self.conductor.tick(now)
         self._crew.replace(self._wanted_workers)

@@ -247,7 +247,7 @@ class Worker:
             return
         body = {
             "progress": node.progress,
-            "busy": self._endpoint.is_busy(self._number),
+            "busy": node.is_busy,
             **built.role.figures(),
         }
         link.send(Message(Kind.BEAT, node.epoch, self._number, body=body))

@@ -44,7 +44,6 @@ class _Place:
 
     node: Node
     jobs: queue.SimpleQueue[tuple[Callable[[], Any], Callable[[Any], None], Any] | None]
-    waiting: int = 0  # jobs that are not done
     is_over: bool = False  # jobs that have not begun are not done any more
     thread: threading.Thread | None = None
 
@@ -211,11 +210,6 @@ class Endpoint:
     def _give_up(self, to: int) -> None:
         self._opening.pop(to, None)
 
-    def is_busy(self, number: int) -> bool:
-        """Whether a node of this process has work that is not done."""
-        place = self._places.get(number)
-        return place is not None and place.waiting > 0
-
     def close(self) -> None:
         """Stop listening, end all links, and let the threads end."""
         self._closing = True
@@ -325,7 +319,6 @@ class Endpoint:
                 self.call(lambda error=error, failed=failed: failed(error))  # type: ignore[misc]
             else:
                 self.call(lambda result=result, then=then: then(result))  # type: ignore[misc]
-            place.waiting -= 1
 
 
 class _Runtime:
@@ -347,7 +340,6 @@ class _Runtime:
         """Do a job behind those before it, then tell the node."""
         place = self._endpoint._places.get(self._number)
         if place is not None:
-            place.waiting += 1
             place.jobs.put((job, then, failed))
 
 
