@@ -187,7 +187,7 @@ class Checkpoints(Scenario):
 
 
 class LeftCheckpoint(Checkpoints):
-    """The same where a process was killed before the index named its checkpoint."""
+    """The same where one process was killed before the index named its checkpoint, one within."""
 
     def __init__(self, folder):
         super().__init__(folder)
@@ -196,6 +196,7 @@ class LeftCheckpoint(Checkpoints):
         listed = (checkpoints / "index.json").read_bytes()
         save_checkpoint(self.stores[1], checkpoints, {"note": "mine"})
         (checkpoints / "index.json").write_bytes(listed)
+        (checkpoints / ".tmp-step-00000003").mkdir()
 
     def fresh(self, root):
         shutil.copytree(self.folder, root)
