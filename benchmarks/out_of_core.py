@@ -8,13 +8,14 @@ them, and Penstock with its store on flash and a quarter of the store's bytes in
 
     python benchmarks/out_of_core.py [--quick] [--flash-bound] [--rounds N] [--folder FOLDER]
                                      [--dram SIZE|SHARE] [--moments fp32|8bit]
-                                     [--disk-rate SIZE]
+                                     [--sequences N] [--length TOKENS] [--disk-rate SIZE]
 
-`value` is the median ratio of tokens/s on flash to those in memory. `to_resident` is the ratio to
-plain PyTorch (target 0.90, with a peak resident memory below 1.5 GiB), `to_beside_disk` the one to
-the store in memory with the disk moving: what the store adds to the price that the machine asks
-for the bytes alone. Bytes per step are counted, and a plain loop of direct reads and writes of as
-many bytes, with nothing beside it, runs after.
+`value` is the median ratio of tokens/s on flash to those in memory. A step moves the same bytes
+whatever its batch, so `--sequences 8` shows what they cost where there is more to compute.
+`to_resident` is the ratio to plain PyTorch (target 0.90, with a peak resident memory below
+1.5 GiB), `to_beside_disk` the one to the store in memory with the disk moving: what the store adds
+to the price that the machine asks for the bytes alone. Bytes per step are counted, and a plain loop
+of direct reads and writes of as many bytes, with nothing beside it, runs after.
 
 With `--flash-bound` a step is one sequence of 64 tokens, so that flash is the larger term, and a
 plain loop moves as many bytes in turns with it: `value` is the median ratio of bytes/s to its. With
@@ -110,6 +111,8 @@ def main() -> None:
         "--disk-rate", type=size, default=None, metavar="SIZE", help="bytes/s of a slower disk"
     )
     parser.add_argument("--moments", choices=["fp32", "8bit"], default="fp32")
+    parser.add_argument("--sequences", type=int, default=None, help="of a step (4; flash-bound 1)")
+    parser.add_argument("--length", type=int, default=None, help="tokens of each (256; 64)")
     parser.add_argument("--worker", metavar="JSON", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
@@ -121,7 +124,8 @@ def main() -> None:
         parser.error("--disk-rate goes with --flash-bound, and is above zero")
     layers, rounds = (4, 2) if options.quick else (16, 7)
     rounds = options.rounds or rounds
-    gpt = Gpt(layers, 1, 64) if options.flash_bound else Gpt(layers, 4, 256)
+    sequences, length = (1, 64) if options.flash_bound else (4, 256)
+    gpt = Gpt(layers, options.sequences or sequences, options.length or length)
     dram = options.dram
     if isinstance(dram, float):
         dram = int(dram * gpt.parameters * STORE_BYTES_PER_PARAMETER[options.moments])
@@ -140,6 +144,8 @@ def main() -> None:
         shutil.rmtree(folder)
     settings = {
         "layers": layers,
+        "sequences": gpt.sequences,
+        "length": gpt.length,
         "rounds": rounds,
         "dram_bytes": dram,
         "moments": options.moments,
