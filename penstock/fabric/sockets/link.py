@@ -83,7 +83,7 @@ class Link:
         self._buffers = _Buffers()
         self._once = threading.Lock()
         self._has_ended = False
-        # The writer's: what waits, slots to be given back, and its own ring, once it has offered it.
+        # The writer's: what waits, slots to be given back, and its own ring once it is offered.
         self._waiting: deque[Message] = deque()
         self._used_up: list[int] = []
         self._ring: Ring | None = None
@@ -127,6 +127,7 @@ class Link:
                 self.taken_bytes += payload_bytes
                 del payload  # a slot is given back when nobody has it any more
         except Exception as error:  # whatever it is, nothing more is read: the link has ended
+            payload = self._peer_ring = None  # an error remembers the frames that it came through
             self._end(error)
 
     def _payload(self, slot: int | None, size: int) -> np.ndarray | None:
