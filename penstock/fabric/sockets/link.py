@@ -16,6 +16,7 @@ import queue
 import socket
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,7 +41,8 @@ from penstock.fabric.transfers import CHUNK_BYTES
 _BUFFER_BYTES = 4 << 20
 _BUFFER_BYTES_HERE = 256 << 10  # within a host: what waits in the kernel stays in the cache
 _MOST_BUFFERS, _LEAST_KEPT, _UNUSED = 8, 1 << 16, 3
-_CUT_MILLISECONDS = 10_000  # without an answer to what was sent; then the link is no more
+_CUT_SECONDS = 10.0  # without an answer to what was sent; then the link is no more
+_LOOK_SECONDS = 1.0  # the longest wait that counts: in a longer one this process stood still
 
 
 @dataclass(frozen=True)
@@ -87,11 +89,13 @@ class Link:
         self._waiting: deque[Message] = deque()
         self._used_up: list[int] = []
         self._ring: Ring | None = None
+        self._held_up_seconds = 0.0  # since a slot has come back
         self._may_offer = _is_here(connection)  # else there is nothing to look for
         self._peer_ring: PeerRing | None = None  # the reader's
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # else a cut cable is noticed after minutes
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _CUT_MILLISECONDS)
+            limit = int(1000 * _CUT_SECONDS)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit)
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             size = _BUFFER_BYTES_HERE if self._may_offer else _BUFFER_BYTES
             connection.setsockopt(socket.SOL_SOCKET, option, size)
@@ -186,10 +190,11 @@ class Link:
 
     def _gather(self) -> bool:
         """Take what is to be done, and wait for it if nothing is; False once the link has ended."""
-        must_wait = not self._waiting or not self._has_room(self._waiting[0])
+        is_held_up = bool(self._waiting) and not self._has_room(self._waiting[0])
+        must_wait = is_held_up or not self._waiting
         while must_wait or not self._todo.empty():
             must_wait = False
-            match self._todo.get():
+            match self._next_thing(is_held_up):
                 case None:
                     return False
                 case _UsedUp(slots) if slots:
@@ -202,9 +207,24 @@ class Link:
                     self._waiting.append(message)
         return True
 
+    def _next_thing(self, is_held_up: bool) -> Message | _UsedUp | _Room | None:
+        """Return the next thing to do; not for ever, if the peer keeps all slots."""
+        if not is_held_up:
+            return self._todo.get()
+        while self._held_up_seconds < _CUT_SECONDS:
+            began = time.monotonic()
+            try:
+                return self._todo.get(timeout=_LOOK_SECONDS)
+            except queue.Empty:
+                continue
+            finally:
+                self._held_up_seconds += min(_LOOK_SECONDS, time.monotonic() - began)
+        raise ProtocolError(f"the peer has given no slot back in {_CUT_SECONDS:.0f} s")
+
     def _take_room(self, slots: tuple[int, ...]) -> None:
         if self._ring is None:
             raise ProtocolError(f"slots {slots} were given back of a ring that there is not")
+        self._held_up_seconds = 0.0
         if slots:
             self._ring.come_back(slots)
         else:

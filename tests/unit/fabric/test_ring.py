@@ -297,6 +297,25 @@ def test_slots_that_are_given_back_and_cannot_be_end_the_link(ends, slots):
     assert isinstance(one.ended.get(timeout=10), PenstockError)
 
 
+def test_a_peer_that_keeps_all_slots_is_waited_for_no_longer_than_one_that_does_not_read(
+    ends, monkeypatch
+):
+    monkeypatch.setattr("penstock.fabric.sockets.link._CUT_SECONDS", 0.5)
+    one, two = ends()
+    one.share(two)
+    wait(lambda: len(one.link._ring._free) == SLOTS)
+    monkeypatch.setattr(one.link._ring, "_free", [])
+    for number in range(3):
+        one.send(number, filled(number))
+    began = time.monotonic()
+    while time.monotonic() < began + 2 and one.ended.empty():
+        one.link.send(Message(Kind.BEAT, 0, 1))  # other things to do are no answer
+        time.sleep(0.02)
+    error = one.ended.get(timeout=1)
+    assert isinstance(error, ProtocolError)
+    assert "has given no slot back" in str(error)
+
+
 def test_a_ring_that_is_offered_twice_ends_the_link(ends):
     one, two = ends()
     one.share(two)
