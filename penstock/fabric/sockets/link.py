@@ -39,7 +39,7 @@ from penstock.fabric.sockets.ring import LEAST_BYTES, PeerRing, Ring
 from penstock.fabric.transfers import CHUNK_BYTES
 
 _BUFFER_BYTES = 4 << 20
-_BUFFER_BYTES_HERE = 256 << 10  # within a host: what waits in the kernel stays in the cache
+_BUFFER_BYTES_HERE = 1 << 20  # within a host: what waits in the kernel stays in the cache
 _MOST_BUFFERS, _LEAST_KEPT, _UNUSED = 8, 1 << 16, 3
 _CUT_SECONDS = 10.0  # without an answer to what was sent; then the link is no more
 _LOOK_SECONDS = 1.0  # the longest wait that counts: in a longer one this process stood still
