@@ -36,10 +36,15 @@ def is_running(pid: int) -> bool:
 
 
 @pytest.fixture
-def deaf():
-    """A place at which workers wait for an answer, for seconds."""
+def door():
+    """Where workers wait for an answer, for seconds or until it is closed."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        yield listener.getsockname()
+        yield listener
+
+
+@pytest.fixture
+def deaf(door):
+    return door.getsockname()
 
 
 @pytest.fixture
@@ -183,14 +188,15 @@ TRAINER = (
 )
 
 
-def test_nobody_is_left_when_the_trainers_process_is_killed(deaf, tmp_path, monkeypatch):
-    command = [sys.executable, "-c", TRAINER, *map(str, deaf), str(tmp_path)]
+def test_nobody_is_left_when_the_trainers_process_is_killed(door, tmp_path):
+    command = [sys.executable, "-c", TRAINER, *map(str, door.getsockname()), str(tmp_path)]
     trainer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert trainer.stdout is not None
     pids = [int(word) for word in trainer.stdout.readline().split()]
     trainer.kill()
     trainer.wait()
     trainer.stdout.close()
+    door.close()  # as its own would
     assert len(pids) == 2
     wait(lambda: not any(is_running(pid) for pid in pids), 40)
 
