@@ -1,16 +1,19 @@
 """What it costs that engines are processes of their own, and what the fabric makes of a copy.
 
-Three loops train the same GPT (4 layers, 1024 wide, 4 micro-batches of 256 tokens, float32, AdamW)
-on this machine, in turns, to the same bits: one engine in the trainer's process, which reads the
-weights in place; one engine in another process; two engines in two others. The work of a step is
-the same for all, and so is the number of threads of an engine, since the last bits depend on it.
+Loops train the same GPT (4 layers, 1024 wide, 4 micro-batches of 256 tokens, float32, AdamW) on
+this machine, in turns, to the same bits: one engine in the trainer's process, which reads the
+weights in place; one engine in another process; two engines in two others; these two again with
+sockets in place of shared memory (`cluster.shared_memory: off`). The work of a step is the same for
+all, and so is the number of threads of an engine, since the last bits depend on it.
 
     python benchmarks/engines.py [--quick] [--rounds N]
 
 `value` is the median ratio of tokens/s of two engines to one, both in other processes: what scaling
 out adds beside the price of another process (`apart`: one engine in another process over one in
-the trainer's). `of_memcpy` is the rate of a link between two processes, authenticated,
-checksummed on both sides, in chunks as the weights travel, over that of a copy in memory.
+the trainer's). `of_memcpy` is the rate of a link between two processes through shared memory,
+authenticated, checksummed on both sides, in chunks as the weights travel, over that of a copy in
+memory; `sockets_of_memcpy` that of a link which uses its socket alone. What they and the copy take
+of processor time is said beside: on a machine with other work it is the steadier figure.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import queue
 import shutil
 import socket
 import statistics
@@ -30,11 +34,26 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from side_by_side import Worker, print_table, serve, speeds_over, summarize, take_turns
+from side_by_side import (
+    Worker,
+    median_ratio,
+    print_table,
+    serve,
+    speeds_over,
+    summarize,
+    take_turns,
+)
 
-LOOPS = {"two": (2, "local"), "one": (1, "local"), "here": (1, "none")}
+LOOPS = {
+    "two": (2, "local", "auto"),
+    "one": (1, "local", "auto"),
+    "here": (1, "none", "auto"),
+    "one, sockets": (1, "local", "off"),
+    "two, sockets": (2, "local", "off"),
+}
 LAYERS, MICRO_BATCHES, LENGTH, WIDTH = 4, 4, 256, 1024
-LINK_BYTES, CHUNK_BYTES = 512 << 20, 4 << 20
+LINK_BYTES, CHUNK_BYTES = 256 << 20, 4 << 20
+WAYS = ("shared", "sockets")  # of a link's payloads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,16 +71,21 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="1 of 4 layers, two rounds")
     parser.add_argument("--rounds", type=int, default=None)
     parser.add_argument("--worker", metavar="JSON", help=argparse.SUPPRESS)
-    parser.add_argument("--receiver", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--links", action="store_true", help="links alone, no training")
+    parser.add_argument("--receiver", choices=WAYS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         serve(training_loop(Job(**json.loads(options.worker))))
         return
     if options.receiver:
-        receive()
+        receive(options.receiver)
         return
     layers, rounds = (1, 2) if options.quick else (LAYERS, 7)
     rounds = options.rounds or rounds
+    links = link_figures(max(rounds, 5))
+    if options.links:
+        print(json.dumps({"benchmark": "engines", **links}))
+        return
     folder = tempfile.mkdtemp()
     try:
         workers = {loop: Worker(Job(loop, layers, f"{folder}/{loop}"), __file__) for loop in LOOPS}
@@ -71,9 +95,8 @@ def main() -> None:
         shutil.rmtree(folder, ignore_errors=True)
     if len(set(found["loss"].values())) != 1:
         raise SystemExit(f"the loops should have the same losses to the bit: {found['loss']}")
-    link, memcpy = link_rates(3 if options.quick else 7)
     print_table(
-        {"engines": 10, "tokens/s": 9, "two is": 9},
+        {"engines": 14, "tokens/s": 9, "two is": 9},
         (
             (
                 loop,
@@ -83,14 +106,14 @@ def main() -> None:
             for loop in LOOPS
         ),
     )
-    print(f"a link carries {link:.2f} GB/s, a copy in memory makes {memcpy:.2f} GB/s")
     result = {
         "benchmark": "engines",
         "value": speeds_over(seconds, "two")["one"],
         "unit": "tokens/s of two engines over one, in other processes, same work, same cores",
         "apart": speeds_over(seconds, "one")["here"],
-        "of_memcpy": round(link / memcpy, 3),
-        "link_gigabytes_per_second": round(link, 2),
+        "two_over_sockets": speeds_over(seconds, "two")["two, sockets"],
+        "one_over_sockets": speeds_over(seconds, "one")["one, sockets"],
+        **links,
         "tokens_per_second": found["tokens_per_second"],
         "layers": layers,
         "rounds": rounds,
@@ -104,7 +127,7 @@ def training_loop(job: Job) -> Callable[[], float]:
 
     from penstock.trainer import Trainer
 
-    engines, start = LOOPS[job.loop]
+    engines, start, shared_memory = LOOPS[job.loop]
     text = Path(job.folder) / "text.txt"
     text.parent.mkdir(parents=True)
     text.write_text("\n".join(f"{n} water and {n % 7} weights" for n in range(20_000)))
@@ -121,55 +144,111 @@ def training_loop(job: Job) -> Callable[[], float]:
             "data": {"input": [str(text)], "sequence_length": LENGTH},
             "batch": {"size": MICRO_BATCHES, "micro": 1},
             "engines": engines,
-            "cluster": {"start": start, "spare": 0},
+            "cluster": {"start": start, "spare": 0, "shared_memory": shared_memory},
             "run": {"dir": str(Path(job.folder) / "run"), "seed": SEED, "steps": 1000},
         }
     )
     return lambda: trainer.run_step().loss
 
 
-def link_rates(rounds: int) -> tuple[float, float]:
-    """Return the GB/s of a link between two processes, and of a copy in memory, in turns."""
-    from penstock.fabric.messages import Kind, message_with
-    from penstock.fabric.sockets import new_token
-    from penstock.fabric.sockets.handshake import accept
-    from penstock.fabric.sockets.link import Link
-
-    token = new_token()
-    listener = socket.create_server(("127.0.0.1", 0))
-    receiver = subprocess.Popen(
-        [sys.executable, __file__, "--receiver"], stdin=subprocess.PIPE, text=True
+def link_figures(rounds: int) -> dict[str, float]:
+    """Print what links carry beside a copy in memory, in turns; return the figures."""
+    seconds, of_processor = link_seconds(rounds)
+    rates = {name: LINK_BYTES / statistics.median(s) / 1e9 for name, s in seconds.items()}
+    ratios = {way: round(median_ratio(seconds["memcpy"], seconds[way]), 3) for way in WAYS}
+    chunks = LINK_BYTES // CHUNK_BYTES
+    print_table(
+        {"chunks of 4 MiB": 16, "GB/s": 6, "of memcpy": 10, "ms sending": 11, "ms taking": 10},
+        (
+            (
+                name,
+                f"{rates[name]:.2f}",
+                f"{ratios.get(name, 1.0):.3f}",
+                *(f"{1000 * s / chunks:.3f}" for s in of_processor[name]),
+            )
+            for name in seconds
+        ),
     )
-    assert receiver.stdin is not None
-    receiver.stdin.write(f"{listener.getsockname()[1]} {token}\n")
-    receiver.stdin.flush()
-    connection, _ = listener.accept()
-    accept(connection, token)
-    arrived = threading.Semaphore(0)
-    link = Link(connection, lambda link, message: arrived.release(), lambda link, error: None)
+    return {
+        "of_memcpy": ratios["shared"],
+        "sockets_of_memcpy": ratios["sockets"],
+        "link_gigabytes_per_second": round(rates["shared"], 2),
+    }
+
+
+def link_seconds(rounds: int) -> tuple[dict[str, list[float]], dict[str, tuple[float, float]]]:
+    """Return, for each way and a copy in memory, a round's seconds and median processor time.
+
+    Processor time is that of the sending process and of the receiving one.
+    """
     source = np.random.default_rng(0).integers(0, 256, LINK_BYTES, np.uint8)
     target = np.zeros(LINK_BYTES, np.uint8)
-    chunks = range(0, LINK_BYTES, CHUNK_BYTES)
-    rates: dict[str, list[float]] = {"link": [], "memcpy": []}
+    senders = {way: _Sender(way) for way in WAYS}
+    parts = [slice(at, at + CHUNK_BYTES) for at in range(0, LINK_BYTES, CHUNK_BYTES)]
+    seconds: dict[str, list[float]] = {name: [] for name in (*WAYS, "memcpy")}
+    sending: dict[str, list[float]] = {name: [] for name in seconds}
+    taking: dict[str, list[float]] = {name: [] for name in seconds}
     for number in range(rounds + 1):
-        begin = time.perf_counter()
-        for at in chunks:
-            part = source[at : at + CHUNK_BYTES]
-            link.send(message_with(part, kind=Kind.WEIGHTS, epoch=0, sender=0, chunk=at))
-        arrived.acquire()  # the receiver answers when all of it has come
-        middle = time.perf_counter()
-        for at in chunks:
-            target[at : at + CHUNK_BYTES] = source[at : at + CHUNK_BYTES]
-        end = time.perf_counter()
-        if number:  # the first makes the buffers
-            rates["link"].append(LINK_BYTES / (middle - begin) / 1e9)
-            rates["memcpy"].append(LINK_BYTES / (end - middle) / 1e9)
-    link.close()
-    receiver.wait(timeout=30)
-    return statistics.median(rates["link"]), statistics.median(rates["memcpy"])
+        for name in seconds:
+            began, began_processor = time.perf_counter(), time.process_time()
+            if name in senders:
+                taken = senders[name].send(source, parts)
+            else:
+                taken = 0.0
+                for part in parts:
+                    target[part] = source[part]
+            if number:  # the first makes the buffers
+                seconds[name].append(time.perf_counter() - began)
+                sending[name].append(time.process_time() - began_processor)
+                taking[name].append(taken)
+    for sender in senders.values():
+        sender.close()
+    medians = {n: (statistics.median(sending[n]), statistics.median(taking[n])) for n in seconds}
+    return seconds, medians
 
 
-def receive() -> None:
+class _Sender:
+    """A link to a process that puts what comes into its place."""
+
+    def __init__(self, way: str) -> None:
+        from penstock.fabric.sockets import new_token
+        from penstock.fabric.sockets.handshake import accept
+        from penstock.fabric.sockets.link import Link
+
+        token = new_token()
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            command = [sys.executable, __file__, "--receiver", way]
+            self._receiver = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
+            assert self._receiver.stdin is not None
+            with self._receiver.stdin as words:
+                words.write(f"{listener.getsockname()[1]} {token}\n")
+            connection, _ = listener.accept()
+        accept(connection, token)
+        self._answers: queue.SimpleQueue[float] = queue.SimpleQueue()
+        self._link = Link(
+            connection,
+            lambda link, message: self._answers.put(message.body["processor"]),
+            lambda link, error: None,
+            lambda: way == "shared",
+        )
+
+    def send(self, source: np.ndarray, parts: list[slice]) -> float:
+        """Send all parts; return the receiver's processor time once they have come."""
+        from penstock.fabric.messages import Kind, message_with
+
+        for part in parts:
+            chunk = part.start // CHUNK_BYTES
+            message = message_with(source[part], kind=Kind.WEIGHTS, epoch=0, sender=0, chunk=chunk)
+            self._link.send(message)
+        return self._answers.get(timeout=60)
+
+    def close(self) -> None:
+        """End the link, and with it the process."""
+        self._link.close()
+        self._receiver.wait(timeout=30)
+
+
+def receive(way: str) -> None:
     """Take chunks over a link, put them in their place, and answer when all have come."""
     from penstock.fabric.messages import Kind, Message
     from penstock.fabric.sockets.handshake import connect
@@ -180,17 +259,20 @@ def receive() -> None:
     connect(connection, token)
     target = np.zeros(LINK_BYTES, np.uint8)
     ended = threading.Event()
-    count = 0
+    count, began = 0, 0.0
 
     def take(link: Link, message: Message) -> None:
-        nonlocal count
+        nonlocal count, began
         assert message.payload is not None
-        target[message.chunk : message.chunk + message.size] = message.payload
+        at = message.chunk * CHUNK_BYTES
+        target[at : at + message.size] = message.payload
         count += 1
         if count % (LINK_BYTES // CHUNK_BYTES) == 0:
-            link.send(Message(Kind.RELEASED, 0, 1))
+            now = time.process_time()
+            link.send(Message(Kind.RELEASED, 0, 1, body={"processor": now - began}))
+            began = now
 
-    Link(connection, take, lambda link, error: ended.set())
+    Link(connection, take, lambda link, error: ended.set(), lambda: way == "shared")
     ended.wait()
 
 

@@ -19,6 +19,8 @@ from penstock.config import Config, size_above
 from penstock.engine import EnginePlan, bytes_of_choice, plan_engine, predict_bytes
 from penstock.engine.host_memory import KEPT_OVER_USED
 from penstock.errors import BudgetError, ConfigError
+from penstock.fabric.sockets.ring import LEAST_BYTES, RING_BYTES
+from penstock.fabric.topology import ways
 from penstock.program import Program, Stage
 from penstock.store import Role
 from penstock.stores import assembly_of, least_flash_store_bytes
@@ -85,7 +87,9 @@ class Budget:
         self._saving = _SAVING_BYTES
         if not self._on_flash and config.cluster.shards == "here":
             self._saving += min(int(config.checkpoint.buffer), self._need)
-        self._rest = self._limit - self._libraries - self._data - self._saving - RESERVE_BYTES
+        self._links = _shared_bytes(config, program)
+        known = self._libraries + self._data + self._saving + self._links + RESERVE_BYTES
+        self._rest = self._limit - known
         if self._here(self._need) >= self._rest:
             self._refuse(self._need, self._least())
 
@@ -216,12 +220,14 @@ class Budget:
         if self._is_elsewhere:
             where = "calls to the store's shards, on other hosts"
         number = f"{config.engines} engines" if config.engines > 1 else "engine"
+        shared = "memory that processes share (cluster.shared_memory)"
         return [
             ("libraries and compiled model, measured", self._libraries),
             ("batches and checks of the data set", self._data),
             ("writing checkpoints (checkpoint.buffer)", self._saving),
             (where, self._here(store)),
             (f"{number} (engine.memory)", config.engines * engine),
+            *([(shared, self._links)] if self._links else []),
             ("reserve for what no part accounts for", RESERVE_BYTES),
         ]
 
@@ -259,6 +265,22 @@ def _floor(size: int) -> str:
 
 def _elements(program: Program, stage: Stage) -> int:
     return sum(program.weights[name].elements for name in stage.weights)
+
+
+def _shared_bytes(config: Config, program: Program) -> int:
+    """Return what links within this host take of memory that both ends see, at most."""
+    cluster, shards = config.cluster, config.store.shards
+    largest = max(weight.stream_bytes for weight in program.weights.values())
+    if cluster.start == "none" or cluster.shared_memory == "off" or largest < LEAST_BYTES:
+        return 0
+    pairs = ways(config.engines, shards)
+    if cluster.shards == "here":  # in one process
+        pairs = {(max(sender, -1), max(taker, -1)) for sender, taker in pairs}
+    calls = 2 * shards if cluster.shards == "apart" else 0
+    if cluster.has_other_hosts:  # only what begins or ends in this process is surely here
+        pairs = {pair for pair in pairs if -1 in pair and cluster.shards == "here"}
+        calls = 0
+    return (len(pairs) + calls) * RING_BYTES
 
 
 def _dram_store_bytes(config: Config, program: Program, roles: Sequence[Role]) -> int:

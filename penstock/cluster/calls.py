@@ -1,7 +1,7 @@
 """Calls between processes: a method by its name, plain arguments, arrays; an answer or an error.
 
-Arrays go in pieces, so that no frame is larger than a link takes at once. A method is looked up by
-whoever answers in a table of its own (`store_calls.py`); nothing else can be named.
+Arrays go in pieces of the size that shared memory takes, where there is some. A method is looked up
+by whoever answers in a table of its own (`store_calls.py`); nothing else can be named.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ import numpy as np
 from penstock import errors
 from penstock.errors import ClusterError, CorruptionError, PenstockError, StorageError
 from penstock.fabric.messages import Kind, Message, pack_arrays, unpack_arrays
+from penstock.fabric.transfers import CHUNK_BYTES
 from penstock.store.flash import OtherStoreError
 
 Arrays = Mapping[str, np.ndarray]
 
-PIECE_BYTES = 64 << 20
+PIECE_BYTES = CHUNK_BYTES
 _SILENCE = 60.0  # seconds without a word from a node that is to answer
 
 _ERRORS: Mapping[str, type[PenstockError]] = {

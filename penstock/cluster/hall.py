@@ -106,6 +106,7 @@ class Hall:
             every=self._every,
             beat=_BEAT,
         )
+        self._endpoint.shares_memory = config.cluster.shared_memory == "auto"
         self.conductor = Conductor(
             self._endpoint.runtime(CONDUCTOR),
             self._first,

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from penstock.cluster.calls import PIECE_BYTES, Calls, Said, ShardLostError
+from penstock.cluster.calls import Calls, Said, ShardLostError
 from penstock.cluster.shard_work import commit_of, report_of
 from penstock.cluster.store_calls import bytes_of
 from penstock.errors import ClusterError
@@ -33,6 +33,8 @@ from penstock.store.roles import MASTER, Stored
 # These are asked between two steps. They have the same sense for whoever comes in a lost shard's
 # place, and the next step finds out at which step that stands.
 _BETWEEN_STEPS = frozenset({"remember", "take_traffic", "take_flash_traffic", "status"})
+
+_WRITE_BYTES = 64 << 20  # of one call
 
 _TYPES = {"float32": torch.float32, "uint8": torch.uint8}
 
@@ -238,7 +240,7 @@ class RemoteShard:
 
     def write(self, name: str, role: str, begin: int, values: np.ndarray) -> None:
         """Overwrite values of a weight or of its state, while restoring."""
-        most = max(1, PIECE_BYTES // values.itemsize)
+        most = max(1, _WRITE_BYTES // values.itemsize)
         for first in range(0, values.size, most):  # the other side has memory for one at a time
             part = values[first : first + most]
             self._ask("write", {"values": part}, name=name, role=role, begin=begin + first)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 
+from penstock.assembly import choose_device
 from penstock.cluster import record
 from penstock.cluster.hall import Hall
 from penstock.cluster.launch import Launcher, LocalLauncher, NoLauncher
@@ -69,4 +70,5 @@ def _place(
     if config.cluster.start == "listen":
         return host, lambda endpoint: NoLauncher()
     logs = config.run.dir / WORKER_LOGS
-    return host, lambda endpoint: LocalLauncher(endpoint.address, token, logs)
+    forks = choose_device(config.engine.device) != "cuda"  # whose driver survives no fork
+    return host, lambda endpoint: LocalLauncher(endpoint.address, token, logs, forks=forks)

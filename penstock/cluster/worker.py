@@ -31,7 +31,7 @@ from penstock.cluster.plan import digest_of, holdings_of, transfers_of
 from penstock.cluster.record import read_record
 from penstock.cluster.shard_process import ShardApart
 from penstock.cluster.shard_work import StoreOfShard
-from penstock.errors import ClusterError, CorruptionError, PenstockError
+from penstock.errors import ClusterError, CorruptionError, PenstockError, ProtocolError
 from penstock.fabric.messages import Kind, Message
 from penstock.fabric.nodes import CONDUCTOR, EngineNode, ShardNode
 from penstock.fabric.nodes.runtime import Runtime
@@ -207,6 +207,7 @@ class Worker:
 
     def _become(self, link: Link, welcome: Mapping[str, Any]) -> None:
         number, shard, told = int(welcome["node"]), welcome["shard"], welcome["run"]
+        self._endpoint.shares_memory = told["config"]["cluster"]["shared_memory"] == "auto"
         try:
             if shard is not None:
                 self._built = build_shard(told, int(shard), bool(welcome["reopen"]))
@@ -235,7 +236,7 @@ class Worker:
     def _link_ended(self, link: Link, error: Exception) -> None:
         if link is self._link:
             self._events.put(("ended", link))
-        elif isinstance(error, CorruptionError) and self._node is not None:
+        elif isinstance(error, (CorruptionError, ProtocolError)) and self._node is not None:
             # What was in the frame will not come again: the step begins anew, over new links.
             body, node = {"text": str(error)}, self._node
             message = Message(Kind.DAMAGED, node.epoch, node.number, body=body)

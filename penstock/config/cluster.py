@@ -70,6 +70,11 @@ class ClusterConfig(Section):
         example=5,
         ge=1,
     )
+    shared_memory: Literal["auto", "off"] = setting(
+        "auto",
+        "what processes of one host exchange weights and gradients through: auto, memory that both "
+        "see; off, sockets, as between hosts",
+    )
     host: str = setting(
         "auto",
         "this machine's address on which the run listens; auto: 127.0.0.1, or with "

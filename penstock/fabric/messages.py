@@ -1,8 +1,9 @@
 """What nodes of a run say to each other: a fixed header, a small body of JSON, raw bytes.
 
 Nothing here can run code, whatever bytes come: the header is a packed struct, the body is JSON,
-the payload is the memory of tensors. Every frame carries the epoch in which it was sent, and a
-checksum (XXH3) over all of it.
+the payload is the memory of tensors. It follows the body, or lies in a slot of memory that both
+ends see (`sockets/ring.py`), and the header says which. Every frame carries the epoch in which it
+was sent, and a checksum (XXH3) over all of it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from penstock.errors import CorruptionError, DataError
 MAX_BODY_BYTES = 1 << 20
 MAX_PAYLOAD_BYTES = 1 << 30
 _MAGIC = b"PNSK"
-_HEADER = struct.Struct("<4sBxHIIIIIIQIQQ")
+_HEADER = struct.Struct("<4sBBHIIIIIIQIQQ")
 HEADER_BYTES = _HEADER.size
 _ARRAY_TYPES = (
     *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
@@ -57,6 +58,9 @@ class Kind(enum.IntEnum):
     ANSWER = 21  # to a command
     CALL = 22  # from the run's process: have a shard's store do something
     RETURN = 23  # what came of it
+    # Between the two ends of a link:
+    RING = 100  # here is memory that you may see too
+    ROOM = 101  # these slots of yours may be used again; none: it is not seen here
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,19 +111,21 @@ def sent_on(message: Message, sender: int, payload: np.ndarray | None = None) ->
     )
 
 
-def pack(message: Message) -> tuple[bytes, bytes]:
-    """Return a message's header and body; its payload follows as it is."""
+def pack(message: Message, slot: int | None = None) -> tuple[bytes, bytes]:
+    """Return a message's header and body; its payload follows as it is, or is in a slot."""
     body = json.dumps(message.body).encode() if message.body else b""
     if len(body) > MAX_BODY_BYTES or message.size > MAX_PAYLOAD_BYTES:
         raise ValueError(f"a {message.kind.name} message of {len(body)} + {message.size} bytes")
-    digest = _digest(_header(message, len(body), 0), body, message.payload)
-    return _header(message, len(body), digest), body
+    place = 0 if slot is None else slot + 1
+    digest = _digest(_header(message, place, len(body), 0), body, message.payload)
+    return _header(message, place, len(body), digest), body
 
 
-def _header(message: Message, body_bytes: int, digest: int) -> bytes:
+def _header(message: Message, place: int, body_bytes: int, digest: int) -> bytes:
     return _HEADER.pack(
         _MAGIC,
         message.kind,
+        place,
         message.level,
         message.epoch,
         message.sender,
@@ -154,14 +160,20 @@ def lengths(header: bytes) -> tuple[int, int]:
     return body_bytes, payload_bytes
 
 
+def slot_of(header: bytes) -> int | None:
+    """Return the slot in which the payload of a header is; None if it follows."""
+    place = _HEADER.unpack(header)[2]
+    return place - 1 if place else None
+
+
 def unpack(header: bytes, body: bytes, payload: np.ndarray | None) -> Message:
     """Return the message of a frame that has come whole.
 
     Raises:
         CorruptionError: its checksum is wrong, or it is of a kind that is not known.
     """
-    (_, kind, level, epoch, sender, to, op, chunk, index, step, _, size, digest) = _HEADER.unpack(
-        header
+    (_, kind, _, level, epoch, sender, to, op, chunk, index, step, _, size, digest) = (
+        _HEADER.unpack(header)
     )
     bare = header[:-_DIGEST_BYTES] + bytes(_DIGEST_BYTES)
     found = _digest(bare, body, payload)

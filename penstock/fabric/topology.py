@@ -11,6 +11,7 @@ travels as one sum wherever the engines' shares allow.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -72,3 +73,20 @@ def summing(engines: int) -> Sequence[Summing]:
 
     visit(0, engines, None)
     return [Summing(own[i], *inner.get(i, (0, 0, None))) for i in range(engines)]
+
+
+def ways(engines: int, shards: int) -> set[tuple[int, int]]:
+    """Return from whom to whom weights or gradients go: engines by their place, shard k as -1 - k.
+
+    In one view; who had other places in an earlier one may have a link more.
+    """
+    pairs = set()
+    for shard, parity in itertools.product(range(shards), range(2)):
+        begin = root(shard, parity, shards, engines)
+        pairs.add((-1 - shard, begin))
+        pairs |= {(p, child) for p in range(engines) for child in children(p, begin, engines)}
+    for place, part in enumerate(summing(engines)):
+        for target in (part.own_target, part.target) if part.adds else (part.own_target,):
+            to = [-1 - shard for shard in range(shards)] if target is None else [target]
+            pairs |= {(place, other) for other in to if other != place}
+    return pairs

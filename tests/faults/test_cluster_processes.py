@@ -114,6 +114,8 @@ def test_a_run_goes_on_through_losses_and_changes_to_the_same_bits(
         assert run.engines() == 3
 
         # Killed in the middle of a step: noticed at once, and the spare engine takes its place.
+        # What workers are forked from is killed too: the next one is started from nothing.
+        os.kill(run.trainer._runner.hall.launcher.template.pid, signal.SIGKILL)
         begin = time.monotonic()
         os.kill(run.pid_of(1), signal.SIGKILL)
         run.train(2)

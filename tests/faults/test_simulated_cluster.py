@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from toy_cluster import FIRST_ENGINE, STEPS, ToyCluster, reference
 
+from penstock.fabric.messages import Kind, Message
 from penstock.fabric.sim import Faults
 from penstock.fabric.sim.faults import Rates
+from penstock.fabric.topology import ways
 
 LOSSES, WEIGHTS = reference()
 
@@ -30,6 +32,24 @@ def test_any_number_of_engines_and_shards_gives_the_same_bits(engines, shards):
     assert sent == STEPS * cluster.plan.weight_bytes  # whatever the number of engines
     taken = sum(cluster.network.taken_bytes[1 + s] for s in range(shards))
     assert taken == STEPS * cluster.plan.gradient_bytes
+
+
+@pytest.mark.parametrize(("engines", "shards"), [(1, 1), (2, 1), (3, 2), (5, 1)])
+def test_weights_and_gradients_go_the_ways_that_memory_is_counted_for(engines, shards):
+    cluster, gone = ToyCluster(engines, shards), set()
+    send = cluster.network.send
+
+    def place(number: int) -> int:
+        return number - FIRST_ENGINE if number >= FIRST_ENGINE else -number
+
+    def note(sender: int, to: int, message: Message) -> None:
+        if message.kind in (Kind.WEIGHTS, Kind.GRADIENT):
+            gone.add((place(sender), place(to)))
+        send(sender, to, message)
+
+    cluster.network.send = note
+    cluster.train(2)
+    assert gone == ways(engines, shards)
 
 
 def trouble(seed: int) -> tuple[ToyCluster, dict]:

@@ -89,3 +89,20 @@ def test_what_still_does_not_fit_is_not_blamed_on_the_store(program):
     assert "raise memory above" in lines[-1]
     assert "store.dram" not in lines[-1]
     assert "store.flash.path" not in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("cluster", "rings"),
+    [
+        ({"start": "none"}, 0),
+        ({"start": "local"}, 5),  # to each, from one to the other and back, the sum from one
+        ({"start": "local", "shared_memory": "off"}, 0),
+        ({"start": "listen"}, 3),
+    ],
+)
+def test_memory_that_processes_share_counts(program, cluster, rings):
+    with pytest.raises(BudgetError) as caught:
+        shares(program, cluster=cluster, memory="500MiB")
+    name = "  memory that processes share (cluster.shared_memory)"
+    found = [line for line in str(caught.value).splitlines() if line.startswith(name)]
+    assert [line.split()[-2:] for line in found] == [[f"{16 * rings}.00", "MiB"]] * bool(rings)

@@ -60,6 +60,9 @@ class Endpoint:
         every: is called about so often, in the endpoint's thread, with the time.
         beat: seconds between two calls of `every`.
 
+    `shares_memory` says whether links to processes of this host may carry payloads in memory that
+    both see; it may be set before the first payload.
+
     Raises:
         ClusterError: this machine has no such interface.
     """
@@ -76,6 +79,7 @@ class Endpoint:
         beat: float = 0.1,
     ) -> None:
         self.refused: Counter[str] = Counter()  # peers that were not let in, by address
+        self.shares_memory = True
         self._token = token
         self._on_link_end, self._on_stranger = on_link_end, on_stranger
         self._on_failure = on_failure
@@ -229,7 +233,7 @@ class Endpoint:
     # The threads
 
     def _link(self, connection: socket.socket) -> Link:
-        link = Link(connection, self._took, self._link_ended)
+        link = Link(connection, self._took, self._link_ended, lambda: self.shares_memory)
         self._all_links.add(link)
         return link
 

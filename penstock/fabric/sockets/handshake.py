@@ -20,7 +20,7 @@ from penstock.errors import ClusterError
 NONCE_BYTES = 32
 PROOF_BYTES = 32
 SECONDS = 5.0  # in which a peer must have proved itself
-_GREETING = b"penstock-fabric1"
+_GREETING = b"penstock-fabric2"
 
 
 def new_token() -> str:
@@ -105,7 +105,8 @@ def read_into(connection: socket.socket, buffer: memoryview) -> None:
     **Raises:** `EOFError` if the peer closes before.
     """
     while buffer.nbytes:
-        got = connection.recv_into(buffer)
+        # All of it at once: every call that brings less is one more to wake up for.
+        got = connection.recv_into(buffer, 0, socket.MSG_WAITALL)
         if got == 0:
             raise EOFError("the connection was closed")
         buffer = buffer[got:]

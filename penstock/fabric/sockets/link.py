@@ -3,6 +3,10 @@
 A thread reads and a thread writes, so that neither waits for the other and both wait for the
 network, not for Python. What comes damaged is reported and ends the link: after it, nobody knows
 where the next frame begins.
+
+Between processes of one host large payloads do not go over the socket: the sender puts them into
+memory that both see (`ring.py`), and the frame says where. Frames stay in the order in which they
+were sent, whichever way their payloads go.
 """
 
 from __future__ import annotations
@@ -12,18 +16,47 @@ import queue
 import socket
 import sys
 import threading
+import time
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from penstock.fabric.messages import HEADER_BYTES, Message, lengths, pack, unpack
+from penstock.errors import ProtocolError
+from penstock.fabric.messages import (
+    HEADER_BYTES,
+    Kind,
+    Message,
+    lengths,
+    pack,
+    slot_of,
+    unpack,
+)
 from penstock.fabric.sockets.handshake import read_exactly, read_into
+from penstock.fabric.sockets.ring import LEAST_BYTES, PeerRing, Ring
 from penstock.fabric.transfers import CHUNK_BYTES
 
 _BUFFER_BYTES = 4 << 20
+_BUFFER_BYTES_HERE = 1 << 20  # within a host: what waits in the kernel stays in the cache
 _MOST_BUFFERS, _LEAST_KEPT, _UNUSED = 8, 1 << 16, 3
-_CUT_MILLISECONDS = 10_000  # without an answer to what was sent; then the link is no more
+_CUT_SECONDS = 10.0  # without an answer to what was sent; then the link is no more
+_LOOK_SECONDS = 1.0  # the longest wait that counts: in a longer one this process stood still
+
+
+@dataclass(frozen=True)
+class _UsedUp:
+    """Slots of the peer's ring that nobody here has any more; none: its ring is not seen here."""
+
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Room:
+    """Slots of this end's ring that the peer gives back; none: it does not see the ring."""
+
+    slots: tuple[int, ...]
 
 
 class Link:
@@ -33,6 +66,7 @@ class Link:
         connection: the socket; the link closes it.
         take: is given every message, in the reader's thread.
         ended: is called once, when the connection is no more, with the reason.
+        shares: whether payloads may go through memory that both ends see.
     """
 
     def __init__(
@@ -40,20 +74,31 @@ class Link:
         connection: socket.socket,
         take: Callable[[Link, Message], None],
         ended: Callable[[Link, Exception], None],
+        shares: Callable[[], bool] = lambda: True,
     ) -> None:
         self.peer: int | None = None  # the node at the other end, once it has said so
         self.sent_bytes = self.taken_bytes = 0
+        self.shared_bytes = 0  # of those that were sent, what went through shared memory
         self._socket = connection
-        self._take, self._ended = take, ended
-        self._outgoing: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._take, self._ended, self._shares = take, ended, shares
+        self._todo: queue.SimpleQueue[Message | _UsedUp | _Room | None] = queue.SimpleQueue()
         self._buffers = _Buffers()
         self._once = threading.Lock()
         self._has_ended = False
+        # The writer's: what waits, slots to be given back, and its own ring once it is offered.
+        self._waiting: deque[Message] = deque()
+        self._used_up: list[int] = []
+        self._ring: Ring | None = None
+        self._held_up_seconds = 0.0  # since a slot has come back
+        self._may_offer = _is_here(connection)  # else there is nothing to look for
+        self._peer_ring: PeerRing | None = None  # the reader's
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # else a cut cable is noticed after minutes
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _CUT_MILLISECONDS)
+            limit = int(1000 * _CUT_SECONDS)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit)
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-            connection.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
+            size = _BUFFER_BYTES_HERE if self._may_offer else _BUFFER_BYTES
+            connection.setsockopt(socket.SOL_SOCKET, option, size)
         for name, work in (("reads", self._read), ("writes", self._write)):
             threading.Thread(target=work, name=f"penstock link {name}", daemon=True).start()
 
@@ -62,7 +107,7 @@ class Link:
 
         The payload must stay as it is until its receiver has answered to it.
         """
-        self._outgoing.put(message)
+        self._todo.put(message)
 
     def close(self) -> None:
         """End the link at once; what has not been written is not sent."""
@@ -73,32 +118,145 @@ class Link:
         """Whether messages still pass."""
         return not self._has_ended
 
+    # The reader
+
     def _read(self) -> None:
         try:
             while True:
                 header = read_exactly(self._socket, HEADER_BYTES)
                 body_bytes, payload_bytes = lengths(header)
                 body = read_exactly(self._socket, body_bytes)
-                payload = None
-                if payload_bytes:
-                    payload = self._buffers.take(payload_bytes)
-                    read_into(self._socket, payload.data)
+                payload = self._payload(slot_of(header), payload_bytes)
+                self._heed(unpack(header, body, payload))
                 self.taken_bytes += payload_bytes
-                self._take(self, unpack(header, body, payload))
+                del payload  # a slot is given back when nobody has it any more
         except Exception as error:  # whatever it is, nothing more is read: the link has ended
+            payload = self._peer_ring = None  # an error remembers the frames that it came through
             self._end(error)
+
+    def _payload(self, slot: int | None, size: int) -> np.ndarray | None:
+        """Return the bytes of a frame: those that follow, or those in a slot."""
+        if slot is None:
+            if not size:
+                return None
+            payload = self._buffers.take(size)
+            read_into(self._socket, payload.data)
+            return payload
+        if self._peer_ring is None:
+            raise ProtocolError(f"{size} bytes were announced in slot {slot} of no ring")
+        payload = self._peer_ring.take(slot, size)
+        if not self._peer_ring.is_short:
+            return payload
+        # Who holds the others may wait for what comes next: this one must go back at once.
+        copy = self._buffers.take(size)
+        copy[:] = payload
+        return copy
+
+    def _heed(self, message: Message) -> None:
+        if message.kind is Kind.RING:
+            self._find_ring(message)
+        elif message.kind is Kind.ROOM:
+            slots = message.body.get("slots")
+            if not isinstance(slots, list) or not all(type(slot) is int for slot in slots):
+                raise ProtocolError(f"slots {str(slots)[:80]} were given back")
+            self._todo.put(_Room(tuple(slots)))
+        else:
+            self._take(self, message)
+
+    def _find_ring(self, message: Message) -> None:
+        if self._peer_ring is not None:
+            raise ProtocolError("shared memory was offered twice over one link")
+        todo = self._todo  # the link itself is not held by what it has handed out
+        if self._shares():
+            self._peer_ring = PeerRing.open(message.body, lambda slot: todo.put(_UsedUp((slot,))))
+        slots = 0 if self._peer_ring is None else self._peer_ring.slots
+        todo.put(_UsedUp(tuple(range(slots))))
+
+    # The writer
 
     def _write(self) -> None:
         try:
-            while (message := self._outgoing.get()) is not None:
-                header, body = pack(message)
-                parts: list[Any] = [header + body]
-                if message.payload is not None and message.size:
-                    parts.append(message.payload.data)
-                self._send_all(parts)
-                self.sent_bytes += message.size
+            while self._gather():
+                if self._used_up:
+                    slots, self._used_up = self._used_up, []
+                    self._put(Message(Kind.ROOM, 0, 0, body={"slots": slots}))
+                if self._waiting and self._has_room(self._waiting[0]):
+                    self._put(self._waiting.popleft())
         except Exception as error:  # a frame that cannot be made is no better than a cut cable
             self._end(error)
+        finally:
+            if self._ring is not None:
+                self._ring.close()
+
+    def _gather(self) -> bool:
+        """Take what is to be done, and wait for it if nothing is; False once the link has ended."""
+        is_held_up = bool(self._waiting) and not self._has_room(self._waiting[0])
+        must_wait = is_held_up or not self._waiting
+        while must_wait or not self._todo.empty():
+            must_wait = False
+            match self._next_thing(is_held_up):
+                case None:
+                    return False
+                case _UsedUp(slots) if slots:
+                    self._used_up.extend(slots)
+                case _UsedUp():
+                    self._put(Message(Kind.ROOM, 0, 0, body={"slots": []}))
+                case _Room(slots):
+                    self._take_room(slots)
+                case Message() as message:
+                    self._waiting.append(message)
+        return True
+
+    def _next_thing(self, is_held_up: bool) -> Message | _UsedUp | _Room | None:
+        """Return the next thing to do; not for ever, if the peer keeps all slots."""
+        if not is_held_up:
+            return self._todo.get()
+        while self._held_up_seconds < _CUT_SECONDS:
+            began = time.monotonic()
+            try:
+                return self._todo.get(timeout=_LOOK_SECONDS)
+            except queue.Empty:
+                continue
+            finally:
+                self._held_up_seconds += min(_LOOK_SECONDS, time.monotonic() - began)
+        raise ProtocolError(f"the peer has given no slot back in {_CUT_SECONDS:.0f} s")
+
+    def _take_room(self, slots: tuple[int, ...]) -> None:
+        if self._ring is None:
+            raise ProtocolError(f"slots {slots} were given back of a ring that there is not")
+        self._held_up_seconds = 0.0
+        if slots:
+            self._ring.come_back(slots)
+        else:
+            self._ring.close()
+
+    def _has_room(self, message: Message) -> bool:
+        """Whether a message can go: over the socket it always can."""
+        return self._ring is None or not self._ring.takes(message.size) or self._ring.has_room
+
+    def _put(self, message: Message) -> None:
+        """Send one message; its payload through the ring if there is one that takes it."""
+        payload = message.payload if message.size else None
+        if payload is not None and self._ring is not None and self._ring.takes(message.size):
+            slot = self._ring.claim()
+            header, body = pack(message, slot)
+            self._ring.put(slot, payload)
+            self._send_all([header + body])
+            self.shared_bytes += message.size
+        else:
+            if message.size >= LEAST_BYTES and self._may_offer and self._shares():
+                self._offer()
+            header, body = pack(message)
+            self._send_all([header + body] if payload is None else [header + body, payload.data])
+        self.sent_bytes += message.size
+
+    def _offer(self) -> None:
+        """Offer a ring, once; what is sent before the peer has answered goes over the socket."""
+        self._may_offer = False
+        self._ring = Ring.make()
+        if self._ring is not None:
+            header, body = pack(Message(Kind.RING, 0, 0, body=self._ring.offer()))
+            self._send_all([header + body])
 
     def _send_all(self, parts: list[Any]) -> None:
         views = [memoryview(part) for part in parts]
@@ -114,11 +272,19 @@ class Link:
             if self._has_ended:
                 return
             self._has_ended = True
-        self._outgoing.put(None)
+        self._todo.put(None)
         with contextlib.suppress(OSError):  # the peer may have closed it already
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
         self._ended(self, error)
+
+
+def _is_here(connection: socket.socket) -> bool:
+    """Whether the other end has this host's own address, as every process of this host has."""
+    try:
+        return bool(connection.getpeername()[0] == connection.getsockname()[0])
+    except OSError:
+        return False  # it has ended already, as the reader will find out
 
 
 class _Buffers:

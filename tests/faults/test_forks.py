@@ -1,0 +1,209 @@
+"""Workers that are forked: how they end is known, whoever is killed, and none is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from penstock.cluster import launch
+from penstock.cluster.launch import LocalLauncher
+from penstock.errors import ClusterError
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="no pidfd here")
+
+
+def wait(until, seconds: float = 60.0):
+    deadline = time.monotonic() + seconds
+    while not (found := until()):
+        assert time.monotonic() < deadline, "it did not come to be so"
+        time.sleep(0.01)
+    return found
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"  # an orphan may have nobody here who takes note of its end
+
+
+@pytest.fixture
+def door():
+    """Where workers wait for an answer, for seconds or until it is closed."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener
+
+
+@pytest.fixture
+def deaf(door):
+    return door.getsockname()
+
+
+@pytest.fixture
+def launcher(deaf, tmp_path, monkeypatch):
+    """One whose templates import nothing, and so are there at once."""
+    monkeypatch.setattr(launch, "needed_modules", list)
+    launcher = LocalLauncher(deaf, "token", tmp_path)
+    yield launcher
+    launcher.close()
+
+
+def polled(launcher: LocalLauncher) -> list:
+    return wait(launcher.poll)
+
+
+def test_a_worker_that_is_killed_or_ended_is_told_of_once(launcher):
+    for _ in range(3):
+        launcher.start()
+    wait(lambda: not launcher.poll() and len(launcher.pids) == 3)
+    pids = dict(launcher.pids)
+    template = launcher.template.pid
+    for pid in pids.values():  # they are the template's children, each in a session of its own
+        assert Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1] == str(template)
+        assert os.getsid(pid) == pid
+    os.kill(pids["worker-2"], signal.SIGKILL)
+    (ended,) = polled(launcher)
+    assert ended.worker == "worker-2"
+    assert f"worker-2 with pid {pids['worker-2']} ended by signal 9" in ended.how
+    os.kill(pids["worker-1"], signal.SIGSTOP)
+    launcher.end("worker-1")
+    launcher.end("worker-7")  # of others
+    (ended,) = polled(launcher)
+    assert ended.worker == "worker-1"
+    assert "by signal 9" in ended.how
+    assert set(launcher.pids) == {"worker-3"}
+    assert launcher.poll() == []
+    launcher.start()
+    launcher.end("worker-4")  # before anybody knows its process
+    assert [ended.worker for ended in polled(launcher)] == ["worker-4"]
+    launcher.close()
+    assert not any(is_running(pid) for pid in (*pids.values(), template))
+
+
+def test_a_worker_that_ends_by_itself_is_told_of_with_its_exit_code(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "needed_modules", list)
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        address = gone.getsockname()
+    launcher = LocalLauncher(address, "token", tmp_path)
+    try:
+        launcher.start()
+        (ended,) = polled(launcher)
+        assert f"ended with exit code {ClusterError.exit_code}" in ended.how
+        assert "Connection refused" in (tmp_path / "worker-1.log").read_text()
+    finally:
+        launcher.close()
+
+
+def test_a_template_that_is_killed_takes_no_worker_with_it_and_is_replaced(launcher, monkeypatch):
+    launcher.start()
+    wait(lambda: not launcher.poll() and launcher.pids)
+    first, (survivor,) = launcher.template.pid, launcher.pids.values()
+    os.kill(first, signal.SIGSTOP)
+    launcher.start()  # which this one will never do
+    os.kill(first, signal.SIGKILL)
+    wait(lambda: not launcher.poll() and len(launcher.pids) == 2)  # it was started from nothing
+    assert set(launcher._processes) == {"worker-2"}
+    assert launcher.pids["worker-1"] == survivor
+    assert is_running(survivor)
+    wait(lambda: not launcher.poll() and launcher.template.is_ready)
+    assert launcher.template.pid != first
+    launcher.start()
+    wait(lambda: not launcher.poll() and len(launcher.pids) == 3)
+    assert set(launcher._processes) == {"worker-2"}
+    os.kill(survivor, signal.SIGKILL)
+    (ended,) = polled(launcher)
+    assert f"worker-1 with pid {survivor} ended and nobody knows how" in ended.how
+    pids = list(launcher.pids.values())
+    for _ in range(launch._MOST_TEMPLATES):
+        if launcher.template is not None:
+            os.kill(launcher.template.pid, signal.SIGKILL)
+            wait(lambda pid=launcher.template.pid: not is_running(pid))
+            launcher.poll()
+    assert launcher.template is None  # enough of them
+    launcher.start()
+    assert "worker-4" in launcher._processes
+    pids.append(launcher.pids["worker-4"])
+    launcher.close()
+    wait(lambda: not any(is_running(pid) for pid in pids))
+
+
+def test_a_template_that_stands_still_does_not_hold_up_the_end(launcher, monkeypatch):
+    monkeypatch.setattr("penstock.cluster.forks._LEAVE", 0.2)
+    launcher.start()
+    wait(lambda: not launcher.poll() and launcher.pids)
+    (pid,), template = launcher.pids.values(), launcher.template.pid
+    os.kill(template, signal.SIGSTOP)
+    launcher.close()
+    wait(lambda: not is_running(pid) and not is_running(template))
+
+
+def test_a_template_with_threads_of_its_own_forks_nobody(deaf, tmp_path, monkeypatch):
+    """A fork would lack them, and wait for them for ever."""
+    source = "import threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()\n"
+    (tmp_path / "starts_a_thread.py").write_text(source)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setattr(launch, "needed_modules", lambda: ["starts_a_thread"])
+    launcher = LocalLauncher(deaf, "token", tmp_path)
+    try:
+        launcher.start()
+        wait(lambda: not launcher.poll() and launcher.pids)
+        assert list(launcher._processes) == ["worker-1"]
+        assert launcher.template is None
+        assert launcher._templates[0].why_not == "imports have started 1 threads"
+    finally:
+        launcher.close()
+
+
+def test_without_leave_to_fork_every_worker_is_started_from_nothing(deaf, tmp_path):
+    launcher = LocalLauncher(deaf, "token", tmp_path, forks=False)
+    try:
+        launcher.start()
+        assert list(launcher._processes) == ["worker-1"]
+        assert launcher.template is None
+    finally:
+        launcher.close()
+
+
+TRAINER = (
+    "import os, sys, time\n"
+    "from penstock.cluster.forks import Forks\n"
+    "from pathlib import Path\n"
+    "logs = Path(sys.argv[3])\n"
+    "environment = {**os.environ, 'PENSTOCK_TOKEN': 'token'}\n"
+    "forks = Forks(sys.argv[1:3], environment, logs / 'template.log', [])\n"
+    "forks.start('worker-1', logs / 'worker-1.log')\n"
+    "while not forks.pids():\n"
+    "    forks.look()\n"
+    "    time.sleep(0.01)\n"
+    "print(forks.pid, *forks.pids().values(), flush=True)\n"
+    "time.sleep(600)\n"
+)
+
+
+def test_nobody_is_left_when_the_trainers_process_is_killed(door, tmp_path):
+    command = [sys.executable, "-c", TRAINER, *map(str, door.getsockname()), str(tmp_path)]
+    trainer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert trainer.stdout is not None
+    pids = [int(word) for word in trainer.stdout.readline().split()]
+    trainer.kill()
+    trainer.wait()
+    trainer.stdout.close()
+    door.close()  # as its own would
+    assert len(pids) == 2
+    wait(lambda: not any(is_running(pid) for pid in pids), 40)
+
+
+def test_what_is_imported_ahead_is_libraries_and_no_module_of_the_users():
+    names = launch.needed_modules()
+    assert "penstock.cluster.worker" in names
+    assert "torch" in names
+    assert __name__ not in names
+    assert not any(name.startswith(("pytest", "__main__", "penstock.__main__")) for name in names)
