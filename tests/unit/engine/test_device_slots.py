@@ -111,7 +111,7 @@ def test_every_stage_computes_with_its_own_weights_and_sends_its_own_sums(seed, 
             lanes.go_on_a_little()
             if place < 6:
                 continue
-            sent = slots.send_back(nodes)
+            sent = slots.send_back(stage, nodes)
             if waiting is not None:
                 check(*waiting, weights)
             waiting = (stage, place + 1, sent)
@@ -131,7 +131,7 @@ def test_weights_may_be_overwritten_when_the_next_load_has_returned(seed):
             for frame in frames[stage]:
                 frame.fill_(float("nan"))
         nodes = compute(lanes, slots, stage, scale=2)
-        check(stage, 2, slots.send_back(nodes), weights)
+        check(stage, 2, slots.send_back(stage, nodes), weights)
 
 
 def check(stage, scale, sent, weights):
@@ -174,13 +174,13 @@ def test_a_step_that_was_given_up_leaves_its_slots_to_the_next():
     slots.load(0, new)
     slots.load(1, new)
     nodes = compute(lanes, slots, 0, scale=3.0)
-    assert torch.equal(slots.send_back(nodes).wait()[0].tensors[0], 3 * new[0])
+    assert torch.equal(slots.send_back(0, nodes).wait()[0].tensors[0], 3 * new[0])
 
 
 def test_gradients_that_nobody_waited_for_in_time_are_not_mistaken_for_others():
     lanes = RandomLanes(5)
     slots = DeviceSlots(4096, 2, lanes)
-    sent = [slots.send_back([TreeNode(0, 0, (torch.full((4,), float(i)),))]) for i in range(3)]
+    sent = [slots.send_back(0, [TreeNode(0, 0, (torch.full((4,), float(i)),))]) for i in range(3)]
     with pytest.raises(RuntimeError, match="overwritten by those of a later stage"):
         sent[0].wait()
     assert sent[1].wait()[0].tensors[0].tolist() == [1.0] * 4
