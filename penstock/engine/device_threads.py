@@ -180,7 +180,7 @@ class DeviceThread:
         self._rounds.begin(self)
         self._submit(lambda: None).result()  # what is left of that step has been passed over
         self.error = None
-        self._submit(lambda: self._attempt(lambda: self._member.engine.begin(batch)))
+        self._submit(lambda: self._begin(batch))
 
     def load(self, stage: int, weights: Sequence[torch.Tensor]) -> None:
         """Start moving a stage's weights to the device; they are used by the next call for it."""
@@ -241,25 +241,28 @@ class DeviceThread:
         """Do a call; after an error, only what the group does together."""
         if self.error is None:
             arguments = (call.weights,) if call.method == "load" else ()
-            method = getattr(self._member.engine, call.method)
-            result = self._attempt(lambda: method(call.stage, *arguments))
-            if self.error is None:
-                return result
-        error = self.error
-        if not isinstance(error, GroupError):
+            try:
+                return getattr(self._member.engine, call.method)(call.stage, *arguments)
+            except Exception as error:
+                self._fail(error)
+        met = self.error
+        assert met is not None
+        if not isinstance(met, GroupError):
             self._pass_over(call)
-        raise error
+        raise met
 
-    def _attempt(self, act: Callable[[], Any]) -> Any:
+    def _begin(self, batch: Batch) -> None:
         try:
-            return act()
-        except GroupError as error:
-            self.error = error
-            self._rounds.breaks(error)
+            self._member.engine.begin(batch)
         except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        self.error = error
+        if isinstance(error, GroupError):
+            self._rounds.breaks(error)
+        else:
             error.add_note(f"on {self.name}, one of engine.devices")
-            self.error = error
-        return None
 
     def _pass_over(self, call: Call) -> None:
         slots = self._member.slots

@@ -102,12 +102,11 @@ class SharedSlots(SlotsInTurn):
         self._lanes.wait("compute", self._sent)
         for number, node in enumerate(nodes):
             for place, tensor in enumerate(node.tensors):
+                if tensor is None:
+                    continue  # in its place goes what means nothing: no device has one
                 for device, begin, first, last in flat.cuts(place):
                     target = parts[device, number, begin : begin + last - first]
-                    if tensor is None:  # all devices know that there is none
-                        self._lanes.queue("compute", target.zero_)
-                    else:
-                        self._lanes.copy("compute", target, tensor.view(-1)[first:last])
+                    self._lanes.copy("compute", target, tensor.view(-1)[first:last])
 
     def _exchange(self, flat: FlatSums, is_there: Sequence[bool]) -> PendingGradients:
         lanes, sharing, rank = self._lanes, self._sharing, self._peers.rank

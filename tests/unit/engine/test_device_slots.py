@@ -1,74 +1,12 @@
-"""Slots and the return ring never mix up two stages, in whatever order a device does its work.
-
-The lanes here do what a device may do at worst: nothing that is queued happens until somebody
-waits for it, and then the lanes take turns at random, as far as the marks allow. A copy reads its
-source when it happens, not when it is queued.
-"""
-
-from collections import deque
+"""Slots and the return ring never mix up two stages, in whatever order a device does its work."""
 
 import numpy as np
 import pytest
 import torch
+from random_lanes import RandomLanes
 
 from penstock.engine.slots import DeviceSlots
 from penstock.tree import TreeNode
-
-LANES = ("compute", "copy", "return")
-
-
-class Place:
-    """A mark: `passed` once the lane has come to it."""
-
-    def __init__(self, lanes):
-        self._lanes, self.passed = lanes, False
-
-    def synchronize(self):
-        while not self.passed:
-            self._lanes.go_on()
-
-
-class RandomLanes:
-    """Three queues of which a random one goes on, by a seed."""
-
-    def __init__(self, seed):
-        self._random = np.random.default_rng(seed)
-        self._queues = {lane: deque() for lane in LANES}
-
-    def device_memory(self, size_bytes):
-        return torch.full((size_bytes,), 255, dtype=torch.uint8)
-
-    host_memory = device_memory
-
-    def copy(self, lane, target, source):
-        self.queue(lane, lambda: target.copy_(source))
-
-    def queue(self, lane, action):
-        self._queues[lane].append((None, action))
-
-    def mark(self, lane):
-        place = Place(self)
-        self._queues[lane].append((None, lambda: setattr(place, "passed", True)))
-        return place
-
-    def wait(self, lane, mark):
-        self._queues[lane].append((mark, lambda: None))
-
-    def go_on(self):
-        """Do one thing in a lane that need not wait."""
-        free = [
-            queue
-            for queue in self._queues.values()
-            if queue and (queue[0][0] is None or queue[0][0].passed)
-        ]
-        assert free, "every lane waits for another"
-        _, action = free[self._random.integers(len(free))].popleft()
-        action()
-
-    def go_on_a_little(self):
-        for _ in range(int(self._random.integers(12))):
-            if any(self._queues.values()):
-                self.go_on()
 
 
 def weights_of(random, stages):
