@@ -17,8 +17,8 @@ from penstock import assembly
 from penstock.batches import Batches
 from penstock.config import Config, cluster_keys, load, write_record
 from penstock.data import Source
-from penstock.device_group import DeviceGroup, choose_devices, counted, kind_of
 from penstock.engine import Engine, EnginePlan, TorchEngine
+from penstock.engines_here import EnginesHere, choose_devices, counted, engines_here, kind_of
 from penstock.errors import (
     ConfigError,
     DataError,
@@ -37,7 +37,6 @@ from penstock.events import (
     broadcast,
 )
 from penstock.export import KEPT, export, export_adapters
-from penstock.fabric import Fabric, LocalFabric
 from penstock.generation import Writer
 from penstock.keeper import make_keeper
 from penstock.metrics import recorder
@@ -112,7 +111,7 @@ class Trainer:
         if self._initial_weights is None:
             self._initial_weights = self.model.weights_fingerprint()
         self._stop_reason: str | None = None
-        self._group: DeviceGroup | None = None
+        self._here: EnginesHere | None = None
         self._hall = self._open_hall()
         try:
             apart = self._hall.remote_shards() if self._hall else None
@@ -159,31 +158,15 @@ class Trainer:
         )
 
     def _run_here(self, batches: Batches) -> None:
-        layout, config = self._layout, self.config
-        assembly.settle_pages(layout.shares, self.device)
-        self.fabric: Fabric
-        if self._devices:
-            self._group = DeviceGroup(
-                layout.program,
-                layout.plan,
-                self._devices,
-                micro_batches=layout.micro_batches,
-                budget_bytes=layout.budget_bytes,
-                threads=config.engine.threads,
-            )
-            self.engines, self.fabric = self._group.engines, self._group.fabric
-        else:
-            self.engines = assembly.make_engines(
-                layout.program, layout.plan, layout.shares, config.engines, self.device
-            )
-            self.fabric = LocalFabric(len(self.engines))
+        self._here = engines_here(self.config, self._layout, self._devices, self.device)
+        self.engines, self.fabric = self._here.engines, self._here.fabric
         self._runner = StepRunner(
-            layout,
+            self._layout,
             self.store,
             self.fabric,
             self.engines,
             batches,
-            seed=config.run.seed,
+            seed=self.config.run.seed,
             tokens=self._tokens_per_step(),
         )
 
@@ -415,8 +398,8 @@ class Trainer:
 
     def close(self) -> None:
         """Give up a checkpoint that is on its way, and let go of files, threads and devices."""
-        if self._group is not None:
-            self._group.close()
+        if self._here is not None:
+            self._here.close()
         try:
             if self.config.cluster.shards == "apart":
                 self.store.close()  # while there are those who can
@@ -532,7 +515,7 @@ class Trainer:
                 tokens_per_step=self._tokens_per_step(),
                 resumed_from=self.resumed_from,
                 precision=self.config.precision,
-                device=self.device,
+                device=", ".join(self._devices) or self.device,
                 micro_batch=layout.micro_batch,
                 micro_batches=layout.micro_batches,
                 recompute_stages=len(layout.plan.recompute),

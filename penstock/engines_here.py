@@ -1,8 +1,8 @@
-"""Several devices of this host as one group of engines (`engine.devices`).
+"""The engines of this process: one device's, or several devices as a group (`engine.devices`).
 
-All of them are in this process, a thread for each: the store's memory is read by every device where
-it is, an error is an exception, and nothing outlives the run. What the threads share of Python's
-lock is the launching of operations; moving, waiting and computing are done without it.
+The devices of a group are all in this process, a thread for each: every device reads the store's
+memory where it is, an error is an exception, and nothing outlives the run. What the threads share
+of Python's lock is the launching of operations; moving, waiting and computing go without it.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
-from penstock.assembly import set_threads
+from penstock import assembly
 from penstock.config import Config, EngineConfig
 from penstock.engine import (
     CudaLanes,
@@ -28,9 +29,10 @@ from penstock.engine import (
     TorchEngine,
 )
 from penstock.errors import ConfigError
-from penstock.fabric import GroupFabric, Meeting
+from penstock.fabric import Fabric, GroupFabric, LocalFabric, Meeting
 from penstock.kernels.memory import allocate, page_lock
 from penstock.program import Program
+from penstock.step_layout import Layout
 
 
 def choose_devices(config: EngineConfig) -> tuple[str, ...]:
@@ -72,6 +74,48 @@ def counted(config: Config, devices: Sequence[str]) -> Config:
     return config.model_copy(update={"engines": len(devices)}) if devices else config
 
 
+class EnginesHere(Protocol):
+    """The engines of this process, and the fabric that goes with them."""
+
+    engines: list[Engine]
+    fabric: Fabric
+
+    def close(self) -> None:
+        """Let go of the devices."""
+        ...
+
+
+def engines_here(
+    config: Config, layout: Layout, devices: Sequence[str], device: str
+) -> EnginesHere:
+    """Make the engines of this process: a group, if there are `devices`, else as many on `device`
+    as are asked for, one after another."""
+    assembly.settle_pages(layout.shares, device)
+    if devices:
+        return DeviceGroup(
+            layout.program,
+            layout.plan,
+            devices,
+            micro_batches=layout.micro_batches,
+            budget_bytes=layout.budget_bytes,
+            threads=config.engine.threads,
+        )
+    return OneDevice(
+        assembly.make_engines(layout.program, layout.plan, layout.shares, config.engines, device)
+    )
+
+
+class OneDevice:
+    """Engines that take turns on one device."""
+
+    def __init__(self, engines: list[Engine]) -> None:
+        self.engines = engines
+        self.fabric: Fabric = LocalFabric(len(engines))
+
+    def close(self) -> None:
+        """Nothing is held that does not go with them."""
+
+
 class DeviceGroup:
     """The engines of a group, and the fabric that goes with them.
 
@@ -110,7 +154,7 @@ class DeviceGroup:
             for rank, name in enumerate(devices)
         ]
         self.engines: list[Engine] = [*members]
-        self.fabric = GroupFabric(len(devices))
+        self.fabric: Fabric = GroupFabric(len(devices))
         try:
             for member in members:
                 member.start()
@@ -137,7 +181,7 @@ class DeviceGroup:
         device = torch.device(name)
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        set_threads(self._threads)  # Numba has a number for every thread
+        assembly.set_threads(self._threads)  # Numba has a number for every thread
         peers = self._meeting.join(rank)
         slots = SharedSlots(
             self._program,
