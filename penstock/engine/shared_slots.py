@@ -69,6 +69,8 @@ class SharedSlots(SlotsInTurn):
                 source = weight.view(-1).view(torch.uint8)[begin - offset : end - offset]
                 self._lanes.copy("copy", slot[begin:end], source)
             offset += aligned(weight.nbytes)
+        if piece == 0:
+            return  # a backward that reads no weights
         whole = slot[: self._peers.size * piece]
         self._lanes.queue("copy", lambda: self._peers.all_gather(whole, whole[first:last]))
 
