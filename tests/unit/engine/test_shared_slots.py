@@ -210,6 +210,21 @@ def test_sums_of_other_micro_batches_are_refused():
         group.slots[0].send_back(0, wrong)
 
 
+@pytest.mark.parametrize(
+    ("devices", "most"),
+    [
+        (2, {8: 1, 12: 2, 16: 1, 24: 2, 32: 1, 64: 1, 96: 2}),
+        (3, {8: 2, 12: 1, 16: 3, 24: 1, 32: 4, 64: 5, 96: 1}),
+        (4, {8: 1, 12: 2, 16: 1, 24: 2, 32: 1, 64: 1, 96: 2}),
+        (6, {8: 1, 12: 1, 16: 2, 24: 1, 32: 3, 64: 4, 96: 1}),
+        (8, {8: 1, 12: 2, 16: 1, 24: 2, 32: 1, 64: 1, 96: 2}),
+    ],
+)
+def test_how_many_sums_a_device_sends_is_as_the_documentation_says(devices, most):
+    for micro_batches, count in most.items():
+        assert max(map(len, Sharing(devices, micro_batches).held)) == count
+
+
 @pytest.mark.parametrize("devices", [1, 2, 3, 5])
 @pytest.mark.parametrize("micro_batches", [5, 8, 13])
 def test_what_a_device_holds_is_what_was_counted(devices, micro_batches):
