@@ -71,8 +71,8 @@ class Meeting:
     def _nccl(self, rank: int) -> Any:
         if not dist.is_nccl_available():
             raise GroupError(
-                "several GPUs need NCCL, which this PyTorch was built without; install one for "
-                "CUDA on Linux, or name one GPU"
+                "engine.devices: GPUs find each other through NCCL, which this PyTorch was built "
+                "without; install one for CUDA on Linux, or set engine.device: cuda for one GPU"
             )
         # All of the group is on this host: nothing of it need listen to others.
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")

@@ -150,3 +150,13 @@ def test_the_fabric_takes_one_root_of_each_device_and_counts_each_byte_once():
     for wrong in ([root, root], [root, root, []], [[TreeNode(2, 0, sums)]] * 3):
         with pytest.raises(ValueError, match=r"expected \(3, 0\) of each of 3 devices"):
             fabric.reduce(wrong, 6)
+
+
+@pytest.mark.skipif(torch.distributed.is_nccl_available(), reason="this PyTorch has NCCL")
+def test_gpus_without_nccl_are_refused_with_what_to_do():
+    with pytest.raises(GroupError) as caught:
+        Meeting("cuda", 1).join(0)
+    assert str(caught.value) == (
+        "engine.devices: GPUs find each other through NCCL, which this PyTorch was built without; "
+        "install one for CUDA on Linux, or set engine.device: cuda for one GPU"
+    )
