@@ -1,10 +1,12 @@
 """Everything that only a GPU can show: the checks first, then the figures.
 
 Checks: the tests that run on every device (exactness against plain PyTorch, recomputation,
-resuming, engines, bit for bit), and bfloat16 losses against the resident loop's. Figures: tokens/s
-of streaming against the resident PyTorch loop (fused AdamW, bf16 autocast) in turns, each loop in
-a process of its own; how much of the weights' copying hides behind computation; the rate of the
-copies; the device memory of the engine against what was predicted.
+resuming, engines, bit for bit) and on all of them as a group over NCCL (`engine.devices`), and
+bfloat16 losses against the resident loop's. Figures: tokens/s of streaming against the resident
+PyTorch loop (fused AdamW, bf16 autocast) in turns, each loop in a process of its own; how much of
+the weights' copying hides behind computation; the rate of the copies; the device memory of the
+engine against what was predicted; how fast weights arrive at all GPUs as a group, which each fetch
+a part and gather the rest, beside how fast they arrive at one. With one GPU it is a group of one.
 
     python benchmarks/gpu.py [--quick]
 
@@ -23,8 +25,12 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from side_by_side import Worker, median_ratio, print_table, serve, take_turns
+
+if TYPE_CHECKING:
+    from penstock.events import StepDone
 
 ROOT = Path(__file__).resolve().parent.parent
 LENGTH, LEARNING_RATE, WEIGHT_DECAY, CLIP, SEED = 1024, 3e-4, 0.1, 1.0, 0
@@ -32,6 +38,10 @@ TARGET = 0.92  # what other offloading trainers reach of resident speed
 # model, sequences per step, sequences per micro-batch, rounds
 RUNS = [("gpt2", 64, 16, 5), ("gpt3-1.3b", 64, 8, 3)]
 QUICK_RUNS = [("gpt2", 16, 8, 2)]
+# A sequence per GPU: so little to compute that weights are waited for.
+GROUP_RUN, QUICK_GROUP_RUN = ("gpt3-1.3b", 5), ("gpt2", 2)
+TESTS = ["integration/test_devices.py", "integration/test_device_group.py"]
+TESTS += ["unit/fabric/test_group.py"]
 
 
 def main() -> None:
@@ -64,6 +74,8 @@ def main() -> None:
     rows = [compare(*run) for run in (QUICK_RUNS if options.quick else RUNS)]
     for row in rows:
         checks[f"bf16 loss of {row['model']}"] = row["loss_difference"] < 0.05
+    group = compare_group(*(QUICK_GROUP_RUN if options.quick else GROUP_RUN))
+    checks["losses of the group are those of one"] = group["same_losses"]
     for name, passed in checks.items():
         print(f"{name:40} {'passed' if passed else 'FAILED'}")
     print(
@@ -77,6 +89,7 @@ def main() -> None:
                 "device": torch.cuda.get_device_name(),
                 "checks": checks,
                 "rows": rows,
+                "group": group,
             }
         )
     )
@@ -86,10 +99,9 @@ def main() -> None:
 
 def run_tests() -> bool:
     """Run the tests of all devices in a process of their own; return whether they passed."""
-    script = (
-        "import sys, pytest; sys.exit(pytest.main(['-q', 'tests/integration/test_devices.py']))"
-    )
-    return subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=False).returncode == 0
+    paths = [str(ROOT / "tests" / name) for name in TESTS]
+    command = [sys.executable, "-m", "pytest", "-q", *paths]
+    return subprocess.run(command, cwd=ROOT, check=False).returncode == 0
 
 
 def compare(model: str, size: int, micro: int, rounds: int) -> dict:
@@ -136,14 +148,52 @@ def compare(model: str, size: int, micro: int, rounds: int) -> dict:
     }
 
 
+def compare_group(model: str, rounds: int) -> dict:
+    """Let all GPUs as a group and one alone take turns; print how fast weights arrive."""
+    import torch
+
+    count = torch.cuda.device_count()
+    jobs = {
+        "group": Job("penstock", model, count, 1, count),
+        "one": Job("penstock", model, count, 1),
+    }
+    workers = {name: Worker(job, __file__) for name, job in jobs.items()}
+    seconds = take_turns(workers, rounds)
+    finals = {name: worker.finish() for name, worker in workers.items()}
+    print(f"\n{model}, bf16, {count} x {LENGTH} tokens per step, weights are waited for")
+    print_table(
+        {"way": 10, "GPUs": 5, "step s": 8, "copied GB/s": 12, "arrived GB/s": 13},
+        (
+            (
+                name,
+                f"{max(1, jobs[name].devices)}",
+                f"{statistics.median(seconds[name]):.3f}",
+                f"{found['copy_gb_per_second']:.1f}",
+                f"{found['arrive_gb_per_second']:.1f}",
+            )
+            for name, found in finals.items()
+        ),
+    )
+    rates = [finals[name]["arrive_gb_per_second"] for name in ("group", "one")]
+    return {
+        "model": model,
+        "gpus": count,
+        "arrival_ratio": rates[0] / rates[1],
+        "step_ratio": median_ratio(seconds["one"], seconds["group"]),
+        "same_losses": workers["group"].losses == workers["one"].losses,
+        **finals,
+    }
+
+
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What one worker does: which loop, on what."""
+    """What one worker does: which loop, on what; `devices` GPUs as a group, 0: one alone."""
 
     loop: str
     model: str
     size: int
     micro: int
+    devices: int = 0
 
 
 def work(job: Job) -> None:
@@ -151,7 +201,7 @@ def work(job: Job) -> None:
     import torch
 
     make = penstock_loop if job.loop == "penstock" else resident_loop
-    step, finish = make(job.model, job.size, job.micro)
+    step, finish = make(job)
 
     def describe() -> dict:
         peak = torch.cuda.max_memory_allocated()  # before `finish` does another step
@@ -163,13 +213,14 @@ def work(job: Job) -> None:
 Loop = tuple[Callable[[], float], Callable[[], dict]]
 
 
-def settings(model: str, size: int, micro: int) -> dict:
+def settings(job: Job) -> dict:
     """Return the run as a configuration."""
+    group = [f"cuda:{number}" for number in range(job.devices)]
     return {
-        "model": {"preset": model},
+        "model": {"preset": job.model},
         "precision": "bf16",
         "data": {"sequence_length": LENGTH},
-        "batch": {"size": size, "micro": micro},
+        "batch": {"size": job.size, "micro": job.micro},
         "optimizer": {
             "learning_rate": LEARNING_RATE,
             "weight_decay": WEIGHT_DECAY,
@@ -178,7 +229,7 @@ def settings(model: str, size: int, micro: int) -> dict:
             "betas": [0.9, 0.999],
             "schedule": {"name": "constant"},
         },
-        "engine": {"device": "cuda"},
+        "engine": {"device": "cuda", "devices": group or None},
         "run": {"dir": tempfile.mkdtemp(), "seed": SEED},
     }
 
@@ -193,21 +244,24 @@ def batches(vocabulary: int):  # type: ignore[no-untyped-def]
     return ArraySource({"input_ids": tokens[:, :-1].copy(), "labels": tokens[:, 1:].copy()})
 
 
-def penstock_loop(model: str, size: int, micro: int) -> Loop:
+def penstock_loop(job: Job) -> Loop:
     """Return a step of Penstock's trainer on the GPU, and what to say at the end."""
     import torch
 
-    from penstock.engine import predict_bytes
+    from penstock.engine import Sharing, predict_bytes
     from penstock.models import ModelSource
     from penstock.trainer import Trainer
 
-    vocabulary = ModelSource.from_preset(model, {}).vocab_size or 2
-    trainer = Trainer(settings(model, size, micro), source=batches(vocabulary))
+    vocabulary = ModelSource.from_preset(job.model, {}).vocab_size or 2
+    trainer = Trainer(settings(job), source=batches(vocabulary))
     layout = trainer._layout
 
     def finish() -> dict:
-        found = trace(lambda: trainer.run_step().loss)
-        predicted = predict_bytes(layout.program, layout.micro_batches, layout.plan, "cuda")
+        found = trace(trainer.run_step)
+        share = -(-layout.micro_batches // max(1, job.devices))
+        sharing = Sharing(job.devices, layout.micro_batches) if job.devices else None
+        predicted = predict_bytes(layout.program, share, layout.plan, "cuda", sharing)
+        trainer.close()
         return {
             **found,
             "account_bytes": max(e.memory.peak_bytes for e in trainer.engines),
@@ -218,29 +272,38 @@ def penstock_loop(model: str, size: int, micro: int) -> Loop:
     return lambda: trainer.run_step().loss, finish
 
 
-def trace(step: Callable[[], float]) -> dict:
-    """Record one step's device work; return rates and overlap of the copies to the device."""
+def trace(step: Callable[[], StepDone]) -> dict:
+    """Record one step's device work; return rates and overlap of the copies to the device.
+
+    Weights arrive while they are copied, or gathered from other devices.
+    """
     import torch
     from torch.profiler import ProfilerActivity, profile
 
     with tempfile.TemporaryDirectory() as folder:
         with profile(activities=[ProfilerActivity.CUDA]) as recorded:
             started = time.perf_counter()
-            step()
-            torch.cuda.synchronize()
+            streamed_bytes = step().streamed_bytes
+            for device in range(torch.cuda.device_count()):
+                torch.cuda.synchronize(device)
             seconds = time.perf_counter() - started
         path = Path(folder) / "trace.json"
         recorded.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
     timed = [e for e in events if e.get("ph") == "X"]
     copies = [e for e in timed if e.get("cat") == "gpu_memcpy" and "HtoD" in e["name"]]
-    kernels = merged([(e["ts"], e["ts"] + e["dur"]) for e in timed if e.get("cat") == "kernel"])
+    kernels = [e for e in timed if e.get("cat") == "kernel"]
+    gathers = [e for e in kernels if "nccl" in e["name"] and "AllGather" in e["name"]]
+    arriving = merged([(e["ts"], e["ts"] + e["dur"]) for e in [*copies, *gathers]])
+    computing = [e for e in kernels if "nccl" not in e["name"]]
+    kernels = merged([(e["ts"], e["ts"] + e["dur"]) for e in computing])
     copying = merged([(e["ts"], e["ts"] + e["dur"]) for e in copies])
     copied = sum(e["args"].get("bytes", 0) for e in copies)
     copy_time = sum(b - a for a, b in copying)
     return {
         "copied_bytes": copied,
         "copy_gb_per_second": copied / max(copy_time, 1e-9) / 1e3,  # bytes per microsecond
+        "arrive_gb_per_second": streamed_bytes / sum(b - a for a, b in arriving) / 1e3,
         "overlap": common(copying, kernels) / max(copy_time, 1e-9),
         "compute_share": sum(b - a for a, b in kernels) / 1e6 / seconds,
         "pageable_copies": sum("Pageable" in e["name"] for e in copies),
@@ -270,14 +333,15 @@ def common(one: list[tuple[float, float]], other: list[tuple[float, float]]) -> 
     return total
 
 
-def resident_loop(model: str, size: int, micro: int) -> Loop:
+def resident_loop(job: Job) -> Loop:
     """Return a step of the plain PyTorch loop with everything on the device."""
     import torch
 
     from penstock.labels import IGNORED_LABEL
     from penstock.models import ModelSource
 
-    source = ModelSource.from_preset(model, {})
+    size, micro = job.size, job.micro
+    source = ModelSource.from_preset(job.model, {})
     vocabulary = source.vocab_size or 2
     from transformers import AutoModelForCausalLM
 

@@ -196,14 +196,18 @@ def make_engines(
     program: Program, plan: EnginePlan, shares: Shares, engines: int, device: str
 ) -> list[Engine]:
     """Return that many engines of this process, each with its own budget."""
-    if device == "cpu" and shares.keep_pages:
-        keep_freed_pages()
-    elif device == "cpu":
-        return_freed_pages()
     return [
         TorchEngine(program, plan, device=device, budget_bytes=shares.engine)
         for _ in range(engines)
     ]
+
+
+def settle_pages(shares: Shares, device: str) -> None:
+    """Let the C library keep the pages of tensors that die, or give them back, as there is room."""
+    if device == "cpu" and shares.keep_pages:
+        keep_freed_pages()
+    elif device == "cpu":
+        return_freed_pages()
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 
 from penstock import process_memory
 from penstock.config import Config, size_above
-from penstock.engine import EnginePlan, bytes_of_choice, plan_engine, predict_bytes
+from penstock.engine import EnginePlan, Sharing, bytes_of_choice, plan_engine, predict_bytes
 from penstock.engine.host_memory import KEPT_OVER_USED
 from penstock.errors import BudgetError, ConfigError
 from penstock.fabric.sockets.ring import LEAST_BYTES, RING_BYTES
@@ -53,7 +53,8 @@ class Shares:
 class Budget:
     """Divides the memory of a process between the parts of one run. Made after compilation.
 
-    **Arguments:** `micro_batches` are those of one engine; `roles` what the optimizer keeps.
+    **Arguments:** `micro_batches` are those of one engine; `roles` what the optimizer keeps;
+    `devices` are those of a group, if engines are one.
 
     **Raises:** `BudgetError` where nothing is left for engines, however small a step is made.
     """
@@ -65,8 +66,11 @@ class Budget:
         micro_batches: int,
         device: str,
         roles: Sequence[Role],
+        devices: Sequence[str] = (),
+        sharing: Sharing | None = None,
     ) -> None:
         self._config, self._program, self._device = config, program, device
+        self._devices, self._sharing = devices, sharing
         self._roles = roles
         self._micro_batches = micro_batches
         self._libraries = process_memory.resident_bytes()
@@ -112,7 +116,8 @@ class Budget:
         if config.engine.memory != "auto":
             return int(config.engine.memory)
         if self._device == "cuda":
-            return int(torch.cuda.mem_get_info()[0] * _AUTO_ENGINE)
+            least = min(torch.cuda.mem_get_info(name)[0] for name in self._devices or (None,))
+            return int(least * _AUTO_ENGINE)
         store = self._need
         if self._on_flash:
             store = int(_AUTO_FLASH * self._rest)
@@ -146,6 +151,7 @@ class Budget:
                 engine_bytes,
                 config.engine.recompute,
                 self._device,
+                self._sharing,
             )
         except BudgetError:
             if config.memory is None or config.engine.memory != "auto" or self._device == "cuda":
@@ -158,8 +164,8 @@ class Budget:
         **Raises:** `BudgetError` where the sum is above the limit.
         """
         config = self._config
-        one = self._host_bytes(plan)
-        engines = config.engines * one
+        engines = self._host_bytes(plan)
+        one = -(-engines // config.engines)
         kept = int(engines * KEPT_OVER_USED)
         store = self._need
         if self._on_flash:
@@ -175,17 +181,26 @@ class Budget:
         return Shares(engine_bytes, engines, store, self._here(store) + kept <= self._rest)
 
     def _host_bytes(self, plan: EnginePlan) -> int:
-        """Return what one engine has of host memory: all, or what its copies go through."""
+        """Return what the engines have of host memory: all, or what their copies go through."""
+        engines, shared = self._config.engines, 0
+        if self._sharing is not None:
+            shared = plan.slots * self._sharing.return_bytes(self._program)
+        if self._device == "cuda" and self._sharing is not None:
+            return shared
         if self._device == "cuda":
-            return 2 * 4 * max(_elements(self._program, stage) for stage in self._program.stages)
-        return predict_bytes(self._program, self._micro_batches, plan).peak_bytes
+            largest = max(_elements(self._program, stage) for stage in self._program.stages)
+            return engines * 2 * 4 * largest
+        found = predict_bytes(self._program, self._micro_batches, plan, self._device, self._sharing)
+        return engines * found.peak_bytes + shared
 
     def _least(self) -> int:
         return self._choice()[0]
 
     def _choice(self) -> tuple[int, int]:
         recompute = self._config.engine.recompute
-        return bytes_of_choice(self._program, self._micro_batches, recompute, self._device)
+        return bytes_of_choice(
+            self._program, self._micro_batches, recompute, self._device, self._sharing
+        )
 
     def _require_loading(self, store: int, engine: int) -> None:
         """Filling a store on flash gathers a stage's weights and state, before anything runs."""

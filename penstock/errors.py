@@ -68,6 +68,10 @@ class ClusterError(PenstockError):
     exit_code = 10
 
 
+class GroupError(ClusterError):
+    """The devices of one host that work together have lost each other."""
+
+
 class ProgramError(PenstockError):
     """A program that breaks a rule of the representation: a defect of the compiler."""
 

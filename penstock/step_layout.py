@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock import assembly, stores
 from penstock.budget import Budget, Shares
 from penstock.config import Config
-from penstock.engine import EnginePlan, predict_bytes
+from penstock.engine import EnginePlan, Sharing, predict_bytes
 from penstock.errors import BudgetError, ConfigError
 from penstock.models import ModelSource
 from penstock.program import Program
@@ -49,6 +50,7 @@ def lay_out(
     length: int,
     recorded_micro_batch: int | None = None,
     recorded_slot_bytes: int | None = None,
+    devices: Sequence[str] = (),
 ) -> Layout:
     """Choose the micro-batch of sequences of `length`, compile, and decide what is recomputed.
 
@@ -56,7 +58,7 @@ def lay_out(
     and, unless that makes it small, leaves `_ENGINES` engines a micro-batch each. The number of
     engines itself must not decide it, or it would decide the last bits. A resumed run keeps the
     micro-batch and the cut that it was started with. Where a step does not fit the budget, stages
-    are cut smaller, then (auto) the micro-batch is.
+    are cut smaller, then (auto) the micro-batch is. `devices` are those of a group.
 
     **Raises:** `BudgetError` if not even single sequences fit.
     """
@@ -64,10 +66,12 @@ def lay_out(
     for micro_batch in _micro_batch_candidates(config, length, device, recorded_micro_batch):
         micro_batches = config.batch.size // micro_batch
         if micro_batches < config.engines:
+            key, what = ("engine.devices", "devices") if devices else ("engines", "engines")
             raise ConfigError(
-                f"engines: {config.engines} engines cannot share {micro_batches} micro-batch(es) "
-                f"of {micro_batch}; lower batch.micro or engines, or raise batch.size"
+                f"{key}: {config.engines} {what} cannot share {micro_batches} micro-batch(es) "
+                f"of {micro_batch}; lower batch.micro or {key}, or raise batch.size"
             )
+        sharing = Sharing(len(devices), micro_batches) if devices else None
         least = _least_engines(config)
         per_engine = -(-micro_batches // least)
         slot_bytes = recorded_slot_bytes
@@ -87,7 +91,8 @@ def lay_out(
                 problem = problem or error
                 continue
             fitted = slot_bytes
-            budget = Budget(config, program, per_engine, device, stores.optimizer_of(config).roles)
+            roles = stores.optimizer_of(config).roles
+            budget = Budget(config, program, per_engine, device, roles, devices, sharing)
             try:
                 engine_bytes = budget.engine_bytes()
                 slot_bytes = engine_bytes // _BUDGET_SLOTS

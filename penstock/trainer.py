@@ -18,6 +18,7 @@ from penstock.batches import Batches
 from penstock.config import Config, cluster_keys, load, write_record
 from penstock.data import Source
 from penstock.engine import Engine, EnginePlan, TorchEngine
+from penstock.engines_here import EnginesHere, choose_devices, counted, engines_here, kind_of
 from penstock.errors import (
     ConfigError,
     DataError,
@@ -36,7 +37,6 @@ from penstock.events import (
     broadcast,
 )
 from penstock.export import KEPT, export, export_adapters
-from penstock.fabric import LocalFabric
 from penstock.generation import Writer
 from penstock.keeper import make_keeper
 from penstock.metrics import recorder
@@ -89,25 +89,29 @@ class Trainer:
         self._recorded = recorded
         self._brought = model is not None
         self.model = _as_source(self.config, model, recorded is not None)
-        self.device = assembly.choose_device(self.config.engine.device)
+        self._devices = choose_devices(self.config.engine)
+        wanted = self.config.engine.device
+        self.device = kind_of(self._devices) if self._devices else assembly.choose_device(wanted)
         if source is None:
             self._data = assembly.open_data(self.config, self.model, self._notice)
         else:
             length = assembly.sequence_length(self.config, self.model)
             self._data = assembly.TrainingData(source, held_out, None, length)
         self._layout = lay_out(
-            self.config,
+            counted(self.config, self._devices),
             self.model,
             self.device,
             self._data.sequence_length,
             recorded.micro_batch if recorded else None,
             recorded.slot_bytes if recorded else None,
+            self._devices,
         )
         self.program: Program = self._layout.program
         self._initial_weights = recorded.weights if recorded else None
         if self._initial_weights is None:
             self._initial_weights = self.model.weights_fingerprint()
         self._stop_reason: str | None = None
+        self._here: EnginesHere | None = None
         self._hall = self._open_hall()
         try:
             apart = self._hall.remote_shards() if self._hall else None
@@ -154,18 +158,15 @@ class Trainer:
         )
 
     def _run_here(self, batches: Batches) -> None:
-        layout, config = self._layout, self.config
-        self.engines = assembly.make_engines(
-            layout.program, layout.plan, layout.shares, config.engines, self.device
-        )
-        self.fabric = LocalFabric(len(self.engines))
+        self._here = engines_here(self.config, self._layout, self._devices, self.device)
+        self.engines, self.fabric = self._here.engines, self._here.fabric
         self._runner = StepRunner(
-            layout,
+            self._layout,
             self.store,
             self.fabric,
             self.engines,
             batches,
-            seed=config.run.seed,
+            seed=self.config.run.seed,
             tokens=self._tokens_per_step(),
         )
 
@@ -396,7 +397,9 @@ class Trainer:
         ).to_mapping()
 
     def close(self) -> None:
-        """Give up a checkpoint that is on its way, and let go of the store's files and threads."""
+        """Give up a checkpoint that is on its way, and let go of files, threads and devices."""
+        if self._here is not None:
+            self._here.close()
         try:
             if self.config.cluster.shards == "apart":
                 self.store.close()  # while there are those who can
@@ -512,7 +515,7 @@ class Trainer:
                 tokens_per_step=self._tokens_per_step(),
                 resumed_from=self.resumed_from,
                 precision=self.config.precision,
-                device=self.device,
+                device=", ".join(self._devices) or self.device,
                 micro_batch=layout.micro_batch,
                 micro_batches=layout.micro_batches,
                 recompute_stages=len(layout.plan.recompute),

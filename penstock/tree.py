@@ -72,6 +72,19 @@ class TreeSum:
         return tuple(None if t is None else t.float() for t in nodes[0].tensors)
 
 
+def root_level(leaves: int) -> int:
+    """Return the level of the sum over so many leaves."""
+    return (leaves - 1).bit_length()
+
+
+def held_nodes(numbers: range, leaves: int) -> list[tuple[int, int]]:
+    """Return level and index of the sums that are left when the leaves `numbers` are added."""
+    total = TreeSum(leaves)
+    for number in numbers:
+        total.add(TreeNode(0, number, ()))
+    return [(node.level, node.index) for node in total.nodes()]
+
+
 def _add(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tensor | None:
     if left is None or right is None:
         return left if right is None else right

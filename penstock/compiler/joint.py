@@ -143,9 +143,25 @@ def _trace(
             return (*results, *_dense(input_grads), *_own(_dense(weight_grads), others))
 
         traced = make_fx(joint)(*flat, key, *tangents).graph
+    leave_device_open(traced)
     _simplify(traced)
     choose_products(traced)
     return traced, outputs, outputs_grad
+
+
+def leave_device_open(graph: fx.Graph) -> None:
+    """Let what makes tensors on the GPU that was traced make them on the one that is current.
+
+    So that one kind serves all GPUs of a host.
+    """
+
+    def opened(value: Any) -> Any:
+        is_one = isinstance(value, torch.device) and value.type == "cuda"
+        return torch.device("cuda") if is_one else value
+
+    for node in graph.nodes:
+        node.args = fx.node.map_aggregate(node.args, opened)
+        node.kwargs = fx.node.map_aggregate(node.kwargs, opened)
 
 
 def _dense(tensors: Sequence[torch.Tensor | None]) -> list[Any]:

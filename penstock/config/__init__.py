@@ -5,6 +5,7 @@ Nothing here imports torch, so that a mistake in a file is answered at once.
 
 from penstock.config.checkpoint import CheckpointConfig
 from penstock.config.cluster import cluster_keys
+from penstock.config.engine import EngineConfig
 from penstock.config.load import check_data, load
 from penstock.config.lora import LoraConfig
 from penstock.config.model import (
@@ -24,6 +25,7 @@ __all__ = [
     "ByteSize",
     "CheckpointConfig",
     "Config",
+    "EngineConfig",
     "FactoryModel",
     "GroupConfig",
     "HuggingFaceConfigModel",

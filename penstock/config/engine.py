@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import re
+from typing import Annotated, Any, Literal
 
-from pydantic import PlainSerializer, PlainValidator
+from pydantic import BeforeValidator, Field, PlainSerializer, PlainValidator, model_validator
+from pydantic_core import PydanticCustomError
 
-from penstock.config.section import Section, setting
+from penstock.config.section import Section, refuse, setting
 from penstock.config.size import ByteSize, size_or_auto
+
+_DEVICE = re.compile(r"cpu|cuda:(0|[1-9][0-9]{0,3})")
+
+
+def _all_or_names(value: Any) -> Any:
+    """Let a list of device names pass, `all` and null; refuse the rest in words of ours."""
+    is_list = isinstance(value, list | tuple) and all(isinstance(name, str) for name in value)
+    if value is None or value == "all" or is_list:
+        return value
+    raise PydanticCustomError(
+        "devices",
+        "expected all, null or a list such as [cuda:0, cuda:1], got {value}",
+        {"value": repr(value)},
+    )
+
+
+Devices = Annotated[
+    Literal["all"] | Annotated[tuple[str, ...], Field(strict=False)] | None,
+    BeforeValidator(_all_or_names),
+]
 
 
 class EngineConfig(Section):
@@ -15,6 +37,13 @@ class EngineConfig(Section):
 
     device: Literal["auto", "cpu", "cuda"] = setting(
         "auto", "where stages run; auto: cuda if there is one"
+    )
+    devices: Devices = setting(
+        None,
+        "several devices of this host, an engine on each, that share the way to the store: "
+        "[cuda:0, cuda:1], or all, for all its GPUs; each fetches its part of a stage and they "
+        "exchange the parts. [cpu, cpu] tries it without GPUs. null: `device`",
+        example=["cuda:0", "cuda:1"],
     )
     memory: Annotated[
         ByteSize | Literal["auto"],
@@ -39,3 +68,33 @@ class EngineConfig(Section):
         ge=1,
         le=1024,
     )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> EngineConfig:
+        names = self.devices
+        if names is None:
+            return self
+        if names == "all":
+            if self.device == "cpu":
+                raise refuse("device", "expected auto or cuda with engine.devices: all, got cpu")
+            return self
+        if not names:
+            raise refuse("devices", "expected at least one device, got an empty list")
+        for name in names:
+            if not _DEVICE.fullmatch(name):
+                raise refuse("devices", f"expected cpu, or cuda:0 and the like, got {name!r}")
+        kinds = {name.partition(":")[0] for name in names}
+        if len(kinds) > 1:
+            raise refuse(
+                "devices",
+                f"expected devices of one kind, got {', '.join(names)}; CPU and GPU round "
+                "differently, so a run has one kind",
+            )
+        twice = [name for name in dict.fromkeys(names) if names.count(name) > 1]
+        if kinds == {"cuda"} and twice:
+            raise refuse("devices", f"expected every GPU once, got {', '.join(twice)} again")
+        if self.device not in ("auto", *kinds):
+            raise refuse(
+                "device", f"expected auto with engine.devices: {names[0]} ..., got {self.device}"
+            )
+        return self

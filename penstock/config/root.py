@@ -87,6 +87,7 @@ class Config(Section):
                 "expected 2 or more with store.shards above 1, got 1; a crash may leave shards one "
                 "durable step apart, and they go on from the last that all hold",
             )
+        self._check_devices()
         if self.batch.size < self.engines:
             raise refuse(
                 "engines",
@@ -94,6 +95,37 @@ class Config(Section):
                 "each engine needs a sequence",
             )
         return self
+
+    def _check_devices(self) -> None:
+        devices = self.engine.devices
+        if devices is None:
+            return
+        if self.cluster.start != "none":
+            raise refuse(
+                "engine.devices",
+                f"expected null with cluster.start: {self.cluster.start}, whose engines have a "
+                "device each; set engines to their number",
+            )
+        if devices == "all":
+            if self.engines != 1:
+                raise refuse(
+                    "engines",
+                    f"expected 1 with engine.devices: all, which makes one per GPU, got "
+                    f"{self.engines}; leave it out",
+                )
+            return
+        if self.engines not in (1, len(devices)):
+            raise refuse(
+                "engines",
+                f"expected {len(devices)}, one per device of engine.devices, got {self.engines}; "
+                "leave it out",
+            )
+        if self.batch.size < len(devices):
+            raise refuse(
+                "engine.devices",
+                f"expected at most batch.size {self.batch.size} devices, got {len(devices)}; each "
+                "needs a sequence",
+            )
 
     @classmethod
     def from_mapping(

@@ -1,19 +1,30 @@
 """The engine: computes one stage at a time; holds activations; stateless between steps."""
 
+from penstock.engine.device_threads import DeviceThread, Member, Rounds
 from penstock.engine.host_memory import keep_freed_pages, return_freed_pages
 from penstock.engine.interface import Batch, Engine, PendingGradients
+from penstock.engine.lanes import CudaLanes, HostLanes
 from penstock.engine.memory import MemoryAccount
 from penstock.engine.null_engine import NullEngine
 from penstock.engine.plan import EnginePlan, bytes_of_choice, plan_engine, predict_bytes
+from penstock.engine.shared_slots import SharedSlots
+from penstock.engine.sharing import Sharing
 from penstock.engine.torch_engine import TorchEngine
 
 __all__ = [
     "Batch",
+    "CudaLanes",
+    "DeviceThread",
     "Engine",
     "EnginePlan",
+    "HostLanes",
+    "Member",
     "MemoryAccount",
     "NullEngine",
     "PendingGradients",
+    "Rounds",
+    "SharedSlots",
+    "Sharing",
     "TorchEngine",
     "bytes_of_choice",
     "keep_freed_pages",

@@ -1,4 +1,4 @@
-"""The queues of a GPU as an engine sees them: it computes in one, and copies in two others.
+"""The queues of a device as an engine sees them: it computes in one, and copies in two others.
 
 What is queued in one lane happens in order; lanes run side by side unless one waits for a mark in
 another. `slots.py` says who waits for whom, and is tested with lanes of another make.
@@ -6,7 +6,8 @@ another. `slots.py` says who waits for whom, and is tested with lanes of another
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from collections.abc import Callable
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -38,6 +39,10 @@ class Lanes(Protocol):
         """Queue a copy; the source may be let go of right away where it lies on the device."""
         ...
 
+    def queue(self, lane: Lane, action: Callable[[], Any]) -> None:
+        """Queue what an action does on the device; a lane of another make may act on its result."""
+        ...
+
     def mark(self, lane: Lane) -> Mark:
         """Mark the end of what is queued in a lane now."""
         ...
@@ -55,9 +60,10 @@ class CudaLanes:
         self._copies = {"copy": torch.cuda.Stream(device), "return": torch.cuda.Stream(device)}
 
     def device_memory(self, size_bytes: int) -> torch.Tensor:
-        """Return uint8 [size_bytes] on the device, not given back while the copy lane writes it."""
+        """Return uint8 [size_bytes] on the device, not given back while a lane still uses it."""
         memory = torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
-        memory.record_stream(self._copies["copy"])
+        for stream in self._copies.values():
+            memory.record_stream(stream)
         return memory
 
     def host_memory(self, size_bytes: int) -> torch.Tensor:
@@ -74,6 +80,11 @@ class CudaLanes:
         if source.is_cuda:
             source.record_stream(stream)
 
+    def queue(self, lane: Lane, action: Callable[[], Any]) -> None:
+        """Let an action queue what it does in the lane's stream."""
+        with torch.cuda.stream(self._stream(lane)):
+            action()
+
     def mark(self, lane: Lane) -> torch.cuda.Event:
         """Record an event."""
         event = torch.cuda.Event()
@@ -87,3 +98,37 @@ class CudaLanes:
 
     def _stream(self, lane: Lane) -> torch.cuda.Stream:
         return self._copies.get(lane) or torch.cuda.current_stream(self._device)
+
+
+class _Passed:
+    """A mark where everything is done as soon as it is queued."""
+
+    def synchronize(self) -> None:
+        """Return at once."""
+
+
+class HostLanes:
+    """The lanes of a CPU that stands for a device: what is queued is done at once."""
+
+    def device_memory(self, size_bytes: int) -> torch.Tensor:
+        """Return uint8 [size_bytes]."""
+        return torch.from_numpy(allocate(size_bytes))
+
+    def host_memory(self, size_bytes: int) -> torch.Tensor:
+        """Return uint8 [size_bytes]."""
+        return torch.from_numpy(allocate(size_bytes))
+
+    def copy(self, lane: Lane, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy."""
+        target.copy_(source)
+
+    def queue(self, lane: Lane, action: Callable[[], Any]) -> None:
+        """Act."""
+        action()
+
+    def mark(self, lane: Lane) -> Mark:
+        """Return a mark that has been passed."""
+        return _Passed()
+
+    def wait(self, lane: Lane, mark: Mark) -> None:
+        """Nothing is ever on its way."""

@@ -38,7 +38,7 @@ class NullEngine(TorchEngine):
         """Nothing is computed, so nothing is infinite."""
         return True
 
-    def _send(self, nodes: list[TreeNode]) -> PendingGradients:
+    def _send(self, stage: int, nodes: list[TreeNode]) -> PendingGradients:
         zeros = [
             TreeNode(
                 node.level,

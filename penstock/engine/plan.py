@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from penstock.config import size_above
+from penstock.engine.sharing import Sharing
 from penstock.errors import BudgetError
 from penstock.program import Program, Stage
 
@@ -34,12 +35,22 @@ class Prediction:
 
 
 def predict_bytes(
-    program: Program, micro_batches: int, plan: EnginePlan, device: str = "cpu"
+    program: Program,
+    micro_batches: int,
+    plan: EnginePlan,
+    device: str = "cpu",
+    sharing: Sharing | None = None,
 ) -> Prediction:
-    """Return the engine bytes of one step over `micro_batches` micro-batches."""
+    """Return the engine bytes of one step over `micro_batches` micro-batches.
+
+    `sharing` is that of the group of devices to which the engine belongs, if to any.
+    """
     from penstock.engine.null_engine import dry_run
 
     memory = dry_run(program, micro_batches, plan)
+    if sharing is not None:
+        held = sharing.device_bytes(program, plan.slots)
+        return Prediction(memory.peak_bytes + held, memory.peak_at)
     # On a GPU every slot is there all the time, the one of the stage that computes included.
     slots = plan.slots if device == "cuda" else plan.slots - 1
     waiting = max(s.kind.weight_bytes for s in program.stages) * slots
@@ -51,14 +62,15 @@ def bytes_of_choice(
     micro_batches: int,
     recompute: Literal["auto", "always", "never"] = "auto",
     device: str = "cpu",
+    sharing: Sharing | None = None,
 ) -> tuple[int, int]:
     """Return the least engine bytes that a step can do with, and those of keeping what it may."""
     nothing, everything = EnginePlan(), EnginePlan(frozenset(_by_value(program.stages)))
     frugal = nothing if recompute == "never" else everything
     lavish = everything if recompute == "always" else nothing
     return (
-        predict_bytes(program, micro_batches, frugal, device).peak_bytes,
-        predict_bytes(program, micro_batches, lavish, device).peak_bytes,
+        predict_bytes(program, micro_batches, frugal, device, sharing).peak_bytes,
+        predict_bytes(program, micro_batches, lavish, device, sharing).peak_bytes,
     )
 
 
@@ -68,6 +80,7 @@ def plan_engine(
     budget_bytes: int | None,
     recompute: Literal["auto", "always", "never"] = "auto",
     device: str = "cpu",
+    sharing: Sharing | None = None,
 ) -> EnginePlan:
     """Choose which stages to recompute so that a step fits the budget.
 
@@ -75,23 +88,27 @@ def plan_engine(
 
     **Raises:** `BudgetError` naming the stage at the peak and the least budget that would do.
     """
+
+    def fits(plan: EnginePlan) -> bool:
+        found = predict_bytes(program, micro_batches, plan, device, sharing)
+        return budget_bytes is None or found.peak_bytes <= budget_bytes
+
     candidates = _by_value(program.stages)
     everything = EnginePlan(frozenset(candidates))
     if recompute == "always":
-        return _checked(program, micro_batches, everything, budget_bytes, device)
+        return _checked(program, micro_batches, everything, budget_bytes, device, sharing)
     nothing = EnginePlan()
     if recompute == "never":
-        return _checked(program, micro_batches, nothing, budget_bytes, device)
+        return _checked(program, micro_batches, nothing, budget_bytes, device, sharing)
     if budget_bytes is None:
         return nothing
-    if predict_bytes(program, micro_batches, nothing, device).peak_bytes <= budget_bytes:
+    if fits(nothing):
         return nothing
-    _checked(program, micro_batches, everything, budget_bytes, device)
+    _checked(program, micro_batches, everything, budget_bytes, device, sharing)
     low, high = 0, len(candidates)  # the first `high` fit, the first `low` do not
     while high - low > 1:
         middle = (low + high) // 2
-        plan = EnginePlan(frozenset(candidates[:middle]))
-        if predict_bytes(program, micro_batches, plan, device).peak_bytes <= budget_bytes:
+        if fits(EnginePlan(frozenset(candidates[:middle]))):
             high = middle
         else:
             low = middle
@@ -113,10 +130,11 @@ def _checked(
     plan: EnginePlan,
     budget_bytes: int | None,
     device: str,
+    sharing: Sharing | None,
 ) -> EnginePlan:
     if budget_bytes is None:
         return plan
-    found = predict_bytes(program, micro_batches, plan, device)
+    found = predict_bytes(program, micro_batches, plan, device, sharing)
     if found.peak_bytes > budget_bytes:
         raise BudgetError(
             f"the engine needs {size_above(found.peak_bytes)} for a step of {micro_batches} "

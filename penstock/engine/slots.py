@@ -16,10 +16,9 @@ import torch
 
 from penstock.engine.interface import PendingGradients
 from penstock.engine.lanes import CudaLanes, Lanes, Mark
+from penstock.engine.sharing import aligned
 from penstock.program import Program
 from penstock.tree import TreeNode
-
-_ALIGNMENT = 512  # bytes; what device allocations are aligned to
 
 
 class WeightSlots(Protocol):
@@ -34,7 +33,7 @@ class WeightSlots(Protocol):
 
     def use(self, stage: int) -> AbstractContextManager[Sequence[torch.Tensor]]: ...
 
-    def send_back(self, nodes: list[TreeNode]) -> PendingGradients: ...
+    def send_back(self, stage: int, nodes: list[TreeNode]) -> PendingGradients: ...
 
 
 def make_slots(program: Program, device: torch.device, slots: int) -> WeightSlots:
@@ -46,7 +45,7 @@ def make_slots(program: Program, device: torch.device, slots: int) -> WeightSlot
 
 def slot_bytes(program: Program) -> int:
     """Return the bytes of one slot: what the largest stage takes, each weight aligned."""
-    return max(sum(_aligned(w.bytes) for w in stage.kind.weights) for stage in program.stages)
+    return max(sum(aligned(w.bytes) for w in stage.kind.weights) for stage in program.stages)
 
 
 class Arrived:
@@ -95,12 +94,12 @@ class InPlace:
         finally:
             del self._loaded[stage]
 
-    def send_back(self, nodes: list[TreeNode]) -> PendingGradients:
+    def send_back(self, stage: int, nodes: list[TreeNode]) -> PendingGradients:
         return Arrived(nodes)
 
 
-class DeviceSlots:
-    """`count` slots of `size_bytes` on a device, filled in turn, and as many return buffers.
+class SlotsInTurn:
+    """`count` slots of `size_bytes` on a device, filled in turn.
 
     A slot is filled again only behind the computation that read it last; a stage computes only
     behind the copy of its weights. With two slots one stage computes while the next one loads.
@@ -116,9 +115,6 @@ class DeviceSlots:
         self._next_slot = 0
         self._last_copy: Mark | None = None
         self._loaded: dict[int, tuple[int, list[torch.Tensor], Mark]] = {}
-        self._buffers = [lanes.host_memory(0) for _ in range(count)]
-        self._sent: list[Arrived | None] = [None] * count
-        self._next_buffer = 0
 
     def reset(self) -> None:
         """Forget what was loaded for a step that was given up."""
@@ -138,9 +134,8 @@ class DeviceSlots:
                 )
         self._next_slot = (slot + 1) % len(self._slots)
         self._lanes.wait("copy", self._read[slot])
-        tensors = _views(self._slots[slot], weights)
-        for tensor, weight in zip(tensors, weights, strict=True):
-            self._lanes.copy("copy", tensor, weight)
+        tensors = side_by_side(self._slots[slot], weights)
+        self._fill(self._slots[slot], tensors, weights)
         there = self._lanes.mark("copy")
         self._loaded[stage] = (slot, tensors, there)
         if self._last_copy is not None:
@@ -157,14 +152,36 @@ class DeviceSlots:
         finally:
             self._read[slot] = self._lanes.mark("compute")
 
-    def send_back(self, nodes: list[TreeNode]) -> PendingGradients:
+    def _fill(
+        self, slot: torch.Tensor, tensors: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
+    ) -> None:
+        """Queue in the copy lane what brings the weights into the tensors, views of the slot."""
+        raise NotImplementedError
+
+
+class DeviceSlots(SlotsInTurn):
+    """The slots of a device that has its own way to the store, and as many return buffers."""
+
+    def __init__(self, size_bytes: int, count: int, lanes: Lanes) -> None:
+        super().__init__(size_bytes, count, lanes)
+        self._buffers = [lanes.host_memory(0) for _ in range(count)]
+        self._sent: list[Arrived | None] = [None] * count
+        self._next_buffer = 0
+
+    def _fill(
+        self, slot: torch.Tensor, tensors: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
+    ) -> None:
+        for tensor, weight in zip(tensors, weights, strict=True):
+            self._lanes.copy("copy", tensor, weight)
+
+    def send_back(self, stage: int, nodes: list[TreeNode]) -> PendingGradients:
         """Copy the sums to the host buffer whose turn it is; nobody waits yet."""
         place = self._next_buffer
         self._next_buffer = (place + 1) % len(self._buffers)
         tensors = [t for node in nodes for t in node.tensors if t is not None]
-        self._clear_buffer(place, sum(_aligned(t.nbytes) for t in tensors))
+        self._clear_buffer(place, sum(aligned(t.nbytes) for t in tensors))
         self._lanes.wait("return", self._lanes.mark("compute"))
-        hosts = iter(_views(self._buffers[place], tensors))
+        hosts = iter(side_by_side(self._buffers[place], tensors))
         there = []
         for node in nodes:
             copies: list[torch.Tensor | None] = []
@@ -190,15 +207,11 @@ class DeviceSlots:
             self._buffers[place] = self._lanes.host_memory(size_bytes)
 
 
-def _views(memory: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def side_by_side(memory: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return tensors of the shapes and types of `like`, side by side in `memory`."""
     views, offset = [], 0
     for tensor in like:
         part = memory[offset : offset + tensor.nbytes]
         views.append(part.view(tensor.dtype).view(tensor.shape))
-        offset += _aligned(tensor.nbytes)
+        offset += aligned(tensor.nbytes)
     return views
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -23,7 +23,10 @@ from penstock.tree import TreeNode, TreeSum
 
 
 class TorchEngine:
-    """Runs a program's stages with PyTorch on `device` within `budget_bytes`."""
+    """Runs a program's stages with PyTorch on `device` within `budget_bytes`.
+
+    `slots` are the path of weights and gradients, where it is not the device's own.
+    """
 
     def __init__(
         self,
@@ -32,6 +35,7 @@ class TorchEngine:
         *,
         device: str = "cpu",
         budget_bytes: int | None = None,
+        slots: WeightSlots | None = None,
     ) -> None:
         self.program = program
         self.memory = MemoryAccount(budget_bytes)
@@ -39,7 +43,7 @@ class TorchEngine:
         self._device = torch.device(device)
         if self._device.type == "cuda":
             choose_repeatable_kernels(program)
-        self._slots: WeightSlots = make_slots(program, self._device, plan.slots)
+        self._slots = slots or make_slots(program, self._device, plan.slots)
         self._last_use = program.last_use()
         self._flows: list[Flow] = []
         self._batch: Batch | None = None
@@ -136,7 +140,7 @@ class TorchEngine:
                 self._distribute(flow, place, results[len(kind.outputs) :], total)
                 del results  # the sum has what it needs; the next micro-batch needs the room
             self.memory.release(held)
-        return self._finish(total)
+        return self._finish(stage, total)
 
     @torch.no_grad()
     def backward(self, stage: int) -> PendingGradients:
@@ -164,7 +168,7 @@ class TorchEngine:
                 self._distribute(flow, place, results, total)
                 del results
             self.memory.release(held)
-        return self._finish(total)
+        return self._finish(stage, total)
 
     @torch.no_grad()
     def infer(self, stage: int) -> None:
@@ -247,14 +251,14 @@ class TorchEngine:
         self._sum_bytes = _bytes(total.nodes())
         self.memory.reserve(self._sum_bytes, place.name)
 
-    def _finish(self, total: TreeSum) -> PendingGradients:
+    def _finish(self, stage: int, total: TreeSum) -> PendingGradients:
         """Send a stage's sums off; those of the stage before have been taken by now."""
         self.memory.give_back(self._sent_bytes)
         self._sent_bytes, self._sum_bytes = self._sum_bytes, 0
-        return self._send(total.nodes())
+        return self._send(stage, total.nodes())
 
-    def _send(self, nodes: list[TreeNode]) -> PendingGradients:
-        return self._slots.send_back(nodes)
+    def _send(self, stage: int, nodes: list[TreeNode]) -> PendingGradients:
+        return self._slots.send_back(stage, nodes)
 
 
 def _bytes(nodes: Sequence[TreeNode]) -> int:

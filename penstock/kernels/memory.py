@@ -78,7 +78,8 @@ def page_lock(memory: np.ndarray) -> bool:
         return True
     runtime = torch.cuda.cudart()
     address = memory.ctypes.data
-    if int(runtime.cudaHostRegister(address, memory.nbytes, 0)) != 0:
+    portable = 1  # for all devices of the process, not just the current one
+    if int(runtime.cudaHostRegister(address, memory.nbytes, portable)) != 0:
         # The runtime remembers the refusal and reports it with the next kernel: this one.
         with contextlib.suppress(RuntimeError):
             torch.ones(1, device="cuda").add_(1)

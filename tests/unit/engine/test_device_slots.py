@@ -1,74 +1,12 @@
-"""Slots and the return ring never mix up two stages, in whatever order a device does its work.
-
-The lanes here do what a device may do at worst: nothing that is queued happens until somebody
-waits for it, and then the lanes take turns at random, as far as the marks allow. A copy reads its
-source when it happens, not when it is queued.
-"""
-
-from collections import deque
+"""Slots and the return ring never mix up two stages, in whatever order a device does its work."""
 
 import numpy as np
 import pytest
 import torch
+from random_lanes import RandomLanes
 
 from penstock.engine.slots import DeviceSlots
 from penstock.tree import TreeNode
-
-LANES = ("compute", "copy", "return")
-
-
-class Place:
-    """A mark: `passed` once the lane has come to it."""
-
-    def __init__(self, lanes):
-        self._lanes, self.passed = lanes, False
-
-    def synchronize(self):
-        while not self.passed:
-            self._lanes.go_on()
-
-
-class RandomLanes:
-    """Three queues of which a random one goes on, by a seed."""
-
-    def __init__(self, seed):
-        self._random = np.random.default_rng(seed)
-        self._queues = {lane: deque() for lane in LANES}
-
-    def device_memory(self, size_bytes):
-        return torch.full((size_bytes,), 255, dtype=torch.uint8)
-
-    host_memory = device_memory
-
-    def copy(self, lane, target, source):
-        self.queue(lane, lambda: target.copy_(source))
-
-    def queue(self, lane, action):
-        self._queues[lane].append((None, action))
-
-    def mark(self, lane):
-        place = Place(self)
-        self._queues[lane].append((None, lambda: setattr(place, "passed", True)))
-        return place
-
-    def wait(self, lane, mark):
-        self._queues[lane].append((mark, lambda: None))
-
-    def go_on(self):
-        """Do one thing in a lane that need not wait."""
-        free = [
-            queue
-            for queue in self._queues.values()
-            if queue and (queue[0][0] is None or queue[0][0].passed)
-        ]
-        assert free, "every lane waits for another"
-        _, action = free[self._random.integers(len(free))].popleft()
-        action()
-
-    def go_on_a_little(self):
-        for _ in range(int(self._random.integers(12))):
-            if any(self._queues.values()):
-                self.go_on()
 
 
 def weights_of(random, stages):
@@ -111,7 +49,7 @@ def test_every_stage_computes_with_its_own_weights_and_sends_its_own_sums(seed, 
             lanes.go_on_a_little()
             if place < 6:
                 continue
-            sent = slots.send_back(nodes)
+            sent = slots.send_back(stage, nodes)
             if waiting is not None:
                 check(*waiting, weights)
             waiting = (stage, place + 1, sent)
@@ -131,7 +69,7 @@ def test_weights_may_be_overwritten_when_the_next_load_has_returned(seed):
             for frame in frames[stage]:
                 frame.fill_(float("nan"))
         nodes = compute(lanes, slots, stage, scale=2)
-        check(stage, 2, slots.send_back(nodes), weights)
+        check(stage, 2, slots.send_back(stage, nodes), weights)
 
 
 def check(stage, scale, sent, weights):
@@ -174,13 +112,13 @@ def test_a_step_that_was_given_up_leaves_its_slots_to_the_next():
     slots.load(0, new)
     slots.load(1, new)
     nodes = compute(lanes, slots, 0, scale=3.0)
-    assert torch.equal(slots.send_back(nodes).wait()[0].tensors[0], 3 * new[0])
+    assert torch.equal(slots.send_back(0, nodes).wait()[0].tensors[0], 3 * new[0])
 
 
 def test_gradients_that_nobody_waited_for_in_time_are_not_mistaken_for_others():
     lanes = RandomLanes(5)
     slots = DeviceSlots(4096, 2, lanes)
-    sent = [slots.send_back([TreeNode(0, 0, (torch.full((4,), float(i)),))]) for i in range(3)]
+    sent = [slots.send_back(0, [TreeNode(0, 0, (torch.full((4,), float(i)),))]) for i in range(3)]
     with pytest.raises(RuntimeError, match="overwritten by those of a later stage"):
         sent[0].wait()
     assert sent[1].wait()[0].tensors[0].tolist() == [1.0] * 4

@@ -1,5 +1,6 @@
 """The account of an engine against what is predicted and against what PyTorch really allocates."""
 
+import math
 import re
 
 import pytest
@@ -10,7 +11,14 @@ from tiny_models import LENGTH, language_model
 
 from penstock.assembly import compile_source
 from penstock.config.size import ByteSize
-from penstock.engine import EnginePlan, NullEngine, TorchEngine, plan_engine, predict_bytes
+from penstock.engine import (
+    EnginePlan,
+    NullEngine,
+    Sharing,
+    TorchEngine,
+    plan_engine,
+    predict_bytes,
+)
 from penstock.errors import BudgetError
 
 
@@ -99,6 +107,21 @@ def test_the_budget_that_a_refusal_names_is_enough_and_less_is_not(kind):
     if kind != "auto" or plan.recompute == plans_of(program)[1].recompute:
         with pytest.raises(BudgetError):
             plan_engine(program, len(batches), exact - 1, kind)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3])
+def test_the_buffers_of_a_group_count_against_the_budget_of_each_device(devices):
+    program, _, batches = setting("gpt2")
+    share, sharing = -(-len(batches) // devices), Sharing(devices, len(batches))
+    alone = predict_bytes(program, share, EnginePlan()).peak_bytes
+    together = predict_bytes(program, share, EnginePlan(), sharing=sharing).peak_bytes
+    # Two slots of the largest stage, and its gradients to go and to come: more than alone.
+    largest = max(program.stage_stream_bytes(stage) for stage in program.stages)
+    gradients = max(4 * sum(math.prod(w.shape) for w in s.kind.weights) for s in program.stages)
+    assert together - alone >= largest + gradients
+    plan_engine(program, share, together, "never", sharing=sharing)
+    with pytest.raises(BudgetError, match=r"Raise engine\.memory to at least"):
+        plan_engine(program, share, together - 1, "never", sharing=sharing)
 
 
 def test_between_keeping_all_and_nothing_it_recomputes_no_more_than_it_must():

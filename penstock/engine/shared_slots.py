@@ -1,0 +1,156 @@
+"""The path of weights and gradients where several devices of a host share the way to the store.
+
+Weights: each device copies its piece of a stage from the host, and they gather the pieces from
+each other, so that every byte leaves host memory once, whatever the number of devices. Gradients:
+each device gets everyone's sums of its piece and adds them in the tree over the micro-batches, to
+the bits that one device alone would have; a sum that a library takes on the way (reduce-scatter)
+has an order of its own. Each then writes its piece into one host buffer that all of them share.
+
+Which device has a piece of what is said in `sharing.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from penstock.engine.interface import PendingGradients
+from penstock.engine.lanes import Lanes
+from penstock.engine.peers import Peers
+from penstock.engine.sharing import FlatSums, Sharing, aligned, sends
+from penstock.engine.slots import Arrived, SlotsInTurn
+from penstock.program import Program
+from penstock.tree import TreeNode, TreeSum
+
+
+class SharedSlots(SlotsInTurn):
+    """The slots of one device of a group.
+
+    Args:
+        program: whose stages come.
+        count: slots.
+        lanes: the device's.
+        sharing: who has what.
+        peers: the others.
+        returns: host buffers, uint8 [`sharing.return_bytes`] each, the same for all devices; as
+            many as stages may be on their way back.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        count: int,
+        lanes: Lanes,
+        sharing: Sharing,
+        peers: Peers,
+        returns: Sequence[torch.Tensor],
+    ) -> None:
+        super().__init__(sharing.slot_bytes(program), count, lanes)
+        self._stages, self._sharing, self._peers = program.stages, sharing, peers
+        self._outgoing = lanes.device_memory(sharing.outgoing_bytes(program)).view(torch.float32)
+        self._incoming = lanes.device_memory(sharing.incoming_bytes(program)).view(torch.float32)
+        self.resident = [*self._slots, self._outgoing, self._incoming]
+        self._sent = lanes.mark("return")  # what is in `_outgoing` has been sent
+        self._returns = [memory.view(torch.float32) for memory in returns]
+        self._arrived: list[Arrived | None] = [None] * len(returns)
+        self._next_return = 0
+
+    def _fill(
+        self, slot: torch.Tensor, tensors: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
+    ) -> None:
+        """Copy this device's piece of a slot, and gather the others'."""
+        piece = self._sharing.piece_bytes(sum(aligned(weight.nbytes) for weight in weights))
+        first = self._peers.rank * piece
+        last, offset = first + piece, 0
+        for weight in weights:
+            begin, end = max(first, offset), min(last, offset + weight.nbytes)
+            if begin < end:
+                source = weight.view(-1).view(torch.uint8)[begin - offset : end - offset]
+                self._lanes.copy("copy", slot[begin:end], source)
+            offset += aligned(weight.nbytes)
+        if piece == 0:
+            return  # a backward that reads no weights
+        whole = slot[: self._peers.size * piece]
+        self._lanes.queue("copy", lambda: self._peers.all_gather(whole, whole[first:last]))
+
+    def send_back(self, stage: int, nodes: list[TreeNode]) -> PendingGradients:
+        """Exchange sums for everyone's of this device's piece, add them, and copy them to the
+        host; nobody waits yet. The pieces of all devices make up the sum."""
+        if not nodes:
+            return Arrived([])
+        flat = self._sharing.flat_sums(self._stages[stage].kind)
+        self._pack(flat, nodes)
+        return self._exchange(flat, [t is not None for t in nodes[0].tensors])
+
+    def pass_over(self, stage: int, returns_gradients: bool) -> None:
+        """Do a stage's part of what the group does together, for a device that has failed.
+
+        The others would wait for it; what it sends means nothing, and what they make of it must
+        not be used.
+        """
+        self._loaded.pop(stage, None)
+        if returns_gradients and sends(self._stages[stage]):
+            flat = self._sharing.flat_sums(self._stages[stage].kind)
+            self._exchange(flat, [False] * len(flat.shapes))
+
+    def _pack(self, flat: FlatSums, nodes: Sequence[TreeNode]) -> None:
+        """Queue what puts the sums into the outgoing row: by device, by node, a piece each."""
+        held = self._sharing.held[self._peers.rank]
+        if [(node.level, node.index) for node in nodes] != list(held):
+            raise RuntimeError(f"expected the sums {held}, got those of other micro-batches")
+        size = self._sharing.devices * len(held) * flat.piece
+        parts = self._outgoing[:size].view(self._sharing.devices, len(held), flat.piece)
+        self._lanes.wait("compute", self._sent)
+        for number, node in enumerate(nodes):
+            for place, tensor in enumerate(node.tensors):
+                if tensor is None:
+                    continue  # in its place goes what means nothing: no device has one
+                for device, begin, first, last in flat.cuts(place):
+                    target = parts[device, number, begin : begin + last - first]
+                    self._lanes.copy("compute", target, tensor.view(-1)[first:last])
+
+    def _exchange(self, flat: FlatSums, is_there: Sequence[bool]) -> PendingGradients:
+        lanes, sharing, rank = self._lanes, self._sharing, self._peers.rank
+        incoming_sizes = [len(held) * flat.piece for held in sharing.held]
+        outgoing_sizes = [len(sharing.held[rank]) * flat.piece] * sharing.devices
+        incoming = self._incoming[: sum(incoming_sizes)]
+        outgoing = self._outgoing[: sum(outgoing_sizes)]
+        host = self._take_return()[: sharing.devices * flat.piece]
+        lanes.wait("return", lanes.mark("compute"))
+        lanes.queue(
+            "return",
+            lambda: self._peers.exchange(incoming, outgoing, incoming_sizes, outgoing_sizes),
+        )
+        self._sent = lanes.mark("return")
+        own = host[rank * flat.piece : (rank + 1) * flat.piece]
+
+        def add_up() -> None:
+            own.copy_(self._sum(incoming, flat.piece), non_blocking=True)
+
+        lanes.queue("return", add_up)
+        views = flat.views(host)
+        level, index = sharing.root
+        tensors = [view if there else None for view, there in zip(views, is_there, strict=True)]
+        arrived = Arrived([TreeNode(level, index, tuple(tensors))], lanes.mark("return"))
+        self._arrived[self._next_return] = arrived
+        self._next_return = (self._next_return + 1) % len(self._returns)
+        return arrived
+
+    def _sum(self, incoming: torch.Tensor, piece: int) -> torch.Tensor:
+        """Return the sum of a piece over all micro-batches; it overwrites what came."""
+        total = TreeSum(self._sharing.micro_batches)
+        places = [place for held in self._sharing.held for place in held]
+        for number, (level, index) in enumerate(places):
+            part = incoming[number * piece : (number + 1) * piece]
+            total.add(TreeNode(level, index, (part,)))
+        (root,) = total.root()
+        assert root is not None
+        return root
+
+    def _take_return(self) -> torch.Tensor:
+        """Return the host buffer whose turn it is; who has not waited for it has lost it."""
+        before = self._arrived[self._next_return]
+        if before is not None:
+            before.overwrite()
+        return self._returns[self._next_return]

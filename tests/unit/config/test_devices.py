@@ -1,0 +1,99 @@
+"""`engine.devices`: which groups of devices a configuration may ask for."""
+
+import pytest
+
+from penstock.config import Config
+from penstock.errors import ConfigError
+
+
+def config(engine, **keys):
+    return Config.from_mapping({"model": "gpt2", "engine": engine, **keys})
+
+
+@pytest.mark.parametrize(
+    "devices", [None, "all", ["cuda:0"], ["cuda:0", "cuda:3"], ["cpu"], ["cpu", "cpu"]]
+)
+def test_a_group_is_all_gpus_or_a_list_of_one_kind(devices):
+    made = config({"devices": devices})
+    assert made.engine.devices == (tuple(devices) if isinstance(devices, list) else devices)
+    assert Config.from_mapping(made.to_mapping()) == made
+
+
+def test_it_may_be_given_on_the_command_line():
+    made = Config.from_mapping({"model": "gpt2"}, ["engine.devices=[cuda:0, cuda:1]"])
+    assert made.engine.devices == ("cuda:0", "cuda:1")
+    assert Config.from_mapping({"model": "gpt2"}, ["engine.devices=all"]).engine.devices == "all"
+
+
+def test_it_decides_no_bit_of_the_run():
+    assert config({"devices": ["cpu", "cpu"]}).trajectory() == config({}).trajectory()
+
+
+@pytest.mark.parametrize(
+    ("engine", "keys", "text"),
+    [
+        (
+            {"devices": "al"},
+            {},
+            "engine.devices: expected all, null or a list such as [cuda:0, cuda:1], got 'al'",
+        ),
+        (
+            {"devices": ["cpu", 2]},
+            {},
+            "engine.devices: expected all, null or a list such as [cuda:0, cuda:1], got ['cpu', 2]",
+        ),
+        ({"devices": []}, {}, "engine.devices: expected at least one device, got an empty list"),
+        (
+            {"devices": ["cuda"]},
+            {},
+            "engine.devices: expected cpu, or cuda:0 and the like, got 'cuda'",
+        ),
+        (
+            {"devices": ["cpu", "cuda:0"]},
+            {},
+            "engine.devices: expected devices of one kind, got cpu, cuda:0; CPU and GPU round "
+            "differently, so a run has one kind",
+        ),
+        (
+            {"devices": ["cuda:1", "cuda:0", "cuda:1"]},
+            {},
+            "engine.devices: expected every GPU once, got cuda:1 again",
+        ),
+        (
+            {"devices": ["cpu", "cpu"], "device": "cuda"},
+            {},
+            "engine.device: expected auto with engine.devices: cpu ..., got cuda",
+        ),
+        (
+            {"devices": "all", "device": "cpu"},
+            {},
+            "engine.device: expected auto or cuda with engine.devices: all, got cpu",
+        ),
+        (
+            {"devices": ["cpu", "cpu"]},
+            {"engines": 3},
+            "engines: expected 2, one per device of engine.devices, got 3; leave it out",
+        ),
+        (
+            {"devices": "all"},
+            {"engines": 3},
+            "engines: expected 1 with engine.devices: all, which makes one per GPU, got 3; leave "
+            "it out",
+        ),
+        (
+            {"devices": ["cpu", "cpu"]},
+            {"batch": {"size": 1, "micro": 1}},
+            "engine.devices: expected at most batch.size 1 devices, got 2; each needs a sequence",
+        ),
+        (
+            {"devices": ["cpu", "cpu"]},
+            {"cluster": {"start": "local"}},
+            "engine.devices: expected null with cluster.start: local, whose engines have a device "
+            "each; set engines to their number",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_with_what_was_expected(engine, keys, text):
+    with pytest.raises(ConfigError) as caught:
+        config(engine, **keys)
+    assert str(caught.value) == text
