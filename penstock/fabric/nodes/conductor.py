@@ -5,7 +5,9 @@ and all shards' gradients are in, the step is decided, and the shards are told u
 answered. Whatever is lost before the decision costs the attempt: the epoch rises, and the step
 begins anew with those who are left. After it the engines are not needed.
 
-A shard that is lost ends the step. Another may come in its place, with what the lost one had
+A shard may have several nodes that hold the same and do the same. As long as one is left, nothing
+is lost with the others: a step that is not decided begins anew, one that is decided ends. When the
+last is lost the step ends with an error. Another may come in its place, with what the lost one had
 stored; before the next step, then, all shards go back to the newest step that all of them hold.
 """
 
@@ -22,6 +24,7 @@ from penstock.errors import ProtocolError, StorageError
 from penstock.fabric.messages import Kind, Message, message_with, pack_arrays
 from penstock.fabric.nodes import checks
 from penstock.fabric.nodes.engine import CONDUCTOR
+from penstock.fabric.nodes.holders import Holders
 from penstock.fabric.nodes.orders import (
     Happened,
     Leases,
@@ -55,7 +58,7 @@ class Conductor:
 
     Args:
         runtime: carries its messages.
-        shards: the numbers of the shards, in their order.
+        shards: the numbers of each shard's nodes, in the order of the shards.
         engines: how many engines are wanted; `wanted` may be set at any time.
         leases: when silence and standstill count as losses.
         tell: is told what happens.
@@ -66,7 +69,7 @@ class Conductor:
     def __init__(
         self,
         runtime: Runtime,
-        shards: Sequence[int],
+        shards: Sequence[Sequence[int]],
         engines: int,
         leases: Leases,
         tell: Callable[[Happened], None],
@@ -80,10 +83,9 @@ class Conductor:
         self.phase = Phase.IDLE
         self.counts: Counter[str] = Counter()
         self._runtime, self._leases, self._tell = runtime, leases, tell
-        self._shards = tuple(shards)
-        self._absent: set[int] = set()  # the shards that are lost, until others take their places
+        self._holders = Holders(shards)
         self._ready: dict[int, None] = {}  # engines that may take part, in the order they came
-        self._view = View(self._shards, ())
+        self._view = View(self._holders.shards, ())
         self._is_formed = False  # whether the view's members have seen it, and none left a step
         self._is_agreed = False  # whether all shards are known to stand at one step
         self._order: StepOrder | None = None
@@ -128,38 +130,60 @@ class Conductor:
         if self.phase is Phase.GATHERING:
             self._form()
 
+    @property
+    def holders(self) -> Sequence[Sequence[int]]:
+        """The nodes of every shard, the one that streams first."""
+        return self._holders.shards
+
     def shard_joined(self, shard: int, node: int) -> None:
         """A new node has taken the place of a shard that was lost, with what that had stored."""
-        old = self._shards[shard]
-        self._absent.discard(old)
-        self._forget(old)
-        self._shards = (*self._shards[:shard], node, *self._shards[shard + 1 :])
+        self._holders.add(shard, node)
         self._heard[node] = self._now
         self._is_agreed = False
         self._happened("shard joined", f"shard {shard} is node {node} now", node)
         if self.phase is Phase.GATHERING:
             self._form()
 
+    def newcomer(self, shard: int, node: int) -> None:
+        """A new node has come to hold a shard beside others, as soon as it has a copy of it."""
+        self._holders.newcomers[node] = shard
+        self._heard[node] = self._now
+        self._happened("replica joined", f"shard {shard}: node {node} waits for a copy of it", node)
+
+    def whole(self, node: int) -> bool:
+        """A newcomer has been given, between two steps, all that the nodes of its shard hold.
+
+        Returns whether it is one of them now: it is not if it was lost, or they all were.
+        """
+        shard = self._holders.newcomers.get(node)
+        if shard is None or not self._holders.shards[shard]:
+            return False
+        if self.phase is not Phase.IDLE:
+            raise RuntimeError(f"node {node} has a copy of a step before {self.phase.value}")
+        self._holders.add(shard, node)
+        return True
+
     def lost(self, node: int, why: str) -> None:
         """A node is gone, or counts as gone."""
-        if node in self._shards:
-            if node not in self._absent:
-                self._lose_shard(node, why)
-            return
-        if node not in self._ready:
-            return
-        del self._ready[node]
-        self._forget(node)
-        self._happened("engine lost", f"engine {node}: {why}", node)
-        if node in self._view.engines and self.phase in _OPEN:
-            self._form()
+        if node in self._holders.nodes:
+            self._lose_holder(node, why)
+        elif node in self._holders.newcomers:
+            shard = self._holders.newcomers.pop(node)
+            self._forget(node)
+            self._happened("replica lost", f"shard {shard}: node {node}, no copy yet: {why}", node)
+        elif node in self._ready:
+            del self._ready[node]
+            self._forget(node)
+            self._happened("engine lost", f"engine {node}: {why}", node)
+            if node in self._view.engines and self.phase in _OPEN:
+                self._form()
 
     def start(self, order: StepOrder, done: Callable[[Outcome], None]) -> None:
         """Have a step made; `done` is called once, with how it ended."""
         if self.phase is not Phase.IDLE:
             raise RuntimeError(f"a step is in flight: {self.phase.value}")
         self._order, self._done, self._stalls = order, done, 0
-        members = View(self._shards, self._members())
+        members = View(self._holders.shards, self._members())
         if self._is_formed and self._is_agreed and self._view == members:
             self._begin()
         else:
@@ -178,9 +202,8 @@ class Conductor:
         self.epoch += 1
         self._is_formed = False
         body = self._view.as_body()
-        for node in (*self._shards, *self._ready):
-            if node not in self._absent:
-                self._send(node, Kind.VIEW, body)
+        for node in (*self._holders.nodes, *self._ready):
+            self._send(node, Kind.VIEW, body)
 
     @property
     def beats(self) -> Mapping[int, Mapping[str, Any]]:
@@ -198,7 +221,8 @@ class Conductor:
 
     def _take(self, message: Message) -> None:
         sender, kind = message.sender, message.kind
-        is_known = sender in self._ready or sender in {*self._shards} - self._absent
+        holders = self._holders.nodes
+        is_known = sender in (*self._ready, *holders, *self._holders.newcomers)
         if is_known:
             self._heard[sender] = self._now
         if kind is Kind.BEAT:
@@ -212,9 +236,9 @@ class Conductor:
             self.damaged(f"node {sender}: {str(message.body.get('text'))[:200]}")
         elif kind is Kind.SEEN and self.phase is Phase.FORMING:
             self._take_seen(sender)
-        elif kind is Kind.HOLDS and self.phase is Phase.AGREEING and sender in self._shards:
+        elif kind is Kind.HOLDS and self.phase is Phase.AGREEING and sender in holders:
             self._take_held(message)
-        elif kind is Kind.GO_BACK and self.phase is Phase.AGREEING and sender in self._shards:
+        elif kind is Kind.GO_BACK and self.phase is Phase.AGREEING and sender in holders:
             self._take_gone_back(message)
         elif kind is Kind.TROUBLE and message.step in (0, self._step):
             self._take_trouble(message)
@@ -222,10 +246,10 @@ class Conductor:
             self.counts["stale messages"] += 1
         elif kind is Kind.LOSSES and self.phase is Phase.RUNNING:
             self._take_losses(message)
-        elif kind is Kind.PREPARED and self.phase is Phase.RUNNING and sender in self._shards:
+        elif kind is Kind.PREPARED and self.phase is Phase.RUNNING and sender in holders:
             self._prepared[sender] = message.body
             self._decide_if_whole()
-        elif kind is Kind.COMMITTED and self.phase is Phase.COMMITTING and sender in self._shards:
+        elif kind is Kind.COMMITTED and self.phase is Phase.COMMITTING and sender in holders:
             self._answers[sender] = message.body
             self._end_if_committed()
 
@@ -246,14 +270,14 @@ class Conductor:
             # This process itself stood still: what others said meanwhile has yet to be read.
             self._heard = {node: heard + pause for node, heard in self._heard.items()}
             self._moved_at += pause
-        for node in [*self._ready, *self._shards]:
+        for node in [*self._ready, *self._holders.nodes, *self._holders.newcomers]:
             silent = now - self._heard.get(node, now)
             if silent > self._leases.silence:
                 self.lost(node, f"silent for {silent:.1f} s")
         if self.phase in (Phase.IDLE, Phase.GATHERING):
             self._moved_at = now
             return
-        here = [node for node in (*self._view.engines, *self._view.shards) if node in self._beats]
+        here = [node for node in (*self._view.engines, *self._view.shard_nodes) if node in self._beats]
         busy = [node for node in here if self._beats[node].get("busy")]
         moved = (
             self.phase,
@@ -287,26 +311,27 @@ class Conductor:
         """Raise the epoch and tell everybody who takes part."""
         engines = self._members()
         self._is_formed = False
-        if len(engines) < self._least or self._absent:
+        shards = self._holders.shards
+        if len(engines) < self._least or self._holders.lost:
             self._phase(Phase.GATHERING)
             text = f"{len(engines)} engine(s) left, {self._least} needed; waiting"
-            if self._absent:
-                text = f"{len(self._absent)} of {len(self._shards)} shards are lost; waiting"
+            if self._holders.lost:
+                text = f"{self._holders.lost} of {len(shards)} shards are lost; waiting"
             self._happened("waiting", text)
             return
         self.epoch += 1
-        self._view = View(self._shards, engines)
+        self._view = View(shards, engines)
         self._seen.clear()
         self._phase(Phase.FORMING)
-        nodes = (*self._shards, *engines)
+        nodes = (*self._holders.nodes, *engines)
         listening = {str(n): self._addresses[n] for n in nodes if n in self._addresses}
         body = {**self._view.as_body(), "addresses": listening}
-        for node in (*self._shards, *self._ready):  # spare engines forget what they held
+        for node in (*self._holders.nodes, *self._ready):  # spare engines forget what they held
             self._send(node, Kind.VIEW, body)
 
     def _take_seen(self, sender: int) -> None:
         self._seen.add(sender)
-        if not self._seen >= {*self._view.engines, *self._view.shards}:
+        if not self._seen >= {*self._view.engines, *self._view.shard_nodes}:
             return
         self._is_formed = True
         if self._is_agreed:
@@ -315,39 +340,35 @@ class Conductor:
         self._held.clear()
         self._gone_back.clear()
         self._phase(Phase.AGREEING)
-        for shard in self._shards:
-            self._send(shard, Kind.HOLDS)
+        for node in self._holders.nodes:
+            self._send(node, Kind.HOLDS)
 
     def _take_held(self, message: Message) -> None:
         steps = message.body.get("steps")
         if not isinstance(steps, list) or not all(isinstance(step, int) for step in steps):
             raise checks.refuse(message, f"holds {str(steps)[:80]!r}")
         self._held[message.sender] = {*steps}
-        if len(self._held) == len(self._shards):
-            to = self._newest_common()
-            if to is not None:
-                for shard in self._shards:
-                    self._send(shard, Kind.GO_BACK, {"to": to})
-
-    def _newest_common(self) -> int | None:
-        """Return the newest step that all shards hold, best before the one to be made."""
-        common = set.intersection(*self._held.values())
-        if not common:
-            held = ", ".join(
-                f"shard {place} has {sorted(self._held[shard])}"
-                for place, shard in enumerate(self._shards)
-            )
-            text = f"no step is held by all shards ({held}); resume from a checkpoint"
-            error = StorageError(text)
-            self._end(Outcome(self._step, error=error))
-            return None
+        nodes = self._holders.nodes
+        if len(self._held) < len(nodes):
+            return
         # The step in flight may be stored everywhere; but its losses were never reported.
-        return max([step for step in common if step < self._step] or common)
+        to = self._holders.common_step(self._held, before=self._step)
+        if to is None:
+            held = self._holders.describe(self._held)
+            text = f"no step is held by all shards ({held}); resume from a checkpoint"
+            self._end(Outcome(self._step, error=StorageError(text)))
+            return
+        without = [node for node in nodes if to not in self._held[node]]
+        for node in without:  # another node of its shard holds it
+            self.lost(node, f"it does not hold step {to}, to which all go back")
+        if not without:
+            for node in nodes:
+                self._send(node, Kind.GO_BACK, {"to": to})
 
     def _take_gone_back(self, message: Message) -> None:
         to = checks.integer(message, "to", 0)
         self._gone_back.add(message.sender)
-        if len(self._gone_back) < len(self._shards):
+        if len(self._gone_back) < len(self._holders.nodes):
             return
         self._is_agreed = True
         if to + 1 == self._step:
@@ -375,21 +396,20 @@ class Conductor:
         except Exception as error:  # the data's: it ends the step, not the conductor
             self._end(Outcome(order.step, error=error))
             return
-        for shard in self._shards:
-            self._send(shard, Kind.BEGIN)
+        for node in self._view.shard_nodes:
+            self._send(node, Kind.BEGIN)
         for engine, body, described, payload in parts:
             self._send(engine, Kind.BEGIN, {**body, "rows": described}, payload)
 
     def _decide_if_whole(self) -> None:
         engines = self._view.engines
-        if len(self._losses) < len(engines) or len(self._prepared) < len(self._shards):
+        if len(self._losses) < len(engines) or not self._prepared.keys() >= {*self._holders.nodes}:
             return
         order = self._order
         assert order is not None
         try:
-            self._decision = order.decide(
-                self._all_losses(), [self._prepared[shard] for shard in self._shards]
-            )
+            prepared = self._holders.agreed(self._prepared)
+            self._decision = order.decide(self._all_losses(), prepared)
         except Exception as error:  # not committed, for a reason that the caller is told
             self._end(Outcome(order.step, error=error))
             return
@@ -406,15 +426,15 @@ class Conductor:
         self._decide_if_whole()
 
     def _send_commit(self) -> None:
-        for shard in self._shards:
-            if shard not in self._answers:
-                self._send(shard, Kind.COMMIT, self._decision)
+        for node in self._holders.nodes:
+            if node not in self._answers:
+                self._send(node, Kind.COMMIT, self._decision)
 
     def _end_if_committed(self) -> None:
-        if len(self._answers) < len(self._shards):
+        if not self._answers.keys() >= {*self._holders.nodes}:
             return
         self._is_formed = True
-        answers = [self._answers[shard] for shard in self._shards]
+        answers = [self._answers[nodes[0]] for nodes in self._holders.shards]
         self._end(Outcome(self._step, self._all_losses(), self._decision, answers))
 
     def _all_losses(self) -> list[float]:
@@ -423,20 +443,35 @@ class Conductor:
     # What goes wrong
 
     def _take_trouble(self, message: Message) -> None:
-        if self.phase is Phase.COMMITTING:
-            if message.sender not in self._shards:
-                return  # the step needs no engine any more
-        elif self.phase not in _OPEN:
-            return  # it was about an attempt that is given up
+        sender, holders = message.sender, self._holders
+        needed = () if self.phase is Phase.COMMITTING else self._view.engines
+        if self.phase not in (*_OPEN, Phase.COMMITTING) or sender not in (*needed, *holders.nodes):
+            return  # it is not needed any more, or was about an attempt that is given up
         kind, text = str(message.body.get("error")), str(message.body.get("text"))
-        self._end(Outcome(self._step, error=TroubleError(message.sender, kind, text)))
+        if sender in holders.nodes and len(holders.shards[holders.shard_of(sender)]) > 1:
+            self.lost(sender, f"it cannot go on: {text}")
+            return
+        self._end(Outcome(self._step, error=TroubleError(sender, kind, text)))
 
-    def _lose_shard(self, node: int, why: str) -> None:
-        self._absent.add(node)
+    def _lose_holder(self, node: int, why: str) -> None:
+        shard = self._holders.shard_of(node)
+        streamed = self._holders.shards[shard][0] == node
+        left = self._holders.remove(node)
         self._forget(node)
-        self._is_formed = False
-        self._happened("shard lost", f"shard {self._shards.index(node)}: {why}", node)
-        self._end(Outcome(self._step, error=TroubleError(node, "StorageError", why)))
+        if not left:
+            self._is_formed = False
+            self._happened("shard lost", f"shard {shard}: {why}", node)
+            self._end(Outcome(self._step, error=TroubleError(node, "StorageError", why)))
+            return
+        others = " and ".join(f"node {other}" for other in left)
+        text = f"shard {shard}: node {node}: {why}; {others} goes on with it"
+        self._happened("replica lost", text, node)
+        if self.phase is Phase.COMMITTING:
+            self._end_if_committed()
+        elif self.phase is Phase.RUNNING and not streamed:
+            self._decide_if_whole()  # what the others send it, nobody needs
+        elif self.phase in _OPEN:
+            self._form()
 
     def _forget(self, node: int) -> None:
         self._heard.pop(node, None)
@@ -444,28 +479,37 @@ class Conductor:
 
     def _stalled(self) -> None:
         """Nobody computes and nothing moves: something was lost on the way."""
+        again = self._stalls > 0
+        self._stalls += 1
+        lost = self._behind() if again else []
+        for node, why in lost:
+            self.lost(node, why)
         if self.phase is Phase.COMMITTING:
             self._send_commit()
-            return
-        engines, again = self._view.engines, self._stalls > 0
-        self._stalls += 1
-        if self.phase is Phase.FORMING and again:
-            missing = [n for n in (*engines, *self._shards) if n not in self._seen]
-            self.lost(missing[0], "it has not answered to a new epoch")
-            return
-        if self.phase is Phase.AGREEING and again:
-            held = {*self._held}
-            said = self._gone_back if held >= {*self._shards} else held
-            missing = [n for n in self._shards if n not in said]
-            self.lost(missing[0], "it has not said at which step it stands")
-            return
-        if self.phase is Phase.RUNNING and again and len(engines) > 1:
+        elif not lost:
+            self._happened("retry", "nothing moves: the step begins anew in a new epoch")
+            self._holders.turn()  # it may be that the one that streams is not reached
+            self._form()
+
+    def _behind(self) -> list[tuple[int, str]]:
+        """Return who keeps the others waiting, as far as that can be known, and what for."""
+        nodes, engines = self._holders.nodes, self._view.engines
+        if self.phase is Phase.FORMING:
+            missing = [node for node in (*engines, *nodes) if node not in self._seen]
+            return [(missing[0], "it has not answered to a new epoch")]
+        if self.phase is Phase.AGREEING:
+            said = self._gone_back if self._held.keys() >= {*nodes} else {*self._held}
+            missing = [node for node in nodes if node not in said]
+            return [(missing[0], "it has not said at which step it stands")]
+        done = self._answers if self.phase is Phase.COMMITTING else self._prepared
+        if behind := self._holders.behind(done.keys()):
+            return [(node, "the others of its shard have got on, it has not") for node in behind]
+        if self.phase is Phase.RUNNING and len(engines) > 1:
             # Who has got least is behind the broken link; of equals, the one nearest the root.
             progress = {n: self._beats.get(n, {}).get("progress", 0) for n in engines}
-            self.lost(min(progress, key=lambda n: progress[n]), "the step stands still behind it")
-            return
-        self._happened("retry", "nothing moves: the step begins anew in a new epoch")
-        self._form()
+            slowest = min(progress, key=lambda n: progress[n])
+            return [(slowest, "the step stands still behind it")]
+        return []
 
     def _end(self, outcome: Outcome) -> None:
         if self.phase is Phase.IDLE:

@@ -80,9 +80,9 @@ class _Place:
             begin = root(shard, parity, shards, len(engines))
             nodes = [engines[child] for child in children(place, begin, len(engines))]
             below[shard, parity] = nodes
-        for shard, node in enumerate(view.shards):
+        for shard, nodes in enumerate(view.shards):
             over = parent(place, root(shard, 0, shards, len(engines)), len(engines))
-            above.append(node if over is None else engines[over])
+            above.append(nodes[0] if over is None else engines[over])
         return cls(place, below, above, summing(len(engines))[place])
 
 
@@ -357,9 +357,9 @@ class EngineNode:
             return
         if target is None:
             piece = self._transfers.operations[op].gradients[chunk]
-            to = view.shards[piece.shard]
+            to = view.shards[piece.shard]  # all of its nodes
         else:
-            to = view.engines[target]
+            to = (view.engines[target],)
         payload, size = _bytes_of(node.tensors[0])
         message = Message(
             Kind.GRADIENT,
@@ -373,7 +373,8 @@ class EngineNode:
             payload=payload,
             size=size,
         )
-        self._runtime.send(to, message)
+        for receiver in to:
+            self._runtime.send(receiver, message)
 
     # What the node says, and has done
 

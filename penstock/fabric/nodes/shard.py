@@ -1,7 +1,7 @@
 """A store shard's part of the step protocol.
 
 It streams its pieces of the weights, an operation at a time and only so far ahead as the engines
-have room; takes the sums of its pieces' gradients, once each; says when it has them all; and
+have room, unless another node of the shard does; takes the sums of its pieces' gradients, once each; says when it has them all; and
 commits when it is told to, once. Between steps it may be told to go back to a step that it holds.
 """
 
@@ -41,6 +41,10 @@ class ShardWork(Protocol):
 
     def begin(self, step: int) -> None:
         """Forget what came of a step that was not committed; `step` comes next."""
+        ...
+
+    def settle(self) -> None:
+        """Make whatever is still awaited of the step before: no fetch will ask for it."""
         ...
 
     def fetch(self, operation: Operation) -> Sequence[np.ndarray | None]:
@@ -85,7 +89,7 @@ class ShardNode:
 
     Args:
         number: its own among all nodes of the run.
-        shard: its place among the shards.
+        shard: which shard it holds.
         runtime: carries its messages.
         transfers: the operations of a step.
         work: reads and writes the shard's store.
@@ -111,6 +115,7 @@ class ShardNode:
         wanted = [(op, op.gradients_of(shard)) for op in operations]
         self._wanted = [(op, numbers) for op, numbers in wanted if numbers]
         self._view: View | None = None
+        self._streams = False  # whether it is this node of the shard that does
         self._step = _Step(0)
         self._jobs = 0
         self._asked: set[Kind] = set()  # what the conductor has asked in this epoch
@@ -159,8 +164,9 @@ class ShardNode:
             self.progress = 0
             self._step = _Step(0)
             self._asked.clear()
-            is_member = view.shards[self._shard : self._shard + 1] == (self.number,)
-            self._view = view if is_member else None
+            nodes = view.shards[self._shard] if self._shard < len(view.shards) else ()
+            self._view = view if self.number in nodes else None
+            self._streams = nodes[:1] == (self.number,)
         if message.epoch == self.epoch:
             self._send(Kind.SEEN)
 
@@ -191,12 +197,19 @@ class ShardNode:
             self._pump()
             self._prepare_if_whole()  # it may be that this shard has no gradients to wait for
 
-        self._run(step, lambda: self._work.begin(message.step), ready)
+        def begin() -> None:
+            self._work.begin(message.step)
+            if not self._streams:
+                self._work.settle()
+
+        self._run(step, begin, ready)
 
     def _pump(self) -> None:
         """Fetch the next operation, if the engines have room for it."""
         step = self._step
-        if not step.begun or step.is_fetching or step.fetched == len(self._transfers.operations):
+        if not self._streams or not step.begun or step.is_fetching:
+            return
+        if step.fetched == len(self._transfers.operations):
             return
         if step.fetched >= step.released + self._window:
             return

@@ -126,6 +126,10 @@ class Network:
         """Whether a node was killed."""
         return number in self._dead
 
+    def is_stopped(self, number: int) -> bool:
+        """Whether a node stands still."""
+        return number in self._stopped
+
     def stop(self, number: int) -> None:
         """Let a node stand still: it neither hears nor beats; it is not told of it."""
         self._stopped.setdefault(number, [])

@@ -45,7 +45,7 @@ class Play:
         self.ended: list[Outcome] = []
         leases = Leases(silence=1.0, stall=2.0, job=10.0)
         self.conductor = Conductor(
-            self, SHARDS, wanted or len(engines) or 1, leases, self.happened.append
+            self, [(node,) for node in SHARDS], wanted or len(engines) or 1, leases, self.happened.append
         )
         self.now = 100.0
         self.conductor.tick(self.now)
@@ -100,7 +100,7 @@ class Play:
         """The engines of the view send their losses, the shards have all gradients."""
         for engine in self.conductor._view.engines:
             self.lose(engine)
-        for shard in self.conductor._shards:
+        for shard in self.conductor._holders.nodes:
             self.say(shard, Kind.PREPARED)
 
     def lose(self, engine: int) -> None:
@@ -117,7 +117,7 @@ class Play:
 
     def pass_time(self, seconds: float, busy=(), silent=(), beat: float = 0.2) -> None:
         for _ in range(round(seconds / beat)):
-            for node in (*self.conductor._shards, *self.conductor.ready):
+            for node in (*self.conductor._holders.nodes, *self.conductor.ready):
                 if node not in silent:
                     body = {"progress": 0, "busy": node in busy}
                     self.say(node, Kind.BEAT, epoch=0, body=body)

@@ -86,6 +86,9 @@ class Engine:
 class Shard(Engine):
     """The same of a shard."""
 
+    def settle(self) -> None:
+        self.done.append(("settle",))
+
     def begin(self, step) -> None:
         self.done.append(("begin", step))
 
@@ -112,7 +115,7 @@ class Shard(Engine):
 
 
 def view(epoch: int = 1, engines=ENGINES, shards=SHARDS) -> Message:
-    body = {"shards": list(shards), "engines": list(engines)}
+    body = {"shards": [[node] for node in shards], "engines": list(engines)}
     return Message(Kind.VIEW, epoch, CONDUCTOR, body=body)
 
 
