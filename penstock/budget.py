@@ -266,4 +266,5 @@ def _dram_store_bytes(config: Config, program: Program, roles: Sequence[Role]) -
     gradient = _FLOAT_BYTES[config.gradient_precision]
     trained = [weight.elements for weight in program.weights.values() if weight.trainable]
     state = sum(role.bytes(elements) for elements in trained for role in roles)
-    return 4 * program.parameters + gradient * sum(trained) + state + assembly_of(config, program)
+    once = 4 * program.parameters + gradient * sum(trained) + state
+    return config.store.replicas * once + assembly_of(config, program)

@@ -20,19 +20,21 @@ from penstock.cluster.calls import Calls, error_class
 from penstock.cluster.crew import Crew
 from penstock.cluster.launch import Launcher
 from penstock.cluster.plan import digest_of, holdings_of, transfers_of
-from penstock.cluster.record import NAME, remove_record, write_record
+from penstock.cluster.record import remove_record, write_record
 from penstock.cluster.remote_store import RemoteShard
-from penstock.cluster.shard_places import ShardPlaces
+from penstock.cluster.shard_places import Place
 from penstock.cluster.shard_work import ShardHere, StoreOfShard
+from penstock.cluster.shards_apart import House, ShardsApart
 from penstock.cluster.terms import terms_of
 from penstock.config import Config
-from penstock.errors import ClusterError, PenstockError, StorageError
+from penstock.errors import ClusterError, PenstockError
 from penstock.events import ClusterEvent
 from penstock.fabric.messages import Kind, Message
 from penstock.fabric.nodes import CONDUCTOR, Conductor, Happened, Leases, ShardNode
 from penstock.fabric.sockets import Address, Endpoint, Link
 from penstock.step_layout import Layout
 from penstock.store import ShardMap, Store
+from penstock.store.flash import ShardedFlashStore
 
 log = logging.getLogger("penstock.cluster")
 
@@ -50,14 +52,23 @@ class _Member:
     link: Link
     worker: str
     listens: Any
-    shard: int | None  # the shard whose place it has; None for an engine
+    host: object
+    place: Place | None  # of a shard; None for an engine
+    opens: str  # what it does with its store, as a shard
 
     @property
     def is_shard(self) -> bool:
-        return self.shard is not None
+        return self.place is not None
+
+    @property
+    def waits_for_copy(self) -> bool:
+        return self.opens == "empty"
 
     def __str__(self) -> str:
-        return f"shard {self.shard}" if self.is_shard else f"engine {self.number}"
+        if self.place is None:
+            return f"engine {self.number}"
+        which = f"replica {self.place.replica} of " if self.place.replica else ""
+        return f"{which}shard {self.place.shard}"
 
 
 class Hall:
@@ -95,7 +106,9 @@ class Hall:
         self._next = FIRST_ENGINE
         self._failed: PenstockError | None = None
         self._is_closed = False
-        self._first = list(range(1, 1 + config.store.shards))  # the shards' first nodes
+        shards, replicas = config.store.shards, config.store.replicas
+        # The first nodes of each shard.
+        self._first = [[1 + s + r * shards for r in range(replicas)] for s in range(shards)]
         self._local: list[ShardNode] = []
         self._endpoint = Endpoint(
             token,
@@ -117,7 +130,8 @@ class Hall:
         )
         self._endpoint.add(CONDUCTOR, _Desk(self))
         self._calls = Calls(self._send, self.require_sound)
-        self._places = ShardPlaces(config.store.shards if self._is_apart else 0)
+        self._apart = self._make_shards()
+        self._places = self._apart.places
         self._record = write_record(config.run.dir, self._endpoint.address, token)
         self.launcher = launch(self._endpoint)
         self._crew = Crew(self.launcher, self.say)
@@ -135,11 +149,22 @@ class Hall:
         self._digest = digest_of(program, self._transfers)
         self._told = terms_of(config, layout)
 
+    def _make_shards(self) -> ShardsApart:
+        house = House(
+            self.conductor, self.say, self._fail, self.look, self._do, lambda: self.should_stop()
+        )
+        parts = self._parts if self._is_apart else []
+        return ShardsApart(self._config, parts, self._calls, house)
+
     @property
     def _wanted_workers(self) -> int:
         """How many workers are to run: engines, spare ones, and shards that are apart."""
-        shards = self._config.store.shards if self._is_apart else 0
-        return self.conductor.wanted + self._config.cluster.spare + shards
+        shards = self._config.store.holders - self._places.given_up if self._is_apart else 0
+        return self._wanted_engines + shards
+
+    @property
+    def _wanted_engines(self) -> int:
+        return self.conductor.wanted + self._config.cluster.spare
 
     @property
     def address(self) -> Address:
@@ -189,14 +214,15 @@ class Hall:
         Raises:
             PenstockError: one cannot be made.
         """
-        if not self._is_apart:
-            return None
-        while not self._places.wait(_LOOK):
-            self.look()
-        return [
-            RemoteShard(part, node, self._calls, self._await_successor)
-            for part, node in zip(self._parts, self._first, strict=True)
-        ]
+        return self._apart.remote() if self._is_apart else None
+
+    def copy_to_newcomers(self, store: Store) -> None:
+        """Give those who have come to hold a shard beside others, between two steps, what it holds.
+
+        Raises:
+            InterruptedError: a stop was asked for.
+        """
+        self._apart.copy_to_newcomers(store if isinstance(store, ShardedFlashStore) else None)
 
     def seat_shards(self, stores: Sequence[Store]) -> None:
         """Have the shards of a store in this process take part."""
@@ -204,7 +230,7 @@ class Hall:
 
         def seat() -> None:
             for shard, store in enumerate(stores):
-                number = self._first[shard]
+                number = self._first[shard][0]
                 work = StoreOfShard(program, ShardHere(store), shard, recompute)
                 runtime = self._endpoint.runtime(number)
                 node = ShardNode(number, shard, runtime, self._transfers, work)
@@ -217,53 +243,12 @@ class Hall:
         """Tell whether a node was that of a shard whose place another takes, or has taken."""
         return self._places.comes_back(node)
 
-    def _await_successor(self, node: int) -> int:
-        """Return the node that has taken a lost one's place, once there is one.
-
-        Called by the trainer's thread. Raises `StorageError` if a stop is asked for meanwhile.
-        """
-        while (other := self._places.wait_for_successor(node, _LOOK)) is None:
-            self.look()
-            if self.should_stop():
-                raise StorageError(
-                    "stopped while a shard of the store was lost; give the same command again, "
-                    "the run goes on from the last step that is safe"
-                )
-        return other
-
     def is_at_rest(self) -> bool:
         """Tell whether no shard works any more for a step of an epoch before the present one."""
         if not self._is_apart:
             return not any(node.is_busy for node in self._local)
-        shards = [member.number for member in list(self._members.values()) if member.is_shard]
-        return all(self._rested.get(number, -1) >= self.conductor.epoch for number in shards)
-
-    def _lose_shard(self, lost: _Member) -> None:
-        """Make room for another, if what the shard held is on flash; else the run is over."""
-        shard, why = lost.shard, f"shard {lost.shard} of the store was lost"
-        assert shard is not None
-        if self._config.store.flash.path is None:
-            self._fail(
-                StorageError(
-                    f"{why}, and with it what it had in memory; give the same command again, it "
-                    "goes on from the last checkpoint"
-                )
-            )
-        elif not self._places.have_come:
-            self._fail(StorageError(f"{why} before all had come; give the same command again"))
-        else:
-            self._places.lose(shard, lost.number)
-            if self._config.cluster.start == "listen":
-                self.say("shard wanted", self._how_to_start(shard), lost.number)
-        again = "give the same command again, the run goes on from the last step that is safe"
-        self._calls.lost(lost.number, f"{why}; {again}")
-
-    def _how_to_start(self, shard: int) -> str:
-        record = self._config.run.dir.absolute() / NAME
-        return (
-            f"on the host with shard {shard} of the store: "
-            f"python -m penstock.cluster.worker {record} --shard {shard}"
-        )
+        nodes = self._places.all_nodes
+        return all(self._rested.get(number, -1) >= self.conductor.epoch for number in nodes)
 
     # Engines
 
@@ -343,7 +328,7 @@ class Hall:
         few = len(self.conductor.ready) < self._layout.least_engines
         if (
             self._crew.given_up is not None
-            and (few or self._places.are_vacant)
+            and (few or self._places.are_missing)
             and not self._joining
         ):
             self._fail(ClusterError(self._crew.given_up))
@@ -370,40 +355,44 @@ class Hall:
 
     def _welcome(self, link: Link, said: Mapping[str, Any]) -> None:
         """Give a process that joins its place."""
-        shard = self._place_for(said.get("shard"))
-        if shard is None and said.get("shard") is not None:
-            text = f"shard {str(said['shard'])[:40]} of the store is not wanted: it is there"
+        listens, asked = said.get("listens"), said.get("shard")
+        host = listens[0] if isinstance(listens, list) and listens else None
+        place = self._place_for(asked, host)
+        if place is None and asked is not None:
+            text = f"shard {str(asked)[:40]} of the store is not wanted: it is there"
             self._refuse(link, text)
             return
-        number = self._next
-        if shard is not None and not self._places.have_come:
-            number = self._first[shard]
+        number, opens = self._next, "when asked"
+        if place is not None and not self._places.have_come:
+            number = self._first[place.shard][place.replica]
         else:
             self._next += 1
+        if place is not None and self._places.have_come:
+            opens = "empty" if self._places.is_held(place.shard) else "what was left"
         self._joining[link] = _Member(
-            number, link, str(said.get("worker")), said.get("listens"), shard
+            number, link, str(said.get("worker")), listens, host, place, opens
         )
         body = {
             "node": number,
-            "shard": shard,
-            "reopen": self._places.have_come,
+            "shard": None if place is None else place.shard,
+            "replica": None if place is None else place.replica,
+            "opens": opens,
             "run": self._told,
-            "shards_there": [] if self._is_apart else self._first,
+            "shards_there": [] if self._is_apart else [nodes[0] for nodes in self._first],
         }
         link.send(Message(Kind.WELCOME, 0, CONDUCTOR, body=body))
 
-    def _place_for(self, asked: object) -> int | None:
-        """Return the vacant place of a shard that a process gets."""
-        taken = {member.shard for member in self._joining.values()}
-        free = self._places.free(taken)
-        if asked is not None:
-            return asked if isinstance(asked, int) and asked in free else None
-        # Where people start the workers, they know which host has which shard's flash.
-        return free[0] if free and self._config.cluster.start != "listen" else None
+    def _place_for(self, asked: object, host: object) -> Place | None:
+        """Return the place that a process gets which joins, None if it is to be an engine."""
+        joining = self._joining.values()
+        here = [*self._members.values(), *joining]
+        shards = [(member.place, member.host) for member in here if member.place is not None]
+        engines = len(self.conductor.ready) + sum(not member.is_shard for member in joining)
+        return self._apart.place_for(asked, host, shards, engines < self._wanted_engines)
 
     def _admit(self, member: _Member, said: Mapping[str, Any]) -> None:
         """Take a process that is ready among those of the run."""
-        number, link, shard = member.number, member.link, member.shard
+        number, link, place = member.number, member.link, member.place
         if said.get("digest") != self._digest:
             text = f"{member} has compiled another program: are its versions the same?"
             self._turn_away(member, text, ClusterError)
@@ -412,18 +401,23 @@ class Hall:
         self._members[number] = member
         self._addresses[number] = member.listens
         self._crew.is_of_use(member.worker)
-        if shard is None:
+        if place is None:
             self.conductor.joined(number)
             return
-        if self._places.have_come:
-            self.conductor.shard_joined(shard, number)
+        if member.waits_for_copy:
+            self._places.wait_for_copy(place, number)
+            self.conductor.newcomer(place.shard, number)
+            return
+        self._places.take(place, number)
+        if member.opens == "what was left":
+            self.conductor.shard_joined(place.shard, number)
         else:
-            self.say("joined", f"shard {shard} is ready", number)
-        self._places.take(shard, number)
+            self.say("joined", f"{member} is ready", number)
 
     def _turn_away(self, member: _Member, text: str, kind: type[PenstockError]) -> None:
         """Let a process go that cannot be what it was to be: the run ends if it needs it."""
-        if member.is_shard or not self.conductor.ready:
+        is_needed = member.is_shard and not member.waits_for_copy
+        if is_needed or not (member.is_shard or self.conductor.ready):
             self._fail(kind(text))
         self._refuse(member.link, text, member.number)
 
@@ -449,7 +443,7 @@ class Hall:
             self.conductor.lost(number, f"its connection ended ({error})")
 
     def _happened(self, happened: Happened) -> None:
-        is_loss = happened.kind in ("engine lost", "shard lost")
+        is_loss = happened.kind in ("engine lost", "shard lost", "replica lost")
         self.say(happened.kind, happened.text, happened.node)
         if is_loss and happened.node is not None:
             self._lose(happened.node)
@@ -463,8 +457,8 @@ class Hall:
             return
         member.link.close()
         self.launcher.end(member.worker)
-        if member.shard is not None:
-            self._lose_shard(member)
+        if member.place is not None:
+            self._apart.lost(member.place, number)
 
     def say(self, kind: str, text: str, node: int | None = None) -> None:
         """Tell of something that has happened, and count it."""

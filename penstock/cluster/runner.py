@@ -79,6 +79,7 @@ class ClusterRunner:
             self.hall.await_engines()
             self._has_begun = True
         while True:
+            self.hall.copy_to_newcomers(self._store)
             self.hall.step = self._store.step  # as the shards have last said
             order = _Order(
                 self._layout.program, self._batches, self._store.step, self._config.run.seed

@@ -87,6 +87,10 @@ class StoreOfShard:
             )
         self._store.discard()
 
+    def settle(self) -> None:
+        """Make the updates of the step before: no fetch will ask for them."""
+        self._store.flush()
+
     def fetch(self, operation: Operation) -> Sequence[np.ndarray]:
         """Return the bytes of every chunk of this shard's."""
         stage, held = self._program.stages[operation.stage], self._store.program

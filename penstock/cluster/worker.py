@@ -29,6 +29,7 @@ from penstock.cluster.calls import Gathered, Said, frames
 from penstock.cluster.engine_work import EngineOfProcess
 from penstock.cluster.plan import digest_of, holdings_of, transfers_of
 from penstock.cluster.record import read_record
+from penstock.cluster.shard_places import Place
 from penstock.cluster.shard_process import ShardApart
 from penstock.cluster.shard_work import StoreOfShard
 from penstock.errors import ClusterError, CorruptionError, PenstockError
@@ -209,7 +210,8 @@ class Worker:
         number, shard, told = int(welcome["node"]), welcome["shard"], welcome["run"]
         try:
             if shard is not None:
-                self._built = build_shard(told, int(shard), bool(welcome["reopen"]))
+                place = Place(int(shard), int(welcome["replica"]))
+                self._built = build_shard(told, place, str(welcome["opens"]))
             elif self._built is None or self._built.told != told:
                 self._built = build_engine(told)
         except PenstockError as error:
@@ -283,7 +285,7 @@ class _ShardMember(_Member):
 
     def __init__(self, node: EngineNode | ShardNode, endpoint: Endpoint, place: ShardApart) -> None:
         super().__init__(node, endpoint)
-        self._place, self._gathered = place, Gathered()
+        self._place, self._gathered = place, Gathered(lambda number: place.most_bytes)
         self._runtime = endpoint.runtime(node.number)
 
     def handle(self, message: Message) -> None:
@@ -291,7 +293,11 @@ class _ShardMember(_Member):
         if message.kind is not Kind.CALL:
             super().handle(message)
             return
-        whole = self._gathered.take(message)
+        try:
+            whole = self._gathered.take(message)
+        except CorruptionError as error:
+            self._answer_error(message.op, error)
+            return
         if whole is None:
             return
         number, said = whole
@@ -306,10 +312,14 @@ class _ShardMember(_Member):
 
         def failed(error: Exception) -> None:
             text = f"{type(error).__name__}: {error}"
-            said = Said({"error": "ClusterError", "text": text})
-            send(list(frames(Kind.RETURN, self._node.number, number, said)))
+            self._answer_error(number, ClusterError(text))
 
         self._runtime.work(pack, send, failed)
+
+    def _answer_error(self, number: int, error: PenstockError) -> None:
+        said = Said({"error": type(error).__name__, "text": str(error)})
+        for each in frames(Kind.RETURN, self._node.number, number, said):
+            self._runtime.send(CONDUCTOR, each)
 
 
 @dataclass(frozen=True)
@@ -371,18 +381,24 @@ def build_engine(told: Mapping[str, Any]) -> _Built:
     return _Built(dict(told), EngineRole(work, made.transfers), made.digest)
 
 
-def build_shard(told: Mapping[str, Any], shard: int, reopen: bool) -> _Built:
-    """Make a shard of the store; one that takes another's place opens what that has left.
+def build_shard(told: Mapping[str, Any], place: Place, opens: str) -> _Built:
+    """Make a shard of the store.
+
+    Args:
+        opens: `when asked`, in a run's beginning; `what was left`, in the place of one that was
+            lost; or `empty`, to be given a copy of what another holds.
 
     Raises:
         PenstockError: this machine cannot be such a shard.
     """
-    made = _compile(told)
-    place = ShardApart(made.config, made.program, shard, told["store_bytes"])
-    if reopen:
-        place.open(must_hold=True)
-    work = StoreOfShard(made.program, place, shard, made.recompute)
-    return _Built(dict(told), ShardRole(shard, place, work, made.transfers), made.digest)
+    made, shard = _compile(told), place.shard
+    apart = ShardApart(made.config, made.program, shard, told["store_bytes"], place.replica)
+    if opens == "what was left":
+        apart.open(must_hold=True)
+    elif opens == "empty":
+        apart.open_empty()
+    work = StoreOfShard(made.program, apart, shard, made.recompute)
+    return _Built(dict(told), ShardRole(shard, apart, work, made.transfers), made.digest)
 
 
 def main() -> None:

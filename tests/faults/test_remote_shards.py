@@ -74,7 +74,7 @@ class Run:
         return self.trainer._runner.hall
 
     def pid_of_shard(self, shard: int) -> int:
-        return self.hall.launcher.pids[self.hall.worker_of(self.hall.conductor._shards[shard])]
+        return self.hall.launcher.pids[self.hall.worker_of(self.hall.conductor.holders[shard][0])]
 
     def train(self) -> tuple[dict[int, float], str]:
         """Train to the end; return losses and the hash of the weights."""

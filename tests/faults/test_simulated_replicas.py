@@ -1,4 +1,4 @@
-"""Shards with a replica each: whoever of them is lost, and when, no step is lost and no bit changes.
+"""Shards with a replica each: whoever is lost, and when, no step is lost and no bit changes.
 
 At every point of the step protocol in turn a node is killed or stands still until it counts as
 lost; and in random runs all else goes wrong at the same time. In memory nobody can go back: as long

@@ -52,6 +52,8 @@ class Phase(enum.Enum):
 # The attempt can be given up and made again in these.
 _OPEN = (Phase.FORMING, Phase.AGREEING, Phase.RUNNING)
 
+_TRIES = 5  # standstills of a step, before the last node of a shard counts as lost by one
+
 
 class Conductor:
     """Keeps the roster and drives one step at a time.
@@ -134,6 +136,11 @@ class Conductor:
     def holders(self) -> Sequence[Sequence[int]]:
         """The nodes of every shard, the one that streams first."""
         return self._holders.shards
+
+    @property
+    def is_agreed(self) -> bool:
+        """Whether all nodes of all shards are known to stand at one step."""
+        return self._is_agreed
 
     def shard_joined(self, shard: int, node: int) -> None:
         """A new node has taken the place of a shard that was lost, with what that had stored."""
@@ -277,7 +284,9 @@ class Conductor:
         if self.phase in (Phase.IDLE, Phase.GATHERING):
             self._moved_at = now
             return
-        here = [node for node in (*self._view.engines, *self._view.shard_nodes) if node in self._beats]
+        here = [
+            node for node in (*self._view.engines, *self._view.shard_nodes) if node in self._beats
+        ]
         busy = [node for node in here if self._beats[node].get("busy")]
         moved = (
             self.phase,
@@ -448,7 +457,7 @@ class Conductor:
         if self.phase not in (*_OPEN, Phase.COMMITTING) or sender not in (*needed, *holders.nodes):
             return  # it is not needed any more, or was about an attempt that is given up
         kind, text = str(message.body.get("error")), str(message.body.get("text"))
-        if sender in holders.nodes and len(holders.shards[holders.shard_of(sender)]) > 1:
+        if sender in holders.nodes and not holders.is_last(sender):
             self.lost(sender, f"it cannot go on: {text}")
             return
         self._end(Outcome(self._step, error=TroubleError(sender, kind, text)))
@@ -494,13 +503,16 @@ class Conductor:
     def _behind(self) -> list[tuple[int, str]]:
         """Return who keeps the others waiting, as far as that can be known, and what for."""
         nodes, engines = self._holders.nodes, self._view.engines
+        if self._stalls <= _TRIES:  # what only one node holds may be lost with it
+            nodes = tuple(node for node in nodes if not self._holders.is_last(node))
         if self.phase is Phase.FORMING:
             missing = [node for node in (*engines, *nodes) if node not in self._seen]
-            return [(missing[0], "it has not answered to a new epoch")]
+            return [(node, "it has not answered to a new epoch") for node in missing[:1]]
         if self.phase is Phase.AGREEING:
-            said = self._gone_back if self._held.keys() >= {*nodes} else {*self._held}
+            all_held = self._held.keys() >= {*self._holders.nodes}
+            said = self._gone_back if all_held else {*self._held}
             missing = [node for node in nodes if node not in said]
-            return [(missing[0], "it has not said at which step it stands")]
+            return [(node, "it has not said at which step it stands") for node in missing[:1]]
         done = self._answers if self.phase is Phase.COMMITTING else self._prepared
         if behind := self._holders.behind(done.keys()):
             return [(node, "the others of its shard have got on, it has not") for node in behind]

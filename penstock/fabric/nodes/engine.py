@@ -80,9 +80,9 @@ class _Place:
             begin = root(shard, parity, shards, len(engines))
             nodes = [engines[child] for child in children(place, begin, len(engines))]
             below[shard, parity] = nodes
-        for shard, nodes in enumerate(view.shards):
+        for shard, holders in enumerate(view.shards):
             over = parent(place, root(shard, 0, shards, len(engines)), len(engines))
-            above.append(nodes[0] if over is None else engines[over])
+            above.append(holders[0] if over is None else engines[over])
         return cls(place, below, above, summing(len(engines))[place])
 
 

@@ -44,6 +44,10 @@ class Holders:
         """Return the shard that a node holds."""
         return next(shard for shard, nodes in enumerate(self._shards) if node in nodes)
 
+    def is_last(self, node: int) -> bool:
+        """Tell whether nobody else holds what a node does."""
+        return len(self._shards[self.shard_of(node)]) == 1
+
     def add(self, shard: int, node: int) -> None:
         """Let a node hold a shard beside those that do."""
         self.newcomers.pop(node, None)

@@ -1,8 +1,9 @@
 """A store shard's part of the step protocol.
 
 It streams its pieces of the weights, an operation at a time and only so far ahead as the engines
-have room, unless another node of the shard does; takes the sums of its pieces' gradients, once each; says when it has them all; and
-commits when it is told to, once. Between steps it may be told to go back to a step that it holds.
+have room, unless another node of the shard does; takes the sums of its pieces' gradients, once
+each; says when it has them all; and commits when it is told to, once. Between steps it may be told
+to go back to a step that it holds.
 """
 
 from __future__ import annotations

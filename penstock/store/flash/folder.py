@@ -75,10 +75,11 @@ def _discard_shards(shards: Shards) -> None:
     """Remove all shards; some may be gone already, where a process died in here before."""
     lock = FolderLock(shards.folder, "store.flash.path")
     try:
-        for folder in shards.folders:
+        folders = [folder for copies in shards.copies for folder in copies]
+        for folder in folders:
             _require_untrained(shards.folder, list(recorded_steps(folder)))
         with files.storage_errors(shards.folder, 0):
-            for folder in shards.folders:
+            for folder in folders:
                 if folder.exists():
                     shutil.rmtree(folder)
             (shards.folder / SHARDS).unlink()  # the last: until then the folder is one of shards

@@ -189,7 +189,7 @@ def test_places_of_shards_are_given_first_then_those_of_engines(visit):
     given = [visit.join(visited)[1].body for _ in range(3)]
     assert [body["shard"] for body in given] == [0, 1, None]
     assert [body["node"] for body in given] == [1, 2, 1000]
-    assert not any(body["reopen"] for body in given)
+    assert {body["opens"] for body in given} == {"when asked"}
 
 
 def test_who_leaves_before_it_is_ready_leaves_its_place_to_the_next(visit):

@@ -45,7 +45,11 @@ class Play:
         self.ended: list[Outcome] = []
         leases = Leases(silence=1.0, stall=2.0, job=10.0)
         self.conductor = Conductor(
-            self, [(node,) for node in SHARDS], wanted or len(engines) or 1, leases, self.happened.append
+            self,
+            [(node,) for node in SHARDS],
+            wanted or len(engines) or 1,
+            leases,
+            self.happened.append,
         )
         self.now = 100.0
         self.conductor.tick(self.now)
