@@ -345,7 +345,10 @@ class ToyCluster:
 
     def _copy_to_newcomers(self, seconds: float = 0.01) -> None:
         """Give newcomers what they are to hold; it takes time, in which anybody may be lost."""
-        for number in list(self.conductor._holders.newcomers):
+        newcomers = list(self.conductor._holders.newcomers)
+        if newcomers and not self._make_durable():
+            return
+        for number in newcomers:
             holders = self.conductor.holders[self.stores[number].shard]
             if not holders or not self._is_there(number) or not self._is_there(holders[0]):
                 continue
@@ -355,6 +358,18 @@ class ToyCluster:
             if holders[0] in still and self._is_there(number) and self._is_there(holders[0]):
                 self.stores[number].restore(*state)
                 self.conductor.whole(number)
+
+    def _make_durable(self) -> bool:
+        """Have all shards store the step at which they stand; return whether they could."""
+        if not self.conductor.is_agreed:
+            return False
+        for nodes in self.conductor.holders:
+            alive = [node for node in nodes if not self.network.is_dead(node)]
+            for node in alive:
+                self.stores[node]._make_durable()
+            if not alive:
+                return False
+        return True
 
     def _is_there(self, number: int) -> bool:
         return not self.network.is_dead(number) and not self.network.is_stopped(number)
