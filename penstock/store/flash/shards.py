@@ -251,9 +251,9 @@ def go_back(folder: Path, step: int | None) -> None:
 def forget(folder: Path) -> None:
     """Forget, durably, all that a shard's folder holds, whatever its state. While it is shut."""
     with files.storage_errors(folder, 0):
-        if os.path.lexists(folder / JOURNAL):
-            (folder / JOURNAL).unlink()  # without it the extents do not count
-            durable.sync_folder(folder)
+        if folder.is_dir():
+            (folder / JOURNAL).unlink(missing_ok=True)  # without it the extents do not count
+            durable.sync_folder(folder)  # though another may have removed it, and was killed then
 
 
 def recorded_steps(folder: Path) -> dict[int, dict[str, Any]]:

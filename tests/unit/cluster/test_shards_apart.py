@@ -30,6 +30,7 @@ from penstock.cluster.shards_apart import House, ShardsApart
 from penstock.config import Config
 from penstock.errors import ConfigError, StorageError
 from penstock.store import AdamW
+from penstock.store.flash.shards import durable_records
 
 EIGHT_BIT = AdamW(0.9, 0.95, 1e-8, moments="8bit")
 PROGRAM = make_program(LAYERS, frozen=("position",), stream_dtype=torch.bfloat16)
@@ -217,6 +218,12 @@ def test_a_newcomer_on_flash_holds_the_step_and_what_is_kept_with_it_durably(on_
     assert run.stores[3].durable_steps == [2]
     assert run.stores[3].extra == run.stores[2].extra == {"best": 3}
     assert run.stores[2].durable_step == 2  # the same, before it is copied
+    for store in (run.stores[2], run.stores[3]):
+        train(store, 1, seed=5)
+        store.make_durable()
+    # So that a run that opens both again sees by these checksums that they are the same.
+    ours, theirs = (durable_records(run.stores[node].folder) for node in (2, 3))
+    assert [record.blob for record in ours] == [record.blob for record in theirs]
 
 
 @pytest.mark.parametrize("method", ["begin_restore", "write", "finish_restore"])
