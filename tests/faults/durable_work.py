@@ -154,7 +154,9 @@ class ForgottenFlash(DiscardedFlash):
 
     def check(self, root, promised):
         with closing(self.opened(root / "flash")) as store:
-            assert store.is_new if promised else store.is_new or store.content_hash() == hashes(2)[0]
+            assert (
+                store.is_new if promised else store.is_new or store.content_hash() == hashes(2)[0]
+            )
 
 
 class DiscardedShards(DiscardedFlash):

@@ -82,7 +82,9 @@ def test_what_only_the_replica_holds_is_what_the_run_goes_on_from(tmp_path, gone
     with open_reader(tmp_path) as reader:
         assert reader.steps == [2, 3]
         assert reader.content_hash(3) == found
-    with pytest.raises(OtherStoreError, match=r"step 3 of shard 1 is only in shard-1-replica-1; se"):
+    with pytest.raises(
+        OtherStoreError, match=r"step 3 of shard 1 is only in shard-1-replica-1; se"
+    ):
         agree(read_shards(tmp_path), replicas=1)
     agree(read_shards(tmp_path), replicas=2)
     assert steps_of(tmp_path)["shard-1-replica-1"] == [2, 3]
