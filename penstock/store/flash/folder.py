@@ -16,6 +16,7 @@ from penstock.store.flash.sharded_reader import ShardedReader
 from penstock.store.flash.shards import (
     SHARDS,
     Shards,
+    forget,
     read_shards,
     recorded_steps,
     recorded_together,
@@ -79,11 +80,12 @@ def _discard_shards(shards: Shards) -> None:
         for folder in folders:
             _require_untrained(shards.folder, list(recorded_steps(folder)))
         with files.storage_errors(shards.folder, 0):
-            for folder in folders:
-                if folder.exists():
-                    shutil.rmtree(folder)
+            there = [folder for folder in folders if folder.exists()]
+            for folder in there:
+                forget(folder)
+            for folder in there:
+                shutil.rmtree(folder)
             (shards.folder / SHARDS).unlink()  # the last: until then the folder is one of shards
-            durable.sync_folder(shards.folder)
     finally:
         lock.release()
 
