@@ -21,7 +21,7 @@ import numpy as np
 from penstock.errors import ProtocolError, StorageError
 from penstock.fabric.messages import Kind, Message, message_with, pack_arrays
 from penstock.fabric.nodes import checks
-from penstock.fabric.nodes.engine import CONDUCTOR
+from penstock.fabric.nodes.frame import CONDUCTOR
 from penstock.fabric.nodes.orders import (
     Happened,
     Leases,

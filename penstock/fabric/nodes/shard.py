@@ -13,10 +13,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from penstock.errors import ProtocolError
 from penstock.fabric.messages import Kind, Message
 from penstock.fabric.nodes import checks
-from penstock.fabric.nodes.engine import CONDUCTOR
+from penstock.fabric.nodes.frame import NodeFrame
 from penstock.fabric.nodes.runtime import Runtime
 from penstock.fabric.topology import root
 from penstock.fabric.transfers import Operation, Transfers
@@ -80,7 +79,7 @@ class _Step:
     answer: Mapping[str, Any] | None = None  # to the commit
 
 
-class ShardNode:
+class ShardNode(NodeFrame[_Step]):
     """One shard of the store among others.
 
     Args:
@@ -101,42 +100,23 @@ class ShardNode:
         work: ShardWork,
         window: int = WINDOW,
     ) -> None:
-        self.number = number
-        self.epoch = 0
-        self._shard = shard
-        self._runtime, self._transfers, self._work = runtime, transfers, work
+        super().__init__(number, runtime, _Step)
+        self._shard, self._transfers, self._work = shard, transfers, work
         self._window = window
         operations = transfers.operations
         self._sends = [operation.of_shard(shard) for operation in operations]
         wanted = [(op, op.gradients_of(shard)) for op in operations]
         self._wanted = [(op, numbers) for op, numbers in wanted if numbers]
-        self._view: View | None = None
-        self._step = _Step(0)
-        self._jobs = 0
         self._asked: set[Kind] = set()  # what the conductor has asked in this epoch
-        self.refused = 0
-        self.progress = 0  # in this epoch
         self.sent_bytes = 0  # of weights, since the node was made
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether its worker has something to do, be it for a step that is over."""
-        return self._jobs > 0
+    def _takes_part(self, view: View) -> bool:
+        return view.shards[self._shard : self._shard + 1] == (self.number,)
 
-    def handle(self, message: Message) -> None:
-        """Take a message; one that makes no sense is reported to the conductor."""
-        try:
-            self._take(message)
-        except ProtocolError as error:
-            self._report(message.epoch, message.step, error)
+    def _enter(self, view: View) -> None:
+        self._asked.clear()
 
     def _take(self, message: Message) -> None:
-        if message.kind is Kind.VIEW:
-            self._take_view(message)
-            return
-        if self._view is None or message.epoch != self.epoch:
-            self.refused += 1
-            return
         if message.kind is Kind.BEGIN:
             self._begin(message)
         elif message.kind in (Kind.HOLDS, Kind.GO_BACK):
@@ -152,18 +132,6 @@ class ShardNode:
         else:
             self.refused += 1
 
-    def _take_view(self, message: Message) -> None:
-        if message.epoch > self.epoch:
-            view = View.read(message.body)
-            self.epoch = message.epoch
-            self.progress = 0
-            self._step = _Step(0)
-            self._asked.clear()
-            is_member = view.shards[self._shard : self._shard + 1] == (self.number,)
-            self._view = view if is_member else None
-        if message.epoch == self.epoch:
-            self._send(Kind.SEEN)
-
     def _take_question(self, message: Message) -> None:
         """Say which steps this shard holds, or go back to one: before the epoch's first step."""
         if self._step.number or message.kind in self._asked:
@@ -175,11 +143,11 @@ class ShardNode:
             self._run(
                 step,
                 self._work.held_steps,
-                lambda steps: self._send(kind, {"steps": [int(held) for held in steps]}),
+                lambda steps: self._say(kind, {"steps": [int(held) for held in steps]}),
             )
             return
         to = checks.integer(message, "to", 0)
-        self._run(step, lambda: self._work.go_back(to), lambda _: self._send(kind, {"to": to}))
+        self._run(step, lambda: self._work.go_back(to), lambda _: self._say(kind, {"to": to}))
 
     def _begin(self, message: Message) -> None:
         if message.step <= self._step.number:
@@ -267,7 +235,7 @@ class ShardNode:
         if step.is_prepared:
             return
         step.is_prepared = True
-        self._run(step, self._work.prepare, lambda body: self._send(Kind.PREPARED, body))
+        self._run(step, self._work.prepare, lambda body: self._say(Kind.PREPARED, body))
 
     def _receiving(
         self, operation: Operation, came: Mapping[int, np.ndarray | None]
@@ -279,7 +247,7 @@ class ShardNode:
         if not step.is_prepared:
             raise checks.refuse(message, "is too early: this shard has not all gradients")
         if step.answer is not None:
-            self._send(Kind.COMMITTED, step.answer)
+            self._say(Kind.COMMITTED, step.answer)
             return
         if step.commit_began:
             return  # the answer is on its way
@@ -288,35 +256,6 @@ class ShardNode:
 
         def committed(answer: Mapping[str, Any]) -> None:
             step.answer = answer
-            self._send(Kind.COMMITTED, answer)
+            self._say(Kind.COMMITTED, answer)
 
         self._run(step, lambda: self._work.commit(step.number, decision), committed)
-
-    def _send(self, kind: Kind, body: Mapping[str, Any] | None = None) -> None:
-        message = Message(kind, self.epoch, self.number, self._step.number, body=body or {})
-        self._runtime.send(CONDUCTOR, message)
-
-    def _report(self, epoch: int, step: int, error: Exception) -> None:
-        body = {"error": type(error).__name__, "text": str(error)}
-        self._runtime.send(CONDUCTOR, Message(Kind.TROUBLE, epoch, self.number, step, body=body))
-
-    def _run(self, step: _Step, job: Callable[[], Any], then: Callable[[Any], None]) -> None:
-        """Have a job done; what comes of it counts for its own step only."""
-        self._jobs += 1
-
-        def done(result: Any) -> None:
-            self._jobs -= 1
-            if step is not self._step:
-                return
-            self.progress += 1
-            try:
-                then(result)
-            except Exception as error:  # what the work returned is none of what it promises
-                self._report(self.epoch, step.number, error)
-
-        def failed(error: Exception) -> None:
-            self._jobs -= 1
-            if step is self._step:
-                self._report(self.epoch, step.number, error)
-
-        self._runtime.work(job, done, failed)

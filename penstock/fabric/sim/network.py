@@ -18,7 +18,8 @@ from typing import Any, Protocol
 from penstock.errors import CorruptionError
 from penstock.fabric.messages import HEADER_BYTES, Kind, Message
 from penstock.fabric.nodes.conductor import Conductor
-from penstock.fabric.nodes.engine import CONDUCTOR
+from penstock.fabric.nodes.frame import CONDUCTOR
+from penstock.fabric.nodes.runtime import RuntimeOf
 from penstock.fabric.sim.faults import Faults
 
 
@@ -86,9 +87,9 @@ class Network:
 
     # Making it
 
-    def runtime(self, number: int) -> _Runtime:
+    def runtime(self, number: int) -> RuntimeOf:
         """Return what a node of this number is to send and work by."""
-        return _Runtime(self, number)
+        return RuntimeOf(self, number)
 
     def add(self, number: int, node: Node) -> None:
         """Add a node; its beats begin now."""
@@ -241,23 +242,3 @@ class Network:
     def _tell_lost(self, number: int, why: str) -> None:
         assert self._conductor is not None
         self._conductor.lost(number, why)
-
-
-class _Runtime:
-    """The network as one node sees it."""
-
-    def __init__(self, network: Network, number: int) -> None:
-        self._network, self._number = network, number
-
-    def send(self, to: int, message: Message) -> None:
-        """Send to a node by its number."""
-        self._network.send(self._number, to, message)
-
-    def work(
-        self,
-        job: Callable[[], Any],
-        then: Callable[[Any], None],
-        failed: Callable[[Exception], None],
-    ) -> None:
-        """Do a job, then tell the node."""
-        self._network.work(self._number, job, then, failed)

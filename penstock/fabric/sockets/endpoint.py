@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from penstock.errors import ClusterError
 from penstock.fabric.messages import Kind, Message
+from penstock.fabric.nodes.runtime import RuntimeOf
 from penstock.fabric.sockets import handshake
 from penstock.fabric.sockets.link import Link
 
@@ -123,9 +124,9 @@ class Endpoint:
         if place.thread is not None and place.thread is not threading.current_thread():
             place.thread.join()
 
-    def runtime(self, number: int) -> _Runtime:
+    def runtime(self, number: int) -> RuntimeOf:
         """Return what a node of this process is to send and work by."""
-        return _Runtime(self, number)
+        return RuntimeOf(self, number)
 
     def meet(self, addresses: Mapping[int, Address]) -> None:
         """Learn where nodes of other processes listen; the others are forgotten."""
@@ -185,6 +186,18 @@ class Endpoint:
             threading.Thread(
                 target=self._open, args=(sender, to, self._addresses[to]), daemon=True
             ).start()
+
+    def work(
+        self,
+        number: int,
+        job: Callable[[], Any],
+        then: Callable[[Any], None],
+        failed: Callable[[Exception], None],
+    ) -> None:
+        """Do a job of a node of this process, behind those before it; then tell the node."""
+        place = self._places.get(number)
+        if place is not None:
+            place.jobs.put((job, then, failed))
 
     def _open(self, sender: int, to: int, address: Address) -> None:
         """Make a link to a node that has none; what is to be sent over it waits meanwhile."""
@@ -319,28 +332,6 @@ class Endpoint:
                 self.call(lambda error=error, failed=failed: failed(error))  # type: ignore[misc]
             else:
                 self.call(lambda result=result, then=then: then(result))  # type: ignore[misc]
-
-
-class _Runtime:
-    """The endpoint as one node sees it."""
-
-    def __init__(self, endpoint: Endpoint, number: int) -> None:
-        self._endpoint, self._number = endpoint, number
-
-    def send(self, to: int, message: Message) -> None:
-        """Send to a node by its number."""
-        self._endpoint.send(self._number, to, message)
-
-    def work(
-        self,
-        job: Callable[[], Any],
-        then: Callable[[Any], None],
-        failed: Callable[[Exception], None],
-    ) -> None:
-        """Do a job behind those before it, then tell the node."""
-        place = self._endpoint._places.get(self._number)
-        if place is not None:
-            place.jobs.put((job, then, failed))
 
 
 def own_host(address: Address) -> str:
