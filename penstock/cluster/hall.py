@@ -13,9 +13,10 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from penstock.cluster.bodies import Figures, Join
 from penstock.cluster.calls import Calls, error_class
 from penstock.cluster.crew import Crew
 from penstock.cluster.launch import Launcher
@@ -49,8 +50,9 @@ class _Member:
     number: int
     link: Link
     worker: str
-    listens: Any
+    listens: Address
     shard: int | None  # the shard whose place it has; None for an engine
+    figures: Figures = field(default_factory=Figures)
 
     @property
     def is_shard(self) -> bool:
@@ -151,6 +153,11 @@ class Hall:
         """What this process has sent to all others and taken from them, frames' heads apart."""
         links = [member.link for member in self._members.values()]
         return sum(link.sent_bytes + link.taken_bytes for link in links)
+
+    def figures(self) -> dict[int, Figures]:
+        """Return what the engines of the present view have last said of themselves."""
+        here = [engine for engine in self.conductor.engines if engine in self._members]
+        return {engine: self._members[engine].figures for engine in here}
 
     def worker_of(self, node: int) -> str:
         """Return the name of the worker that a node runs in."""
@@ -294,7 +301,7 @@ class Hall:
 
     def _require_engines(self, wanted: object) -> int:
         least, most = self._layout.least_engines, self._layout.micro_batches
-        if not isinstance(wanted, int) or not least <= wanted <= most:
+        if type(wanted) is not int or not least <= wanted <= most:
             raise ClusterError(
                 f"engines: expected {least} (with fewer, a step does not fit engine.memory) to "
                 f"{most} (one micro-batch each), got {wanted!r}"
@@ -358,7 +365,7 @@ class Hall:
     def _stranger(self, link: Link, message: Message) -> None:
         """Take what a peer says before it is somebody."""
         if message.kind is Kind.JOIN:
-            self._welcome(link, message.body)
+            self._welcome(link, Join.read(message))
         elif message.kind is Kind.READY and link in self._joining:
             self._admit(self._joining.pop(link), message.body)
         elif message.kind is Kind.TROUBLE and link in self._joining:
@@ -368,21 +375,18 @@ class Hall:
         elif message.kind is Kind.ORDER:
             self._take_order(link, message.body)
 
-    def _welcome(self, link: Link, said: Mapping[str, Any]) -> None:
+    def _welcome(self, link: Link, said: Join) -> None:
         """Give a process that joins its place."""
-        shard = self._place_for(said.get("shard"))
-        if shard is None and said.get("shard") is not None:
-            text = f"shard {str(said['shard'])[:40]} of the store is not wanted: it is there"
-            self._refuse(link, text)
+        shard = self._place_for(said.shard)
+        if shard is None and said.shard is not None:
+            self._refuse(link, f"shard {said.shard} of the store is not wanted: it is there")
             return
         number = self._next
         if shard is not None and not self._places.have_come:
             number = self._first[shard]
         else:
             self._next += 1
-        self._joining[link] = _Member(
-            number, link, str(said.get("worker")), said.get("listens"), shard
-        )
+        self._joining[link] = _Member(number, link, said.worker, said.listens, shard)
         body = {
             "node": number,
             "shard": shard,
@@ -392,12 +396,12 @@ class Hall:
         }
         link.send(Message(Kind.WELCOME, 0, CONDUCTOR, body=body))
 
-    def _place_for(self, asked: object) -> int | None:
+    def _place_for(self, asked: int | None) -> int | None:
         """Return the vacant place of a shard that a process gets."""
         taken = {member.shard for member in self._joining.values()}
         free = self._places.free(taken)
         if asked is not None:
-            return asked if isinstance(asked, int) and asked in free else None
+            return asked if asked in free else None
         # Where people start the workers, they know which host has which shard's flash.
         return free[0] if free and self._config.cluster.start != "listen" else None
 
@@ -476,12 +480,19 @@ class Hall:
             self._calls.take(message)
             return
         if message.kind is Kind.BEAT:
-            self._calls.heard(message.sender)
-            if message.sender in self._members and not message.body.get("busy"):
-                self._rested[message.sender] = message.epoch
-            peak = message.body.get("peak_bytes")
-            self.peak_bytes = max(self.peak_bytes, peak if isinstance(peak, int) else 0)
+            self._take_beat(message)
         self.conductor.handle(message)
+
+    def _take_beat(self, message: Message) -> None:
+        member, figures = self._members.get(message.sender), Figures.read(message)
+        if member is None:
+            return
+        self._calls.heard(message.sender)
+        if not message.body.get("busy"):
+            self._rested[message.sender] = message.epoch
+        if figures is not None:
+            member.figures = figures
+            self.peak_bytes = max(self.peak_bytes, figures.peak_bytes)
 
 
 class _Desk:

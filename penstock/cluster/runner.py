@@ -170,11 +170,9 @@ class ClusterRunner:
 
     def _look_for_stragglers(self) -> None:
         """Name engines that are slow, and replace those that stay so; in the hall's thread."""
-        conductor, computed = self.hall.conductor, {}
-        for engine, beat in conductor.beats.items():
-            said = beat.get("computed")
-            if isinstance(said, list) and len(said) == 2:
-                computed[engine] = (float(said[0]), int(said[1]))
+        conductor = self.hall.conductor
+        said = self.hall.figures().items()
+        computed = {engine: (each.computed, each.micro_batches) for engine, each in said}
         patience = self._config.cluster.evict_slow
         for slow in self._stragglers.look(computed):
             text = f"engine {slow.engine} takes {slow.times:.1f} times as long as the others"

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.cluster import store_calls
+from penstock.cluster.bodies import addresses_of
 from penstock.cluster.calls import Gathered, Said, frames
 from penstock.cluster.engine_work import EngineOfProcess
 from penstock.cluster.plan import digest_of, holdings_of, transfers_of
@@ -267,14 +268,9 @@ class _Member:
     def handle(self, message: Message) -> None:
         """Take a message."""
         if message.kind is Kind.VIEW and message.epoch > self._node.epoch:
-            listening = message.body.get("addresses", {})
-            self._endpoint.meet(
-                {
-                    int(number): (str(address[0]), int(address[1]))
-                    for number, address in listening.items()
-                    if int(number) != self._node.number
-                }
-            )
+            listening = addresses_of(message)
+            listening.pop(self._node.number, None)
+            self._endpoint.meet(listening)
         self._node.handle(message)
 
 

@@ -1,5 +1,6 @@
 """The nodes of a run as state machines: what each makes of a message, whoever carries it."""
 
+from penstock.fabric.nodes import checks
 from penstock.fabric.nodes.conductor import Conductor, Phase
 from penstock.fabric.nodes.engine import EngineNode, EngineWork
 from penstock.fabric.nodes.frame import CONDUCTOR
@@ -32,4 +33,5 @@ __all__ = [
     "StepOrder",
     "TroubleError",
     "WentBackError",
+    "checks",
 ]

@@ -1,12 +1,14 @@
-"""The conductor's part of the step protocol: who takes part, and when a step counts.
+"""The conductor's part of the step protocol: when a step counts.
 
 A step is an attempt in an epoch: everyone has seen the view, begins, and reports; when all losses
 and all shards' gradients are in, the step is decided, and the shards are told until each has
 answered. Whatever is lost before the decision costs the attempt: the epoch rises, and the step
-begins anew with those who are left. After it the engines are not needed.
+begins anew with those who are left. After it the engines are not needed. Who there is, is in the
+roster (`roster.py`).
 
 A shard that is lost ends the step. Another may come in its place, with what the lost one had
-stored; before the next step, then, all shards go back to the newest step that all of them hold.
+stored; before the next step, then, all shards go back to the newest step that all of them hold
+(`agreement.py`).
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import numpy as np
 from penstock.errors import ProtocolError, StorageError
 from penstock.fabric.messages import Kind, Message, message_with, pack_arrays
 from penstock.fabric.nodes import checks
+from penstock.fabric.nodes.agreement import Agreement
 from penstock.fabric.nodes.frame import CONDUCTOR
 from penstock.fabric.nodes.orders import (
     Happened,
@@ -30,6 +33,7 @@ from penstock.fabric.nodes.orders import (
     TroubleError,
     WentBackError,
 )
+from penstock.fabric.nodes.roster import Beat, Roster
 from penstock.fabric.nodes.runtime import Runtime
 from penstock.fabric.view import View
 from penstock.tree import share
@@ -51,7 +55,7 @@ _OPEN = (Phase.FORMING, Phase.AGREEING, Phase.RUNNING)
 
 
 class Conductor:
-    """Keeps the roster and drives one step at a time.
+    """Drives one step at a time.
 
     Args:
         runtime: carries its messages.
@@ -73,68 +77,58 @@ class Conductor:
         least: int = 1,
         addresses: Mapping[int, Any] | None = None,
     ) -> None:
-        self.wanted = engines
-        self._least = least
+        self.roster = Roster(shards, engines, least)
         self._addresses = addresses if addresses is not None else {}
         self.epoch = 0
         self.phase = Phase.IDLE
         self.counts: Counter[str] = Counter()
         self._runtime, self._leases, self._tell = runtime, leases, tell
-        self._shards = tuple(shards)
-        self._absent: set[int] = set()  # the shards that are lost, until others take their places
-        self._ready: dict[int, None] = {}  # engines that may take part, in the order they came
         self._view = View(self._shards, ())
         self._is_formed = False  # whether the view's members have seen it, and none left a step
         self._is_agreed = False  # whether all shards are known to stand at one step
         self._order: StepOrder | None = None
         self._done: Callable[[Outcome], None] = lambda outcome: None
         self._seen: set[int] = set()
-        self._held: dict[int, set[int]] = {}
-        self._gone_back: set[int] = set()
+        self._agreement = Agreement(())
         self._losses: dict[int, list[float]] = {}
         self._prepared: dict[int, Mapping[str, Any]] = {}
         self._answers: dict[int, Mapping[str, Any]] = {}
         self._decision: Mapping[str, Any] = {}
-        self._heard: dict[int, float] = {}
-        self._beats: dict[int, Mapping[str, Any]] = {}
         self._moved_at = 0.0
         self._moved: Any = None
         self._stalls = 0
-        self._now = 0.0
 
     # What the run's process says
 
     @property
     def ready(self) -> Sequence[int]:
         """The engines that may take part, spare ones too."""
-        return tuple(self._ready)
+        return self.roster.engines
+
+    @property
+    def engines(self) -> Sequence[int]:
+        """The engines of the present view."""
+        return self._view.engines
 
     @property
     def wanted(self) -> int:
         """How many engines are to take part, from the next step on."""
-        return self._wanted
+        return self.roster.wanted
 
     @wanted.setter
     def wanted(self, engines: int) -> None:
-        if engines < 1:
-            raise ValueError(f"{engines} engines are wanted; a run needs at least one")
-        self._wanted = engines
+        self.roster.wanted = engines
 
     def joined(self, engine: int) -> None:
         """An engine is ready; it takes part from the next step on, if it is wanted."""
-        self._ready[engine] = None
-        self._heard[engine] = self._now
+        self.roster.join(engine)
         self._happened("joined", f"engine {engine} is ready", engine)
         if self.phase is Phase.GATHERING:
             self._form()
 
     def shard_joined(self, shard: int, node: int) -> None:
         """A new node has taken the place of a shard that was lost, with what that had stored."""
-        old = self._shards[shard]
-        self._absent.discard(old)
-        self._forget(old)
-        self._shards = (*self._shards[:shard], node, *self._shards[shard + 1 :])
-        self._heard[node] = self._now
+        self.roster.seat(shard, node)
         self._is_agreed = False
         self._happened("shard joined", f"shard {shard} is node {node} now", node)
         if self.phase is Phase.GATHERING:
@@ -142,14 +136,12 @@ class Conductor:
 
     def lost(self, node: int, why: str) -> None:
         """A node is gone, or counts as gone."""
+        if node not in self.roster:
+            return
         if node in self._shards:
-            if node not in self._absent:
-                self._lose_shard(node, why)
+            self._lose_shard(node, why)
             return
-        if node not in self._ready:
-            return
-        del self._ready[node]
-        self._forget(node)
+        self.roster.lose(node)
         self._happened("engine lost", f"engine {node}: {why}", node)
         if node in self._view.engines and self.phase in _OPEN:
             self._form()
@@ -159,7 +151,7 @@ class Conductor:
         if self.phase is not Phase.IDLE:
             raise RuntimeError(f"a step is in flight: {self.phase.value}")
         self._order, self._done, self._stalls = order, done, 0
-        members = View(self._shards, self._members())
+        members = self.roster.view(order.micro_batches)
         if self._is_formed and self._is_agreed and self._view == members:
             self._begin()
         else:
@@ -178,14 +170,8 @@ class Conductor:
         self.epoch += 1
         self._is_formed = False
         body = self._view.as_body()
-        for node in (*self._shards, *self._ready):
-            if node not in self._absent:
-                self._send(node, Kind.VIEW, body)
-
-    @property
-    def beats(self) -> Mapping[int, Mapping[str, Any]]:
-        """The last beat of every engine of the present view."""
-        return {n: self._beats[n] for n in self._view.engines if n in self._beats}
+        for node in self.roster.here:
+            self._send(node, Kind.VIEW, body)
 
     # What nodes say
 
@@ -198,13 +184,10 @@ class Conductor:
 
     def _take(self, message: Message) -> None:
         sender, kind = message.sender, message.kind
-        is_known = sender in self._ready or sender in {*self._shards} - self._absent
-        if is_known:
-            self._heard[sender] = self._now
         if kind is Kind.BEAT:
-            if is_known:
-                self._beats[sender] = message.body
+            self.roster.hear(sender, Beat.read(message))
             return
+        self.roster.hear(sender)
         if message.epoch != self.epoch:
             self.counts["stale messages"] += 1
             return
@@ -240,28 +223,22 @@ class Conductor:
 
     def tick(self, now: float) -> None:
         """Look whether somebody has been silent, or nothing has moved, for too long."""
-        pause = now - self._now
-        self._now = now
-        if pause > self._leases.silence / 2:
-            # This process itself stood still: what others said meanwhile has yet to be read.
-            self._heard = {node: heard + pause for node, heard in self._heard.items()}
-            self._moved_at += pause
-        for node in [*self._ready, *self._shards]:
-            silent = now - self._heard.get(node, now)
-            if silent > self._leases.silence:
-                self.lost(node, f"silent for {silent:.1f} s")
+        roster = self.roster
+        self._moved_at += roster.pass_time(now, self._leases.silence / 2)
+        for node, silent in roster.silent(self._leases.silence):
+            self.lost(node, f"silent for {silent:.1f} s")
         if self.phase in (Phase.IDLE, Phase.GATHERING):
             self._moved_at = now
             return
-        here = [node for node in (*self._view.engines, *self._view.shards) if node in self._beats]
-        busy = [node for node in here if self._beats[node].get("busy")]
+        members = (*self._view.engines, *self._view.shards)
+        busy = roster.busy(members)
         moved = (
             self.phase,
             self.epoch,
             len(self._losses),
             len(self._prepared),
             len(self._answers),
-            tuple(self._beats[node].get("progress") for node in here),
+            tuple(roster.progress(members).values()),
         )
         still = now - self._moved_at
         if moved != self._moved:
@@ -279,29 +256,28 @@ class Conductor:
     def _step(self) -> int:
         return self._order.step if self._order is not None else 0
 
-    def _members(self) -> tuple[int, ...]:
-        most = self.wanted if self._order is None else min(self.wanted, self._order.micro_batches)
-        return tuple(self._ready)[:most]
+    @property
+    def _shards(self) -> tuple[int, ...]:
+        return self.roster.shards
 
     def _form(self) -> None:
         """Raise the epoch and tell everybody who takes part."""
-        engines = self._members()
+        assert self._order is not None
+        view = self.roster.view(self._order.micro_batches)
         self._is_formed = False
-        if len(engines) < self._least or self._absent:
+        lacks = self.roster.lacks(view)
+        if lacks is not None:
             self._phase(Phase.GATHERING)
-            text = f"{len(engines)} engine(s) left, {self._least} needed; waiting"
-            if self._absent:
-                text = f"{len(self._absent)} of {len(self._shards)} shards are lost; waiting"
-            self._happened("waiting", text)
+            self._happened("waiting", f"{lacks}; waiting")
             return
         self.epoch += 1
-        self._view = View(self._shards, engines)
+        self._view = view
         self._seen.clear()
         self._phase(Phase.FORMING)
-        nodes = (*self._shards, *engines)
+        nodes = (*view.shards, *view.engines)
         listening = {str(n): self._addresses[n] for n in nodes if n in self._addresses}
-        body = {**self._view.as_body(), "addresses": listening}
-        for node in (*self._shards, *self._ready):  # spare engines forget what they held
+        body = {**view.as_body(), "addresses": listening}
+        for node in self.roster.here:  # spare engines forget what they held
             self._send(node, Kind.VIEW, body)
 
     def _take_seen(self, sender: int) -> None:
@@ -312,8 +288,7 @@ class Conductor:
         if self._is_agreed:
             self._begin()
             return
-        self._held.clear()
-        self._gone_back.clear()
+        self._agreement = Agreement(self._shards)
         self._phase(Phase.AGREEING)
         for shard in self._shards:
             self._send(shard, Kind.HOLDS)
@@ -322,32 +297,19 @@ class Conductor:
         steps = message.body.get("steps")
         if not isinstance(steps, list) or not all(isinstance(step, int) for step in steps):
             raise checks.refuse(message, f"holds {str(steps)[:80]!r}")
-        self._held[message.sender] = {*steps}
-        if len(self._held) == len(self._shards):
-            to = self._newest_common()
-            if to is not None:
-                for shard in self._shards:
-                    self._send(shard, Kind.GO_BACK, {"to": to})
-
-    def _newest_common(self) -> int | None:
-        """Return the newest step that all shards hold, best before the one to be made."""
-        common = set.intersection(*self._held.values())
-        if not common:
-            held = ", ".join(
-                f"shard {place} has {sorted(self._held[shard])}"
-                for place, shard in enumerate(self._shards)
-            )
-            text = f"no step is held by all shards ({held}); resume from a checkpoint"
-            error = StorageError(text)
+        if not self._agreement.hold(message.sender, steps):
+            return
+        try:
+            to = self._agreement.newest(self._step)
+        except StorageError as error:
             self._end(Outcome(self._step, error=error))
-            return None
-        # The step in flight may be stored everywhere; but its losses were never reported.
-        return max([step for step in common if step < self._step] or common)
+            return
+        for shard in self._shards:
+            self._send(shard, Kind.GO_BACK, {"to": to})
 
     def _take_gone_back(self, message: Message) -> None:
         to = checks.integer(message, "to", 0)
-        self._gone_back.add(message.sender)
-        if len(self._gone_back) < len(self._shards):
+        if not self._agreement.go_back(message.sender):
             return
         self._is_agreed = True
         if to + 1 == self._step:
@@ -432,15 +394,10 @@ class Conductor:
         self._end(Outcome(self._step, error=TroubleError(message.sender, kind, text)))
 
     def _lose_shard(self, node: int, why: str) -> None:
-        self._absent.add(node)
-        self._forget(node)
+        self.roster.lose(node)
         self._is_formed = False
         self._happened("shard lost", f"shard {self._shards.index(node)}: {why}", node)
         self._end(Outcome(self._step, error=TroubleError(node, "StorageError", why)))
-
-    def _forget(self, node: int) -> None:
-        self._heard.pop(node, None)
-        self._beats.pop(node, None)
 
     def _stalled(self) -> None:
         """Nobody computes and nothing moves: something was lost on the way."""
@@ -454,14 +411,12 @@ class Conductor:
             self.lost(missing[0], "it has not answered to a new epoch")
             return
         if self.phase is Phase.AGREEING and again:
-            held = {*self._held}
-            said = self._gone_back if held >= {*self._shards} else held
-            missing = [n for n in self._shards if n not in said]
+            missing = self._agreement.missing
             self.lost(missing[0], "it has not said at which step it stands")
             return
         if self.phase is Phase.RUNNING and again and len(engines) > 1:
             # Who has got least is behind the broken link; of equals, the one nearest the root.
-            progress = {n: self._beats.get(n, {}).get("progress", 0) for n in engines}
+            progress = self.roster.progress(engines)
             self.lost(min(progress, key=lambda n: progress[n]), "the step stands still behind it")
             return
         self._happened("retry", "nothing moves: the step begins anew in a new epoch")
@@ -478,7 +433,7 @@ class Conductor:
         done(outcome)
 
     def _phase(self, phase: Phase) -> None:
-        self.phase, self._moved_at = phase, self._now
+        self.phase, self._moved_at = phase, self.roster.now
 
     def _happened(self, kind: str, text: str, node: int | None = None) -> None:
         self.counts[kind] += 1
