@@ -27,7 +27,7 @@ from penstock.cluster.shard_places import ShardPlaces
 from penstock.cluster.shard_work import ShardHere, StoreOfShard
 from penstock.cluster.terms import terms_of
 from penstock.config import Config
-from penstock.errors import ClusterError, PenstockError, StorageError
+from penstock.errors import ClusterError, CorruptionError, PenstockError, StorageError
 from penstock.events import ClusterEvent
 from penstock.fabric.messages import Kind, Message
 from penstock.fabric.nodes import CONDUCTOR, Conductor, Happened, Leases, ShardNode
@@ -112,10 +112,11 @@ class Hall:
             self._endpoint.runtime(CONDUCTOR),
             self._first,
             config.engines,
-            Leases(config.cluster.lease, config.cluster.stall),
+            Leases(config.cluster.lease, config.cluster.stall, config.cluster.longest_job),
             self._happened,
             least=layout.least_engines,
             addresses=self._addresses,
+            others_come=self._others_come,
         )
         self._endpoint.add(CONDUCTOR, _Desk(self))
         self._calls = Calls(self._send, self.require_sound)
@@ -291,6 +292,11 @@ class Hall:
                 return
             time.sleep(0.02)
 
+    def _others_come(self) -> bool:
+        """Tell whether another engine is started in the place of one that is lost."""
+        is_ours = self._config.cluster.start != "listen"
+        return bool(self._joining) or (is_ours and self._crew.given_up is None)
+
     def scale(self, engines: int) -> None:
         """Go on with so many engines from the next step on, as soon as they are there.
 
@@ -450,6 +456,8 @@ class Hall:
         self._joining.pop(link, None)
         number = link.peer
         if number is not None and number in self._members and self._members[number].link is link:
+            if isinstance(error, CorruptionError):
+                self.conductor.damaged(f"node {number}: {error}", [number])
             self.conductor.lost(number, f"its connection ended ({error})")
 
     def _happened(self, happened: Happened) -> None:

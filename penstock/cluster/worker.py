@@ -97,6 +97,10 @@ class RefusedError(ClusterError):
     """The run does not want this worker, and says why."""
 
 
+class OwnWorkError(ClusterError):
+    """This worker could not compute what it was to; in this process it might not again."""
+
+
 class Worker:
     """One process of a run.
 
@@ -144,8 +148,8 @@ class Worker:
                 try:
                     self._join()
                     since = None
-                except RefusedError:
-                    raise  # it would be refused again
+                except (RefusedError, OwnWorkError):
+                    raise  # it would be no better again
                 except ClusterError as error:
                     # The first time it is an error; later, the run may have ended.
                     if self._built is None:
@@ -184,7 +188,12 @@ class Worker:
         if self._node is not None:
             self._let_go()
             self._endpoint.remove(self._number)
-            self._node = None
+            node, self._node = self._node, None
+            if node.failure is not None:
+                raise OwnWorkError(
+                    f"the work of {self._name} failed, and the run goes on without it: "
+                    f"{type(node.failure).__name__}: {node.failure}"
+                )
 
     def _let_go(self) -> None:
         """Have a shard close its store, behind what it is at."""
@@ -238,7 +247,7 @@ class Worker:
             self._events.put(("ended", link))
         elif isinstance(error, CorruptionError) and self._node is not None:
             # What was in the frame will not come again: the step begins anew, over new links.
-            body, node = {"text": str(error)}, self._node
+            body, node = {"text": str(error), "peer": link.peer}, self._node
             message = Message(Kind.DAMAGED, node.epoch, node.number, body=body)
             self._endpoint.send(node.number, CONDUCTOR, message)
 

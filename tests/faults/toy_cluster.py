@@ -249,6 +249,7 @@ class ToyCluster:
         wanted: int | None = None,
         notice: float | None = 0.02,
         cost: Callable[[], float] = lambda: 0.002,
+        attempts: int = 1000,  # faults come more often here than any network has them
     ) -> None:
         self.plan = transfers(shards)
         self.network = Network(Links(1e6, 1e-4), faults, cost=lambda number: cost(), notice=notice)
@@ -262,12 +263,13 @@ class ToyCluster:
             self.network.runtime(0),
             numbers,
             wanted or engines,
-            Leases(silence=1.0, stall=2.0, job=20.0),
+            Leases(silence=1.0, stall=2.0, job=20.0, attempts=attempts),
             self._tell,
         )
         self.network.conduct(self.conductor)
         self._places = {number: s for s, number in enumerate(numbers)}
         self._zombies: dict[int, float] = {}
+        self.engine: Callable[[int], ToyEngine] = lambda number: ToyEngine()
         self.watch: Callable[[], object] = lambda: None  # is called between any two events
         self._next_shard = 1 + shards
         self._next = FIRST_ENGINE
@@ -308,7 +310,8 @@ class ToyCluster:
     def join(self) -> int:
         """Let one more engine come."""
         number, self._next = self._next, self._next + 1
-        self._add(number, EngineNode(number, self.network.runtime(number), self.plan, ToyEngine()))
+        runtime = self.network.runtime(number)
+        self._add(number, EngineNode(number, runtime, self.plan, self.engine(number)))
         self.conductor.joined(number)
         return number
 

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from penstock.errors import ProtocolError, StorageError
+from penstock.errors import ClusterError, ProtocolError, StorageError
 from penstock.fabric.messages import Kind, Message, message_with, pack_arrays
 from penstock.fabric.nodes import checks
 from penstock.fabric.nodes.agreement import Agreement
@@ -33,6 +33,7 @@ from penstock.fabric.nodes.orders import (
     TroubleError,
     WentBackError,
 )
+from penstock.fabric.nodes.patience import Patience
 from penstock.fabric.nodes.roster import Beat, Roster
 from penstock.fabric.nodes.runtime import Runtime
 from penstock.fabric.view import View
@@ -53,6 +54,8 @@ class Phase(enum.Enum):
 # The attempt can be given up and made again in these.
 _OPEN = (Phase.FORMING, Phase.AGREEING, Phase.RUNNING)
 
+_MOST_COMMITS = 4  # to a shard that does not answer
+
 
 class Conductor:
     """Drives one step at a time.
@@ -65,6 +68,7 @@ class Conductor:
         tell: is told what happens.
         least: with fewer engines than this no step is made: they would not have the memory.
         addresses: where nodes listen, by number; those of a view's nodes are sent with it.
+        others_come: whether another engine may come where none is left.
     """
 
     def __init__(
@@ -76,9 +80,11 @@ class Conductor:
         tell: Callable[[Happened], None],
         least: int = 1,
         addresses: Mapping[int, Any] | None = None,
+        others_come: Callable[[], bool] = lambda: True,
     ) -> None:
         self.roster = Roster(shards, engines, least)
         self._addresses = addresses if addresses is not None else {}
+        self._others_come = others_come
         self.epoch = 0
         self.phase = Phase.IDLE
         self.counts: Counter[str] = Counter()
@@ -93,10 +99,11 @@ class Conductor:
         self._losses: dict[int, list[float]] = {}
         self._prepared: dict[int, Mapping[str, Any]] = {}
         self._answers: dict[int, Mapping[str, Any]] = {}
+        self._commits = 0  # how often the decision has been said again
         self._decision: Mapping[str, Any] = {}
         self._moved_at = 0.0
         self._moved: Any = None
-        self._stalls = 0
+        self._patience = Patience(0, leases.attempts)
 
     # What the run's process says
 
@@ -150,7 +157,9 @@ class Conductor:
         """Have a step made; `done` is called once, with how it ended."""
         if self.phase is not Phase.IDLE:
             raise RuntimeError(f"a step is in flight: {self.phase.value}")
-        self._order, self._done, self._stalls = order, done, 0
+        self._order, self._done = order, done
+        if order.step > self._patience.step:
+            self._patience = Patience(order.step, self._leases.attempts)
         members = self.roster.view(order.micro_batches)
         if self._is_formed and self._is_agreed and self._view == members:
             self._begin()
@@ -176,11 +185,11 @@ class Conductor:
     # What nodes say
 
     def handle(self, message: Message) -> None:
-        """Take a message; one that makes no sense ends the step with an error."""
+        """Take a message; one that makes no sense costs its sender its place."""
         try:
             self._take(message)
         except ProtocolError as error:
-            self._end(Outcome(self._step, error=error))
+            self._refuse(message.sender, error)
 
     def _take(self, message: Message) -> None:
         sender, kind = message.sender, message.kind
@@ -192,7 +201,7 @@ class Conductor:
             self.counts["stale messages"] += 1
             return
         if kind is Kind.DAMAGED:
-            self.damaged(f"node {sender}: {str(message.body.get('text'))[:200]}")
+            self._take_damaged(message)
         elif kind is Kind.SEEN and self.phase is Phase.FORMING:
             self._take_seen(sender)
         elif kind is Kind.HOLDS and self.phase is Phase.AGREEING and sender in self._shards:
@@ -212,14 +221,19 @@ class Conductor:
             self._answers[sender] = message.body
             self._end_if_committed()
 
-    def damaged(self, text: str) -> None:
-        """Something came whose checksum is wrong: nobody knows what it was to say."""
+    def damaged(self, text: str, ends: Collection[int] = ()) -> None:
+        """Something came whose checksum is wrong: nobody knows what it was to say.
+
+        Args:
+            ends: the nodes at the ends of the link, as far as they are known.
+        """
         self.counts["damaged"] += 1
-        if self.phase is Phase.COMMITTING:
-            self._send_commit()
-        elif self.phase in _OPEN:
-            self._happened("retry", f"{text}; the step begins anew")
-            self._form()
+        if self.phase not in (Phase.COMMITTING, *_OPEN):
+            return
+        known = [node for node in ends if node in self.roster]
+        worst = self._patience.damaged(known, self._view.engines)
+        why = f"frames on its links come damaged again and again; {text}"
+        self._begin_anew("damage", text, None if worst is None else (worst, why))
 
     def tick(self, now: float) -> None:
         """Look whether somebody has been silent, or nothing has moved, for too long."""
@@ -245,7 +259,7 @@ class Conductor:
             self._moved, self._moved_at = moved, now
         elif still > self._leases.job and busy:
             self._moved_at = now
-            self.lost(busy[0], f"a job of it has taken {still:.0f} s")
+            self._lose_for_its_time(busy[0], still)
         elif still > self._leases.stall and not busy:
             self._moved_at = now
             self._stalled()
@@ -327,6 +341,7 @@ class Conductor:
         self._losses.clear()
         self._prepared.clear()
         self._answers.clear()
+        self._commits = 0
         self._phase(Phase.RUNNING)
         count = len(self._view.engines)
         try:
@@ -384,14 +399,65 @@ class Conductor:
 
     # What goes wrong
 
+    def _take_damaged(self, message: Message) -> None:
+        sender, peer = message.sender, message.body.get("peer")
+        if sender not in self.roster:
+            return
+        ends = [sender, peer] if type(peer) is int else [sender]
+        self.damaged(f"node {sender}: {str(message.body.get('text'))[:200]}", ends)
+
     def _take_trouble(self, message: Message) -> None:
+        sender, about = message.sender, message.body.get("about")
+        if sender not in (*self._view.engines, *self._shards):
+            return
         if self.phase is Phase.COMMITTING:
-            if message.sender not in self._shards:
+            if sender not in self._shards:
                 return  # the step needs no engine any more
         elif self.phase not in _OPEN:
             return  # it was about an attempt that is given up
         kind, text = str(message.body.get("error")), str(message.body.get("text"))
-        self._end(Outcome(self._step, error=TroubleError(message.sender, kind, text)))
+        if about in self._view.engines:
+            self._fail(about, kind, text)  # it has sent what makes no sense
+        elif sender in self._view.engines:
+            self._fail(sender, kind, text)
+        else:
+            self._end(Outcome(self._step, error=TroubleError(sender, kind, text)))
+
+    def _refuse(self, sender: int, error: ProtocolError) -> None:
+        """A node has sent what makes no sense; to the run it is no node any more."""
+        if sender in self._view.engines and self.phase in _OPEN:
+            self._fail(sender, type(error).__name__, str(error))
+        elif sender in self.roster:
+            self.lost(sender, str(error))
+
+    def _fail(self, engine: int, kind: str, text: str) -> None:
+        """An engine has failed: it loses its place, unless others would fail in the same way."""
+        ends_with = self._patience.failed(engine, kind, text)
+        if ends_with is None and not self._has_another(engine):
+            ends_with = f"engine {engine}, the only one there is: {kind}: {text}"
+        if ends_with is None:
+            self.lost(engine, f"its work failed: {kind}: {text}")
+            return
+        self._give_up(TroubleError(engine, kind, ends_with))
+
+    def _has_another(self, engine: int) -> bool:
+        left = [other for other in self.roster.engines if other != engine]
+        return len(left) >= self.roster.least or self._others_come()
+
+    def _give_up(self, error: Exception) -> None:
+        """End the step for what trying again would not mend; who tries again begins to count."""
+        self._patience = Patience(0, self._leases.attempts)
+        self._end(Outcome(self._step, error=error))
+
+    def _lose_for_its_time(self, node: int, seconds: float) -> None:
+        text = (
+            f"one job of it has taken {seconds:.0f} s, which is over cluster.longest_job; if a "
+            "stage of its share, or an update of a shard, may take that long, raise it"
+        )
+        if node in self._view.engines and self.phase in _OPEN:
+            self._fail(node, ClusterError.__name__, text)
+        else:
+            self.lost(node, text)
 
     def _lose_shard(self, node: int, why: str) -> None:
         self.roster.lose(node)
@@ -401,26 +467,52 @@ class Conductor:
 
     def _stalled(self) -> None:
         """Nobody computes and nothing moves: something was lost on the way."""
+        again = self._patience.standstills > 0
+        behind = self._behind() if again else None
+        text = "nothing moves"
+        if behind is not None:
+            text = f"the step stands still behind node {behind[0]}"
         if self.phase is Phase.COMMITTING:
-            self._send_commit()
-            return
-        engines, again = self._view.engines, self._stalls > 0
-        self._stalls += 1
-        if self.phase is Phase.FORMING and again:
+            behind = self._behind()
+        self._begin_anew("standstill", text, behind)
+
+    def _behind(self) -> tuple[int, str]:
+        """Return who is nearest to what was lost on the way, and why."""
+        engines = self._view.engines
+        if self.phase is Phase.FORMING:
             missing = [n for n in (*engines, *self._shards) if n not in self._seen]
-            self.lost(missing[0], "it has not answered to a new epoch")
-            return
-        if self.phase is Phase.AGREEING and again:
-            missing = self._agreement.missing
-            self.lost(missing[0], "it has not said at which step it stands")
-            return
-        if self.phase is Phase.RUNNING and again and len(engines) > 1:
-            # Who has got least is behind the broken link; of equals, the one nearest the root.
-            progress = self.roster.progress(engines)
-            self.lost(min(progress, key=lambda n: progress[n]), "the step stands still behind it")
-            return
-        self._happened("retry", "nothing moves: the step begins anew in a new epoch")
-        self._form()
+            return missing[0], "it has not answered to a new epoch"
+        if self.phase is Phase.AGREEING:
+            return self._agreement.missing[0], "it has not said at which step it stands"
+        if self.phase is Phase.COMMITTING:
+            missing = [n for n in self._shards if n not in self._answers]
+            return missing[0], "it has not answered to the commit"
+        # Who has got least is behind the broken link; of equals, the one nearest the root.
+        progress = self.roster.progress(engines)
+        return min(progress, key=lambda n: progress[n]), "the step stands still behind it"
+
+    def _begin_anew(self, why: str, text: str, behind: tuple[int, str] | None = None) -> None:
+        """Try the step again, in a new epoch, or say what is decided again.
+
+        Args:
+            behind: a node that loses its place for it, and the reason.
+        """
+        is_decided = self.phase is Phase.COMMITTING
+        self._commits += is_decided
+        try:
+            self._patience.begins_anew(why, text)
+        except ClusterError as error:
+            if not is_decided:
+                self._give_up(error)
+                return
+            behind = self._behind()  # it has to be made; without a shard it cannot be
+        if behind is not None and (not is_decided or self._commits > _MOST_COMMITS):
+            self.lost(*behind)
+        elif is_decided:
+            self._send_commit()
+        else:
+            self._happened("retry", f"{text}: the step begins anew in a new epoch")
+            self._form()
 
     def _end(self, outcome: Outcome) -> None:
         if self.phase is Phase.IDLE:

@@ -41,6 +41,7 @@ class NodeFrame(ABC, Generic[Step]):
         self.epoch = 0
         self.refused = 0  # messages of another epoch or step
         self.progress = 0  # in this epoch: grows with everything that this node gets done
+        self.failure: Exception | None = None  # what its own work ran into last
         self._runtime, self._new_step = runtime, step
         self._step = step(0)
         self._view: View | None = None  # of the epoch; None if this node takes no part
@@ -61,7 +62,7 @@ class NodeFrame(ABC, Generic[Step]):
             else:
                 self._take(message)
         except ProtocolError as error:
-            self._report(message.epoch, message.step, error)
+            self._report(message.epoch, message.step, error, message.sender)
 
     @abstractmethod
     def _take(self, message: Message) -> None:
@@ -91,8 +92,13 @@ class NodeFrame(ABC, Generic[Step]):
         message = Message(kind, self.epoch, self.number, self._step.number, body=body or {})
         self._runtime.send(CONDUCTOR, message)
 
-    def _report(self, epoch: int, step: int, error: Exception) -> None:
-        body = {"error": type(error).__name__, "text": str(error)}
+    def _report(self, epoch: int, step: int, error: Exception, sender: int | None = None) -> None:
+        """Say what went wrong, in the node's own work or with what a sender has sent."""
+        body: dict[str, Any] = {"error": type(error).__name__, "text": str(error)}
+        if sender is None:
+            self.failure = error
+        else:
+            body["about"] = sender
         self._runtime.send(CONDUCTOR, Message(Kind.TROUBLE, epoch, self.number, step, body=body))
 
     def _run(self, step: Step, job: Callable[[], Any], then: Callable[[Any], None]) -> None:

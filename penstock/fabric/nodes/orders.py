@@ -50,12 +50,14 @@ class Leases:
     """Seconds: `silence` without a word is a loss; `stall` in which nobody gets on is a retry.
 
     While somebody computes, nobody need get on for as long as `job`, the longest that one job of a
-    node may take.
+    node may take. `attempts` is how often one step may begin anew for damaged frames and
+    standstills before it is given up.
     """
 
     silence: float = 1.0
     stall: float = 5.0
     job: float = 600.0
+    attempts: int = 32
 
 
 @dataclass(frozen=True)

@@ -150,7 +150,7 @@ class Network:
             came = max(left + self._links.latency + late, self._coming[to] + seconds)
             if late == 0:
                 self._coming[to] = came
-            self._at(came, self._unless_stopped, (to, self._deliver, (to, carried)))
+            self._at(came, self._unless_stopped, (to, self._deliver, (sender, to, carried)))
 
     def work(
         self,
@@ -192,12 +192,12 @@ class Network:
         if self._jobs[number] and number not in self._working:
             self._begin_job(number)
 
-    def _deliver(self, to: int, carried: Message | CorruptionError) -> None:
+    def _deliver(self, sender: int, to: int, carried: Message | CorruptionError) -> None:
         if to in self._dead:
             return
         self.delivered += 1
         if isinstance(carried, CorruptionError):
-            self._report_damage(to, carried)
+            self._report_damage(sender, to, carried)
             return
         self.taken_bytes[to] += carried.size
         if to == CONDUCTOR:
@@ -206,14 +206,14 @@ class Network:
         elif to in self._nodes:
             self._nodes[to].handle(carried)
 
-    def _report_damage(self, to: int, error: CorruptionError) -> None:
+    def _report_damage(self, sender: int, to: int, error: CorruptionError) -> None:
         """Do as a real node does with a frame whose checksum is wrong: tell the conductor."""
         assert self._conductor is not None
         if to == CONDUCTOR:
-            self._conductor.damaged(str(error))
+            self._conductor.damaged(str(error), [sender])
             return
-        epoch = self._nodes[to].epoch
-        self.send(to, CONDUCTOR, Message(Kind.DAMAGED, epoch, to, body={"text": str(error)}))
+        epoch, body = self._nodes[to].epoch, {"text": str(error), "peer": sender}
+        self.send(to, CONDUCTOR, Message(Kind.DAMAGED, epoch, to, body=body))
 
     def _unless_stopped(
         self, number: int, action: Callable[..., None], arguments: tuple[Any, ...]

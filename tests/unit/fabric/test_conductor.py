@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from penstock.errors import NonFiniteError, ProtocolError, StorageError
+from penstock.errors import NonFiniteError, StorageError
 from penstock.fabric.messages import Kind, Message
 from penstock.fabric.nodes import (
     Conductor,
@@ -315,6 +315,21 @@ def test_who_computes_may_take_longer_than_a_standstill_but_not_for_ever():
     assert play.conductor.epoch == epoch
     play.pass_time(4.0, busy=[101])
     assert play.conductor.ready == (100, 102)
+    assert "which is over cluster.longest_job" in play.happened[-1].text
+
+
+def test_when_two_engines_take_too_long_for_a_stage_the_run_ends_and_says_what_to_raise():
+    play = Play()
+    play.start(2)
+    for engine in (101, 100):
+        play.begun()
+        play.pass_time(11.0, busy=[engine])
+        play.see()
+    error = play.ended[-1].error
+    assert isinstance(error, TroubleError)
+    assert (error.node, error.kind) == (100, "ClusterError")
+    assert "engines 101 and 100 have met the same error" in str(error)
+    assert "over cluster.longest_job; if a stage of its share" in str(error)
 
 
 def test_a_lost_shard_ends_the_step_and_the_next_waits_until_it_is_back():
@@ -386,22 +401,53 @@ def test_shards_that_hold_no_step_in_common_are_an_error_that_says_what_they_hol
         {"losses": ["one", "two"]},
     ],
 )
-def test_losses_that_make_no_sense_end_the_step_with_an_error(body):
+def test_losses_that_make_no_sense_cost_the_engine_its_place(body):
     play = Play()
     play.start(2)
     play.say(100, Kind.LOSSES, body=body)
-    error = play.ended[-1].error
-    assert isinstance(error, ProtocolError)
-    assert str(error).startswith("node 100 sent a LOSSES message that has other than")
+    assert play.conductor.ready == (101, 102)
+    assert "node 100 sent a LOSSES message that has other than" in play.happened[-1].text
+    play.see()
+    play.finish()
+    assert play.ended.pop().error is None
 
 
 @pytest.mark.parametrize("steps", [None, "all", [1, "two"], {"1": 2}])
-def test_held_steps_that_make_no_sense_end_the_step_with_an_error(steps):
+def test_held_steps_that_make_no_sense_cost_the_shard_its_place(steps):
     play = Play(agreed=False)
     play.start(2)
     play.see()
     play.say(1, Kind.HOLDS, step=0, body={"steps": steps})
-    assert isinstance(play.ended[-1].error, ProtocolError)
+    assert isinstance(play.ended[-1].error, TroubleError)
+    assert play.happened[-1].kind == "shard lost"
+    assert "node 1 sent a HOLDS message that holds" in play.happened[-1].text
+
+
+@pytest.mark.parametrize("body", [{}, {"progress": "far"}, {"progress": -1}, {"progress": None}])
+def test_a_beat_that_makes_no_sense_costs_the_engine_its_place(body):
+    play = Play()
+    play.start(2)
+    play.say(101, Kind.BEAT, epoch=0, body=body)
+    assert play.conductor.ready == (100, 102)
+    play.say(999, Kind.BEAT, epoch=0, body=body)  # of one who is nobody
+    assert play.conductor.ready == (100, 102)
+
+
+def test_a_message_that_makes_no_sense_to_an_engine_costs_its_sender_the_place():
+    play = Play()
+    play.start(2)
+    body = {"error": "ProtocolError", "text": "node 102 sent a GRADIENT message", "about": 102}
+    play.say(100, Kind.TROUBLE, body=body)
+    assert play.conductor.ready == (100, 101)
+
+
+def test_trouble_of_one_who_takes_no_part_counts_for_nothing():
+    play = Play(wanted=2)
+    play.start(2)
+    for sender in (102, 999):
+        play.say(sender, Kind.TROUBLE, body={"error": "ValueError", "text": "no"})
+    assert not play.ended
+    assert play.conductor.ready == ENGINES
 
 
 def test_nothing_is_kept_of_nodes_that_have_gone():
