@@ -16,15 +16,16 @@ from penstock import process_memory
 from penstock.batches import Batches
 from penstock.cluster.calls import error_class
 from penstock.cluster.hall import Hall
-from penstock.cluster.shard_work import report_of
+from penstock.cluster.shard_work import commit_of, report_of
 from penstock.cluster.stragglers import Stragglers
 from penstock.config import Config
 from penstock.errors import NonFiniteError
 from penstock.events import StepDone
-from penstock.fabric.nodes import Outcome, Part, Phase, TroubleError, WentBackError
+from penstock.fabric.messages import Message
+from penstock.fabric.nodes import Outcome, Part, Phase, TroubleError, WentBackError, checks
 from penstock.program import Program
 from penstock.step_layout import Layout
-from penstock.store import Store, global_norm, merged
+from penstock.store import Commit, GradientReport, Store, global_norm, merged
 
 _GIVING_UP = 60.0  # seconds in which a step that is decided must end
 _LOOK = 0.05  # seconds between two looks at what has happened
@@ -142,16 +143,16 @@ class ClusterRunner:
         return isinstance(error, WentBackError)
 
     def _done(self, order: _Order, outcome: Outcome, started: float) -> StepDone:
-        answer = outcome.answers[0]
+        commit: Commit = outcome.answers[0]
         traffic, flash = self._store.take_traffic(), self._store.take_flash_traffic()
-        self.hall.step = answer["step"]
+        self.hall.step = commit.step
         seconds = time.perf_counter() - started
         return StepDone(
-            step=answer["step"],
+            step=commit.step,
             loss=math.fsum(outcome.losses) * order.scale,
-            learning_rate=float.fromhex(answer["learning_rate"]),
-            grad_norm=float.fromhex(answer["grad_norm"]),
-            clip_scale=float.fromhex(answer["clip_scale"]),
+            learning_rate=commit.learning_rate,
+            grad_norm=commit.grad_norm,
+            clip_scale=commit.clip_scale,
             seconds=seconds,
             tokens=self._tokens,
             streamed_bytes=traffic.streamed_bytes,
@@ -210,8 +211,19 @@ class _Order:
             for part in parts
         ]
 
+    def report(self, message: Message) -> GradientReport:
+        """Return what a shard says of its gradients."""
+        report, count = report_of(message.body), len(self._program.stages)
+        if not all(0 <= n < count for n in (*report.silent, *(report.non_finite or {}))):
+            raise checks.refuse(message, f"names stages that are none of {count}")
+        return report
+
+    def answer(self, message: Message) -> Commit:
+        """Return what a shard says of its commit."""
+        return commit_of(message.body)
+
     def decide(
-        self, losses: Sequence[float], prepared: Sequence[Mapping[str, Any]]
+        self, losses: Sequence[float], reports: Sequence[GradientReport]
     ) -> Mapping[str, Any]:
         """Return the decision to commit by.
 
@@ -227,7 +239,6 @@ class _Order:
                     "batch, or start a run with a lower optimizer.learning_rate in another "
                     "run.dir; with cluster.start: none the stage is named in which it began."
                 )
-        reports = [report_of(said) for said in prepared]
         norm = global_norm(self._program, self.step, merged(self._program, reports))
         return {"norm": norm.hex()}
 

@@ -24,6 +24,7 @@ from penstock.errors import ClusterError, ProtocolError, StorageError
 from penstock.fabric.messages import Kind, Message, message_with, pack_arrays
 from penstock.fabric.nodes import checks
 from penstock.fabric.nodes.agreement import Agreement
+from penstock.fabric.nodes.attempt import Attempt
 from penstock.fabric.nodes.frame import CONDUCTOR
 from penstock.fabric.nodes.orders import (
     Happened,
@@ -37,7 +38,6 @@ from penstock.fabric.nodes.patience import Patience
 from penstock.fabric.nodes.roster import Beat, Roster
 from penstock.fabric.nodes.runtime import Runtime
 from penstock.fabric.view import View
-from penstock.tree import share
 
 
 class Phase(enum.Enum):
@@ -94,13 +94,8 @@ class Conductor:
         self._is_agreed = False  # whether all shards are known to stand at one step
         self._order: StepOrder | None = None
         self._done: Callable[[Outcome], None] = lambda outcome: None
-        self._seen: set[int] = set()
+        self._attempt = Attempt(self._view, 0)
         self._agreement = Agreement(())
-        self._losses: dict[int, list[float]] = {}
-        self._prepared: dict[int, Mapping[str, Any]] = {}
-        self._answers: dict[int, Mapping[str, Any]] = {}
-        self._commits = 0  # how often the decision has been said again
-        self._decision: Mapping[str, Any] = {}
         self._moved_at = 0.0
         self._moved: Any = None
         self._patience = Patience(0, leases.attempts)
@@ -215,11 +210,9 @@ class Conductor:
         elif kind is Kind.LOSSES and self.phase is Phase.RUNNING:
             self._take_losses(message)
         elif kind is Kind.PREPARED and self.phase is Phase.RUNNING and sender in self._shards:
-            self._prepared[sender] = message.body
-            self._decide_if_whole()
+            self._take_prepared(message)
         elif kind is Kind.COMMITTED and self.phase is Phase.COMMITTING and sender in self._shards:
-            self._answers[sender] = message.body
-            self._end_if_committed()
+            self._take_committed(message)
 
     def damaged(self, text: str, ends: Collection[int] = ()) -> None:
         """Something came whose checksum is wrong: nobody knows what it was to say.
@@ -246,14 +239,8 @@ class Conductor:
             return
         members = (*self._view.engines, *self._view.shards)
         busy = roster.busy(members)
-        moved = (
-            self.phase,
-            self.epoch,
-            len(self._losses),
-            len(self._prepared),
-            len(self._answers),
-            tuple(roster.progress(members).values()),
-        )
+        far = tuple(roster.progress(members).values())
+        moved = (self.phase, self.epoch, *self._attempt.counts, far)
         still = now - self._moved_at
         if moved != self._moved:
             self._moved, self._moved_at = moved, now
@@ -286,7 +273,7 @@ class Conductor:
             return
         self.epoch += 1
         self._view = view
-        self._seen.clear()
+        self._attempt = Attempt(view, self._order.micro_batches)
         self._phase(Phase.FORMING)
         nodes = (*view.shards, *view.engines)
         listening = {str(n): self._addresses[n] for n in nodes if n in self._addresses}
@@ -295,8 +282,7 @@ class Conductor:
             self._send(node, Kind.VIEW, body)
 
     def _take_seen(self, sender: int) -> None:
-        self._seen.add(sender)
-        if not self._seen >= {*self._view.engines, *self._view.shards}:
+        if not self._attempt.see(sender):
             return
         self._is_formed = True
         if self._is_agreed:
@@ -338,10 +324,7 @@ class Conductor:
         order = self._order
         assert order is not None
         self._is_formed = False  # until this step has come to its end, nobody may begin another
-        self._losses.clear()
-        self._prepared.clear()
-        self._answers.clear()
-        self._commits = 0
+        self._attempt = Attempt(self._view, order.micro_batches)
         self._phase(Phase.RUNNING)
         count = len(self._view.engines)
         try:
@@ -357,45 +340,38 @@ class Conductor:
         for engine, body, described, payload in parts:
             self._send(engine, Kind.BEGIN, {**body, "rows": described}, payload)
 
+    def _take_losses(self, message: Message) -> None:
+        self._attempt.lose(message)
+        self._decide_if_whole()
+
+    def _take_prepared(self, message: Message) -> None:
+        assert self._order is not None
+        self._attempt.prepare(message.sender, self._order.report(message))
+        self._decide_if_whole()
+
     def _decide_if_whole(self) -> None:
-        engines = self._view.engines
-        if len(self._losses) < len(engines) or len(self._prepared) < len(self._shards):
-            return
-        order = self._order
+        order, attempt = self._order, self._attempt
         assert order is not None
+        if not attempt.is_whole:
+            return
         try:
-            self._decision = order.decide(
-                self._all_losses(), [self._prepared[shard] for shard in self._shards]
-            )
+            attempt.decision = order.decide(attempt.losses, attempt.reports)
         except Exception as error:  # not committed, for a reason that the caller is told
             self._end(Outcome(order.step, error=error))
             return
         self._phase(Phase.COMMITTING)
         self._send_commit()
 
-    def _take_losses(self, message: Message) -> None:
-        order, engines = self._order, self._view.engines
-        assert order is not None
-        if message.sender not in engines:
-            return
-        part = share(order.micro_batches, len(engines))[engines.index(message.sender)]
-        self._losses[message.sender] = checks.hexadecimals(message, "losses", len(part))
-        self._decide_if_whole()
-
     def _send_commit(self) -> None:
-        for shard in self._shards:
-            if shard not in self._answers:
-                self._send(shard, Kind.COMMIT, self._decision)
+        for shard in self._attempt.unanswered:
+            self._send(shard, Kind.COMMIT, self._attempt.decision)
 
-    def _end_if_committed(self) -> None:
-        if len(self._answers) < len(self._shards):
-            return
-        self._is_formed = True
-        answers = [self._answers[shard] for shard in self._shards]
-        self._end(Outcome(self._step, self._all_losses(), self._decision, answers))
-
-    def _all_losses(self) -> list[float]:
-        return [x for engine in self._view.engines for x in self._losses[engine]]
+    def _take_committed(self, message: Message) -> None:
+        order, attempt = self._order, self._attempt
+        assert order is not None
+        if attempt.answer(message.sender, order.answer(message)):
+            self._is_formed = True
+            self._end(Outcome(order.step, attempt.losses, attempt.decision, attempt.answers))
 
     # What goes wrong
 
@@ -478,17 +454,14 @@ class Conductor:
 
     def _behind(self) -> tuple[int, str]:
         """Return who is nearest to what was lost on the way, and why."""
-        engines = self._view.engines
         if self.phase is Phase.FORMING:
-            missing = [n for n in (*engines, *self._shards) if n not in self._seen]
-            return missing[0], "it has not answered to a new epoch"
+            return self._attempt.unseen[0], "it has not answered to a new epoch"
         if self.phase is Phase.AGREEING:
             return self._agreement.missing[0], "it has not said at which step it stands"
         if self.phase is Phase.COMMITTING:
-            missing = [n for n in self._shards if n not in self._answers]
-            return missing[0], "it has not answered to the commit"
+            return self._attempt.unanswered[0], "it has not answered to the commit"
         # Who has got least is behind the broken link; of equals, the one nearest the root.
-        progress = self.roster.progress(engines)
+        progress = self.roster.progress(self._view.engines)
         return min(progress, key=lambda n: progress[n]), "the step stands still behind it"
 
     def _begin_anew(self, why: str, text: str, behind: tuple[int, str] | None = None) -> None:
@@ -498,7 +471,7 @@ class Conductor:
             behind: a node that loses its place for it, and the reason.
         """
         is_decided = self.phase is Phase.COMMITTING
-        self._commits += is_decided
+        self._attempt.commits += is_decided
         try:
             self._patience.begins_anew(why, text)
         except ClusterError as error:
@@ -506,7 +479,7 @@ class Conductor:
                 self._give_up(error)
                 return
             behind = self._behind()  # it has to be made; without a shard it cannot be
-        if behind is not None and (not is_decided or self._commits > _MOST_COMMITS):
+        if behind is not None and (not is_decided or self._attempt.commits > _MOST_COMMITS):
             self.lost(*behind)
         elif is_decided:
             self._send_commit()

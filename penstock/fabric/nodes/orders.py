@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from penstock.fabric.messages import Message
+
 
 @dataclass(frozen=True)
 class Part:
@@ -27,10 +29,16 @@ class StepOrder(Protocol):
         """Return, for so many engines, what each begins with."""
         ...
 
-    def decide(
-        self, losses: Sequence[float], prepared: Sequence[Mapping[str, Any]]
-    ) -> Mapping[str, Any]:
+    def report(self, message: Message) -> Any:
+        """Return what a shard says of its gradients, or raise `ProtocolError`."""
+        ...
+
+    def decide(self, losses: Sequence[float], reports: Sequence[Any]) -> Mapping[str, Any]:
         """Return the decision that shards commit by, or raise what forbids it."""
+        ...
+
+    def answer(self, message: Message) -> Any:
+        """Return what a shard says of its commit, or raise `ProtocolError`."""
         ...
 
 
@@ -41,7 +49,7 @@ class Outcome:
     step: int
     losses: Sequence[float] = ()
     decision: Mapping[str, Any] = field(default_factory=dict)
-    answers: Sequence[Mapping[str, Any]] = ()
+    answers: Sequence[Any] = ()
     error: BaseException | None = None
 
 

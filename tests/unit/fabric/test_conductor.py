@@ -15,6 +15,7 @@ from penstock.fabric.nodes import (
     Part,
     TroubleError,
     WentBackError,
+    checks,
 )
 
 SHARDS, ENGINES = (1, 2), (100, 101, 102)
@@ -29,6 +30,12 @@ class Order:
 
     def parts(self, engines: int) -> list[Part]:
         return [Part({"total": self.micro_batches}, {"x": np.zeros(1)})] * engines
+
+    def report(self, message) -> dict:
+        checks.integer(message, "shard", 0, {"shard": 0} | dict(message.body))
+        return dict(message.body)
+
+    answer = report
 
     def decide(self, losses, prepared) -> dict:
         if self.forbidden is not None:
@@ -423,6 +430,17 @@ def test_held_steps_that_make_no_sense_cost_the_shard_its_place(steps):
     assert "node 1 sent a HOLDS message that holds" in play.happened[-1].text
 
 
+@pytest.mark.parametrize("kind", [Kind.PREPARED, Kind.COMMITTED])
+def test_what_a_shard_says_of_its_gradients_or_commit_must_make_sense(kind):
+    play = Play()
+    play.start(2)
+    if kind is Kind.COMMITTED:
+        play.work()
+    play.say(1, kind, body={"shard": "one"})
+    assert isinstance(play.ended[-1].error, TroubleError)
+    assert f"node 1 sent a {kind.name} message" in play.happened[-1].text
+
+
 @pytest.mark.parametrize("body", [{}, {"progress": "far"}, {"progress": -1}, {"progress": None}])
 def test_a_beat_that_makes_no_sense_costs_the_engine_its_place(body):
     play = Play()
@@ -461,7 +479,9 @@ def test_nothing_is_kept_of_nodes_that_have_gone():
         play.say(gone, Kind.BEAT, epoch=0, body={"progress": 1})
         play.conductor.joined(100 + 3 * step)
     assert all(outcome.error is None for outcome in play.ended)
-    parts = [*vars(play.conductor).values(), *vars(play.conductor.roster).values()]
+    conductor = play.conductor
+    inner = (conductor, conductor.roster, conductor._attempt, conductor._patience)
+    parts = [value for each in inner for value in vars(each).values()]
     held = [v for v in parts if isinstance(v, (dict, set, list))]
     assert max(map(len, held)) <= 8
 
