@@ -1,7 +1,7 @@
 """The nodes of a run as state machines: what each makes of a message, whoever carries it."""
 
 from penstock.fabric.nodes import checks
-from penstock.fabric.nodes.conductor import Conductor, Phase
+from penstock.fabric.nodes.conductor import Conductor
 from penstock.fabric.nodes.engine import EngineNode, EngineWork
 from penstock.fabric.nodes.frame import CONDUCTOR
 from penstock.fabric.nodes.orders import (
@@ -9,6 +9,7 @@ from penstock.fabric.nodes.orders import (
     Leases,
     Outcome,
     Part,
+    Phase,
     StepOrder,
     TroubleError,
     WentBackError,

@@ -13,7 +13,6 @@ stored; before the next step, then, all shards go back to the newest step that a
 
 from __future__ import annotations
 
-import enum
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -30,6 +29,7 @@ from penstock.fabric.nodes.orders import (
     Happened,
     Leases,
     Outcome,
+    Phase,
     StepOrder,
     TroubleError,
     WentBackError,
@@ -38,18 +38,6 @@ from penstock.fabric.nodes.patience import Patience
 from penstock.fabric.nodes.roster import Beat, Roster
 from penstock.fabric.nodes.runtime import Runtime
 from penstock.fabric.view import View
-
-
-class Phase(enum.Enum):
-    """Where the step in flight stands."""
-
-    IDLE = "no step"
-    GATHERING = "waiting for engines or shards"
-    FORMING = "waiting until all have seen the view"
-    AGREEING = "waiting until all shards stand at one step"
-    RUNNING = "waiting for losses and gradients"
-    COMMITTING = "waiting until the shards have committed"
-
 
 # The attempt can be given up and made again in these.
 _OPEN = (Phase.FORMING, Phase.AGREEING, Phase.RUNNING)
@@ -511,14 +499,5 @@ class Conductor:
         body: Mapping[str, Any] | None = None,
         payload: np.ndarray | None = None,
     ) -> None:
-        self._runtime.send(
-            to,
-            message_with(
-                payload,
-                kind=kind,
-                epoch=self.epoch,
-                sender=CONDUCTOR,
-                step=self._step,
-                body=body or {},
-            ),
-        )
+        said = {"epoch": self.epoch, "sender": CONDUCTOR, "step": self._step, "body": body or {}}
+        self._runtime.send(to, message_with(payload, kind=kind, **said))
