@@ -7,6 +7,7 @@ engine. Who takes part in which step is decided by the conductor, which has its 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -99,6 +100,15 @@ class Hall:
         self._is_closed = False
         self._first = list(range(1, 1 + config.store.shards))  # the shards' first nodes
         self._local: list[ShardNode] = []
+        with contextlib.ExitStack() as undo:
+            self._open(host, launch, undo)
+            undo.pop_all()  # from here on it is `close` that ends what was begun
+
+    def _open(
+        self, host: str, launch: Callable[[Endpoint], Launcher], undo: contextlib.ExitStack
+    ) -> None:
+        """Open the door, let it be found, and have workers started."""
+        config, layout, token = self._config, self._layout, self._token
         self._endpoint = Endpoint(
             token,
             host,
@@ -108,6 +118,7 @@ class Hall:
             every=self._every,
             beat=_BEAT,
         )
+        undo.callback(self._endpoint.close)
         self.conductor = Conductor(
             self._endpoint.runtime(CONDUCTOR),
             self._first,
@@ -122,7 +133,9 @@ class Hall:
         self._calls = Calls(self._send, self.require_sound)
         self._places = ShardPlaces(config.store.shards if self._is_apart else 0)
         self._record = write_record(config.run.dir, self._endpoint.address, token)
+        undo.callback(remove_record, self._record, token)
         self.launcher = launch(self._endpoint)
+        undo.callback(self.launcher.close)
         self._crew = Crew(self.launcher, self.say)
         self._crew.fill(self._wanted_workers)
         self._endpoint.start()

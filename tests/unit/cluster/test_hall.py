@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -153,7 +154,9 @@ def test_so_many_workers_are_started_as_engines_spare_ones_and_shards_apart(visi
 
 def test_a_run_whose_workers_all_end_before_they_are_shards_ends_and_says_so(visit):
     visited = visit(is_in_vain=True, shards="apart")
-    with pytest.raises(ClusterError, match="in a row ended before they could compute; worker-"):
+    with pytest.raises(
+        ClusterError, match=r"in a row ended before they could compute, .*; worker-"
+    ):
         visited.hall.remote_shards()
     visited.hall.close()
     assert {"worker ended", "not replaced"} <= {*visited.told}
@@ -162,7 +165,9 @@ def test_a_run_whose_workers_all_end_before_they_are_shards_ends_and_says_so(vis
 
 def test_a_run_whose_workers_all_end_before_they_are_engines_ends_and_says_so(visit):
     visited = visit(is_in_vain=True)
-    with pytest.raises(ClusterError, match="in a row ended before they could compute; worker-"):
+    with pytest.raises(
+        ClusterError, match=r"in a row ended before they could compute, .*; worker-"
+    ):
         visited.hall.await_engines()
 
 
@@ -247,3 +252,50 @@ def test_more_engines_are_started_beside_the_shards(visit):
     visited.hall.scale(1)
     visited.hall.scale(3)
     assert visited.launcher.started == 7
+
+
+def ours() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("penstock")}
+
+
+class FailingLauncher(PretendLauncher):
+    """Starts one worker, and then something goes wrong that nobody has foreseen."""
+
+    is_closed = False
+
+    def start(self) -> None:
+        super().start()
+        if self.started == 2:
+            raise RuntimeError("the second worker broke the launcher")
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@pytest.mark.parametrize("fails", ["making the launcher", "starting workers"])
+def test_a_hall_that_cannot_be_opened_leaves_nothing(tmp_path, layout, fails):
+    before = ours()
+    launcher, addresses = FailingLauncher(False), []
+
+    def launch(endpoint: Endpoint) -> FailingLauncher:
+        addresses.append(endpoint.address)
+        assert (tmp_path / "cluster.json").exists()
+        if fails == "making the launcher":
+            raise RuntimeError("no launcher")
+        return launcher
+
+    with pytest.raises(RuntimeError):
+        Hall(
+            config(tmp_path),
+            layout,
+            host="127.0.0.1",
+            token=TOKEN,
+            launch=launch,
+            tell=lambda event: None,
+            should_stop=lambda: False,
+        )
+    until(lambda: not ours() - before)
+    assert not (tmp_path / "cluster.json").exists()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(addresses[0], timeout=1)
+    assert launcher.is_closed == (fails == "starting workers")
