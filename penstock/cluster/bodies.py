@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.cluster.terms import are_terms
 from penstock.fabric.messages import Message
 from penstock.fabric.nodes import checks
 from penstock.fabric.sockets import Address
@@ -39,6 +40,38 @@ class Join:
         if shard is not None:
             shard = checks.integer(message, "shard", 0)
         return cls(worker, address_of(message, body.get("listens")), shard)
+
+
+@dataclass(frozen=True)
+class Welcome:
+    """What a process is to be: its node, which shard or None, and of which run (`terms.py`).
+
+    `reopen` says whether a shard's store has been there before; `shards_there` are the nodes that
+    are in the process which says so.
+    """
+
+    node: int
+    shard: int | None
+    reopen: bool
+    run: Mapping[str, Any]
+    shards_there: tuple[int, ...]
+
+    @classmethod
+    def read(cls, message: Message) -> Welcome:
+        """Return what a `WELCOME` says.
+
+        **Raises:** `ProtocolError` if it makes no sense.
+        """
+        body = message.body
+        there, shard = body.get("shards_there"), body.get("shard")
+        if not isinstance(there, list) or not all(type(node) is int for node in there):
+            raise checks.refuse(message, f"says {str(there)[:40]!r} for 'shards_there'")
+        if shard is not None:
+            shard = checks.integer(message, "shard", 0)
+        if not are_terms(body.get("run")):
+            raise checks.refuse(message, "does not say what the run is")
+        node, reopen = checks.integer(message, "node", 1), body.get("reopen") is True
+        return cls(node, shard, reopen, body["run"], tuple(there))
 
 
 @dataclass(frozen=True)

@@ -78,8 +78,12 @@ class Gathered:
             size = message.body.get("bytes")
             if not isinstance(size, int) or size < 0 or message.index != -(-size // PIECE_BYTES):
                 raise CorruptionError(f"a {message.kind.name} announces {str(size)[:40]} bytes")
+            try:
+                self._payload = np.empty(size, np.uint8)
+            except (MemoryError, ValueError, OverflowError):
+                text = f"a {message.kind.name} announces {size} bytes, more than there is room for"
+                raise CorruptionError(text) from None
             self._first, self._came = message, 0
-            self._payload = np.empty(size, np.uint8)
         else:
             end = self._came + message.size
             if message.op != self._first.op or message.payload is None or end > self._payload.size:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.cluster import store_calls
-from penstock.cluster.bodies import addresses_of
+from penstock.cluster.bodies import Welcome, addresses_of
 from penstock.cluster.calls import Gathered, Said, frames
 from penstock.cluster.engine_work import EngineOfProcess
 from penstock.cluster.plan import digest_of, holdings_of, transfers_of
@@ -182,7 +182,7 @@ class Worker:
                 continue  # of a link before this one
             message = content[1]
             if message.kind is Kind.WELCOME:
-                self._become(link, message.body)
+                self._become(link, Welcome.read(message))
             elif message.kind is Kind.ANSWER:
                 raise RefusedError(str(message.body.get("error")))
         if self._node is not None:
@@ -215,11 +215,11 @@ class Worker:
         if not closed.wait(timeout=_CLOSING):
             log.error("the store was not closed in %.0f s", _CLOSING)
 
-    def _become(self, link: Link, welcome: Mapping[str, Any]) -> None:
-        number, shard, told = int(welcome["node"]), welcome["shard"], welcome["run"]
+    def _become(self, link: Link, welcome: Welcome) -> None:
+        number, told = welcome.node, welcome.run
         try:
-            if shard is not None:
-                self._built = build_shard(told, int(shard), bool(welcome["reopen"]))
+            if welcome.shard is not None:
+                self._built = build_shard(told, welcome.shard, welcome.reopen)
             elif self._built is None or self._built.told != told:
                 self._built = build_engine(told)
         except PenstockError as error:
@@ -232,8 +232,8 @@ class Worker:
             node = built.role.node(number, self._endpoint.runtime(number))
             self._number, self._node = number, node
             self._endpoint.attach(CONDUCTOR, link)
-            for there in welcome["shards_there"]:
-                self._endpoint.attach(int(there), link)
+            for there in welcome.shards_there:
+                self._endpoint.attach(there, link)
             member = _Member(node, self._endpoint)
             if isinstance(built.role, ShardRole):
                 member = _ShardMember(node, self._endpoint, built.role.place)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from penstock.errors import ClusterError
+from penstock.errors import ClusterError, CorruptionError, ProtocolError
 from penstock.fabric.messages import Kind, Message
 from penstock.fabric.nodes.runtime import RuntimeOf
 from penstock.fabric.sockets import handshake
@@ -141,6 +141,7 @@ class Endpoint:
         The first that is said to be there is the one that the link is known by.
         """
         link.peer = number if link.peer is None else link.peer
+        link.nodes.add(number)
         self._links[number] = link
 
     def detach(self, number: int) -> None:
@@ -260,12 +261,30 @@ class Endpoint:
         self.call(forget)
 
     def _route(self, link: Link, message: Message) -> None:
-        if message.kind is Kind.HELLO and isinstance(message.body.get("node"), int):
-            link.peer = message.body["node"]
-        elif link.peer is None:
+        """Hand a message on; who has sent what makes no sense loses its link, and nothing else."""
+        try:
+            if link.peer is None:
+                self._take_from_stranger(link, message)
+            elif message.sender not in link.nodes:
+                raise ProtocolError(
+                    f"node {link.peer} sent a {message.kind.name} message in the name of node "
+                    f"{message.sender}"
+                )
+            else:
+                self._deliver(message.to, message)
+        except (ProtocolError, CorruptionError) as error:
+            log.warning("a peer is cut off: %s", error)
+            link.close(ProtocolError(str(error)))
+
+    def _take_from_stranger(self, link: Link, message: Message) -> None:
+        if message.kind is not Kind.HELLO:
             self._on_stranger(link, message)
-        else:
-            self._deliver(message.to, message)
+            return
+        node = message.body.get("node")
+        if type(node) is not int or node < 0:
+            raise ProtocolError(f"a peer says that it is node {str(node)[:40]!r}")
+        link.peer = node
+        link.nodes.add(node)
 
     def _deliver(self, to: int, message: Message) -> None:
         place = self._places.get(to)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
+from any_message import messages
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from penstock.errors import NonFiniteError, StorageError
+from penstock.errors import NonFiniteError, PenstockError, StorageError
 from penstock.fabric.messages import Kind, Message
 from penstock.fabric.nodes import (
     Conductor,
@@ -537,3 +542,22 @@ def test_a_step_that_is_decided_is_not_given_up():
     for shard in SHARDS:
         play.say(shard, Kind.COMMITTED)
     assert play.ended.pop().error is None
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(messages([0, *SHARDS, *ENGINES, 7]), max_size=6), st.integers(0, 3))
+def test_no_message_can_make_the_conductor_raise(received, phase):
+    play = Play(agreed=False)
+    play.start(1)
+    for advance in (play.see, play.agree, play.work)[:phase]:
+        advance()
+    for message in received:
+        epoch, step = play.conductor.epoch, play.conductor._step
+        play.conductor.handle(message)
+        play.conductor.handle(dataclasses.replace(message, epoch=epoch, step=step))
+        play.now += 0.1
+        play.conductor.tick(play.now)
+    for outcome in play.ended:
+        assert outcome.error is None or isinstance(
+            outcome.error, (TroubleError, WentBackError, PenstockError)
+        )
