@@ -10,22 +10,24 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
-from penstock import process_memory
+from penstock import assembly
 from penstock.batches import Batches
 from penstock.cluster.calls import error_class
+from penstock.cluster.computing import Computing
 from penstock.cluster.hall import Hall
 from penstock.cluster.shard_work import commit_of, report_of
 from penstock.cluster.stragglers import Stragglers
 from penstock.config import Config
-from penstock.errors import NonFiniteError
 from penstock.events import StepDone
 from penstock.fabric.messages import Message
 from penstock.fabric.nodes import Outcome, Part, Phase, TroubleError, WentBackError, checks
 from penstock.program import Program
+from penstock.step import step_done
 from penstock.step_layout import Layout
 from penstock.store import Commit, GradientReport, Store, global_norm, merged
+from penstock.tracing import NonFiniteLossError, require_finite, trace
 
 _GIVING_UP = 60.0  # seconds in which a step that is decided must end
 _LOOK = 0.05  # seconds between two looks at what has happened
@@ -54,6 +56,7 @@ class ClusterRunner:
         self._batches, self._tokens = batches, tokens
         self.hall = hall
         self._stragglers = Stragglers(config.cluster.slow)
+        self._computing = Computing()
         self._has_begun = False
 
     @property
@@ -89,6 +92,8 @@ class ClusterRunner:
                 break
             if not self._begins_anew(outcome.error):
                 self.hall.require_sound()
+                if isinstance(outcome.error, NonFiniteLossError):
+                    self._trace(outcome.error)
                 raise _as_ours(outcome.error)
             self._store.take_traffic()  # what shards say with it is where they stand
         self.hall.call(self._look_for_stragglers)
@@ -144,30 +149,23 @@ class ClusterRunner:
 
     def _done(self, order: _Order, outcome: Outcome, started: float) -> StepDone:
         commit: Commit = outcome.answers[0]
-        traffic, flash = self._store.take_traffic(), self._store.take_flash_traffic()
         self.hall.step = commit.step
         seconds = time.perf_counter() - started
-        return StepDone(
-            step=commit.step,
+        return step_done(
+            commit,
+            self._store,
             loss=math.fsum(outcome.losses) * order.scale,
-            learning_rate=commit.learning_rate,
-            grad_norm=commit.grad_norm,
-            clip_scale=commit.clip_scale,
             seconds=seconds,
+            store_seconds=seconds - self._computing.of_step(self.hall.figures(), seconds),
             tokens=self._tokens,
-            streamed_bytes=traffic.streamed_bytes,
-            gradient_bytes=traffic.gradient_bytes,
             engine_bytes=self.hall.peak_bytes,
-            store_bytes=sum(self._store.memory_bytes.values()),
-            flash_read_bytes=flash.read_bytes,
-            flash_written_bytes=flash.written_bytes,
-            flash_wait_seconds=flash.waited_seconds,
-            compute_seconds=max(0.0, seconds - traffic.update_seconds - flash.waited_seconds),
-            weight_seconds=0.0,
-            update_seconds=traffic.update_seconds,
-            snapshot_seconds=traffic.snapshot_seconds,
-            peak_rss_bytes=process_memory.peak_resident_bytes(),
         )
+
+    def _trace(self, error: NonFiniteLossError) -> NoReturn:
+        """Find in this process where a loss began that is not a number."""
+        layout, device = self._layout, assembly.choose_device(self._config.engine.device)
+        made = assembly.make_engines(layout.program, layout.plan, layout.shares, 1, device)
+        trace(error, layout.program, made[0], self._store, self._batches, self._config.run.seed)
 
     def _look_for_stragglers(self) -> None:
         """Name engines that are slow, and replace those that stay so; in the hall's thread."""
@@ -231,14 +229,7 @@ class _Order:
             NonFiniteError: a loss or a gradient is not a number.
             NoTrainingError: a trainable weight has got no gradient.
         """
-        for number, loss in enumerate(losses):
-            if not math.isfinite(loss):
-                raise NonFiniteError(
-                    f"step {self.step}: the loss of micro-batch {number} is {loss}. The step was "
-                    f"not committed: the weights are those of step {self._done}. Look at the "
-                    "batch, or start a run with a lower optimizer.learning_rate in another "
-                    "run.dir; with cluster.start: none the stage is named in which it began."
-                )
+        require_finite(self.step, losses)
         norm = global_norm(self._program, self.step, merged(self._program, reports))
         return {"norm": norm.hex()}
 
