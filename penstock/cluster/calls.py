@@ -98,8 +98,8 @@ class Gathered:
 
     def _take(self, message: Message) -> tuple[int, Said] | None:
         if self._first is None:
-            self._first, self._came = message, 0
             self._payload = np.empty(self._announced(message), np.uint8)
+            self._first, self._came = message, 0
         else:
             end = self._came + message.size
             if message.op != self._first.op or message.payload is None or end > self._payload.size:

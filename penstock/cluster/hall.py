@@ -7,15 +7,17 @@ engine. Who takes part in which step is decided by the conductor, which has its 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from penstock.cluster.bodies import Figures, Join, Opens
 from penstock.cluster.calls import Calls, error_class
 from penstock.cluster.crew import Crew
 from penstock.cluster.launch import Launcher
@@ -27,7 +29,7 @@ from penstock.cluster.shard_work import ShardHere, StoreOfShard
 from penstock.cluster.shards_apart import House, ShardsApart
 from penstock.cluster.terms import terms_of
 from penstock.config import Config
-from penstock.errors import ClusterError, PenstockError
+from penstock.errors import ClusterError, CorruptionError, PenstockError
 from penstock.events import ClusterEvent
 from penstock.fabric.messages import Kind, Message
 from penstock.fabric.nodes import CONDUCTOR, Conductor, Happened, Leases, ShardNode
@@ -51,10 +53,10 @@ class _Member:
     number: int
     link: Link
     worker: str
-    listens: Any
-    host: object
+    listens: Address
     place: Place | None  # of a shard; None for an engine
-    opens: str  # what it does with its store, as a shard
+    opens: Opens  # what it does with its store, as a shard
+    figures: Figures = field(default_factory=Figures)
 
     @property
     def is_shard(self) -> bool:
@@ -110,6 +112,15 @@ class Hall:
         # The first nodes of each shard.
         self._first = [[1 + s + r * shards for r in range(replicas)] for s in range(shards)]
         self._local: list[ShardNode] = []
+        with contextlib.ExitStack() as undo:
+            self._open(host, launch, undo)
+            undo.pop_all()  # from here on it is `close` that ends what was begun
+
+    def _open(
+        self, host: str, launch: Callable[[Endpoint], Launcher], undo: contextlib.ExitStack
+    ) -> None:
+        """Open the door, let it be found, and have workers started."""
+        config, layout, token = self._config, self._layout, self._token
         self._endpoint = Endpoint(
             token,
             host,
@@ -119,21 +130,25 @@ class Hall:
             every=self._every,
             beat=_BEAT,
         )
+        undo.callback(self._endpoint.close)
         self.conductor = Conductor(
             self._endpoint.runtime(CONDUCTOR),
             self._first,
             config.engines,
-            Leases(config.cluster.lease, config.cluster.stall),
+            Leases(config.cluster.lease, config.cluster.stall, config.cluster.longest_job),
             self._happened,
             least=layout.least_engines,
             addresses=self._addresses,
+            others_come=self._others_come,
         )
         self._endpoint.add(CONDUCTOR, _Desk(self))
         self._calls = Calls(self._send, self.require_sound)
         self._apart = self._make_shards()
         self._places = self._apart.places
         self._record = write_record(config.run.dir, self._endpoint.address, token)
+        undo.callback(remove_record, self._record, token)
         self.launcher = launch(self._endpoint)
+        undo.callback(self.launcher.close)
         self._crew = Crew(self.launcher, self.say)
         self._crew.fill(self._wanted_workers)
         self._endpoint.start()
@@ -176,6 +191,11 @@ class Hall:
         """What this process has sent to all others and taken from them, frames' heads apart."""
         links = [member.link for member in self._members.values()]
         return sum(link.sent_bytes + link.taken_bytes for link in links)
+
+    def figures(self) -> dict[int, Figures]:
+        """Return what the engines of the present view have last said of themselves."""
+        here = [engine for engine in self.conductor.engines if engine in self._members]
+        return {engine: self._members[engine].figures for engine in here}
 
     def worker_of(self, node: int) -> str:
         """Return the name of the worker that a node runs in."""
@@ -269,6 +289,11 @@ class Hall:
                 return
             time.sleep(0.02)
 
+    def _others_come(self) -> bool:
+        """Tell whether another engine is started in the place of one that is lost."""
+        is_ours = self._config.cluster.start != "listen"
+        return bool(self._joining) or (is_ours and self._crew.given_up is None)
+
     def scale(self, engines: int) -> None:
         """Go on with so many engines from the next step on, as soon as they are there.
 
@@ -279,7 +304,7 @@ class Hall:
 
     def _require_engines(self, wanted: object) -> int:
         least, most = self._layout.least_engines, self._layout.micro_batches
-        if not isinstance(wanted, int) or not least <= wanted <= most:
+        if type(wanted) is not int or not least <= wanted <= most:
             raise ClusterError(
                 f"engines: expected {least} (with fewer, a step does not fit engine.memory) to "
                 f"{most} (one micro-batch each), got {wanted!r}"
@@ -343,7 +368,7 @@ class Hall:
     def _stranger(self, link: Link, message: Message) -> None:
         """Take what a peer says before it is somebody."""
         if message.kind is Kind.JOIN:
-            self._welcome(link, message.body)
+            self._welcome(link, Join.read(message))
         elif message.kind is Kind.READY and link in self._joining:
             self._admit(self._joining.pop(link), message.body)
         elif message.kind is Kind.TROUBLE and link in self._joining:
@@ -353,42 +378,38 @@ class Hall:
         elif message.kind is Kind.ORDER:
             self._take_order(link, message.body)
 
-    def _welcome(self, link: Link, said: Mapping[str, Any]) -> None:
+    def _welcome(self, link: Link, said: Join) -> None:
         """Give a process that joins its place."""
-        listens, asked = said.get("listens"), said.get("shard")
-        host = listens[0] if isinstance(listens, list) and listens else None
-        place = self._place_for(asked, host)
-        if place is None and asked is not None:
-            text = f"shard {str(asked)[:40]} of the store is not wanted: it is there"
-            self._refuse(link, text)
+        place = self._place_for(said)
+        if place is None and said.shard is not None:
+            self._refuse(link, f"shard {said.shard} of the store is not wanted: it is there")
             return
-        number, opens = self._next, "when asked"
+        opens: Opens = "when asked"
+        number = self._next
         if place is not None and not self._places.have_come:
             number = self._first[place.shard][place.replica]
         else:
             self._next += 1
         if place is not None and self._places.have_come:
             opens = "empty" if self._places.is_held(place.shard) else "what was left"
-        self._joining[link] = _Member(
-            number, link, str(said.get("worker")), listens, host, place, opens
-        )
+        self._joining[link] = _Member(number, link, said.worker, said.listens, place, opens)
         body = {
             "node": number,
-            "shard": None if place is None else place.shard,
-            "replica": None if place is None else place.replica,
+            "place": None if place is None else list(place),
             "opens": opens,
             "run": self._told,
             "shards_there": [] if self._is_apart else [nodes[0] for nodes in self._first],
         }
         link.send(Message(Kind.WELCOME, 0, CONDUCTOR, body=body))
 
-    def _place_for(self, asked: object, host: object) -> Place | None:
+    def _place_for(self, said: Join) -> Place | None:
         """Return the place that a process gets which joins, None if it is to be an engine."""
         joining = self._joining.values()
-        here = [*self._members.values(), *joining]
-        shards = [(member.place, member.host) for member in here if member.place is not None]
+        members = [*self._members.values(), *joining]
+        here = [(m.place, m.listens[0]) for m in members if m.place is not None]
         engines = len(self.conductor.ready) + sum(not member.is_shard for member in joining)
-        return self._apart.place_for(asked, host, shards, engines < self._wanted_engines)
+        fits_engine = engines < self._wanted_engines
+        return self._apart.place_for(said.shard, said.listens[0], here, fits_engine)
 
     def _admit(self, member: _Member, said: Mapping[str, Any]) -> None:
         """Take a process that is ready among those of the run."""
@@ -440,6 +461,8 @@ class Hall:
         self._joining.pop(link, None)
         number = link.peer
         if number is not None and number in self._members and self._members[number].link is link:
+            if isinstance(error, CorruptionError):
+                self.conductor.damaged(f"node {number}: {error}", [number])
             self.conductor.lost(number, f"its connection ended ({error})")
 
     def _happened(self, happened: Happened) -> None:
@@ -470,12 +493,19 @@ class Hall:
             self._calls.take(message)
             return
         if message.kind is Kind.BEAT:
-            self._calls.heard(message.sender)
-            if message.sender in self._members and not message.body.get("busy"):
-                self._rested[message.sender] = message.epoch
-            peak = message.body.get("peak_bytes")
-            self.peak_bytes = max(self.peak_bytes, peak if isinstance(peak, int) else 0)
+            self._take_beat(message)
         self.conductor.handle(message)
+
+    def _take_beat(self, message: Message) -> None:
+        member, figures = self._members.get(message.sender), Figures.read(message)
+        if member is None:
+            return
+        self._calls.heard(message.sender)
+        if not message.body.get("busy"):
+            self._rested[message.sender] = message.epoch
+        if figures is not None:
+            member.figures = figures
+            self.peak_bytes = max(self.peak_bytes, figures.peak_bytes)
 
 
 class _Desk:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.cluster import store_calls
+from penstock.cluster.bodies import Opens, Welcome, addresses_of
 from penstock.cluster.calls import Gathered, Said, frames
 from penstock.cluster.engine_work import EngineOfProcess
 from penstock.cluster.plan import digest_of, holdings_of, transfers_of
@@ -97,6 +98,10 @@ class RefusedError(ClusterError):
     """The run does not want this worker, and says why."""
 
 
+class OwnWorkError(ClusterError):
+    """This worker could not compute what it was to; in this process it might not again."""
+
+
 class Worker:
     """One process of a run.
 
@@ -144,8 +149,8 @@ class Worker:
                 try:
                     self._join()
                     since = None
-                except RefusedError:
-                    raise  # it would be refused again
+                except (RefusedError, OwnWorkError):
+                    raise  # it would be no better again
                 except ClusterError as error:
                     # The first time it is an error; later, the run may have ended.
                     if self._built is None:
@@ -178,13 +183,18 @@ class Worker:
                 continue  # of a link before this one
             message = content[1]
             if message.kind is Kind.WELCOME:
-                self._become(link, message.body)
+                self._become(link, Welcome.read(message))
             elif message.kind is Kind.ANSWER:
                 raise RefusedError(str(message.body.get("error")))
         if self._node is not None:
             self._let_go()
             self._endpoint.remove(self._number)
-            self._node = None
+            node, self._node = self._node, None
+            if node.failure is not None:
+                raise OwnWorkError(
+                    f"the work of {self._name} failed, and the run goes on without it: "
+                    f"{type(node.failure).__name__}: {node.failure}"
+                )
 
     def _let_go(self) -> None:
         """Have a shard close its store, behind what it is at."""
@@ -206,12 +216,11 @@ class Worker:
         if not closed.wait(timeout=_CLOSING):
             log.error("the store was not closed in %.0f s", _CLOSING)
 
-    def _become(self, link: Link, welcome: Mapping[str, Any]) -> None:
-        number, shard, told = int(welcome["node"]), welcome["shard"], welcome["run"]
+    def _become(self, link: Link, welcome: Welcome) -> None:
+        number, told = welcome.node, welcome.run
         try:
-            if shard is not None:
-                place = Place(int(shard), int(welcome["replica"]))
-                self._built = build_shard(told, place, str(welcome["opens"]))
+            if welcome.place is not None:
+                self._built = build_shard(told, welcome.place, welcome.opens)
             elif self._built is None or self._built.told != told:
                 self._built = build_engine(told)
         except PenstockError as error:
@@ -224,8 +233,8 @@ class Worker:
             node = built.role.node(number, self._endpoint.runtime(number))
             self._number, self._node = number, node
             self._endpoint.attach(CONDUCTOR, link)
-            for there in welcome["shards_there"]:
-                self._endpoint.attach(int(there), link)
+            for there in welcome.shards_there:
+                self._endpoint.attach(there, link)
             member = _Member(node, self._endpoint)
             if isinstance(built.role, ShardRole):
                 member = _ShardMember(node, self._endpoint, built.role.place)
@@ -239,7 +248,7 @@ class Worker:
             self._events.put(("ended", link))
         elif isinstance(error, CorruptionError) and self._node is not None:
             # What was in the frame will not come again: the step begins anew, over new links.
-            body, node = {"text": str(error)}, self._node
+            body, node = {"text": str(error), "peer": link.peer}, self._node
             message = Message(Kind.DAMAGED, node.epoch, node.number, body=body)
             self._endpoint.send(node.number, CONDUCTOR, message)
 
@@ -269,14 +278,9 @@ class _Member:
     def handle(self, message: Message) -> None:
         """Take a message."""
         if message.kind is Kind.VIEW and message.epoch > self._node.epoch:
-            listening = message.body.get("addresses", {})
-            self._endpoint.meet(
-                {
-                    int(number): (str(address[0]), int(address[1]))
-                    for number, address in listening.items()
-                    if int(number) != self._node.number
-                }
-            )
+            listening = addresses_of(message)
+            listening.pop(self._node.number, None)
+            self._endpoint.meet(listening)
         self._node.handle(message)
 
 
@@ -381,12 +385,11 @@ def build_engine(told: Mapping[str, Any]) -> _Built:
     return _Built(dict(told), EngineRole(work, made.transfers), made.digest)
 
 
-def build_shard(told: Mapping[str, Any], place: Place, opens: str) -> _Built:
+def build_shard(told: Mapping[str, Any], place: Place, opens: Opens) -> _Built:
     """Make a shard of the store.
 
     Args:
-        opens: `when asked`, in a run's beginning; `what was left`, in the place of one that was
-            lost; or `empty`, to be given a copy of what another holds.
+        opens: what it does with its store now (`Welcome`).
 
     Raises:
         PenstockError: this machine cannot be such a shard.

@@ -57,6 +57,14 @@ class ClusterConfig(Section):
         gt=0,
         le=3600,
     )
+    longest_job: float = setting(
+        600.0,
+        "a stage of one engine's share, or an update of a shard, that computes for longer costs "
+        "the engine or the shard its place; if two engines take longer, the run ends",
+        unit="seconds",
+        gt=0,
+        le=86400,
+    )
     slow: float = setting(
         2.0,
         "an engine that takes more than so many times as long as the others is named",

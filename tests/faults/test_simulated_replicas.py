@@ -147,7 +147,7 @@ def trouble(seed: int) -> tuple[ToyCluster, bool, dict]:
             cluster.stop_until_lost(number, delay)
 
     def strike_newcomer() -> None:
-        for number in list(cluster.conductor._holders.newcomers)[:1]:
+        for number in cluster.conductor.newcomers[:1]:
             network.kill(number)
 
     for _ in range(chance.choice([1, 1, 2, 3, 5])):

@@ -250,6 +250,11 @@ class ToyOrder:
             for part in share(MICRO_BATCHES, engines)
         ]
 
+    def report(self, message) -> dict:
+        return dict(message.body)
+
+    answer = report
+
     def decide(self, losses, prepared) -> dict:
         squares = {k: float.fromhex(x) for body in prepared for k, x in body["squares"].items()}
         assert len(squares) == STAGES * WEIGHTS
@@ -271,6 +276,7 @@ class ToyCluster:
         wanted: int | None = None,
         notice: float | None = 0.02,
         cost: Callable[[], float] = lambda: 0.002,
+        attempts: int = 1000,  # faults come more often here than any network has them
         replicas: int = 1,
         on_flash: bool = True,
     ) -> None:
@@ -286,12 +292,13 @@ class ToyCluster:
             self.network.runtime(0),
             numbers,
             wanted or engines,
-            Leases(silence=1.0, stall=2.0, job=20.0),
+            Leases(silence=1.0, stall=2.0, job=20.0, attempts=attempts),
             self._tell,
         )
         self.network.conduct(self.conductor)
         self._lost: set[int] = set()  # the last nodes of shards, that have been lost
         self._zombies: dict[int, float] = {}
+        self.engine: Callable[[int], ToyEngine] = lambda number: ToyEngine()
         self.watch: Callable[[], object] = lambda: None  # is called between any two events
         self._next_shard = 1 + shards * replicas
         self._next = FIRST_ENGINE
@@ -345,7 +352,7 @@ class ToyCluster:
 
     def _copy_to_newcomers(self, seconds: float = 0.01) -> None:
         """Give newcomers what they are to hold; it takes time, in which anybody may be lost."""
-        newcomers = list(self.conductor._holders.newcomers)
+        newcomers = list(self.conductor.newcomers)
         if newcomers and not self._make_durable():
             return
         for number in newcomers:
@@ -377,7 +384,8 @@ class ToyCluster:
     def join(self) -> int:
         """Let one more engine come."""
         number, self._next = self._next, self._next + 1
-        self._add(number, EngineNode(number, self.network.runtime(number), self.plan, ToyEngine()))
+        runtime = self.network.runtime(number)
+        self._add(number, EngineNode(number, runtime, self.plan, self.engine(number)))
         self.conductor.joined(number)
         return number
 

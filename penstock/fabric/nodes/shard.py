@@ -14,10 +14,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from penstock.errors import ProtocolError
 from penstock.fabric.messages import Kind, Message
 from penstock.fabric.nodes import checks
-from penstock.fabric.nodes.engine import CONDUCTOR
+from penstock.fabric.nodes.frame import NodeFrame
 from penstock.fabric.nodes.runtime import Runtime
 from penstock.fabric.topology import root
 from penstock.fabric.transfers import Operation, Transfers
@@ -85,7 +84,7 @@ class _Step:
     answer: Mapping[str, Any] | None = None  # to the commit
 
 
-class ShardNode:
+class ShardNode(NodeFrame[_Step]):
     """One shard of the store among others.
 
     Args:
@@ -106,43 +105,25 @@ class ShardNode:
         work: ShardWork,
         window: int = WINDOW,
     ) -> None:
-        self.number = number
-        self.epoch = 0
-        self._shard = shard
-        self._runtime, self._transfers, self._work = runtime, transfers, work
+        super().__init__(number, runtime, _Step)
+        self._shard, self._transfers, self._work = shard, transfers, work
         self._window = window
         operations = transfers.operations
         self._sends = [operation.of_shard(shard) for operation in operations]
         wanted = [(op, op.gradients_of(shard)) for op in operations]
         self._wanted = [(op, numbers) for op, numbers in wanted if numbers]
-        self._view: View | None = None
         self._streams = False  # whether it is this node of the shard that does
-        self._step = _Step(0)
-        self._jobs = 0
         self._asked: set[Kind] = set()  # what the conductor has asked in this epoch
-        self.refused = 0
-        self.progress = 0  # in this epoch
         self.sent_bytes = 0  # of weights, since the node was made
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether its worker has something to do, be it for a step that is over."""
-        return self._jobs > 0
+    def _takes_part(self, view: View) -> bool:
+        return self._shard < len(view.shards) and self.number in view.shards[self._shard]
 
-    def handle(self, message: Message) -> None:
-        """Take a message; one that makes no sense is reported to the conductor."""
-        try:
-            self._take(message)
-        except ProtocolError as error:
-            self._report(message.epoch, message.step, error)
+    def _enter(self, view: View) -> None:
+        self._asked.clear()
+        self._streams = view.shards[self._shard][0] == self.number
 
     def _take(self, message: Message) -> None:
-        if message.kind is Kind.VIEW:
-            self._take_view(message)
-            return
-        if self._view is None or message.epoch != self.epoch:
-            self.refused += 1
-            return
         if message.kind is Kind.BEGIN:
             self._begin(message)
         elif message.kind in (Kind.HOLDS, Kind.GO_BACK):
@@ -158,19 +139,6 @@ class ShardNode:
         else:
             self.refused += 1
 
-    def _take_view(self, message: Message) -> None:
-        if message.epoch > self.epoch:
-            view = View.read(message.body)
-            self.epoch = message.epoch
-            self.progress = 0
-            self._step = _Step(0)
-            self._asked.clear()
-            nodes = view.shards[self._shard] if self._shard < len(view.shards) else ()
-            self._view = view if self.number in nodes else None
-            self._streams = nodes[:1] == (self.number,)
-        if message.epoch == self.epoch:
-            self._send(Kind.SEEN)
-
     def _take_question(self, message: Message) -> None:
         """Say which steps this shard holds, or go back to one: before the epoch's first step."""
         if self._step.number or message.kind in self._asked:
@@ -182,11 +150,11 @@ class ShardNode:
             self._run(
                 step,
                 self._work.held_steps,
-                lambda steps: self._send(kind, {"steps": [int(held) for held in steps]}),
+                lambda steps: self._say(kind, {"steps": [int(held) for held in steps]}),
             )
             return
         to = checks.integer(message, "to", 0)
-        self._run(step, lambda: self._work.go_back(to), lambda _: self._send(kind, {"to": to}))
+        self._run(step, lambda: self._work.go_back(to), lambda _: self._say(kind, {"to": to}))
 
     def _begin(self, message: Message) -> None:
         if message.step <= self._step.number:
@@ -281,7 +249,7 @@ class ShardNode:
         if step.is_prepared:
             return
         step.is_prepared = True
-        self._run(step, self._work.prepare, lambda body: self._send(Kind.PREPARED, body))
+        self._run(step, self._work.prepare, lambda body: self._say(Kind.PREPARED, body))
 
     def _receiving(
         self, operation: Operation, came: Mapping[int, np.ndarray | None]
@@ -293,7 +261,7 @@ class ShardNode:
         if not step.is_prepared:
             raise checks.refuse(message, "is too early: this shard has not all gradients")
         if step.answer is not None:
-            self._send(Kind.COMMITTED, step.answer)
+            self._say(Kind.COMMITTED, step.answer)
             return
         if step.commit_began:
             return  # the answer is on its way
@@ -302,35 +270,6 @@ class ShardNode:
 
         def committed(answer: Mapping[str, Any]) -> None:
             step.answer = answer
-            self._send(Kind.COMMITTED, answer)
+            self._say(Kind.COMMITTED, answer)
 
         self._run(step, lambda: self._work.commit(step.number, decision), committed)
-
-    def _send(self, kind: Kind, body: Mapping[str, Any] | None = None) -> None:
-        message = Message(kind, self.epoch, self.number, self._step.number, body=body or {})
-        self._runtime.send(CONDUCTOR, message)
-
-    def _report(self, epoch: int, step: int, error: Exception) -> None:
-        body = {"error": type(error).__name__, "text": str(error)}
-        self._runtime.send(CONDUCTOR, Message(Kind.TROUBLE, epoch, self.number, step, body=body))
-
-    def _run(self, step: _Step, job: Callable[[], Any], then: Callable[[Any], None]) -> None:
-        """Have a job done; what comes of it counts for its own step only."""
-        self._jobs += 1
-
-        def done(result: Any) -> None:
-            self._jobs -= 1
-            if step is not self._step:
-                return
-            self.progress += 1
-            try:
-                then(result)
-            except Exception as error:  # what the work returned is none of what it promises
-                self._report(self.epoch, step.number, error)
-
-        def failed(error: Exception) -> None:
-            self._jobs -= 1
-            if step is self._step:
-                self._report(self.epoch, step.number, error)
-
-        self._runtime.work(job, done, failed)

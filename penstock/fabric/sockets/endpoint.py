@@ -18,8 +18,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from penstock.errors import ClusterError
+from penstock.errors import ClusterError, CorruptionError, ProtocolError
 from penstock.fabric.messages import Kind, Message
+from penstock.fabric.nodes.runtime import RuntimeOf
 from penstock.fabric.sockets import handshake
 from penstock.fabric.sockets.link import Link
 
@@ -123,9 +124,9 @@ class Endpoint:
         if place.thread is not None and place.thread is not threading.current_thread():
             place.thread.join()
 
-    def runtime(self, number: int) -> _Runtime:
+    def runtime(self, number: int) -> RuntimeOf:
         """Return what a node of this process is to send and work by."""
-        return _Runtime(self, number)
+        return RuntimeOf(self, number)
 
     def meet(self, addresses: Mapping[int, Address]) -> None:
         """Learn where nodes of other processes listen; the others are forgotten."""
@@ -140,6 +141,7 @@ class Endpoint:
         The first that is said to be there is the one that the link is known by.
         """
         link.peer = number if link.peer is None else link.peer
+        link.nodes.add(number)
         self._links[number] = link
 
     def detach(self, number: int) -> None:
@@ -185,6 +187,18 @@ class Endpoint:
             threading.Thread(
                 target=self._open, args=(sender, to, self._addresses[to]), daemon=True
             ).start()
+
+    def work(
+        self,
+        number: int,
+        job: Callable[[], Any],
+        then: Callable[[Any], None],
+        failed: Callable[[Exception], None],
+    ) -> None:
+        """Do a job of a node of this process, behind those before it; then tell the node."""
+        place = self._places.get(number)
+        if place is not None:
+            place.jobs.put((job, then, failed))
 
     def _open(self, sender: int, to: int, address: Address) -> None:
         """Make a link to a node that has none; what is to be sent over it waits meanwhile."""
@@ -247,12 +261,30 @@ class Endpoint:
         self.call(forget)
 
     def _route(self, link: Link, message: Message) -> None:
-        if message.kind is Kind.HELLO and isinstance(message.body.get("node"), int):
-            link.peer = message.body["node"]
-        elif link.peer is None:
+        """Hand a message on; who has sent what makes no sense loses its link, and nothing else."""
+        try:
+            if link.peer is None:
+                self._take_from_stranger(link, message)
+            elif message.sender not in link.nodes:
+                raise ProtocolError(
+                    f"node {link.peer} sent a {message.kind.name} message in the name of node "
+                    f"{message.sender}"
+                )
+            else:
+                self._deliver(message.to, message)
+        except (ProtocolError, CorruptionError) as error:
+            log.warning("a peer is cut off: %s", error)
+            link.close(ProtocolError(str(error)))
+
+    def _take_from_stranger(self, link: Link, message: Message) -> None:
+        if message.kind is not Kind.HELLO:
             self._on_stranger(link, message)
-        else:
-            self._deliver(message.to, message)
+            return
+        node = message.body.get("node")
+        if type(node) is not int or node < 0:
+            raise ProtocolError(f"a peer says that it is node {str(node)[:40]!r}")
+        link.peer = node
+        link.nodes.add(node)
 
     def _deliver(self, to: int, message: Message) -> None:
         place = self._places.get(to)
@@ -319,28 +351,6 @@ class Endpoint:
                 self.call(lambda error=error, failed=failed: failed(error))  # type: ignore[misc]
             else:
                 self.call(lambda result=result, then=then: then(result))  # type: ignore[misc]
-
-
-class _Runtime:
-    """The endpoint as one node sees it."""
-
-    def __init__(self, endpoint: Endpoint, number: int) -> None:
-        self._endpoint, self._number = endpoint, number
-
-    def send(self, to: int, message: Message) -> None:
-        """Send to a node by its number."""
-        self._endpoint.send(self._number, to, message)
-
-    def work(
-        self,
-        job: Callable[[], Any],
-        then: Callable[[Any], None],
-        failed: Callable[[Exception], None],
-    ) -> None:
-        """Do a job behind those before it, then tell the node."""
-        place = self._endpoint._places.get(self._number)
-        if place is not None:
-            place.jobs.put((job, then, failed))
 
 
 def own_host(address: Address) -> str:

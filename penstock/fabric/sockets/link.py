@@ -42,6 +42,7 @@ class Link:
         ended: Callable[[Link, Exception], None],
     ) -> None:
         self.peer: int | None = None  # the node at the other end, once it has said so
+        self.nodes: set[int] = set()  # all that are known to be there
         self.sent_bytes = self.taken_bytes = 0
         self._socket = connection
         self._take, self._ended = take, ended
@@ -64,9 +65,9 @@ class Link:
         """
         self._outgoing.put(message)
 
-    def close(self) -> None:
+    def close(self, why: Exception | None = None) -> None:
         """End the link at once; what has not been written is not sent."""
-        self._end(ConnectionError("it was closed here"))
+        self._end(why or ConnectionError("it was closed here"))
 
     @property
     def is_open(self) -> bool:
