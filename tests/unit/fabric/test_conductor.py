@@ -51,14 +51,20 @@ class Order:
 class Play:
     """A conductor, and the nodes that it speaks to."""
 
-    def __init__(self, engines=ENGINES, wanted: int | None = None, agreed: bool = True) -> None:
+    def __init__(
+        self,
+        engines=ENGINES,
+        wanted: int | None = None,
+        agreed: bool = True,
+        shards=((1,), (2,)),
+    ) -> None:
         self.sent: list[tuple[int, Message]] = []
         self.happened: list[Happened] = []
         self.ended: list[Outcome] = []
         leases = Leases(silence=1.0, stall=2.0, job=10.0)
         self.conductor = Conductor(
             self,
-            [(node,) for node in SHARDS],
+            shards,
             wanted or len(engines) or 1,
             leases,
             self.happened.append,
@@ -70,7 +76,7 @@ class Play:
         if agreed and engines:
             self.start(1)
             self.see()
-            self.agree()
+            self.agree([[0]] * len(self.conductor.roster.holders.nodes))
             self.finish()
             self.ended.clear()
 
