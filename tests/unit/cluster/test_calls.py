@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from penstock.cluster import calls
 from penstock.cluster.calls import Calls, Gathered, Said, ShardLostError, error_class, frames
+from penstock.cluster.worker import _ShardMember
 from penstock.errors import ClusterError, CorruptionError, StorageError
 from penstock.fabric.messages import Kind, Message
 
@@ -171,6 +173,27 @@ def test_an_answer_that_is_larger_than_it_can_be_is_an_error_for_who_asked():
 
     with pytest.raises(CorruptionError, match=r"node 3 announces 1,152,921,504,606,846,976 bytes"):
         Pair(boast).calls.ask(3, "read", {}, {}, most=4000)
+
+
+def test_a_shard_answers_a_call_that_is_larger_than_it_can_be_with_an_error_and_takes_the_next():
+    sent: list[Message] = []
+    runtime = SimpleNamespace(
+        send=lambda to, message: sent.append(message),
+        work=lambda job, then, failed: then(job()),
+    )
+    endpoint = SimpleNamespace(runtime=lambda number: runtime)
+    place = SimpleNamespace(most_bytes=4000, store=SimpleNamespace(step=7))
+    member = _ShardMember(SimpleNamespace(number=3), endpoint, place)
+    body = {"says": {}, "arrays": [], "bytes": 2**60}
+    member.handle(Message(Kind.CALL, 0, 0, op=1, index=-(-(2**60) // PIECE), body=body))
+    (refused,) = sent
+    assert refused.op == 1
+    assert refused.body["says"]["error"] == "CorruptionError"
+    assert "announces 1,152,921,504,606,846,976 bytes where 4,000" in refused.body["says"]["text"]
+    for message in frames(Kind.CALL, 0, 2, Said({"method": "nothing of this kind"})):
+        member.handle(message)
+    assert sent[-1].op == 2
+    assert sent[-1].body["says"]["error"] == "ClusterError"
 
 
 def test_several_may_be_asked_at_once():
