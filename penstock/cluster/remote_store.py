@@ -104,7 +104,10 @@ class RemoteShard:
 
     def _require_another(self, method: str, lost: ShardLostError | None) -> None:
         if method not in _BETWEEN_STEPS:
-            raise lost or ShardLostError(f"{self.program.name} was lost")
+            raise lost or ShardLostError(
+                f"{self.program.name} was lost; give the same command again, the run goes on from "
+                "the last step that is safe"
+            )
         self._await_node()
 
     def _heard(self, answer: Said) -> Said:

@@ -72,6 +72,20 @@ def test_the_memory_of_shards_on_flash_is_that_of_their_hosts(program, cluster, 
         shares(program, cluster={"start": "local", "shards": "apart"}, store=store)
 
 
+def test_replicas_count_as_much_as_what_they_hold(program, tmp_path):
+    cluster = OTHER_HOSTS[0]
+    one, two = (
+        shares(program, cluster=cluster, store={"shards": 4, "replicas": replicas}).store
+        for replicas in (1, 2)
+    )
+    assert two > 32 * program.parameters > one
+    flash = {"path": str(tmp_path / "flash")}
+    store = {"shards": 4, "replicas": 2, "flash": flash}
+    config = Config.from_mapping({"model": MODEL, "cluster": cluster, "store": store})
+    with pytest.raises(BudgetError, match=r"in 4 shards with a replica each needs [0-9,]+ bytes"):
+        stores.flash_share(config, program, 10 * MIB)
+
+
 @pytest.mark.parametrize("cluster", OTHER_HOSTS)
 def test_a_cap_is_for_the_process_here_and_leaves_what_the_shards_have_alone(program, cluster):
     engine = {"device": "cpu"}
