@@ -41,6 +41,7 @@ log = logging.getLogger("penstock.cluster")
 FIRST_ENGINE = 1000
 _BEAT = 0.1
 _LOOK = 0.05  # seconds between two looks at what has happened
+_STARVED = 10  # leases for which a worker may wait for a processor
 _PATIENCE = 120.0  # seconds in which all engines should have come
 
 
@@ -117,6 +118,7 @@ class Hall:
             on_failure=self._endpoint_failed,
             every=self._every,
             beat=_BEAT,
+            port=config.cluster.port,
         )
         undo.callback(self._endpoint.close)
         self.conductor = Conductor(
@@ -128,6 +130,7 @@ class Hall:
             least=layout.least_engines,
             addresses=self._addresses,
             others_come=self._others_come,
+            is_there=self._is_there,
         )
         self._endpoint.add(CONDUCTOR, _Desk(self))
         self._calls = Calls(self._send, self.require_sound)
@@ -309,6 +312,15 @@ class Hall:
         """Tell whether another engine is started in the place of one that is lost."""
         is_ours = self._config.cluster.start != "listen"
         return bool(self._joining) or (is_ours and self._crew.given_up is None)
+
+    def _is_there(self, node: int, silent: float) -> bool:
+        """Tell whether a silent node only waits its turn: on its link, or for a processor."""
+        member, lease = self._members.get(node), self._config.cluster.lease
+        if member is None:
+            return False
+        if member.link.is_heard(lease):
+            return True
+        return silent < _STARVED * lease and self.launcher.starves(member.worker)
 
     def scale(self, engines: int) -> None:
         """Go on with so many engines from the next step on, as soon as they are there.

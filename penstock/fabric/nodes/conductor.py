@@ -57,6 +57,7 @@ class Conductor:
         least: with fewer engines than this no step is made: they would not have the memory.
         addresses: where nodes listen, by number; those of a view's nodes are sent with it.
         others_come: whether another engine may come where none is left.
+        is_there: whether a node that has been silent for so long is there for all that.
     """
 
     def __init__(
@@ -69,10 +70,11 @@ class Conductor:
         least: int = 1,
         addresses: Mapping[int, Any] | None = None,
         others_come: Callable[[], bool] = lambda: True,
+        is_there: Callable[[int, float], bool] = lambda node, silent: False,
     ) -> None:
         self.roster = Roster(shards, engines, least)
         self._addresses = addresses if addresses is not None else {}
-        self._others_come = others_come
+        self._others_come, self._is_there = others_come, is_there
         self.epoch = 0
         self.phase = Phase.IDLE
         self.counts: Counter[str] = Counter()
@@ -219,9 +221,10 @@ class Conductor:
     def tick(self, now: float) -> None:
         """Look whether somebody has been silent, or nothing has moved, for too long."""
         roster = self.roster
-        self._moved_at += roster.pass_time(now, self._leases.silence / 2)
+        self._moved_at += roster.pass_time(now, self._leases.silence / 4)
         for node, silent in roster.silent(self._leases.silence):
-            self.lost(node, f"silent for {silent:.1f} s")
+            if not self._is_there(node, silent):
+                self.lost(node, f"silent for {silent:.1f} s")
         if self.phase in (Phase.IDLE, Phase.GATHERING):
             self._moved_at = now
             return
