@@ -14,7 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from penstock.cluster.bodies import Figures, Join
@@ -27,6 +27,7 @@ from penstock.cluster.remote_store import RemoteShard
 from penstock.cluster.shard_places import ShardPlaces
 from penstock.cluster.shard_work import ShardHere, StoreOfShard
 from penstock.cluster.terms import terms_of
+from penstock.cluster.vitals import Vitals
 from penstock.config import Config
 from penstock.errors import ClusterError, CorruptionError, PenstockError, StorageError
 from penstock.events import ClusterEvent
@@ -54,7 +55,6 @@ class _Member:
     worker: str
     listens: Address
     shard: int | None  # the shard whose place it has; None for an engine
-    figures: Figures = field(default_factory=Figures)
 
     @property
     def is_shard(self) -> bool:
@@ -90,12 +90,11 @@ class Hall:
         self._happenings: queue.SimpleQueue[ClusterEvent] = queue.SimpleQueue()
         self.step = 0  # at which the run stands
         self.counts: Counter[str] = Counter()
-        self.peak_bytes = 0  # the most that any engine has said to have held
+        self.vitals = Vitals()
         self._plan()
         self._members: dict[int, _Member] = {}
         self._joining: dict[Link, _Member] = {}
         self._addresses: dict[int, Any] = {}
-        self._rested: dict[int, int] = {}  # the epoch in which a node was last without work
         self._next = FIRST_ENGINE
         self._failed: PenstockError | None = None
         self._is_closed = False
@@ -173,8 +172,7 @@ class Hall:
 
     def figures(self) -> dict[int, Figures]:
         """Return what the engines of the present view have last said of themselves."""
-        here = [engine for engine in self.conductor.engines if engine in self._members]
-        return {engine: self._members[engine].figures for engine in here}
+        return self.vitals.figures(self.conductor.engines)
 
     def worker_of(self, node: int) -> str:
         """Return the name of the worker that a node runs in."""
@@ -260,7 +258,7 @@ class Hall:
         if not self._is_apart:
             return not any(node.is_busy for node in self._local)
         shards = [member.number for member in list(self._members.values()) if member.is_shard]
-        return all(self._rested.get(number, -1) >= self.conductor.epoch for number in shards)
+        return self.vitals.have_rested(shards, self.conductor.epoch)
 
     def _lose_shard(self, lost: _Member) -> None:
         """Make room for another, if what the shard held is on flash; else the run is over."""
@@ -495,7 +493,7 @@ class Hall:
         """Let nothing of a node come back."""
         member = self._members.pop(number, None)
         self._addresses.pop(number, None)
-        self._rested.pop(number, None)
+        self.vitals.forget(number)
         if member is None:
             return
         member.link.close()
@@ -512,20 +510,10 @@ class Hall:
         if message.kind is Kind.RETURN:
             self._calls.take(message)
             return
-        if message.kind is Kind.BEAT:
-            self._take_beat(message)
+        if message.kind is Kind.BEAT and message.sender in self._members:
+            self._calls.heard(message.sender)
+            self.vitals.take(message)
         self.conductor.handle(message)
-
-    def _take_beat(self, message: Message) -> None:
-        member, figures = self._members.get(message.sender), Figures.read(message)
-        if member is None:
-            return
-        self._calls.heard(message.sender)
-        if not message.body.get("busy"):
-            self._rested[message.sender] = message.epoch
-        if figures is not None:
-            member.figures = figures
-            self.peak_bytes = max(self.peak_bytes, figures.peak_bytes)
 
 
 class _Desk:
