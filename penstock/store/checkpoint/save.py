@@ -6,6 +6,7 @@
 4. Checkpoints that the index no longer lists are renamed away and deleted.
 """
 
+import contextlib
 import math
 import shutil
 import time
@@ -37,7 +38,7 @@ from penstock.store.files import (
     TEMPORARY_PREFIX,
     ChecksummedFile,
     FileRecord,
-    remove,
+    remove_folder,
     remove_temporaries,
     require_space,
     storage_errors,
@@ -215,7 +216,8 @@ def _pieces(saved: SavedState, entry: tensor_file.Entry, source: _Source) -> Ite
 def _publish(temporary: Path, folder: Path, after: Index) -> None:
     fault.point("checkpoint.before_rename")
     # Whatever is there, the index does not list it: a crash came between its rename and the index.
-    remove(folder)
+    if folder.exists():
+        remove_folder(folder)
     temporary.rename(folder)
     fault.point("checkpoint.after_rename")
     durable.sync_folder(folder.parent)
@@ -227,4 +229,5 @@ def _withdraw(temporary: Path, folder: Path, checkpoints: Path) -> None:
     """Leave no trace of a save that failed before the index named it."""
     shutil.rmtree(temporary, ignore_errors=True)
     if folder.exists() and folder.name not in read_index(checkpoints).folders:
-        shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            remove_folder(folder)
