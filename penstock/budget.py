@@ -19,6 +19,7 @@ from penstock.config import Config, size_above
 from penstock.engine import EnginePlan, bytes_of_choice, plan_engine, predict_bytes
 from penstock.engine.host_memory import KEPT_OVER_USED
 from penstock.errors import BudgetError, ConfigError
+from penstock.fabric.nodes import GRADIENTS, WINDOW
 from penstock.program import Program, Stage
 from penstock.store import Role
 from penstock.stores import assembly_of, least_flash_store_bytes
@@ -81,6 +82,9 @@ class Budget:
         self._on_flash = config.store.flash.path is not None
         needed = least_flash_store_bytes if self._on_flash else _dram_store_bytes
         self._need = needed(config, program, roles)
+        self._on_the_way = 0
+        if config.cluster.start != "none":
+            self._on_the_way = bytes_on_the_way(program, device)
         self._is_elsewhere = config.cluster.shards == "apart" and config.cluster.has_other_hosts
         self._saving = _SAVING_BYTES
         if not self._on_flash and config.cluster.shards == "here":
@@ -142,6 +146,7 @@ class Budget:
                 engine_bytes,
                 config.engine.recompute,
                 self._device,
+                self._beside,
             )
         except BudgetError:
             if config.memory is None or config.engine.memory != "auto" or self._device == "cuda":
@@ -173,7 +178,8 @@ class Budget:
     def _host_bytes(self, plan: EnginePlan) -> int:
         """Return what one engine has of host memory: all, or what its copies go through."""
         if self._device == "cuda":
-            return 2 * 4 * max(_elements(self._program, stage) for stage in self._program.stages)
+            largest = max(_elements(self._program, stage) for stage in self._program.stages)
+            return 2 * 4 * largest + self._on_the_way
         return predict_bytes(self._program, self._micro_batches, plan).peak_bytes
 
     def _least(self) -> int:
@@ -181,7 +187,14 @@ class Budget:
 
     def _choice(self) -> tuple[int, int]:
         recompute = self._config.engine.recompute
-        return bytes_of_choice(self._program, self._micro_batches, recompute, self._device)
+        return bytes_of_choice(
+            self._program, self._micro_batches, recompute, self._device, self._beside
+        )
+
+    @property
+    def _beside(self) -> int:
+        """What is on its way, where that is in the memory that engines compute in."""
+        return 0 if self._device == "cuda" else self._on_the_way
 
     def _require_loading(self, store: int, engine: int) -> None:
         """Filling a store on flash gathers a stage's weights and state, before anything runs."""
@@ -251,6 +264,24 @@ class Budget:
             ways.append("name a folder on a fast disk in store.flash.path")
         ways.append("lower batch.micro, batch.size or data.sequence_length")
         return f"It is {size_above(over)} too much: {', or '.join(ways)}."
+
+
+def bytes_on_the_way(program: Program, device: str) -> int:
+    """Return what an engine in a process of its own has of weights and gradients on their way.
+
+    Weights come into `WINDOW` buffers, each as large as the largest stage; on a CPU they are
+    computed with in place, so that one of these is the stage that waits while another computes.
+    Gradients are those of as many operations as shards let go at once, twice: an engine's own, and
+    the sum with those of others.
+    """
+    largest = max(program.stage_stream_bytes(stage) for stage in program.stages)
+    buffers = (WINDOW if device == "cuda" else WINDOW - 1) * largest
+    gradients = [
+        4 * sum(program.weights[n].elements for n in stage.weights if program.weights[n].trainable)
+        for stage in program.stages
+    ]
+    most = max(sum(gradients[first : first + GRADIENTS]) for first in range(len(gradients)))
+    return buffers + 2 * most
 
 
 def _floor(size: int) -> str:

@@ -30,6 +30,7 @@ class Crew:
         self._in_vain = 0  # workers in a row that ended before they were of use
         self._last_words = ""
         self._next_try = 0.0
+        self._waited_for: str | None = None
         self._has_said_so = False
 
     def fill(self, wanted: int) -> None:
@@ -42,6 +43,10 @@ class Crew:
         """Start another for each that is missing, unless they end in vain."""
         for ended in self._launcher.poll():
             self._take_leave(ended)
+        waits_for = self._launcher.waits_for()
+        if waits_for is not None and waits_for != self._waited_for:
+            self._say("waiting", waits_for)
+        self._waited_for = waits_for
         if self.given_up is None:
             if time.monotonic() >= self._next_try:
                 self.fill(wanted)

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from penstock.cluster.bodies import Figures, Join, Opens
@@ -28,6 +28,7 @@ from penstock.cluster.shard_places import Place
 from penstock.cluster.shard_work import ShardHere, StoreOfShard
 from penstock.cluster.shards_apart import House, ShardsApart
 from penstock.cluster.terms import terms_of
+from penstock.cluster.vitals import Vitals
 from penstock.config import Config
 from penstock.errors import ClusterError, CorruptionError, PenstockError
 from penstock.events import ClusterEvent
@@ -43,6 +44,7 @@ log = logging.getLogger("penstock.cluster")
 FIRST_ENGINE = 1000
 _BEAT = 0.1
 _LOOK = 0.05  # seconds between two looks at what has happened
+_STARVED = 10  # leases for which a worker may wait for a processor
 _PATIENCE = 120.0  # seconds in which all engines should have come
 
 
@@ -56,7 +58,6 @@ class _Member:
     listens: Address
     place: Place | None  # of a shard; None for an engine
     opens: Opens  # what it does with its store, as a shard
-    figures: Figures = field(default_factory=Figures)
 
     @property
     def is_shard(self) -> bool:
@@ -99,12 +100,11 @@ class Hall:
         self._happenings: queue.SimpleQueue[ClusterEvent] = queue.SimpleQueue()
         self.step = 0  # at which the run stands
         self.counts: Counter[str] = Counter()
-        self.peak_bytes = 0  # the most that any engine has said to have held
+        self.vitals = Vitals()
         self._plan()
         self._members: dict[int, _Member] = {}
         self._joining: dict[Link, _Member] = {}
         self._addresses: dict[int, Any] = {}
-        self._rested: dict[int, int] = {}  # the epoch in which a node was last without work
         self._next = FIRST_ENGINE
         self._failed: PenstockError | None = None
         self._is_closed = False
@@ -129,6 +129,7 @@ class Hall:
             on_failure=self._endpoint_failed,
             every=self._every,
             beat=_BEAT,
+            port=config.cluster.port,
         )
         undo.callback(self._endpoint.close)
         self.conductor = Conductor(
@@ -140,6 +141,7 @@ class Hall:
             least=layout.least_engines,
             addresses=self._addresses,
             others_come=self._others_come,
+            is_there=self._is_there,
         )
         self._endpoint.add(CONDUCTOR, _Desk(self))
         self._calls = Calls(self._send, self.require_sound)
@@ -194,8 +196,7 @@ class Hall:
 
     def figures(self) -> dict[int, Figures]:
         """Return what the engines of the present view have last said of themselves."""
-        here = [engine for engine in self.conductor.engines if engine in self._members]
-        return {engine: self._members[engine].figures for engine in here}
+        return self.vitals.figures(self.conductor.engines)
 
     def worker_of(self, node: int) -> str:
         """Return the name of the worker that a node runs in."""
@@ -267,8 +268,7 @@ class Hall:
         """Tell whether no shard works any more for a step of an epoch before the present one."""
         if not self._is_apart:
             return not any(node.is_busy for node in self._local)
-        nodes = self._places.all_nodes
-        return all(self._rested.get(number, -1) >= self.conductor.epoch for number in nodes)
+        return self.vitals.have_rested(self._places.all_nodes, self.conductor.epoch)
 
     # Engines
 
@@ -293,6 +293,15 @@ class Hall:
         """Tell whether another engine is started in the place of one that is lost."""
         is_ours = self._config.cluster.start != "listen"
         return bool(self._joining) or (is_ours and self._crew.given_up is None)
+
+    def _is_there(self, node: int, silent: float) -> bool:
+        """Tell whether a silent node only waits its turn: on its link, or for a processor."""
+        member, lease = self._members.get(node), self._config.cluster.lease
+        if member is None:
+            return False
+        if member.link.is_heard(lease):
+            return True
+        return silent < _STARVED * lease and self.launcher.starves(member.worker)
 
     def scale(self, engines: int) -> None:
         """Go on with so many engines from the next step on, as soon as they are there.
@@ -475,7 +484,7 @@ class Hall:
         """Let nothing of a node come back."""
         member = self._members.pop(number, None)
         self._addresses.pop(number, None)
-        self._rested.pop(number, None)
+        self.vitals.forget(number)
         if member is None:
             return
         member.link.close()
@@ -492,20 +501,10 @@ class Hall:
         if message.kind is Kind.RETURN:
             self._calls.take(message)
             return
-        if message.kind is Kind.BEAT:
-            self._take_beat(message)
+        if message.kind is Kind.BEAT and message.sender in self._members:
+            self._calls.heard(message.sender)
+            self.vitals.take(message)
         self.conductor.handle(message)
-
-    def _take_beat(self, message: Message) -> None:
-        member, figures = self._members.get(message.sender), Figures.read(message)
-        if member is None:
-            return
-        self._calls.heard(message.sender)
-        if not message.body.get("busy"):
-            self._rested[message.sender] = message.epoch
-        if figures is not None:
-            member.figures = figures
-            self.peak_bytes = max(self.peak_bytes, figures.peak_bytes)
 
 
 class _Desk:

@@ -6,6 +6,7 @@ numbers of several hosts may be equal.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -35,6 +36,14 @@ class Launcher(Protocol):
 
     def poll(self) -> list[Ended]:
         """Return the workers that have ended since the last call."""
+        ...
+
+    def waits_for(self) -> str | None:
+        """Say what workers that were started wait for before they can run; None for nothing."""
+        ...
+
+    def starves(self, worker: str) -> bool:
+        """Tell whether a worker would run if it had a processor; False if nobody knows."""
         ...
 
     def end(self, worker: str) -> None:
@@ -90,6 +99,18 @@ class LocalLauncher:
         ended = [name for name, process in self._processes.items() if process.poll() is not None]
         return [Ended(name, self._how(name, self._processes.pop(name))) for name in ended]
 
+    def waits_for(self) -> str | None:
+        """Return nothing: a process of this machine runs at once."""
+        return None
+
+    def starves(self, worker: str) -> bool:
+        """Tell whether a thread of it is ready to run, or is running; one that is stopped is not.
+
+        While one is, those that wait for it (for the interpreter's lock) have not their turn.
+        """
+        process = self._processes.get(worker)
+        return process is not None and any(state in "RD" for state in thread_states(process.pid))
+
     def end(self, worker: str) -> None:
         """End a worker, also one that stands still; `poll` will tell of it."""
         process = self._processes.get(worker)
@@ -115,6 +136,20 @@ class LocalLauncher:
         )
 
 
+def thread_states(pid: int) -> list[str]:
+    """Return the state of every thread of a process: R for one that runs or would, T for stopped.
+
+    Empty for one that has ended, and where the system has no /proc.
+    """
+    states = []
+    with contextlib.suppress(OSError):  # it may end meanwhile
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(OSError):
+                # The name of the program, in parentheses, may hold anything.
+                states.append((task / "stat").read_text().rpartition(")")[2].split()[0])
+    return states
+
+
 class NoLauncher:
     """Starts nobody: workers are started by others, and join when they can."""
 
@@ -124,6 +159,14 @@ class NoLauncher:
     def poll(self) -> list[Ended]:
         """Return nothing: who leaves is known by its link."""
         return []
+
+    def waits_for(self) -> str | None:
+        """Return nothing: it is said where the run listens."""
+        return None
+
+    def starves(self, worker: str) -> bool:
+        """Return False: it is on another host."""
+        return False
 
     def end(self, worker: str) -> None:
         """Leave it alone: it has been cut off, and may join again as a new engine."""

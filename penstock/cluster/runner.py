@@ -62,7 +62,7 @@ class ClusterRunner:
     @property
     def engine_peak_bytes(self) -> int:
         """The most that any engine has said to have held."""
-        return self.hall.peak_bytes
+        return self.hall.vitals.peak_bytes
 
     def run(self) -> StepDone:
         """Do one step and commit it, whoever is lost meanwhile.
@@ -159,7 +159,7 @@ class ClusterRunner:
             seconds=seconds,
             store_seconds=seconds - self._computing.of_step(self.hall.figures(), seconds),
             tokens=self._tokens,
-            engine_bytes=self.hall.peak_bytes,
+            engine_bytes=self.hall.vitals.peak_bytes,
         )
 
     def _trace(self, error: NonFiniteLossError) -> NoReturn:

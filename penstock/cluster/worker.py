@@ -1,7 +1,7 @@
 """A process of a run: it joins, becomes an engine or a shard of the store, and ends with the run.
 
-    python -m penstock.cluster.worker HOST PORT
-    python -m penstock.cluster.worker RUN/cluster.json [--shard NUMBER]
+    python -m penstock.cluster.worker HOST PORT [--port NUMBER]
+    python -m penstock.cluster.worker RUN/cluster.json [--shard NUMBER] [--port NUMBER]
 
 The run's token comes in the environment, as `PENSTOCK_TOKEN`, or from the record that the run
 wrote. All that the process is to be is told by the conductor's: an engine or which shard, of which
@@ -12,6 +12,7 @@ so that another can open what it had on flash.
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import queue
@@ -19,7 +20,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +34,7 @@ from penstock.cluster.record import read_record
 from penstock.cluster.shard_places import Place
 from penstock.cluster.shard_process import ShardApart
 from penstock.cluster.shard_work import StoreOfShard
-from penstock.errors import ClusterError, CorruptionError, PenstockError
+from penstock.errors import ClusterError, ConfigError, CorruptionError, PenstockError
 from penstock.fabric.messages import Kind, Message
 from penstock.fabric.nodes import CONDUCTOR, EngineNode, ShardNode
 from penstock.fabric.nodes.runtime import Runtime
@@ -110,6 +111,7 @@ class Worker:
         token: of the run.
         name: what the worker is known by to whoever started it.
         shard: the shard that it is to be; None leaves it to the run what it becomes.
+        port: on which it listens for other workers; 0: one that is free.
     """
 
     def __init__(
@@ -118,6 +120,7 @@ class Worker:
         token: str,
         name: str | None = None,
         shard: int | None = None,
+        port: int = 0,
     ) -> None:
         self._address = address
         self._name = name or f"{socket.gethostname()}:{os.getpid()}"
@@ -134,6 +137,7 @@ class Worker:
             on_stranger=lambda link, message: self._events.put(("message", (link, message))),
             on_failure=lambda error: self._events.put(("failed", error)),
             every=self._beat,
+            port=port,
         )
 
     def serve(self) -> None:
@@ -408,28 +412,33 @@ def main() -> None:
     """Be a worker, as the command line and the environment say."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     token, name = os.environ.pop(TOKEN, None), os.environ.pop(NAME, None)
-    shard = None
     try:
-        match sys.argv[1:]:
-            case [host, port] if port.isdigit() and token:
-                address = (host, int(port))
-            case [record]:
-                address, token = read_record(Path(record))
-            case [record, "--shard", number] if number.isdigit():
-                address, token = read_record(Path(record))
-                shard = int(number)
-            case _:
-                command = "python -m penstock.cluster.worker"
-                print(
-                    f"usage: {TOKEN}=... {command} HOST PORT, or {command} RUN/cluster.json "
-                    "[--shard NUMBER]",
-                    file=sys.stderr,
-                )
-                sys.exit(2)
-        Worker(address, token, name, shard).serve()
+        told = _arguments(sys.argv[1:])
+        if told.port is None:
+            address, token = read_record(Path(told.where))
+        elif token:
+            address = told.where, told.port
+        else:
+            raise ConfigError(
+                f"{TOKEN}: expected the run's token in the environment, it is not set"
+            )
+        Worker(address, token, name, told.shard, told.listen).serve()
     except PenstockError as error:
         print(f"worker: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+
+
+def _arguments(given: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "python -m penstock.cluster.worker", description="Take part in a run until it ends."
+    )
+    parser.add_argument("where", metavar="HOST|RUN/cluster.json", help="where the run listens")
+    parser.add_argument("port", metavar="PORT", type=int, nargs="?", help="with HOST")
+    parser.add_argument("--shard", type=int, help="the shard of the store that it is to be")
+    parser.add_argument(
+        "--port", type=int, default=0, dest="listen", help="on which it listens for other workers"
+    )
+    return parser.parse_args(given)
 
 
 if __name__ == "__main__":

@@ -84,6 +84,14 @@ class ClusterConfig(Section):
         "`cluster.address` the one by which the Ray cluster reaches it",
         example="10.0.0.1",
     )
+    port: int = setting(
+        0,
+        "the port on which the run listens, to be opened in a firewall; 0: one that is free, "
+        "chosen by the system",
+        example=29600,
+        ge=0,
+        le=65535,
+    )
 
     @property
     def has_other_hosts(self) -> bool:

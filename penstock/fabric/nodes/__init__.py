@@ -15,10 +15,11 @@ from penstock.fabric.nodes.orders import (
     WentBackError,
 )
 from penstock.fabric.nodes.runtime import Runtime
-from penstock.fabric.nodes.shard import WINDOW, ShardNode, ShardWork
+from penstock.fabric.nodes.shard import GRADIENTS, WINDOW, ShardNode, ShardWork
 
 __all__ = [
     "CONDUCTOR",
+    "GRADIENTS",
     "WINDOW",
     "Conductor",
     "EngineNode",

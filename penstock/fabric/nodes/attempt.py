@@ -33,6 +33,11 @@ class Attempt:
         self.commits = 0  # how often the decision has been said again
         self._nodes = list(view.shard_nodes)  # the shards' that have not left
 
+    @property
+    def engines(self) -> Sequence[int]:
+        """The engines that take part."""
+        return self._view.engines
+
     def see(self, node: int) -> bool:
         """Take note that a node has seen the view; return whether all have."""
         self._seen.add(node)

@@ -38,13 +38,13 @@ from penstock.fabric.nodes.orders import (
 from penstock.fabric.nodes.patience import Patience
 from penstock.fabric.nodes.roster import Beat, Roster
 from penstock.fabric.nodes.runtime import Runtime
+from penstock.fabric.nodes.suspects import who_is_behind
 from penstock.fabric.view import View
 
 # The attempt can be given up and made again in these.
 _OPEN = (Phase.FORMING, Phase.AGREEING, Phase.RUNNING)
 
 _MOST_COMMITS = 4  # to a shard that does not answer
-_TRIES = 5  # standstills of a step, before the last node of a shard counts as lost by one
 
 
 class Conductor:
@@ -59,6 +59,7 @@ class Conductor:
         least: with fewer engines than this no step is made: they would not have the memory.
         addresses: where nodes listen, by number; those of a view's nodes are sent with it.
         others_come: whether another engine may come where none is left.
+        is_there: whether a node that has been silent for so long is there for all that.
     """
 
     def __init__(
@@ -71,10 +72,11 @@ class Conductor:
         least: int = 1,
         addresses: Mapping[int, Any] | None = None,
         others_come: Callable[[], bool] = lambda: True,
+        is_there: Callable[[int, float], bool] = lambda node, silent: False,
     ) -> None:
         self.roster = Roster(shards, engines, least)
         self._addresses = addresses if addresses is not None else {}
-        self._others_come = others_come
+        self._others_come, self._is_there = others_come, is_there
         self.epoch = 0
         self.phase = Phase.IDLE
         self.counts: Counter[str] = Counter()
@@ -261,9 +263,10 @@ class Conductor:
     def tick(self, now: float) -> None:
         """Look whether somebody has been silent, or nothing has moved, for too long."""
         roster = self.roster
-        self._moved_at += roster.pass_time(now, self._leases.silence / 2)
+        self._moved_at += roster.pass_time(now, self._leases.silence / 4)
         for node, silent in roster.silent(self._leases.silence):
-            self.lost(node, f"silent for {silent:.1f} s")
+            if not self._is_there(node, silent):
+                self.lost(node, f"silent for {silent:.1f} s")
         if self.phase in (Phase.IDLE, Phase.GATHERING):
             self._moved_at = now
             return
@@ -509,21 +512,8 @@ class Conductor:
         self._begin_anew("standstill", text, behind)
 
     def _behind(self) -> tuple[int, str] | None:
-        """Return who is nearest to what was lost on the way, and why; None if it is too early."""
-        if self.phase is Phase.COMMITTING:
-            return self._attempt.unanswered[0], "it has not answered to the commit"
-        if self.phase is not Phase.RUNNING:
-            missing, why = self._attempt.unseen, "it has not answered to a new epoch"
-            if self.phase is Phase.AGREEING:
-                missing, why = self._agreement.missing, "it has not said at which step it stands"
-            if self._patience.standstills <= _TRIES:  # what only one holds may be lost with it
-                missing = [node for node in missing if not self.roster.holders.is_last(node)]
-            return (missing[0], why) if missing else None
-        if behind := self._attempt.behind:
-            return behind[0], "the others of its shard have got on, it has not"
-        # Who has got least is behind the broken link; of equals, the one nearest the root.
-        progress = self.roster.progress(self._view.engines)
-        return min(progress, key=lambda n: progress[n]), "the step stands still behind it"
+        standstills = self._patience.standstills
+        return who_is_behind(self.phase, self._attempt, self._agreement, self.roster, standstills)
 
     def _begin_anew(self, why: str, text: str, behind: tuple[int, str] | None = None) -> None:
         """Try the step again, in a new epoch, or say what is decided again.

@@ -136,14 +136,14 @@ class Roster:
 
     # Time
 
-    def pass_time(self, now: float, least: float) -> float:
+    def pass_time(self, now: float, most: float) -> float:
         """Let it be so late; return the time in which nobody can have been heard.
 
-        A pause longer than `least` is one in which this process itself stood still: what others
-        said meanwhile has yet to be read.
+        Of a pause longer than `most` the rest is one in which this process itself stood still: what
+        others said meanwhile has yet to be read.
         """
         pause, self.now = now - self.now, now
-        if pause <= least:
-            return 0.0
-        self._heard = {node: heard + pause for node, heard in self._heard.items()}
-        return pause
+        still = max(0.0, pause - most)
+        if still:
+            self._heard = {node: heard + still for node, heard in self._heard.items()}
+        return still

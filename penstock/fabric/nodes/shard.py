@@ -1,9 +1,11 @@
 """A store shard's part of the step protocol.
 
 It streams its pieces of the weights, an operation at a time and only so far ahead as the engines
-have room, unless another node of the shard does; takes the sums of its pieces' gradients, once
-each; says when it has them all; and commits when it is told to, once. Between steps it may be told
-to go back to a step that it holds.
+It streams its pieces of the weights, unless another node of the shard does: an operation at a time
+and only so far ahead as the engines have room and their gradients have been taken. Without weights
+nobody computes more of these, so that no more than a few wait in an engine's memory, however slow
+its links are. It takes the sums of its pieces' gradients, once each; says when it has them all; and
+commits when it is told to, once. Between steps it may be told to go back to a step that it holds.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from penstock.fabric.transfers import Operation, Transfers
 from penstock.fabric.view import View
 
 WINDOW = 2  # operations on their way; what a store on flash hands out is good for as many
+GRADIENTS = 4  # operations whose gradients are made or on their way: two computing, two going up
 
 
 class ShardWork(Protocol):
@@ -79,6 +82,7 @@ class _Step:
     begun: bool = False
     gradients: dict[int, dict[int, np.ndarray | None]] = field(default_factory=dict)
     received: int = 0  # of the operations with gradients, in their order
+    stored: int = 0  # of these, those whose gradients the store has taken
     is_prepared: bool = False
     commit_began: bool = False
     answer: Mapping[str, Any] | None = None  # to the commit
@@ -94,6 +98,7 @@ class ShardNode(NodeFrame[_Step]):
         transfers: the operations of a step.
         work: reads and writes the shard's store.
         window: how many operations' weights may be on their way; as many as engines have slots.
+        gradients: of how many operations gradients may be made or on their way.
     """
 
     def __init__(
@@ -104,10 +109,11 @@ class ShardNode(NodeFrame[_Step]):
         transfers: Transfers,
         work: ShardWork,
         window: int = WINDOW,
+        gradients: int = GRADIENTS,
     ) -> None:
         super().__init__(number, runtime, _Step)
         self._shard, self._transfers, self._work = shard, transfers, work
-        self._window = window
+        self._window, self._most_gradients = window, gradients
         operations = transfers.operations
         self._sends = [operation.of_shard(shard) for operation in operations]
         wanted = [(op, op.gradients_of(shard)) for op in operations]
@@ -183,6 +189,9 @@ class ShardNode(NodeFrame[_Step]):
         if step.fetched >= step.released + self._window:
             return
         operation = self._transfers.operations[step.fetched]
+        let_go = sum(op.number < operation.number for op, _ in self._wanted)
+        if let_go - step.stored >= self._most_gradients:
+            return
         step.is_fetching = True
 
         def fetched(parts: Sequence[np.ndarray | None]) -> None:
@@ -238,6 +247,11 @@ class ShardNode(NodeFrame[_Step]):
     def _prepare_if_whole(self) -> None:
         """Hand on what is whole, in the order of the sweep, and say when all of it is."""
         step = self._step
+
+        def stored(_: object) -> None:
+            step.stored += 1
+            self._pump()
+
         while step.received < len(self._wanted):
             operation, numbers = self._wanted[step.received]
             came = step.gradients.get(operation.number, {})
@@ -245,7 +259,7 @@ class ShardNode(NodeFrame[_Step]):
                 return
             step.gradients[operation.number] = dict.fromkeys(numbers)  # its memory is the job's
             step.received += 1
-            self._run(step, self._receiving(operation, came), lambda _: None)
+            self._run(step, self._receiving(operation, came), stored)
         if step.is_prepared:
             return
         step.is_prepared = True

@@ -55,6 +55,7 @@ class Endpoint:
     Args:
         token: of the run.
         host: the interface on which to listen.
+        port: of it; 0: one that is free.
         on_link_end: is told, in the endpoint's thread, when a peer's link ends.
         on_stranger: takes what comes from a peer before it has said who it is.
         on_failure: is told what no node answers for; the endpoint has then ended.
@@ -62,7 +63,7 @@ class Endpoint:
         beat: seconds between two calls of `every`.
 
     Raises:
-        ClusterError: this machine has no such interface.
+        ClusterError: this machine has no such interface, or the port is taken.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Endpoint:
         on_failure: Callable[[Exception], None],
         every: Callable[[float], None] = lambda now: None,
         beat: float = 0.1,
+        port: int = 0,
     ) -> None:
         self.refused: Counter[str] = Counter()  # peers that were not let in, by address
         self._token = token
@@ -90,10 +92,13 @@ class Endpoint:
         self._closing = False
         self._at_the_door = threading.BoundedSemaphore(_MOST_AT_THE_DOOR)
         try:
-            self._listener = socket.create_server((host, 0), family=_family(host), backlog=128)
+            self._listener = socket.create_server((host, port), family=_family(host), backlog=128)
         except OSError as error:
+            wanted = "an address of this machine"
+            if port:
+                wanted += f" and a port that is free and may be used, got {port}"
             raise ClusterError(
-                f"cannot listen on {host!r}, expected an address of this machine: {error.strerror}"
+                f"cannot listen on {host!r}, expected {wanted}: {error.strerror}"
             ) from None
         self.address: Address = self._listener.getsockname()[:2]
         self._threads = [
@@ -305,10 +310,17 @@ class Endpoint:
                 if action is None:
                     return
                 action()
+            if time.monotonic() < due:
+                continue
+            # What has come by now counts before anybody is said to be silent.
+            for _ in range(self._todo.qsize()):
+                action = self._todo.get_nowait()
+                if action is None:
+                    return
+                action()
             now = time.monotonic()
-            if now >= due:
-                due = now + self._beat
-                self._every(now)
+            due = now + self._beat
+            self._every(now)
 
     def _accept(self) -> None:
         while not self._closing:

@@ -14,6 +14,7 @@ import hmac
 import secrets
 import socket
 import time
+from collections.abc import Callable
 
 from penstock.errors import ClusterError
 
@@ -99,8 +100,10 @@ def read_exactly(connection: socket.socket, size: int) -> bytes:
     return bytes(buffer)
 
 
-def read_into(connection: socket.socket, buffer: memoryview) -> None:
-    """Fill a buffer with what comes next.
+def read_into(
+    connection: socket.socket, buffer: memoryview, came: Callable[[], None] = lambda: None
+) -> None:
+    """Fill a buffer with what comes next; `came` is called for every part of it.
 
     **Raises:** `EOFError` if the peer closes before.
     """
@@ -108,4 +111,5 @@ def read_into(connection: socket.socket, buffer: memoryview) -> None:
         got = connection.recv_into(buffer)
         if got == 0:
             raise EOFError("the connection was closed")
+        came()
         buffer = buffer[got:]

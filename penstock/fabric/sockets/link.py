@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import select
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -50,6 +52,7 @@ class Link:
         self._buffers = _Buffers()
         self._once = threading.Lock()
         self._has_ended = False
+        self._heard_at = time.monotonic()
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # else a cut cable is noticed after minutes
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _CUT_MILLISECONDS)
@@ -74,16 +77,32 @@ class Link:
         """Whether messages still pass."""
         return not self._has_ended
 
+    def is_heard(self, seconds: float) -> bool:
+        """Tell whether anything has come within so many seconds, or waits to be read.
+
+        A large message holds up those behind it, and a busy machine holds up who reads.
+        """
+        if time.monotonic() - self._heard_at < seconds:
+            return True
+        try:
+            return bool(select.select([self._socket], [], [], 0)[0]) and not self._has_ended
+        except (OSError, ValueError):  # it has just been closed
+            return False
+
+    def _hear(self) -> None:
+        self._heard_at = time.monotonic()
+
     def _read(self) -> None:
         try:
             while True:
                 header = read_exactly(self._socket, HEADER_BYTES)
+                self._hear()
                 body_bytes, payload_bytes = lengths(header)
                 body = read_exactly(self._socket, body_bytes)
                 payload = None
                 if payload_bytes:
                     payload = self._buffers.take(payload_bytes)
-                    read_into(self._socket, payload.data)
+                    read_into(self._socket, payload.data, self._hear)
                 self.taken_bytes += payload_bytes
                 self._take(self, unpack(header, body, payload))
         except Exception as error:  # whatever it is, nothing more is read: the link has ended

@@ -11,6 +11,9 @@ from penstock.cluster.launch import Ended
 
 
 class PretendLauncher:
+    lacks: str | None = None
+    starving: tuple[str, ...] = ()
+
     def __init__(self) -> None:
         self.started = 0
         self.ended: list[Ended] = []
@@ -24,6 +27,12 @@ class PretendLauncher:
     def poll(self) -> list[Ended]:
         ended, self.ended = self.ended, []
         return ended
+
+    def starves(self, worker: str) -> bool:
+        return worker in self.starving
+
+    def waits_for(self) -> str | None:
+        return self.lacks
 
     def end(self, worker: str) -> None:
         raise AssertionError(worker)
@@ -106,3 +115,11 @@ def test_when_no_worker_can_be_started_that_is_said_and_no_more_is_tried():
     made.crew.replace(5)
     made.crew.replace(5)
     assert made.said[3:] == ["not replaced"]
+
+
+def test_what_workers_wait_for_is_said_once_as_long_as_it_is_the_same():
+    made = Made(2)
+    for lacks in ("2 find no room", "2 find no room", "1 finds no room", None, "1 finds no room"):
+        made.launcher.lacks = lacks
+        made.crew.replace(2)
+    assert made.said == ["waiting"] * 3

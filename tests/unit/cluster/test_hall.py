@@ -6,7 +6,10 @@ import contextlib
 import dataclasses
 import queue
 import re
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +23,7 @@ from hypothesis import strategies as st
 from penstock import assembly
 from penstock.cluster.bodies import Welcome
 from penstock.cluster.hall import Hall
-from penstock.cluster.launch import Ended
+from penstock.cluster.launch import Ended, thread_states
 from penstock.cluster.worker import _Member, _ShardMember
 from penstock.config import Config
 from penstock.errors import ClusterError, ConfigError, CorruptionError, ProtocolError
@@ -40,6 +43,9 @@ TOKEN = "a token"
 class PretendLauncher:
     """Starts nobody; those whom it has started have ended, if it is told so."""
 
+    lacks: str | None = None
+    starving: tuple[str, ...] = ()
+
     def __init__(self, is_in_vain: bool) -> None:
         self.is_in_vain, self.started = is_in_vain, 0
         self.ended: list[Ended] = []
@@ -52,6 +58,12 @@ class PretendLauncher:
     def poll(self) -> list[Ended]:
         ended, self.ended = self.ended, []
         return ended
+
+    def starves(self, worker: str) -> bool:
+        return worker in self.starving
+
+    def waits_for(self) -> str | None:
+        return self.lacks
 
     def end(self, worker: str) -> None:
         """Nothing is there to end."""
@@ -492,3 +504,25 @@ class PretendEndpoint:
 
     def meet(self, addresses: dict) -> None:
         assert all(isinstance(number, int) for number in addresses)
+
+
+def test_a_worker_that_waits_for_a_processor_is_not_lost_before_ten_leases(visit):
+    visited = visit(start="local", lease=0.2)
+    guest, welcome = visit.join(visited)
+    visited.launcher.starving = ("guest-1",)
+    guest.say(Kind.READY, welcome.body["node"], digest=visited.hall._digest)
+    until(lambda: visited.hall.conductor.ready)
+    began = time.monotonic()
+    until(lambda: not visited.hall.conductor.ready)  # it never says a word
+    assert time.monotonic() - began > 1.0
+
+
+def test_a_process_that_would_run_is_told_from_one_that_sleeps_or_is_stopped(tmp_path):
+    spin = "while True: pass"
+    for code, states in ((spin, "R"), ("import time; time.sleep(60)", "S")):
+        with subprocess.Popen([sys.executable, "-c", code]) as process:
+            until(lambda p=process, s=states: thread_states(p.pid) == [s])
+            process.send_signal(signal.SIGSTOP)
+            until(lambda p=process: thread_states(p.pid) == ["T"])
+            process.kill()
+        assert thread_states(process.pid) == []

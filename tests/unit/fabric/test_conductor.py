@@ -328,6 +328,35 @@ def test_silence_while_this_process_itself_stood_still_is_nobodys():
     assert not play.ended
 
 
+@pytest.mark.parametrize("node", [2, 101])
+def test_who_is_silent_and_known_to_be_there_is_not_lost(node):
+    play, asked = Play(), []
+
+    def is_there(which: int, silent: float) -> bool:
+        asked.append((which, silent > 1.0))
+        return play.now < 105.0
+
+    play.conductor._is_there = is_there
+    play.start(2)
+    play.pass_time(4.0, silent=[node])
+    assert node in play.conductor.roster
+    play.pass_time(2.0, silent=[node])
+    assert node not in play.conductor.roster
+    assert set(asked) == {(node, True)}
+
+
+def test_of_a_pause_of_this_process_only_the_usual_part_is_silence_of_others():
+    play = Play()
+    play.start(2)
+    play.pass_time(0.2)
+    for _ in range(3):  # shorter than half a lease, one after the other
+        play.now += 0.45
+        play.conductor.tick(play.now)
+    assert len(play.conductor.ready) == 3  # of each a quarter of a lease counts
+    play.pass_time(0.4, silent=ENGINES)
+    assert not play.conductor.ready
+
+
 def test_who_computes_may_take_longer_than_a_standstill_but_not_for_ever():
     play = Play()
     play.start(2)
