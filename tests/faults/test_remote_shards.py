@@ -228,10 +228,12 @@ def test_on_flash_both_processes_of_a_shard_may_be_killed_and_a_killed_run_finds
 ):
     config = settings(text, tmp_path / "run", on_flash=True, replicas=2)
     run = Run(config)
+    killed: list[int] = []
 
     def after(step: StepDone) -> None:
-        if step.step == 2:
-            for pid in [run.pid_of_shard(1, place) for place in range(2)]:
+        if step.step == 2 and not killed:  # it is made again
+            killed.extend(run.pid_of_shard(1, place) for place in range(2))
+            for pid in killed:
                 os.kill(pid, signal.SIGKILL)
         elif step.step == 4 and "replica lost" in run.kinds:
             run.kill(0, 0)  # whose folder is behind then
