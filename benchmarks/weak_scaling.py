@@ -111,6 +111,9 @@ class Shard:
     def go_back(self, step: int) -> None:
         self.seconds = 0.0
 
+    def settle(self) -> None:
+        """Nothing is awaited."""
+
     def begin(self, step: int) -> None:
         self.seconds = 0.0
 
@@ -198,7 +201,9 @@ def measure(
     works: dict[int, Engine | Shard] = {}
     network = Network(machine.links, cost=lambda number: works[number].seconds, beat=1.0)
     leases = Leases(silence=1e3, stall=1e4, job=1e5)
-    conductor = Conductor(network.runtime(0), list(shards), engines, leases, lambda event: None)
+    conductor = Conductor(
+        network.runtime(0), [(n,) for n in shards], engines, leases, lambda event: None
+    )
     for place, number in enumerate(shards):
         shard = works[number] = Shard(machine, transfers, place)
         runtime = network.runtime(number)

@@ -44,18 +44,25 @@ class Batches:
         Raises:
             DataError: the source gave something else than rows.
         """
-        parts = []
-        for numbers in share(self.micro_batches, engines):
-            indices = range(numbers.start * self._micro_batch, numbers.stop * self._micro_batch)
-            rows = to_tensors(self._source.batch(step, indices, self._size))
-            for name, value in rows.items():
-                if len(value) != len(indices):
-                    raise DataError(
-                        f"the source was asked for {len(indices)} rows and gave {len(value)} of "
-                        f"{name!r}; `batch` must return a row per index"
-                    )
-            parts.append(EngineRows(numbers, rows))
-        return parts
+        return [
+            EngineRows(numbers, self._draw(step, numbers))
+            for numbers in share(self.micro_batches, engines)
+        ]
+
+    def micro_batch(self, step: int, number: int) -> Rows:
+        """Return the rows of one micro-batch of the step after `step` commits."""
+        return self._draw(step, range(number, number + 1))
+
+    def _draw(self, step: int, numbers: range) -> Rows:
+        indices = range(numbers.start * self._micro_batch, numbers.stop * self._micro_batch)
+        rows = to_tensors(self._source.batch(step, indices, self._size))
+        for name, value in rows.items():
+            if len(value) != len(indices):
+                raise DataError(
+                    f"the source was asked for {len(indices)} rows and gave {len(value)} of "
+                    f"{name!r}; `batch` must return a row per index"
+                )
+        return rows
 
     def loss_scale(self, step: int, parts: Sequence[EngineRows]) -> float:
         """Return the factor from the sum of the micro-batches' losses to the step's loss.

@@ -19,6 +19,7 @@ from penstock.config import Config, size_above
 from penstock.engine import EnginePlan, Sharing, bytes_of_choice, plan_engine, predict_bytes
 from penstock.engine.host_memory import KEPT_OVER_USED
 from penstock.errors import BudgetError, ConfigError
+from penstock.fabric.nodes import GRADIENTS, WINDOW
 from penstock.fabric.sockets.ring import LEAST_BYTES, RING_BYTES
 from penstock.fabric.topology import ways
 from penstock.program import Program, Stage
@@ -87,6 +88,9 @@ class Budget:
         self._on_flash = config.store.flash.path is not None
         needed = least_flash_store_bytes if self._on_flash else _dram_store_bytes
         self._need = needed(config, program, roles)
+        self._on_the_way = 0
+        if config.cluster.start != "none":
+            self._on_the_way = bytes_on_the_way(program, device)
         self._is_elsewhere = config.cluster.shards == "apart" and config.cluster.has_other_hosts
         self._saving = _SAVING_BYTES
         if not self._on_flash and config.cluster.shards == "here":
@@ -152,6 +156,7 @@ class Budget:
                 config.engine.recompute,
                 self._device,
                 self._sharing,
+                self._beside,
             )
         except BudgetError:
             if config.memory is None or config.engine.memory != "auto" or self._device == "cuda":
@@ -189,7 +194,7 @@ class Budget:
             return shared
         if self._device == "cuda":
             largest = max(_elements(self._program, stage) for stage in self._program.stages)
-            return engines * 2 * 4 * largest
+            return engines * (2 * 4 * largest + self._on_the_way)
         found = predict_bytes(self._program, self._micro_batches, plan, self._device, self._sharing)
         return engines * found.peak_bytes + shared
 
@@ -199,8 +204,13 @@ class Budget:
     def _choice(self) -> tuple[int, int]:
         recompute = self._config.engine.recompute
         return bytes_of_choice(
-            self._program, self._micro_batches, recompute, self._device, self._sharing
+            self._program, self._micro_batches, recompute, self._device, self._sharing, self._beside
         )
+
+    @property
+    def _beside(self) -> int:
+        """What is on its way, where that is in the memory that engines compute in."""
+        return 0 if self._device == "cuda" else self._on_the_way
 
     def _require_loading(self, store: int, engine: int) -> None:
         """Filling a store on flash gathers a stage's weights and state, before anything runs."""
@@ -274,6 +284,24 @@ class Budget:
         return f"It is {size_above(over)} too much: {', or '.join(ways)}."
 
 
+def bytes_on_the_way(program: Program, device: str) -> int:
+    """Return what an engine in a process of its own has of weights and gradients on their way.
+
+    Weights come into `WINDOW` buffers, each as large as the largest stage; on a CPU they are
+    computed with in place, so that one of these is the stage that waits while another computes.
+    Gradients are those of as many operations as shards let go at once, twice: an engine's own, and
+    the sum with those of others.
+    """
+    largest = max(program.stage_stream_bytes(stage) for stage in program.stages)
+    buffers = (WINDOW if device == "cuda" else WINDOW - 1) * largest
+    gradients = [
+        4 * sum(program.weights[n].elements for n in stage.weights if program.weights[n].trainable)
+        for stage in program.stages
+    ]
+    most = max(sum(gradients[first : first + GRADIENTS]) for first in range(len(gradients)))
+    return buffers + 2 * most
+
+
 def _floor(size: int) -> str:
     return f"{max(1, size >> 20)}MiB"
 
@@ -303,4 +331,5 @@ def _dram_store_bytes(config: Config, program: Program, roles: Sequence[Role]) -
     gradient = _FLOAT_BYTES[config.gradient_precision]
     trained = [weight.elements for weight in program.weights.values() if weight.trainable]
     state = sum(role.bytes(elements) for elements in trained for role in roles)
-    return 4 * program.parameters + gradient * sum(trained) + state + assembly_of(config, program)
+    once = 4 * program.parameters + gradient * sum(trained) + state
+    return config.store.replicas * once + assembly_of(config, program)

@@ -15,12 +15,12 @@ from contextlib import contextmanager
 from penstock import process_memory
 from penstock.batches import Batches, micro_batches
 from penstock.engine import Batch, Engine, PendingGradients
-from penstock.errors import NonFiniteError
 from penstock.events import StepDone
 from penstock.fabric import Fabric
 from penstock.program import Stage, backward_fetch
 from penstock.step_layout import Layout
-from penstock.store import Store
+from penstock.store import Commit, Store
+from penstock.tracing import NonFiniteLossError, require_finite, trace
 
 Order = list[tuple[Stage, tuple[int, ...] | None]]
 
@@ -76,8 +76,11 @@ class StepRunner:
                     engine.forward(stage.index)
         waiting = (last, [engine.turn(last.index) for engine in self._engines])
         losses = [x for engine in self._engines for x in engine.losses()]
-        if not all(map(math.isfinite, losses)):
-            self._refuse_losses(losses)
+        try:
+            require_finite(self._store.step + 1, losses)
+        except NonFiniteLossError as error:
+            engine, program = self._engines[0], self._layout.program
+            trace(error, program, engine, self._store, self._batches, self._seed)
         for stage in self._streamed(self._backward_order()):
             parts = [engine.backward(stage.index) for engine in self._engines]
             self._return_gradients(*waiting)
@@ -85,29 +88,14 @@ class StepRunner:
         self._return_gradients(*waiting)
         with self._at_the_store():
             commit = self._store.commit()
-        traffic, flash = self._store.take_traffic(), self._store.take_flash_traffic()
-        seconds = time.perf_counter() - started
-        waited = traffic.update_seconds + traffic.snapshot_seconds + flash.waited_seconds
-        return StepDone(
-            step=commit.step,
+        return step_done(
+            commit,
+            self._store,
             loss=math.fsum(losses) * loss_scale,
-            learning_rate=commit.learning_rate,
-            grad_norm=commit.grad_norm,
-            clip_scale=commit.clip_scale,
-            seconds=seconds,
+            seconds=time.perf_counter() - started,
+            store_seconds=self._store_seconds,
             tokens=self._tokens,
-            streamed_bytes=traffic.streamed_bytes,
-            gradient_bytes=traffic.gradient_bytes,
             engine_bytes=self.engine_peak_bytes,
-            store_bytes=sum(self._store.memory_bytes.values()),
-            flash_read_bytes=flash.read_bytes,
-            flash_written_bytes=flash.written_bytes,
-            flash_wait_seconds=flash.waited_seconds,
-            compute_seconds=seconds - max(self._store_seconds, waited),
-            weight_seconds=max(0.0, self._store_seconds - waited),
-            update_seconds=traffic.update_seconds,
-            snapshot_seconds=traffic.snapshot_seconds,
-            peak_rss_bytes=process_memory.peak_resident_bytes(),
         )
 
     def _begin(self) -> float:
@@ -165,21 +153,46 @@ class StepRunner:
             total = self._fabric.reduce(nodes, self._layout.micro_batches)
             self._store.receive(stage.index, total)
 
-    def _refuse_losses(self, losses: Sequence[float]) -> None:
-        """Find the first stage that went non-finite by running the sweep again, and say so."""
-        bad = next(loss for loss in losses if not math.isfinite(loss))
-        self._store.discard()
-        self._begin()
-        found = self._stages[-1].name
-        for stage in self._streamed(self._forward_order()):
-            for engine in self._engines:
-                engine.infer(stage.index)
-            if not all(engine.is_finite(stage.index) for engine in self._engines):
-                found = stage.name
-                break
-        step = self._store.step
-        raise NonFiniteError(
-            f"step {step + 1}: the loss is {bad}; {found} is the first stage whose output is not "
-            f"finite. The step was not committed: the weights are those of step {step}. Look at "
-            "the batch, or start a run with a lower optimizer.learning_rate in another run.dir."
-        )
+
+def step_done(
+    commit: Commit,
+    store: Store,
+    *,
+    loss: float,
+    seconds: float,
+    store_seconds: float,
+    tokens: int,
+    engine_bytes: int,
+) -> StepDone:
+    """Return what is told of a step that was committed.
+
+    Args:
+        commit: what the store decided.
+        store: is asked what has moved since it was asked last.
+        seconds: of the whole step.
+        store_seconds: of these, those in which no engine computed, whatever they went into.
+        engine_bytes: the most that an engine has held.
+    """
+    traffic, flash = store.take_traffic(), store.take_flash_traffic()
+    waited = traffic.update_seconds + traffic.snapshot_seconds + flash.waited_seconds
+    return StepDone(
+        step=commit.step,
+        loss=loss,
+        learning_rate=commit.learning_rate,
+        grad_norm=commit.grad_norm,
+        clip_scale=commit.clip_scale,
+        seconds=seconds,
+        tokens=tokens,
+        streamed_bytes=traffic.streamed_bytes,
+        gradient_bytes=traffic.gradient_bytes,
+        engine_bytes=engine_bytes,
+        store_bytes=sum(store.memory_bytes.values()),
+        flash_read_bytes=flash.read_bytes,
+        flash_written_bytes=flash.written_bytes,
+        flash_wait_seconds=flash.waited_seconds,
+        compute_seconds=seconds - max(store_seconds, waited),
+        weight_seconds=max(0.0, store_seconds - waited),
+        update_seconds=traffic.update_seconds,
+        snapshot_seconds=traffic.snapshot_seconds,
+        peak_rss_bytes=process_memory.peak_resident_bytes(),
+    )

@@ -39,8 +39,8 @@ class Layout:
 
     @property
     def budget_bytes(self) -> int:
-        """The budget of one engine."""
-        return self.shares.engine
+        """What one engine may compute with: its budget, less what is on its way to and from it."""
+        return self.shares.engine - self.plan.beside_bytes
 
 
 def lay_out(

@@ -125,10 +125,18 @@ def make_flash_store(
     else:
         openers = [functools.partial(_open_in, shard) for shard in apart]
     try:
-        return ShardedFlashStore(program, folder, shard_map, openers, optimizer_of(config).roles)
+        return ShardedFlashStore(
+            program,
+            folder,
+            shard_map,
+            openers,
+            optimizer_of(config).roles,
+            replicas=config.store.replicas,
+        )
     except BudgetError as error:
         raise BudgetError(
-            f"{error}; the {count} shards share what store.flash.size says equally"
+            f"{error}; the {count} shards{_with_replicas(config)} share what store.flash.size says "
+            "equally"
         ) from None
 
 
@@ -153,32 +161,36 @@ def make_flash_shard(
         gradient_dtype=_FLOATS[config.gradient_precision],
         keep_steps=config.store.flash.keep_steps,
         durable_every=config.store.flash.durable_every,
-        flash_bytes=None if size is None else int(size) // config.store.shards,
+        flash_bytes=None if size is None else int(size) // config.store.holders,
     )
 
 
 def flash_share(config: Config, program: Program, dram_bytes: int) -> int:
-    """Return what each shard on flash gets of the memory for all of them.
+    """Return what each shard on flash, and each replica, gets of the memory for all of them.
 
     **Raises:** `BudgetError` if that is too little.
     """
     count = config.store.shards
     least = least_flash_store_bytes(config, program, optimizer_of(config).roles)
-    if count > 1 and dram_bytes < least:
+    if config.store.holders > 1 and dram_bytes < least:
         raise BudgetError(
-            f"store.dram: {program.name} in {count} shards needs {least:,} bytes of memory, the "
-            f"budget is {dram_bytes:,}; raise store.dram, or lower store.shards"
+            f"store.dram: {program.name} in {count} shards{_with_replicas(config)} needs {least:,} "
+            f"bytes of memory, the budget is {dram_bytes:,}; raise store.dram, or lower "
+            "store.shards"
         )
-    return (dram_bytes - assembly_of(config, program)) // count
+    return (dram_bytes - assembly_of(config, program)) // config.store.holders
+
+
+def _with_replicas(config: Config) -> str:
+    return " with a replica each" if config.store.replicas > 1 else ""
 
 
 def least_flash_store_bytes(config: Config, program: Program, roles: Sequence[Role]) -> int:
-    """Return the least that a store on flash takes of memory, all shards together."""
+    """Return the least that a store on flash takes of memory, all shards and replicas together."""
     half, shard_map = config.gradient_precision == "bf16", ShardMap.of(program, config.store.shards)
     largest = max(least_dram_bytes(part, roles, half) for part in shard_map.parts(program))
-    return shard_map.count * largest + assembly_of(
-        config, program
-    )  # what is left is shared equally
+    # What is left is shared equally.
+    return config.store.holders * largest + assembly_of(config, program)
 
 
 def assembly_of(config: Config, program: Program) -> int:

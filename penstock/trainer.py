@@ -112,6 +112,7 @@ class Trainer:
             self._initial_weights = self.model.weights_fingerprint()
         self._stop_reason: str | None = None
         self._here: EnginesHere | None = None
+        self._lock: FolderLock | None = None  # from before the first process to `close`
         self._hall = self._open_hall()
         try:
             apart = self._hall.remote_shards() if self._hall else None
@@ -119,8 +120,7 @@ class Trainer:
                 self.model, self._layout, self.device, self._notice, apart
             )
         except BaseException:
-            if self._hall is not None:
-                self._hall.close()
+            self._leave_hall()
             raise
         try:
             self._make_the_rest(recorded)
@@ -181,12 +181,28 @@ class Trainer:
                 "cluster.start: a module that was given from Python is not known to other "
                 "processes; name a function that makes it in model.factory"
             )
-        return open_hall(
-            self.config,
-            self._layout,
-            tell=lambda event: self._tell(event),
-            should_stop=lambda: self._stop_reason is not None,
-        )
+        # Before anything is written for other processes to find: a run that trains has its own.
+        self._lock = self._lock_folder()
+        try:
+            return open_hall(
+                self.config,
+                self._layout,
+                tell=lambda event: self._tell(event),
+                should_stop=lambda: self._stop_reason is not None,
+            )
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def _lock_folder(self) -> FolderLock:
+        return FolderLock(self.config.run.dir, "run.dir", "training.lock")
+
+    def _leave_hall(self) -> None:
+        """End the run's other processes, if it has any, and let others train in its folder."""
+        if self._hall is not None:
+            self._hall.close()
+        if self._lock is not None:
+            self._lock.release()
 
     def _run_elsewhere(self, hall: Hall, batches: Batches) -> None:
         from penstock.cluster.runner import ClusterRunner
@@ -212,7 +228,7 @@ class Trainer:
     def train(self) -> dict[str, Any]:
         """Run to the configured number of steps and return a summary of the run's figures."""
         self._check_resumable()
-        lock = FolderLock(self.config.run.dir, "run.dir", "training.lock")
+        lock = self._lock or self._lock_folder()
         try:
             self._refuse_stale()
             write_record(self.config)
@@ -222,7 +238,8 @@ class Trainer:
             self._saver.end(error)
             raise
         finally:
-            lock.release()
+            if lock is not self._lock:
+                lock.release()
             self._stop_reason, self._tell = None, self._listener
 
     def _keep_small_files(self) -> None:
@@ -404,8 +421,7 @@ class Trainer:
             if self.config.cluster.shards == "apart":
                 self.store.close()  # while there are those who can
         finally:
-            if self._hall is not None:
-                self._hall.close()
+            self._leave_hall()
         self._keeper.abandon()
         self.store.close()
 

@@ -24,6 +24,8 @@ from penstock.store.flash import OtherStoreError
 Arrays = Mapping[str, np.ndarray]
 
 PIECE_BYTES = CHUNK_BYTES
+WRITE_BYTES = 64 << 20
+"""The most values that one call overwrites."""
 _SILENCE = 60.0  # seconds without a word from a node that is to answer
 
 _ERRORS: Mapping[str, type[PenstockError]] = {
@@ -62,25 +64,45 @@ def frames(kind: Kind, sender: int, number: int, said: Said) -> Iterator[Message
 
 
 class Gathered:
-    """Puts the frames from one node together; they come in the order in which they were sent."""
+    """Puts the frames from one node together; they come in the order in which they were sent.
 
-    def __init__(self) -> None:
+    Args:
+        most: returns the most bytes of arrays that may come with a call or an answer, by its
+            number.
+    """
+
+    def __init__(self, most: Callable[[int], int]) -> None:
+        self._most = most
         self._first: Message | None = None
+        self._refused: int | None = None  # of what is refused, the rest may come yet
         self._payload = np.zeros(0, np.uint8)
         self._came = 0
+
+    @property
+    def number(self) -> int | None:
+        """The number of the call or answer that has come in part."""
+        return None if self._first is None else self._first.op
 
     def take(self, message: Message) -> tuple[int, Said] | None:
         """Take a frame; return a call's number and what it says once it is whole.
 
         Raises:
-            CorruptionError: the frames do not make up what the first has announced.
+            CorruptionError: the frames do not make up what the first has announced, or that is more
+                than can be. What comes next is taken as if nothing had been.
         """
+        if self._first is None and self._refused == message.op and not message.body:
+            return None
+        try:
+            return self._take(message)
+        except CorruptionError:
+            self._first, self._payload = None, np.zeros(0, np.uint8)
+            self._refused = message.op
+            raise
+
+    def _take(self, message: Message) -> tuple[int, Said] | None:
         if self._first is None:
-            size = message.body.get("bytes")
-            if not isinstance(size, int) or size < 0 or message.index != -(-size // PIECE_BYTES):
-                raise CorruptionError(f"a {message.kind.name} announces {str(size)[:40]} bytes")
+            self._payload = np.empty(self._announced(message), np.uint8)
             self._first, self._came = message, 0
-            self._payload = np.empty(size, np.uint8)
         else:
             end = self._came + message.size
             if message.op != self._first.op or message.payload is None or end > self._payload.size:
@@ -95,6 +117,35 @@ class Gathered:
         says = first.body.get("says")
         return first.op, Said(says if isinstance(says, dict) else {}, arrays)
 
+    def _announced(self, message: Message) -> int:
+        size, most = message.body.get("bytes"), self._most(message.op)
+        if type(size) is not int or size < 0 or message.index != -(-size // PIECE_BYTES):
+            raise CorruptionError(f"a {message.kind.name} announces {str(size)[:40]} bytes")
+        if size > most:
+            raise CorruptionError(
+                f"a {message.kind.name} from node {message.sender} announces {size:,} bytes where "
+                f"{most:,} at most are expected; do all nodes run the same version of Penstock?"
+            )
+        return size
+
+
+class Asked:
+    """A call that is on its way, and who waits for its answer."""
+
+    def __init__(self, calls: Calls, node: int, method: str, most: int) -> None:
+        self.node, self.method, self.most = node, method, most
+        self.answers: queue.SimpleQueue[Said | Exception] = queue.SimpleQueue()
+        self._calls = calls
+
+    def answer(self) -> Said:
+        """Wait for the answer, and return it; as `Calls.ask`."""
+        answer = self._calls._await(self)
+        if isinstance(answer, Exception):
+            raise answer
+        if "error" in answer.body:
+            raise error_class(str(answer.body["error"]))(str(answer.body.get("text")))
+        return answer
+
 
 class Calls:
     """Has other processes do something and waits for it.
@@ -108,51 +159,65 @@ class Calls:
         self._send, self._broken = send, broken
         self._guard = threading.Lock()
         self._number = 0
-        self._waiting: dict[int, tuple[int, queue.SimpleQueue[Said | Exception]]] = {}
+        self._waiting: dict[int, Asked] = {}  # until their answers are whole
         self._gathered: dict[int, Gathered] = {}
         self._heard: dict[int, float] = {}
         self._lost: dict[int, str] = {}
 
-    def ask(self, node: int, method: str, arguments: Mapping[str, Any], arrays: Arrays) -> Said:
+    def ask(
+        self,
+        node: int,
+        method: str,
+        arguments: Mapping[str, Any],
+        arrays: Arrays,
+        most: int = 0,
+    ) -> Said:
         """Have a node do something; return its answer.
+
+        Args:
+            most: the most bytes of arrays that can be in the answer.
 
         Raises:
             ShardLostError: it was lost before it had answered.
+            CorruptionError: its answer makes no sense.
             PenstockError: whatever it met.
         """
-        answers: queue.SimpleQueue[Said | Exception] = queue.SimpleQueue()
+        return self.begin(node, method, arguments, arrays, most).answer()
+
+    def begin(
+        self,
+        node: int,
+        method: str,
+        arguments: Mapping[str, Any],
+        arrays: Arrays,
+        most: int = 0,
+    ) -> Asked:
+        """Have a node begin to do something, whose answer can be waited for; as `ask`."""
+        asked = Asked(self, node, method, most)
         with self._guard:
             if node in self._lost:
-                raise ShardLostError(self._lost[node])
+                asked.answers.put(ShardLostError(self._lost[node]))
+                return asked
             number = self._number = self._number + 1
-            self._waiting[number] = node, answers
-        try:
-            said = Said({"method": method, "with": dict(arguments)}, arrays)
-            for message in frames(Kind.CALL, 0, number, said):
-                self._send(node, message)
-            answer = self._await(node, method, answers)
-        finally:
-            with self._guard:
-                del self._waiting[number]
-        if isinstance(answer, Exception):
-            raise answer
-        if "error" in answer.body:
-            raise error_class(str(answer.body["error"]))(str(answer.body.get("text")))
-        return answer
+            self._waiting[number] = asked
+        said = Said({"method": method, "with": dict(arguments)}, arrays)
+        for message in frames(Kind.CALL, 0, number, said):
+            self._send(node, message)
+        return asked
 
-    def _await(
-        self, node: int, method: str, answers: queue.SimpleQueue[Said | Exception]
-    ) -> Said | Exception:
+    def _await(self, asked: Asked) -> Said | Exception:
         began = time.monotonic()
         while True:
             try:
-                return answers.get(timeout=0.5)
+                return asked.answers.get(timeout=0.5)
             except queue.Empty:
                 self._broken()
-                silent = time.monotonic() - max(began, self._heard.get(node, began))
+                silent = time.monotonic() - max(began, self._heard.get(asked.node, began))
                 if silent > _SILENCE:
-                    text = f"node {node} has been silent for {silent:.0f} s, asked for {method}"
-                    raise ShardLostError(text) from None
+                    raise ShardLostError(
+                        f"node {asked.node} has been silent for {silent:.0f} s, asked for "
+                        f"{asked.method}"
+                    ) from None
 
     def heard(self, node: int) -> None:
         """Take note that a node is alive; in the endpoint's thread."""
@@ -161,20 +226,33 @@ class Calls:
     def take(self, message: Message) -> None:
         """Take a frame of an answer; in the endpoint's thread."""
         self.heard(message.sender)
-        gathered = self._gathered.setdefault(message.sender, Gathered())
-        whole = gathered.take(message)
-        if whole is None:
+        gathered = self._gathered.setdefault(message.sender, Gathered(self._most))
+        under_way = gathered.number
+        try:
+            whole = gathered.take(message)
+        except CorruptionError as error:
+            for number in {message.op, under_way or message.op}:
+                self._answer(number, error)
             return
+        if whole is not None:
+            self._answer(*whole)
+
+    def _most(self, number: int) -> int:
         with self._guard:
-            waiting = self._waiting.get(whole[0])
-        if waiting is not None:
-            waiting[1].put(whole[1])
+            return self._waiting[number].most if number in self._waiting else 0
+
+    def _answer(self, number: int, answer: Said | Exception) -> None:
+        with self._guard:
+            asked = self._waiting.pop(number, None)
+        if asked is not None:
+            asked.answers.put(answer)
 
     def lost(self, node: int, why: str) -> None:
         """Let nobody wait for a node that is gone."""
         with self._guard:
             self._lost[node] = why
-            waiting = [answers for other, answers in self._waiting.values() if other == node]
+            numbers = [number for number, asked in self._waiting.items() if asked.node == node]
+            waiting = [self._waiting.pop(number) for number in numbers]
         self._gathered.pop(node, None)
-        for answers in waiting:
-            answers.put(ShardLostError(why))
+        for asked in waiting:
+            asked.answers.put(ShardLostError(why))

@@ -6,11 +6,13 @@ was of use has ended in vain; after some of these in a row, others would do the 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from penstock.cluster.launch import Ended, Launcher
 
 _MOST_IN_VAIN = 3
+_NEXT_TRY = 5.0  # seconds after a worker could not be started: memory may be short for a moment
 
 
 class Crew:
@@ -27,31 +29,45 @@ class Crew:
         self._useful: set[str] = set()
         self._in_vain = 0  # workers in a row that ended before they were of use
         self._last_words = ""
+        self._next_try = 0.0
+        self._waited_for: str | None = None
+        self._has_said_so = False
 
     def fill(self, wanted: int) -> None:
         """Start as many as are missing."""
         for _ in range(wanted - self._running):
-            self._start()
+            if self.given_up is None:
+                self._start()
 
     def replace(self, wanted: int) -> None:
-        """Start another for each that has ended, unless they end in vain or are not wanted."""
+        """Start another for each that is missing, unless they end in vain."""
         for ended in self._launcher.poll():
-            self._replace(ended, wanted)
+            self._take_leave(ended)
+        waits_for = self._launcher.waits_for()
+        if waits_for is not None and waits_for != self._waited_for:
+            self._say("waiting", waits_for)
+        self._waited_for = waits_for
+        if self.given_up is None:
+            if time.monotonic() >= self._next_try:
+                self.fill(wanted)
+        elif not self._has_said_so:
+            self._has_said_so = True
+            self._say("not replaced", self.given_up)
 
     def is_of_use(self, worker: str) -> None:
         """Take note that a worker has become an engine or a shard."""
         self._useful.add(worker)
-        self._in_vain = 0
+        self._in_vain, self._has_said_so = 0, False
 
     @property
     def given_up(self) -> str | None:
         """Why no more are started; None as long as they are."""
         if self._in_vain < _MOST_IN_VAIN:
             return None
-        text = "workers in a row ended before they could compute"
+        text = "workers in a row ended before they could compute, or could not be started"
         return f"{self._in_vain} {text}; {self._last_words}"
 
-    def _replace(self, ended: Ended, wanted: int) -> None:
+    def _take_leave(self, ended: Ended) -> None:
         self._say("worker ended", ended.how)
         self._running -= 1
         self._last_words = ended.how
@@ -59,15 +75,14 @@ class Crew:
             self._useful.discard(ended.worker)
         else:
             self._in_vain += 1
-        if self.given_up is not None:
-            self._say("not replaced", self.given_up)
-        elif self._running < wanted:
-            self._start()
 
     def _start(self) -> None:
         try:
             self._launcher.start()
         except OSError as error:
-            self._say("not started", f"a worker could not be started: {error}")
+            self._in_vain += 1
+            self._next_try = time.monotonic() + _NEXT_TRY
+            self._last_words = f"a worker could not be started: {error}"
+            self._say("not started", self._last_words)
             return
         self._running += 1

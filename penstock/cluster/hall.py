@@ -7,6 +7,7 @@ engine. Who takes part in which step is decided by the conductor, which has its 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -16,29 +17,34 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.cluster.bodies import Figures, Join, Opens
 from penstock.cluster.calls import Calls, error_class
 from penstock.cluster.crew import Crew
 from penstock.cluster.launch import Launcher
 from penstock.cluster.plan import digest_of, holdings_of, transfers_of
-from penstock.cluster.record import NAME, remove_record, write_record
+from penstock.cluster.record import remove_record, write_record
 from penstock.cluster.remote_store import RemoteShard
-from penstock.cluster.shard_places import ShardPlaces
+from penstock.cluster.shard_places import Place
 from penstock.cluster.shard_work import ShardHere, StoreOfShard
+from penstock.cluster.shards_apart import House, ShardsApart
 from penstock.cluster.terms import terms_of
+from penstock.cluster.vitals import Vitals
 from penstock.config import Config
-from penstock.errors import ClusterError, PenstockError, StorageError
+from penstock.errors import ClusterError, CorruptionError, PenstockError
 from penstock.events import ClusterEvent
 from penstock.fabric.messages import Kind, Message
 from penstock.fabric.nodes import CONDUCTOR, Conductor, Happened, Leases, ShardNode
 from penstock.fabric.sockets import Address, Endpoint, Link
 from penstock.step_layout import Layout
 from penstock.store import ShardMap, Store
+from penstock.store.flash import ShardedFlashStore
 
 log = logging.getLogger("penstock.cluster")
 
 FIRST_ENGINE = 1000
 _BEAT = 0.1
 _LOOK = 0.05  # seconds between two looks at what has happened
+_STARVED = 10  # leases for which a worker may wait for a processor
 _PATIENCE = 120.0  # seconds in which all engines should have come
 
 
@@ -49,15 +55,23 @@ class _Member:
     number: int
     link: Link
     worker: str
-    listens: Any
-    shard: int | None  # the shard whose place it has; None for an engine
+    listens: Address
+    place: Place | None  # of a shard; None for an engine
+    opens: Opens  # what it does with its store, as a shard
 
     @property
     def is_shard(self) -> bool:
-        return self.shard is not None
+        return self.place is not None
+
+    @property
+    def waits_for_copy(self) -> bool:
+        return self.opens == "empty"
 
     def __str__(self) -> str:
-        return f"shard {self.shard}" if self.is_shard else f"engine {self.number}"
+        if self.place is None:
+            return f"engine {self.number}"
+        which = f"replica {self.place.replica} of " if self.place.replica else ""
+        return f"{which}shard {self.place.shard}"
 
 
 class Hall:
@@ -86,17 +100,27 @@ class Hall:
         self._happenings: queue.SimpleQueue[ClusterEvent] = queue.SimpleQueue()
         self.step = 0  # at which the run stands
         self.counts: Counter[str] = Counter()
-        self.peak_bytes = 0  # the most that any engine has said to have held
+        self.vitals = Vitals()
         self._plan()
         self._members: dict[int, _Member] = {}
         self._joining: dict[Link, _Member] = {}
         self._addresses: dict[int, Any] = {}
-        self._rested: dict[int, int] = {}  # the epoch in which a node was last without work
         self._next = FIRST_ENGINE
         self._failed: PenstockError | None = None
         self._is_closed = False
-        self._first = list(range(1, 1 + config.store.shards))  # the shards' first nodes
+        shards, replicas = config.store.shards, config.store.replicas
+        # The first nodes of each shard.
+        self._first = [[1 + s + r * shards for r in range(replicas)] for s in range(shards)]
         self._local: list[ShardNode] = []
+        with contextlib.ExitStack() as undo:
+            self._open(host, launch, undo)
+            undo.pop_all()  # from here on it is `close` that ends what was begun
+
+    def _open(
+        self, host: str, launch: Callable[[Endpoint], Launcher], undo: contextlib.ExitStack
+    ) -> None:
+        """Open the door, let it be found, and have workers started."""
+        config, layout, token = self._config, self._layout, self._token
         self._endpoint = Endpoint(
             token,
             host,
@@ -105,22 +129,29 @@ class Hall:
             on_failure=self._endpoint_failed,
             every=self._every,
             beat=_BEAT,
+            port=config.cluster.port,
         )
+        undo.callback(self._endpoint.close)
         self._endpoint.shares_memory = config.cluster.shared_memory == "auto"
         self.conductor = Conductor(
             self._endpoint.runtime(CONDUCTOR),
             self._first,
             config.engines,
-            Leases(config.cluster.lease, config.cluster.stall),
+            Leases(config.cluster.lease, config.cluster.stall, config.cluster.longest_job),
             self._happened,
             least=layout.least_engines,
             addresses=self._addresses,
+            others_come=self._others_come,
+            is_there=self._is_there,
         )
         self._endpoint.add(CONDUCTOR, _Desk(self))
         self._calls = Calls(self._send, self.require_sound)
-        self._places = ShardPlaces(config.store.shards if self._is_apart else 0)
+        self._apart = self._make_shards()
+        self._places = self._apart.places
         self._record = write_record(config.run.dir, self._endpoint.address, token)
+        undo.callback(remove_record, self._record, token)
         self.launcher = launch(self._endpoint)
+        undo.callback(self.launcher.close)
         self._crew = Crew(self.launcher, self.say)
         self._crew.fill(self._wanted_workers)
         self._endpoint.start()
@@ -136,11 +167,22 @@ class Hall:
         self._digest = digest_of(program, self._transfers)
         self._told = terms_of(config, layout)
 
+    def _make_shards(self) -> ShardsApart:
+        house = House(
+            self.conductor, self.say, self._fail, self.look, self._do, lambda: self.should_stop()
+        )
+        parts = self._parts if self._is_apart else []
+        return ShardsApart(self._config, parts, self._calls, house)
+
     @property
     def _wanted_workers(self) -> int:
         """How many workers are to run: engines, spare ones, and shards that are apart."""
-        shards = self._config.store.shards if self._is_apart else 0
-        return self.conductor.wanted + self._config.cluster.spare + shards
+        shards = self._config.store.holders - self._places.given_up if self._is_apart else 0
+        return self._wanted_engines + shards
+
+    @property
+    def _wanted_engines(self) -> int:
+        return self.conductor.wanted + self._config.cluster.spare
 
     @property
     def address(self) -> Address:
@@ -152,6 +194,10 @@ class Hall:
         """What this process has sent to all others and taken from them, frames' heads apart."""
         links = [member.link for member in self._members.values()]
         return sum(link.sent_bytes + link.taken_bytes for link in links)
+
+    def figures(self) -> dict[int, Figures]:
+        """Return what the engines of the present view have last said of themselves."""
+        return self.vitals.figures(self.conductor.engines)
 
     def worker_of(self, node: int) -> str:
         """Return the name of the worker that a node runs in."""
@@ -190,14 +236,15 @@ class Hall:
         Raises:
             PenstockError: one cannot be made.
         """
-        if not self._is_apart:
-            return None
-        while not self._places.wait(_LOOK):
-            self.look()
-        return [
-            RemoteShard(part, node, self._calls, self._await_successor)
-            for part, node in zip(self._parts, self._first, strict=True)
-        ]
+        return self._apart.remote() if self._is_apart else None
+
+    def copy_to_newcomers(self, store: Store) -> None:
+        """Give those who have come to hold a shard beside others, between two steps, what it holds.
+
+        Raises:
+            InterruptedError: a stop was asked for.
+        """
+        self._apart.copy_to_newcomers(store if isinstance(store, ShardedFlashStore) else None)
 
     def seat_shards(self, stores: Sequence[Store]) -> None:
         """Have the shards of a store in this process take part."""
@@ -205,7 +252,7 @@ class Hall:
 
         def seat() -> None:
             for shard, store in enumerate(stores):
-                number = self._first[shard]
+                number = self._first[shard][0]
                 work = StoreOfShard(program, ShardHere(store), shard, recompute)
                 runtime = self._endpoint.runtime(number)
                 node = ShardNode(number, shard, runtime, self._transfers, work)
@@ -218,53 +265,11 @@ class Hall:
         """Tell whether a node was that of a shard whose place another takes, or has taken."""
         return self._places.comes_back(node)
 
-    def _await_successor(self, node: int) -> int:
-        """Return the node that has taken a lost one's place, once there is one.
-
-        Called by the trainer's thread. Raises `StorageError` if a stop is asked for meanwhile.
-        """
-        while (other := self._places.wait_for_successor(node, _LOOK)) is None:
-            self.look()
-            if self.should_stop():
-                raise StorageError(
-                    "stopped while a shard of the store was lost; give the same command again, "
-                    "the run goes on from the last step that is safe"
-                )
-        return other
-
     def is_at_rest(self) -> bool:
         """Tell whether no shard works any more for a step of an epoch before the present one."""
         if not self._is_apart:
             return not any(node.is_busy for node in self._local)
-        shards = [member.number for member in list(self._members.values()) if member.is_shard]
-        return all(self._rested.get(number, -1) >= self.conductor.epoch for number in shards)
-
-    def _lose_shard(self, lost: _Member) -> None:
-        """Make room for another, if what the shard held is on flash; else the run is over."""
-        shard, why = lost.shard, f"shard {lost.shard} of the store was lost"
-        assert shard is not None
-        if self._config.store.flash.path is None:
-            self._fail(
-                StorageError(
-                    f"{why}, and with it what it had in memory; give the same command again, it "
-                    "goes on from the last checkpoint"
-                )
-            )
-        elif not self._places.have_come:
-            self._fail(StorageError(f"{why} before all had come; give the same command again"))
-        else:
-            self._places.lose(shard, lost.number)
-            if self._config.cluster.start == "listen":
-                self.say("shard wanted", self._how_to_start(shard), lost.number)
-        again = "give the same command again, the run goes on from the last step that is safe"
-        self._calls.lost(lost.number, f"{why}; {again}")
-
-    def _how_to_start(self, shard: int) -> str:
-        record = self._config.run.dir.absolute() / NAME
-        return (
-            f"on the host with shard {shard} of the store: "
-            f"python -m penstock.cluster.worker {record} --shard {shard}"
-        )
+        return self.vitals.have_rested(self._places.all_nodes, self.conductor.epoch)
 
     # Engines
 
@@ -285,6 +290,20 @@ class Hall:
                 return
             time.sleep(0.02)
 
+    def _others_come(self) -> bool:
+        """Tell whether another engine is started in the place of one that is lost."""
+        is_ours = self._config.cluster.start != "listen"
+        return bool(self._joining) or (is_ours and self._crew.given_up is None)
+
+    def _is_there(self, node: int, silent: float) -> bool:
+        """Tell whether a silent node only waits its turn: on its link, or for a processor."""
+        member, lease = self._members.get(node), self._config.cluster.lease
+        if member is None:
+            return False
+        if member.link.is_heard(lease):
+            return True
+        return silent < _STARVED * lease and self.launcher.starves(member.worker)
+
     def scale(self, engines: int) -> None:
         """Go on with so many engines from the next step on, as soon as they are there.
 
@@ -295,7 +314,7 @@ class Hall:
 
     def _require_engines(self, wanted: object) -> int:
         least, most = self._layout.least_engines, self._layout.micro_batches
-        if not isinstance(wanted, int) or not least <= wanted <= most:
+        if type(wanted) is not int or not least <= wanted <= most:
             raise ClusterError(
                 f"engines: expected {least} (with fewer, a step does not fit engine.memory) to "
                 f"{most} (one micro-batch each), got {wanted!r}"
@@ -344,7 +363,7 @@ class Hall:
         few = len(self.conductor.ready) < self._layout.least_engines
         if (
             self._crew.given_up is not None
-            and (few or self._places.are_vacant)
+            and (few or self._places.are_missing)
             and not self._joining
         ):
             self._fail(ClusterError(self._crew.given_up))
@@ -359,7 +378,7 @@ class Hall:
     def _stranger(self, link: Link, message: Message) -> None:
         """Take what a peer says before it is somebody."""
         if message.kind is Kind.JOIN:
-            self._welcome(link, message.body)
+            self._welcome(link, Join.read(message))
         elif message.kind is Kind.READY and link in self._joining:
             self._admit(self._joining.pop(link), message.body)
         elif message.kind is Kind.TROUBLE and link in self._joining:
@@ -369,42 +388,42 @@ class Hall:
         elif message.kind is Kind.ORDER:
             self._take_order(link, message.body)
 
-    def _welcome(self, link: Link, said: Mapping[str, Any]) -> None:
+    def _welcome(self, link: Link, said: Join) -> None:
         """Give a process that joins its place."""
-        shard = self._place_for(said.get("shard"))
-        if shard is None and said.get("shard") is not None:
-            text = f"shard {str(said['shard'])[:40]} of the store is not wanted: it is there"
-            self._refuse(link, text)
+        place = self._place_for(said)
+        if place is None and said.shard is not None:
+            self._refuse(link, f"shard {said.shard} of the store is not wanted: it is there")
             return
+        opens: Opens = "when asked"
         number = self._next
-        if shard is not None and not self._places.have_come:
-            number = self._first[shard]
+        if place is not None and not self._places.have_come:
+            number = self._first[place.shard][place.replica]
         else:
             self._next += 1
-        self._joining[link] = _Member(
-            number, link, str(said.get("worker")), said.get("listens"), shard
-        )
+        if place is not None and self._places.have_come:
+            opens = "empty" if self._places.is_held(place.shard) else "what was left"
+        self._joining[link] = _Member(number, link, said.worker, said.listens, place, opens)
         body = {
             "node": number,
-            "shard": shard,
-            "reopen": self._places.have_come,
+            "place": None if place is None else list(place),
+            "opens": opens,
             "run": self._told,
-            "shards_there": [] if self._is_apart else self._first,
+            "shards_there": [] if self._is_apart else [nodes[0] for nodes in self._first],
         }
         link.send(Message(Kind.WELCOME, 0, CONDUCTOR, body=body))
 
-    def _place_for(self, asked: object) -> int | None:
-        """Return the vacant place of a shard that a process gets."""
-        taken = {member.shard for member in self._joining.values()}
-        free = self._places.free(taken)
-        if asked is not None:
-            return asked if isinstance(asked, int) and asked in free else None
-        # Where people start the workers, they know which host has which shard's flash.
-        return free[0] if free and self._config.cluster.start != "listen" else None
+    def _place_for(self, said: Join) -> Place | None:
+        """Return the place that a process gets which joins, None if it is to be an engine."""
+        joining = self._joining.values()
+        members = [*self._members.values(), *joining]
+        here = [(m.place, m.listens[0]) for m in members if m.place is not None]
+        engines = len(self.conductor.ready) + sum(not member.is_shard for member in joining)
+        fits_engine = engines < self._wanted_engines
+        return self._apart.place_for(said.shard, said.listens[0], here, fits_engine)
 
     def _admit(self, member: _Member, said: Mapping[str, Any]) -> None:
         """Take a process that is ready among those of the run."""
-        number, link, shard = member.number, member.link, member.shard
+        number, link, place = member.number, member.link, member.place
         if said.get("digest") != self._digest:
             text = f"{member} has compiled another program: are its versions the same?"
             self._turn_away(member, text, ClusterError)
@@ -413,18 +432,23 @@ class Hall:
         self._members[number] = member
         self._addresses[number] = member.listens
         self._crew.is_of_use(member.worker)
-        if shard is None:
+        if place is None:
             self.conductor.joined(number)
             return
-        if self._places.have_come:
-            self.conductor.shard_joined(shard, number)
+        if member.waits_for_copy:
+            self._places.wait_for_copy(place, number)
+            self.conductor.newcomer(place.shard, number)
+            return
+        self._places.take(place, number)
+        if member.opens == "what was left":
+            self.conductor.shard_joined(place.shard, number)
         else:
-            self.say("joined", f"shard {shard} is ready", number)
-        self._places.take(shard, number)
+            self.say("joined", f"{member} is ready", number)
 
     def _turn_away(self, member: _Member, text: str, kind: type[PenstockError]) -> None:
         """Let a process go that cannot be what it was to be: the run ends if it needs it."""
-        if member.is_shard or not self.conductor.ready:
+        is_needed = member.is_shard and not member.waits_for_copy
+        if is_needed or not (member.is_shard or self.conductor.ready):
             self._fail(kind(text))
         self._refuse(member.link, text, member.number)
 
@@ -447,10 +471,12 @@ class Hall:
         self._joining.pop(link, None)
         number = link.peer
         if number is not None and number in self._members and self._members[number].link is link:
+            if isinstance(error, CorruptionError):
+                self.conductor.damaged(f"node {number}: {error}", [number])
             self.conductor.lost(number, f"its connection ended ({error})")
 
     def _happened(self, happened: Happened) -> None:
-        is_loss = happened.kind in ("engine lost", "shard lost")
+        is_loss = happened.kind in ("engine lost", "shard lost", "replica lost")
         self.say(happened.kind, happened.text, happened.node)
         if is_loss and happened.node is not None:
             self._lose(happened.node)
@@ -459,13 +485,13 @@ class Hall:
         """Let nothing of a node come back."""
         member = self._members.pop(number, None)
         self._addresses.pop(number, None)
-        self._rested.pop(number, None)
+        self.vitals.forget(number)
         if member is None:
             return
         member.link.close()
         self.launcher.end(member.worker)
-        if member.shard is not None:
-            self._lose_shard(member)
+        if member.place is not None:
+            self._apart.lost(member.place, number)
 
     def say(self, kind: str, text: str, node: int | None = None) -> None:
         """Tell of something that has happened, and count it."""
@@ -476,12 +502,9 @@ class Hall:
         if message.kind is Kind.RETURN:
             self._calls.take(message)
             return
-        if message.kind is Kind.BEAT:
+        if message.kind is Kind.BEAT and message.sender in self._members:
             self._calls.heard(message.sender)
-            if message.sender in self._members and not message.body.get("busy"):
-                self._rested[message.sender] = message.epoch
-            peak = message.body.get("peak_bytes")
-            self.peak_bytes = max(self.peak_bytes, peak if isinstance(peak, int) else 0)
+            self.vitals.take(message)
         self.conductor.handle(message)
 
 

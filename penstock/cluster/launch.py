@@ -7,6 +7,7 @@ imported all already; without one, and on a GPU, they are started from nothing.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import subprocess
@@ -42,6 +43,14 @@ class Launcher(Protocol):
 
     def poll(self) -> list[Ended]:
         """Return the workers that have ended since the last call."""
+        ...
+
+    def waits_for(self) -> str | None:
+        """Say what workers that were started wait for before they can run; None for nothing."""
+        ...
+
+    def starves(self, worker: str) -> bool:
+        """Tell whether a worker would run if it had a processor; False if nobody knows."""
         ...
 
     def end(self, worker: str) -> None:
@@ -141,6 +150,18 @@ class LocalLauncher:
         else:
             self._make_template()
 
+    def waits_for(self) -> str | None:
+        """Return nothing: a process of this machine runs at once."""
+        return None
+
+    def starves(self, worker: str) -> bool:
+        """Tell whether a thread of it is ready to run, or is running; one that is stopped is not.
+
+        While one is, those that wait for it (for the interpreter's lock) have not their turn.
+        """
+        pid = self.pids.get(worker)
+        return pid is not None and any(state in "RD" for state in thread_states(pid))
+
     def end(self, worker: str) -> None:
         """End a worker, also one that stands still; `poll` will tell of it."""
         if worker in self._processes:
@@ -171,6 +192,20 @@ class LocalLauncher:
         return f"{worker} with pid {pid} ended {how}; what it said is in {self._log(worker)}"
 
 
+def thread_states(pid: int) -> list[str]:
+    """Return the state of every thread of a process: R for one that runs or would, T for stopped.
+
+    Empty for one that has ended, and where the system has no /proc.
+    """
+    states = []
+    with contextlib.suppress(OSError):  # it may end meanwhile
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(OSError):
+                # The name of the program, in parentheses, may hold anything.
+                states.append((task / "stat").read_text().rpartition(")")[2].split()[0])
+    return states
+
+
 class NoLauncher:
     """Starts nobody: workers are started by others, and join when they can."""
 
@@ -180,6 +215,14 @@ class NoLauncher:
     def poll(self) -> list[Ended]:
         """Return nothing: who leaves is known by its link."""
         return []
+
+    def waits_for(self) -> str | None:
+        """Return nothing: it is said where the run listens."""
+        return None
+
+    def starves(self, worker: str) -> bool:
+        """Return False: it is on another host."""
+        return False
 
     def end(self, worker: str) -> None:
         """Leave it alone: it has been cut off, and may join again as a new engine."""

@@ -15,8 +15,9 @@ import secrets
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ _TURN = 0.05  # seconds between two looks at what is to be started or ended
 _GRACE = 10.0  # seconds in which actors that are killed should be gone
 _PATIENCE = 5.0  # seconds for a first connection to the cluster's address
 _LONGEST_REASON = 300
+_NO_ROOM = 15.0  # seconds after which it is said that actors wait; where there is room they begin
 
 
 class RayConnection:
@@ -110,6 +112,7 @@ class _Actor:
     where: Any  # a reference to its host and process, until they are known
     serving: Any  # a reference that is ready when the worker has ended
     place: tuple[str, int] | None = None
+    asked_at: float = field(default_factory=time.monotonic)
 
 
 class RayLauncher:
@@ -158,6 +161,25 @@ class RayLauncher:
             while True:
                 ended.append(self._ended.get_nowait())
         return ended
+
+    def waits_for(self) -> str | None:
+        """Say how many actors have not begun after some seconds, and what each asks for."""
+        late = time.monotonic() - _NO_ROOM
+        waiting = [a for a in list(self._actors.values()) if a.place is None and a.asked_at < late]
+        if not waiting or self._lost is not None:
+            return None
+        options = self._connection.options
+        cpus, gpus = options["num_cpus"], options["num_gpus"]
+        wants = f"{cpus} CPU(s)" + (f" and {gpus} GPU(s)" if gpus else "")
+        return (
+            f"{len(waiting)} of {len(self._actors)} workers have not begun in {_NO_ROOM:.0f} s; "
+            f"each asks the Ray cluster for {wants} (engine.threads) and comes when there is room: "
+            "see `ray status`; add nodes, or lower engines, cluster.spare or engine.threads"
+        )
+
+    def starves(self, worker: str) -> bool:
+        """Return False: it may be on another host."""
+        return False
 
     def end(self, worker: str) -> None:
         """End a worker, also one that stands still; `poll` will tell of it."""

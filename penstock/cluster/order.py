@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.cluster import record
-from penstock.errors import ClusterError, ConfigError
+from penstock.errors import ClusterError, ConfigError, ProtocolError
 from penstock.fabric.messages import Kind, Message
 from penstock.fabric.sockets import Endpoint, own_host
 
@@ -33,7 +33,12 @@ def scale(run: Path, engines: int) -> int:
     answer = _ask(run, {"engines": engines})
     if "error" in answer:
         raise ConfigError(f"{run}: {answer['error']}")
-    return int(answer["before"])
+    before = answer.get("before")
+    if type(before) is not int:
+        raise ProtocolError(
+            f"{run}: it answers {str(answer)[:80]!r}; does it run the same version of Penstock?"
+        )
+    return before
 
 
 def _ask(run: Path, order: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -4,6 +4,9 @@ Every method of the store's interface is a call (`calls.py`) that the shard's pr
 the order in which they were made, beside the steps (`store_calls.py`). What goes this way is what
 the trainer itself does with a store: filling it, saving, evaluating, looking. A step's weights and
 gradients go between shards and engines and never through here.
+
+A shard with a replica is held by two nodes: what changes it goes to both, what is read comes from
+one. As long as one is left, the loss of the other is no error here.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from penstock.cluster.calls import Calls, Said, ShardLostError
+from penstock.cluster.calls import WRITE_BYTES, Asked, Calls, Said, ShardLostError
 from penstock.cluster.shard_work import commit_of, report_of
 from penstock.cluster.store_calls import bytes_of
 from penstock.errors import ClusterError
@@ -34,9 +37,8 @@ from penstock.store.roles import MASTER, Stored
 # place, and the next step finds out at which step that stands.
 _BETWEEN_STEPS = frozenset({"remember", "take_traffic", "take_flash_traffic", "status"})
 
-_WRITE_BYTES = 64 << 20  # of one call
-
 _TYPES = {"float32": torch.float32, "uint8": torch.uint8}
+_WIDEST = 4  # bytes of a value
 
 
 class RemoteShard:
@@ -44,21 +46,30 @@ class RemoteShard:
 
     Args:
         program: what the shard holds.
-        node: its node; another one takes its place when it is lost.
-        calls: asks it.
-        await_other: returns, for a node that is lost, the one that has taken its place; raises if
-            none can.
+        calls: asks nodes.
+        nodes: returns those that hold the shard now.
+        await_node: returns when one does; raises if none can.
+        copy: gives the second node all that the first holds.
+        replicas: how many nodes there are when none is lost.
     """
 
     def __init__(
-        self, program: Holding, node: int, calls: Calls, await_other: Callable[[int], int]
+        self,
+        program: Holding,
+        calls: Calls,
+        *,
+        nodes: Callable[[], Sequence[int]],
+        await_node: Callable[[], None],
+        copy: Callable[[int, int], None],
+        replicas: int,
     ) -> None:
         self.program = program
         self.step = 0  # as the shard has last said
         self.memory_bytes: Mapping[str, int] = {}
         self.flash_bytes = 0
         self.flash_rule = FlashTraffic()
-        self._node, self._calls, self._await_other = node, calls, await_other
+        self._calls, self._nodes, self._await_node, self._copy = calls, nodes, await_node, copy
+        self._replicas = replicas
         self._is_open = False
 
     @property
@@ -66,30 +77,62 @@ class RemoteShard:
         """Shape of what there is of every weight, by name."""
         return {name: spec.shape for name, spec in self.program.weights.items()}
 
-    def _ask(
-        self, method: str, arrays: Mapping[str, np.ndarray] | None = None, **arguments: Any
-    ) -> Said:
+    def _ask(self, method: str, most: int = 0, **arguments: Any) -> Said:
+        """Return what one of the nodes answers; another, if that one is lost meanwhile."""
         while True:
-            try:
-                answer = self._calls.ask(self._node, method, arguments, arrays or {})
-            except ShardLostError:
-                if method not in _BETWEEN_STEPS:
-                    raise
-                self._node = self._await_other(self._node)
-                continue
-            step = answer.body.get("step")
-            if isinstance(step, int):
-                self.step = step
-            return answer
+            lost = None
+            for node in self._nodes():
+                try:
+                    return self._heard(self._calls.ask(node, method, arguments, {}, most))
+                except ShardLostError as error:
+                    lost = error
+            self._require_another(method, lost)
+
+    def _tell(
+        self, method: str, arrays: Mapping[str, np.ndarray] | None = None, **arguments: Any
+    ) -> dict[int, Said]:
+        """Return what the nodes answer, all at once, but for those that are lost meanwhile."""
+        while True:
+            nodes = self._nodes()
+            asked = [self._calls.begin(node, method, arguments, arrays or {}) for node in nodes]
+            answers, lost = _answers(asked)
+            if answers:
+                for answer in answers.values():
+                    self._heard(answer)
+                return answers
+            self._require_another(method, lost)
+
+    def _require_another(self, method: str, lost: ShardLostError | None) -> None:
+        if method not in _BETWEEN_STEPS:
+            raise lost or ShardLostError(
+                f"{self.program.name} was lost; give the same command again, the run goes on from "
+                "the last step that is safe"
+            )
+        self._await_node()
+
+    def _heard(self, answer: Said) -> Said:
+        step = answer.body.get("step")
+        if isinstance(step, int):
+            self.step = step
+        return answer
 
     def open(self) -> RemoteShard:
-        """Have the shard's process open its store, new or as it was left."""
-        found = self._ask("open").body
-        self.memory_bytes = {str(k): int(v) for k, v in found["memory_bytes"].items()}
-        self.flash_bytes = int(found["flash_bytes"])
+        """Have the shard's processes open their stores, new or as they were left.
+
+        A replica that holds nothing of what the other holds is given a copy.
+        """
+        answers = self._tell("open")
+        found = next(iter(answers.values())).body
+        self.memory_bytes = {
+            str(k): self._replicas * int(v) for k, v in found["memory_bytes"].items()
+        }
+        self.flash_bytes = self._replicas * int(found["flash_bytes"])
         read, written = found["flash_rule"]
-        self.flash_rule = FlashTraffic(int(read), int(written))
+        self.flash_rule = FlashTraffic(self._replicas * int(read), self._replicas * int(written))
         self._is_open = True
+        whole = [node for node, said in answers.items() if not said.body["is_new"]]
+        for node in answers.keys() - {*whole} if whole else ():
+            self._copy(whole[0], node)
         return self
 
     def close(self) -> None:
@@ -98,7 +141,7 @@ class RemoteShard:
             return
         self._is_open = False
         try:
-            self._ask("close")
+            self._tell("close")
         except ShardLostError:
             return
 
@@ -122,7 +165,7 @@ class RemoteShard:
 
     def make_durable(self) -> None:
         """Return when the present step would be found after a crash."""
-        self._ask("make_durable")
+        self._tell("make_durable")
 
     def page_lock(self) -> bool:
         """Nothing streams from here to a GPU: engines have buffers of their own."""
@@ -130,7 +173,7 @@ class RemoteShard:
 
     def remember(self, extra: Mapping[str, Any]) -> None:
         """Keep plain data with the present step."""
-        self._ask("remember", extra=dict(extra))
+        self._tell("remember", extra=dict(extra))
 
     # Weights out and in
 
@@ -142,12 +185,16 @@ class RemoteShard:
         """Return the weights of a stage, in memory of their own."""
         names = self.program.stages[stage].weights
         chosen = names if positions is None else [names[position] for position in positions]
-        wanted = None if positions is None else list(positions)
-        return self._tensors(chosen, self._ask("fetch", stage=stage, positions=wanted))
+        wanted, most = None if positions is None else list(positions), self._streams(chosen)
+        return self._tensors(chosen, self._ask("fetch", most, stage=stage, positions=wanted))
 
     def stream(self, names: Sequence[str]) -> list[torch.Tensor]:
         """Return weights by name, in memory of their own."""
-        return self._tensors(names, self._ask("stream", names=list(names)))
+        most = self._streams(names)
+        return self._tensors(names, self._ask("stream", most, names=list(names)))
+
+    def _streams(self, names: Sequence[str]) -> int:
+        return sum(self.program.weights[name].stream_bytes for name in names)
 
     def _tensors(self, names: Sequence[str], answer: Said) -> list[torch.Tensor]:
         tensors = []
@@ -169,7 +216,7 @@ class RemoteShard:
             for name, gradient in zip(names, gradients, strict=True)
             if gradient is not None
         }
-        self._ask("receive", arrays, stage=stage, names=names)
+        self._tell("receive", arrays, stage=stage, names=names)
 
     def commit(self) -> Commit:
         """Decide the step by this shard's gradients alone (`DramStore.commit`)."""
@@ -177,19 +224,19 @@ class RemoteShard:
 
     def prepare(self) -> GradientReport:
         """Return what is known of the step's gradients; the shard is then ready to decide."""
-        return report_of(self._ask("prepare").body)
+        return report_of(_first(self._tell("prepare")))
 
     def decide(self, norm: float) -> Commit:
         """Commit the step with the global norm of all shards."""
-        return commit_of(self._ask("decide", norm=norm.hex()).body)
+        return commit_of(_first(self._tell("decide", norm=norm.hex())))
 
     def discard(self) -> None:
         """Throw away the gradients that came since the last commit."""
-        self._ask("discard")
+        self._tell("discard")
 
     def flush(self) -> None:
         """Make all updates that are still awaited, now."""
-        self._ask("flush")
+        self._tell("flush")
 
     def unchanged(self) -> dict[str, str]:
         """Return the trainable weights that no update has changed (`DramStore.unchanged`)."""
@@ -197,15 +244,22 @@ class RemoteShard:
 
     def take_traffic(self) -> Traffic:
         """Return what was streamed, received and waited for, since the last call."""
-        said = self._ask("take_traffic").body
-        (streamed, gradient), (update, snapshot) = said["bytes"], said["seconds"]
-        return Traffic(int(streamed), int(gradient), float(update), float(snapshot))
+        taken = [answer.body for answer in self._tell("take_traffic").values()]
+        return Traffic(
+            sum(int(said["bytes"][0]) for said in taken),
+            sum(int(said["bytes"][1]) for said in taken),
+            max(float(said["seconds"][0]) for said in taken),
+            max(float(said["seconds"][1]) for said in taken),
+        )
 
     def take_flash_traffic(self) -> FlashTraffic:
         """Return what moved to and from flash, since the last call."""
-        said = self._ask("take_flash_traffic").body
-        read, written = said["moved"]
-        return FlashTraffic(int(read), int(written), float(said["seconds"]))
+        taken = [answer.body for answer in self._tell("take_flash_traffic").values()]
+        return FlashTraffic(
+            sum(int(said["moved"][0]) for said in taken),
+            sum(int(said["moved"][1]) for said in taken),
+            max(float(said["seconds"]) for said in taken),
+        )
 
     # Looking at the state, and restoring it
 
@@ -232,26 +286,27 @@ class RemoteShard:
 
     def read(self, name: str, role: str, begin: int, end: int) -> np.ndarray:
         """Return values `begin` to `end` of a weight or of its state, flat."""
-        return self._ask("read", name=name, role=role, begin=begin, end=end).arrays["values"]
+        most = _WIDEST * max(0, end - begin)
+        return self._ask("read", most, name=name, role=role, begin=begin, end=end).arrays["values"]
 
     def begin_restore(self) -> None:
         """Forget everything; the store is of no use until `finish_restore`."""
-        self._ask("begin_restore")
+        self._tell("begin_restore")
 
     def write(self, name: str, role: str, begin: int, values: np.ndarray) -> None:
         """Overwrite values of a weight or of its state, while restoring."""
-        most = max(1, _WRITE_BYTES // values.itemsize)
+        most = max(1, WRITE_BYTES // values.itemsize)
         for first in range(0, values.size, most):  # the other side has memory for one at a time
             part = values[first : first + most]
-            self._ask("write", {"values": part}, name=name, role=role, begin=begin + first)
+            self._tell("write", {"values": part}, name=name, role=role, begin=begin + first)
 
     def clear_state(self, name: str) -> None:
         """Put the optimizer's state of a weight to zero, while restoring."""
-        self._ask("clear_state", name=name)
+        self._tell("clear_state", name=name)
 
     def finish_restore(self, step: int) -> None:
         """Make the store usable: all weights and state are those after `step` commits."""
-        self._ask("finish_restore", step=step)
+        self._tell("finish_restore", step=step)
 
     def content_hash(self) -> str:
         """Return a hash of what the shard holds of all weights."""
@@ -263,3 +318,20 @@ def _type_of(name: str) -> torch.dtype:
         return _TYPES[name]
     except KeyError:
         raise ClusterError(f"a shard holds values of type {name!r}, which is not known") from None
+
+
+def _answers(asked: Sequence[Asked]) -> tuple[dict[int, Said], ShardLostError | None]:
+    """Return what was answered, by node, and the loss of one that has not."""
+    answers: dict[int, Said] = {}
+    lost = None
+    for each in asked:
+        try:
+            answers[each.node] = each.answer()
+        except ShardLostError as error:
+            lost = error
+    return answers, lost
+
+
+def _first(answers: Mapping[int, Said]) -> Mapping[str, Any]:
+    """Return what the first node has said; the others do the same, and say so."""
+    return next(iter(answers.values())).body

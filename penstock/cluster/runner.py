@@ -10,21 +10,24 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
-from penstock import process_memory
+from penstock import assembly
 from penstock.batches import Batches
 from penstock.cluster.calls import error_class
+from penstock.cluster.computing import Computing
 from penstock.cluster.hall import Hall
-from penstock.cluster.shard_work import report_of
+from penstock.cluster.shard_work import commit_of, report_of
 from penstock.cluster.stragglers import Stragglers
 from penstock.config import Config
-from penstock.errors import NonFiniteError
 from penstock.events import StepDone
-from penstock.fabric.nodes import Outcome, Part, Phase, TroubleError, WentBackError
+from penstock.fabric.messages import Message
+from penstock.fabric.nodes import Outcome, Part, Phase, TroubleError, WentBackError, checks
 from penstock.program import Program
+from penstock.step import step_done
 from penstock.step_layout import Layout
-from penstock.store import Store, global_norm, merged
+from penstock.store import Commit, GradientReport, Store, global_norm, merged
+from penstock.tracing import NonFiniteLossError, require_finite, trace
 
 _GIVING_UP = 60.0  # seconds in which a step that is decided must end
 _LOOK = 0.05  # seconds between two looks at what has happened
@@ -53,12 +56,13 @@ class ClusterRunner:
         self._batches, self._tokens = batches, tokens
         self.hall = hall
         self._stragglers = Stragglers(config.cluster.slow)
+        self._computing = Computing()
         self._has_begun = False
 
     @property
     def engine_peak_bytes(self) -> int:
         """The most that any engine has said to have held."""
-        return self.hall.peak_bytes
+        return self.hall.vitals.peak_bytes
 
     def run(self) -> StepDone:
         """Do one step and commit it, whoever is lost meanwhile.
@@ -79,6 +83,7 @@ class ClusterRunner:
             self.hall.await_engines()
             self._has_begun = True
         while True:
+            self.hall.copy_to_newcomers(self._store)
             self.hall.step = self._store.step  # as the shards have last said
             order = _Order(
                 self._layout.program, self._batches, self._store.step, self._config.run.seed
@@ -88,6 +93,8 @@ class ClusterRunner:
                 break
             if not self._begins_anew(outcome.error):
                 self.hall.require_sound()
+                if isinstance(outcome.error, NonFiniteLossError):
+                    self._trace(outcome.error)
                 raise _as_ours(outcome.error)
             self._store.take_traffic()  # what shards say with it is where they stand
         self.hall.call(self._look_for_stragglers)
@@ -142,39 +149,30 @@ class ClusterRunner:
         return isinstance(error, WentBackError)
 
     def _done(self, order: _Order, outcome: Outcome, started: float) -> StepDone:
-        answer = outcome.answers[0]
-        traffic, flash = self._store.take_traffic(), self._store.take_flash_traffic()
-        self.hall.step = answer["step"]
+        commit: Commit = outcome.answers[0]
+        self.hall.step = commit.step
         seconds = time.perf_counter() - started
-        return StepDone(
-            step=answer["step"],
+        return step_done(
+            commit,
+            self._store,
             loss=math.fsum(outcome.losses) * order.scale,
-            learning_rate=float.fromhex(answer["learning_rate"]),
-            grad_norm=float.fromhex(answer["grad_norm"]),
-            clip_scale=float.fromhex(answer["clip_scale"]),
             seconds=seconds,
+            store_seconds=seconds - self._computing.of_step(self.hall.figures(), seconds),
             tokens=self._tokens,
-            streamed_bytes=traffic.streamed_bytes,
-            gradient_bytes=traffic.gradient_bytes,
-            engine_bytes=self.hall.peak_bytes,
-            store_bytes=sum(self._store.memory_bytes.values()),
-            flash_read_bytes=flash.read_bytes,
-            flash_written_bytes=flash.written_bytes,
-            flash_wait_seconds=flash.waited_seconds,
-            compute_seconds=max(0.0, seconds - traffic.update_seconds - flash.waited_seconds),
-            weight_seconds=0.0,
-            update_seconds=traffic.update_seconds,
-            snapshot_seconds=traffic.snapshot_seconds,
-            peak_rss_bytes=process_memory.peak_resident_bytes(),
+            engine_bytes=self.hall.vitals.peak_bytes,
         )
+
+    def _trace(self, error: NonFiniteLossError) -> NoReturn:
+        """Find in this process where a loss began that is not a number."""
+        layout, device = self._layout, assembly.choose_device(self._config.engine.device)
+        made = assembly.make_engines(layout.program, layout.plan, layout.shares, 1, device)
+        trace(error, layout.program, made[0], self._store, self._batches, self._config.run.seed)
 
     def _look_for_stragglers(self) -> None:
         """Name engines that are slow, and replace those that stay so; in the hall's thread."""
-        conductor, computed = self.hall.conductor, {}
-        for engine, beat in conductor.beats.items():
-            said = beat.get("computed")
-            if isinstance(said, list) and len(said) == 2:
-                computed[engine] = (float(said[0]), int(said[1]))
+        conductor = self.hall.conductor
+        said = self.hall.figures().items()
+        computed = {engine: (each.computed, each.micro_batches) for engine, each in said}
         patience = self._config.cluster.evict_slow
         for slow in self._stragglers.look(computed):
             text = f"engine {slow.engine} takes {slow.times:.1f} times as long as the others"
@@ -212,8 +210,19 @@ class _Order:
             for part in parts
         ]
 
+    def report(self, message: Message) -> GradientReport:
+        """Return what a shard says of its gradients."""
+        report, count = report_of(message.body), len(self._program.stages)
+        if not all(0 <= n < count for n in (*report.silent, *(report.non_finite or {}))):
+            raise checks.refuse(message, f"names stages that are none of {count}")
+        return report
+
+    def answer(self, message: Message) -> Commit:
+        """Return what a shard says of its commit."""
+        return commit_of(message.body)
+
     def decide(
-        self, losses: Sequence[float], prepared: Sequence[Mapping[str, Any]]
+        self, losses: Sequence[float], reports: Sequence[GradientReport]
     ) -> Mapping[str, Any]:
         """Return the decision to commit by.
 
@@ -221,15 +230,7 @@ class _Order:
             NonFiniteError: a loss or a gradient is not a number.
             NoTrainingError: a trainable weight has got no gradient.
         """
-        for number, loss in enumerate(losses):
-            if not math.isfinite(loss):
-                raise NonFiniteError(
-                    f"step {self.step}: the loss of micro-batch {number} is {loss}. The step was "
-                    f"not committed: the weights are those of step {self._done}. Look at the "
-                    "batch, or start a run with a lower optimizer.learning_rate in another "
-                    "run.dir; with cluster.start: none the stage is named in which it began."
-                )
-        reports = [report_of(said) for said in prepared]
+        require_finite(self.step, losses)
         norm = global_norm(self._program, self.step, merged(self._program, reports))
         return {"norm": norm.hex()}
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock import stores
+from penstock.cluster import copying
+from penstock.cluster.calls import WRITE_BYTES
 from penstock.cluster.shard_work import require_at
 from penstock.config import Config
 from penstock.errors import StorageError
+from penstock.fabric.transfers import GRADIENT_WIDTH
 from penstock.program import Program
 from penstock.store import ShardMap, Store
-from penstock.store.flash import FlashStore, go_back
+from penstock.store.flash import FlashStore, forget, go_back, shard_folder
 
 
 class ShardApart:
@@ -20,13 +23,24 @@ class ShardApart:
         program: of the whole model.
         shard: which shard it is.
         store_bytes: what all shards together may take of memory.
+        replica: which of those that hold the shard.
     """
 
-    def __init__(self, config: Config, program: Program, shard: int, store_bytes: int) -> None:
+    def __init__(
+        self, config: Config, program: Program, shard: int, store_bytes: int, replica: int = 0
+    ) -> None:
         self._config, self._program, self._shard = config, program, shard
+        self._replica = replica
         self._store_bytes = store_bytes
         self._part = ShardMap.of(program, config.store.shards).part(program, shard)
         self._open: Store | None = None
+
+    @property
+    def most_bytes(self) -> int:
+        """The most that a call can bring: a piece of a weight, or the gradients of a stage."""
+        weights = self._part.weights
+        stages = (sum(weights[n].elements for n in stage.weights) for stage in self._part.stages)
+        return max(WRITE_BYTES, copying.PIECE_BYTES, GRADIENT_WIDTH * max(stages))
 
     @property
     def store(self) -> Store:
@@ -48,7 +62,7 @@ class ShardApart:
         if config.store.flash.path is None:
             self._open = stores.make_dram_shard(config, self._program, self._part)
             return self._open
-        folder = config.store.flash.path / f"shard-{self._shard}"
+        folder = shard_folder(config.store.flash.path, self._shard, self._replica)
         if must_hold and not folder.exists():
             raise StorageError(
                 f"{folder} is not on this host; start the worker where that shard's flash is, or "
@@ -57,6 +71,17 @@ class ShardApart:
         each = stores.flash_share(config, self._program, self._store_bytes)
         self._open = stores.make_flash_shard(config, self._program, self._part, folder, each)
         return self._open
+
+    def open_empty(self) -> Store:
+        """Open it without what it may have held before, to be given a copy.
+
+        **Raises:** what the store raises.
+        """
+        self.close()
+        flash = self._config.store.flash.path
+        if flash is not None:
+            forget(shard_folder(flash, self._shard, self._replica))
+        return self.open()
 
     def close(self) -> None:
         """Let go of what is open; what is not durable yet is given up."""

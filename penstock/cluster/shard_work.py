@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from penstock.cluster.plan import positions_of
-from penstock.errors import ClusterError
+from penstock.errors import ClusterError, ProtocolError
 from penstock.fabric.transfers import Operation
 from penstock.program import Program
 from penstock.store import Commit, GradientReport, Store, trainable_weights
@@ -87,6 +87,10 @@ class StoreOfShard:
             )
         self._store.discard()
 
+    def settle(self) -> None:
+        """Make the updates of the step before: no fetch will ask for them."""
+        self._store.flush()
+
     def fetch(self, operation: Operation) -> Sequence[np.ndarray]:
         """Return the bytes of every chunk of this shard's."""
         stage, held = self._program.stages[operation.stage], self._store.program
@@ -148,13 +152,19 @@ def body_of_report(report: GradientReport) -> dict[str, Any]:
 
 
 def report_of(said: Mapping[str, Any]) -> GradientReport:
-    """Return the report that a message has said."""
-    return GradientReport(
-        tuple(float.fromhex(square) for square in said["squares"]),
-        tuple(said["silent"]),
-        tuple(said["missing"]),
-        {int(stage): tuple(names) for stage, names in said["non_finite"].items()},
-    )
+    """Return the report that a message has said.
+
+    **Raises:** `ProtocolError` if it is none.
+    """
+    try:
+        return GradientReport(
+            tuple(float.fromhex(square) for square in said["squares"]),
+            tuple(map(int, said["silent"])),
+            tuple(map(_name, said["missing"])),
+            {int(stage): tuple(map(_name, names)) for stage, names in said["non_finite"].items()},
+        )
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise _none("a report on gradients", said, error) from None
 
 
 def body_of_commit(commit: Commit) -> dict[str, Any]:
@@ -168,10 +178,29 @@ def body_of_commit(commit: Commit) -> dict[str, Any]:
 
 
 def commit_of(said: Mapping[str, Any]) -> Commit:
-    """Return the commit that a message has said."""
-    return Commit(
-        int(said["step"]),
-        float.fromhex(said["grad_norm"]),
-        float.fromhex(said["clip_scale"]),
-        float.fromhex(said["learning_rate"]),
+    """Return the commit that a message has said.
+
+    **Raises:** `ProtocolError` if it is none.
+    """
+    try:
+        return Commit(
+            int(said["step"]),
+            float.fromhex(said["grad_norm"]),
+            float.fromhex(said["clip_scale"]),
+            float.fromhex(said["learning_rate"]),
+        )
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise _none("a commit", said, error) from None
+
+
+def _name(said: Any) -> str:
+    if not isinstance(said, str):
+        raise TypeError(f"{said!r} is no name")
+    return said
+
+
+def _none(what: str, said: Mapping[str, Any], error: Exception) -> ProtocolError:
+    return ProtocolError(
+        f"a shard says {str(said)[:80]!r} for {what} ({type(error).__name__}: {error}); do all "
+        "nodes run the same version of Penstock?"
     )

@@ -49,6 +49,8 @@ def _say_where(config: Config, hall: Hall, tell: Callable[[ClusterEvent], None])
     text = "at {}:{}; on each engine's host: ".format(*hall.address) + command
     if config.cluster.shards == "apart":
         text += f"; and first, on each shard's, with --shard 0 to {config.store.shards - 1}"
+        if config.store.replicas > 1:
+            text += f", each on {config.store.replicas} hosts"
     tell(ClusterEvent("listening", text))
 
 

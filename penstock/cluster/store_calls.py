@@ -65,6 +65,7 @@ def _open(place: Place, given: Mapping[str, Any], arrays: Arrays) -> Said:
             "memory_bytes": dict(store.memory_bytes),
             "flash_bytes": store.flash_bytes,
             "flash_rule": [rule.read_bytes, rule.written_bytes],
+            "is_new": not isinstance(store, FlashStore) or store.is_new,
         }
     )
 

@@ -40,6 +40,7 @@ class Stragglers:
         Args:
             computed: for every engine of the step, seconds and micro-batches since it began.
         """
+        self._slow = {engine: looks for engine, looks in self._slow.items() if engine in computed}
         if set(computed) - set(self._before):
             self._before = {
                 engine: self._before.get(engine, computed[engine]) for engine in computed

@@ -27,6 +27,27 @@ def terms_of(config: Config, layout: Layout) -> dict[str, Any]:
     }
 
 
+_TYPES: dict[str, tuple[type, ...]] = {
+    "config": (dict,),
+    "micro_batch": (int,),
+    "length": (int,),
+    "slot_bytes": (int, type(None)),
+    "recompute": (list,),
+    "shards": (int,),
+    "engine_bytes": (int,),
+    "store_bytes": (int,),
+    "kept": (str, type(None)),
+    "threads": (int,),
+}
+
+
+def are_terms(told: object) -> bool:
+    """Tell whether plain data that came from elsewhere is what `terms_of` makes."""
+    return isinstance(told, dict) and all(
+        isinstance(told.get(key, ...), types) for key, types in _TYPES.items()
+    )
+
+
 def _kept_files(config: Config) -> str | None:
     """Return where the run keeps what it needs of `model.hf`, which may be gone."""
     kept = (config.run.dir / KEPT).absolute()

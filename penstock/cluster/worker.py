@@ -1,7 +1,7 @@
 """A process of a run: it joins, becomes an engine or a shard of the store, and ends with the run.
 
-    python -m penstock.cluster.worker HOST PORT
-    python -m penstock.cluster.worker RUN/cluster.json [--shard NUMBER]
+    python -m penstock.cluster.worker HOST PORT [--port NUMBER]
+    python -m penstock.cluster.worker RUN/cluster.json [--shard NUMBER] [--port NUMBER]
 
 The run's token comes in the environment, as `PENSTOCK_TOKEN`, or from the record that the run
 wrote. All that the process is to be is told by the conductor's: an engine or which shard, of which
@@ -12,6 +12,7 @@ so that another can open what it had on flash.
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import queue
@@ -19,19 +20,27 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.cluster import store_calls
+from penstock.cluster.bodies import Opens, Welcome, addresses_of
 from penstock.cluster.calls import Gathered, Said, frames
 from penstock.cluster.engine_work import EngineOfProcess
 from penstock.cluster.plan import digest_of, holdings_of, transfers_of
 from penstock.cluster.record import read_record
+from penstock.cluster.shard_places import Place
 from penstock.cluster.shard_process import ShardApart
 from penstock.cluster.shard_work import StoreOfShard
-from penstock.errors import ClusterError, CorruptionError, PenstockError, ProtocolError
+from penstock.errors import (
+    ClusterError,
+    ConfigError,
+    CorruptionError,
+    PenstockError,
+    ProtocolError,
+)
 from penstock.fabric.messages import Kind, Message
 from penstock.fabric.nodes import CONDUCTOR, EngineNode, ShardNode
 from penstock.fabric.nodes.runtime import Runtime
@@ -96,6 +105,10 @@ class RefusedError(ClusterError):
     """The run does not want this worker, and says why."""
 
 
+class OwnWorkError(ClusterError):
+    """This worker could not compute what it was to; in this process it might not again."""
+
+
 class Worker:
     """One process of a run.
 
@@ -104,6 +117,7 @@ class Worker:
         token: of the run.
         name: what the worker is known by to whoever started it.
         shard: the shard that it is to be; None leaves it to the run what it becomes.
+        port: on which it listens for other workers; 0: one that is free.
     """
 
     def __init__(
@@ -112,6 +126,7 @@ class Worker:
         token: str,
         name: str | None = None,
         shard: int | None = None,
+        port: int = 0,
     ) -> None:
         self._address = address
         self._name = name or f"{socket.gethostname()}:{os.getpid()}"
@@ -128,6 +143,7 @@ class Worker:
             on_stranger=lambda link, message: self._events.put(("message", (link, message))),
             on_failure=lambda error: self._events.put(("failed", error)),
             every=self._beat,
+            port=port,
         )
 
     def serve(self) -> None:
@@ -143,8 +159,8 @@ class Worker:
                 try:
                     self._join()
                     since = None
-                except RefusedError:
-                    raise  # it would be refused again
+                except (RefusedError, OwnWorkError):
+                    raise  # it would be no better again
                 except ClusterError as error:
                     # The first time it is an error; later, the run may have ended.
                     if self._built is None:
@@ -177,13 +193,18 @@ class Worker:
                 continue  # of a link before this one
             message = content[1]
             if message.kind is Kind.WELCOME:
-                self._become(link, message.body)
+                self._become(link, Welcome.read(message))
             elif message.kind is Kind.ANSWER:
                 raise RefusedError(str(message.body.get("error")))
         if self._node is not None:
             self._let_go()
             self._endpoint.remove(self._number)
-            self._node = None
+            node, self._node = self._node, None
+            if node.failure is not None:
+                raise OwnWorkError(
+                    f"the work of {self._name} failed, and the run goes on without it: "
+                    f"{type(node.failure).__name__}: {node.failure}"
+                )
 
     def _let_go(self) -> None:
         """Have a shard close its store, behind what it is at."""
@@ -205,12 +226,12 @@ class Worker:
         if not closed.wait(timeout=_CLOSING):
             log.error("the store was not closed in %.0f s", _CLOSING)
 
-    def _become(self, link: Link, welcome: Mapping[str, Any]) -> None:
-        number, shard, told = int(welcome["node"]), welcome["shard"], welcome["run"]
+    def _become(self, link: Link, welcome: Welcome) -> None:
+        number, told = welcome.node, welcome.run
         self._endpoint.shares_memory = told["config"]["cluster"]["shared_memory"] == "auto"
         try:
-            if shard is not None:
-                self._built = build_shard(told, int(shard), bool(welcome["reopen"]))
+            if welcome.place is not None:
+                self._built = build_shard(told, welcome.place, welcome.opens)
             elif self._built is None or self._built.told != told:
                 self._built = build_engine(told)
         except PenstockError as error:
@@ -223,8 +244,8 @@ class Worker:
             node = built.role.node(number, self._endpoint.runtime(number))
             self._number, self._node = number, node
             self._endpoint.attach(CONDUCTOR, link)
-            for there in welcome["shards_there"]:
-                self._endpoint.attach(int(there), link)
+            for there in welcome.shards_there:
+                self._endpoint.attach(there, link)
             member = _Member(node, self._endpoint)
             if isinstance(built.role, ShardRole):
                 member = _ShardMember(node, self._endpoint, built.role.place)
@@ -238,7 +259,7 @@ class Worker:
             self._events.put(("ended", link))
         elif isinstance(error, (CorruptionError, ProtocolError)) and self._node is not None:
             # What was in the frame will not come again: the step begins anew, over new links.
-            body, node = {"text": str(error)}, self._node
+            body, node = {"text": str(error), "peer": link.peer}, self._node
             message = Message(Kind.DAMAGED, node.epoch, node.number, body=body)
             self._endpoint.send(node.number, CONDUCTOR, message)
 
@@ -268,14 +289,9 @@ class _Member:
     def handle(self, message: Message) -> None:
         """Take a message."""
         if message.kind is Kind.VIEW and message.epoch > self._node.epoch:
-            listening = message.body.get("addresses", {})
-            self._endpoint.meet(
-                {
-                    int(number): (str(address[0]), int(address[1]))
-                    for number, address in listening.items()
-                    if int(number) != self._node.number
-                }
-            )
+            listening = addresses_of(message)
+            listening.pop(self._node.number, None)
+            self._endpoint.meet(listening)
         self._node.handle(message)
 
 
@@ -284,7 +300,7 @@ class _ShardMember(_Member):
 
     def __init__(self, node: EngineNode | ShardNode, endpoint: Endpoint, place: ShardApart) -> None:
         super().__init__(node, endpoint)
-        self._place, self._gathered = place, Gathered()
+        self._place, self._gathered = place, Gathered(lambda number: place.most_bytes)
         self._runtime = endpoint.runtime(node.number)
 
     def handle(self, message: Message) -> None:
@@ -292,7 +308,11 @@ class _ShardMember(_Member):
         if message.kind is not Kind.CALL:
             super().handle(message)
             return
-        whole = self._gathered.take(message)
+        try:
+            whole = self._gathered.take(message)
+        except CorruptionError as error:
+            self._answer_error(message.op, error)
+            return
         if whole is None:
             return
         number, said = whole
@@ -307,10 +327,14 @@ class _ShardMember(_Member):
 
         def failed(error: Exception) -> None:
             text = f"{type(error).__name__}: {error}"
-            said = Said({"error": "ClusterError", "text": text})
-            send(list(frames(Kind.RETURN, self._node.number, number, said)))
+            self._answer_error(number, ClusterError(text))
 
         self._runtime.work(pack, send, failed)
+
+    def _answer_error(self, number: int, error: PenstockError) -> None:
+        said = Said({"error": type(error).__name__, "text": str(error)})
+        for each in frames(Kind.RETURN, self._node.number, number, said):
+            self._runtime.send(CONDUCTOR, each)
 
 
 @dataclass(frozen=True)
@@ -372,46 +396,56 @@ def build_engine(told: Mapping[str, Any]) -> _Built:
     return _Built(dict(told), EngineRole(work, made.transfers), made.digest)
 
 
-def build_shard(told: Mapping[str, Any], shard: int, reopen: bool) -> _Built:
-    """Make a shard of the store; one that takes another's place opens what that has left.
+def build_shard(told: Mapping[str, Any], place: Place, opens: Opens) -> _Built:
+    """Make a shard of the store.
+
+    Args:
+        opens: what it does with its store now (`Welcome`).
 
     Raises:
         PenstockError: this machine cannot be such a shard.
     """
-    made = _compile(told)
-    place = ShardApart(made.config, made.program, shard, told["store_bytes"])
-    if reopen:
-        place.open(must_hold=True)
-    work = StoreOfShard(made.program, place, shard, made.recompute)
-    return _Built(dict(told), ShardRole(shard, place, work, made.transfers), made.digest)
+    made, shard = _compile(told), place.shard
+    apart = ShardApart(made.config, made.program, shard, told["store_bytes"], place.replica)
+    if opens == "what was left":
+        apart.open(must_hold=True)
+    elif opens == "empty":
+        apart.open_empty()
+    work = StoreOfShard(made.program, apart, shard, made.recompute)
+    return _Built(dict(told), ShardRole(shard, apart, work, made.transfers), made.digest)
 
 
 def main() -> None:
     """Be a worker, as the command line and the environment say."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     token, name = os.environ.pop(TOKEN, None), os.environ.pop(NAME, None)
-    shard = None
     try:
-        match sys.argv[1:]:
-            case [host, port] if port.isdigit() and token:
-                address = (host, int(port))
-            case [record]:
-                address, token = read_record(Path(record))
-            case [record, "--shard", number] if number.isdigit():
-                address, token = read_record(Path(record))
-                shard = int(number)
-            case _:
-                command = "python -m penstock.cluster.worker"
-                print(
-                    f"usage: {TOKEN}=... {command} HOST PORT, or {command} RUN/cluster.json "
-                    "[--shard NUMBER]",
-                    file=sys.stderr,
-                )
-                sys.exit(2)
-        Worker(address, token, name, shard).serve()
+        told = _arguments(sys.argv[1:])
+        if told.port is None:
+            address, token = read_record(Path(told.where))
+        elif token:
+            address = told.where, told.port
+        else:
+            raise ConfigError(
+                f"{TOKEN}: expected the run's token in the environment, it is not set"
+            )
+        Worker(address, token, name, told.shard, told.listen).serve()
     except PenstockError as error:
         print(f"worker: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+
+
+def _arguments(given: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "python -m penstock.cluster.worker", description="Take part in a run until it ends."
+    )
+    parser.add_argument("where", metavar="HOST|RUN/cluster.json", help="where the run listens")
+    parser.add_argument("port", metavar="PORT", type=int, nargs="?", help="with HOST")
+    parser.add_argument("--shard", type=int, help="the shard of the store that it is to be")
+    parser.add_argument(
+        "--port", type=int, default=0, dest="listen", help="on which it listens for other workers"
+    )
+    return parser.parse_args(given)
 
 
 if __name__ == "__main__":

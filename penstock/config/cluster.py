@@ -57,6 +57,14 @@ class ClusterConfig(Section):
         gt=0,
         le=3600,
     )
+    longest_job: float = setting(
+        600.0,
+        "a stage of one engine's share, or an update of a shard, that computes for longer costs "
+        "the engine or the shard its place; if two engines take longer, the run ends",
+        unit="seconds",
+        gt=0,
+        le=86400,
+    )
     slow: float = setting(
         2.0,
         "an engine that takes more than so many times as long as the others is named",
@@ -80,6 +88,14 @@ class ClusterConfig(Section):
         "this machine's address on which the run listens; auto: 127.0.0.1, or with "
         "`cluster.address` the one by which the Ray cluster reaches it",
         example="10.0.0.1",
+    )
+    port: int = setting(
+        0,
+        "the port on which the run listens, to be opened in a firewall; 0: one that is free, "
+        "chosen by the system",
+        example=29600,
+        ge=0,
+        le=65535,
     )
 
     @property

@@ -81,11 +81,19 @@ class Config(Section):
                 f"got {schedule.warmup_steps}; lower it or raise run.steps",
             )
         flash = self.store.flash
-        if self.store.shards > 1 and flash.path is not None and flash.keep_steps < 2:
+        if self.store.holders > 1 and flash.path is not None and flash.keep_steps < 2:
+            above = "shards" if self.store.shards > 1 else "replicas"
             raise refuse(
                 "store.flash.keep_steps",
-                "expected 2 or more with store.shards above 1, got 1; a crash may leave shards one "
-                "durable step apart, and they go on from the last that all hold",
+                f"expected 2 or more with store.{above} above 1, got 1; a crash may leave shards "
+                "one durable step apart, and they go on from the last that all hold",
+            )
+        if self.store.replicas > 1 and self.cluster.shards != "apart":
+            raise refuse(
+                "store.replicas",
+                f"expected 1 with cluster.shards: {self.cluster.shards}, got "
+                f"{self.store.replicas}; a replica in the same process would be lost with it: set "
+                "cluster.shards to apart",
             )
         self._check_devices()
         if self.batch.size < self.engines:

@@ -57,4 +57,16 @@ class StoreConfig(Section):
         ge=1,
         le=64,
     )
+    replicas: int = setting(
+        1,
+        "processes that hold each shard, with cluster.shards: apart; with 2 a shard that is lost "
+        "comes back from the other, without a step being lost; sizes are those of all together",
+        ge=1,
+        le=2,
+    )
     flash: FlashConfig = section(FlashConfig, "a store larger than memory")
+
+    @property
+    def holders(self) -> int:
+        """How many stores there are that hold a shard, and share what the sizes say."""
+        return self.shards * self.replicas

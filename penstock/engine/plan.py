@@ -7,7 +7,7 @@ the engine's own code on tensors without memory, and reads the account.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from penstock.config import size_above
@@ -20,10 +20,14 @@ SLOTS = 2  # the stage that computes, and the one on its way
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """`recompute` are the stages whose forward is made again in the backward sweep."""
+    """`recompute` are the stages whose forward is made again in the backward sweep.
+
+    `beside_bytes` is what an engine has beside what it computes with: what is on its way.
+    """
 
     recompute: frozenset[int] = frozenset()
     slots: int = SLOTS
+    beside_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,7 @@ def predict_bytes(
     # On a GPU every slot is there all the time, the one of the stage that computes included.
     slots = plan.slots if device == "cuda" else plan.slots - 1
     waiting = max(s.kind.weight_bytes for s in program.stages) * slots
-    return Prediction(memory.peak_bytes + waiting, memory.peak_at)
+    return Prediction(memory.peak_bytes + waiting + plan.beside_bytes, memory.peak_at)
 
 
 def bytes_of_choice(
@@ -63,9 +67,11 @@ def bytes_of_choice(
     recompute: Literal["auto", "always", "never"] = "auto",
     device: str = "cpu",
     sharing: Sharing | None = None,
+    beside_bytes: int = 0,
 ) -> tuple[int, int]:
     """Return the least engine bytes that a step can do with, and those of keeping what it may."""
-    nothing, everything = EnginePlan(), EnginePlan(frozenset(_by_value(program.stages)))
+    nothing = EnginePlan(beside_bytes=beside_bytes)
+    everything = replace(nothing, recompute=frozenset(_by_value(program.stages)))
     frugal = nothing if recompute == "never" else everything
     lavish = everything if recompute == "always" else nothing
     return (
@@ -81,6 +87,7 @@ def plan_engine(
     recompute: Literal["auto", "always", "never"] = "auto",
     device: str = "cpu",
     sharing: Sharing | None = None,
+    beside_bytes: int = 0,
 ) -> EnginePlan:
     """Choose which stages to recompute so that a step fits the budget.
 
@@ -94,10 +101,10 @@ def plan_engine(
         return budget_bytes is None or found.peak_bytes <= budget_bytes
 
     candidates = _by_value(program.stages)
-    everything = EnginePlan(frozenset(candidates))
+    nothing = EnginePlan(beside_bytes=beside_bytes)
+    everything = replace(nothing, recompute=frozenset(candidates))
     if recompute == "always":
         return _checked(program, micro_batches, everything, budget_bytes, device, sharing)
-    nothing = EnginePlan()
     if recompute == "never":
         return _checked(program, micro_batches, nothing, budget_bytes, device, sharing)
     if budget_bytes is None:
@@ -108,11 +115,11 @@ def plan_engine(
     low, high = 0, len(candidates)  # the first `high` fit, the first `low` do not
     while high - low > 1:
         middle = (low + high) // 2
-        if fits(EnginePlan(frozenset(candidates[:middle]))):
+        if fits(replace(nothing, recompute=frozenset(candidates[:middle]))):
             high = middle
         else:
             low = middle
-    return EnginePlan(frozenset(candidates[:high]))
+    return replace(nothing, recompute=frozenset(candidates[:high]))
 
 
 def _by_value(stages: Sequence[Stage]) -> list[int]:
@@ -136,10 +143,14 @@ def _checked(
         return plan
     found = predict_bytes(program, micro_batches, plan, device, sharing)
     if found.peak_bytes > budget_bytes:
+        beside = ""
+        if plan.beside_bytes:
+            beside = f" ({size_above(plan.beside_bytes)} of it for what is on its way)"
+        need = size_above(found.peak_bytes)
         raise BudgetError(
-            f"the engine needs {size_above(found.peak_bytes)} for a step of {micro_batches} "
-            f"micro-batch(es), the budget is {size_above(budget_bytes)}; the peak is at stage "
-            f"{found.stage}. Raise engine.memory to at least {size_above(found.peak_bytes)}, or "
+            f"the engine needs {need} for a step of {micro_batches} micro-batch(es){beside}, the "
+            f"budget is {size_above(budget_bytes)}; the peak is at stage {found.stage}. Raise "
+            f"engine.memory to at least {need}, or "
             "lower batch.micro, batch.size or data.sequence_length."
         )
     return plan

@@ -215,12 +215,17 @@ def unpack_arrays(described: Sequence[Any], payload: np.ndarray | None) -> dict[
     """
     arrays: dict[str, np.ndarray] = {}
     rest = np.zeros(0, np.uint8) if payload is None else payload
+    if not isinstance(described, (list, tuple)):
+        raise CorruptionError(f"arrays are described as {str(described)[:80]!r}")
     for entry in described:
         name, kind, shape = _array_entry(entry)
         size = np.dtype(kind).itemsize * int(np.prod(shape, dtype=object))
         if size > rest.nbytes:
             raise CorruptionError(f"{name}: {size} bytes are described, {rest.nbytes} came")
-        arrays[name] = rest[:size].copy().view(kind).reshape(shape)
+        try:
+            arrays[name] = rest[:size].copy().view(kind).reshape(shape)
+        except (ValueError, OverflowError) as error:  # such as more dimensions than there can be
+            raise CorruptionError(f"{name}: it is described as {shape}: {error}") from None
         rest = rest[size:]
     if rest.nbytes:
         raise CorruptionError(f"{rest.nbytes} bytes came that are not described")

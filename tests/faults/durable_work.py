@@ -32,7 +32,7 @@ from penstock.store import (
     verify_checkpoint,
 )
 from penstock.store.checkpoint import save
-from penstock.store.flash import discard_untrained, journal
+from penstock.store.flash import discard_untrained, forget, journal
 from penstock.store.flash.shards import Shards, read_shards
 
 PROGRAM = make_program(({"embed": (9, 6), "frozen": (9,)}, {"block": (7, 7)}), ("frozen",))
@@ -148,6 +148,20 @@ class DiscardedFlash(Scenario):
             found = None if store.is_new else store.content_hash()
         assert found in (promised[-1:] or [hashes(2)[0]]) + [None, hashes(1)[0]]
         assert found is not None or hashes(1)[0] not in promised
+
+
+class ForgottenFlash(DiscardedFlash):
+    """What a replica held that is to be given a copy: without it, or as it was."""
+
+    def work(self, root, promise):
+        forget(root / "flash")
+        promise(None)
+
+    def check(self, root, promised):
+        with closing(self.opened(root / "flash")) as store:
+            assert (
+                store.is_new if promised else store.is_new or store.content_hash() == hashes(2)[0]
+            )
 
 
 class DiscardedShards(DiscardedFlash):
@@ -350,6 +364,7 @@ SCENARIOS = {
         ShardsFile,
         DiscardedFlash,
         DiscardedShards,
+        ForgottenFlash,
         Checkpoints,
         LeftCheckpoint,
         RefusedCheckpoint,

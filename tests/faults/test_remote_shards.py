@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import threading
 import time
@@ -33,16 +34,25 @@ def text(tmp_path_factory) -> Path:
     return path
 
 
-def settings(text: Path, folder: Path, *, on_flash: bool = False, steps=STEPS, **changes) -> dict:
-    store = {"shards": 2}
+def settings(
+    text: Path,
+    folder: Path,
+    *,
+    on_flash: bool = False,
+    steps=STEPS,
+    shards=2,
+    replicas=1,
+    **changes,
+) -> dict:
+    store = {"shards": shards, "replicas": replicas}
     if on_flash:
-        store |= {"dram": "24MiB", "flash": {"path": str(folder / "flash")}}
+        store |= {"dram": f"{24 * replicas}MiB", "flash": {"path": str(folder / "flash")}}
     return {
         "model": {"preset": "gpt2", "overrides": {**MODEL, "resid_pdrop": 0.1}},
         "data": {"input": [str(text)], "path": str(folder.parent / "data")},
         "batch": {"size": 4, "micro": 1},
         "engine": {"threads": 1},
-        "engines": 2,
+        "engines": 1,
         "evaluation": {"every": 3, "batches": 1},
         "optimizer": {"schedule": {"name": "constant"}},
         "run": {"dir": str(folder), "steps": steps},
@@ -73,8 +83,38 @@ class Run:
     def hall(self):
         return self.trainer._runner.hall
 
-    def pid_of_shard(self, shard: int) -> int:
-        return self.hall.launcher.pids[self.hall.worker_of(self.hall.conductor._shards[shard])]
+    def pid_of_shard(self, shard: int, place: int = 0) -> int:
+        """The process of a node that holds a shard: of the first, which streams, or another."""
+        node = self.hall.conductor.holders[shard][place]
+        return self.hall.launcher.pids[self.hall.worker_of(node)]
+
+    def kill(self, shard: int, place: int = 0) -> int:
+        pid = self.pid_of_shard(shard, place)
+        os.kill(pid, signal.SIGKILL)
+        return pid
+
+    def kill_in_a_step(
+        self, shard: int, place: int = 0, then: Callable[[], None] = lambda: None
+    ) -> None:
+        """End a process while gradients are on their way, from a thread of its own."""
+
+        def act() -> None:
+            while self.hall.conductor.phase is not Phase.RUNNING:
+                time.sleep(0.001)
+            self.kill(shard, place)
+            then()
+
+        threading.Thread(target=act, daemon=True).start()
+
+    def await_newcomer(self) -> None:
+        """Wait for who comes in place of one that was lost; the next step gives it a copy."""
+        while not self.hall._places.newcomers:
+            self.hall.look()
+            time.sleep(0.02)
+
+    @property
+    def kinds(self) -> list[str]:
+        return [event.kind for event in self.happened]
 
     def train(self) -> tuple[dict[int, float], str]:
         """Train to the end; return losses and the hash of the weights."""
@@ -130,34 +170,137 @@ def test_a_run_in_memory_is_saved_and_goes_on_and_its_weights_do_not_pass_throug
     assert hash_of(tmp_path / "run") == alone[1]
 
 
+def test_a_shard_in_memory_comes_back_from_its_replica_and_no_step_is_lost(text, alone, tmp_path):
+    """The one that streams is killed in a step; then, when the newcomer is whole, the other one."""
+    run = Run(settings(text, tmp_path / "run", shards=1, replicas=2))
+    killed: list[int] = []
+
+    def after(step: StepDone) -> None:
+        if step.step == 2:
+            killed.append(run.pid_of_shard(0))
+            run.kill_in_a_step(0)
+        elif step.step == 3:
+            run.await_newcomer()
+        elif step.step == 4:
+            assert "replica copied" in run.kinds
+            killed.append(run.kill(0))  # all that is left then has come as a copy
+
+    run.also = after
+    assert run.train() == alone
+    assert run.kinds.count("replica lost") == len({*killed}) == 2
+    assert not {*run.kinds} & {"shard lost", "went back"}
+    assert hash_of(tmp_path / "run") == alone[1]
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [row["step"] for row in rows if row["event"] == "step"] == list(range(1, STEPS + 1))
+    told = [row["text"] for row in rows if row.get("kind") in ("replica lost", "replica copied")]
+    assert "goes on with it" in told[0]
+    assert "the replica of shard 0 is whole" in told[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("on_flash", [False, True])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_shards_with_replicas_are_killed_at_random_and_no_bit_changes(
+    text, tmp_path, on_flash, seed
+):
+    """Either process of either shard, between steps or within one, as often as they come back."""
+    steps, chance = 36, random.Random(seed)
+    one = settings(text, tmp_path / "one" / "run", cluster={}, store={}, steps=steps)
+    expected = Run(one).train()
+    folder = tmp_path / "two" / "run"
+    run = Run(settings(text, folder, steps=steps, replicas=2, engines=2, on_flash=on_flash))
+    kills = 0
+
+    def after(step: StepDone) -> None:
+        nonlocal kills
+        if step.step % 6 == 0:
+            shard = chance.randrange(2)
+            if len(run.hall.conductor.holders[shard]) == 2:
+                kills += 1
+                (run.kill if chance.random() < 0.5 else run.kill_in_a_step)(
+                    shard, chance.randrange(2)
+                )
+        elif step.step % 6 == 4 and run.hall._places.free([]):
+            run.await_newcomer()
+
+    run.also = after
+    assert run.train() == expected
+    assert kills >= 4
+    assert run.kinds.count("replica lost") >= 4
+    assert run.kinds.count("replica copied") >= 3
+    assert not {*run.kinds} & {"shard lost", "went back"}
+    assert hash_of(folder) == expected[1]
+
+
+@pytest.mark.slow
+def test_on_flash_both_processes_of_a_shard_may_be_killed_and_a_killed_run_finds_the_newest_step(
+    text, alone, tmp_path
+):
+    config = settings(text, tmp_path / "run", on_flash=True, replicas=2)
+    run = Run(config)
+    killed: list[int] = []
+
+    def after(step: StepDone) -> None:
+        if step.step == 2 and not killed:  # it is made again
+            killed.extend(run.pid_of_shard(1, place) for place in range(2))
+            for pid in killed:
+                os.kill(pid, signal.SIGKILL)
+        elif step.step == 4 and "replica lost" in run.kinds:
+            run.kill(0, 0)  # whose folder is behind then
+            run.trainer.request_stop()
+
+    run.also = after
+    run.train()
+    assert "shard lost" in run.kinds
+    again = Run(config)
+    losses, weights = again.train()
+    assert ({**run.losses, **losses}, weights) == alone
+    assert hash_of(tmp_path / "run") == alone[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_a_step", [False, True])
+def test_a_stop_while_a_shard_is_lost_says_how_to_go_on_and_the_run_does(
+    text, alone, tmp_path, in_a_step
+):
+    config = settings(text, tmp_path / "run", on_flash=True)
+    run = Run(config)
+
+    def after(step: StepDone) -> None:
+        if step.step == 3 and in_a_step:
+            run.kill_in_a_step(1, then=run.trainer.request_stop)
+        elif step.step == 3:
+            run.kill(1)
+            run.trainer.request_stop()
+
+    run.also = after
+    told = "shard.* lost; give the same command again, the run goes on from the last step"
+    with pytest.raises(StorageError, match=told):
+        run.train()
+    again = Run(config)
+    losses, weights = again.train()
+    assert ({**run.losses, **losses}, weights) == alone
+
+
 @pytest.mark.slow
 def test_a_run_on_flash_goes_on_when_a_shard_is_killed(text, alone, tmp_path):
-    run = Run(settings(text, tmp_path / "run", on_flash=True, steps=3))
+    run = Run(settings(text, tmp_path / "run", on_flash=True, steps=3, engines=2))
     run.train()
-    run = Run(settings(text, tmp_path / "run", on_flash=True))
+    run = Run(settings(text, tmp_path / "run", on_flash=True, engines=2))
     assert run.trainer.step == 3
     killed: list[int] = []
 
-    def kill(shard: int) -> None:
-        killed.append(run.pid_of_shard(shard))
-        os.kill(killed[-1], signal.SIGKILL)
-
-    def kill_in_a_step(shard: int) -> None:
-        while run.hall.conductor.phase is not Phase.RUNNING:
-            time.sleep(0.001)
-        kill(shard)
-
     def after(step: StepDone) -> None:
         if step.step == 4 and not killed:  # between two steps
-            kill(1)
+            killed.append(run.kill(1))
         elif step.step == 5 and len(killed) == 1:
-            threading.Thread(target=kill_in_a_step, args=(0,)).start()
+            killed.append(run.pid_of_shard(0))
+            run.kill_in_a_step(0)
 
     run.also = after
     assert run.train()[1] == alone[1]
     assert hash_of(tmp_path / "run") == alone[1]
-    kinds = [event.kind for event in run.happened]
-    assert kinds.count("shard lost") == kinds.count("shard joined") == 2
+    assert run.kinds.count("shard lost") == run.kinds.count("shard joined") == 2
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     steps = [(row["step"], row["loss"]) for row in rows if row["event"] == "step"]
     assert steps == sorted(alone[0].items())  # each once, also those that were made again
@@ -174,7 +317,7 @@ def test_a_shard_in_memory_that_is_killed_ends_the_run_and_says_how_to_go_on(tex
         run.trainer.run_step()
     run.trainer.save()
     began = time.monotonic()
-    os.kill(run.pid_of_shard(1), signal.SIGKILL)
+    run.kill(1)
     told = r"shard 1 of the store was lost.*the same command again"
     with pytest.raises(StorageError, match=told):
         run.trainer.run_step()

@@ -3,7 +3,8 @@
 The model is three stages of 17 weights each, whose gradients depend on all weights before them,
 on the rows and on the micro-batch, in float32, so that another order of additions, a stale weight
 or a part that is counted twice changes the result. What it must be is computed by a loop without
-any network. Shards store steps as the store on flash does: the last two, one behind the commit.
+any network. Shards store steps as the store on flash does: the last two, one behind the commit; or
+they are in memory and hold none but the present. A shard may have several nodes.
 """
 
 from __future__ import annotations
@@ -145,8 +146,8 @@ class ToyEngine:
 class ToyShard:
     """A shard's pieces of every weight; refuses whatever a real store would refuse."""
 
-    def __init__(self, shard: int, plan: Transfers, durable=None) -> None:
-        self.shard, self.plan = shard, plan
+    def __init__(self, shard: int, plan: Transfers, durable=None, on_flash: bool = True) -> None:
+        self.shard, self.plan, self.on_flash = shard, plan, on_flash
         self.durable = durable or {0: initial()}  # by step, what a crash leaves
         self.step = max(self.durable)
         self.weights = self.durable[self.step]
@@ -155,12 +156,29 @@ class ToyShard:
 
     def reopened(self) -> ToyShard:
         """What another process finds of this shard."""
+        assert self.on_flash, "nobody else has what was in memory"
         return ToyShard(self.shard, self.plan, dict(self.durable))
 
+    def empty(self) -> ToyShard:
+        """What a newcomer has of this shard before it is given a copy: nothing."""
+        return ToyShard(self.shard, self.plan, {-1: []}, self.on_flash)
+
+    def copied(self) -> tuple[int, list[np.ndarray]]:
+        """The step at which it stands, and the weights after it."""
+        return self.step, [weight.copy() for weight in self.weights]
+
+    def restore(self, step: int, weights: list[np.ndarray]) -> None:
+        """Hold what another node holds, and store it."""
+        self.step, self.weights, self.durable = step, weights, {step: weights}
+        self._forget()
+
     def held_steps(self) -> list[int]:
-        return sorted(self.durable)
+        return sorted(self.durable) if self.on_flash else [self.step]
 
     def go_back(self, step) -> None:
+        assert self.on_flash or step == self.step
+        if not self.on_flash:
+            return
         self.durable = {k: v for k, v in self.durable.items() if k <= step}
         self.step, self.weights = step, self.durable[step]
         self._forget()
@@ -168,6 +186,10 @@ class ToyShard:
     def begin(self, step) -> None:
         assert step == self.step + 1
         self._forget()
+
+    def settle(self) -> None:
+        if (self.step + self.shard) % 2 == 0:
+            self._make_durable()
 
     def _forget(self) -> None:
         self.gradients.clear()
@@ -228,6 +250,11 @@ class ToyOrder:
             for part in share(MICRO_BATCHES, engines)
         ]
 
+    def report(self, message) -> dict:
+        return dict(message.body)
+
+    answer = report
+
     def decide(self, losses, prepared) -> dict:
         squares = {k: float.fromhex(x) for body in prepared for k, x in body["squares"].items()}
         assert len(squares) == STAGES * WEIGHTS
@@ -238,7 +265,7 @@ class ToyCluster:
     """Shards, engines and a conductor in a simulated network, and who brings back what is lost.
 
     `cost` says the seconds of a job; by default longer than a message takes, so that faults fall
-    between any two of these.
+    between any two of these. Node 1 + s + r * shards is the r-th of the first nodes of shard s.
     """
 
     def __init__(
@@ -249,27 +276,31 @@ class ToyCluster:
         wanted: int | None = None,
         notice: float | None = 0.02,
         cost: Callable[[], float] = lambda: 0.002,
+        attempts: int = 1000,  # faults come more often here than any network has them
+        replicas: int = 1,
+        on_flash: bool = True,
     ) -> None:
         self.plan = transfers(shards)
         self.network = Network(Links(1e6, 1e-4), faults, cost=lambda number: cost(), notice=notice)
         self.happened: list[Happened] = []
-        self.shards = [ToyShard(s, self.plan) for s in range(shards)]
+        self.stores: dict[int, ToyShard] = {}  # of every node that ever was a shard's
         self.nodes: dict[int, ShardNode | EngineNode] = {}
-        numbers = [1 + s for s in range(shards)]
-        for s, number in enumerate(numbers):
-            self._add_shard(s, number)
+        numbers = [[1 + s + r * shards for r in range(replicas)] for s in range(shards)]
+        for s, number in ((s, number) for s, some in enumerate(numbers) for number in some):
+            self._add_shard(number, ToyShard(s, self.plan, on_flash=on_flash))
         self.conductor = Conductor(
             self.network.runtime(0),
             numbers,
             wanted or engines,
-            Leases(silence=1.0, stall=2.0, job=20.0),
+            Leases(silence=1.0, stall=2.0, job=20.0, attempts=attempts),
             self._tell,
         )
         self.network.conduct(self.conductor)
-        self._places = {number: s for s, number in enumerate(numbers)}
+        self._lost: set[int] = set()  # the last nodes of shards, that have been lost
         self._zombies: dict[int, float] = {}
+        self.engine: Callable[[int], ToyEngine] = lambda number: ToyEngine()
         self.watch: Callable[[], object] = lambda: None  # is called between any two events
-        self._next_shard = 1 + shards
+        self._next_shard = 1 + shards * replicas
         self._next = FIRST_ENGINE
         for _ in range(engines):
             self.join()
@@ -278,9 +309,14 @@ class ToyCluster:
         self.nodes[number] = node
         self.network.add(number, node)
 
-    def _add_shard(self, shard: int, number: int) -> None:
-        runtime = self.network.runtime(number)
-        self._add(number, ShardNode(number, shard, runtime, self.plan, self.shards[shard]))
+    def _add_shard(self, number: int, store: ToyShard) -> None:
+        self.stores[number], runtime = store, self.network.runtime(number)
+        self._add(number, ShardNode(number, store.shard, runtime, self.plan, store))
+
+    @property
+    def shards(self) -> list[ToyShard]:
+        """What the nodes of all shards hold."""
+        return [self.stores[node] for nodes in self.conductor.holders for node in nodes]
 
     def _tell(self, happened: Happened) -> None:
         self.happened.append(happened)
@@ -290,25 +326,66 @@ class ToyCluster:
             # Its link is closed, so it comes back, by another number; the old one is a zombie.
             self.network.after(0.5, self.join)
         if happened.kind == "shard lost":
-            self.network.after(0.3, self.bring_back, self._places[happened.node])
+            self._lost.add(happened.node)
+            self.network.after(0.3, self.bring_back, happened.node)
+        if happened.kind == "replica lost":
+            self.network.after(0.3, self.join_replica, happened.node)
 
     def stop_until_lost(self, number: int, delay: float) -> None:
         """Stop a node, and let it go on as a zombie so long after it has counted as lost."""
         self.network.stop(number)
         self._zombies[number] = delay
 
-    def bring_back(self, shard: int) -> None:
+    def bring_back(self, lost: int) -> None:
         """Let another process open what a lost shard has stored; the old one may be a zombie."""
         number, self._next_shard = self._next_shard, self._next_shard + 1
-        self.shards[shard] = self.shards[shard].reopened()
-        self._places[number] = shard
-        self._add_shard(shard, number)
-        self.conductor.shard_joined(shard, number)
+        store = self.stores[lost].reopened()
+        self._add_shard(number, store)
+        self.conductor.shard_joined(store.shard, number)
+
+    def join_replica(self, lost: int) -> None:
+        """Let another process come for a node that was lost while others of its shard were left."""
+        number, self._next_shard = self._next_shard, self._next_shard + 1
+        store = self.stores[lost].empty()
+        self._add_shard(number, store)
+        self.conductor.newcomer(store.shard, number)
+
+    def _copy_to_newcomers(self, seconds: float = 0.01) -> None:
+        """Give newcomers what they are to hold; it takes time, in which anybody may be lost."""
+        newcomers = list(self.conductor.newcomers)
+        if newcomers and not self._make_durable():
+            return
+        for number in newcomers:
+            holders = self.conductor.holders[self.stores[number].shard]
+            if not holders or not self._is_there(number) or not self._is_there(holders[0]):
+                continue
+            state = self.stores[holders[0]].copied()
+            self.network.run(lambda: self.watch(), self.network.now + seconds)
+            still = self.conductor.holders[self.stores[number].shard]
+            if holders[0] in still and self._is_there(number) and self._is_there(holders[0]):
+                self.stores[number].restore(*state)
+                self.conductor.whole(number)
+
+    def _make_durable(self) -> bool:
+        """Have all shards store the step at which they stand; return whether they could."""
+        if not self.conductor.is_agreed:
+            return False
+        for nodes in self.conductor.holders:
+            alive = [node for node in nodes if not self.network.is_dead(node)]
+            for node in alive:
+                self.stores[node]._make_durable()
+            if not alive:
+                return False
+        return True
+
+    def _is_there(self, number: int) -> bool:
+        return not self.network.is_dead(number) and not self.network.is_stopped(number)
 
     def join(self) -> int:
         """Let one more engine come."""
         number, self._next = self._next, self._next + 1
-        self._add(number, EngineNode(number, self.network.runtime(number), self.plan, ToyEngine()))
+        runtime = self.network.runtime(number)
+        self._add(number, EngineNode(number, runtime, self.plan, self.engine(number)))
         self.conductor.joined(number)
         return number
 
@@ -317,6 +394,7 @@ class ToyCluster:
         outcomes: dict[int, Outcome] = {}
         step = first
         while step <= steps:
+            self._copy_to_newcomers()
             ended: list[Outcome] = []
             self.conductor.start(ToyOrder(step), ended.append)
             came = self.network.run(lambda ended=ended: bool(self.watch() or ended), limit)
@@ -330,7 +408,7 @@ class ToyCluster:
                 case WentBackError():
                     assert outcome.error.step < step
                     step = outcome.error.step + 1
-                case TroubleError(node=node) if node in self._places:
+                case TroubleError(node=node) if node in self._lost:
                     pass  # a shard is lost, and comes back
                 case _:
                     raise outcome.error
@@ -338,10 +416,15 @@ class ToyCluster:
 
     def weights(self) -> list[np.ndarray]:
         """The weights of all shards put together."""
-        bounds = [WEIGHTS * s // len(self.shards) for s in range(len(self.shards) + 1)]
-        return [
-            np.concatenate(
-                [s.weights[stage][bounds[n] : bounds[n + 1]] for n, s in enumerate(self.shards)]
-            )
-            for stage in range(STAGES)
-        ]
+        count = self.plan.shards
+        bounds = [WEIGHTS * s // count for s in range(count + 1)]
+        firsts = [self.stores[nodes[0]] for nodes in self.conductor.holders]
+        whole = []
+        for stage in range(STAGES):
+            parts = [s.weights[stage][bounds[n] : bounds[n + 1]] for n, s in enumerate(firsts)]
+            whole.append(np.concatenate(parts))
+        for store in self.shards:  # what every other node holds is the same
+            here = slice(bounds[store.shard], bounds[store.shard + 1])
+            for stage in range(STAGES):
+                np.testing.assert_array_equal(store.weights[stage][here], whole[stage][here])
+        return whole

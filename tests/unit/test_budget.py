@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 
 from penstock import assembly, process_memory, stores
-from penstock.budget import Budget, Shares
+from penstock.budget import Budget, Shares, bytes_on_the_way
 from penstock.config import Config
+from penstock.engine import EnginePlan, predict_bytes
 from penstock.errors import BudgetError
+from penstock.fabric.nodes import GRADIENTS
 from penstock.program import Program
 
 MIB = 1 << 20
@@ -19,9 +21,9 @@ MODEL = {
 
 @pytest.fixture(autouse=True)
 def _machine(monkeypatch):
-    """A machine on which 270 MiB are free, most of which the parts other than the store take."""
+    """A machine on which 330 MiB are free, most of which the parts other than the store take."""
     monkeypatch.setattr(process_memory, "resident_bytes", lambda: 400 * MIB)
-    monkeypatch.setattr(process_memory, "available_bytes", lambda: 270 * MIB)
+    monkeypatch.setattr(process_memory, "available_bytes", lambda: 330 * MIB)
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +34,7 @@ def program() -> Program:
 
 def shares(program: Program, **changes) -> Shares:
     """Return what the parts of a run of two engines get, two micro-batches each."""
-    engine = {"device": "cpu", "memory": "24MiB"}
+    engine = {"device": "cpu", "memory": "64MiB"}
     config = Config.from_mapping({"model": MODEL, "engines": 2, "engine": engine, **changes})
     budget = Budget(config, program, 2, "cpu", stores.optimizer_of(config).roles)
     engine_bytes = budget.engine_bytes()
@@ -72,16 +74,30 @@ def test_the_memory_of_shards_on_flash_is_that_of_their_hosts(program, cluster, 
         shares(program, cluster={"start": "local", "shards": "apart"}, store=store)
 
 
+def test_replicas_count_as_much_as_what_they_hold(program, tmp_path):
+    cluster = OTHER_HOSTS[0]
+    one, two = (
+        shares(program, cluster=cluster, store={"shards": 4, "replicas": replicas}).store
+        for replicas in (1, 2)
+    )
+    assert two > 32 * program.parameters > one
+    flash = {"path": str(tmp_path / "flash")}
+    store = {"shards": 4, "replicas": 2, "flash": flash}
+    config = Config.from_mapping({"model": MODEL, "cluster": cluster, "store": store})
+    with pytest.raises(BudgetError, match=r"in 4 shards with a replica each needs [0-9,]+ bytes"):
+        stores.flash_share(config, program, 10 * MIB)
+
+
 @pytest.mark.parametrize("cluster", OTHER_HOSTS)
 def test_a_cap_is_for_the_process_here_and_leaves_what_the_shards_have_alone(program, cluster):
     engine = {"device": "cpu"}
-    made = shares(program, cluster=cluster, store={"shards": 4}, engine=engine, memory="660MiB")
+    made = shares(program, cluster=cluster, store={"shards": 4}, engine=engine, memory="720MiB")
     assert made.store > 90 * MIB
     assert made.engines < 260 * MIB
 
 
 def test_what_still_does_not_fit_is_not_blamed_on_the_store(program):
-    engine = {"device": "cpu", "memory": "24MiB"}
+    engine = {"device": "cpu", "memory": "64MiB"}
     with pytest.raises(BudgetError) as caught:
         shares(program, cluster=OTHER_HOSTS[0], store={"shards": 4}, engine=engine, memory="600MiB")
     lines = str(caught.value).splitlines()
@@ -106,3 +122,26 @@ def test_memory_that_processes_share_counts(program, cluster, rings):
     name = "  memory that processes share (cluster.shared_memory)"
     found = [line for line in str(caught.value).splitlines() if line.startswith(name)]
     assert [line.split()[-2:] for line in found] == [[f"{16 * rings}.00", "MiB"]] * bool(rings)
+
+
+def test_what_is_on_its_way_counts_where_engines_are_processes(program, monkeypatch):
+    """Two buffers as large as the largest stage, one of which computes, and gradients, twice."""
+    monkeypatch.setattr(process_memory, "available_bytes", lambda: 999 * MIB)
+    block = 4 * sum(program.weights[name].elements for name in program.stages[1].weights)
+    on_the_way = bytes_on_the_way(program, "cpu")
+    assert on_the_way == block + 2 * GRADIENTS * block  # all weights are trained, in float32
+    assert bytes_on_the_way(program, "cuda") == on_the_way + block  # which computes on the GPU
+
+    def plan(memory: int, start: str) -> EnginePlan:
+        engine = {"device": "cpu", "memory": memory, "recompute": "never"}
+        config = Config.from_mapping(
+            {"model": MODEL, "engine": engine, "cluster": {"start": start}}
+        )
+        budget = Budget(config, program, 2, "cpu", stores.optimizer_of(config).roles)
+        return budget.plan(budget.engine_bytes())
+
+    least = predict_bytes(program, 2, EnginePlan()).peak_bytes
+    assert plan(least, "none").beside_bytes == 0
+    assert plan(least + on_the_way, "local").beside_bytes == on_the_way
+    with pytest.raises(BudgetError, match=r"of it for what is on its way\), the budget is"):
+        plan(least + on_the_way - 1, "local")

@@ -1,155 +1,179 @@
-"""The conductor's part of the step protocol: who takes part, and when a step counts.
+"""The conductor's part of the step protocol: when a step counts.
 
 A step is an attempt in an epoch: everyone has seen the view, begins, and reports; when all losses
 and all shards' gradients are in, the step is decided, and the shards are told until each has
 answered. Whatever is lost before the decision costs the attempt: the epoch rises, and the step
-begins anew with those who are left. After it the engines are not needed.
+begins anew with those who are left. After it the engines are not needed. Who there is, is in the
+roster (`roster.py`).
 
-A shard that is lost ends the step. Another may come in its place, with what the lost one had
-stored; before the next step, then, all shards go back to the newest step that all of them hold.
+A shard may have several nodes that hold the same and do the same (`holders.py`). As long as one is
+left nothing is lost with the others. When the last is lost the step ends with an error. Another may
+come in its place, with what the lost one had stored; before the next step, then, all shards go back
+to the newest step that all of them hold (`agreement.py`).
 """
 
 from __future__ import annotations
 
-import enum
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from penstock.errors import ProtocolError, StorageError
+from penstock.errors import ClusterError, ProtocolError, StorageError
 from penstock.fabric.messages import Kind, Message, message_with, pack_arrays
 from penstock.fabric.nodes import checks
-from penstock.fabric.nodes.engine import CONDUCTOR
+from penstock.fabric.nodes.agreement import Agreement
+from penstock.fabric.nodes.attempt import Attempt
+from penstock.fabric.nodes.frame import CONDUCTOR
 from penstock.fabric.nodes.orders import (
     Happened,
     Leases,
     Outcome,
+    Phase,
     StepOrder,
     TroubleError,
     WentBackError,
 )
+from penstock.fabric.nodes.patience import Patience
+from penstock.fabric.nodes.roster import Beat, Roster
 from penstock.fabric.nodes.runtime import Runtime
+from penstock.fabric.nodes.suspects import who_is_behind
 from penstock.fabric.view import View
-from penstock.tree import share
-
-
-class Phase(enum.Enum):
-    """Where the step in flight stands."""
-
-    IDLE = "no step"
-    GATHERING = "waiting for engines or shards"
-    FORMING = "waiting until all have seen the view"
-    AGREEING = "waiting until all shards stand at one step"
-    RUNNING = "waiting for losses and gradients"
-    COMMITTING = "waiting until the shards have committed"
-
 
 # The attempt can be given up and made again in these.
 _OPEN = (Phase.FORMING, Phase.AGREEING, Phase.RUNNING)
 
+_MOST_COMMITS = 4  # to a shard that does not answer
+
 
 class Conductor:
-    """Keeps the roster and drives one step at a time.
+    """Drives one step at a time.
 
     Args:
         runtime: carries its messages.
-        shards: the numbers of the shards, in their order.
+        shards: the numbers of each shard's nodes, in the order of the shards.
         engines: how many engines are wanted; `wanted` may be set at any time.
         leases: when silence and standstill count as losses.
         tell: is told what happens.
         least: with fewer engines than this no step is made: they would not have the memory.
         addresses: where nodes listen, by number; those of a view's nodes are sent with it.
+        others_come: whether another engine may come where none is left.
+        is_there: whether a node that has been silent for so long is there for all that.
     """
 
     def __init__(
         self,
         runtime: Runtime,
-        shards: Sequence[int],
+        shards: Sequence[Sequence[int]],
         engines: int,
         leases: Leases,
         tell: Callable[[Happened], None],
         least: int = 1,
         addresses: Mapping[int, Any] | None = None,
+        others_come: Callable[[], bool] = lambda: True,
+        is_there: Callable[[int, float], bool] = lambda node, silent: False,
     ) -> None:
-        self.wanted = engines
-        self._least = least
+        self.roster = Roster(shards, engines, least)
         self._addresses = addresses if addresses is not None else {}
+        self._others_come, self._is_there = others_come, is_there
         self.epoch = 0
         self.phase = Phase.IDLE
         self.counts: Counter[str] = Counter()
         self._runtime, self._leases, self._tell = runtime, leases, tell
-        self._shards = tuple(shards)
-        self._absent: set[int] = set()  # the shards that are lost, until others take their places
-        self._ready: dict[int, None] = {}  # engines that may take part, in the order they came
-        self._view = View(self._shards, ())
+        self._view = View(self.roster.holders.shards, ())
         self._is_formed = False  # whether the view's members have seen it, and none left a step
         self._is_agreed = False  # whether all shards are known to stand at one step
         self._order: StepOrder | None = None
         self._done: Callable[[Outcome], None] = lambda outcome: None
-        self._seen: set[int] = set()
-        self._held: dict[int, set[int]] = {}
-        self._gone_back: set[int] = set()
-        self._losses: dict[int, list[float]] = {}
-        self._prepared: dict[int, Mapping[str, Any]] = {}
-        self._answers: dict[int, Mapping[str, Any]] = {}
-        self._decision: Mapping[str, Any] = {}
-        self._heard: dict[int, float] = {}
-        self._beats: dict[int, Mapping[str, Any]] = {}
+        self._attempt = Attempt(self._view, 0)
+        self._agreement = Agreement(())
         self._moved_at = 0.0
         self._moved: Any = None
-        self._stalls = 0
-        self._now = 0.0
+        self._patience = Patience(0, leases.attempts)
 
     # What the run's process says
 
     @property
     def ready(self) -> Sequence[int]:
         """The engines that may take part, spare ones too."""
-        return tuple(self._ready)
+        return self.roster.engines
+
+    @property
+    def engines(self) -> Sequence[int]:
+        """The engines of the present view."""
+        return self._view.engines
 
     @property
     def wanted(self) -> int:
         """How many engines are to take part, from the next step on."""
-        return self._wanted
+        return self.roster.wanted
 
     @wanted.setter
     def wanted(self, engines: int) -> None:
-        if engines < 1:
-            raise ValueError(f"{engines} engines are wanted; a run needs at least one")
-        self._wanted = engines
+        self.roster.wanted = engines
 
     def joined(self, engine: int) -> None:
         """An engine is ready; it takes part from the next step on, if it is wanted."""
-        self._ready[engine] = None
-        self._heard[engine] = self._now
+        self.roster.join(engine)
         self._happened("joined", f"engine {engine} is ready", engine)
         if self.phase is Phase.GATHERING:
             self._form()
 
+    @property
+    def holders(self) -> Sequence[Sequence[int]]:
+        """The nodes of every shard, the one that streams first."""
+        return self.roster.holders.shards
+
+    @property
+    def newcomers(self) -> Sequence[int]:
+        """The nodes that wait for a copy of a shard."""
+        return tuple(self.roster.holders.newcomers)
+
+    @property
+    def is_agreed(self) -> bool:
+        """Whether all nodes of all shards are known to stand at one step."""
+        return self._is_agreed
+
     def shard_joined(self, shard: int, node: int) -> None:
         """A new node has taken the place of a shard that was lost, with what that had stored."""
-        old = self._shards[shard]
-        self._absent.discard(old)
-        self._forget(old)
-        self._shards = (*self._shards[:shard], node, *self._shards[shard + 1 :])
-        self._heard[node] = self._now
+        self.roster.seat(shard, node)
         self._is_agreed = False
         self._happened("shard joined", f"shard {shard} is node {node} now", node)
         if self.phase is Phase.GATHERING:
             self._form()
 
+    def newcomer(self, shard: int, node: int) -> None:
+        """A new node has come to hold a shard beside others, as soon as it has a copy of it."""
+        self.roster.come(shard, node)
+        self._happened("replica joined", f"shard {shard}: node {node} waits for a copy of it", node)
+
+    def whole(self, node: int) -> bool:
+        """A newcomer has been given, between two steps, all that the nodes of its shard hold.
+
+        Returns whether it is one of them now: it is not if it was lost, or they all were.
+        """
+        holders = self.roster.holders
+        shard = holders.newcomers.get(node)
+        if shard is None or not holders.shards[shard]:
+            return False
+        if self.phase is not Phase.IDLE:
+            raise RuntimeError(f"node {node} has a copy of a step before: {self.phase.value}")
+        holders.add(shard, node)
+        return True
+
     def lost(self, node: int, why: str) -> None:
         """A node is gone, or counts as gone."""
+        if node not in self.roster:
+            return
         if node in self._shards:
-            if node not in self._absent:
-                self._lose_shard(node, why)
+            self._lose_holder(node, why)
             return
-        if node not in self._ready:
+        shard = self.roster.holders.newcomers.get(node)
+        self.roster.lose(node)
+        if shard is not None:
+            self._happened("replica lost", f"shard {shard}: node {node}, no copy yet: {why}", node)
             return
-        del self._ready[node]
-        self._forget(node)
         self._happened("engine lost", f"engine {node}: {why}", node)
         if node in self._view.engines and self.phase in _OPEN:
             self._form()
@@ -158,8 +182,10 @@ class Conductor:
         """Have a step made; `done` is called once, with how it ended."""
         if self.phase is not Phase.IDLE:
             raise RuntimeError(f"a step is in flight: {self.phase.value}")
-        self._order, self._done, self._stalls = order, done, 0
-        members = View(self._shards, self._members())
+        self._order, self._done = order, done
+        if order.step > self._patience.step:
+            self._patience = Patience(order.step, self._leases.attempts)
+        members = self.roster.view(order.micro_batches)
         if self._is_formed and self._is_agreed and self._view == members:
             self._begin()
         else:
@@ -178,38 +204,29 @@ class Conductor:
         self.epoch += 1
         self._is_formed = False
         body = self._view.as_body()
-        for node in (*self._shards, *self._ready):
-            if node not in self._absent:
-                self._send(node, Kind.VIEW, body)
-
-    @property
-    def beats(self) -> Mapping[int, Mapping[str, Any]]:
-        """The last beat of every engine of the present view."""
-        return {n: self._beats[n] for n in self._view.engines if n in self._beats}
+        for node in self.roster.here:
+            self._send(node, Kind.VIEW, body)
 
     # What nodes say
 
     def handle(self, message: Message) -> None:
-        """Take a message; one that makes no sense ends the step with an error."""
+        """Take a message; one that makes no sense costs its sender its place."""
         try:
             self._take(message)
         except ProtocolError as error:
-            self._end(Outcome(self._step, error=error))
+            self._refuse(message.sender, error)
 
     def _take(self, message: Message) -> None:
         sender, kind = message.sender, message.kind
-        is_known = sender in self._ready or sender in {*self._shards} - self._absent
-        if is_known:
-            self._heard[sender] = self._now
         if kind is Kind.BEAT:
-            if is_known:
-                self._beats[sender] = message.body
+            self.roster.hear(sender, Beat.read(message))
             return
+        self.roster.hear(sender)
         if message.epoch != self.epoch:
             self.counts["stale messages"] += 1
             return
         if kind is Kind.DAMAGED:
-            self.damaged(f"node {sender}: {str(message.body.get('text'))[:200]}")
+            self._take_damaged(message)
         elif kind is Kind.SEEN and self.phase is Phase.FORMING:
             self._take_seen(sender)
         elif kind is Kind.HOLDS and self.phase is Phase.AGREEING and sender in self._shards:
@@ -223,52 +240,46 @@ class Conductor:
         elif kind is Kind.LOSSES and self.phase is Phase.RUNNING:
             self._take_losses(message)
         elif kind is Kind.PREPARED and self.phase is Phase.RUNNING and sender in self._shards:
-            self._prepared[sender] = message.body
-            self._decide_if_whole()
+            self._take_prepared(message)
         elif kind is Kind.COMMITTED and self.phase is Phase.COMMITTING and sender in self._shards:
-            self._answers[sender] = message.body
-            self._end_if_committed()
+            self._take_committed(message)
 
-    def damaged(self, text: str) -> None:
-        """Something came whose checksum is wrong: nobody knows what it was to say."""
+    def damaged(self, text: str, ends: Collection[int] = ()) -> None:
+        """Something came whose checksum is wrong: nobody knows what it was to say.
+
+        Args:
+            ends: the nodes at the ends of the link, as far as they are known.
+        """
         self.counts["damaged"] += 1
-        if self.phase is Phase.COMMITTING:
-            self._send_commit()
-        elif self.phase in _OPEN:
-            self._happened("retry", f"{text}; the step begins anew")
-            self._form()
+        if self.phase not in (Phase.COMMITTING, *_OPEN):
+            return
+        # The last node of a shard may be all that there is of it.
+        is_last = self.roster.holders.is_last
+        known = [node for node in ends if node in self.roster and not is_last(node)]
+        worst = self._patience.damaged(known, self._view.engines)
+        why = f"frames on its links come damaged again and again; {text}"
+        self._begin_anew("damage", text, None if worst is None else (worst, why))
 
     def tick(self, now: float) -> None:
         """Look whether somebody has been silent, or nothing has moved, for too long."""
-        pause = now - self._now
-        self._now = now
-        if pause > self._leases.silence / 2:
-            # This process itself stood still: what others said meanwhile has yet to be read.
-            self._heard = {node: heard + pause for node, heard in self._heard.items()}
-            self._moved_at += pause
-        for node in [*self._ready, *self._shards]:
-            silent = now - self._heard.get(node, now)
-            if silent > self._leases.silence:
+        roster = self.roster
+        self._moved_at += roster.pass_time(now, self._leases.silence / 4)
+        for node, silent in roster.silent(self._leases.silence):
+            if not self._is_there(node, silent):
                 self.lost(node, f"silent for {silent:.1f} s")
         if self.phase in (Phase.IDLE, Phase.GATHERING):
             self._moved_at = now
             return
-        here = [node for node in (*self._view.engines, *self._view.shards) if node in self._beats]
-        busy = [node for node in here if self._beats[node].get("busy")]
-        moved = (
-            self.phase,
-            self.epoch,
-            len(self._losses),
-            len(self._prepared),
-            len(self._answers),
-            tuple(self._beats[node].get("progress") for node in here),
-        )
+        members = (*self._view.engines, *self._view.shard_nodes)
+        busy = roster.busy(members)
+        far = tuple(roster.progress(members).values())
+        moved = (self.phase, self.epoch, *self._attempt.counts, far)
         still = now - self._moved_at
         if moved != self._moved:
             self._moved, self._moved_at = moved, now
         elif still > self._leases.job and busy:
             self._moved_at = now
-            self.lost(busy[0], f"a job of it has taken {still:.0f} s")
+            self._lose_for_its_time(busy[0], still)
         elif still > self._leases.stall and not busy:
             self._moved_at = now
             self._stalled()
@@ -279,41 +290,38 @@ class Conductor:
     def _step(self) -> int:
         return self._order.step if self._order is not None else 0
 
-    def _members(self) -> tuple[int, ...]:
-        most = self.wanted if self._order is None else min(self.wanted, self._order.micro_batches)
-        return tuple(self._ready)[:most]
+    @property
+    def _shards(self) -> tuple[int, ...]:
+        return self.roster.holders.nodes
 
     def _form(self) -> None:
         """Raise the epoch and tell everybody who takes part."""
-        engines = self._members()
+        assert self._order is not None
+        view = self.roster.view(self._order.micro_batches)
         self._is_formed = False
-        if len(engines) < self._least or self._absent:
+        lacks = self.roster.lacks(view)
+        if lacks is not None:
             self._phase(Phase.GATHERING)
-            text = f"{len(engines)} engine(s) left, {self._least} needed; waiting"
-            if self._absent:
-                text = f"{len(self._absent)} of {len(self._shards)} shards are lost; waiting"
-            self._happened("waiting", text)
+            self._happened("waiting", f"{lacks}; waiting")
             return
         self.epoch += 1
-        self._view = View(self._shards, engines)
-        self._seen.clear()
+        self._view = view
+        self._attempt = Attempt(view, self._order.micro_batches)
         self._phase(Phase.FORMING)
-        nodes = (*self._shards, *engines)
+        nodes = (*view.shard_nodes, *view.engines)
         listening = {str(n): self._addresses[n] for n in nodes if n in self._addresses}
-        body = {**self._view.as_body(), "addresses": listening}
-        for node in (*self._shards, *self._ready):  # spare engines forget what they held
+        body = {**view.as_body(), "addresses": listening}
+        for node in self.roster.here:  # spare engines forget what they held
             self._send(node, Kind.VIEW, body)
 
     def _take_seen(self, sender: int) -> None:
-        self._seen.add(sender)
-        if not self._seen >= {*self._view.engines, *self._view.shards}:
+        if not self._attempt.see(sender):
             return
         self._is_formed = True
         if self._is_agreed:
             self._begin()
             return
-        self._held.clear()
-        self._gone_back.clear()
+        self._agreement = Agreement(self.roster.holders.shards)
         self._phase(Phase.AGREEING)
         for shard in self._shards:
             self._send(shard, Kind.HOLDS)
@@ -322,32 +330,23 @@ class Conductor:
         steps = message.body.get("steps")
         if not isinstance(steps, list) or not all(isinstance(step, int) for step in steps):
             raise checks.refuse(message, f"holds {str(steps)[:80]!r}")
-        self._held[message.sender] = {*steps}
-        if len(self._held) == len(self._shards):
-            to = self._newest_common()
-            if to is not None:
-                for shard in self._shards:
-                    self._send(shard, Kind.GO_BACK, {"to": to})
-
-    def _newest_common(self) -> int | None:
-        """Return the newest step that all shards hold, best before the one to be made."""
-        common = set.intersection(*self._held.values())
-        if not common:
-            held = ", ".join(
-                f"shard {place} has {sorted(self._held[shard])}"
-                for place, shard in enumerate(self._shards)
-            )
-            text = f"no step is held by all shards ({held}); resume from a checkpoint"
-            error = StorageError(text)
+        if not self._agreement.hold(message.sender, steps):
+            return
+        try:
+            to = self._agreement.newest(self._step)
+        except StorageError as error:
             self._end(Outcome(self._step, error=error))
-            return None
-        # The step in flight may be stored everywhere; but its losses were never reported.
-        return max([step for step in common if step < self._step] or common)
+            return
+        without = self._agreement.without(to)
+        for node in without:  # another node of its shard holds it
+            self.lost(node, f"it does not hold step {to}, to which all go back")
+        if not without:
+            for node in self._shards:
+                self._send(node, Kind.GO_BACK, {"to": to})
 
     def _take_gone_back(self, message: Message) -> None:
         to = checks.integer(message, "to", 0)
-        self._gone_back.add(message.sender)
-        if len(self._gone_back) < len(self._shards):
+        if not self._agreement.go_back(message.sender):
             return
         self._is_agreed = True
         if to + 1 == self._step:
@@ -362,9 +361,7 @@ class Conductor:
         order = self._order
         assert order is not None
         self._is_formed = False  # until this step has come to its end, nobody may begin another
-        self._losses.clear()
-        self._prepared.clear()
-        self._answers.clear()
+        self._attempt = Attempt(self._view, order.micro_batches)
         self._phase(Phase.RUNNING)
         count = len(self._view.engines)
         try:
@@ -375,97 +372,172 @@ class Conductor:
         except Exception as error:  # the data's: it ends the step, not the conductor
             self._end(Outcome(order.step, error=error))
             return
-        for shard in self._shards:
-            self._send(shard, Kind.BEGIN)
+        for node in self._shards:
+            self._send(node, Kind.BEGIN)
         for engine, body, described, payload in parts:
             self._send(engine, Kind.BEGIN, {**body, "rows": described}, payload)
 
+    def _take_losses(self, message: Message) -> None:
+        self._attempt.lose(message)
+        self._decide_if_whole()
+
+    def _take_prepared(self, message: Message) -> None:
+        assert self._order is not None
+        self._attempt.prepare(message.sender, self._order.report(message))
+        self._decide_if_whole()
+
     def _decide_if_whole(self) -> None:
-        engines = self._view.engines
-        if len(self._losses) < len(engines) or len(self._prepared) < len(self._shards):
-            return
-        order = self._order
+        order, attempt = self._order, self._attempt
         assert order is not None
+        if not attempt.is_whole:
+            return
         try:
-            self._decision = order.decide(
-                self._all_losses(), [self._prepared[shard] for shard in self._shards]
-            )
+            attempt.decision = order.decide(attempt.losses, attempt.reports)
         except Exception as error:  # not committed, for a reason that the caller is told
             self._end(Outcome(order.step, error=error))
             return
         self._phase(Phase.COMMITTING)
         self._send_commit()
 
-    def _take_losses(self, message: Message) -> None:
-        order, engines = self._order, self._view.engines
-        assert order is not None
-        if message.sender not in engines:
-            return
-        part = share(order.micro_batches, len(engines))[engines.index(message.sender)]
-        self._losses[message.sender] = checks.hexadecimals(message, "losses", len(part))
-        self._decide_if_whole()
-
     def _send_commit(self) -> None:
-        for shard in self._shards:
-            if shard not in self._answers:
-                self._send(shard, Kind.COMMIT, self._decision)
+        for node in self._attempt.unanswered:
+            self._send(node, Kind.COMMIT, self._attempt.decision)
+
+    def _take_committed(self, message: Message) -> None:
+        assert self._order is not None
+        self._attempt.answer(message.sender, self._order.answer(message))
+        self._end_if_committed()
 
     def _end_if_committed(self) -> None:
-        if len(self._answers) < len(self._shards):
-            return
-        self._is_formed = True
-        answers = [self._answers[shard] for shard in self._shards]
-        self._end(Outcome(self._step, self._all_losses(), self._decision, answers))
-
-    def _all_losses(self) -> list[float]:
-        return [x for engine in self._view.engines for x in self._losses[engine]]
+        attempt = self._attempt
+        if not attempt.unanswered:
+            self._is_formed = True
+            self._end(Outcome(self._step, attempt.losses, attempt.decision, attempt.answers))
 
     # What goes wrong
 
+    def _take_damaged(self, message: Message) -> None:
+        sender, peer = message.sender, message.body.get("peer")
+        if sender not in self.roster:
+            return
+        ends = [sender, peer] if type(peer) is int else [sender]
+        self.damaged(f"node {sender}: {str(message.body.get('text'))[:200]}", ends)
+
     def _take_trouble(self, message: Message) -> None:
+        sender, about = message.sender, message.body.get("about")
+        if sender not in (*self._view.engines, *self._shards):
+            return
         if self.phase is Phase.COMMITTING:
-            if message.sender not in self._shards:
+            if sender not in self._shards:
                 return  # the step needs no engine any more
         elif self.phase not in _OPEN:
             return  # it was about an attempt that is given up
         kind, text = str(message.body.get("error")), str(message.body.get("text"))
-        self._end(Outcome(self._step, error=TroubleError(message.sender, kind, text)))
+        if about in self._view.engines:
+            self._fail(about, kind, text)  # it has sent what makes no sense
+        elif sender in self._view.engines:
+            self._fail(sender, kind, text)
+        elif self.roster.holders.is_last(sender):
+            self._end(Outcome(self._step, error=TroubleError(sender, kind, text)))
+        else:
+            self.lost(sender, f"it cannot go on: {text}")
 
-    def _lose_shard(self, node: int, why: str) -> None:
-        self._absent.add(node)
-        self._forget(node)
-        self._is_formed = False
-        self._happened("shard lost", f"shard {self._shards.index(node)}: {why}", node)
-        self._end(Outcome(self._step, error=TroubleError(node, "StorageError", why)))
+    def _refuse(self, sender: int, error: ProtocolError) -> None:
+        """A node has sent what makes no sense; to the run it is no node any more."""
+        if sender in self._view.engines and self.phase in _OPEN:
+            self._fail(sender, type(error).__name__, str(error))
+        elif sender in self.roster:
+            self.lost(sender, str(error))
 
-    def _forget(self, node: int) -> None:
-        self._heard.pop(node, None)
-        self._beats.pop(node, None)
+    def _fail(self, engine: int, kind: str, text: str) -> None:
+        """An engine has failed: it loses its place, unless others would fail in the same way."""
+        ends_with = self._patience.failed(engine, kind, text)
+        if ends_with is None and not self._has_another(engine):
+            ends_with = f"engine {engine}, the only one there is: {kind}: {text}"
+        if ends_with is None:
+            self.lost(engine, f"its work failed: {kind}: {text}")
+            return
+        self._give_up(TroubleError(engine, kind, ends_with))
+
+    def _has_another(self, engine: int) -> bool:
+        left = [other for other in self.roster.engines if other != engine]
+        return len(left) >= self.roster.least or self._others_come()
+
+    def _give_up(self, error: Exception) -> None:
+        """End the step for what trying again would not mend; who tries again begins to count."""
+        self._patience = Patience(0, self._leases.attempts)
+        self._end(Outcome(self._step, error=error))
+
+    def _lose_for_its_time(self, node: int, seconds: float) -> None:
+        text = (
+            f"one job of it has taken {seconds:.0f} s, which is over cluster.longest_job; if a "
+            "stage of its share, or an update of a shard, may take that long, raise it"
+        )
+        if node in self._view.engines and self.phase in _OPEN:
+            self._fail(node, ClusterError.__name__, text)
+        else:
+            self.lost(node, text)
+
+    def _lose_holder(self, node: int, why: str) -> None:
+        holders = self.roster.holders
+        shard = holders.shard_of(node)
+        streamed = holders.shards[shard][0] == node
+        self.roster.lose(node)
+        left = holders.shards[shard]
+        if not left:
+            self._is_formed = False
+            self._happened("shard lost", f"shard {shard}: {why}", node)
+            self._end(Outcome(self._step, error=TroubleError(node, "StorageError", why)))
+            return
+        others = " and ".join(f"node {other}" for other in left)
+        text = f"shard {shard}: node {node}: {why}; {others} goes on with it"
+        self._happened("replica lost", text, node)
+        self._attempt.leave(node)
+        if self.phase is Phase.COMMITTING:
+            self._end_if_committed()
+        elif self.phase is Phase.RUNNING and not streamed:
+            self._decide_if_whole()  # what the others send it, nobody needs
+        elif self.phase in _OPEN:
+            self._form()
 
     def _stalled(self) -> None:
         """Nobody computes and nothing moves: something was lost on the way."""
+        again = self._patience.standstills > 0
+        behind = self._behind() if again else None
+        text = "nothing moves"
+        if behind is not None:
+            text = f"the step stands still behind node {behind[0]}"
         if self.phase is Phase.COMMITTING:
+            behind = self._behind()
+        self._begin_anew("standstill", text, behind)
+
+    def _behind(self) -> tuple[int, str] | None:
+        standstills = self._patience.standstills
+        return who_is_behind(self.phase, self._attempt, self._agreement, self.roster, standstills)
+
+    def _begin_anew(self, why: str, text: str, behind: tuple[int, str] | None = None) -> None:
+        """Try the step again, in a new epoch, or say what is decided again.
+
+        Args:
+            behind: a node that loses its place for it, and the reason.
+        """
+        is_decided = self.phase is Phase.COMMITTING
+        self._attempt.commits += is_decided
+        try:
+            self._patience.begins_anew(why, text)
+        except ClusterError as error:
+            if not is_decided:
+                self._give_up(error)
+                return
+            behind = self._behind()  # it has to be made; without a shard it cannot be
+        if behind is not None and (not is_decided or self._attempt.commits > _MOST_COMMITS):
+            self.lost(*behind)
+        elif is_decided:
             self._send_commit()
-            return
-        engines, again = self._view.engines, self._stalls > 0
-        self._stalls += 1
-        if self.phase is Phase.FORMING and again:
-            missing = [n for n in (*engines, *self._shards) if n not in self._seen]
-            self.lost(missing[0], "it has not answered to a new epoch")
-            return
-        if self.phase is Phase.AGREEING and again:
-            held = {*self._held}
-            said = self._gone_back if held >= {*self._shards} else held
-            missing = [n for n in self._shards if n not in said]
-            self.lost(missing[0], "it has not said at which step it stands")
-            return
-        if self.phase is Phase.RUNNING and again and len(engines) > 1:
-            # Who has got least is behind the broken link; of equals, the one nearest the root.
-            progress = {n: self._beats.get(n, {}).get("progress", 0) for n in engines}
-            self.lost(min(progress, key=lambda n: progress[n]), "the step stands still behind it")
-            return
-        self._happened("retry", "nothing moves: the step begins anew in a new epoch")
-        self._form()
+        else:
+            self._happened("retry", f"{text}: the step begins anew in a new epoch")
+            self.roster.holders.turn()  # it may be that the one that streams is not reached
+            self._form()
 
     def _end(self, outcome: Outcome) -> None:
         if self.phase is Phase.IDLE:
@@ -478,7 +550,7 @@ class Conductor:
         done(outcome)
 
     def _phase(self, phase: Phase) -> None:
-        self.phase, self._moved_at = phase, self._now
+        self.phase, self._moved_at = phase, self.roster.now
 
     def _happened(self, kind: str, text: str, node: int | None = None) -> None:
         self.counts[kind] += 1
@@ -491,14 +563,5 @@ class Conductor:
         body: Mapping[str, Any] | None = None,
         payload: np.ndarray | None = None,
     ) -> None:
-        self._runtime.send(
-            to,
-            message_with(
-                payload,
-                kind=kind,
-                epoch=self.epoch,
-                sender=CONDUCTOR,
-                step=self._step,
-                body=body or {},
-            ),
-        )
+        said = {"epoch": self.epoch, "sender": CONDUCTOR, "step": self._step, "body": body or {}}
+        self._runtime.send(to, message_with(payload, kind=kind, **said))

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -20,13 +20,12 @@ import torch
 from penstock.errors import ProtocolError
 from penstock.fabric.messages import Kind, Message, sent_on, unpack_arrays
 from penstock.fabric.nodes import checks
+from penstock.fabric.nodes.frame import NodeFrame
 from penstock.fabric.nodes.runtime import Runtime
 from penstock.fabric.topology import Summing, children, parent, root, summing
 from penstock.fabric.transfers import GRADIENT_WIDTH, Operation, Piece, Transfers
 from penstock.fabric.view import View
 from penstock.tree import TreeNode, TreeSum, share
-
-CONDUCTOR = 0
 
 
 class EngineWork(Protocol):
@@ -80,9 +79,9 @@ class _Place:
             begin = root(shard, parity, shards, len(engines))
             nodes = [engines[child] for child in children(place, begin, len(engines))]
             below[shard, parity] = nodes
-        for shard, node in enumerate(view.shards):
+        for shard, holders in enumerate(view.shards):
             over = parent(place, root(shard, 0, shards, len(engines)), len(engines))
-            above.append(node if over is None else engines[over])
+            above.append(holders[0] if over is None else engines[over])
         return cls(place, below, above, summing(len(engines))[place])
 
 
@@ -121,7 +120,7 @@ def _bytes_of(tensor: torch.Tensor | None) -> tuple[np.ndarray | None, int]:
     return tensor.contiguous().numpy().view(np.uint8), tensor.nbytes
 
 
-class EngineNode:
+class EngineNode(NodeFrame[_Step]):
     """One engine among others.
 
     Args:
@@ -134,33 +133,18 @@ class EngineNode:
     def __init__(
         self, number: int, runtime: Runtime, transfers: Transfers, work: EngineWork
     ) -> None:
-        self.number = number
-        self.epoch = 0
-        self._runtime, self._transfers, self._work = runtime, transfers, work
-        self._view: View | None = None
+        super().__init__(number, runtime, _Step)
+        self._transfers, self._work = transfers, work
         self._place = _Place(0, {}, (), Summing(None, 0, 0, None))
-        self._step = _Step(0)
-        self._jobs = 0
-        self.refused = 0  # messages of another epoch or step
-        self.progress = 0  # in this epoch: grows with everything that this engine gets done
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether its worker has something to do, be it for a step that is over."""
-        return self._jobs > 0
+    def _takes_part(self, view: View) -> bool:
+        return self.number in view.engines
 
-    def handle(self, message: Message) -> None:
-        """Take a message; one that makes no sense is reported to the conductor."""
-        try:
-            self._take(message)
-        except ProtocolError as error:
-            self._report(message.epoch, message.step, error)
+    def _enter(self, view: View) -> None:
+        self._place = _Place.of(view, self.number)
 
     def _take(self, message: Message) -> None:
-        if message.kind is Kind.VIEW:
-            self._take_view(message)
-            return
-        if self._view is None or message.epoch != self.epoch or message.step < self._step.number:
+        if message.step < self._step.number:
             self.refused += 1
             return
         if message.step > self._step.number:
@@ -176,18 +160,6 @@ class EngineNode:
             self._take_release(message)
         else:
             self.refused += 1
-
-    def _take_view(self, message: Message) -> None:
-        if message.epoch > self.epoch:
-            view = View.read(message.body)
-            self.epoch = message.epoch
-            self.progress = 0
-            self._step = _Step(0)
-            self._view = view if self.number in view.engines else None
-            if self._view is not None:
-                self._place = _Place.of(view, self.number)
-        if message.epoch == self.epoch:
-            self._runtime.send(CONDUCTOR, Message(Kind.SEEN, self.epoch, self.number))
 
     # Weights come
 
@@ -262,7 +234,7 @@ class EngineNode:
             for shard in range(self._transfers.shards):
                 self._release(shard, self.number, step.computed)
             if losses is not None:
-                self._send(CONDUCTOR, Kind.LOSSES, {"losses": [loss.hex() for loss in losses]})
+                self._say(Kind.LOSSES, {"losses": [loss.hex() for loss in losses]})
             for node in nodes:
                 self._send_own(operation, node)
             self._compute_next()
@@ -357,9 +329,9 @@ class EngineNode:
             return
         if target is None:
             piece = self._transfers.operations[op].gradients[chunk]
-            to = view.shards[piece.shard]
+            to = view.shards[piece.shard]  # all of its nodes
         else:
-            to = view.engines[target]
+            to = (view.engines[target],)
         payload, size = _bytes_of(node.tensors[0])
         message = Message(
             Kind.GRADIENT,
@@ -373,34 +345,5 @@ class EngineNode:
             payload=payload,
             size=size,
         )
-        self._runtime.send(to, message)
-
-    # What the node says, and has done
-
-    def _send(self, to: int, kind: Kind, body: Mapping[str, Any]) -> None:
-        self._runtime.send(to, Message(kind, self.epoch, self.number, self._step.number, body=body))
-
-    def _report(self, epoch: int, step: int, error: Exception) -> None:
-        body = {"error": type(error).__name__, "text": str(error)}
-        self._runtime.send(CONDUCTOR, Message(Kind.TROUBLE, epoch, self.number, step, body=body))
-
-    def _run(self, step: _Step, job: Callable[[], Any], then: Callable[[Any], None]) -> None:
-        """Have a job done; what comes of it counts for its own step only."""
-        self._jobs += 1
-
-        def done(result: Any) -> None:
-            self._jobs -= 1
-            if step is not self._step:
-                return
-            self.progress += 1
-            try:
-                then(result)
-            except Exception as error:  # the work's, or a sum that cannot be
-                self._report(self.epoch, step.number, error)
-
-        def failed(error: Exception) -> None:
-            self._jobs -= 1
-            if step is self._step:
-                self._report(self.epoch, step.number, error)
-
-        self._runtime.work(job, done, failed)
+        for receiver in to:
+            self._runtime.send(receiver, message)

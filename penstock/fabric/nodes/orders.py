@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
+
+from penstock.fabric.messages import Message
 
 
 @dataclass(frozen=True)
@@ -27,10 +30,16 @@ class StepOrder(Protocol):
         """Return, for so many engines, what each begins with."""
         ...
 
-    def decide(
-        self, losses: Sequence[float], prepared: Sequence[Mapping[str, Any]]
-    ) -> Mapping[str, Any]:
+    def report(self, message: Message) -> Any:
+        """Return what a shard says of its gradients, or raise `ProtocolError`."""
+        ...
+
+    def decide(self, losses: Sequence[float], reports: Sequence[Any]) -> Mapping[str, Any]:
         """Return the decision that shards commit by, or raise what forbids it."""
+        ...
+
+    def answer(self, message: Message) -> Any:
+        """Return what a shard says of its commit, or raise `ProtocolError`."""
         ...
 
 
@@ -41,7 +50,7 @@ class Outcome:
     step: int
     losses: Sequence[float] = ()
     decision: Mapping[str, Any] = field(default_factory=dict)
-    answers: Sequence[Mapping[str, Any]] = ()
+    answers: Sequence[Any] = ()
     error: BaseException | None = None
 
 
@@ -50,12 +59,25 @@ class Leases:
     """Seconds: `silence` without a word is a loss; `stall` in which nobody gets on is a retry.
 
     While somebody computes, nobody need get on for as long as `job`, the longest that one job of a
-    node may take.
+    node may take. `attempts` is how often one step may begin anew for damaged frames and
+    standstills before it is given up.
     """
 
     silence: float = 1.0
     stall: float = 5.0
     job: float = 600.0
+    attempts: int = 32
+
+
+class Phase(enum.Enum):
+    """Where the step in flight stands."""
+
+    IDLE = "no step"
+    GATHERING = "waiting for engines or shards"
+    FORMING = "waiting until all have seen the view"
+    AGREEING = "waiting until all shards stand at one step"
+    RUNNING = "waiting for losses and gradients"
+    COMMITTING = "waiting until the shards have committed"
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,10 @@
 """A store shard's part of the step protocol.
 
 It streams its pieces of the weights, an operation at a time and only so far ahead as the engines
-have room; takes the sums of its pieces' gradients, once each; says when it has them all; and
+It streams its pieces of the weights, unless another node of the shard does: an operation at a time
+and only so far ahead as the engines have room and their gradients have been taken. Without weights
+nobody computes more of these, so that no more than a few wait in an engine's memory, however slow
+its links are. It takes the sums of its pieces' gradients, once each; says when it has them all; and
 commits when it is told to, once. Between steps it may be told to go back to a step that it holds.
 """
 
@@ -13,16 +16,16 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from penstock.errors import ProtocolError
 from penstock.fabric.messages import Kind, Message
 from penstock.fabric.nodes import checks
-from penstock.fabric.nodes.engine import CONDUCTOR
+from penstock.fabric.nodes.frame import NodeFrame
 from penstock.fabric.nodes.runtime import Runtime
 from penstock.fabric.topology import root
 from penstock.fabric.transfers import Operation, Transfers
 from penstock.fabric.view import View
 
 WINDOW = 2  # operations on their way; what a store on flash hands out is good for as many
+GRADIENTS = 4  # operations whose gradients are made or on their way: two computing, two going up
 
 
 class ShardWork(Protocol):
@@ -41,6 +44,10 @@ class ShardWork(Protocol):
 
     def begin(self, step: int) -> None:
         """Forget what came of a step that was not committed; `step` comes next."""
+        ...
+
+    def settle(self) -> None:
+        """Make whatever is still awaited of the step before: no fetch will ask for it."""
         ...
 
     def fetch(self, operation: Operation) -> Sequence[np.ndarray | None]:
@@ -75,21 +82,23 @@ class _Step:
     begun: bool = False
     gradients: dict[int, dict[int, np.ndarray | None]] = field(default_factory=dict)
     received: int = 0  # of the operations with gradients, in their order
+    stored: int = 0  # of these, those whose gradients the store has taken
     is_prepared: bool = False
     commit_began: bool = False
     answer: Mapping[str, Any] | None = None  # to the commit
 
 
-class ShardNode:
+class ShardNode(NodeFrame[_Step]):
     """One shard of the store among others.
 
     Args:
         number: its own among all nodes of the run.
-        shard: its place among the shards.
+        shard: which shard it holds.
         runtime: carries its messages.
         transfers: the operations of a step.
         work: reads and writes the shard's store.
         window: how many operations' weights may be on their way; as many as engines have slots.
+        gradients: of how many operations gradients may be made or on their way.
     """
 
     def __init__(
@@ -100,43 +109,27 @@ class ShardNode:
         transfers: Transfers,
         work: ShardWork,
         window: int = WINDOW,
+        gradients: int = GRADIENTS,
     ) -> None:
-        self.number = number
-        self.epoch = 0
-        self._shard = shard
-        self._runtime, self._transfers, self._work = runtime, transfers, work
-        self._window = window
+        super().__init__(number, runtime, _Step)
+        self._shard, self._transfers, self._work = shard, transfers, work
+        self._window, self._most_gradients = window, gradients
         operations = transfers.operations
         self._sends = [operation.of_shard(shard) for operation in operations]
         wanted = [(op, op.gradients_of(shard)) for op in operations]
         self._wanted = [(op, numbers) for op, numbers in wanted if numbers]
-        self._view: View | None = None
-        self._step = _Step(0)
-        self._jobs = 0
+        self._streams = False  # whether it is this node of the shard that does
         self._asked: set[Kind] = set()  # what the conductor has asked in this epoch
-        self.refused = 0
-        self.progress = 0  # in this epoch
         self.sent_bytes = 0  # of weights, since the node was made
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether its worker has something to do, be it for a step that is over."""
-        return self._jobs > 0
+    def _takes_part(self, view: View) -> bool:
+        return self._shard < len(view.shards) and self.number in view.shards[self._shard]
 
-    def handle(self, message: Message) -> None:
-        """Take a message; one that makes no sense is reported to the conductor."""
-        try:
-            self._take(message)
-        except ProtocolError as error:
-            self._report(message.epoch, message.step, error)
+    def _enter(self, view: View) -> None:
+        self._asked.clear()
+        self._streams = view.shards[self._shard][0] == self.number
 
     def _take(self, message: Message) -> None:
-        if message.kind is Kind.VIEW:
-            self._take_view(message)
-            return
-        if self._view is None or message.epoch != self.epoch:
-            self.refused += 1
-            return
         if message.kind is Kind.BEGIN:
             self._begin(message)
         elif message.kind in (Kind.HOLDS, Kind.GO_BACK):
@@ -152,18 +145,6 @@ class ShardNode:
         else:
             self.refused += 1
 
-    def _take_view(self, message: Message) -> None:
-        if message.epoch > self.epoch:
-            view = View.read(message.body)
-            self.epoch = message.epoch
-            self.progress = 0
-            self._step = _Step(0)
-            self._asked.clear()
-            is_member = view.shards[self._shard : self._shard + 1] == (self.number,)
-            self._view = view if is_member else None
-        if message.epoch == self.epoch:
-            self._send(Kind.SEEN)
-
     def _take_question(self, message: Message) -> None:
         """Say which steps this shard holds, or go back to one: before the epoch's first step."""
         if self._step.number or message.kind in self._asked:
@@ -175,11 +156,11 @@ class ShardNode:
             self._run(
                 step,
                 self._work.held_steps,
-                lambda steps: self._send(kind, {"steps": [int(held) for held in steps]}),
+                lambda steps: self._say(kind, {"steps": [int(held) for held in steps]}),
             )
             return
         to = checks.integer(message, "to", 0)
-        self._run(step, lambda: self._work.go_back(to), lambda _: self._send(kind, {"to": to}))
+        self._run(step, lambda: self._work.go_back(to), lambda _: self._say(kind, {"to": to}))
 
     def _begin(self, message: Message) -> None:
         if message.step <= self._step.number:
@@ -191,16 +172,26 @@ class ShardNode:
             self._pump()
             self._prepare_if_whole()  # it may be that this shard has no gradients to wait for
 
-        self._run(step, lambda: self._work.begin(message.step), ready)
+        def begin() -> None:
+            self._work.begin(message.step)
+            if not self._streams:
+                self._work.settle()
+
+        self._run(step, begin, ready)
 
     def _pump(self) -> None:
         """Fetch the next operation, if the engines have room for it."""
         step = self._step
-        if not step.begun or step.is_fetching or step.fetched == len(self._transfers.operations):
+        if not self._streams or not step.begun or step.is_fetching:
+            return
+        if step.fetched == len(self._transfers.operations):
             return
         if step.fetched >= step.released + self._window:
             return
         operation = self._transfers.operations[step.fetched]
+        let_go = sum(op.number < operation.number for op, _ in self._wanted)
+        if let_go - step.stored >= self._most_gradients:
+            return
         step.is_fetching = True
 
         def fetched(parts: Sequence[np.ndarray | None]) -> None:
@@ -256,6 +247,11 @@ class ShardNode:
     def _prepare_if_whole(self) -> None:
         """Hand on what is whole, in the order of the sweep, and say when all of it is."""
         step = self._step
+
+        def stored(_: object) -> None:
+            step.stored += 1
+            self._pump()
+
         while step.received < len(self._wanted):
             operation, numbers = self._wanted[step.received]
             came = step.gradients.get(operation.number, {})
@@ -263,11 +259,11 @@ class ShardNode:
                 return
             step.gradients[operation.number] = dict.fromkeys(numbers)  # its memory is the job's
             step.received += 1
-            self._run(step, self._receiving(operation, came), lambda _: None)
+            self._run(step, self._receiving(operation, came), stored)
         if step.is_prepared:
             return
         step.is_prepared = True
-        self._run(step, self._work.prepare, lambda body: self._send(Kind.PREPARED, body))
+        self._run(step, self._work.prepare, lambda body: self._say(Kind.PREPARED, body))
 
     def _receiving(
         self, operation: Operation, came: Mapping[int, np.ndarray | None]
@@ -279,7 +275,7 @@ class ShardNode:
         if not step.is_prepared:
             raise checks.refuse(message, "is too early: this shard has not all gradients")
         if step.answer is not None:
-            self._send(Kind.COMMITTED, step.answer)
+            self._say(Kind.COMMITTED, step.answer)
             return
         if step.commit_began:
             return  # the answer is on its way
@@ -288,35 +284,6 @@ class ShardNode:
 
         def committed(answer: Mapping[str, Any]) -> None:
             step.answer = answer
-            self._send(Kind.COMMITTED, answer)
+            self._say(Kind.COMMITTED, answer)
 
         self._run(step, lambda: self._work.commit(step.number, decision), committed)
-
-    def _send(self, kind: Kind, body: Mapping[str, Any] | None = None) -> None:
-        message = Message(kind, self.epoch, self.number, self._step.number, body=body or {})
-        self._runtime.send(CONDUCTOR, message)
-
-    def _report(self, epoch: int, step: int, error: Exception) -> None:
-        body = {"error": type(error).__name__, "text": str(error)}
-        self._runtime.send(CONDUCTOR, Message(Kind.TROUBLE, epoch, self.number, step, body=body))
-
-    def _run(self, step: _Step, job: Callable[[], Any], then: Callable[[Any], None]) -> None:
-        """Have a job done; what comes of it counts for its own step only."""
-        self._jobs += 1
-
-        def done(result: Any) -> None:
-            self._jobs -= 1
-            if step is not self._step:
-                return
-            self.progress += 1
-            try:
-                then(result)
-            except Exception as error:  # what the work returned is none of what it promises
-                self._report(self.epoch, step.number, error)
-
-        def failed(error: Exception) -> None:
-            self._jobs -= 1
-            if step is self._step:
-                self._report(self.epoch, step.number, error)
-
-        self._runtime.work(job, done, failed)

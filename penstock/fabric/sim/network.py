@@ -18,7 +18,8 @@ from typing import Any, Protocol
 from penstock.errors import CorruptionError
 from penstock.fabric.messages import HEADER_BYTES, Kind, Message
 from penstock.fabric.nodes.conductor import Conductor
-from penstock.fabric.nodes.engine import CONDUCTOR
+from penstock.fabric.nodes.frame import CONDUCTOR
+from penstock.fabric.nodes.runtime import RuntimeOf
 from penstock.fabric.sim.faults import Faults
 
 
@@ -86,9 +87,9 @@ class Network:
 
     # Making it
 
-    def runtime(self, number: int) -> _Runtime:
+    def runtime(self, number: int) -> RuntimeOf:
         """Return what a node of this number is to send and work by."""
-        return _Runtime(self, number)
+        return RuntimeOf(self, number)
 
     def add(self, number: int, node: Node) -> None:
         """Add a node; its beats begin now."""
@@ -126,6 +127,10 @@ class Network:
         """Whether a node was killed."""
         return number in self._dead
 
+    def is_stopped(self, number: int) -> bool:
+        """Whether a node stands still."""
+        return number in self._stopped
+
     def stop(self, number: int) -> None:
         """Let a node stand still: it neither hears nor beats; it is not told of it."""
         self._stopped.setdefault(number, [])
@@ -149,7 +154,7 @@ class Network:
             came = max(left + self._links.latency + late, self._coming[to] + seconds)
             if late == 0:
                 self._coming[to] = came
-            self._at(came, self._unless_stopped, (to, self._deliver, (to, carried)))
+            self._at(came, self._unless_stopped, (to, self._deliver, (sender, to, carried)))
 
     def work(
         self,
@@ -191,12 +196,12 @@ class Network:
         if self._jobs[number] and number not in self._working:
             self._begin_job(number)
 
-    def _deliver(self, to: int, carried: Message | CorruptionError) -> None:
+    def _deliver(self, sender: int, to: int, carried: Message | CorruptionError) -> None:
         if to in self._dead:
             return
         self.delivered += 1
         if isinstance(carried, CorruptionError):
-            self._report_damage(to, carried)
+            self._report_damage(sender, to, carried)
             return
         self.taken_bytes[to] += carried.size
         if to == CONDUCTOR:
@@ -205,14 +210,14 @@ class Network:
         elif to in self._nodes:
             self._nodes[to].handle(carried)
 
-    def _report_damage(self, to: int, error: CorruptionError) -> None:
+    def _report_damage(self, sender: int, to: int, error: CorruptionError) -> None:
         """Do as a real node does with a frame whose checksum is wrong: tell the conductor."""
         assert self._conductor is not None
         if to == CONDUCTOR:
-            self._conductor.damaged(str(error))
+            self._conductor.damaged(str(error), [sender])
             return
-        epoch = self._nodes[to].epoch
-        self.send(to, CONDUCTOR, Message(Kind.DAMAGED, epoch, to, body={"text": str(error)}))
+        epoch, body = self._nodes[to].epoch, {"text": str(error), "peer": sender}
+        self.send(to, CONDUCTOR, Message(Kind.DAMAGED, epoch, to, body=body))
 
     def _unless_stopped(
         self, number: int, action: Callable[..., None], arguments: tuple[Any, ...]
@@ -241,23 +246,3 @@ class Network:
     def _tell_lost(self, number: int, why: str) -> None:
         assert self._conductor is not None
         self._conductor.lost(number, why)
-
-
-class _Runtime:
-    """The network as one node sees it."""
-
-    def __init__(self, network: Network, number: int) -> None:
-        self._network, self._number = network, number
-
-    def send(self, to: int, message: Message) -> None:
-        """Send to a node by its number."""
-        self._network.send(self._number, to, message)
-
-    def work(
-        self,
-        job: Callable[[], Any],
-        then: Callable[[Any], None],
-        failed: Callable[[Exception], None],
-    ) -> None:
-        """Do a job, then tell the node."""
-        self._network.work(self._number, job, then, failed)

@@ -18,8 +18,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from penstock.errors import ClusterError
+from penstock.errors import ClusterError, CorruptionError, ProtocolError
 from penstock.fabric.messages import Kind, Message
+from penstock.fabric.nodes.runtime import RuntimeOf
 from penstock.fabric.sockets import handshake
 from penstock.fabric.sockets.link import Link
 
@@ -54,6 +55,7 @@ class Endpoint:
     Args:
         token: of the run.
         host: the interface on which to listen.
+        port: of it; 0: one that is free.
         on_link_end: is told, in the endpoint's thread, when a peer's link ends.
         on_stranger: takes what comes from a peer before it has said who it is.
         on_failure: is told what no node answers for; the endpoint has then ended.
@@ -64,7 +66,7 @@ class Endpoint:
     both see; it may be set before the first payload.
 
     Raises:
-        ClusterError: this machine has no such interface.
+        ClusterError: this machine has no such interface, or the port is taken.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class Endpoint:
         on_failure: Callable[[Exception], None],
         every: Callable[[float], None] = lambda now: None,
         beat: float = 0.1,
+        port: int = 0,
     ) -> None:
         self.refused: Counter[str] = Counter()  # peers that were not let in, by address
         self.shares_memory = True
@@ -93,10 +96,13 @@ class Endpoint:
         self._closing = False
         self._at_the_door = threading.BoundedSemaphore(_MOST_AT_THE_DOOR)
         try:
-            self._listener = socket.create_server((host, 0), family=_family(host), backlog=128)
+            self._listener = socket.create_server((host, port), family=_family(host), backlog=128)
         except OSError as error:
+            wanted = "an address of this machine"
+            if port:
+                wanted += f" and a port that is free and may be used, got {port}"
             raise ClusterError(
-                f"cannot listen on {host!r}, expected an address of this machine: {error.strerror}"
+                f"cannot listen on {host!r}, expected {wanted}: {error.strerror}"
             ) from None
         self.address: Address = self._listener.getsockname()[:2]
         self._threads = [
@@ -127,9 +133,9 @@ class Endpoint:
         if place.thread is not None and place.thread is not threading.current_thread():
             place.thread.join()
 
-    def runtime(self, number: int) -> _Runtime:
+    def runtime(self, number: int) -> RuntimeOf:
         """Return what a node of this process is to send and work by."""
-        return _Runtime(self, number)
+        return RuntimeOf(self, number)
 
     def meet(self, addresses: Mapping[int, Address]) -> None:
         """Learn where nodes of other processes listen; the others are forgotten."""
@@ -144,6 +150,7 @@ class Endpoint:
         The first that is said to be there is the one that the link is known by.
         """
         link.peer = number if link.peer is None else link.peer
+        link.nodes.add(number)
         self._links[number] = link
 
     def detach(self, number: int) -> None:
@@ -189,6 +196,18 @@ class Endpoint:
             threading.Thread(
                 target=self._open, args=(sender, to, self._addresses[to]), daemon=True
             ).start()
+
+    def work(
+        self,
+        number: int,
+        job: Callable[[], Any],
+        then: Callable[[Any], None],
+        failed: Callable[[Exception], None],
+    ) -> None:
+        """Do a job of a node of this process, behind those before it; then tell the node."""
+        place = self._places.get(number)
+        if place is not None:
+            place.jobs.put((job, then, failed))
 
     def _open(self, sender: int, to: int, address: Address) -> None:
         """Make a link to a node that has none; what is to be sent over it waits meanwhile."""
@@ -251,12 +270,30 @@ class Endpoint:
         self.call(forget)
 
     def _route(self, link: Link, message: Message) -> None:
-        if message.kind is Kind.HELLO and isinstance(message.body.get("node"), int):
-            link.peer = message.body["node"]
-        elif link.peer is None:
+        """Hand a message on; who has sent what makes no sense loses its link, and nothing else."""
+        try:
+            if link.peer is None:
+                self._take_from_stranger(link, message)
+            elif message.sender not in link.nodes:
+                raise ProtocolError(
+                    f"node {link.peer} sent a {message.kind.name} message in the name of node "
+                    f"{message.sender}"
+                )
+            else:
+                self._deliver(message.to, message)
+        except (ProtocolError, CorruptionError) as error:
+            log.warning("a peer is cut off: %s", error)
+            link.close(ProtocolError(str(error)))
+
+    def _take_from_stranger(self, link: Link, message: Message) -> None:
+        if message.kind is not Kind.HELLO:
             self._on_stranger(link, message)
-        else:
-            self._deliver(message.to, message)
+            return
+        node = message.body.get("node")
+        if type(node) is not int or node < 0:
+            raise ProtocolError(f"a peer says that it is node {str(node)[:40]!r}")
+        link.peer = node
+        link.nodes.add(node)
 
     def _deliver(self, to: int, message: Message) -> None:
         place = self._places.get(to)
@@ -277,10 +314,17 @@ class Endpoint:
                 if action is None:
                     return
                 action()
+            if time.monotonic() < due:
+                continue
+            # What has come by now counts before anybody is said to be silent.
+            for _ in range(self._todo.qsize()):
+                action = self._todo.get_nowait()
+                if action is None:
+                    return
+                action()
             now = time.monotonic()
-            if now >= due:
-                due = now + self._beat
-                self._every(now)
+            due = now + self._beat
+            self._every(now)
 
     def _accept(self) -> None:
         while not self._closing:
@@ -323,28 +367,6 @@ class Endpoint:
                 self.call(lambda error=error, failed=failed: failed(error))  # type: ignore[misc]
             else:
                 self.call(lambda result=result, then=then: then(result))  # type: ignore[misc]
-
-
-class _Runtime:
-    """The endpoint as one node sees it."""
-
-    def __init__(self, endpoint: Endpoint, number: int) -> None:
-        self._endpoint, self._number = endpoint, number
-
-    def send(self, to: int, message: Message) -> None:
-        """Send to a node by its number."""
-        self._endpoint.send(self._number, to, message)
-
-    def work(
-        self,
-        job: Callable[[], Any],
-        then: Callable[[Any], None],
-        failed: Callable[[Exception], None],
-    ) -> None:
-        """Do a job behind those before it, then tell the node."""
-        place = self._endpoint._places.get(self._number)
-        if place is not None:
-            place.jobs.put((job, then, failed))
 
 
 def own_host(address: Address) -> str:

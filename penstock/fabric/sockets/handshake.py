@@ -14,6 +14,7 @@ import hmac
 import secrets
 import socket
 import time
+from collections.abc import Callable
 
 from penstock.errors import ClusterError
 
@@ -21,6 +22,7 @@ NONCE_BYTES = 32
 PROOF_BYTES = 32
 SECONDS = 5.0  # in which a peer must have proved itself
 _GREETING = b"penstock-fabric2"
+_PART_BYTES = 256 << 10  # of a payload, after which it counts as heard
 
 
 def new_token() -> str:
@@ -99,14 +101,17 @@ def read_exactly(connection: socket.socket, size: int) -> bytes:
     return bytes(buffer)
 
 
-def read_into(connection: socket.socket, buffer: memoryview) -> None:
-    """Fill a buffer with what comes next.
+def read_into(
+    connection: socket.socket, buffer: memoryview, came: Callable[[], None] = lambda: None
+) -> None:
+    """Fill a buffer with what comes next; `came` is called for every part of it.
 
     **Raises:** `EOFError` if the peer closes before.
     """
     while buffer.nbytes:
-        # All of it at once: every call that brings less is one more to wake up for.
-        got = connection.recv_into(buffer, 0, socket.MSG_WAITALL)
+        # A large part at once: every call that brings less is one more to wake up for.
+        got = connection.recv_into(buffer[:_PART_BYTES], 0, socket.MSG_WAITALL)
         if got == 0:
             raise EOFError("the connection was closed")
+        came()
         buffer = buffer[got:]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import select
 import socket
 import sys
 import threading
@@ -77,6 +78,7 @@ class Link:
         shares: Callable[[], bool] = lambda: True,
     ) -> None:
         self.peer: int | None = None  # the node at the other end, once it has said so
+        self.nodes: set[int] = set()  # all that are known to be there
         self.sent_bytes = self.taken_bytes = 0
         self.shared_bytes = 0  # of those that were sent, what went through shared memory
         self._socket = connection
@@ -92,6 +94,7 @@ class Link:
         self._held_up_seconds = 0.0  # since a slot has come back
         self._may_offer = _is_here(connection)  # else there is nothing to look for
         self._peer_ring: PeerRing | None = None  # the reader's
+        self._heard_at = time.monotonic()
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # else a cut cable is noticed after minutes
             limit = int(1000 * _CUT_SECONDS)
@@ -109,14 +112,29 @@ class Link:
         """
         self._todo.put(message)
 
-    def close(self) -> None:
+    def close(self, why: Exception | None = None) -> None:
         """End the link at once; what has not been written is not sent."""
-        self._end(ConnectionError("it was closed here"))
+        self._end(why or ConnectionError("it was closed here"))
 
     @property
     def is_open(self) -> bool:
         """Whether messages still pass."""
         return not self._has_ended
+
+    def is_heard(self, seconds: float) -> bool:
+        """Tell whether anything has come within so many seconds, or waits to be read.
+
+        A large message holds up those behind it, and a busy machine holds up who reads.
+        """
+        if time.monotonic() - self._heard_at < seconds:
+            return True
+        try:
+            return bool(select.select([self._socket], [], [], 0)[0]) and not self._has_ended
+        except (OSError, ValueError):  # it has just been closed
+            return False
+
+    def _hear(self) -> None:
+        self._heard_at = time.monotonic()
 
     # The reader
 
@@ -124,6 +142,7 @@ class Link:
         try:
             while True:
                 header = read_exactly(self._socket, HEADER_BYTES)
+                self._hear()
                 body_bytes, payload_bytes = lengths(header)
                 body = read_exactly(self._socket, body_bytes)
                 payload = self._payload(slot_of(header), payload_bytes)
@@ -140,7 +159,7 @@ class Link:
             if not size:
                 return None
             payload = self._buffers.take(size)
-            read_into(self._socket, payload.data)
+            read_into(self._socket, payload.data, self._hear)
             return payload
         if self._peer_ring is None:
             raise ProtocolError(f"{size} bytes were announced in slot {slot} of no ring")

@@ -11,7 +11,7 @@ from penstock.store.flash.folder import (
 )
 from penstock.store.flash.reader import FlashReader
 from penstock.store.flash.sharded import DurableStore, ShardedFlashStore
-from penstock.store.flash.shards import go_back, require_shards
+from penstock.store.flash.shards import forget, go_back, require_shards, shard_folder
 from penstock.store.flash.store import FlashStore
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "OtherStoreError",
     "ShardedFlashStore",
     "discard_untrained",
+    "forget",
     "go_back",
     "holds_store",
     "least_dram_bytes",
@@ -28,4 +29,5 @@ __all__ = [
     "recorded_extra",
     "repair",
     "require_shards",
+    "shard_folder",
 ]

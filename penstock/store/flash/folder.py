@@ -16,6 +16,7 @@ from penstock.store.flash.sharded_reader import ShardedReader
 from penstock.store.flash.shards import (
     SHARDS,
     Shards,
+    forget,
     read_shards,
     recorded_steps,
     recorded_together,
@@ -75,13 +76,13 @@ def _discard_shards(shards: Shards) -> None:
     """Remove all shards; some may be gone already, where a process died in here before."""
     lock = FolderLock(shards.folder, "store.flash.path")
     try:
-        for folder in shards.folders:
+        folders = [folder for copies in shards.copies for folder in copies]
+        for folder in folders:
             _require_untrained(shards.folder, list(recorded_steps(folder)))
         with files.storage_errors(shards.folder, 0):
-            there = [folder for folder in shards.folders if folder.exists()]
+            there = [folder for folder in folders if folder.exists()]
             for folder in there:
-                (folder / JOURNAL).unlink(missing_ok=True)  # without it the extents do not count
-                durable.sync_folder(folder)
+                forget(folder)
             for folder in there:
                 shutil.rmtree(folder)
             (shards.folder / SHARDS).unlink()  # the last: until then the folder is one of shards

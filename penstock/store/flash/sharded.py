@@ -42,10 +42,11 @@ class ShardedFlashStore(ShardedStore):
         program, shard_map, roles: as for `ShardedStore`.
         folder: where the shards' folders are, or are to be.
         openers: for each shard, what opens its store, given the folder that it is in.
+        replicas: how many folders of each shard they open.
 
     Raises:
         OtherStoreError: the folder holds another number of shards, or the store of another model.
-        CorruptionError: the shards hold no durable step in common.
+        CorruptionError: the shards hold no durable step in common, or replicas differ.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class ShardedFlashStore(ShardedStore):
         shard_map: ShardMap,
         openers: Sequence[Callable[[Path], DurableStore]],
         roles: Sequence[Role],
+        replicas: int = 1,
     ) -> None:
         self.folder = folder
         with ExitStack() as opened:
@@ -65,7 +67,7 @@ class ShardedFlashStore(ShardedStore):
                 shapes = {name: spec.shape for name, spec in program.weights.items()}
                 found = Shards(folder, shard_map.count, shapes)
                 found.write()
-            agree(found)
+            agree(found, replicas)
             shards = []
             for open_shard, where in zip(openers, found.folders, strict=True):
                 shards.append(open_shard(where))

@@ -12,7 +12,7 @@ import numpy as np
 from penstock.errors import CorruptionError
 from penstock.store.content_hash import hash_weights
 from penstock.store.flash.reader import FlashReader, none_durable
-from penstock.store.flash.shards import Shards
+from penstock.store.flash.shards import Shards, whole_folders
 from penstock.store.lock import FolderLock
 from penstock.store.masters import PIECE_ELEMENTS
 from penstock.store.roles import MASTER
@@ -35,7 +35,7 @@ class ShardedReader:
             opened.callback(lock.release)
             self._readers = [
                 opened.enter_context(FlashReader(folder, despite_damage))
-                for folder in shards.folders
+                for folder in whole_folders(shards)
             ]
             self._map = ShardMap(shards.count, self._pieces())
             self._opened = opened.pop_all()

@@ -2,17 +2,19 @@
 
 Every shard has a journal of its own, and a crash between two of them leaves some at the newest
 durable step and others at the one before. They agree on the newest that all hold: those that are
-ahead go back, before anything is opened.
+ahead go back, before anything is opened. A shard may have replicas, each in a folder beside its
+own: it holds a step if one of these does, and those that do not are given a copy later.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from penstock import durable
 from penstock.errors import ConfigError, CorruptionError
 from penstock.store import files, sealed_json
 from penstock.store.flash.description import OtherStoreError
@@ -22,6 +24,7 @@ from penstock.store.flash.version import recorded_step
 
 SHARDS = "shards.json"
 MOST_SHARDS = 64
+MOST_REPLICAS = 2
 
 FORMAT, VERSION = "penstock-shards", 1
 
@@ -36,7 +39,16 @@ class Shards:
 
     @property
     def folders(self) -> list[Path]:
-        return [self.folder / f"shard-{number}" for number in range(self.count)]
+        return [shard_folder(self.folder, number) for number in range(self.count)]
+
+    @property
+    def copies(self) -> list[list[Path]]:
+        """For each shard its folder, and those of its replicas that there are."""
+        found = []
+        for number in range(self.count):
+            first, *others = (shard_folder(self.folder, number, r) for r in range(MOST_REPLICAS))
+            found.append([first, *(other for other in others if other.is_dir())])
+        return found
 
     def write(self) -> None:
         """Put it on disk; durable on return."""
@@ -49,6 +61,11 @@ class Shards:
         data = sealed_json.seal(content)
         with files.storage_errors(self.folder, len(data)):
             files.replace_file(self.folder / SHARDS, data, "shards")
+
+
+def shard_folder(folder: Path, shard: int, replica: int = 0) -> Path:
+    """Return where a shard is, or a replica of it, in the folder of all."""
+    return folder / (f"shard-{shard}-replica-{replica}" if replica else f"shard-{shard}")
 
 
 def read_shards(folder: Path) -> Shards | None:
@@ -142,21 +159,79 @@ def common_step(shards: Shards, steps: Sequence[Sequence[int]]) -> int | None:
 
 def recorded_together(shards: Shards) -> dict[str, Any] | None:
     """Return what was kept with the newest step that all shards hold; None where there is none."""
-    found = [recorded_steps(folder) for folder in shards.folders]
-    step = common_step(shards, [list(steps) for steps in found])
-    return None if step is None else found[0][step]
+    found = _recorded(shards)
+    step = _common(shards, found)
+    if step is None:
+        return None
+    return next(found[folder][step] for folder in shards.copies[0] if step in found[folder])
 
 
-def agree(shards: Shards) -> None:
-    """Let the shards that are ahead go back to the newest step that all hold.
+def whole_folders(shards: Shards) -> list[Path]:
+    """Return for each shard the first folder that holds the newest step that all shards hold.
 
-    Only while no shard is open. A crash on the way does no harm: it is done again.
+    It is the shard's own where that is not known, because a journal is damaged or nothing is there.
     """
-    found = [list(recorded_steps(folder)) for folder in shards.folders]
-    step = common_step(shards, found)
-    for folder, steps in zip(shards.folders, found, strict=True):
-        if steps and steps[-1] != step:
-            go_back(folder, step)
+    try:
+        found = _recorded(shards)
+        step = _common(shards, found)
+    except CorruptionError:
+        return shards.folders
+    return [
+        next((folder for folder in copies if step in found[folder]), copies[0])
+        for copies in shards.copies
+    ]
+
+
+def agree(shards: Shards, replicas: int = 1) -> None:
+    """Let all that are ahead go back to the newest step that all shards hold.
+
+    Replicas that do not hold it forget what they hold, so that they open as new. Only while no
+    shard is open. A crash on the way does no harm: it is done again.
+
+    Raises:
+        CorruptionError: no step is held by all shards, or two replicas of it differ.
+        OtherStoreError: more replicas would be needed for that step than there are to be.
+    """
+    found = _recorded(shards)
+    step = _common(shards, found)
+    for number, copies in enumerate(shards.copies):
+        if step is not None:
+            _require_open(shards, number, [f for f in copies if step in found[f]], step, replicas)
+        for folder in copies:
+            if found[folder] and [*found[folder]][-1] != step:
+                go_back(folder, step if step in found[folder] else None)
+
+
+def _recorded(shards: Shards) -> dict[Path, dict[int, dict[str, Any]]]:
+    """Return the durable steps in every folder."""
+    return {folder: recorded_steps(folder) for copies in shards.copies for folder in copies}
+
+
+def _common(shards: Shards, found: Mapping[Path, Collection[int]]) -> int | None:
+    by_shard = [sorted(set().union(*(found[f] for f in copies))) for copies in shards.copies]
+    return common_step(shards, by_shard)
+
+
+def _require_open(
+    shards: Shards, number: int, holding: Sequence[Path], step: int, replicas: int
+) -> None:
+    """Require that a folder that holds the step will be opened, and that all of them are equal."""
+    opened = [shard_folder(shards.folder, number, replica) for replica in range(replicas)]
+    if not set(opened).intersection(holding):
+        raise OtherStoreError(
+            f"{shards.folder}: step {step} of shard {number} is only in {holding[0].name}; set "
+            f"store.replicas to {MOST_REPLICAS}, the shard's own folder is given a copy then"
+        )
+    records = [
+        next(r for r in durable_records(folder) if r.content["step"] == step) for folder in holding
+    ]
+    for folder, record in zip(holding[1:], records[1:], strict=True):
+        if record.blob != records[0].blob:  # the checksums of all weights and all state
+            raise CorruptionError(
+                f"{shards.folder}: {holding[0].name} and {folder.name} both hold step {step} and "
+                "are not the same; `penstock inspect` says whether the first is whole: delete the "
+                "other folder then, or else the first, and it is made again"
+            )
 
 
 def go_back(folder: Path, step: int | None) -> None:
@@ -171,6 +246,14 @@ def go_back(folder: Path, step: int | None) -> None:
         journal.keep_only(kept)
     finally:
         journal.close()
+
+
+def forget(folder: Path) -> None:
+    """Forget, durably, all that a shard's folder holds, whatever its state. While it is shut."""
+    with files.storage_errors(folder, 0):
+        if folder.is_dir():
+            (folder / JOURNAL).unlink(missing_ok=True)  # without it the extents do not count
+            durable.sync_folder(folder)  # though another may have removed it, and was killed then
 
 
 def recorded_steps(folder: Path) -> dict[int, dict[str, Any]]:

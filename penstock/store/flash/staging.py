@@ -26,12 +26,16 @@ class Staging:
 
     def take(self, unit: Unit, role: str, begin: int, values: np.ndarray) -> None:
         """Take values of a unit's weights or state, each once."""
+        if not values.size:
+            return  # the unit may be whole without a weight of no elements
         staged = self._of(unit)
         staged.values[role][begin : begin + values.size] = values
         self._came(staged, role, values.size)
 
     def skip(self, unit: Unit, role: str, count: int) -> None:
         """Leave values at zero, which is how state begins."""
+        if not count:
+            return
         self._came(self._of(unit), role, count)
 
     def _of(self, unit: Unit) -> StagedUnit:

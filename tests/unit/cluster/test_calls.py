@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from penstock.cluster import calls
 from penstock.cluster.calls import Calls, Gathered, Said, ShardLostError, error_class, frames
+from penstock.cluster.worker import _ShardMember
 from penstock.errors import ClusterError, CorruptionError, StorageError
 from penstock.fabric.messages import Kind, Message
 
@@ -19,6 +21,10 @@ PIECE = 1000
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch):
     monkeypatch.setattr(calls, "PIECE_BYTES", PIECE)
+
+
+def any_size(number: int) -> int:
+    return 2**70
 
 
 def said(elements: int) -> Said:
@@ -32,7 +38,7 @@ def test_what_was_said_comes_whole_in_as_many_pieces_as_it_takes(elements):
     messages = list(frames(Kind.CALL, 0, 7, sent))
     assert len(messages) == 1 + -(-4 * elements // PIECE)  # the first says what comes
     assert all(message.size <= PIECE for message in messages)
-    gathered = Gathered()
+    gathered = Gathered(lambda number: 4 * elements)
     assert [gathered.take(message) for message in messages[:-1]] == [None] * (len(messages) - 1)
     whole = gathered.take(messages[-1])
     assert whole is not None
@@ -42,7 +48,7 @@ def test_what_was_said_comes_whole_in_as_many_pieces_as_it_takes(elements):
 
 
 def test_one_after_the_other_comes_apart():
-    gathered = Gathered()
+    gathered = Gathered(any_size)
     came = []
     for number, elements in enumerate((600, 0, 300)):
         for message in frames(Kind.RETURN, 5, number, said(elements)):
@@ -61,7 +67,21 @@ def test_one_after_the_other_comes_apart():
 )
 def test_a_first_frame_that_announces_nonsense_is_refused_before_memory_is_taken(body):
     with pytest.raises(CorruptionError, match="a CALL announces"):
-        Gathered().take(Message(Kind.CALL, 0, 0, op=1, index=2, body=body))
+        Gathered(any_size).take(Message(Kind.CALL, 0, 0, op=1, index=2, body=body))
+
+
+@pytest.mark.parametrize("size", [2401, 10**12, 2**60])
+def test_more_than_can_be_is_refused_before_memory_is_taken_and_what_follows_is_taken(size):
+    gathered = Gathered(lambda number: 2400)
+    announced = {"bytes": size, "says": {}, "arrays": []}
+    told = rf"announces {size:,} bytes where 2,400 at most are expected"
+    with pytest.raises(CorruptionError, match=told):
+        gathered.take(Message(Kind.RETURN, 0, 3, op=1, index=-(-size // PIECE), body=announced))
+    _, *pieces = frames(Kind.RETURN, 3, 1, said(600))
+    assert [gathered.take(piece) for piece in pieces] == [None] * len(pieces)
+    *before, last = (gathered.take(message) for message in frames(Kind.RETURN, 3, 2, said(600)))
+    assert before == [None] * len(before)
+    assert last[0] == 2
 
 
 def _of_another_call(message: Message) -> Message:
@@ -80,7 +100,7 @@ def _empty(message: Message) -> Message:
 @pytest.mark.parametrize("damage", [_of_another_call, _too_long, _empty])
 def test_pieces_that_do_not_fit_are_refused(damage):
     first, second, *_ = frames(Kind.CALL, 0, 1, said(600))
-    gathered = Gathered()
+    gathered = Gathered(any_size)
     assert gathered.take(first) is None
     with pytest.raises(CorruptionError, match="pieces that do not fit"):
         gathered.take(damage(second))
@@ -99,7 +119,7 @@ def test_pieces_that_do_not_fit_are_refused(damage):
 )
 def test_arrays_that_are_not_as_described_are_refused(described):
     first, *pieces, last = frames(Kind.CALL, 0, 1, said(600))
-    gathered = Gathered()
+    gathered = Gathered(any_size)
     gathered.take(replace(first, body={**first.body, "arrays": [described]}))
     for piece in pieces:
         gathered.take(piece)
@@ -114,7 +134,7 @@ class Pair:
         self.answer = answer
         self.failed: Exception | None = None
         self.sent: list[Message] = []
-        self.gathered = Gathered()
+        self.gathered = Gathered(any_size)
         self.calls = Calls(self.send, self.broken)
 
     def broken(self) -> None:
@@ -141,9 +161,48 @@ def test_an_answer_comes_back_with_its_arrays():
         return frames(Kind.RETURN, node, number, Said({"step": 4}, values))
 
     sent = said(777)
-    answer = Pair(twice).calls.ask(3, "read", {}, sent.arrays)
+    answer = Pair(twice).calls.ask(3, "read", {}, sent.arrays, most=4 * 777)
     assert answer.body["step"] == 4
     np.testing.assert_array_equal(answer.arrays["values"], 2 * sent.arrays["values"])
+
+
+def test_an_answer_that_is_larger_than_it_can_be_is_an_error_for_who_asked():
+    def boast(node, number, asked):
+        body = {"says": {}, "arrays": [], "bytes": 2**60}
+        return [Message(Kind.RETURN, 0, node, op=number, index=-(-(2**60) // PIECE), body=body)]
+
+    with pytest.raises(CorruptionError, match=r"node 3 announces 1,152,921,504,606,846,976 bytes"):
+        Pair(boast).calls.ask(3, "read", {}, {}, most=4000)
+
+
+def test_a_shard_answers_a_call_that_is_larger_than_it_can_be_with_an_error_and_takes_the_next():
+    sent: list[Message] = []
+    runtime = SimpleNamespace(
+        send=lambda to, message: sent.append(message),
+        work=lambda job, then, failed: then(job()),
+    )
+    endpoint = SimpleNamespace(runtime=lambda number: runtime)
+    place = SimpleNamespace(most_bytes=4000, store=SimpleNamespace(step=7))
+    member = _ShardMember(SimpleNamespace(number=3), endpoint, place)
+    body = {"says": {}, "arrays": [], "bytes": 2**60}
+    member.handle(Message(Kind.CALL, 0, 0, op=1, index=-(-(2**60) // PIECE), body=body))
+    (refused,) = sent
+    assert refused.op == 1
+    assert refused.body["says"]["error"] == "CorruptionError"
+    assert "announces 1,152,921,504,606,846,976 bytes where 4,000" in refused.body["says"]["text"]
+    for message in frames(Kind.CALL, 0, 2, Said({"method": "nothing of this kind"})):
+        member.handle(message)
+    assert sent[-1].op == 2
+    assert sent[-1].body["says"]["error"] == "ClusterError"
+
+
+def test_several_may_be_asked_at_once():
+    def say_where(node, number, asked):
+        return frames(Kind.RETURN, node, number, Said({"node": node}))
+
+    calls = Pair(say_where).calls
+    asked = [calls.begin(node, "flush", {}, {}) for node in (3, 4, 5)]
+    assert [each.answer().body["node"] for each in reversed(asked)] == [5, 4, 3]
 
 
 def test_an_error_of_the_other_side_is_raised_as_what_it_was_there():

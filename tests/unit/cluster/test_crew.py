@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from penstock.cluster.crew import Crew
@@ -9,6 +11,9 @@ from penstock.cluster.launch import Ended
 
 
 class PretendLauncher:
+    lacks: str | None = None
+    starving: tuple[str, ...] = ()
+
     def __init__(self) -> None:
         self.started = 0
         self.ended: list[Ended] = []
@@ -22,6 +27,12 @@ class PretendLauncher:
     def poll(self) -> list[Ended]:
         ended, self.ended = self.ended, []
         return ended
+
+    def starves(self, worker: str) -> bool:
+        return worker in self.starving
+
+    def waits_for(self) -> str | None:
+        return self.lacks
 
     def end(self, worker: str) -> None:
         raise AssertionError(worker)
@@ -61,7 +72,9 @@ def test_after_three_that_ended_in_vain_no_more_are_started():
     assert made.crew.given_up is None
     made.lose("c", wanted=4)
     assert made.launcher.started == 6
-    assert made.crew.given_up == "3 workers in a row ended before they could compute; c fell"
+    assert made.crew.given_up == (
+        "3 workers in a row ended before they could compute, or could not be started; c fell"
+    )
     assert made.said[-1] == "not replaced"
 
 
@@ -75,12 +88,38 @@ def test_one_that_is_of_use_begins_the_count_anew(place):
     assert made.crew.given_up is None
 
 
-def test_a_worker_that_cannot_be_started_is_told_of_and_missing():
+def test_a_worker_that_cannot_be_started_is_told_of_and_tried_again_later(monkeypatch):
     made = Made(2)
     made.launcher.has_room = False
     made.crew.is_of_use("a")
     made.lose("a", wanted=2)
     assert made.said == ["worker ended", "not started"]
     made.launcher.has_room = True
-    made.crew.fill(2)
+    made.crew.replace(2)  # at once it would be no better
+    assert made.launcher.started == 2
+    now = time.monotonic() + 6.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    made.crew.replace(2)
     assert made.launcher.started == 3
+
+
+def test_when_no_worker_can_be_started_that_is_said_and_no_more_is_tried():
+    made = Made(0)
+    made.launcher.has_room = False
+    made.crew.fill(5)
+    assert made.said == ["not started"] * 3
+    assert made.crew.given_up == (
+        "3 workers in a row ended before they could compute, or could not be started; "
+        "a worker could not be started: no more processes"
+    )
+    made.crew.replace(5)
+    made.crew.replace(5)
+    assert made.said[3:] == ["not replaced"]
+
+
+def test_what_workers_wait_for_is_said_once_as_long_as_it_is_the_same():
+    made = Made(2)
+    for lacks in ("2 find no room", "2 find no room", "1 finds no room", None, "1 finds no room"):
+        made.launcher.lacks = lacks
+        made.crew.replace(2)
+    assert made.said == ["waiting"] * 3

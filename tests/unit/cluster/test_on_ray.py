@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import socket
 import sys
+import time
+from types import SimpleNamespace
 
 import pytest
 
-from penstock.cluster.on_ray import RayConnection, RayWorker
+from penstock.cluster.on_ray import RayConnection, RayLauncher, RayWorker
 from penstock.config import Config
 from penstock.errors import ClusterError, ConfigError
 
@@ -49,3 +51,58 @@ def test_a_worker_that_cannot_reach_the_run_says_so():
     said = RayWorker("/nowhere").serve(("127.0.0.1", unused_port()), "a token", "worker-1")
     assert "refused" in said
     assert said.endswith("the run's process must be reachable from there, see cluster.host")
+
+
+class FullRay:
+    """A Ray whose actors wait for room until there is some."""
+
+    def __init__(self) -> None:
+        self.has_room = False
+        self.made = 0
+
+    def remote(self, kind):
+        return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=self.actor))
+
+    def actor(self, folder):
+        self.made += 1
+        where, serving = f"where {self.made}", f"serving {self.made}"
+        return SimpleNamespace(
+            where=SimpleNamespace(remote=lambda: where),
+            serve=SimpleNamespace(remote=lambda *_: serving),
+        )
+
+    def wait(self, references, num_returns, timeout):
+        time.sleep(0.001)
+        return [r for r in references if self.has_room and r.startswith("where")], []
+
+    def get(self, reference):
+        return ("a-node", 7)
+
+    def kill(self, handle) -> None:
+        """It is gone."""
+
+
+def test_what_actors_without_room_ask_for_is_said_after_some_seconds(monkeypatch):
+    ray = FullRay()
+    options = {"num_cpus": 16, "num_gpus": 1}
+    connection = SimpleNamespace(ray=ray, options=options, close=lambda: None)
+    launcher = RayLauncher(connection, ("10.0.0.1", 1), "token")
+    try:
+        launcher.start()
+        launcher.start()
+        deadline = time.monotonic() + 10
+        while ray.made < 2 and time.monotonic() < deadline:
+            time.sleep(0.005)
+        assert launcher.waits_for() is None
+        now = time.monotonic
+        monkeypatch.setattr(time, "monotonic", lambda: now() + 20)
+        text = launcher.waits_for()
+        assert text is not None
+        assert text.startswith("2 of 2 workers have not begun in 15 s; each asks the Ray cluster")
+        assert "for 16 CPU(s) and 1 GPU(s) (engine.threads)" in text
+        ray.has_room = True
+        while launcher.waits_for() and now() < deadline:
+            time.sleep(0.005)
+        assert launcher.waits_for() is None
+    finally:
+        launcher.close()

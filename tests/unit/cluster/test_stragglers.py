@@ -48,3 +48,12 @@ def test_one_engine_alone_is_never_slow_and_those_who_come_are_given_time():
     assert watch.look(after(1, {1: 9.0})) == []
     assert watch.look(after(2, {1: 9.0})) == []
     assert watch.look({1: (27.0, 12), 2: (1.5, 1)}) == []
+
+
+def test_nothing_is_kept_of_engines_that_have_gone():
+    watch = Stragglers(2.0)
+    for slow in range(10, 60):  # each is slow for two steps, and another comes in its place
+        pace = {1: 2.0, 2: 2.0, slow: 9.0}
+        watch.look(after(2 * slow, pace))
+        assert [found.looks for found in watch.look(after(2 * slow + 1, pace))] == [1]
+    assert all(len(kept) <= 3 for kept in vars(watch).values() if isinstance(kept, dict))

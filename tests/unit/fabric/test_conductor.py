@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
+from any_message import messages
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from penstock.errors import NonFiniteError, ProtocolError, StorageError
+from penstock.errors import NonFiniteError, PenstockError, StorageError
 from penstock.fabric.messages import Kind, Message
 from penstock.fabric.nodes import (
     Conductor,
@@ -15,6 +20,7 @@ from penstock.fabric.nodes import (
     Part,
     TroubleError,
     WentBackError,
+    checks,
 )
 
 SHARDS, ENGINES = (1, 2), (100, 101, 102)
@@ -30,6 +36,12 @@ class Order:
     def parts(self, engines: int) -> list[Part]:
         return [Part({"total": self.micro_batches}, {"x": np.zeros(1)})] * engines
 
+    def report(self, message) -> dict:
+        checks.integer(message, "shard", 0, {"shard": 0} | dict(message.body))
+        return dict(message.body)
+
+    answer = report
+
     def decide(self, losses, prepared) -> dict:
         if self.forbidden is not None:
             raise self.forbidden
@@ -39,13 +51,23 @@ class Order:
 class Play:
     """A conductor, and the nodes that it speaks to."""
 
-    def __init__(self, engines=ENGINES, wanted: int | None = None, agreed: bool = True) -> None:
+    def __init__(
+        self,
+        engines=ENGINES,
+        wanted: int | None = None,
+        agreed: bool = True,
+        shards=((1,), (2,)),
+    ) -> None:
         self.sent: list[tuple[int, Message]] = []
         self.happened: list[Happened] = []
         self.ended: list[Outcome] = []
         leases = Leases(silence=1.0, stall=2.0, job=10.0)
         self.conductor = Conductor(
-            self, SHARDS, wanted or len(engines) or 1, leases, self.happened.append
+            self,
+            shards,
+            wanted or len(engines) or 1,
+            leases,
+            self.happened.append,
         )
         self.now = 100.0
         self.conductor.tick(self.now)
@@ -54,7 +76,7 @@ class Play:
         if agreed and engines:
             self.start(1)
             self.see()
-            self.agree()
+            self.agree([[0]] * len(self.conductor.roster.holders.nodes))
             self.finish()
             self.ended.clear()
 
@@ -100,7 +122,7 @@ class Play:
         """The engines of the view send their losses, the shards have all gradients."""
         for engine in self.conductor._view.engines:
             self.lose(engine)
-        for shard in self.conductor._shards:
+        for shard in self.conductor.roster.holders.nodes:
             self.say(shard, Kind.PREPARED)
 
     def lose(self, engine: int) -> None:
@@ -117,7 +139,7 @@ class Play:
 
     def pass_time(self, seconds: float, busy=(), silent=(), beat: float = 0.2) -> None:
         for _ in range(round(seconds / beat)):
-            for node in (*self.conductor._shards, *self.conductor.ready):
+            for node in (*self.conductor.roster.holders.nodes, *self.conductor.ready):
                 if node not in silent:
                     body = {"progress": 0, "busy": node in busy}
                     self.say(node, Kind.BEAT, epoch=0, body=body)
@@ -306,6 +328,35 @@ def test_silence_while_this_process_itself_stood_still_is_nobodys():
     assert not play.ended
 
 
+@pytest.mark.parametrize("node", [2, 101])
+def test_who_is_silent_and_known_to_be_there_is_not_lost(node):
+    play, asked = Play(), []
+
+    def is_there(which: int, silent: float) -> bool:
+        asked.append((which, silent > 1.0))
+        return play.now < 105.0
+
+    play.conductor._is_there = is_there
+    play.start(2)
+    play.pass_time(4.0, silent=[node])
+    assert node in play.conductor.roster
+    play.pass_time(2.0, silent=[node])
+    assert node not in play.conductor.roster
+    assert set(asked) == {(node, True)}
+
+
+def test_of_a_pause_of_this_process_only_the_usual_part_is_silence_of_others():
+    play = Play()
+    play.start(2)
+    play.pass_time(0.2)
+    for _ in range(3):  # shorter than half a lease, one after the other
+        play.now += 0.45
+        play.conductor.tick(play.now)
+    assert len(play.conductor.ready) == 3  # of each a quarter of a lease counts
+    play.pass_time(0.4, silent=ENGINES)
+    assert not play.conductor.ready
+
+
 def test_who_computes_may_take_longer_than_a_standstill_but_not_for_ever():
     play = Play()
     play.start(2)
@@ -315,6 +366,21 @@ def test_who_computes_may_take_longer_than_a_standstill_but_not_for_ever():
     assert play.conductor.epoch == epoch
     play.pass_time(4.0, busy=[101])
     assert play.conductor.ready == (100, 102)
+    assert "which is over cluster.longest_job" in play.happened[-1].text
+
+
+def test_when_two_engines_take_too_long_for_a_stage_the_run_ends_and_says_what_to_raise():
+    play = Play()
+    play.start(2)
+    for engine in (101, 100):
+        play.begun()
+        play.pass_time(11.0, busy=[engine])
+        play.see()
+    error = play.ended[-1].error
+    assert isinstance(error, TroubleError)
+    assert (error.node, error.kind) == (100, "ClusterError")
+    assert "engines 101 and 100 have met the same error" in str(error)
+    assert "over cluster.longest_job; if a stage of its share" in str(error)
 
 
 def test_a_lost_shard_ends_the_step_and_the_next_waits_until_it_is_back():
@@ -386,22 +452,64 @@ def test_shards_that_hold_no_step_in_common_are_an_error_that_says_what_they_hol
         {"losses": ["one", "two"]},
     ],
 )
-def test_losses_that_make_no_sense_end_the_step_with_an_error(body):
+def test_losses_that_make_no_sense_cost_the_engine_its_place(body):
     play = Play()
     play.start(2)
     play.say(100, Kind.LOSSES, body=body)
-    error = play.ended[-1].error
-    assert isinstance(error, ProtocolError)
-    assert str(error).startswith("node 100 sent a LOSSES message that has other than")
+    assert play.conductor.ready == (101, 102)
+    assert "node 100 sent a LOSSES message that has other than" in play.happened[-1].text
+    play.see()
+    play.finish()
+    assert play.ended.pop().error is None
 
 
 @pytest.mark.parametrize("steps", [None, "all", [1, "two"], {"1": 2}])
-def test_held_steps_that_make_no_sense_end_the_step_with_an_error(steps):
+def test_held_steps_that_make_no_sense_cost_the_shard_its_place(steps):
     play = Play(agreed=False)
     play.start(2)
     play.see()
     play.say(1, Kind.HOLDS, step=0, body={"steps": steps})
-    assert isinstance(play.ended[-1].error, ProtocolError)
+    assert isinstance(play.ended[-1].error, TroubleError)
+    assert play.happened[-1].kind == "shard lost"
+    assert "node 1 sent a HOLDS message that holds" in play.happened[-1].text
+
+
+@pytest.mark.parametrize("kind", [Kind.PREPARED, Kind.COMMITTED])
+def test_what_a_shard_says_of_its_gradients_or_commit_must_make_sense(kind):
+    play = Play()
+    play.start(2)
+    if kind is Kind.COMMITTED:
+        play.work()
+    play.say(1, kind, body={"shard": "one"})
+    assert isinstance(play.ended[-1].error, TroubleError)
+    assert f"node 1 sent a {kind.name} message" in play.happened[-1].text
+
+
+@pytest.mark.parametrize("body", [{}, {"progress": "far"}, {"progress": -1}, {"progress": None}])
+def test_a_beat_that_makes_no_sense_costs_the_engine_its_place(body):
+    play = Play()
+    play.start(2)
+    play.say(101, Kind.BEAT, epoch=0, body=body)
+    assert play.conductor.ready == (100, 102)
+    play.say(999, Kind.BEAT, epoch=0, body=body)  # of one who is nobody
+    assert play.conductor.ready == (100, 102)
+
+
+def test_a_message_that_makes_no_sense_to_an_engine_costs_its_sender_the_place():
+    play = Play()
+    play.start(2)
+    body = {"error": "ProtocolError", "text": "node 102 sent a GRADIENT message", "about": 102}
+    play.say(100, Kind.TROUBLE, body=body)
+    assert play.conductor.ready == (100, 101)
+
+
+def test_trouble_of_one_who_takes_no_part_counts_for_nothing():
+    play = Play(wanted=2)
+    play.start(2)
+    for sender in (102, 999):
+        play.say(sender, Kind.TROUBLE, body={"error": "ValueError", "text": "no"})
+    assert not play.ended
+    assert play.conductor.ready == ENGINES
 
 
 def test_nothing_is_kept_of_nodes_that_have_gone():
@@ -415,7 +523,10 @@ def test_nothing_is_kept_of_nodes_that_have_gone():
         play.say(gone, Kind.BEAT, epoch=0, body={"progress": 1})
         play.conductor.joined(100 + 3 * step)
     assert all(outcome.error is None for outcome in play.ended)
-    held = [v for v in vars(play.conductor).values() if isinstance(v, (dict, set, list))]
+    conductor = play.conductor
+    inner = (conductor, conductor.roster, conductor._attempt, conductor._patience)
+    parts = [value for each in inner for value in vars(each).values()]
+    held = [v for v in parts if isinstance(v, (dict, set, list))]
     assert max(map(len, held)) <= 8
 
 
@@ -470,3 +581,22 @@ def test_a_step_that_is_decided_is_not_given_up():
     for shard in SHARDS:
         play.say(shard, Kind.COMMITTED)
     assert play.ended.pop().error is None
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(messages([0, *SHARDS, *ENGINES, 7]), max_size=6), st.integers(0, 3))
+def test_no_message_can_make_the_conductor_raise(received, phase):
+    play = Play(agreed=False)
+    play.start(1)
+    for advance in (play.see, play.agree, play.work)[:phase]:
+        advance()
+    for message in received:
+        epoch, step = play.conductor.epoch, play.conductor._step
+        play.conductor.handle(message)
+        play.conductor.handle(dataclasses.replace(message, epoch=epoch, step=step))
+        play.now += 0.1
+        play.conductor.tick(play.now)
+    for outcome in play.ended:
+        assert outcome.error is None or isinstance(
+            outcome.error, (TroubleError, WentBackError, PenstockError)
+        )

@@ -30,7 +30,7 @@ from penstock.fabric.messages import (
     unpack,
     unpack_arrays,
 )
-from penstock.fabric.sockets import Endpoint, handshake, new_token
+from penstock.fabric.sockets import Endpoint, Link, handshake, new_token
 
 
 class Heard:
@@ -404,3 +404,85 @@ def test_no_module_of_the_network_can_unpickle():
         timeout=120,
     )
     assert ran.stdout == "passed\n", ran.stdout + ran.stderr
+
+
+def test_a_port_that_was_asked_for_is_listened_on_or_said_to_be_taken():
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        taken = probe.getsockname()[1]
+        with pytest.raises(
+            ClusterError, match=rf"a port that is free and may be used, got {taken}"
+        ):
+            listening(taken)
+    endpoint = listening(taken)
+    try:
+        assert endpoint.address == ("127.0.0.1", taken)
+    finally:
+        endpoint.close()
+
+
+def listening(port: int) -> Endpoint:
+    return Endpoint(
+        "token",
+        "127.0.0.1",
+        on_link_end=lambda link, error: None,
+        on_stranger=lambda link, message: None,
+        on_failure=lambda error: None,
+        port=port,
+    )
+
+
+def test_what_has_come_counts_before_the_time_does():
+    """A process that was held up takes what waited for it before it calls anybody silent."""
+    seen: list[str] = []
+    endpoint = Endpoint(
+        "token",
+        "127.0.0.1",
+        on_link_end=lambda link, error: None,
+        on_stranger=lambda link, message: None,
+        on_failure=lambda error: seen.append(str(error)),
+        every=lambda now: seen.append("time"),
+        beat=0.05,
+    )
+    is_held_up, may_go_on = threading.Event(), threading.Event()
+
+    def hold_up() -> None:
+        is_held_up.set()
+        may_go_on.wait(10)
+
+    endpoint.start()
+    try:
+        endpoint.call(hold_up)
+        assert is_held_up.wait(10)
+        seen.clear()
+        for number in range(50):
+            endpoint.call(lambda number=number: seen.append(str(number)))
+        time.sleep(0.1)  # it is time by now
+        may_go_on.set()
+        wait(lambda: "time" in seen)
+    finally:
+        endpoint.close()
+    assert seen[:51] == [*map(str, range(50)), "time"]
+
+
+def test_a_link_is_heard_by_any_byte_of_a_long_message():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        theirs = socket.create_connection(listener.getsockname())
+        ours, _ = listener.accept()
+    took: list[Message] = []
+    link = Link(ours, lambda link, message: took.append(message), lambda link, error: None)
+    try:
+        message = message_with(np.zeros(1 << 20, np.uint8), kind=Kind.WEIGHTS, epoch=0, sender=1)
+        header, body = pack(message)
+        time.sleep(0.1)
+        assert not link.is_heard(0.1)
+        theirs.sendall(header + body)
+        for part in range(4):  # a message that takes longer than anybody may be silent
+            time.sleep(0.1)
+            assert not link.is_heard(0.05)
+            theirs.sendall(message.payload[part << 18 : (part + 1) << 18].data)
+            wait(lambda: link.is_heard(0.05))
+        wait(lambda: took)
+    finally:
+        link.close()
+        theirs.close()
+    assert not link.is_heard(0.0)

@@ -1,0 +1,199 @@
+"""The shards of a run that are processes of their own: who holds each, who is lost, who is copied.
+
+A shard with a replica goes on with the other when one is lost; who comes instead is given a copy
+between two steps. A shard that nobody holds any more comes back from what it has on flash, or the
+run ends.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from penstock.cluster.calls import Calls, ShardLostError
+from penstock.cluster.copying import NotTakenError, copy_shard
+from penstock.cluster.record import NAME
+from penstock.cluster.remote_store import RemoteShard
+from penstock.cluster.shard_places import Place, ShardPlaces
+from penstock.config import Config, size_above
+from penstock.errors import PenstockError, StorageError
+from penstock.fabric.nodes import Conductor
+from penstock.store import Holding
+from penstock.store.flash import DurableStore
+
+_LOOK = 0.05  # seconds between two looks at what has happened
+_AGAIN = "give the same command again, the run goes on from the last step that is safe"
+
+
+@dataclass(frozen=True)
+class House:
+    """What the shards need of the hall in which they are.
+
+    `say` tells of what has happened, by its kind; `fail` ends the run; `look` tells what has
+    happened, in the trainer's thread, and raises what ends the run; `do` has something done in the
+    endpoint's thread.
+    """
+
+    conductor: Conductor
+    say: Callable[[str, str, int | None], None]
+    fail: Callable[[PenstockError], None]
+    look: Callable[[], None]
+    do: Callable[[Callable[[], object]], None]
+    should_stop: Callable[[], bool]
+
+
+class ShardsApart:
+    """The shards of one run.
+
+    Args:
+        parts: what each holds.
+        calls: asks them.
+        house: where they are.
+    """
+
+    def __init__(
+        self, config: Config, parts: Sequence[Holding], calls: Calls, house: House
+    ) -> None:
+        self._config, self._parts, self._calls, self._house = config, parts, calls, house
+        self.places = ShardPlaces(len(parts), config.store.replicas)
+
+    # In the trainer's thread
+
+    def remote(self) -> list[RemoteShard]:
+        """Return the shards, once all have come."""
+        while not self.places.wait(_LOOK):
+            self._house.look()
+        return [
+            RemoteShard(
+                part,
+                self._calls,
+                nodes=functools.partial(self.places.nodes, shard),
+                await_node=functools.partial(self._await_holder, shard),
+                copy=functools.partial(self._copy, shard),
+                replicas=self._config.store.replicas,
+            )
+            for shard, part in enumerate(self._parts)
+        ]
+
+    def _await_holder(self, shard: int) -> None:
+        """Wait until somebody holds a shard. Raises `StorageError` if a stop is asked for."""
+        while not self.places.nodes(shard):
+            self._house.look()
+            if self._house.should_stop():
+                raise StorageError(f"stopped while a shard of the store was lost; {_AGAIN}")
+            self.places.wait_for_holder(shard, _LOOK)
+
+    def copy_to_newcomers(self, on_flash: DurableStore | None) -> None:
+        """Give newcomers, between two steps, what is held by those beside whom they have come.
+
+        Args:
+            on_flash: the whole store, if it is on flash. The step that is copied is made durable
+                first: a newcomer holds none before it, to which all could go back.
+
+        Raises:
+            InterruptedError: a stop was asked for.
+        """
+        newcomers = self.places.newcomers
+        if not newcomers or not self._house.conductor.is_agreed:
+            return
+        try:
+            if on_flash is not None:
+                on_flash.make_durable()
+        except ShardLostError:
+            return  # this comes first
+        for shard, node in newcomers:
+            if not (nodes := self.places.nodes(shard)):
+                continue
+            try:
+                self._copy(shard, nodes[0], node)
+            except ShardLostError:
+                continue  # who is left, or comes next, is tried before the next step
+            except NotTakenError as error:
+                self._refuse(shard, node, str(error))
+                continue
+            self._house.do(functools.partial(self._admit, node))
+
+    def _copy(self, shard: int, source: int, target: int) -> None:
+        began, part = time.monotonic(), self._parts[shard]
+        copied = copy_shard(self._calls, part, source, target, self._require_no_stop)
+        self._house.say(
+            "replica copied",
+            f"the replica of shard {shard} is whole: node {target} was given the "
+            f"{size_above(copied)} of node {source} in {time.monotonic() - began:.1f} s",
+            target,
+        )
+
+    def _require_no_stop(self) -> None:
+        self._house.look()
+        if self._house.should_stop():
+            raise InterruptedError("stopped while a shard of the store was copied")
+
+    def _refuse(self, shard: int, node: int, why: str) -> None:
+        """Go on without a replica that could not be made: the next would be no better."""
+        house = self._house
+
+        def refuse() -> None:
+            self.places.give_up(node)
+            text = f"shard {shard} goes on without a replica, node {node} cannot be one: {why}"
+            house.say("replica refused", text, node)
+            house.conductor.lost(node, why)
+
+        house.do(refuse)
+
+    # In the endpoint's thread
+
+    def _admit(self, node: int) -> None:
+        if self._house.conductor.whole(node):
+            self.places.become_whole(node)
+
+    def lost(self, place: Place, number: int) -> None:
+        """Make room for another; end the run if nobody else has what was lost."""
+        house, shard, why = self._house, place.shard, f"shard {place.shard} of the store was lost"
+        had_come = self.places.have_come
+        self.places.lose(number)
+        if not had_come:
+            house.fail(StorageError(f"{why} before all had come; give the same command again"))
+        elif not self.places.is_held(shard) and self._config.store.flash.path is None:
+            house.fail(
+                StorageError(
+                    f"{why}, and with it what it had in memory; give the same command again, it "
+                    "goes on from the last checkpoint"
+                )
+            )
+        elif self._config.cluster.start == "listen":
+            house.say("shard wanted", self._how_to_start(shard), number)
+        self._calls.lost(number, f"{why}; {_AGAIN}")
+
+    def _how_to_start(self, shard: int) -> str:
+        record = self._config.run.dir.absolute() / NAME
+        where = f"the host with shard {shard} of the store"
+        if self._config.store.replicas > 1:
+            where = f"the host that had shard {shard} of the store, or another"
+        return f"on {where}: python -m penstock.cluster.worker {record} --shard {shard}"
+
+    def place_for(
+        self, asked: object, host: object, here: Iterable[tuple[Place, object]], fits_engine: bool
+    ) -> Place | None:
+        """Return the place that a process gets which joins, None if it is to be an engine.
+
+        Two processes of one host hold the same shard only where nobody else is to come.
+
+        Args:
+            asked: the shard that it wants to be, if it wants any.
+            host: where it is.
+            here: the places of the others that have come, or are about to, and their hosts.
+            fits_engine: whether engines are wanted yet.
+        """
+        others = list(here)
+        free = self.places.free({place for place, _ in others})
+        if asked is not None:
+            return next((place for place in free if place.shard == asked), None)
+        if self._config.cluster.start == "listen":
+            return None  # people who start workers know which host has which shard's flash
+        shards_here = {place.shard for place, where in others if where == host}
+        elsewhere = [place for place in free if place.shard not in shards_here]
+        if elsewhere or fits_engine:
+            return next(iter(elsewhere), None)
+        return next(iter(free), None)

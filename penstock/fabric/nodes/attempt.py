@@ -1,0 +1,134 @@
+"""What has come of one attempt at a step: who has seen its view, who has sent what it is to send.
+
+Nothing counts twice, and nothing of one attempt counts for another: each has an object of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from penstock.errors import CorruptionError
+from penstock.fabric.messages import Message
+from penstock.fabric.nodes import checks
+from penstock.fabric.view import View
+from penstock.tree import share
+
+
+class Attempt:
+    """One attempt.
+
+    Args:
+        view: who takes part.
+        micro_batches: those of the step.
+    """
+
+    def __init__(self, view: View, micro_batches: int) -> None:
+        self._view, self._micro_batches = view, micro_batches
+        self._seen: set[int] = set()
+        self._losses: dict[int, list[float]] = {}
+        self._prepared: dict[int, Any] = {}
+        self._answers: dict[int, Any] = {}
+        self.decision: Mapping[str, Any] = {}
+        self.commits = 0  # how often the decision has been said again
+        self._nodes = list(view.shard_nodes)  # the shards' that have not left
+
+    @property
+    def engines(self) -> Sequence[int]:
+        """The engines that take part."""
+        return self._view.engines
+
+    def see(self, node: int) -> bool:
+        """Take note that a node has seen the view; return whether all have."""
+        self._seen.add(node)
+        return not self.unseen
+
+    def leave(self, node: int) -> None:
+        """Do without a node of a shard that has others, which do the same."""
+        if node in self._nodes:
+            self._nodes.remove(node)
+
+    def lose(self, message: Message) -> None:
+        """Take the losses of an engine's micro-batches.
+
+        **Raises:** `ProtocolError` if they are none.
+        """
+        engines = self._view.engines
+        if message.sender in engines:
+            part = share(self._micro_batches, len(engines))[engines.index(message.sender)]
+            self._losses[message.sender] = checks.hexadecimals(message, "losses", len(part))
+
+    def prepare(self, node: int, report: Any) -> None:
+        """Take what a node of a shard says of its gradients."""
+        self._prepared[node] = report
+
+    def answer(self, node: int, answer: Any) -> None:
+        """Take the answer of a node of a shard to the commit."""
+        self._answers[node] = answer
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all losses and all shards' gradients are in."""
+        has_losses = len(self._losses) == len(self._view.engines)
+        return has_losses and self._prepared.keys() >= {*self._nodes}
+
+    @property
+    def unseen(self) -> list[int]:
+        """Who has not seen the view; engines first."""
+        nodes = (*self._view.engines, *self._nodes)
+        return [node for node in nodes if node not in self._seen]
+
+    @property
+    def unanswered(self) -> list[int]:
+        """The nodes of shards that have not answered to the commit."""
+        return [node for node in self._nodes if node not in self._answers]
+
+    @property
+    def behind(self) -> list[int]:
+        """The nodes that lack gradients which others of their shard have; none while a shard does.
+
+        It is the links to these, then, over which nothing comes.
+        """
+        for nodes in self._shards:
+            if not any(node in self._prepared for node in nodes):
+                return []
+        return [node for node in self._nodes if node not in self._prepared]
+
+    @property
+    def losses(self) -> list[float]:
+        """The losses of all micro-batches, in their order."""
+        return [x for engine in self._view.engines for x in self._losses[engine]]
+
+    @property
+    def reports(self) -> Sequence[Any]:
+        """What all shards say of their gradients, in their order.
+
+        Raises:
+            CorruptionError: two nodes of a shard have said different things.
+        """
+        for shard, (first, *others) in enumerate(self._shards):
+            for other in others:
+                if self._prepared[other] != self._prepared[first]:
+                    raise CorruptionError(
+                        f"shard {shard}: node {first} and its replica, node {other}, should hold "
+                        "the same and do not say the same of a step's gradients, which was not "
+                        "committed: the memory or the processor of one of their hosts is faulty. "
+                        "Test them, and give the same command again; the run goes on from the "
+                        "last step that is safe"
+                    )
+        return [self._prepared[nodes[0]] for nodes in self._shards]
+
+    @property
+    def answers(self) -> Sequence[Any]:
+        """What all shards have answered to the commit, in their order."""
+        return [self._answers[nodes[0]] for nodes in self._shards]
+
+    @property
+    def _shards(self) -> list[list[int]]:
+        """The nodes of each shard that have not left."""
+        return [[node for node in nodes if node in self._nodes] for nodes in self._view.shards]
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """How much has come: it grows as long as something moves."""
+        return len(self._seen), len(self._losses), len(self._prepared), len(self._answers)

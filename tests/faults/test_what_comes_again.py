@@ -1,0 +1,158 @@
+"""What trying again does not mend: an engine's own errors, links that damage or lose everything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from toy_cluster import FIRST_ENGINE, ToyCluster, ToyEngine, reference
+
+from penstock.errors import ClusterError
+from penstock.fabric.messages import Kind, Message
+from penstock.fabric.nodes import TroubleError
+from penstock.fabric.sim import Faults
+
+LOSSES, WEIGHTS = reference()
+FIRST, SECOND, THIRD, FOURTH = range(FIRST_ENGINE, FIRST_ENGINE + 4)
+
+
+def require_same(cluster: ToyCluster, outcomes) -> None:
+    assert [list(outcome.losses) for outcome in outcomes] == LOSSES
+    for made, wanted in zip(cluster.weights(), WEIGHTS, strict=True):
+        np.testing.assert_array_equal(made, wanted)
+
+
+class FailingEngine(ToyEngine):
+    """Computes, unless `error_of(step, operation)` says what it runs into."""
+
+    def __init__(self, error_of: Callable[[int, int], Exception | None]) -> None:
+        super().__init__()
+        self.error_of = error_of
+
+    def begin(self, step, part, rows) -> None:
+        self.step = step
+        super().begin(step, part, rows)
+
+    def compute(self, operation):
+        error = self.error_of(self.step, operation.number)
+        if error is not None:
+            raise error
+        return super().compute(operation)
+
+
+def let_fail(cluster: ToyCluster, error_of: Callable[[int, int, int], Exception | None]) -> None:
+    """Have engines, also those that come later, fail as `error_of(engine, step, operation)`."""
+
+    def engine(number: int) -> ToyEngine:
+        return FailingEngine(lambda step, operation: error_of(number, step, operation))
+
+    cluster.engine = engine
+    for number, node in cluster.nodes.items():
+        if number >= FIRST_ENGINE:
+            node._work = engine(number)
+
+
+def lost(cluster: ToyCluster) -> list[int | None]:
+    return [happened.node for happened in cluster.happened if happened.kind == "engine lost"]
+
+
+@pytest.mark.parametrize("operation", [0, 2, 4])
+@pytest.mark.parametrize("engines", [1, 3])
+def test_an_engine_whose_work_fails_loses_its_place_and_no_bit_is_lost(engines, operation):
+    cluster = ToyCluster(engines, 2)
+    broken = RuntimeError("CUDA error: an illegal memory access was encountered")
+    let_fail(cluster, lambda e, step, op: broken if (e, op) == (FIRST, operation) else None)
+    require_same(cluster, cluster.train())
+    assert lost(cluster) == [FIRST]
+    (text,) = [h.text for h in cluster.happened if h.kind == "engine lost"]
+    assert text == f"engine {FIRST}: its work failed: RuntimeError: {broken}"
+
+
+@pytest.mark.parametrize("engines", [1, 3])
+def test_an_error_that_follows_the_step_around_ends_the_run_with_its_text(engines):
+    cluster = ToyCluster(engines, 1)
+
+    def error_of(engine: int, step: int, operation: int) -> Exception | None:
+        if (step, operation) != (2, 3):
+            return None
+        return MemoryError(f"tried to take {engine} MiB, 0x{engine:x} has 1.5 GiB")
+
+    let_fail(cluster, error_of)
+    with pytest.raises(TroubleError) as raised:
+        cluster.train()
+    first, second = lost(cluster)[0], raised.value.node
+    assert lost(cluster) == [first] != [second]
+    assert raised.value.kind == "MemoryError"
+    assert str(raised.value) == (
+        f"step 2: engines {first} and {second} have met the same error, so it is not one engine's: "
+        f"MemoryError: tried to take {second} MiB, 0x{second:x} has 1.5 GiB"
+    )
+
+
+def test_engines_that_each_fail_in_another_way_end_the_run_at_the_third():
+    cluster = ToyCluster(1, 1)
+    ways = {FIRST: "one", SECOND: "two", THIRD: "three", FOURTH: "four"}
+    let_fail(cluster, lambda engine, step, op: ValueError(ways[engine]))
+    with pytest.raises(TroubleError, match="3 engines have failed, each in its own way; engine 10"):
+        cluster.train()
+    assert lost(cluster) == [FIRST, SECOND]
+
+
+def test_engines_that_fail_at_different_steps_do_not_add_up():
+    cluster = ToyCluster(2, 1)
+    let_fail(cluster, lambda e, step, op: ValueError() if e == FIRST_ENGINE + step - 1 else None)
+    require_same(cluster, cluster.train())
+    assert lost(cluster) == [FIRST, SECOND, THIRD]
+
+
+def test_the_only_engine_ends_the_run_where_no_other_can_come():
+    cluster = ToyCluster(1, 1)
+    cluster.conductor._others_come = lambda: False
+    let_fail(cluster, lambda engine, step, op: ValueError("broken"))
+    with pytest.raises(TroubleError, match="the only one there is: ValueError: broken"):
+        cluster.train()
+    assert not lost(cluster)
+
+
+class BadLinks(Faults):
+    """On links of which this is so, every message of some kinds is lost or damaged."""
+
+    def __init__(self, what: str, kinds: set[Kind], is_bad: Callable[[int, int], bool]) -> None:
+        super().__init__(1)
+        self.what, self.kinds, self.is_bad = what, kinds, is_bad
+
+    def carry(self, now: float, sender: int, to: int, message: Message):
+        if message.kind not in self.kinds or not self.is_bad(sender, to):
+            return super().carry(now, sender, to, message)
+        return [] if self.what == "lost" else [(0.0, self._flip(message))]
+
+
+DATA = {Kind.WEIGHTS, Kind.GRADIENT}
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+@pytest.mark.parametrize("what", ["lost", "flipped"])
+def test_an_engine_whose_links_are_bad_loses_its_place(what, engines):
+    faults = BadLinks(what, DATA, lambda sender, to: FIRST in (sender, to))
+    cluster = ToyCluster(engines, 2, faults, attempts=32)
+    require_same(cluster, cluster.train())
+    assert FIRST in lost(cluster)
+
+
+@pytest.mark.parametrize("what", ["lost", "flipped"])
+def test_a_network_that_is_bad_everywhere_ends_the_run_and_says_what_was_seen(what):
+    cluster = ToyCluster(1, 1, BadLinks(what, DATA, lambda sender, to: True), attempts=32)
+    with pytest.raises(ClusterError, match="step 1 has begun anew 33 times: ") as raised:
+        cluster.train(limit=1000.0)
+    damaged, still = (33, 0) if what == "flipped" else (0, 33)
+    assert f"{damaged} times for a damaged frame, {still} times because" in str(raised.value)
+    assert "Check that all hosts of the run reach each other on any port" in str(raised.value)
+
+
+def test_a_commit_that_never_comes_costs_the_shard_its_place():
+    faults = BadLinks("lost", {Kind.COMMIT}, lambda sender, to: to == 1)
+    cluster = ToyCluster(1, 1, faults)
+    require_same(cluster, cluster.train())
+    (text,) = [h.text for h in cluster.happened if h.kind == "shard lost"]
+    assert "it has not answered to the commit" in text
