@@ -87,7 +87,7 @@ def kill_at_each(source, folder, orders):
     script = Path(__file__).with_name("checkpoint_killer.py")
     result = subprocess.run(
         [sys.executable, script, source, folder, *orders],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, Path(__file__).parents[1:3]))},
         capture_output=True,
         text=True,
     )
@@ -161,7 +161,7 @@ class Disk:
 
     def __init__(self, monkeypatch, fail_at=None, error=errno.ENOSPC, short=False):
         self.count, self.fail_at, self.error = 0, fail_at, error
-        monkeypatch.setattr(files, "write", self._wrap(os.write, short))
+        monkeypatch.setattr(durable, "write", self._wrap(os.write, short))
         monkeypatch.setattr(durable, "sync", self._wrap(os.fsync, False))
 
     def _wrap(self, original, short):

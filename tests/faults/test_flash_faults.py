@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 from test_flash_crashes import SEED, STEPS, clean_hash, opened, operations, run
 
-from penstock import fault
+from penstock import durable, fault
 from penstock.errors import StorageError
-from penstock.store import files
 from penstock.store.flash import medium
 
 __all__ = ["operations"]  # the fixture
@@ -105,7 +104,7 @@ class RefusingDisk:
 
     def __init__(self, patch, number, code):
         self._left, self._code = number, code
-        for module, name in ((medium, "write_at"), (files, "write")):
+        for module, name in ((medium, "write_at"), (durable, "write")):
             patch.setattr(module, name, self._refusing(getattr(module, name)))
 
     def _refusing(self, real):

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from penstock import durable
 from penstock.cli import main
-from penstock.store import files
 
 SETTINGS = {
     "model": {"preset": "tiny", "n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 16},
@@ -153,7 +153,7 @@ def test_a_disk_that_fills_up_while_saving(penstock, monkeypatch):
     """The checkpoint before stays in force, nothing half-written is left, and the run goes on."""
     assert penstock("train", "run.yaml", "--quiet")[0] == 0
     whole = penstock("inspect", "run", "--hash")[1]
-    written, write = [], files.write
+    written, write = [], durable.write
 
     def filling(descriptor, data):
         written.append(len(data))
@@ -161,7 +161,7 @@ def test_a_disk_that_fills_up_while_saving(penstock, monkeypatch):
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(descriptor, data)
 
-    monkeypatch.setattr(files, "write", filling)
+    monkeypatch.setattr(durable, "write", filling)
     assert_refused(
         penstock("train", "run.yaml", "run.dir=again", "--quiet"),
         7,
@@ -169,7 +169,7 @@ def test_a_disk_that_fills_up_while_saving(penstock, monkeypatch):
         r"[\d,]+ bytes, [\d,]+ bytes are free; make room or choose another place; what was saved "
         r"before is unchanged",
     )
-    monkeypatch.setattr(files, "write", write)
+    monkeypatch.setattr(durable, "write", write)
     kept = sorted(path.name for path in Path("again/checkpoints").iterdir())
     assert kept == ["index.json", "step-00000002"]
     assert penstock("train", "run.yaml", "run.dir=again", "--quiet")[0] == 0

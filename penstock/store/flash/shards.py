@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from penstock import durable
 from penstock.errors import ConfigError, CorruptionError
 from penstock.store import files, sealed_json
 from penstock.store.flash.description import OtherStoreError
@@ -48,7 +49,7 @@ class Shards:
         }
         data = sealed_json.seal(content)
         with files.storage_errors(self.folder, len(data)):
-            files.replace_file(self.folder / SHARDS, data, "shards")
+            durable.replace_file(self.folder / SHARDS, data, "shards")
 
 
 def read_shards(folder: Path) -> Shards | None:

@@ -25,7 +25,7 @@ from store_programs import (
 
 from penstock import durable
 from penstock.errors import BudgetError, ConfigError, CorruptionError, StorageError
-from penstock.store import SGD, AdamW, DramStore, Lion, files
+from penstock.store import SGD, AdamW, DramStore, Lion
 from penstock.store.flash import least_dram_bytes
 from penstock.store.flash import store as store_module
 from penstock.store.flash.layout import BLOCK_ELEMENTS
@@ -383,7 +383,7 @@ def test_the_size_of_the_extents_is_durable_before_the_journal(flash, monkeypatc
         return call
 
     monkeypatch.setattr(durable, "sync_data", noted("extents", durable.sync_data))
-    monkeypatch.setattr(files, "replace_file", noted("journal", files.replace_file))
+    monkeypatch.setattr(durable, "replace_file", noted("journal", durable.replace_file))
     flash(make_program(LAYERS))
     assert done == ["extents", "journal"]
 
