@@ -1,5 +1,6 @@
 """Stores in shards for tests, over the programs of `store_programs`."""
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,13 +31,12 @@ def sharded_flash(program, folder: Path, count, *, optimizer=None, **settings):
     """Return a store on flash in `count` shards, with the settings of `flash_store`."""
     optimizer = optimizer or AdamW(0.9, 0.95, 1e-8)
     settings = {"dram_bytes": 900_000, **settings}
-    return ShardedFlashStore(
-        program,
-        folder,
-        ShardMap.of(program, count),
-        lambda part, where: flash_store(part, where, optimizer=optimizer, **settings),
-        optimizer.roles,
-    )
+    shard_map = ShardMap.of(program, count)
+    openers = [
+        partial(flash_store, part, optimizer=optimizer, **settings)
+        for part in shard_map.parts(program)
+    ]
+    return ShardedFlashStore(program, folder, shard_map, openers, optimizer.roles)
 
 
 def assert_same_state(ours, theirs):
