@@ -20,12 +20,13 @@ from penstock.store.flash.shards import (
     recorded_steps,
     recorded_together,
 )
+from penstock.store.flash.steps_reader import StepsReader
 from penstock.store.flash.store import JOURNAL
 from penstock.store.flash.version import recorded_step
 from penstock.store.lock import FolderLock
 
 
-def open_reader(folder: Path, despite_damage: bool = False) -> FlashReader | ShardedReader:
+def open_reader(folder: Path, despite_damage: bool = False) -> StepsReader:
     """Return the durable steps of the store in `folder`; errors are those of the readers.
 
     With `despite_damage`, of a damaged journal the records that are whole.
