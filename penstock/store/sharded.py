@@ -18,7 +18,7 @@ import torch
 from penstock.errors import StorageError
 from penstock.kernels.memory import allocate, page_lock
 from penstock.store.content_hash import hash_read
-from penstock.store.gradients import ZERO_GRADIENT, require_gradients, trainable_weights
+from penstock.store.gradients import require_gradients, trainable_weights
 from penstock.store.holding import Holding, homes
 from penstock.store.incoming import fill
 from penstock.store.interface import Commit, FlashTraffic, Store, Traffic
@@ -26,6 +26,7 @@ from penstock.store.layout import ALIGNMENT_BYTES
 from penstock.store.norm import GradientReport, global_norm, merged
 from penstock.store.roles import MASTER, Role, Stored, stored_of
 from penstock.store.sharding import ShardMap, Span
+from penstock.store.unchanged import reason_of_pieces
 
 
 class ShardedStore:
@@ -187,11 +188,11 @@ class ShardedStore:
         found = [shard.unchanged() for shard in self.shards]
         unchanged = {}
         for name in self._trainable:
-            reasons = [found[piece.shard].get(name) for piece in self.shard_map.pieces[name]]
-            if None not in reasons:
-                # A gradient is zero everywhere only if it is so in every piece.
-                other = (reason for reason in reasons if reason and reason != ZERO_GRADIENT)
-                unchanged[name] = next(other, ZERO_GRADIENT)
+            reason = reason_of_pieces(
+                [found[piece.shard].get(name) for piece in self.shard_map.pieces[name]]
+            )
+            if reason is not None:
+                unchanged[name] = reason
         return unchanged
 
     def take_traffic(self) -> Traffic:
