@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from penstock.config import Config
 from penstock.data import (
+    BuiltFrom,
     LanguageModelSource,
     MaskedLanguageModelSource,
     RecordSource,
@@ -14,6 +15,7 @@ from penstock.data import (
     TokenDataset,
     build_dataset,
     check_vocabulary,
+    read_built_from,
 )
 from penstock.errors import ConfigError, DataError
 from penstock.models import ModelSource
@@ -58,8 +60,8 @@ def open_data(config: Config, source: ModelSource, notice: Callable[[str], None]
         for note in report.notes:
             notice(note)
     dataset = TokenDataset.open(folder)
+    _check_build(config, dataset)
     _check_content(config, source, dataset)
-    _check_tokenizer(config, dataset)
     if source.vocab_size is not None:
         check_vocabulary(dataset, source.vocab_size)
         if source.vocab_size > _SPARE_VOCABULARY * dataset.vocab_size:
@@ -100,15 +102,29 @@ def _check_content(config: Config, source: ModelSource, dataset: TokenDataset) -
         )
 
 
-def _check_tokenizer(config: Config, dataset: TokenDataset) -> None:
-    """Refuse the data set that a run has built under another tokenizer than is asked for now."""
+def _check_build(config: Config, dataset: TokenDataset) -> None:
+    """Refuse the data set that a run has built from or by something else than is asked for now."""
+    if config.data.path is not None:
+        return
+    advice = f"set it back, delete {dataset.path} to have it built again, or choose another run.dir"
     wanted, found = config.data.tokenizer, dataset.manifest.tokenizer.name
-    ours = config.data.path is None and (wanted == "bytes" or wanted.startswith("train-bpe:"))
-    if ours and wanted != found:
+    if wanted != found and (wanted == "bytes" or wanted.startswith("train-bpe:")):
         raise DataError(
-            f"data.tokenizer: {dataset.path} was built with {found}, got {wanted}; set it back, "
-            f"delete {dataset.path} to have it built again, or choose another run.dir"
+            f"data.tokenizer: {dataset.path} was built with {found}, got {wanted}; {advice}"
         )
+    made_from = read_built_from(dataset.path)
+    if made_from is None or not config.data.input:
+        return
+    data = config.data
+    difference = made_from.difference(
+        BuiltFrom.of(
+            data.input, data.content, data.prompt_field, data.completion_field, data.validation
+        )
+    )
+    if difference is not None:
+        name, was, wants = difference
+        how = "from" if name == "input" else "with"
+        raise DataError(f"data.{name}: {dataset.path} was built {how} {was}, got {wants}; {advice}")
 
 
 def _mask_token(dataset: TokenDataset, source: ModelSource) -> int:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from penstock.data.built_from import BuiltFrom
 from penstock.data.manifest import MANIFEST_NAME, VERSIONS, Content, Manifest
 from penstock.data.packing import Packer, RecordPacker, TextPacker, hash_share
 from penstock.data.publish import published_folder
@@ -133,6 +134,8 @@ def build_dataset(
         try:
             packer.add(corpus.parts(read, "tokenising"))
             manifest = packer.finish(corpus.where)
+            made_from = BuiltFrom.of(inputs, content, prompt_field, completion_field, validation)
+            made_from.write(folder)
         finally:
             packer.abandon()
     notes = list(packer.notes)

@@ -102,6 +102,38 @@ def test_a_data_set_of_another_tokenizer_than_is_asked_for_now(penstock):
     )
 
 
+def test_a_data_set_of_another_text_than_is_asked_for_now(penstock):
+    """The run's own data set is built once; what it was not built from is never trained on."""
+    Path("other.txt").write_text("other words\n" * 200)
+    ours = ("train", "run.yaml", "data.path=null", "--quiet")
+    assert penstock(*ours, "data.input=[text.txt]")[0] == 0
+    again = "set it back, delete run/data to have it built again, or choose another run\\.dir"
+    assert_refused(
+        penstock(*ours, "data.input=[other.txt]"),
+        3,
+        rf"data\.input: run/data was built from text\.txt, got other\.txt; {again}",
+    )
+    assert_refused(
+        penstock(*ours, "data.input=[text.txt]", "data.validation=0.2"),
+        3,
+        rf"data\.validation: run/data was built with 0\.05, got 0\.2; {again}",
+    )
+    # The same file by another name, and one that has gone since, are no other text.
+    whole = str(Path("text.txt").absolute())
+    assert penstock(*ours, f"data.input=[{whole}]")[0] == 0
+    Path("text.txt").rename("gone.txt")
+    assert penstock(*ours, "data.input=[text.txt]")[0] == 0
+    Path("run/data/built_from.json").write_text('{"input": ["text.txt"]}')
+    assert_refused(
+        penstock(*ours, "data.input=[text.txt]"),
+        6,
+        r"run/data/built_from\.json does not match its checksum; restore the file from a copy, or "
+        r"delete it: the data set itself is whole without it",
+    )
+    Path("run/data/built_from.json").unlink()  # as of an older release
+    assert penstock(*ours, "data.input=[other.txt]")[0] == 0
+
+
 def test_vocabulary_mismatch(penstock):
     assert_refused(
         penstock("train", "run.yaml", "model.vocab_size=100"),
