@@ -10,6 +10,7 @@ from typing import Any
 from penstock import durable
 from penstock.errors import ConfigError
 from penstock.store import files
+from penstock.store.flash.description import JOURNAL
 from penstock.store.flash.journal import read_records
 from penstock.store.flash.reader import FlashReader
 from penstock.store.flash.sharded_reader import ShardedReader
@@ -21,7 +22,6 @@ from penstock.store.flash.shards import (
     recorded_together,
 )
 from penstock.store.flash.steps_reader import StepsReader
-from penstock.store.flash.store import JOURNAL
 from penstock.store.flash.version import recorded_step
 from penstock.store.lock import FolderLock
 

@@ -13,12 +13,11 @@ import numpy as np
 
 from penstock.errors import ConfigError, CorruptionError
 from penstock.store import files
-from penstock.store.flash.description import require_readable
+from penstock.store.flash.description import EXTENTS, JOURNAL, require_readable
 from penstock.store.flash.journal import Record, begin_anew, read_records, whole_records
 from penstock.store.flash.layout import FlashLayout
 from penstock.store.flash.medium import ExtentFile
 from penstock.store.flash.steps_reader import StepsReader
-from penstock.store.flash.store import EXTENTS, JOURNAL
 from penstock.store.flash.version import Version, recorded_step
 from penstock.store.lock import FolderLock
 from penstock.store.roles import Role
@@ -81,6 +80,11 @@ class FlashReader(StepsReader):
             for unit in self._layout.units
             for name, origin, size in zip(unit.names, unit.origins, unit.sizes, strict=True)
         }
+
+    @property
+    def store_id(self) -> object:
+        """Which store it is a shard of, as far as it says."""
+        return self._first.content.get("store")
 
     def group(self, name: str, role: str) -> int:
         """Return how many elements of a weight share a value of a role."""

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
-from penstock.store.flash.shards import Shards, agree, require_shards
+from penstock.store.flash.shards import Shards, agree, require_one_store, require_shards
 from penstock.store.holding import Holding
 from penstock.store.interface import Store
 from penstock.store.lock import FolderLock
@@ -45,7 +45,7 @@ class ShardedFlashStore(ShardedStore):
 
     Raises:
         OtherStoreError: the folder holds another number of shards, or the store of another model.
-        CorruptionError: the shards hold no durable step in common.
+        CorruptionError: the shards are of different stores, or hold no durable step in common.
     """
 
     def __init__(
@@ -63,8 +63,9 @@ class ShardedFlashStore(ShardedStore):
             found = require_shards(folder, shard_map.count)
             if found is None:
                 shapes = {name: spec.shape for name, spec in program.weights.items()}
-                found = Shards(folder, shard_map.count, shapes)
+                found = Shards.new(folder, shard_map.count, shapes)
                 found.write()
+            require_one_store(found)
             agree(found)
             shards = []
             for open_shard, where in zip(openers, found.folders, strict=True):

@@ -9,7 +9,7 @@ import numpy as np
 
 from penstock.errors import CorruptionError
 from penstock.store.flash.reader import FlashReader
-from penstock.store.flash.shards import Shards
+from penstock.store.flash.shards import Shards, of_another_store
 from penstock.store.flash.steps_reader import StepsReader
 from penstock.store.lock import FolderLock
 from penstock.store.sharding import Piece, ShardMap
@@ -33,6 +33,9 @@ class ShardedReader(StepsReader):
                 opened.enter_context(FlashReader(folder, despite_damage))
                 for folder in shards.folders
             ]
+            for reader in self._readers:
+                if reader.store_id != shards.store_id:
+                    raise of_another_store(shards, reader.folder)
             self._map = ShardMap(shards.count, self._pieces())
             super().__init__(shards.folder, shards.count, opened.pop_all())
 

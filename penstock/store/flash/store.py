@@ -27,13 +27,14 @@ from penstock.errors import BudgetError
 from penstock.store import files
 from penstock.store.flash.block_updates import BlockUpdates
 from penstock.store.flash.blocks import StateBlocks
-from penstock.store.flash.description import describe, require_same
+from penstock.store.flash.description import EXTENTS, JOURNAL, describe, require_same
 from penstock.store.flash.division import SLABS, divide, visits_of
 from penstock.store.flash.frames import Frames, least_bytes
 from penstock.store.flash.journal import Journal, Record
 from penstock.store.flash.layout import BLOCK_ELEMENTS, FlashLayout, Unit
 from penstock.store.flash.medium import ExtentFile
 from penstock.store.flash.pipeline import Pipeline
+from penstock.store.flash.shards import store_id_of
 from penstock.store.flash.spill import GradientSpill
 from penstock.store.flash.staging import StagedUnit, Staging
 from penstock.store.flash.version import Version, checksum, recorded_step
@@ -47,8 +48,6 @@ from penstock.store.optimizers import GroupSettings, Optimizer
 from penstock.store.roles import MASTER, Stored, stored_of
 from penstock.store.schedules import Schedule, learning_rate
 from penstock.store.unchanged import UnchangedWeights
-
-JOURNAL, EXTENTS = "journal", "extents"
 
 
 class FlashStore:
@@ -167,7 +166,8 @@ class FlashStore:
 
     def _open(self, opened: ExitStack) -> None:
         journal, extents = self.folder / JOURNAL, self.folder / EXTENTS
-        described = describe(self._layout, self._block_elements, self._keep)
+        store_id = store_id_of(self.folder)
+        described = describe(self._layout, self._block_elements, self._keep, store_id)
         if journal.exists():
             self._journal = Journal(journal)
             opened.callback(self._journal.close)
