@@ -111,8 +111,15 @@ def remove(path: Path) -> None:
 
 
 def remove_temporaries(folder: Path) -> None:
-    """Delete what a crash has left of unfinished writing directly inside `folder`."""
-    for path in folder.glob(f"{durable.TEMPORARY_PREFIX}*"):
+    """Delete what a crash has left of unfinished writing directly inside `folder`.
+
+    Some of it may have been renamed by a process that was killed before it synced: first the names
+    are made to last, so that nothing comes back half under its own.
+    """
+    found = list(folder.glob(f"{durable.TEMPORARY_PREFIX}*"))
+    if found:
+        durable.sync_folder(folder)
+    for path in found:
         remove(path)
 
 

@@ -5,10 +5,13 @@ on which its work begins; `work` does it, or goes on with what another process h
 what it has made durable as soon as it has; `check` looks at what a crash has left.
 """
 
+import contextlib
+import errno
 import functools
 import shutil
 from contextlib import closing
 from pathlib import Path
+from unittest import mock
 
 import torch
 from sharded_stores import sharded_flash
@@ -16,6 +19,7 @@ from store_programs import flash_store, make_program, random_weights, train, tra
 
 from penstock.config import Config, load, write_record
 from penstock.data import build_dataset
+from penstock.errors import StorageError
 from penstock.metrics import drop_after, read_metrics
 from penstock.models import keep_small_files
 from penstock.models.lora import Adapter
@@ -27,6 +31,7 @@ from penstock.store import (
     save_checkpoint,
     verify_checkpoint,
 )
+from penstock.store.checkpoint import save
 from penstock.store.flash import discard_untrained, journal
 from penstock.store.flash.shards import Shards, read_shards
 
@@ -181,6 +186,40 @@ class Checkpoints(Scenario):
             assert checkpoint_hash(path, state) == hashes()[state.step]
 
 
+class LeftCheckpoint(Checkpoints):
+    """The same where one process was killed before the index named its checkpoint, one within."""
+
+    def __init__(self, folder):
+        super().__init__(folder)
+        checkpoints = folder / "there" / "run" / "checkpoints"
+        save_checkpoint(self.stores[0], checkpoints, {"note": "mine"})
+        listed = (checkpoints / "index.json").read_bytes()
+        save_checkpoint(self.stores[1], checkpoints, {"note": "mine"})
+        (checkpoints / "index.json").write_bytes(listed)
+        (checkpoints / ".tmp-step-00000003").mkdir()
+
+    def fresh(self, root):
+        shutil.copytree(self.folder, root)
+        return root
+
+
+class RefusedCheckpoint(Checkpoints):
+    """The same where the disk refuses each index once, and has it at the second trial."""
+
+    def work(self, root, promise):
+        folder = root / "there" / "run" / "checkpoints"
+        for store in self.stores:
+            found = find_checkpoint(folder, "latest")
+            if found and verify_checkpoint(found).step >= store.step:
+                continue
+            full = OSError(errno.ENOSPC, "full")
+            refused = mock.patch.object(save, "write_index", side_effect=full)
+            with refused, contextlib.suppress(StorageError):
+                save_checkpoint(store, folder, {"note": "mine"}, keep_last=1)
+            save_checkpoint(store, folder, {"note": "mine"}, keep_last=1)
+            promise(store.step)
+
+
 class Appearing(Scenario):
     """Work whose result is a folder that appears whole, and is there when it returns."""
 
@@ -312,6 +351,8 @@ SCENARIOS = {
         DiscardedFlash,
         DiscardedShards,
         Checkpoints,
+        LeftCheckpoint,
+        RefusedCheckpoint,
         HuggingFaceFolder,
         AdapterFolder,
         DataSet,

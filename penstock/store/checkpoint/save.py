@@ -6,8 +6,8 @@
 4. Checkpoints that the index no longer lists are renamed away and deleted.
 """
 
+import contextlib
 import math
-import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ from penstock.store.checkpoint.state import (
 from penstock.store.files import (
     ChecksummedFile,
     FileRecord,
-    remove,
+    remove_folder,
     remove_temporaries,
     require_space,
     storage_errors,
@@ -130,7 +130,8 @@ def write_checkpoint(
         try:
             require_space(folder, needed_bytes)
             # Whatever is there, no index lists it: a crash came between its rename and the index.
-            remove(folder)
+            if folder.exists():
+                remove_folder(folder)
             with durable.new_folder(folder, "checkpoint") as temporary:
                 fault.point("checkpoint.begin")
                 state = _write_files(saved, temporary, plan, extra, best)
@@ -213,4 +214,5 @@ def _pieces(saved: SavedState, entry: tensor_file.Entry, source: _Source) -> Ite
 def _withdraw(folder: Path) -> None:
     """Leave no trace of a save that failed before the index named it."""
     if folder.exists() and folder.name not in read_index(folder.parent).folders:
-        shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            remove_folder(folder)

@@ -79,11 +79,13 @@ def _discard_shards(shards: Shards) -> None:
         for folder in shards.folders:
             _require_untrained(shards.folder, list(recorded_steps(folder)))
         with files.storage_errors(shards.folder, 0):
-            for folder in shards.folders:
-                if folder.exists():
-                    shutil.rmtree(folder)
+            there = [folder for folder in shards.folders if folder.exists()]
+            for folder in there:
+                (folder / JOURNAL).unlink(missing_ok=True)  # without it the extents do not count
+                durable.sync_folder(folder)
+            for folder in there:
+                shutil.rmtree(folder)
             (shards.folder / SHARDS).unlink()  # the last: until then the folder is one of shards
-            durable.sync_folder(shards.folder)
     finally:
         lock.release()
 

@@ -360,9 +360,7 @@ class Pipeline:
         """Read a unit's weights into its frame, checking each block."""
         frame = self._frames[unit.index]
         try:
-            for block in unit.blocks:
-                part = _bytes_of(frame, unit.stream_width, block)
-                self._version.read_stream(unit, block, part)
+            self._version.read_frame(unit, frame)
         except BaseException:
             with self._changed:
                 self._frames.drop(unit.index)

@@ -92,6 +92,14 @@ class Version:
         self._file.read(offset, into)
         self._check(unit, block, into, 0, offset)
 
+    def read_frame(self, unit: Unit, into: np.ndarray) -> None:
+        """Read all that streams of a unit, at once: a disk gives large pieces faster."""
+        offset, width = unit.stream_offset(self._place[unit.index]), unit.stream_width
+        self._file.read(offset, into)
+        for block in unit.blocks:
+            part = into[block.begin * width : block.end * width]
+            self._check(unit, block, part, 0, offset + block.begin * width)
+
     def read_state(self, unit: Unit, block: Block, into: np.ndarray) -> None:
         """Read the rest of a block: low halves and the optimizer's state; errors as above."""
         self.fetch_state(unit, block, into)
