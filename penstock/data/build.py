@@ -78,6 +78,7 @@ def build_dataset(
     completion_field: str = "completion",
     glob: str | None = None,
     exclude: Sequence[str] = (),
+    chosen_from: Sequence[str | os.PathLike[str]] | None = None,
     overwrite: bool = False,
     on_progress: Progress | None = None,
     shard_bytes: int = SHARD_BYTES,
@@ -97,6 +98,7 @@ def build_dataset(
         prompt_field, completion_field: the same for records.
         glob: pattern for the names of files inside folders.
         exclude: patterns for files and folders inside folders that are left out.
+        chosen_from: what `inputs` were chosen from, if they were: what a run may ask for by name.
         overwrite: replace a data set that is there, in one atomic operation.
         on_progress: called with (phase, input bytes done, input bytes in all).
         shard_bytes: size of a shard file, a multiple of 4.
@@ -134,7 +136,8 @@ def build_dataset(
         try:
             packer.add(corpus.parts(read, "tokenising"))
             manifest = packer.finish(corpus.where)
-            made_from = BuiltFrom.of(inputs, content, prompt_field, completion_field, validation)
+            named = inputs if chosen_from is None else chosen_from
+            made_from = BuiltFrom.of(named, content, prompt_field, completion_field, validation)
             made_from.write(folder)
         finally:
             packer.abandon()
