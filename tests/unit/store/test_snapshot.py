@@ -95,7 +95,7 @@ def test_copies_stay_within_their_budget_and_training_waits(tmp_path, monkeypatc
     saving.wait()
     assert snapshot.peak_copied_bytes <= 20_000
     assert snapshot.copied_bytes == 0
-    assert store.take_traffic().snapshot_seconds > 0.2
+    assert store.take_traffic().snapshot_seconds > 0.02
     fresh = loaded(seed=1)
     load_checkpoint(fresh, find_checkpoint(tmp_path, "latest"))
     same = loaded()
