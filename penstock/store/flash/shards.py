@@ -30,6 +30,7 @@ MOST_SHARDS = 64
 
 FORMAT, VERSION = "penstock-shards", 2
 _WITHOUT_ID = 1
+_SHARD = "shard-"
 _ID = re.compile(r"[0-9a-f]{32}")
 
 
@@ -52,7 +53,7 @@ class Shards:
 
     @property
     def folders(self) -> list[Path]:
-        return [self.folder / f"shard-{number}" for number in range(self.count)]
+        return [self.folder / f"{_SHARD}{number}" for number in range(self.count)]
 
     def write(self) -> None:
         """Put it on disk; durable on return."""
@@ -105,8 +106,8 @@ def store_id_of(folder: Path) -> str | None:
     Raises:
         CorruptionError: what is said of the shards has changed.
     """
-    shards = read_shards(folder.parent)
-    return shards.store_id if shards is not None and folder in shards.folders else None
+    shards = read_shards(folder.parent) if folder.name.startswith(_SHARD) else None
+    return None if shards is None else shards.store_id
 
 
 def require_one_store(shards: Shards) -> None:
