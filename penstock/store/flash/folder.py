@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -80,6 +81,9 @@ def _discard_shards(shards: Shards) -> None:
             _require_untrained(shards.folder, list(recorded_steps(folder)))
         with files.storage_errors(shards.folder, 0):
             there = [folder for folder in shards.folders if folder.exists()]
+            for folder in there:
+                if folder.is_symlink():  # what it leads to is not ours to delete
+                    raise OSError(errno.ELOOP, "a link, a folder was expected", str(folder))
             for folder in there:
                 (folder / JOURNAL).unlink(missing_ok=True)  # without it the extents do not count
                 durable.sync_folder(folder)
