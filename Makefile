@@ -6,8 +6,10 @@
 #   make bench           the figures that the README quotes, one script each
 #   make docs            the documentation, into site/
 # Another Python: make test PYTHON=python3.12
+# The tests run in two processes, a file at a time; in one: make test WORKERS=0
 
 PYTHON ?= python3
+WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -23,7 +25,7 @@ demo: $(READY)
 	$(BIN)/python -m penstock.demo
 
 test: $(READY)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 soak: $(READY)
 	$(BIN)/python -m pytest -m slow --timeout 3600 $(PYTEST_ARGS)

@@ -27,12 +27,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from penstock.assembly import build_program
 from penstock.config import Config
 from penstock.fabric.nodes import Conductor, EngineNode, Leases, Outcome, Part, ShardNode
 from penstock.fabric.sim import Links, Network
 from penstock.fabric.transfers import GRADIENT_WIDTH, Operation, Piece, Transfers, chunks
 from penstock.program import Program
-from penstock.trainer import build_program
 from penstock.tree import TreeNode
 
 MODEL, SEQUENCE_LENGTH = "gpt3-13b", 2048

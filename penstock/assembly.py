@@ -6,13 +6,13 @@ Each function makes one part and nothing else; the trainer puts them together.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import torch
+from torch import nn
 
 from penstock.budget import Shares
 from penstock.compiler import CompileOptions, Precision, compile_module, select_trainable
@@ -25,15 +25,6 @@ from penstock.config import (
     ModelSpec,
     PresetModel,
 )
-from penstock.data import (
-    LanguageModelSource,
-    MaskedLanguageModelSource,
-    RecordSource,
-    Source,
-    TokenDataset,
-    build_dataset,
-    check_vocabulary,
-)
 from penstock.engine import (
     Engine,
     EnginePlan,
@@ -42,11 +33,10 @@ from penstock.engine import (
     return_freed_pages,
 )
 from penstock.errors import ConfigError, DataError
+from penstock.export import KEPT
 from penstock.models import ModelSource, WeightFiles
 from penstock.program import Program
 
-_SPARE_VOCABULARY = 2  # times what is used; beyond, it was not meant
-_MASK_TOKENS = ("[MASK]", "<mask>")
 _FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -87,6 +77,32 @@ def with_adapters(source: ModelSource, lora: LoraConfig) -> ModelSource:
     )
 
 
+def source_of(
+    config: Config, model: nn.Module | ModelSource | None, is_resumed: bool
+) -> ModelSource:
+    """Return the model that a run trains, with its adapters: the one that is given, or configured.
+
+    Where the run `is_resumed` it has weights of its own, and what it needs besides.
+    """
+    return with_adapters(_base_of(config, model, is_resumed), config.lora)
+
+
+def _base_of(
+    config: Config, model: nn.Module | ModelSource | None, is_resumed: bool
+) -> ModelSource:
+    if isinstance(model, ModelSource):
+        return model
+    if model is not None and not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"Trainer(model=...): expected an nn.Module or a ModelSource, got {model!r}"
+        )
+    if model is not None:
+        return ModelSource.from_module(model)
+    if config.model is None:
+        raise ConfigError("model: expected a preset or a mapping; from Python, Trainer(model=...)")
+    return model_source(config.model, config.run.dir / KEPT if is_resumed else None)
+
+
 def choose_device(wanted: Literal["auto", "cpu", "cuda"]) -> str:
     """Return "cpu" or "cuda"; `auto` takes a GPU if there is one."""
     if wanted == "auto":
@@ -112,27 +128,6 @@ def trained_weights(config: Config, source: ModelSource) -> frozenset[str]:
         freeze=config.freeze,
         adapters=source.adapter_weights,
     )
-
-
-def sequence_length(
-    config: Config, source: ModelSource, dataset: TokenDataset | None = None
-) -> int:
-    """Return the tokens per sequence: as configured, or all that the model takes.
-
-    Of records no more than the longest needs, since the rest of every row would be padding.
-    """
-    length = config.data.sequence_length or source.max_sequence_length
-    if not config.data.sequence_length and dataset is not None and dataset.content == "records":
-        longest = max(dataset.records(split).longest() for split in dataset.splits)
-        return longest if length is None else min(longest, length)
-    if length is None:
-        if source.task == "custom":
-            return 1
-        raise ConfigError(
-            f"data.sequence_length: {source.name} does not say how long its sequences may be; "
-            "set it"
-        )
-    return length
 
 
 def compile_source(
@@ -192,6 +187,23 @@ def _buffers(source: ModelSource) -> dict[str, torch.Tensor]:
     return {**known, **real}
 
 
+def build_program(
+    config: Config, *, micro_batch: int, sequence_length: int | None, precision: str
+) -> Program:
+    """Compile a model to look at: nothing is made that has the size of a weight."""
+    source = source_of(config, None, is_resumed=False)
+    length = sequence_length or source.max_sequence_length or 1
+    return compile_source(
+        source,
+        micro_batch=micro_batch,
+        length=length,
+        precision="bf16" if precision == "bf16" else "fp32",
+        train=config.train,
+        freeze=config.freeze,
+        with_buffers=False,
+    )
+
+
 def make_engines(
     program: Program, plan: EnginePlan, shares: Shares, engines: int, device: str
 ) -> list[Engine]:
@@ -204,115 +216,6 @@ def make_engines(
         TorchEngine(program, plan, device=device, budget_bytes=shares.engine)
         for _ in range(engines)
     ]
-
-
-@dataclass(frozen=True)
-class TrainingData:
-    """The sources of training and held-out batches; `dataset` where they come from text.
-
-    `sequence_length` is the tokens of a row, 1 where rows are not of tokens.
-    """
-
-    training: Source
-    held_out: Source | None
-    dataset: TokenDataset | None
-    sequence_length: int
-
-
-def open_data(config: Config, source: ModelSource, notice: Callable[[str], None]) -> TrainingData:
-    """Open the configured data set, building it first if it is to be made from `data.input`."""
-    if source.task == "custom" and set(source.inputs) != {"input_ids", "labels"}:
-        raise DataError(
-            f"{source.name} is a module of your own: give its data from Python, "
-            "Trainer(config, source=ArraySource(...))"
-        )
-    folder = config.data_dir
-    if not folder.exists() and config.data.input:
-        notice(f"building the data set {folder} from {', '.join(config.data.input)}")
-        report = build_dataset(
-            config.data.input,
-            config.tokenizer,
-            folder,
-            validation=config.data.validation,
-            seed=config.data.seed,
-            content=config.data.content,
-            prompt_field=config.data.prompt_field,
-            completion_field=config.data.completion_field,
-        )
-        for note in report.notes:
-            notice(note)
-    dataset = TokenDataset.open(folder)
-    _check_content(config, source, dataset)
-    _check_tokenizer(config, dataset)
-    if source.vocab_size is not None:
-        check_vocabulary(dataset, source.vocab_size)
-        if source.vocab_size > _SPARE_VOCABULARY * dataset.vocab_size:
-            notice(
-                f"the model has a vocabulary of {source.vocab_size}, the data set uses "
-                f"{dataset.vocab_size}: most rows of its embedding never train; set the model's "
-                f"vocab_size to {dataset.vocab_size}, or a little more"
-            )
-    length = sequence_length(config, source, dataset)
-
-    def split(name: str) -> Source:
-        if dataset.content == "records":
-            records = RecordSource(dataset, name, length, config.data.seed)
-            for text in (records.describe(), *records.warnings()):
-                notice(text)
-            return records
-        if source.task == "masked_lm":
-            mask = _mask_token(dataset, source)
-            return MaskedLanguageModelSource(dataset, name, length, mask, config.data.seed)
-        return LanguageModelSource(dataset, name, length, config.data.seed)
-
-    held_out = "validation" if "validation" in dataset.splits else None
-    return TrainingData(split("train"), split(held_out) if held_out else None, dataset, length)
-
-
-def _check_content(config: Config, source: ModelSource, dataset: TokenDataset) -> None:
-    """Refuse records where they cannot be trained on, and text where records are asked for."""
-    if dataset.content == "text" and config.data.content == "records":
-        raise DataError(
-            f"data.content: expected a data set of records, {dataset.path} holds plain text; name "
-            "another folder in data.path to build one there, or set data.content: text"
-        )
-    if dataset.content == "records" and source.task != "causal_lm":
-        raise DataError(
-            f"{dataset.path} holds prompts with completions, which a model learns to continue by "
-            f"next-token prediction (task causal_lm); {source.name} is trained for {source.task}: "
-            "build a data set of plain text for it"
-        )
-
-
-def _check_tokenizer(config: Config, dataset: TokenDataset) -> None:
-    """Refuse the data set that a run has built under another tokenizer than is asked for now."""
-    wanted, found = config.data.tokenizer, dataset.manifest.tokenizer.name
-    ours = config.data.path is None and (wanted == "bytes" or wanted.startswith("train-bpe:"))
-    if ours and wanted != found:
-        raise DataError(
-            f"data.tokenizer: {dataset.path} was built with {found}, got {wanted}; set it back, "
-            f"delete {dataset.path} to have it built again, or choose another run.dir"
-        )
-
-
-def _mask_token(dataset: TokenDataset, source: ModelSource) -> int:
-    """Return a token id that the text never has: `[MASK]`, or the model's last if that is free.
-
-    Text is encoded as text, so that the tokenizer's own token for the purpose is never in it.
-    """
-    tokenizer = dataset.tokenizer()
-    for name in _MASK_TOKENS:
-        number = tokenizer.token_id(name)
-        if number is not None:
-            return number
-    assert source.vocab_size is not None
-    if source.vocab_size <= dataset.vocab_size:
-        raise DataError(
-            f"masked training needs a token that the text never has: {source.name} has a "
-            f"vocabulary of {source.vocab_size}, the data set uses all of {dataset.vocab_size}; "
-            f"set vocab_size to {dataset.vocab_size + 1} or more"
-        )
-    return source.vocab_size - 1
 
 
 def to_tensors(batch: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:

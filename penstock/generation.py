@@ -7,11 +7,50 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import torch
 
-from penstock.data import Tokenizer
-from penstock.engine import Batch, TorchEngine
+from penstock import assembly
+from penstock.config import Config
+from penstock.data import TokenDataset, Tokenizer
+from penstock.engine import Batch, EnginePlan, TorchEngine
 from penstock.errors import ConfigError
+from penstock.models import ModelSource
+from penstock.step_layout import Layout
+from penstock.store import Store
+from penstock.training_data import sequence_length
 
 FetchWeights = Callable[[Sequence[str]], list[torch.Tensor]]
+
+
+def make_writer(
+    config: Config,
+    model: ModelSource,
+    layout: Layout,
+    store: Store,
+    dataset: TokenDataset | None,
+    device: str,
+) -> Writer:
+    """Return what writes text with the weights of a store.
+
+    **Raises:** `ConfigError` where there is nothing that writes text, or no tokenizer.
+    """
+    if model.task != "causal_lm":
+        raise ConfigError(
+            f"{model.name} is trained for {model.task}; only causal language models write text"
+        )
+    if dataset is None:
+        raise ConfigError("generate needs the data set's tokenizer; this run has none")
+
+    def make_engine(window: int) -> TorchEngine:
+        program = assembly.compile_source(
+            model,
+            micro_batch=1,
+            length=window,
+            precision=config.precision,
+            device=device,
+            goal="logits",
+        )
+        return TorchEngine(program, EnginePlan(), device=device, budget_bytes=layout.budget_bytes)
+
+    return Writer(make_engine, store.stream, dataset.tokenizer(), sequence_length(config, model))
 
 
 class Writer:

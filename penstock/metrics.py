@@ -94,20 +94,14 @@ def drop_after(path: Path, step: int) -> int:
     """Remove all lines of later steps, and torn ones; return how many lines were removed.
 
     What happened to a cluster stays: a step may be made again, but whoever was lost was lost.
-    The file is written aside and renamed, so that a crash leaves the old one or the new one.
+    A crash leaves the file as it was or as it is to be.
     """
     lines = [line for line in _lines(path) if line]
     rows = read_metrics(path)
     kept = [row for row in rows if row["step"] <= step or row.get("event") == "cluster"]
     if len(kept) == len(lines):
         return 0
-    aside = path.with_name(f".{path.name}.aside")
-    aside.unlink(missing_ok=True)  # a crash may have left it; a link would be followed
-    with aside.open("x", encoding="utf-8") as file:
-        file.writelines(json.dumps(row) + "\n" for row in kept)
-        file.flush()
-        durable.sync(file.fileno())
-    aside.replace(path)
+    durable.put_file(path, "".join(json.dumps(row) + "\n" for row in kept).encode())
     return len(lines) - len(kept)
 
 

@@ -17,12 +17,11 @@ from penstock import assembly
 from penstock.batches import Batches
 from penstock.config import Config, cluster_keys, load, write_record
 from penstock.data import Source
-from penstock.engine import Engine, EnginePlan, TorchEngine
+from penstock.engine import Engine
 from penstock.errors import (
     ConfigError,
     DataError,
     NonFiniteError,
-    NoTrainingError,
 )
 from penstock.evaluation import Evaluator
 from penstock.events import (
@@ -37,7 +36,8 @@ from penstock.events import (
 )
 from penstock.export import KEPT, export, export_adapters
 from penstock.fabric import LocalFabric
-from penstock.generation import Writer
+from penstock.first_updates import FirstUpdates
+from penstock.generation import Writer, make_writer
 from penstock.keeper import make_keeper
 from penstock.metrics import recorder
 from penstock.models import ModelSource, keep_small_files
@@ -48,6 +48,7 @@ from penstock.saving import Saver
 from penstock.step import StepRunner
 from penstock.step_layout import lay_out
 from penstock.store import MAX_SHARD_BYTES, FolderLock, ShardedStore
+from penstock.training_data import TrainingData, open_data, sequence_length
 
 if TYPE_CHECKING:
     from penstock.cluster.hall import Hall
@@ -88,13 +89,13 @@ class Trainer:
             )
         self._recorded = recorded
         self._brought = model is not None
-        self.model = _as_source(self.config, model, recorded is not None)
+        self.model = assembly.source_of(self.config, model, recorded is not None)
         self.device = assembly.choose_device(self.config.engine.device)
         if source is None:
-            self._data = assembly.open_data(self.config, self.model, self._notice)
+            self._data = open_data(self.config, self.model, self._notice)
         else:
-            length = assembly.sequence_length(self.config, self.model)
-            self._data = assembly.TrainingData(source, held_out, None, length)
+            length = sequence_length(self.config, self.model)
+            self._data = TrainingData(source, held_out, None, length)
         self._layout = lay_out(
             self.config,
             self.model,
@@ -136,10 +137,7 @@ class Trainer:
             self._run_here(batches)
         else:
             self._run_elsewhere(self._hall, batches)
-        # That every weight trains is checked in a run's beginning.
-        self._watching = recorded is None
-        # The gradient of an adapter's A is zero as long as its B is.
-        self._watched_later = frozenset(adapter.down for adapter in self.model.adapters.values())
+        self._first_updates = FirstUpdates(self.model, self._notice) if recorded is None else None
         self._evaluator = self._make_evaluator()
         self._writer: Writer | None = None
         self._best_loss = recorded.best_loss if recorded else None
@@ -312,34 +310,9 @@ class Trainer:
         self.store.remember(self._extra())
         done = self._runner.run()
         self._tell(done)
-        if self._watching and done.learning_rate > 0:
-            later, self._watched_later = self._watched_later, frozenset()
-            self._watching = bool(later)
-            self._refuse_unchanged(later)
+        if self._first_updates is not None and done.learning_rate > 0:
+            self._first_updates.check(self.store)
         return done
-
-    def _refuse_unchanged(self, later: frozenset[str]) -> None:
-        """After the first update, stop if a trainable weight got a gradient of nothing but zeros.
-
-        A weight whose update was lost to rounding (a rate still warming up) is only named. Those
-        of `later` are judged after the second update.
-        """
-        self.store.flush()
-        still = {n: why for n, why in self.store.unchanged().items() if n not in later}
-        zero = [name for name, reason in still.items() if "zero" in reason]
-        if zero:
-            raise NoTrainingError(
-                f"{len(zero)} trainable weight(s) did not change in the first step, their gradient "
-                f"was zero in every element: {', '.join(zero[:5])}"
-                f"{' ...' if len(zero) > 5 else ''}. Freeze them by name, or see why the loss does "
-                "not depend on them."
-            )
-        if still:
-            names = ", ".join(list(still)[:5])
-            self._notice(
-                f"{len(still)} weight(s) have not changed yet, the update was too small for their "
-                f"precision: {names}{' ...' if len(still) > 5 else ''}"
-            )
 
     # Beside the steps
 
@@ -447,7 +420,9 @@ class Trainer:
     ) -> Iterator[str]:
         """Yield the text that the model writes after `prompt`, piece by piece."""
         if self._writer is None:
-            self._writer = self._make_writer()
+            self._writer = make_writer(
+                self.config, self.model, self._layout, self.store, self._data.dataset, self.device
+            )
         yield from self._writer.write(
             prompt,
             max_new_tokens=max_new_tokens,
@@ -456,35 +431,6 @@ class Trainer:
             seed=seed,
         )
         self.store.take_traffic()
-
-    def _make_writer(self) -> Writer:
-        if self.model.task != "causal_lm":
-            raise ConfigError(
-                f"{self.model.name} is trained for {self.model.task}; only causal "
-                "language models write text"
-            )
-        if self._data.dataset is None:
-            raise ConfigError("generate needs the data set's tokenizer; this run has none")
-
-        def make_engine(window: int) -> TorchEngine:
-            program = assembly.compile_source(
-                self.model,
-                micro_batch=1,
-                length=window,
-                precision=self.config.precision,
-                device=self.device,
-                goal="logits",
-            )
-            return TorchEngine(
-                program,
-                EnginePlan(),
-                device=self.device,
-                budget_bytes=self._layout.budget_bytes,
-            )
-
-        tokenizer = self._data.dataset.tokenizer()
-        longest = assembly.sequence_length(self.config, self.model)
-        return Writer(make_engine, self.store.stream, tokenizer, longest)
 
     # Words to the user
 
@@ -537,23 +483,6 @@ class Trainer:
         )
 
 
-def build_program(
-    config: Config, *, micro_batch: int, sequence_length: int | None, precision: str
-) -> Program:
-    """Compile a model to look at: nothing is made that has the size of a weight."""
-    source = _as_source(config, None, is_resumed=False)
-    length = sequence_length or source.max_sequence_length or 1
-    return assembly.compile_source(
-        source,
-        micro_batch=micro_batch,
-        length=length,
-        precision="bf16" if precision == "bf16" else "fp32",
-        train=config.train,
-        freeze=config.freeze,
-        with_buffers=False,
-    )
-
-
 def _as_config(config: Config | Mapping[str, Any] | str | Path, cluster: str | None) -> Config:
     if isinstance(config, Mapping):
         config = Config.from_mapping(config)
@@ -564,25 +493,3 @@ def _as_config(config: Config | Mapping[str, Any] | str | Path, cluster: str | N
     whole = config.to_mapping()
     whole["cluster"] |= cluster_keys(cluster)
     return Config.from_mapping(whole)
-
-
-def _as_source(
-    config: Config, model: nn.Module | ModelSource | None, is_resumed: bool
-) -> ModelSource:
-    return assembly.with_adapters(_base_source(config, model, is_resumed), config.lora)
-
-
-def _base_source(
-    config: Config, model: nn.Module | ModelSource | None, is_resumed: bool
-) -> ModelSource:
-    if isinstance(model, ModelSource):
-        return model
-    if model is not None and not isinstance(model, nn.Module):
-        raise ConfigError(
-            f"Trainer(model=...): expected an nn.Module or a ModelSource, got {model!r}"
-        )
-    if model is not None:
-        return ModelSource.from_module(model)
-    if config.model is None:
-        raise ConfigError("model: expected a preset or a mapping; from Python, Trainer(model=...)")
-    return assembly.model_source(config.model, config.run.dir / KEPT if is_resumed else None)

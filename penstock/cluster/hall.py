@@ -21,7 +21,7 @@ from penstock.cluster.bodies import Figures, Join, Opens
 from penstock.cluster.calls import Calls, error_class
 from penstock.cluster.crew import Crew
 from penstock.cluster.launch import Launcher
-from penstock.cluster.plan import digest_of, holdings_of, transfers_of
+from penstock.cluster.plan import digest_of, placement_of, transfers_of
 from penstock.cluster.record import remove_record, write_record
 from penstock.cluster.remote_store import RemoteShard
 from penstock.cluster.shard_places import Place
@@ -162,7 +162,7 @@ class Hall:
         self._is_apart = config.cluster.shards == "apart"
         self._parts = list(ShardMap.of(program, count).parts(program))
         recompute = layout.plan.recompute
-        self._transfers = transfers_of(program, recompute, holdings_of(program, count), count)
+        self._transfers = transfers_of(program, recompute, placement_of(program, count), count)
         self._digest = digest_of(program, self._transfers)
         self._told = terms_of(config, layout)
 

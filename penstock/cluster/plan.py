@@ -10,18 +10,18 @@ from penstock.fabric.transfers import GRADIENT_WIDTH, Operation, Piece, Sweep, T
 from penstock.program import Program, Stage, backward_fetch
 from penstock.store import ShardMap
 
-Holdings = Mapping[str, Sequence[tuple[int, int, int]]]
+Placement = Mapping[str, Sequence[tuple[int, int, int]]]
 """Which shards hold a weight: shard, and the first and last + 1 of its elements, in order."""
 
 
 def transfers_of(
-    program: Program, recompute: Collection[int], holdings: Holdings, shards: int
+    program: Program, recompute: Collection[int], placement: Placement, shards: int
 ) -> Transfers:
     """Return the operations of a step: all stages forward, the last of them turning, and back.
 
     Args:
         recompute: the stages whose forward is made again in the backward sweep.
-        holdings: which shard holds what of every weight.
+        placement: which shard holds what of every weight.
     """
     stages = program.stages
     order: list[tuple[Stage, Sweep]] = [(stage, "forward") for stage in stages[:-1]]
@@ -30,16 +30,16 @@ def transfers_of(
     operations = []
     for number, (stage, sweep) in enumerate(order):
         names = [stage.weights[position] for position in positions_of(stage, sweep, recompute)]
-        weights = _pieces(program, names, holdings, None)
+        weights = _pieces(program, names, placement, None)
         gradients: tuple[Piece, ...] = ()
         if sweep != "forward" and any(stage.kind.outputs_grad):
             trained = [name for name in stage.weights if program.weights[name].trainable]
-            gradients = _pieces(program, trained, holdings, GRADIENT_WIDTH)
+            gradients = _pieces(program, trained, placement, GRADIENT_WIDTH)
         operations.append(Operation(number, stage.index, sweep, weights, gradients))
     return Transfers(tuple(operations), shards)
 
 
-def holdings_of(program: Program, shards: int) -> Holdings:
+def placement_of(program: Program, shards: int) -> Placement:
     """Return which of so many shards holds what: the same for all who ask."""
     return {
         name: [(piece.shard, piece.begin, piece.end) for piece in pieces]
@@ -55,12 +55,12 @@ def positions_of(stage: Stage, sweep: Sweep, recompute: Collection[int]) -> tupl
 
 
 def _pieces(
-    program: Program, names: Sequence[str], holdings: Holdings, width: int | None
+    program: Program, names: Sequence[str], placement: Placement, width: int | None
 ) -> tuple[Piece, ...]:
     pieces = [
         Piece(shard, tensor, begin, end, width or program.weights[name].stream_dtype.itemsize)
         for tensor, name in enumerate(names)
-        for shard, begin, end in holdings[name]
+        for shard, begin, end in placement[name]
     ]
     return chunks(pieces)
 

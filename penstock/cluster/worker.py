@@ -29,7 +29,7 @@ from penstock.cluster import store_calls
 from penstock.cluster.bodies import Opens, Welcome, addresses_of
 from penstock.cluster.calls import Gathered, Said, frames
 from penstock.cluster.engine_work import EngineOfProcess
-from penstock.cluster.plan import digest_of, holdings_of, transfers_of
+from penstock.cluster.plan import digest_of, placement_of, transfers_of
 from penstock.cluster.record import read_record
 from penstock.cluster.shard_places import Place
 from penstock.cluster.shard_process import ShardApart
@@ -366,7 +366,7 @@ def _compile(told: Mapping[str, Any]) -> _Compiled:
     )
     recompute = frozenset(told["recompute"])
     shards = int(told["shards"])
-    transfers = transfers_of(program, recompute, holdings_of(program, shards), shards)
+    transfers = transfers_of(program, recompute, placement_of(program, shards), shards)
     return _Compiled(config, device, program, recompute, transfers)
 
 

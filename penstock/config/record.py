@@ -49,18 +49,11 @@ def _holds_store(folder: Path) -> bool:
 
 
 def write_record(config: Config) -> Path:
-    """Write the configuration into the run's folder, aside and renamed; return its path."""
+    """Write the configuration into the run's folder, whole or not at all; return its path."""
     path = config.run.dir / FILE_NAME
-    aside = path.with_name(f".{FILE_NAME}.aside")
     try:
         durable.make_folder(path.parent)
-        aside.unlink(missing_ok=True)  # a crash may have left it; a link would be followed
-        with aside.open("x", encoding="utf-8") as file:
-            file.write(config.dump_yaml())
-            file.flush()
-            durable.sync(file.fileno())
-        aside.replace(path)
-        durable.sync_folder(path.parent)
+        durable.replace_file(path, config.dump_yaml().encode())
     except OSError as error:
         raise StorageError(
             f"{path}: cannot be written: {error.strerror}; choose another with run.dir=FOLDER"

@@ -1,6 +1,7 @@
 """Text to token shards on disk, and samples from them by (seed, step, index)."""
 
 from penstock.data.build import BuildReport, build_dataset
+from penstock.data.built_from import BuiltFrom, read_built_from
 from penstock.data.dataset import TokenDataset, check_vocabulary
 from penstock.data.record_sampling import RecordSource
 from penstock.data.sampling import (
@@ -25,6 +26,7 @@ __all__ = [
     "ArraySource",
     "Batch",
     "BuildReport",
+    "BuiltFrom",
     "ByteTokenizer",
     "FileTokenizer",
     "LanguageModelSource",
@@ -38,4 +40,5 @@ __all__ = [
     "dataset_tokenizer",
     "export_tokenizer",
     "load_tokenizer",
+    "read_built_from",
 ]

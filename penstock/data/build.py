@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from penstock.data.built_from import BuiltFrom
 from penstock.data.manifest import MANIFEST_NAME, VERSIONS, Content, Manifest
 from penstock.data.packing import Packer, RecordPacker, TextPacker, hash_share
 from penstock.data.publish import published_folder
@@ -77,6 +78,7 @@ def build_dataset(
     completion_field: str = "completion",
     glob: str | None = None,
     exclude: Sequence[str] = (),
+    chosen_from: Sequence[str | os.PathLike[str]] | None = None,
     overwrite: bool = False,
     on_progress: Progress | None = None,
     shard_bytes: int = SHARD_BYTES,
@@ -96,6 +98,7 @@ def build_dataset(
         prompt_field, completion_field: the same for records.
         glob: pattern for the names of files inside folders.
         exclude: patterns for files and folders inside folders that are left out.
+        chosen_from: what `inputs` were chosen from, if they were: what a run may ask for by name.
         overwrite: replace a data set that is there, in one atomic operation.
         on_progress: called with (phase, input bytes done, input bytes in all).
         shard_bytes: size of a shard file, a multiple of 4.
@@ -133,6 +136,9 @@ def build_dataset(
         try:
             packer.add(corpus.parts(read, "tokenising"))
             manifest = packer.finish(corpus.where)
+            named = inputs if chosen_from is None else chosen_from
+            made_from = BuiltFrom.of(named, content, prompt_field, completion_field, validation)
+            made_from.write(folder)
         finally:
             packer.abandon()
     notes = list(packer.notes)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from penstock.data.built_from import read_built_from
 from penstock.data.integrity import (
     ADVICE,
     CheckedFile,
@@ -156,7 +157,7 @@ class TokenDataset:
         return self._indexes[split]
 
     def verify(self, on_progress: Callable[[int, int], None] | None = None) -> int:
-        """Check every byte; return how many there were.
+        """Check every byte; return how many there were in what the manifest names.
 
         Args:
             on_progress: called with (bytes checked, bytes in all) as it goes.
@@ -164,6 +165,7 @@ class TokenDataset:
         Raises:
             CorruptionError: a file is missing, has a wrong size or fails a checksum.
         """
+        read_built_from(self.path)
         records = self.manifest.files()
         total = sum(record.size_bytes for record in records)
         done = 0

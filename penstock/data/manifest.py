@@ -6,7 +6,7 @@ other, every document followed by one end-of-document token. Beside each shard l
 for every document that ends in the shard, the position in the split just after its last token
 (uint64, little-endian). `dataset.json` names all of these files with their sizes and a checksum
 for every chunk, and carries a checksum of itself. Nothing else in the folder is ever read, except
-`tokenizer.json`, which it names too.
+`tokenizer.json`, which it names too, and `built_from.json`, which only says where the text was.
 
 In a data set of records every document is a prompt and its completion, and beside its end the index
 has the number of its tokens that are the prompt (uint64, at least 1, less than the document). Such
@@ -141,7 +141,8 @@ class Manifest(_Part):
         return self
 
 
-def _checksum(content: dict[str, Any]) -> str:
+def checksum_of(content: dict[str, Any]) -> str:
+    """Return the checksum that a table of a data set carries of itself."""
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return xxhash.xxh3_128_hexdigest(canonical.encode())
 
@@ -151,7 +152,7 @@ def dump_manifest(manifest: Manifest) -> str:
     content = manifest.model_dump(mode="json")
     if manifest.content == "text":
         del content["content"]
-    return json.dumps(content | {"checksum": _checksum(content)}, indent=1) + "\n"
+    return json.dumps(content | {"checksum": checksum_of(content)}, indent=1) + "\n"
 
 
 def load_manifest(folder: Path) -> tuple[Manifest, str]:
@@ -185,7 +186,7 @@ def load_manifest(folder: Path) -> tuple[Manifest, str]:
         )
     expected = content.pop("checksum", None)
     try:
-        actual = _checksum(content)
+        actual = checksum_of(content)
     except RecursionError as error:
         raise CorruptionError(f"{path} is nested too deeply ({error}); {advice}") from None
     if actual != expected:

@@ -116,10 +116,7 @@ class Packer(ABC, Generic[_Part]):
             tokenizer=self._write_tokenizer(),
             splits=splits,
         )
-        with (self._folder / MANIFEST_NAME).open("x", encoding="utf-8") as file:
-            file.write(dump_manifest(manifest))
-            file.flush()
-            durable.sync(file.fileno())
+        durable.write_file(self._folder / MANIFEST_NAME, dump_manifest(manifest).encode())
         return manifest
 
     def abandon(self) -> None:

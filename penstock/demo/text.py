@@ -45,6 +45,7 @@ def build_data(config: Config, console: Console) -> None:
             config.data_dir,
             validation=config.data.validation,
             seed=config.data.seed,
+            chosen_from=config.data.input,
             on_progress=on_progress,
         )
     for note in report.notes:

@@ -78,57 +78,42 @@ def _add_at(source, destination, i, lanes, total):
 
 
 @inlined
-def _square_at(gradient, i, lanes, total):
+def _square_at(gradient, _, i, lanes, total):
     value = widened(load_gradient(gradient, i, lanes))
     return fma(value, value, total)
 
 
+@inlined
+def _over_granules(at, source, destination, sums, block):
+    """In a kernel: `at` on all elements of a block; what it adds up is a sum per granule."""
+    first, _, end = block_bounds(block, source.size)
+    for begin in range(first, end, GRANULE):
+        whole, last = granule_bounds(begin, end)
+        total = splat(0.0)
+        for i in range(begin, whole, STRIDE):
+            for j in range(i, i + STRIDE, LANES):
+                total = at(source, destination, j, every_lane(), total)
+        for i in range(whole, last, LANES):
+            total = at(source, destination, i, first_lanes(last - i), total)
+        sums[begin // GRANULE] = sum_lanes(total)
+
+
 @kernel
 def _copy(source, destination, sums):
-    length = source.size
-    for block in prange(block_count(length)):
-        first, _, end = block_bounds(block, length)
-        for begin in range(first, end, GRANULE):
-            whole, last = granule_bounds(begin, end)
-            total = splat(0.0)
-            for i in range(begin, whole, STRIDE):
-                for j in range(i, i + STRIDE, LANES):
-                    total = _copy_at(source, destination, j, every_lane(), total)
-            for i in range(whole, last, LANES):
-                total = _copy_at(source, destination, i, first_lanes(last - i), total)
-            sums[begin // GRANULE] = sum_lanes(total)
+    for block in prange(block_count(source.size)):
+        _over_granules(_copy_at, source, destination, sums, block)
 
 
 @kernel
 def _add(source, destination, sums):
-    length = source.size
-    for block in prange(block_count(length)):
-        first, _, end = block_bounds(block, length)
-        for begin in range(first, end, GRANULE):
-            whole, last = granule_bounds(begin, end)
-            total = splat(0.0)
-            for i in range(begin, whole, STRIDE):
-                for j in range(i, i + STRIDE, LANES):
-                    total = _add_at(source, destination, j, every_lane(), total)
-            for i in range(whole, last, LANES):
-                total = _add_at(source, destination, i, first_lanes(last - i), total)
-            sums[begin // GRANULE] = sum_lanes(total)
+    for block in prange(block_count(source.size)):
+        _over_granules(_add_at, source, destination, sums, block)
 
 
 @kernel
 def _square(gradient, sums):
-    length = gradient.size
-    for block in prange(block_count(length)):
-        first, _, end = block_bounds(block, length)
-        for begin in range(first, end, GRANULE):
-            whole, last = granule_bounds(begin, end)
-            total = splat(0.0)
-            for i in range(begin, whole, STRIDE):
-                for j in range(i, i + STRIDE, LANES):
-                    total = _square_at(gradient, j, every_lane(), total)
-            for i in range(whole, last, LANES):
-                total = _square_at(gradient, i, first_lanes(last - i), total)
-            sums[begin // GRANULE] = sum_lanes(total)
+    for block in prange(block_count(gradient.size)):
+        _over_granules(_square_at, gradient, gradient, sums, block)
 
 
 def _sums(length: int) -> np.ndarray:

@@ -104,20 +104,11 @@ def keep_small_files(folder: Path, kept: Path) -> None:
     Raises:
         StorageError: the operating system refuses to read or write.
     """
-    aside = kept.with_name(f".{kept.name}.aside")
     try:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-        # Of a new one, a crash leaves all or nothing.
-        for path in [folder / CONFIG, *tokenizer_files(folder), *other_files(folder)]:
-            with (aside / path.name).open("xb") as file:
-                file.write(read_bytes(path))
-                file.flush()
-                durable.sync(file.fileno())
-        shutil.rmtree(kept, ignore_errors=True)
-        durable.sync_folder(aside)
-        aside.rename(kept)
-        durable.sync_folder(kept.parent)
+        with durable.new_folder(kept) as aside:
+            for path in [folder / CONFIG, *tokenizer_files(folder), *other_files(folder)]:
+                durable.write_file(aside / path.name, read_bytes(path))
+            shutil.rmtree(kept, ignore_errors=True)
     except OSError as error:
         raise StorageError(
             f"{kept}: cannot be written: {error.strerror}; choose another with run.dir=FOLDER"

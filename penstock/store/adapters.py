@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from penstock import durable
 from penstock.store import tensor_file
-from penstock.store.files import appearing_folder, write_file
+from penstock.store.files import appearing_folder
 from penstock.store.interface import WeightReader
 from penstock.store.narrowing import narrowed
 from penstock.store.roles import MASTER
@@ -104,7 +105,7 @@ def export_adapters(
     with appearing_folder(folder, tensor_file.file_bytes(list(entries))) as temporary:
         tensor_file.write(temporary / WEIGHTS_FILE, list(entries), pieces)
         document = _peft_config(adapters, task, base)
-        write_file(temporary / CONFIG_FILE, json.dumps(document, indent=2).encode() + b"\n")
+        durable.write_file(temporary / CONFIG_FILE, json.dumps(document, indent=2).encode() + b"\n")
     return [folder / WEIGHTS_FILE]
 
 

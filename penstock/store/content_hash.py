@@ -4,9 +4,13 @@ It covers names, shapes and float32 values in the order of the names; neither th
 how a program is cut, nor whether the weights lie in memory or in files, has a part in it.
 """
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
+import numpy as np
 import xxhash
+
+from penstock.store.masters import PIECE_ELEMENTS
 
 
 def hash_weights(weights: Iterable[tuple[str, tuple[int, ...], Iterable[memoryview]]]) -> str:
@@ -21,3 +25,22 @@ def hash_weights(weights: Iterable[tuple[str, tuple[int, ...], Iterable[memoryvi
         for piece in pieces:
             digest.update(piece)
     return digest.hexdigest()
+
+
+def hash_read(
+    shapes: Mapping[str, tuple[int, ...]], read: Callable[[str, int, int], np.ndarray]
+) -> str:
+    """Return the hash of weights that are read a piece at a time.
+
+    Args:
+        shapes: of every weight, by name.
+        read: returns elements `begin` to `end` of a flattened weight, float32.
+    """
+
+    def pieces(name: str, elements: int) -> Iterator[memoryview]:
+        for begin in range(0, elements, PIECE_ELEMENTS):
+            yield read(name, begin, min(begin + PIECE_ELEMENTS, elements)).data
+
+    return hash_weights(
+        (name, shape, pieces(name, math.prod(shape))) for name, shape in sorted(shapes.items())
+    )

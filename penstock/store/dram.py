@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from penstock.errors import StorageError
-from penstock.store.content_hash import hash_weights
-from penstock.store.gradients import ZERO_GRADIENT, Gradients
+from penstock.store.content_hash import hash_read
+from penstock.store.gradients import Gradients
 from penstock.store.holding import Holding, homes
 from penstock.store.incoming import fill
 from penstock.store.interface import Commit, FlashTraffic, Traffic
@@ -26,6 +26,7 @@ from penstock.store.optimizers import GroupSettings, Optimizer, rounding_key
 from penstock.store.roles import MASTER, Stored, stored_of
 from penstock.store.schedules import Schedule, learning_rate
 from penstock.store.snapshot import Parts, Snapshot
+from penstock.store.unchanged import UnchangedWeights
 
 _STREAM_DTYPES = {
     "fp32": (torch.float32,),
@@ -83,8 +84,9 @@ class DramStore:
         self._pending: set[str] = set()
         self._updating: str | None = None
         self._snapshot: Snapshot | None = None
-        self._never_changed = {n for n in self._trainable if program.weights[n].elements}
-        self._unchanged: dict[str, str] = {}
+        self._unchanged = UnchangedWeights(
+            self._trainable, lambda name: self._require_optimizer().zero_everywhere(name)
+        )
         # Kernels are parallel inside; Numba does not promise that two may run side by side.
         self._compute = threading.Lock()
         self._count = threading.Lock()
@@ -278,28 +280,19 @@ class DramStore:
         assert optimizer is not None
         settings = self._groups[name]
         rate = commit.learning_rate * settings.learning_rate_scale
-        watched = name in self._never_changed and rate > 0
-        before = self._masters.fingerprint(name) if watched else b""
-        optimizer.update(
-            self._masters.weight(name),
-            slabs.array(name),
-            self._state.get(name, {}),
-            step=commit.step,
-            learning_rate=rate,
-            weight_decay=settings.weight_decay,
-            gradient_scale=commit.clip_scale,
-            key=rounding_key(name),
-            position=self.program.weights[name].begin,
-        )
-        if not watched:
-            return
-        if self._masters.fingerprint(name) != before:
-            self._never_changed.discard(name)
-            self._unchanged.pop(name, None)
-        elif slabs.zero_everywhere(name):
-            self._unchanged[name] = ZERO_GRADIENT
-        else:
-            self._unchanged[name] = f"no update was large enough, at learning rate {rate:g}"
+        weight = self._masters.weight(name)
+        with self._unchanged.watching(name, weight, rate):
+            optimizer.update(
+                weight,
+                slabs.array(name),
+                self._state.get(name, {}),
+                step=commit.step,
+                learning_rate=rate,
+                weight_decay=settings.weight_decay,
+                gradient_scale=commit.clip_scale,
+                key=rounding_key(name),
+                position=self.program.weights[name].begin,
+            )
 
     def unchanged(self) -> dict[str, str]:
         """Return the trainable weights that no update has changed in any bit, with the reason.
@@ -307,7 +300,7 @@ class DramStore:
         Only updates with a learning rate above zero count, and only those since the weights were
         loaded or restored; a weight that has had none of these is not listed. Flush first.
         """
-        return {name: self._unchanged[name] for name in self._trainable if name in self._unchanged}
+        return self._unchanged.reasons()
 
     def take_traffic(self) -> Traffic:
         """Return what was streamed and received, and what was waited for, since the last call."""
@@ -387,8 +380,7 @@ class DramStore:
         self._pending.clear()
         self._updating = None
         self._commit = None
-        self._unchanged.clear()
-        self._never_changed = {n for n in self._trainable if self.program.weights[n].elements}
+        self._unchanged.begin()
         if self._gradients is not None:
             self._gradients.clear()
 
@@ -418,10 +410,7 @@ class DramStore:
         """Return a hash of all weights (`content_hash.py`)."""
         self._require_loaded()
         self.flush()
-        return hash_weights(
-            (name, spec.shape, (piece.data for piece in self._masters.pieces(name)))
-            for name, spec in sorted(self.program.weights.items())
-        )
+        return hash_read(self.shapes, self._masters.read)
 
     def _require_loaded(self) -> None:
         if not self._is_loaded:

@@ -1,8 +1,7 @@
-"""Files that are either wholly there or not there at all, and whose bytes carry checksums.
+"""What the store leaves on disk: files whose bytes carry checksums, folders that appear whole.
 
-What the store leaves on disk whole is written by this module: under a temporary name, synced, then
-renamed, then the folder is synced, since without that last step a crash may undo the rename. What
-the operating system refuses becomes a `StorageError` that says how much room there was.
+How they become durable is in `penstock/durable.py`. What the operating system refuses becomes a
+`StorageError` that says how much room there was.
 """
 
 import errno
@@ -21,8 +20,6 @@ from penstock.errors import ConfigError, StorageError
 
 CHUNK_BYTES = 8 << 20
 """Bytes under one checksum; a multiple of every element size."""
-
-TEMPORARY_PREFIX = ".tmp-"
 
 
 @dataclass(frozen=True)
@@ -49,7 +46,7 @@ class ChecksummedFile:
         while len(view):
             piece = view[: CHUNK_BYTES - self.bytes % CHUNK_BYTES]
             self._hash.update(piece)
-            _write_all(self._descriptor, piece)
+            durable.write_all(self._descriptor, piece)
             self.bytes += len(piece)
             if self.bytes % CHUNK_BYTES == 0:
                 self._end_chunk()
@@ -74,41 +71,6 @@ class ChecksummedFile:
         self._hash.reset()
 
 
-def write(descriptor: int, data: memoryview) -> int:
-    """Hand bytes to the operating system and return how many it took; tests put faults here."""
-    return os.write(descriptor, data)
-
-
-def _write_all(descriptor: int, data: memoryview) -> None:
-    while len(data):
-        data = data[write(descriptor, data) :]
-
-
-def replace_file(path: Path, content: bytes, point: str) -> None:
-    """Put `content` under `path` so that a crash leaves the old content or the new, never less.
-
-    `point` is the prefix of the fault points on the way.
-    """
-    temporary = path.with_name(TEMPORARY_PREFIX + path.name)
-    temporary.unlink(missing_ok=True)
-    try:
-        file = ChecksummedFile(temporary)
-        try:
-            file.write(content)
-            fault.point(f"{point}.before_sync")
-            file.finish()
-        finally:
-            file.close()
-        fault.point(f"{point}.before_rename")
-        os.rename(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    fault.point(f"{point}.after_rename")
-    durable.sync_folder(path.parent)
-    fault.point(f"{point}.after_sync")
-
-
 @contextmanager
 def appearing_folder(folder: Path, needed_bytes: int) -> Iterator[Path]:
     """Yield an empty folder to write to; it gets its name when all in it is on disk.
@@ -123,35 +85,16 @@ def appearing_folder(folder: Path, needed_bytes: int) -> Iterator[Path]:
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder}: already in use; choose a new folder, or delete this one")
-    temporary = folder.with_name(f"{TEMPORARY_PREFIX}{folder.name}")
     with storage_errors(folder, needed_bytes):
-        try:
-            durable.make_folder(folder.parent)
-            require_space(folder, needed_bytes)
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir()
+        durable.make_folder(folder.parent)
+        require_space(folder, needed_bytes)
+        with durable.new_folder(folder) as temporary:
             yield temporary
-            durable.sync_folder(temporary)
-            temporary.rename(folder)
-            durable.sync_folder(folder.parent)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
-
-
-def write_file(path: Path, content: bytes) -> None:
-    """Write a small new file and sync it."""
-    file = ChecksummedFile(path)
-    try:
-        file.write(content)
-        file.finish()
-    finally:
-        file.close()
 
 
 def remove_folder(folder: Path) -> None:
     """Delete a folder so that no crash can leave half of it under its own name."""
-    doomed = folder.with_name(f"{TEMPORARY_PREFIX}old-{folder.name}")
+    doomed = folder.with_name(f"{durable.TEMPORARY_PREFIX}old-{folder.name}")
     remove(doomed)
     os.rename(folder, doomed)
     durable.sync_folder(folder.parent)
@@ -173,7 +116,7 @@ def remove_temporaries(folder: Path) -> None:
     Some of it may have been renamed by a process that was killed before it synced: first the names
     are made to last, so that nothing comes back half under its own.
     """
-    found = list(folder.glob(f"{TEMPORARY_PREFIX}*"))
+    found = list(folder.glob(f"{durable.TEMPORARY_PREFIX}*"))
     if found:
         durable.sync_folder(folder)
     for path in found:

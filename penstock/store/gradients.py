@@ -19,7 +19,6 @@ from penstock.store.holding import HeldStage, Holding, homes
 from penstock.store.layout import allocate_role
 from penstock.store.norm import GradientReport
 
-ZERO_GRADIENT = "its gradient was zero in every element"
 """Why an update has not changed a weight, in words."""
 
 

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from penstock import durable
 from penstock.errors import ConfigError
 from penstock.store import tensor_file
-from penstock.store.files import appearing_folder, write_file
+from penstock.store.files import appearing_folder
 from penstock.store.interface import WeightReader
 from penstock.store.narrowing import narrowed
 from penstock.store.roles import MASTER
@@ -66,9 +67,9 @@ def export_huggingface(
         for name, shard in zip(names, shards, strict=True):
             tensor_file.write(temporary / name, shard, lambda entry: _pieces(weights, entry))
         for name, document in documents.items():
-            write_file(temporary / name, json.dumps(document, indent=2).encode() + b"\n")
+            durable.write_file(temporary / name, json.dumps(document, indent=2).encode() + b"\n")
         for path in files:
-            write_file(temporary / path.name, path.read_bytes())
+            durable.write_file(temporary / path.name, path.read_bytes())
     return [folder / name for name in names]
 
 

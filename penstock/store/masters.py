@@ -5,11 +5,8 @@ values, so that nothing is cast or stored twice, and both together are the float
 bit (`penstock.kernels.split_master`). From outside a master is always float32.
 """
 
-from collections.abc import Iterator
-
 import numpy as np
 import torch
-import xxhash
 
 from penstock.kernels.memory import page_lock
 from penstock.kernels.split_master import Weight, join, split
@@ -65,19 +62,6 @@ class Masters:
             parts[0][begin:end] = values
         else:
             split(values, parts[0][begin:end], parts[1][begin:end])
-
-    def pieces(self, name: str) -> Iterator[np.ndarray]:
-        """Yield a flattened weight as float32 pieces of bounded size, in order."""
-        elements = self._weights[name][0].size
-        for begin in range(0, elements, PIECE_ELEMENTS):
-            yield self.read(name, begin, min(begin + PIECE_ELEMENTS, elements))
-
-    def fingerprint(self, name: str) -> bytes:
-        """Return a hash of a weight's memory, to see whether an update has changed it."""
-        digest = xxhash.xxh3_128()
-        for part in self._weights[name]:
-            digest.update(part.data)
-        return digest.digest()
 
 
 def join_piece(parts: Weight, begin: int, end: int) -> np.ndarray:

@@ -17,16 +17,16 @@ import torch
 
 from penstock.errors import StorageError
 from penstock.kernels.memory import allocate, page_lock
-from penstock.store.content_hash import hash_weights
-from penstock.store.gradients import ZERO_GRADIENT, require_gradients, trainable_weights
+from penstock.store.content_hash import hash_read
+from penstock.store.gradients import require_gradients, trainable_weights
 from penstock.store.holding import Holding, homes
 from penstock.store.incoming import fill
 from penstock.store.interface import Commit, FlashTraffic, Store, Traffic
 from penstock.store.layout import ALIGNMENT_BYTES
-from penstock.store.masters import PIECE_ELEMENTS
 from penstock.store.norm import GradientReport, global_norm, merged
 from penstock.store.roles import MASTER, Role, Stored, stored_of
 from penstock.store.sharding import ShardMap, Span
+from penstock.store.unchanged import reason_of_pieces
 
 
 class ShardedStore:
@@ -188,11 +188,11 @@ class ShardedStore:
         found = [shard.unchanged() for shard in self.shards]
         unchanged = {}
         for name in self._trainable:
-            reasons = [found[piece.shard].get(name) for piece in self.shard_map.pieces[name]]
-            if None not in reasons:
-                # A gradient is zero everywhere only if it is so in every piece.
-                other = (reason for reason in reasons if reason and reason != ZERO_GRADIENT)
-                unchanged[name] = next(other, ZERO_GRADIENT)
+            reason = reason_of_pieces(
+                [found[piece.shard].get(name) for piece in self.shard_map.pieces[name]]
+            )
+            if reason is not None:
+                unchanged[name] = reason
         return unchanged
 
     def take_traffic(self) -> Traffic:
@@ -277,15 +277,7 @@ class ShardedStore:
     def content_hash(self) -> str:
         """Return a hash of all weights (`content_hash.py`): that of one store with the same."""
         self.flush()
-
-        def pieces(name: str, elements: int) -> Iterator[memoryview]:
-            for begin in range(0, elements, PIECE_ELEMENTS):
-                yield self.read(name, MASTER, begin, min(begin + PIECE_ELEMENTS, elements)).data
-
-        return hash_weights(
-            (name, spec.shape, pieces(name, spec.elements))
-            for name, spec in sorted(self.program.weights.items())
-        )
+        return hash_read(self.shapes, lambda name, begin, end: self.read(name, MASTER, begin, end))
 
     def _spans(self, name: str, role: str, begin: int, end: int) -> Iterator[Span]:
         return self.shard_map.spans(name, begin, end, self._role(role).group)

@@ -144,7 +144,7 @@ def test_figures_that_are_none_are_left_out(tmp_path):
 def test_figures_are_not_written_through_a_link(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
     (tmp_path / "precious").write_text("mine")
-    (tmp_path / ".metrics.jsonl.aside").symlink_to(tmp_path / "precious")
+    (tmp_path / ".tmp-metrics.jsonl").symlink_to(tmp_path / "precious")
     assert drop_after(tmp_path / "metrics.jsonl", 1) == 1
     assert (tmp_path / "precious").read_text() == "mine"
 

@@ -14,7 +14,7 @@ import xxhash
 from bounded_memory import bounded_memory
 
 from penstock.data import LanguageModelSource, TokenDataset, build_dataset, load_tokenizer
-from penstock.data.manifest import _checksum
+from penstock.data.manifest import checksum_of
 from penstock.errors import CorruptionError, DataError
 
 pytestmark = pytest.mark.timeout(30)  # to hang is to fail
@@ -53,7 +53,7 @@ def resealed(folder, change):
     content = json.loads(path.read_bytes())
     del content["checksum"]
     change(content)
-    path.write_text(json.dumps(content | {"checksum": _checksum(content)}))
+    path.write_text(json.dumps(content | {"checksum": checksum_of(content)}))
 
 
 def shard(content):

@@ -6,11 +6,12 @@ import shutil
 
 import pytest
 from sharded_stores import sharded_flash
-from store_programs import make_program, random_weights
+from store_programs import make_program, random_weights, train
 
 from penstock.errors import ConfigError, CorruptionError, StorageError
 from penstock.store import sealed_json
-from penstock.store.flash import discard_untrained, open_reader, recorded_extra
+from penstock.store.flash import discard_untrained, open_reader, recorded_extra, repair
+from penstock.store.flash.journal import Record, begin_anew, read_records
 from penstock.store.flash.shards import SHARDS
 
 PROGRAM = make_program([{"a": (3 * 4096, 2), "b": (5,)}])
@@ -65,6 +66,10 @@ def _parsed(data):
         {"shards": "2"},
         {"shards": 10**30},
         {"format": "penstock-flash"},
+        {"id": None},
+        {"id": 7},
+        {"id": "0" * 31},
+        {"id": "../" * 11},
         {"weights": ["a"]},
         {"weights": {"a": 5}},
         {"weights": {"a": [-1]}},
@@ -78,8 +83,56 @@ def test_numbers_that_cannot_be(folder, changes):
 
 
 def test_a_newer_format(folder):
-    resealed(folder, version=2)
-    refused(folder, ConfigError, r"shards\.json: its format has version 2, this Penstock reads 1")
+    resealed(folder, version=3)
+    refused(folder, ConfigError, r"shards\.json: its format has version 3, this Penstock reads 2")
+
+
+def test_shards_of_two_stores_are_not_taken_for_one(folder, tmp_path):
+    """Of the same model at the same step: only that they never belonged together tells."""
+    other = tmp_path / "other"
+    store = sharded_flash(PROGRAM, other, 2)
+    store.load(random_weights(PROGRAM, 1).items())
+    store.close()
+    shutil.rmtree(folder / "shard-1")
+    shutil.copytree(other / "shard-1", folder / "shard-1")
+    before = {path: path.read_bytes() for path in folder.rglob("journal")}
+    message = (
+        r"flash/shard-1 is a shard of another store than the one that \S+/flash/shards\.json "
+        "describes, though of the same model; restore all shards from one copy"
+    )
+    refused(folder, CorruptionError, message)
+    with pytest.raises(CorruptionError, match=message):
+        recorded_extra(folder)
+    with pytest.raises(CorruptionError, match=message):
+        repair(folder)
+    assert {path: path.read_bytes() for path in folder.rglob("journal")} == before
+    # Nor is one whose description came from elsewhere.
+    shutil.copy(other / SHARDS, folder / SHARDS)
+    refused(folder, CorruptionError, "flash/shard-0 is a shard of another store")
+
+
+def test_a_store_of_a_release_that_gave_no_names_is_opened_as_before(folder):
+    with open_reader(folder) as reader:
+        weights = reader.content_hash(0)
+    content = sealed_json.unseal(folder / SHARDS) | {"version": 1}
+    del content["id"]
+    (folder / SHARDS).write_bytes(sealed_json.seal(content))
+    refused(folder, CorruptionError, "flash/shard-0 is a shard of another store")
+    for number in range(2):
+        journal = folder / f"shard-{number}" / "journal"
+        first, *records = read_records(journal)[0]
+        old = {key: value for key, value in first.content.items() if key != "store"}
+        begin_anew(journal, [Record(old, first.blob), *records], "journal.drop")
+    with open_reader(folder) as reader:
+        assert reader.content_hash(0) == weights
+    store = sharded_flash(PROGRAM, folder, 2)
+    assert store.content_hash() == weights
+    train(store, 2, 0)
+    store.make_durable()
+    store.close()
+    with open_reader(folder) as reader:
+        assert reader.newest == 2
+    assert sealed_json.unseal(folder / SHARDS) == content
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ class ShardsFile(Scenario):
     """What says that a folder is one of shards, before there is any."""
 
     def work(self, root, promise):
-        Shards(root / "there", 2, {"a": (8, 2)}).write()
+        Shards.new(root / "there", 2, {"a": (8, 2)}).write()
         promise(2)
 
     def check(self, root, promised):

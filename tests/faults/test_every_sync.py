@@ -87,13 +87,26 @@ def is_noticed(scenario, operations, chain, folder):
 
     if any(shows(None, *crash) for crash in crashes(chain, operations)):
         return True
-    kills = {what: at for at, what in reversed([*enumerate(operations, 1)]) if is_sync(what)}
-    for killed_at in sorted(kills.values()):
+    for killed_at in from_both_ends(first_syncs(operations)):
         trial.keeps(killed_at, None, 0, "missed", chain)
         second = trial.operations
         if chain in second and any(shows(killed_at, *crash) for crash in crashes(chain, second)):
             return True
     return False
+
+
+def first_syncs(operations):
+    """Return where each kind of sync is first, in order."""
+    found = {what: at for at, what in reversed([*enumerate(operations, 1)]) if is_sync(what)}
+    return sorted(found.values())
+
+
+def from_both_ends(items):
+    """Yield the first, the last, the second ...: what was made first or last is what is missed."""
+    left = list(items)
+    while left:
+        yield left.pop(0)
+        left.reverse()
 
 
 def places(chain, operations):

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 from test_flash_crashes import SEED, STEPS, clean_hash, opened, operations, run
 
-from penstock import fault
+from penstock import durable, fault
 from penstock.errors import StorageError
-from penstock.store import files
 from penstock.store.flash import medium
 
 __all__ = ["operations"]  # the fixture
@@ -50,8 +49,8 @@ def test_these_are_all_the_points(tmp_path):
 # What is reached only when a store is made.
 ONCE = {point for point in POINTS if point == "flash.before_journal" or ".create." in point}
 # Moments and seeds, by what is killed together; at which visit follows from the seed.
-BRIEFLY = [("fp32", 7), ("fp32", 8), ("fp32", 9), ("8bit", 7)]
-FOR_LONG = [("8bit", 8), ("8bit", 9)]
+BRIEFLY = [("fp32", 7), ("fp32", 8), ("8bit", 7)]
+FOR_LONG = [("fp32", 9), ("8bit", 8), ("8bit", 9)]
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +104,7 @@ class RefusingDisk:
 
     def __init__(self, patch, number, code):
         self._left, self._code = number, code
-        for module, name in ((medium, "write_at"), (files, "write")):
+        for module, name in ((medium, "write_at"), (durable, "write")):
             patch.setattr(module, name, self._refusing(getattr(module, name)))
 
     def _refusing(self, real):

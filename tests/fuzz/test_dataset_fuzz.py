@@ -13,7 +13,7 @@ from mutations import mutated, mutated_json
 from searching import EXAMPLES, search
 
 from penstock.data import TokenDataset, build_dataset, load_tokenizer
-from penstock.data.manifest import _checksum, load_manifest
+from penstock.data.manifest import checksum_of, load_manifest
 from penstock.errors import ConfigError, CorruptionError, DataError
 
 REFUSALS = (CorruptionError, DataError)
@@ -76,7 +76,7 @@ def test_a_description_that_was_sealed_again_is_verified_or_refused(folder, exam
 
     def holds(found):
         if isinstance(found, dict):
-            found = found | {"checksum": _checksum(found)}
+            found = found | {"checksum": checksum_of(found)}
         path.write_text(json.dumps(found))
         with contextlib.suppress(*REFUSALS):
             for tokens, ends in read_all(folder).values():

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from penstock import durable
 from penstock.cli import main
-from penstock.store import files
 
 SETTINGS = {
     "model": {"preset": "tiny", "n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 16},
@@ -102,6 +102,38 @@ def test_a_data_set_of_another_tokenizer_than_is_asked_for_now(penstock):
     )
 
 
+def test_a_data_set_of_another_text_than_is_asked_for_now(penstock):
+    """The run's own data set is built once; what it was not built from is never trained on."""
+    Path("other.txt").write_text("other words\n" * 200)
+    ours = ("train", "run.yaml", "data.path=null", "--quiet")
+    assert penstock(*ours, "data.input=[text.txt]")[0] == 0
+    again = "set it back, delete run/data to have it built again, or choose another run\\.dir"
+    assert_refused(
+        penstock(*ours, "data.input=[other.txt]"),
+        3,
+        rf"data\.input: run/data was built from text\.txt, got other\.txt; {again}",
+    )
+    assert_refused(
+        penstock(*ours, "data.input=[text.txt]", "data.validation=0.2"),
+        3,
+        rf"data\.validation: run/data was built with 0\.05, got 0\.2; {again}",
+    )
+    # The same file by another name, and one that has gone since, are no other text.
+    whole = str(Path("text.txt").absolute())
+    assert penstock(*ours, f"data.input=[{whole}]")[0] == 0
+    Path("text.txt").rename("gone.txt")
+    assert penstock(*ours, "data.input=[text.txt]")[0] == 0
+    Path("run/data/built_from.json").write_text('{"input": ["text.txt"]}')
+    assert_refused(
+        penstock(*ours, "data.input=[text.txt]"),
+        6,
+        r"run/data/built_from\.json does not match its checksum; restore the file from a copy, or "
+        r"delete it: the data set itself is whole without it",
+    )
+    Path("run/data/built_from.json").unlink()  # as of an older release
+    assert penstock(*ours, "data.input=[other.txt]")[0] == 0
+
+
 def test_vocabulary_mismatch(penstock):
     assert_refused(
         penstock("train", "run.yaml", "model.vocab_size=100"),
@@ -153,7 +185,7 @@ def test_a_disk_that_fills_up_while_saving(penstock, monkeypatch):
     """The checkpoint before stays in force, nothing half-written is left, and the run goes on."""
     assert penstock("train", "run.yaml", "--quiet")[0] == 0
     whole = penstock("inspect", "run", "--hash")[1]
-    written, write = [], files.write
+    written, write = [], durable.write
 
     def filling(descriptor, data):
         written.append(len(data))
@@ -161,7 +193,7 @@ def test_a_disk_that_fills_up_while_saving(penstock, monkeypatch):
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(descriptor, data)
 
-    monkeypatch.setattr(files, "write", filling)
+    monkeypatch.setattr(durable, "write", filling)
     assert_refused(
         penstock("train", "run.yaml", "run.dir=again", "--quiet"),
         7,
@@ -169,7 +201,7 @@ def test_a_disk_that_fills_up_while_saving(penstock, monkeypatch):
         r"[\d,]+ bytes, [\d,]+ bytes are free; make room or choose another place; what was saved "
         r"before is unchanged",
     )
-    monkeypatch.setattr(files, "write", write)
+    monkeypatch.setattr(durable, "write", write)
     kept = sorted(path.name for path in Path("again/checkpoints").iterdir())
     assert kept == ["index.json", "step-00000002"]
     assert penstock("train", "run.yaml", "run.dir=again", "--quiet")[0] == 0

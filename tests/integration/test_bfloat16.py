@@ -11,7 +11,7 @@ import torch
 from plain_training import Recipe, plain, streamed, trainer_of
 from tiny_models import CASES
 
-SEEDS = (0, 1, 2)
+SEEDS = (0, 1)
 
 
 def strayed(run, reference, start):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from grids import thinned
 from plain_training import Recipe, trainer_of
 from sweeps import gradients_by_weight, sweep
 from tiny_models import FIELDS, language_model
@@ -36,8 +37,7 @@ def run(folder, case, recipe=None, until=None, **changes):
     return [event.loss for event in events], trainer.store.content_hash()
 
 
-@pytest.mark.parametrize("dropout", [False, True], ids=["plain", "dropout"])
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(("precision", "dropout"), thinned(PRECISIONS, [False, True]))
 def test_a_run_that_stopped_and_went_on_equals_one_that_never_stopped(precision, dropout, tmp_path):
     case = gpt2(dropout)
     losses, weights = run(tmp_path / "whole", case, precision=precision)
@@ -75,8 +75,7 @@ def test_another_process_goes_on_to_the_same_bits(tmp_path):
     assert last == weights
 
 
-@pytest.mark.parametrize("dropout", [False, True], ids=["plain", "dropout"])
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(("precision", "dropout"), thinned(PRECISIONS, [False, True]))
 def test_recomputing_equals_keeping(precision, dropout, tmp_path):
     case = gpt2(dropout)
     found = {
@@ -95,8 +94,7 @@ def test_recomputing_equals_keeping_in_every_family(family, tmp_path):
     assert run(tmp_path / "made", case, recipe, engine={"recompute": "always"}) == kept
 
 
-@pytest.mark.parametrize("dropout", [False, True], ids=["plain", "dropout"])
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(("precision", "dropout"), thinned(PRECISIONS, [False, True]))
 def test_any_number_of_engines_gives_the_same_bits(precision, dropout, tmp_path):
     case, recipe = gpt2(dropout), recipe_of(size=10, micro=2)  # 5 micro-batches: no power of two
     alone = run(tmp_path / "1", case, recipe, precision=precision)

@@ -1,6 +1,7 @@
 """Checkpoints: what is saved comes back to the bit, and what was changed on disk is named."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -384,9 +385,9 @@ def test_a_damaged_index_says_what_to_do(tmp_path):
 
 def test_saving_and_loading_take_no_second_copy_of_the_model(tmp_path):
     script = Path(__file__).with_name("checkpoint_memory.py")
-    tests = Path(__file__).parents[1]
+    paths = os.pathsep.join(map(str, Path(__file__).parents[1:3]))
     result = subprocess.run(
-        [sys.executable, script, tmp_path], env={"PYTHONPATH": str(tests)}, capture_output=True
+        [sys.executable, script, tmp_path], env={"PYTHONPATH": paths}, capture_output=True
     )
     assert result.returncode == 0, result.stderr.decode()
     state_bytes, save_growth, load_growth = map(int, result.stdout.split())

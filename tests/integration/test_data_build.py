@@ -12,7 +12,7 @@ import time
 import numpy as np
 import pytest
 
-from penstock.data import LanguageModelSource, TokenDataset
+from penstock.data import LanguageModelSource, TokenDataset, build_dataset
 
 PENSTOCK = [sys.executable, "-c", "from penstock.cli import main; main()", "data"]
 
@@ -163,6 +163,17 @@ def test_a_disk_that_takes_no_more(texts):
     assert sorted(os.listdir(texts)) == ["a.txt", "b.txt", "big.txt", "c d.txt"]
 
 
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """A file that takes a second to read."""
+    rng = random.Random(1)
+    path = tmp_path_factory.mktemp("large") / "big.jsonl"
+    with path.open("w") as file:
+        for _ in range(40_000):
+            file.write(json.dumps({"text": " ".join(rng.choices("abcdefgh", k=60))}) + "\n")
+    return path
+
+
 @pytest.mark.parametrize(
     ("how", "delay", "overwrite"),
     [
@@ -172,19 +183,12 @@ def test_a_disk_that_takes_no_more(texts):
         (signal.SIGINT, 0.3, False),
     ],
 )
-def test_a_build_that_is_stopped_leaves_no_half_data_set(tmp_path, how, delay, overwrite):
-    rng = random.Random(1)
-    with (tmp_path / "big.jsonl").open("w") as file:
-        for _ in range(40_000):
-            file.write(json.dumps({"text": " ".join(rng.choices("abcdefgh", k=60))}) + "\n")
+def test_a_build_that_is_stopped_leaves_no_half_data_set(tmp_path, large, how, delay, overwrite):
     out = tmp_path / "set"
-    command = ["build", "--input", str(tmp_path / "big.jsonl"), "--out", str(out), "--tokenizer"]
+    command = ["build", "--input", str(large), "--out", str(out), "--tokenizer"]
     if overwrite:
         (tmp_path / "old.txt").write_text("the old one")
-        done = penstock(
-            "build", "--input", tmp_path / "old.txt", "--tokenizer", "bytes", "--out", out
-        )
-        assert done.returncode == 0, done.stderr
+        build_dataset([tmp_path / "old.txt"], "bytes", out)
         command.insert(1, "--overwrite")
     old = TokenDataset.open(out).fingerprint if overwrite else None
     aside = tmp_path / ".set.building"
@@ -198,7 +202,7 @@ def test_a_build_that_is_stopped_leaves_no_half_data_set(tmp_path, how, delay, o
         time.sleep(delay)
         process.send_signal(how)
         process.communicate()
-    left = {name for name in os.listdir(tmp_path) if name not in ("big.jsonl", "old.txt")}
+    left = {name for name in os.listdir(tmp_path) if name != "old.txt"}
     if process.returncode != 0:  # stopped in time
         assert "set" in left if overwrite else "set" not in left
         assert left <= {"set", ".set.building"}

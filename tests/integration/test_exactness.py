@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from grids import thinned
 from plain_training import Recipe, assert_same_training, streamed
 from tiny_models import CASES, language_model
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "seed"), thinned([*CASES], [0, 1]))
 def test_twenty_steps_agree_with_plain_pytorch(name, seed, tmp_path):
     case, recipe = CASES[name](), Recipe(seed=seed)
     assert_same_training(streamed(case, recipe, tmp_path), case, recipe)
@@ -43,8 +43,7 @@ def _some(names, pattern):
     return fnmatch.filter(names, pattern)[0]
 
 
-@pytest.mark.parametrize("nesterov", [False, True])
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(("seed", "nesterov"), thinned([0, 1], [False, True]))
 def test_sgd_with_momentum(seed, nesterov, tmp_path):
     settings = {"name": "sgd", "momentum": 0.8, "nesterov": nesterov}
     case = language_model("gpt2")
@@ -73,7 +72,7 @@ class PlainLion(torch.optim.Optimizer):
                 momentum.mul_(0.99).add_(weight.grad, alpha=0.01)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_lion(seed, tmp_path):
     case = language_model("llama")
     recipe = Recipe(seed=seed, learning_rate=1e-3, optimizer={"name": "lion"})

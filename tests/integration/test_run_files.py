@@ -18,8 +18,8 @@ ROOT = Path(__file__).parents[2]
 
 def config(folder: Path, steps: int) -> dict:
     return {
-        "model": "tiny",
-        "data": {"input": [str(ROOT / "LICENSE")], "validation": 0.2, "sequence_length": 64},
+        "model": {"preset": "tiny", "n_layer": 1, "n_embd": 16, "n_head": 2, "n_positions": 16},
+        "data": {"input": [str(ROOT / "LICENSE")], "validation": 0.2},
         "batch": {"size": 4},
         "optimizer": {"schedule": {"name": "constant"}},
         "run": {"dir": str(folder), "steps": steps},

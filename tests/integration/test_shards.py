@@ -58,7 +58,15 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize(
-    ("precision", "optimizer"), [("fp32", "adamw"), *(("bf16", name) for name in OPTIMIZERS)]
+    ("precision", "optimizer"),
+    [
+        ("fp32", "adamw"),
+        ("bf16", "adamw in 8 bits"),
+        ("bf16", "lion"),
+        # Of the stores alone: tests/unit/store/test_sharded.py
+        pytest.param("bf16", "adamw", marks=pytest.mark.slow),
+        pytest.param("bf16", "sgd", marks=pytest.mark.slow),
+    ],
 )
 def test_any_number_of_shards_has_the_bits_of_one_store(tmp_path, precision, optimizer):
     changes = {"precision": precision, "optimizer": OPTIMIZERS[optimizer]}

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from penstock import Trainer
+from penstock import Trainer, durable
 from penstock.errors import StorageError
 from penstock.events import Saved, StepDone
-from penstock.store import checkpoint_hash, files, find_checkpoint, read_state
+from penstock.store import checkpoint_hash, find_checkpoint, read_state
 
 ROOT = Path(__file__).parents[2]
 STEPS = 6
@@ -71,7 +71,7 @@ def test_a_full_disk_ends_the_run_at_the_next_step_and_spoils_nothing(undisturbe
     base, losses, content = undisturbed
     record = Record()
     trainer = Trainer(settings(base / "full", every=2), on_event=record)
-    write, calls = files.write, []
+    write, calls = durable.write, []
 
     def refuse(descriptor, data):
         calls.append(descriptor)
@@ -80,7 +80,7 @@ def test_a_full_disk_ends_the_run_at_the_next_step_and_spoils_nothing(undisturbe
         return write(descriptor, data)
 
     with monkeypatch.context() as patch:
-        patch.setattr(files, "write", refuse)
+        patch.setattr(durable, "write", refuse)
         with pytest.raises(StorageError, match="No space left on device"):
             trainer.train()
     assert trainer.step < STEPS

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from penstock import fault
+from penstock import durable, fault
 from penstock.errors import ConfigError, CorruptionError, StorageError
 from penstock.store import sealed_json
 from penstock.store.checkpoint.state import STATE_NAME, newer_version, read_state
-from penstock.store.files import remove_folder, replace_file
+from penstock.store.files import remove_folder
 
 INDEX_NAME = "index.json"
 
@@ -125,7 +125,7 @@ def write_index(checkpoints: Path, index: Index) -> None:
         "best": index.best,
         "retired": list(index.retired),
     }
-    replace_file(checkpoints / INDEX_NAME, sealed_json.seal(content), "index")
+    durable.replace_file(checkpoints / INDEX_NAME, sealed_json.seal(content), "index")
 
 
 def remove_retired(checkpoints: Path, index: Index) -> None:

@@ -8,7 +8,6 @@
 
 import contextlib
 import math
-import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,7 +20,6 @@ from penstock import durable, fault
 from penstock.errors import NonFiniteError
 from penstock.store import tensor_file
 from penstock.store.checkpoint.index import (
-    Index,
     fresh_name,
     read_index,
     remove_retired,
@@ -35,7 +33,6 @@ from penstock.store.checkpoint.state import (
     tensor_name,
 )
 from penstock.store.files import (
-    TEMPORARY_PREFIX,
     ChecksummedFile,
     FileRecord,
     remove_folder,
@@ -128,17 +125,19 @@ def write_checkpoint(
         remove_temporaries(checkpoints)
     before = read_index(checkpoints)
     folder = checkpoints / fresh_name(before, saved.step)
-    temporary = checkpoints / (TEMPORARY_PREFIX + folder.name)
     after = before.with_new(folder.name, best, keep_last)
     with storage_errors(folder, needed_bytes):
         try:
             require_space(folder, needed_bytes)
-            temporary.mkdir()
-            fault.point("checkpoint.begin")
-            state = _write_files(saved, temporary, plan, extra, best)
-            _publish(temporary, folder, after)
+            # Whatever is there, no index lists it: a crash came between its rename and the index.
+            if folder.exists():
+                remove_folder(folder)
+            with durable.new_folder(folder, "checkpoint") as temporary:
+                fault.point("checkpoint.begin")
+                state = _write_files(saved, temporary, plan, extra, best)
+            write_index(checkpoints, after)
         except BaseException:
-            _withdraw(temporary, folder, checkpoints)
+            _withdraw(folder)
             raise
     remove_retired(checkpoints, after)
     return SavedCheckpoint(folder, saved.step, state.bytes, time.perf_counter() - started)
@@ -197,7 +196,6 @@ def _write_files(
         file.finish()
     finally:
         file.close()
-    durable.sync_folder(temporary)
     return state
 
 
@@ -213,21 +211,8 @@ def _pieces(saved: SavedState, entry: tensor_file.Entry, source: _Source) -> Ite
         yield piece
 
 
-def _publish(temporary: Path, folder: Path, after: Index) -> None:
-    fault.point("checkpoint.before_rename")
-    # Whatever is there, the index does not list it: a crash came between its rename and the index.
-    if folder.exists():
-        remove_folder(folder)
-    temporary.rename(folder)
-    fault.point("checkpoint.after_rename")
-    durable.sync_folder(folder.parent)
-    fault.point("checkpoint.after_sync")
-    write_index(folder.parent, after)
-
-
-def _withdraw(temporary: Path, folder: Path, checkpoints: Path) -> None:
+def _withdraw(folder: Path) -> None:
     """Leave no trace of a save that failed before the index named it."""
-    shutil.rmtree(temporary, ignore_errors=True)
-    if folder.exists() and folder.name not in read_index(checkpoints).folders:
+    if folder.exists() and folder.name not in read_index(folder.parent).folders:
         with contextlib.suppress(OSError):
             remove_folder(folder)

@@ -1,4 +1,4 @@
-"""The journal's first record: which format a store has, and what it was made for."""
+"""The names of a store's files; its journal's first record: its format, and what it is for."""
 
 from __future__ import annotations
 
@@ -9,13 +9,18 @@ from typing import Any
 from penstock.errors import ConfigError
 from penstock.store.flash.layout import FlashLayout
 
+JOURNAL, EXTENTS = "journal", "extents"
+
 FORMAT = "penstock-flash"
 VERSION = 2
 
 
-def describe(layout: FlashLayout, block_elements: int, keep_steps: int) -> dict[str, Any]:
-    """Return the record's content."""
+def describe(
+    layout: FlashLayout, block_elements: int, keep_steps: int, store_id: str | None
+) -> dict[str, Any]:
+    """Return the record's content; a shard's says by `store` of which store it is one."""
     return {
+        **({} if store_id is None else {"store": store_id}),
         "format": FORMAT,
         "version": VERSION,
         "block_elements": block_elements,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 from penstock import durable
 from penstock.errors import ConfigError
 from penstock.store import files
+from penstock.store.flash.description import JOURNAL
 from penstock.store.flash.journal import read_records
 from penstock.store.flash.reader import FlashReader
 from penstock.store.flash.sharded_reader import ShardedReader
@@ -21,12 +23,12 @@ from penstock.store.flash.shards import (
     recorded_steps,
     recorded_together,
 )
-from penstock.store.flash.store import JOURNAL
+from penstock.store.flash.steps_reader import StepsReader
 from penstock.store.flash.version import recorded_step
 from penstock.store.lock import FolderLock
 
 
-def open_reader(folder: Path, despite_damage: bool = False) -> FlashReader | ShardedReader:
+def open_reader(folder: Path, despite_damage: bool = False) -> StepsReader:
     """Return the durable steps of the store in `folder`; errors are those of the readers.
 
     With `despite_damage`, of a damaged journal the records that are whole.
@@ -81,6 +83,9 @@ def _discard_shards(shards: Shards) -> None:
             _require_untrained(shards.folder, list(recorded_steps(folder)))
         with files.storage_errors(shards.folder, 0):
             there = [folder for folder in folders if folder.exists()]
+            for folder in there:
+                if folder.is_symlink():  # what it leads to is not ours to delete
+                    raise OSError(errno.ELOOP, "a link, a folder was expected", str(folder))
             for folder in there:
                 forget(folder)
             for folder in there:

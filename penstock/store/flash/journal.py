@@ -30,7 +30,6 @@ import xxhash
 from penstock import durable, fault
 from penstock.errors import CorruptionError, StorageError
 from penstock.plain_file import NotPlainError, open_own, open_plain
-from penstock.store import files
 from penstock.store.flash import medium
 
 VERSION = 1
@@ -83,7 +82,7 @@ class Journal:
     @classmethod
     def create(cls, path: Path, first: Record) -> Journal:
         """Make a journal whose first record says what the store is; durable on return."""
-        files.replace_file(path, _spelled(0, first), "journal.create")
+        durable.replace_file(path, _spelled(0, first), "journal.create")
         return cls(path)
 
     def settle(self) -> None:
@@ -145,7 +144,7 @@ def begin_anew(path: Path, records: Sequence[Record], point: str) -> int:
     points on the way.
     """
     content = b"".join(_spelled(number, record) for number, record in enumerate(records))
-    files.replace_file(path, content, point)
+    durable.replace_file(path, content, point)
     return len(content)
 
 

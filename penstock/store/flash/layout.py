@@ -207,6 +207,15 @@ class FlashLayout:
         unit_of = {name: unit.index for unit in units for name in unit.names}
         return cls(tuple(units), unit_of, offset)
 
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every weight, by name, in the order of the stages."""
+        return {
+            name: shape
+            for unit in self.units
+            for name, shape in zip(unit.names, unit.shapes, strict=True)
+        }
+
     def unit(self, name: str) -> Unit:
         """Return the unit in which a weight lies."""
         return self.units[self.unit_of[name]]

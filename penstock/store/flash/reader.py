@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 
 from penstock.errors import ConfigError, CorruptionError
 from penstock.store import files
-from penstock.store.flash.description import require_readable
+from penstock.store.flash.description import EXTENTS, JOURNAL, require_readable
 from penstock.store.flash.journal import Record, begin_anew, read_records, whole_records
 from penstock.store.flash.layout import FlashLayout
 from penstock.store.flash.medium import ExtentFile
-from penstock.store.flash.store import EXTENTS, JOURNAL
+from penstock.store.flash.steps_reader import StepsReader
 from penstock.store.flash.version import Version, recorded_step
 from penstock.store.lock import FolderLock
 from penstock.store.roles import Role
@@ -26,8 +26,8 @@ MOST_BLOCK_ELEMENTS = 1 << 28
 """A block is read whole, so a journal that was made up may not ask for more than this."""
 
 
-class FlashReader:
-    """The durable steps of the store in `folder`, newest last. A context manager.
+class FlashReader(StepsReader):
+    """The durable steps of the one store, or the one shard, in `folder`.
 
     With `despite_damage`, those whose record is whole, though the journal's bytes have changed.
 
@@ -38,13 +38,13 @@ class FlashReader:
     """
 
     def __init__(self, folder: Path, despite_damage: bool = False) -> None:
-        self.folder = folder
         self._journal = folder / JOURNAL
         if not os.path.lexists(self._journal):
             raise ConfigError(f"{folder}: no store on flash here yet")
         self._versions: dict[int, Version] = {}
-        self._lock = FolderLock(folder, "store.flash.path")
-        try:
+        with ExitStack() as opened:
+            lock = FolderLock(folder, "store.flash.path")
+            opened.callback(lock.release)
             read = whole_records if despite_damage else _read_records
             self._first, *self._records = read(self._journal)
             first = self._first
@@ -53,65 +53,24 @@ class FlashReader:
             self._keep = first.content["keep_steps"]
             self._steps = [recorded_step(self._journal, record)[0] for record in self._records]
             self._file = ExtentFile(folder / EXTENTS, self._layout.file_bytes, create=False)
-        except BaseException:
-            self._lock.release()
-            raise
-
-    def __enter__(self) -> FlashReader:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._file.close()
-        self._lock.release()
+            opened.callback(self._file.close)
+            super().__init__(folder, 1, opened.pop_all())
 
     @property
     def steps(self) -> list[int]:
-        """The durable steps whose extents are still there, oldest first."""
         return self._steps[-self._keep :]
 
     @property
-    def newest(self) -> int:
-        """The newest durable step.
-
-        Raises:
-            ConfigError: there is none yet.
-        """
-        if not self._steps:
-            raise none_durable(self.folder)
-        return self._steps[-1]
-
-    @property
     def bytes(self) -> int:
-        """What the extents take on flash."""
         return self._layout.file_bytes
-
-    @property
-    def shards(self) -> int:
-        """In how many parts the store is held."""
-        return 1
 
     @property
     def parameters(self) -> int:
         return sum(sum(unit.sizes) for unit in self._layout.units)
 
     @property
-    def weights(self) -> int:
-        """How many weights there are."""
-        return sum(len(unit.names) for unit in self._layout.units)
-
-    @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every weight, by name, in the order of the stages."""
-        return {
-            name: shape
-            for unit in self._layout.units
-            for name, shape in zip(unit.names, unit.shapes, strict=True)
-        }
+        return self._layout.shapes
 
     @property
     def pieces(self) -> dict[str, tuple[int, int]]:
@@ -122,52 +81,34 @@ class FlashReader:
             for name, origin, size in zip(unit.names, unit.origins, unit.sizes, strict=True)
         }
 
+    @property
+    def store_id(self) -> object:
+        """Which store it is a shard of, as far as it says."""
+        return self._first.content.get("store")
+
     def group(self, name: str, role: str) -> int:
         """Return how many elements of a weight share a value of a role."""
         return self._layout.unit(name).role(role).group
 
-    def flush(self) -> None:
-        """What is durable awaits nothing."""
-
-    def read(self, name: str, role: str, begin: int, end: int) -> np.ndarray:
-        """Return elements `begin` to `end` of a weight after the newest durable step, float32.
-
-        Raises:
-            CorruptionError: some bytes have changed, with the place and both checksums.
-        """
-        return self.version(self.newest).read(name, role, begin, end)
+    def read_step(self, step: int, name: str, role: str, begin: int, end: int) -> np.ndarray:
+        return self.version(step).read(name, role, begin, end)
 
     @property
     def state_bytes(self) -> int:
-        """Weights and state of one step."""
         return sum(unit.place_bytes for unit in self._layout.units)
 
     def verify(self, step: int) -> None:
-        """Read every byte of a durable step.
-
-        Raises:
-            CorruptionError: some have changed, with the place and both checksums.
-        """
         self.version(step).verify()
 
-    def content_hash(self, step: int) -> str:
-        """Return the hash of all weights after a durable step."""
-        return self.version(step).content_hash()
-
     def repair(self) -> int:
-        """Go back to the newest durable step that is whole; return it.
+        """As every `repair`; what is listed then is whole, and stays so.
 
-        What is listed then is whole, and stays so: older steps go whose places have been used
-        again, or are the next to be.
-
-        Raises:
-            ConfigError: there is no durable step yet, and nothing is damaged.
-            CorruptionError: none is whole; nothing has been changed.
+        Older steps go whose places have been used again, or are the next to be.
         """
         if not self.whole_steps:
             if not self._records:
                 read_records(self._journal)  # raises where the journal is damaged
-                raise none_durable(self.folder)
+                raise self._none_durable()
             raise CorruptionError(
                 f"{self.folder}: no durable step is whole; restore it from an export"
             )
@@ -233,11 +174,6 @@ class FlashReader:
         version = Version(self._layout, self._file)
         version.restore(record)
         return version
-
-
-def none_durable(folder: Path) -> ConfigError:
-    """Return the error to raise where weights have not been loaded to the end."""
-    return ConfigError(f"{folder}: no durable step yet; start the run again")
 
 
 def _read_records(journal: Path) -> list[Record]:

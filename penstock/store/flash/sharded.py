@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
-from penstock.store.flash.shards import Shards, agree, require_shards
+from penstock.store.flash.shards import Shards, agree, require_one_store, require_shards
 from penstock.store.holding import Holding
 from penstock.store.interface import Store
 from penstock.store.lock import FolderLock
@@ -46,7 +46,8 @@ class ShardedFlashStore(ShardedStore):
 
     Raises:
         OtherStoreError: the folder holds another number of shards, or the store of another model.
-        CorruptionError: the shards hold no durable step in common, or replicas differ.
+        CorruptionError: the shards are of different stores, hold no durable step in common, or
+            replicas differ.
     """
 
     def __init__(
@@ -65,8 +66,9 @@ class ShardedFlashStore(ShardedStore):
             found = require_shards(folder, shard_map.count)
             if found is None:
                 shapes = {name: spec.shape for name, spec in program.weights.items()}
-                found = Shards(folder, shard_map.count, shapes)
+                found = Shards.new(folder, shard_map.count, shapes)
                 found.write()
+            require_one_store(found)
             agree(found, replicas)
             shards = []
             for open_shard, where in zip(openers, found.folders, strict=True):

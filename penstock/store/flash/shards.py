@@ -4,11 +4,17 @@ Every shard has a journal of its own, and a crash between two of them leaves som
 durable step and others at the one before. They agree on the newest that all hold: those that are
 ahead go back, before anything is opened. A shard may have replicas, each in a folder beside its
 own: it holds a step if one of these does, and those that do not are given a copy later.
+
+That shards belong together is known by the store's name, drawn when it is made: `shards.json` has
+it, and every shard's journal. Stores that were made before there were names have none anywhere.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
+import secrets
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,25 +23,36 @@ from typing import Any
 from penstock import durable
 from penstock.errors import ConfigError, CorruptionError
 from penstock.store import files, sealed_json
-from penstock.store.flash.description import OtherStoreError
+from penstock.store.flash.description import JOURNAL, OtherStoreError
 from penstock.store.flash.journal import Journal, Record, read_records
-from penstock.store.flash.store import JOURNAL
 from penstock.store.flash.version import recorded_step
 
 SHARDS = "shards.json"
 MOST_SHARDS = 64
 MOST_REPLICAS = 2
 
-FORMAT, VERSION = "penstock-shards", 1
+FORMAT, VERSION = "penstock-shards", 2
+_WITHOUT_ID = 1
+_SHARD = "shard-"
+_ID = re.compile(r"[0-9a-f]{32}")
 
 
 @dataclass(frozen=True)
 class Shards:
-    """What `shards.json` says: the number of shards, and the shapes of the whole weights."""
+    """What `shards.json` says: the number of shards, and the shapes of the whole weights.
+
+    `store_id` is what the shards know each other by; None for a store of an older release.
+    """
 
     folder: Path
     count: int
     shapes: Mapping[str, tuple[int, ...]]
+    store_id: str | None
+
+    @classmethod
+    def new(cls, folder: Path, count: int, shapes: Mapping[str, tuple[int, ...]]) -> Shards:
+        """Return what a store says that is yet to be made."""
+        return cls(folder, count, shapes, secrets.token_hex(16))
 
     @property
     def folders(self) -> list[Path]:
@@ -55,17 +72,18 @@ class Shards:
         content = {
             "format": FORMAT,
             "version": VERSION,
+            "id": self.store_id,
             "shards": self.count,
             "weights": {name: list(shape) for name, shape in self.shapes.items()},
         }
         data = sealed_json.seal(content)
         with files.storage_errors(self.folder, len(data)):
-            files.replace_file(self.folder / SHARDS, data, "shards")
+            durable.replace_file(self.folder / SHARDS, data, "shards")
 
 
 def shard_folder(folder: Path, shard: int, replica: int = 0) -> Path:
     """Return where a shard is, or a replica of it, in the folder of all."""
-    return folder / (f"shard-{shard}-replica-{replica}" if replica else f"shard-{shard}")
+    return folder / f"{_SHARD}{shard}{f'-replica-{replica}' if replica else ''}"
 
 
 def read_shards(folder: Path) -> Shards | None:
@@ -89,12 +107,50 @@ def read_shards(folder: Path) -> Shards | None:
     match content:
         case {"format": format_, "shards": int(count), "weights": dict(weights)} if (
             format_ == FORMAT
+            and (_is_id(content.get("id")) or (version == _WITHOUT_ID and "id" not in content))
             and type(count) is int
             and 1 <= count <= MOST_SHARDS
             and all(_is_shape(shape) for shape in weights.values())
         ):
-            return Shards(folder, count, {name: tuple(s) for name, s in weights.items()})
+            shapes = {name: tuple(shape) for name, shape in weights.items()}
+            return Shards(folder, count, shapes, content.get("id"))
     raise CorruptionError(f"{path}: it does not describe shards; restore it from a copy")
+
+
+def store_id_of(folder: Path) -> str | None:
+    """Return which store the shard that is made in `folder` is to be of; None where it is whole.
+
+    Raises:
+        CorruptionError: what is said of the shards has changed.
+    """
+    shards = read_shards(folder.parent) if folder.name.startswith(_SHARD) else None
+    return None if shards is None else shards.store_id
+
+
+def require_one_store(shards: Shards) -> None:
+    """Refuse folders that were put together from different stores.
+
+    Raises:
+        CorruptionError: a shard says that it is of another store.
+    """
+    for folder in itertools.chain.from_iterable(shards.copies):
+        journal = folder / JOURNAL
+        if os.path.lexists(journal):
+            first = read_records(journal)[0][0]
+            if first.content.get("store") != shards.store_id:
+                raise of_another_store(shards, folder)
+
+
+def of_another_store(shards: Shards, folder: Path) -> CorruptionError:
+    """Return the error to raise where a shard is not one of these."""
+    return CorruptionError(
+        f"{folder} is a shard of another store than the one that {shards.folder / SHARDS} "
+        "describes, though of the same model; restore all shards from one copy"
+    )
+
+
+def _is_id(found: object) -> bool:
+    return isinstance(found, str) and _ID.fullmatch(found) is not None
 
 
 def _is_shape(found: object) -> bool:
@@ -159,6 +215,7 @@ def common_step(shards: Shards, steps: Sequence[Sequence[int]]) -> int | None:
 
 def recorded_together(shards: Shards) -> dict[str, Any] | None:
     """Return what was kept with the newest step that all shards hold; None where there is none."""
+    require_one_store(shards)
     found = _recorded(shards)
     step = _common(shards, found)
     if step is None:

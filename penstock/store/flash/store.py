@@ -21,33 +21,33 @@ from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 
 from penstock import durable, fault
 from penstock.errors import BudgetError
 from penstock.store import files
+from penstock.store.flash.block_updates import BlockUpdates
 from penstock.store.flash.blocks import StateBlocks
-from penstock.store.flash.description import describe, require_same
+from penstock.store.flash.description import EXTENTS, JOURNAL, describe, require_same
 from penstock.store.flash.division import SLABS, divide, visits_of
 from penstock.store.flash.frames import Frames, least_bytes
 from penstock.store.flash.journal import Journal, Record
-from penstock.store.flash.layout import BLOCK_ELEMENTS, Block, FlashLayout, Unit
+from penstock.store.flash.layout import BLOCK_ELEMENTS, FlashLayout, Unit
 from penstock.store.flash.medium import ExtentFile
 from penstock.store.flash.pipeline import Pipeline
+from penstock.store.flash.shards import store_id_of
 from penstock.store.flash.spill import GradientSpill
 from penstock.store.flash.staging import StagedUnit, Staging
-from penstock.store.flash.version import Version, checksum, recorded_step, state_parts, state_slices
-from penstock.store.gradients import ZERO_GRADIENT, Gradients
+from penstock.store.flash.version import Version, checksum, recorded_step
+from penstock.store.gradients import Gradients
 from penstock.store.holding import Holding
 from penstock.store.incoming import fill
 from penstock.store.interface import Commit, FlashTraffic, Traffic
 from penstock.store.lock import FolderLock
 from penstock.store.norm import GradientReport, clip_scale, global_norm
-from penstock.store.optimizers import GroupSettings, Optimizer, rounding_key
+from penstock.store.optimizers import GroupSettings, Optimizer
 from penstock.store.roles import MASTER, Stored, stored_of
 from penstock.store.schedules import Schedule, learning_rate
-
-JOURNAL, EXTENTS = "journal", "extents"
+from penstock.store.unchanged import UnchangedWeights
 
 
 class FlashStore:
@@ -97,9 +97,7 @@ class FlashStore:
         self.folder = folder
         self.step = 0
         self.extra: dict[str, Any] = {}
-        self._optimizer, self._groups, self._schedule = optimizer, dict(groups), schedule
-        self._clip_norm, self._keep = clip_norm, keep_steps
-        self._trainable = tuple(n for n in program.weights if program.weights[n].trainable)
+        self._schedule, self._clip_norm, self._keep = schedule, clip_norm, keep_steps
         self._block_elements = block_elements
         self._layout = FlashLayout.of(program, optimizer.roles, keep_steps, block_elements)
         units = self._layout.units
@@ -111,14 +109,16 @@ class FlashStore:
         spilled = [unit for unit in units if unit.index in self._division.spilled]
         elsewhere = {name for unit in spilled for name in unit.names}
         self._gradients = Gradients(program, gradient_dtype, elsewhere)
+        self._unchanged = UnchangedWeights(
+            [name for name in program.weights if program.weights[name].trainable],
+            self._gradients.zero_everywhere,
+        )
+        self._updates = BlockUpdates(program, optimizer, groups, self._gradients, self._unchanged)
         self._durable_every = durable_every
 
-        self._commit: Commit | None = None
         self._is_loaded = False
         self._is_closed = False
         self._unsealed = False
-        self._never_changed = set(self._trainable)
-        self._unchanged: dict[str, str] = {}
         self._streamed_bytes = self._gradient_bytes = 0
         self._staging: Staging | None = None
 
@@ -141,7 +141,7 @@ class FlashStore:
                     self._division.buffer_bytes,
                 ),
                 spill=self._spill,
-                update=self._apply,
+                update=self._updates.apply,
                 keep_steps=keep_steps,
             )
             opened.callback(self._pipeline.close)
@@ -166,7 +166,8 @@ class FlashStore:
 
     def _open(self, opened: ExitStack) -> None:
         journal, extents = self.folder / JOURNAL, self.folder / EXTENTS
-        described = describe(self._layout, self._block_elements, self._keep)
+        store_id = store_id_of(self.folder)
+        described = describe(self._layout, self._block_elements, self._keep, store_id)
         if journal.exists():
             self._journal = Journal(journal)
             opened.callback(self._journal.close)
@@ -322,7 +323,7 @@ class FlashStore:
         rate = learning_rate(self._schedule, self.step)
         commit = Commit(self.step + 1, norm, clip_scale(norm, self._clip_norm), rate)
         self._gradients.decided()
-        self._commit, self._unsealed = commit, True
+        self._updates.commit, self._unsealed = commit, True
         self.step += 1
         units = [unit for unit in self._layout.units if unit.is_updated]
         self._pipeline.begin_pass(units, goes_out=self._is_due)
@@ -363,7 +364,7 @@ class FlashStore:
 
     def unchanged(self) -> dict[str, str]:
         """Return the trainable weights that no update has changed (`DramStore.unchanged`)."""
-        return {name: self._unchanged[name] for name in self._trainable if name in self._unchanged}
+        return self._unchanged.reasons()
 
     def take_traffic(self) -> Traffic:
         """Return the bytes that were streamed and received since the last call."""
@@ -374,51 +375,6 @@ class FlashStore:
     def take_flash_traffic(self) -> FlashTraffic:
         """Return what moved to and from flash, and what was waited for it, since the last call."""
         return self._pipeline.take_traffic()
-
-    def _apply(
-        self,
-        unit: Unit,
-        block: Block,
-        frame: np.ndarray,
-        data: np.ndarray,
-        spilled: np.ndarray | None,
-    ) -> None:
-        """Make the update of a block; called by the updater."""
-        commit = self._commit
-        assert commit is not None
-        stream = frame.view(np.uint16 if unit.split else np.float32)
-        low, state = state_parts(unit, block, data)
-        for name, begin, end, first in unit.pieces(block):
-            here, there = slice(begin - block.begin, end - block.begin), slice(begin, end)
-            weight = (stream[there], low[here]) if unit.split else (stream[there],)
-            settings = self._groups[name]
-            rate = commit.learning_rate * settings.learning_rate_scale
-            watched = name in self._never_changed and rate > 0
-            before = [xxhash.xxh3_128_digest(part.data) for part in weight] if watched else []
-            if spilled is None:
-                gradient = self._gradients.array(name)[first : first + end - begin]
-            else:
-                gradient = spilled[here]
-            self._optimizer.update(
-                weight,
-                gradient,
-                state_slices(unit, state, here),
-                step=commit.step,
-                learning_rate=rate,
-                weight_decay=settings.weight_decay,
-                gradient_scale=commit.clip_scale,
-                key=rounding_key(name),
-                position=self.program.weights[name].begin + first,
-            )
-            if watched and [xxhash.xxh3_128_digest(part.data) for part in weight] != before:
-                self._never_changed.discard(name)
-                self._unchanged.pop(name, None)
-            elif watched:
-                self._unchanged[name] = (
-                    ZERO_GRADIENT
-                    if self._gradients.zero_everywhere(name)
-                    else f"no update was large enough, at learning rate {rate:g}"
-                )
 
     # Weights in, and looking at them
 
@@ -433,7 +389,7 @@ class FlashStore:
         self._pipeline.finish_pass()
         self._is_loaded = False
         self._gradients.clear()
-        self._never_changed, self._unchanged = set(self._trainable), {}
+        self._unchanged.begin()
         self._pipeline.drain()
         self._pipeline.forget()
         self._staging = Staging(self._land)

@@ -12,11 +12,10 @@ import xxhash
 from penstock.errors import CorruptionError
 from penstock.kernels.memory import allocate
 from penstock.kernels.split_master import join
-from penstock.store.content_hash import hash_weights
+from penstock.store.content_hash import hash_read
 from penstock.store.flash.journal import Record
 from penstock.store.flash.layout import Block, FlashLayout, Unit
 from penstock.store.flash.medium import ExtentFile
-from penstock.store.masters import PIECE_ELEMENTS
 from penstock.store.roles import MASTER
 
 CHECKSUM_BYTES = 16
@@ -170,17 +169,9 @@ class Version:
 
     def content_hash(self) -> str:
         """Return the hash of all weights (`content_hash.py`)."""
-
-        def pieces(name: str, elements: int) -> Iterable[memoryview]:
-            for begin in range(0, elements, PIECE_ELEMENTS):
-                yield self.read(name, MASTER, begin, min(begin + PIECE_ELEMENTS, elements)).data
-
-        weights = sorted(
-            (name, shape, size)
-            for unit in self._layout.units
-            for name, shape, size in zip(unit.names, unit.shapes, unit.sizes, strict=True)
+        return hash_read(
+            self._layout.shapes, lambda name, begin, end: self.read(name, MASTER, begin, end)
         )
-        return hash_weights((name, shape, pieces(name, size)) for name, shape, size in weights)
 
 
 def state_parts(

@@ -4,6 +4,7 @@ from fnmatch import fnmatch
 
 import pytest
 import torch
+from grids import thinned
 from sweeps import compiled, one_step, sweep, weights_of
 from torch import nn
 from torch.nn import functional as F
@@ -51,7 +52,10 @@ def is_fused(program, name="penstock.linear_cross_entropy"):
     )
 
 
-@pytest.fixture(params=[7, 64, TOKENS, 10**6], ids="chunks of {}".format)
+CHUNKS = (7, 64, TOKENS, 10**6)
+
+
+@pytest.fixture(params=CHUNKS, ids="chunks of {}".format)
 def chunks(request, monkeypatch):
     """Cut the tokens into chunks of that many rows: odd ones, a last one that is short, one."""
     monkeypatch.setattr(fused_head, "_MIN_ROWS", 1)
@@ -59,16 +63,19 @@ def chunks(request, monkeypatch):
     return request.param
 
 
-@pytest.mark.parametrize("seed", range(2))
+OPTIONS = (
+    {},
+    {"bias": False},
+    {"reduction": "sum"},
+    {"reduction": "sum", "bias": False, "ignore_index": 5},
+    {"ignore_index": 0},
+)
+
+
 @pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"bias": False},
-        {"reduction": "sum"},
-        {"reduction": "sum", "bias": False, "ignore_index": 5},
-        {"ignore_index": 0},
-    ],
+    ("options", "chunks", "seed"),
+    thinned(OPTIONS, CHUNKS, range(2)),
+    indirect=["chunks"],
     ids=str,
 )
 def test_losses_and_gradients_are_those_of_pytorch(options, seed, chunks):

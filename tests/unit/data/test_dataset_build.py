@@ -134,7 +134,10 @@ def test_a_single_document_gives_its_tail_for_validation(tmp_path, length, shard
         f"there is one document, none of them held out; the last {tail} tokens are the validation "
         "split instead",
     )
-    stored = {record.file for record in report.manifest.files()} | {"dataset.json"}
+    stored = {record.file for record in report.manifest.files()} | {
+        "dataset.json",
+        "built_from.json",
+    }
     assert stored == set(os.listdir(report.path))
 
 

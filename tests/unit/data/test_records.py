@@ -15,7 +15,7 @@ from penstock.data import (
     build_dataset,
     load_tokenizer,
 )
-from penstock.data.manifest import _checksum
+from penstock.data.manifest import checksum_of
 from penstock.errors import ConfigError, CorruptionError, DataError
 
 
@@ -235,7 +235,7 @@ def reseal(folder, change):
     content = json.loads(file.read_text())
     del content["checksum"]
     change(content)
-    file.write_text(json.dumps(content | {"checksum": _checksum(content)}))
+    file.write_text(json.dumps(content | {"checksum": checksum_of(content)}))
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 from families import FAMILIES, fields, plain_builder
+from grids import thinned
 from torch import nn
 from torch.nn import functional as F
 
@@ -78,8 +79,7 @@ def batch_for(source: ModelSource, seed: int) -> dict[str, torch.Tensor]:
     return inputs
 
 
-@pytest.mark.parametrize("seed", [0, 3])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "seed"), thinned([*FAMILIES], [0, 3]))
 def test_the_exported_loss_is_the_plain_models(family: str, seed: int) -> None:
     source = ModelSource.from_hf_config(fields(family))
     inputs = batch_for(source, seed)

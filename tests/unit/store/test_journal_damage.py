@@ -4,10 +4,11 @@ import random
 import shutil
 
 import pytest
+from sharded_stores import sharded_flash
 from store_programs import flash_store, make_program, random_weights, train
 
 from penstock.errors import CorruptionError
-from penstock.store.flash import FlashReader, repair
+from penstock.store.flash import FlashReader, open_reader, recorded_extra, repair
 from penstock.store.flash import journal as journal_module
 from penstock.store.flash.journal import SECTOR_BYTES, read_records, whole_records
 
@@ -102,6 +103,58 @@ def test_a_record_that_was_copied_behind_others_is_not_taken(folder):
     with pytest.raises(CorruptionError):
         read_records(journal)
     assert whole_records(journal) == records
+
+
+@pytest.mark.parametrize(
+    ("hit", "stands_at"),
+    [
+        ({1: [5]}, 4),  # the newest step of one shard: the others go back to it
+        ({1: [4]}, 5),  # one in the middle, the newest is whole in both
+        ({0: [4], 1: [3]}, 5),
+        ({0: [5], 1: [4]}, 3),
+        ({0: [3, 5], 1: [4]}, 2),  # not listed any more, and its extents not yet used again
+        ({0: [2, 3, 5], 1: [4]}, None),  # of no step with extents both shards' records are whole
+    ],
+)
+def test_shards_go_back_together_to_a_step_that_is_whole_in_all(tmp_path, hit, stands_at):
+    """No shard goes back alone: opening is refused, and a repair takes all to one step."""
+    program = make_program([{"a": (4 * 4096,), "b": (7,)}])
+    folder = tmp_path / "flash"
+
+    def opened():
+        return sharded_flash(program, folder, 2, keep_steps=3)
+
+    store, hashes = opened(), []
+    store.load(random_weights(program, 1).items())
+    for _ in range(STEPS):
+        hashes.append(store.content_hash())
+        train(store, 1, seed=1)
+        store.make_durable()
+    hashes.append(store.content_hash())
+    store.close()
+    for shard, steps in hit.items():
+        journal = folder / f"shard-{shard}" / "journal"
+        sizes = lengths(journal)
+        damaged(journal, [sum(sizes[: step + 1]) + 40 for step in steps])  # record 0 is no step's
+    journals = {path: path.read_bytes() for path in folder.rglob("journal")}
+    for look in (opened, lambda: open_reader(folder), lambda: recorded_extra(folder)):
+        with pytest.raises(CorruptionError, match=r"shard-[01]/journal: "):
+            look()
+    if stands_at is None:
+        with pytest.raises(CorruptionError, match="no durable step is whole in all shards"):
+            repair(folder)
+        assert {path: path.read_bytes() for path in journals} == journals
+        return
+    assert repair(folder) == stands_at
+    with open_reader(folder) as reader:
+        assert reader.newest == stands_at
+        assert reader.content_hash(stands_at) == hashes[stands_at]
+    store = opened()
+    assert store.step == stands_at
+    assert store.content_hash() == hashes[stands_at]
+    train(store, STEPS - stands_at, seed=1)
+    assert store.content_hash() == hashes[STEPS]
+    store.close()
 
 
 def test_without_its_first_record_a_journal_says_nothing(folder):

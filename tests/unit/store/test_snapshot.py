@@ -7,12 +7,12 @@ import pytest
 import torch
 from store_programs import LAYERS, make_program, random_weights, train, training_store
 
+from penstock import durable
 from penstock.errors import StorageError
 from penstock.store import (
     AdamW,
     BackgroundSave,
     Lion,
-    files,
     find_checkpoint,
     load_checkpoint,
     save_checkpoint,
@@ -39,7 +39,7 @@ class Gate:
     def __init__(self, monkeypatch, at):
         self.count, self.at = 0, at
         self.reached, self.opened = threading.Event(), threading.Event()
-        original = files.write
+        original = durable.write
 
         def write(descriptor, data):
             self.count += 1
@@ -48,7 +48,7 @@ class Gate:
                 assert self.opened.wait(60)
             return original(descriptor, data)
 
-        monkeypatch.setattr(files, "write", write)
+        monkeypatch.setattr(durable, "write", write)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_copies_stay_within_their_budget_and_training_waits(tmp_path, monkeypatc
     saving.wait()
     assert snapshot.peak_copied_bytes <= 20_000
     assert snapshot.copied_bytes == 0
-    assert store.take_traffic().snapshot_seconds > 0.2
+    assert store.take_traffic().snapshot_seconds > 0.02
     fresh = loaded(seed=1)
     load_checkpoint(fresh, find_checkpoint(tmp_path, "latest"))
     same = loaded()

@@ -1,0 +1,80 @@
+"""What a commit does to a block of a unit that has been read: the arithmetic of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from penstock.store.flash.layout import Block, Unit
+from penstock.store.flash.version import state_parts, state_slices
+from penstock.store.gradients import Gradients
+from penstock.store.holding import Holding
+from penstock.store.interface import Commit
+from penstock.store.optimizers import GroupSettings, Optimizer, rounding_key
+from penstock.store.unchanged import UnchangedWeights
+
+
+class BlockUpdates:
+    """Makes the updates of the present commit, block by block; called by the updater's thread.
+
+    Args:
+        program: names the weights.
+        optimizer: makes the updates.
+        groups: settings of every trainable weight, by name.
+        gradients: those that are in memory.
+        unchanged: is told what an update has changed.
+    """
+
+    def __init__(
+        self,
+        program: Holding,
+        optimizer: Optimizer,
+        groups: Mapping[str, GroupSettings],
+        gradients: Gradients,
+        unchanged: UnchangedWeights,
+    ) -> None:
+        self._program, self._optimizer, self._groups = program, optimizer, groups
+        self._gradients, self._unchanged = gradients, unchanged
+        self.commit: Commit | None = None
+
+    def apply(
+        self,
+        unit: Unit,
+        block: Block,
+        frame: np.ndarray,
+        data: np.ndarray,
+        spilled: np.ndarray | None,
+    ) -> None:
+        """Update a block in place.
+
+        Args:
+            frame: what streams of the block.
+            data: its state.
+            spilled: its gradients, where they are not in memory.
+        """
+        commit = self.commit
+        assert commit is not None
+        stream = frame.view(np.uint16 if unit.split else np.float32)
+        low, state = state_parts(unit, block, data)
+        for name, begin, end, first in unit.pieces(block):
+            here, there = slice(begin - block.begin, end - block.begin), slice(begin, end)
+            weight = (stream[there], low[here]) if unit.split else (stream[there],)
+            settings = self._groups[name]
+            rate = commit.learning_rate * settings.learning_rate_scale
+            if spilled is None:
+                gradient = self._gradients.array(name)[first : first + end - begin]
+            else:
+                gradient = spilled[here]
+            with self._unchanged.watching(name, weight, rate):
+                self._optimizer.update(
+                    weight,
+                    gradient,
+                    state_slices(unit, state, here),
+                    step=commit.step,
+                    learning_rate=rate,
+                    weight_decay=settings.weight_decay,
+                    gradient_scale=commit.clip_scale,
+                    key=rounding_key(name),
+                    position=self._program.weights[name].begin + first,
+                )

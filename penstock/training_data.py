@@ -1,0 +1,168 @@
+"""The data of a run: the configured data set, built if need be, and the batches that it gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from penstock.config import Config
+from penstock.data import (
+    BuiltFrom,
+    LanguageModelSource,
+    MaskedLanguageModelSource,
+    RecordSource,
+    Source,
+    TokenDataset,
+    build_dataset,
+    check_vocabulary,
+    read_built_from,
+)
+from penstock.errors import ConfigError, DataError
+from penstock.models import ModelSource
+
+_SPARE_VOCABULARY = 2  # times what is used; beyond, it was not meant
+_MASK_TOKENS = ("[MASK]", "<mask>")
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """The sources of training and held-out batches; `dataset` where they come from text.
+
+    `sequence_length` is the tokens of a row, 1 where rows are not of tokens.
+    """
+
+    training: Source
+    held_out: Source | None
+    dataset: TokenDataset | None
+    sequence_length: int
+
+
+def open_data(config: Config, source: ModelSource, notice: Callable[[str], None]) -> TrainingData:
+    """Open the configured data set, building it first if it is to be made from `data.input`."""
+    if source.task == "custom" and set(source.inputs) != {"input_ids", "labels"}:
+        raise DataError(
+            f"{source.name} is a module of your own: give its data from Python, "
+            "Trainer(config, source=ArraySource(...))"
+        )
+    folder = config.data_dir
+    if not folder.exists() and config.data.input:
+        notice(f"building the data set {folder} from {', '.join(config.data.input)}")
+        report = build_dataset(
+            config.data.input,
+            config.tokenizer,
+            folder,
+            validation=config.data.validation,
+            seed=config.data.seed,
+            content=config.data.content,
+            prompt_field=config.data.prompt_field,
+            completion_field=config.data.completion_field,
+        )
+        for note in report.notes:
+            notice(note)
+    dataset = TokenDataset.open(folder)
+    _check_build(config, dataset)
+    _check_content(config, source, dataset)
+    if source.vocab_size is not None:
+        check_vocabulary(dataset, source.vocab_size)
+        if source.vocab_size > _SPARE_VOCABULARY * dataset.vocab_size:
+            notice(
+                f"the model has a vocabulary of {source.vocab_size}, the data set uses "
+                f"{dataset.vocab_size}: most rows of its embedding never train; set the model's "
+                f"vocab_size to {dataset.vocab_size}, or a little more"
+            )
+    length = sequence_length(config, source, dataset)
+
+    def split(name: str) -> Source:
+        if dataset.content == "records":
+            records = RecordSource(dataset, name, length, config.data.seed)
+            for text in (records.describe(), *records.warnings()):
+                notice(text)
+            return records
+        if source.task == "masked_lm":
+            mask = _mask_token(dataset, source)
+            return MaskedLanguageModelSource(dataset, name, length, mask, config.data.seed)
+        return LanguageModelSource(dataset, name, length, config.data.seed)
+
+    held_out = "validation" if "validation" in dataset.splits else None
+    return TrainingData(split("train"), split(held_out) if held_out else None, dataset, length)
+
+
+def _check_content(config: Config, source: ModelSource, dataset: TokenDataset) -> None:
+    """Refuse records where they cannot be trained on, and text where records are asked for."""
+    if dataset.content == "text" and config.data.content == "records":
+        raise DataError(
+            f"data.content: expected a data set of records, {dataset.path} holds plain text; name "
+            "another folder in data.path to build one there, or set data.content: text"
+        )
+    if dataset.content == "records" and source.task != "causal_lm":
+        raise DataError(
+            f"{dataset.path} holds prompts with completions, which a model learns to continue by "
+            f"next-token prediction (task causal_lm); {source.name} is trained for {source.task}: "
+            "build a data set of plain text for it"
+        )
+
+
+def _check_build(config: Config, dataset: TokenDataset) -> None:
+    """Refuse the data set that a run has built from or by something else than is asked for now."""
+    if config.data.path is not None:
+        return
+    advice = f"set it back, delete {dataset.path} to have it built again, or choose another run.dir"
+    wanted, found = config.data.tokenizer, dataset.manifest.tokenizer.name
+    if wanted != found and (wanted == "bytes" or wanted.startswith("train-bpe:")):
+        raise DataError(
+            f"data.tokenizer: {dataset.path} was built with {found}, got {wanted}; {advice}"
+        )
+    made_from = read_built_from(dataset.path)
+    if made_from is None or not config.data.input:
+        return
+    data = config.data
+    difference = made_from.difference(
+        BuiltFrom.of(
+            data.input, data.content, data.prompt_field, data.completion_field, data.validation
+        )
+    )
+    if difference is not None:
+        name, was, wants = difference
+        how = "from" if name == "input" else "with"
+        raise DataError(f"data.{name}: {dataset.path} was built {how} {was}, got {wants}; {advice}")
+
+
+def _mask_token(dataset: TokenDataset, source: ModelSource) -> int:
+    """Return a token id that the text never has: `[MASK]`, or the model's last if that is free.
+
+    Text is encoded as text, so that the tokenizer's own token for the purpose is never in it.
+    """
+    tokenizer = dataset.tokenizer()
+    for name in _MASK_TOKENS:
+        number = tokenizer.token_id(name)
+        if number is not None:
+            return number
+    assert source.vocab_size is not None
+    if source.vocab_size <= dataset.vocab_size:
+        raise DataError(
+            f"masked training needs a token that the text never has: {source.name} has a "
+            f"vocabulary of {source.vocab_size}, the data set uses all of {dataset.vocab_size}; "
+            f"set vocab_size to {dataset.vocab_size + 1} or more"
+        )
+    return source.vocab_size - 1
+
+
+def sequence_length(
+    config: Config, source: ModelSource, dataset: TokenDataset | None = None
+) -> int:
+    """Return the tokens per sequence: as configured, or all that the model takes.
+
+    Of records no more than the longest needs, since the rest of every row would be padding.
+    """
+    length = config.data.sequence_length or source.max_sequence_length
+    if not config.data.sequence_length and dataset is not None and dataset.content == "records":
+        longest = max(dataset.records(split).longest() for split in dataset.splits)
+        return longest if length is None else min(longest, length)
+    if length is None:
+        if source.task == "custom":
+            return 1
+        raise ConfigError(
+            f"data.sequence_length: {source.name} does not say how long its sequences may be; "
+            "set it"
+        )
+    return length

@@ -1,0 +1,83 @@
+"""What a store on flash is not opened with: another model, too little memory, too little room."""
+
+import os
+import re
+
+import pytest
+import torch
+from store_programs import LAYERS, make_program
+from test_flash import DEEP, LEAST
+
+from penstock.errors import BudgetError, ConfigError
+from penstock.store import AdamW, Lion
+from penstock.store.flash import least_dram_bytes
+from penstock.store.flash.layout import BLOCK_ELEMENTS
+
+
+def test_another_model_or_optimizer_is_refused(flash):
+    before = len(os.listdir("/proc/self/fd"))
+    flash(make_program(LAYERS)).close()
+    with pytest.raises(ConfigError, match="holds the state of another model or optimizer"):
+        flash(make_program(DEEP))
+    state = r": optimizer state exp_avg \(float32\), .* there, exp_avg \(float32\) now"
+    with pytest.raises(ConfigError, match=f"another model or optimizer: .*{state}"):
+        flash(make_program(LAYERS), optimizer=Lion())
+    assert len(os.listdir("/proc/self/fd")) == before
+    flash(make_program(LAYERS))
+
+
+def test_another_number_of_steps_to_keep_is_no_other_model(flash):
+    flash(make_program(LAYERS), keep_steps=2).close()
+    with pytest.raises(ConfigError, match=r"made to keep 2 durable steps.*keep_steps to 2"):
+        flash(make_program(LAYERS), keep_steps=3)
+
+
+def test_a_budget_that_is_too_small_says_what_is_needed(flash):
+    program = make_program(DEEP)
+    with pytest.raises(BudgetError, match=r"raise store\.dram to [\d,]+ or more") as caught:
+        flash(program, dram=150_000)
+    need = int(str(caught.value).split("raise store.dram to ")[1].split()[0].replace(",", ""))
+    assert need == LEAST
+    with pytest.raises(BudgetError, match="the weights of two stages need 65,536 bytes"):
+        flash(program, dram=need - 1)
+    flash(program, dram=need)
+
+
+MANY_BLOCKS = [{f"{i}.weight": (500, 400)} for i in range(24)]  # 98 blocks a stage
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("half", [False, True])
+def test_the_least_memory_is_enough_for_stages_of_many_blocks(flash, dtype, half):
+    program = make_program(MANY_BLOCKS, stream_dtype=dtype)
+    settings = {"gradient_dtype": torch.bfloat16 if half else torch.float32}
+    with pytest.raises(BudgetError) as caught:
+        flash(program, dram=1, **settings)
+    least = int(re.search(r"raise store\.dram to ([\d,]+) ", str(caught.value))[1].replace(",", ""))
+    store = flash(program, dram=least, **settings)
+    assert sum(store.memory_bytes.values()) <= least
+    with pytest.raises(BudgetError, match=rf"to {least:,} or more"):
+        flash(program, "other", dram=least - 1, **settings)
+
+
+def test_the_limit_on_flash_counts_gradients_too(flash):
+    store = flash(make_program(DEEP), dram=LEAST)
+    assert store.flash_bytes == 9 * 8192 * (3 * 12 + 4)  # three versions, and gradients
+    limit = store.flash_bytes
+    flash(make_program(DEEP), "enough", dram=LEAST, flash_bytes=limit)
+    with pytest.raises(
+        BudgetError, match=rf"and {9 * 8192 * 4:,} for gradients, the limit is {limit - 1:,}"
+    ):
+        flash(make_program(DEEP), "short", dram=LEAST, flash_bytes=limit - 1)
+
+
+@pytest.mark.parametrize("moments", ["fp32", "8bit"])
+@pytest.mark.parametrize("layers", [LAYERS, DEEP, DEEP[:1], [*DEEP, {"head": (900, 300)}]])
+def test_the_least_memory_is_enough_and_less_is_not(flash, layers, moments):
+    program = make_program(layers, stream_dtype=torch.bfloat16)
+    optimizer = AdamW(0.9, 0.95, 1e-8, moments=moments)
+    least = least_dram_bytes(program, optimizer.roles, half_gradients=False)
+    settings = {"optimizer": optimizer, "block_elements": BLOCK_ELEMENTS}
+    with pytest.raises(BudgetError, match=rf"raise store\.dram to {least:,} or more"):
+        flash(program, dram=least - 1, **settings)
+    flash(program, dram=least, **settings)
