@@ -190,6 +190,11 @@ class Worker:
                 self._become(link, Welcome.read(message))
             elif message.kind is Kind.ANSWER:
                 raise RefusedError(str(message.body.get("error")))
+        if self._built is None:
+            raise ClusterError(
+                f"{self._address[0]}:{self._address[1]}: the run ended the connection before it "
+                "said what this worker is to be; do both run the same version of Penstock?"
+            )
         if self._node is not None:
             self._let_go()
             self._endpoint.remove(self._number)

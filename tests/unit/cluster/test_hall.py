@@ -24,7 +24,7 @@ from penstock import assembly
 from penstock.cluster.bodies import Welcome
 from penstock.cluster.hall import Hall
 from penstock.cluster.launch import Ended, thread_states
-from penstock.cluster.worker import _Member, _ShardMember
+from penstock.cluster.worker import Worker, _Member, _ShardMember
 from penstock.config import Config
 from penstock.errors import ClusterError, ConfigError, CorruptionError, ProtocolError
 from penstock.fabric.messages import Kind, Message
@@ -526,3 +526,19 @@ def test_a_process_that_would_run_is_told_from_one_that_sleeps_or_is_stopped(tmp
             until(lambda p=process: thread_states(p.pid) == ["T"])
             process.kill()
         assert thread_states(process.pid) == []
+
+
+def test_a_worker_that_is_cut_off_before_it_is_anything_ends_and_says_so():
+    run = Endpoint(
+        TOKEN,
+        "127.0.0.1",
+        on_link_end=lambda link, error: None,
+        on_stranger=lambda link, message: link.close(),
+        on_failure=lambda error: None,
+    )
+    run.start()
+    try:
+        with pytest.raises(ClusterError, match="the run ended the connection before it said what"):
+            Worker(run.address, TOKEN).serve()
+    finally:
+        run.close()
