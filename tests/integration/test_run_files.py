@@ -1,5 +1,6 @@
 """What a run leaves in its folder, whoever started it."""
 
+import json
 import os
 import threading
 from pathlib import Path
@@ -30,9 +31,14 @@ def config(folder: Path, steps: int) -> dict:
 
 def test_every_step_stands_once_in_the_metrics_of_a_run_that_was_resumed(tmp_path):
     Trainer(config(tmp_path / "run", 4)).train()
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    last = next(row for row in reversed(read_metrics(metrics)) if "learning_rate" in row)
+    with metrics.open("a") as file:  # as of a run that was killed after its last checkpoint
+        file.writelines(json.dumps(last | {"step": step, "loss": 99.0}) + "\n" for step in (5, 6))
     Trainer(config(tmp_path / "run", 7)).train()
-    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    assert [row["step"] for row in rows if "learning_rate" in row] == [1, 2, 3, 4, 5, 6, 7]
+    rows = [row for row in read_metrics(metrics) if "learning_rate" in row]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6, 7]
+    assert all(row["loss"] < 99.0 for row in rows)
     assert (tmp_path / "run" / "config.yaml").exists()
 
 
