@@ -253,12 +253,13 @@ class Conductor:
         self.counts["damaged"] += 1
         if self.phase not in (Phase.COMMITTING, *_OPEN):
             return
-        # The last node of a shard may be all that there is of it.
+        # The last node of a shard keeps its place: it may be all that there is of it.
         is_last = self.roster.holders.is_last
         known = [node for node in ends if node in self.roster and not is_last(node)]
         worst = self._patience.damaged(known, self._view.engines)
         why = f"frames on its links come damaged again and again; {text}"
-        self._begin_anew("damage", text, None if worst is None else (worst, why))
+        behind = None if worst is None or is_last(worst) else (worst, why)
+        self._begin_anew("damage", text, behind)
 
     def tick(self, now: float) -> None:
         """Look whether somebody has been silent, or nothing has moved, for too long."""

@@ -46,7 +46,7 @@ class ShardedFlashStore(ShardedStore):
 
     Raises:
         OtherStoreError: the folder holds another number of shards, or the store of another model.
-        CorruptionError: the shards are of different stores or hold no durable step in common, or
+        CorruptionError: the shards are of different stores, hold no durable step in common, or
             replicas differ.
     """
 

@@ -11,6 +11,7 @@ it, and every shard's journal. Stores that were made before there were names hav
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import secrets
@@ -82,8 +83,7 @@ class Shards:
 
 def shard_folder(folder: Path, shard: int, replica: int = 0) -> Path:
     """Return where a shard is, or a replica of it, in the folder of all."""
-    name = f"{_SHARD}{shard}"
-    return folder / (f"{name}-replica-{replica}" if replica else name)
+    return folder / f"{_SHARD}{shard}{f'-replica-{replica}' if replica else ''}"
 
 
 def read_shards(folder: Path) -> Shards | None:
@@ -133,7 +133,7 @@ def require_one_store(shards: Shards) -> None:
     Raises:
         CorruptionError: a shard says that it is of another store.
     """
-    for folder in (folder for copies in shards.copies for folder in copies):
+    for folder in itertools.chain.from_iterable(shards.copies):
         journal = folder / JOURNAL
         if os.path.lexists(journal):
             first = read_records(journal)[0][0]

@@ -104,11 +104,12 @@ def test_a_replica_that_is_ahead_of_the_other_shards_goes_back_with_them(tmp_pat
 
 
 def test_replicas_that_differ_are_said_to_and_neither_is_taken(tmp_path):
-    trained(tmp_path)
+    trained(tmp_path, steps=2)
     other = tmp_path / "other"
+    shutil.copytree(tmp_path, other)
+    go_on(tmp_path)
     with closing(sharded_flash(PROGRAM, other, 2)) as store:
-        store.load(random_weights(PROGRAM, 1).items())
-        train(store, 3, seed=99)
+        train(store, 1, seed=99)  # as if a bit had flipped in the memory of one host
         store.make_durable()
     shutil.rmtree(shard_folder(tmp_path, 1, 1))
     shutil.copytree(shard_folder(other, 1), shard_folder(tmp_path, 1, 1))
@@ -116,6 +117,16 @@ def test_replicas_that_differ_are_said_to_and_neither_is_taken(tmp_path):
     told = r"shard-1 and shard-1-replica-1 both hold step 3 and are not the same; .* made again"
     with pytest.raises(CorruptionError, match=told):
         agree(read_shards(tmp_path), replicas=2)
+
+
+def test_a_replica_of_another_store_is_refused(tmp_path):
+    trained(tmp_path)
+    other = tmp_path / "other"
+    trained(other)
+    shutil.rmtree(shard_folder(tmp_path, 1, 1))
+    shutil.copytree(shard_folder(other, 1), shard_folder(tmp_path, 1, 1))
+    with pytest.raises(CorruptionError, match="is a shard of another store than the one"):
+        sharded_flash(PROGRAM, tmp_path, 2)
 
 
 def test_weights_that_were_never_trained_are_discarded_in_all_folders(tmp_path):
