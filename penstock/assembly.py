@@ -33,8 +33,7 @@ from penstock.engine import (
     return_freed_pages,
 )
 from penstock.errors import ConfigError, DataError
-from penstock.export import KEPT
-from penstock.models import ModelSource, WeightFiles
+from penstock.models import KEPT, ModelSource, WeightFiles
 from penstock.program import Program
 
 _FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16}

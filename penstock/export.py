@@ -17,7 +17,7 @@ from penstock import assembly, store
 from penstock.config import Config, HuggingFaceModel, PresetModel
 from penstock.data import TokenDataset, export_tokenizer, load_tokenizer
 from penstock.errors import ConfigError, few
-from penstock.models import ModelSource, other_files, tokenizer_files
+from penstock.models import KEPT, ModelSource, other_files, tokenizer_files
 from penstock.store import (
     MAX_SHARD_BYTES,
     MergedWeights,
@@ -29,8 +29,6 @@ from penstock.store import (
 from penstock.store.flash import open_reader
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-KEPT = "model"
-"""Within a run's folder: the small files of the Hugging Face folder that it started from."""
 
 
 def export_run(

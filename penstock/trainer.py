@@ -35,12 +35,12 @@ from penstock.events import (
     Stopped,
     broadcast,
 )
-from penstock.export import KEPT, export, export_adapters
+from penstock.export import export, export_adapters
 from penstock.first_updates import FirstUpdates
 from penstock.generation import Writer, make_writer
 from penstock.keeper import make_keeper
 from penstock.metrics import recorder
-from penstock.models import ModelSource, keep_small_files
+from penstock.models import KEPT, ModelSource, keep_small_files
 from penstock.program import Program
 from penstock.report import RunReport
 from penstock.resumption import Resumption

@@ -6,7 +6,7 @@ from typing import Any
 
 from penstock.assembly import thread_count
 from penstock.config import Config
-from penstock.export import KEPT
+from penstock.models import KEPT
 from penstock.step_layout import Layout
 
 

@@ -5,7 +5,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from penstock.models.folder import keep_small_files, other_files, tokenizer_files
+from penstock.models.folder import KEPT, keep_small_files, other_files, tokenizer_files
 
 if TYPE_CHECKING:
     from penstock.models.lora import Adapter
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from penstock.models.weight_files import WeightFiles
 
 __all__ = [
+    "KEPT",
     "Adapter",
     "InputSpec",
     "ModelSource",

@@ -15,6 +15,8 @@ from penstock.errors import ConfigError, CorruptionError, PenstockError, Storage
 from penstock.plain_file import NotPlainError, open_plain, read_plain
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
+KEPT = "model"
+"""Within a run's folder: the small files of the Hugging Face folder that it started from."""
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",

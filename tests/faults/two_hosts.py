@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-HOSTS = ("penstock-a", "penstock-b")
+HOSTS = (f"penstock-{os.getpid()}-a", f"penstock-{os.getpid()}-b")
 ADDRESSES = ("10.91.0.1", "10.91.0.2")
 
 
@@ -35,12 +36,12 @@ def why_not() -> str | None:
 @contextmanager
 def two_hosts() -> Iterator[None]:
     """Have two hosts, each with a network card of its own; a cable joins them."""
+    _remove_left()
     for host in HOSTS:
-        subprocess.run(["ip", "netns", "del", host], capture_output=True)  # of a test that was cut
         _ip("netns", "add", host)
     try:
-        _ip("link", "add", "pk-a", "netns", HOSTS[0], "type", "veth", "peer", "pk-b")
-        _ip("link", "set", "pk-b", "netns", HOSTS[1])
+        cable = ["pk-a", "netns", HOSTS[0], "type", "veth", "peer", "pk-b", "netns", HOSTS[1]]
+        _ip("link", "add", *cable)
         for host, card, address in zip(HOSTS, ("pk-a", "pk-b"), ADDRESSES, strict=True):
             _ip("-n", host, "address", "add", f"{address}/24", "dev", card)
             _ip("-n", host, "link", "set", card, "up")
@@ -49,6 +50,14 @@ def two_hosts() -> Iterator[None]:
     finally:
         for host in HOSTS:
             _ip("netns", "del", host)
+
+
+def _remove_left() -> None:
+    """Remove the hosts of tests that were killed."""
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
+    for host in re.findall(r"^penstock-\d+-[ab]", listed.stdout, re.MULTILINE):
+        if not Path("/proc", host.split("-")[1]).exists():
+            subprocess.run(["ip", "netns", "del", host], capture_output=True)
 
 
 def plug(there: bool) -> None:
