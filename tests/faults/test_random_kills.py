@@ -66,6 +66,8 @@ def test_kills_at_random_moments_cost_no_bit(kind, moments, count, references, t
 )
 def test_a_thousand_kills_at_random_moments_cost_no_bit(kind, moments, count, references, tmp_path):
     seen = kill(kind, moments, tmp_path / "run", references, count, seed=2)
-    # Some die before they have opened what is there, some while the first weights go in.
-    assert set(seen["stages"]) == {"opening", "loading", "training"}
+    # Some die before they have opened what is there. The first weights go in too fast, in memory,
+    # for any to be sure to die then.
+    certain = {"opening", "training"} if kind == "checkpoints" else {"opening", "loading", "training"}
+    assert certain <= set(seen["stages"]) <= {"opening", "loading", "training"}
     assert seen["runs"] > 5
