@@ -79,8 +79,8 @@ class StepRunner:
         try:
             require_finite(self._store.step + 1, losses)
         except NonFiniteLossError as error:
-            engine, program = self._engines[0], self._layout.program
-            trace(error, program, engine, self._store, self._batches, self._seed)
+            program = self._layout.program
+            trace(error, program, self._engines, self._store, self._batches, self._seed)
         for stage in self._streamed(self._backward_order()):
             parts = [engine.backward(stage.index) for engine in self._engines]
             self._return_gradients(*waiting)

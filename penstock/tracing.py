@@ -38,7 +38,7 @@ def require_finite(step: int, losses: Sequence[float]) -> None:
 def trace(
     error: NonFiniteLossError,
     program: Program,
-    engine: Engine,
+    engines: Sequence[Engine],
     store: Store,
     batches: Batches,
     seed: int,
@@ -46,7 +46,8 @@ def trace(
     """Find the first stage that went non-finite by running the forward sweep again, and say so.
 
     Args:
-        engine: runs it; it forgets whatever step it was in.
+        engines: run it, all of them the same, since those of one group act together; they forget
+            whatever step they were in.
         store: stands where the step was begun; forgets the step's gradients.
 
     Raises:
@@ -55,12 +56,17 @@ def trace(
     store.discard()
     done = store.step
     rows = micro_batches(batches.micro_batch(done, error.number), 1)
-    engine.begin(Batch(rows, error.number, batches.micro_batches, seed, done))
+    for engine in engines:
+        engine.begin(Batch(rows, error.number, batches.micro_batches, seed, done))
     found = None
     for stage in program.stages:
-        engine.load(stage.index, store.fetch(stage.index))
-        engine.infer(stage.index)
-        if not engine.is_finite(stage.index):
+        weights = store.fetch(stage.index)
+        for engine in engines:
+            engine.load(stage.index, weights)
+        for engine in engines:
+            engine.infer(stage.index)
+        finite = [engine.is_finite(stage.index) for engine in engines]
+        if not all(finite):
             found = f"{stage.name} is the first stage whose output is not finite"
             break
     if found is None:

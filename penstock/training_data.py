@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from penstock.data import (
     TokenDataset,
     build_dataset,
     check_vocabulary,
+    find_files,
     read_built_from,
 )
 from penstock.errors import ConfigError, DataError
@@ -115,10 +117,18 @@ def _check_build(config: Config, dataset: TokenDataset) -> None:
     made_from = read_built_from(dataset.path)
     if made_from is None or not config.data.input:
         return
-    data = config.data
+    data, files = config.data, []
+    if not made_from.is_named_as(data.input):
+        with contextlib.suppress(DataError):  # it may be gone; then only its name can be compared
+            files = find_files(data.input)
     difference = made_from.difference(
         BuiltFrom.of(
-            data.input, data.content, data.prompt_field, data.completion_field, data.validation
+            data.input,
+            files,
+            data.content,
+            data.prompt_field,
+            data.completion_field,
+            data.validation,
         )
     )
     if difference is not None:

@@ -166,7 +166,7 @@ class ClusterRunner:
         """Find in this process where a loss began that is not a number."""
         layout, device = self._layout, assembly.choose_device(self._config.engine.device)
         made = assembly.make_engines(layout.program, layout.plan, layout.shares, 1, device)
-        trace(error, layout.program, made[0], self._store, self._batches, self._config.run.seed)
+        trace(error, layout.program, made, self._store, self._batches, self._config.run.seed)
 
     def _look_for_stragglers(self) -> None:
         """Name engines that are slow, and replace those that stay so; in the hall's thread."""

@@ -11,6 +11,7 @@ from penstock.data.sampling import (
     MaskedLanguageModelSource,
     Source,
 )
+from penstock.data.sources import find_files
 from penstock.data.tokenizers import (
     ByteTokenizer,
     FileTokenizer,
@@ -39,6 +40,7 @@ __all__ = [
     "check_vocabulary",
     "dataset_tokenizer",
     "export_tokenizer",
+    "find_files",
     "load_tokenizer",
     "read_built_from",
 ]

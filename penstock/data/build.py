@@ -137,7 +137,9 @@ def build_dataset(
             packer.add(corpus.parts(read, "tokenising"))
             manifest = packer.finish(corpus.where)
             named = inputs if chosen_from is None else chosen_from
-            made_from = BuiltFrom.of(named, content, prompt_field, completion_field, validation)
+            made_from = BuiltFrom.of(
+                named, files, content, prompt_field, completion_field, validation
+            )
             made_from.write(folder)
         finally:
             packer.abandon()

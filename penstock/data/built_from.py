@@ -11,6 +11,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import xxhash
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from penstock import durable
@@ -20,15 +21,20 @@ from penstock.plain_file import NotPlainError, read_plain
 
 BUILT_FROM_NAME = "built_from.json"
 _MOST_BYTES = 16 << 20
+_SAMPLE_BYTES = 1 << 16
 
 
 class BuiltFrom(BaseModel):
-    """What `build_dataset` was asked for. `paths` are the inputs as absolute paths."""
+    """What `build_dataset` was asked for.
+
+    `paths` are the inputs as absolute paths, `sample` is what `sample_of` made of their files.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     input: list[str]
     paths: list[str]
+    sample: str
     content: Content
     prompt_field: str
     completion_field: str
@@ -38,26 +44,35 @@ class BuiltFrom(BaseModel):
     def of(
         cls,
         inputs: Sequence[str | os.PathLike[str]],
+        files: Sequence[Path],
         content: Content,
         prompt_field: str,
         completion_field: str,
         validation: float,
     ) -> BuiltFrom:
+        """Return it, given the files that were found for the inputs."""
         return cls(
             input=[os.fspath(path) for path in inputs],
             paths=[os.path.abspath(path) for path in inputs],
+            sample=sample_of(files),
             content=content,
             prompt_field=prompt_field,
             completion_field=completion_field,
             validation=float(validation),
         )
 
+    def is_named_as(self, inputs: Sequence[str | os.PathLike[str]]) -> bool:
+        """Whether inputs are named as these were, or lie where these lay."""
+        names = [os.fspath(path) for path in inputs]
+        return names == self.input or [os.path.abspath(name) for name in names] == self.paths
+
     def difference(self, wanted: BuiltFrom) -> tuple[str, object, object] | None:
         """Return what is wanted otherwise: its name, how it was, how it is wanted.
 
-        Inputs that are named as they were may have been moved together with the data set.
+        Inputs that are named as they were may have been moved together with the data set, and the
+        same text may have been moved alone.
         """
-        if wanted.input != self.input and wanted.paths != self.paths:
+        if not self.is_named_as(wanted.input) and wanted.sample != self.sample:
             return "input", ", ".join(self.input), ", ".join(wanted.input)
         for name in ("content", "prompt_field", "completion_field", "validation"):
             was, wants = getattr(self, name), getattr(wanted, name)
@@ -70,6 +85,25 @@ class BuiltFrom(BaseModel):
         content = self.model_dump(mode="json")
         text = json.dumps(content | {"checksum": checksum_of(content)}, indent=1) + "\n"
         durable.write_file(folder / BUILT_FROM_NAME, text.encode())
+
+
+def sample_of(files: Sequence[Path]) -> str:
+    """Return a hash of the files' names, sizes, beginnings and ends; "" where one is gone.
+
+    What is in between is not read: a corpus may be large, and this is asked whenever a run begins.
+    """
+    found = xxhash.xxh3_128()
+    try:
+        for path in sorted(files, key=lambda path: path.name):
+            with path.open("rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                found.update(f"{path.name}\0{size}\0".encode(errors="surrogateescape"))
+                for begin in (0, max(0, size - _SAMPLE_BYTES)):
+                    file.seek(begin)
+                    found.update(file.read(_SAMPLE_BYTES))
+    except OSError:
+        return ""
+    return found.hexdigest()
 
 
 def read_built_from(folder: Path) -> BuiltFrom | None:

@@ -111,7 +111,7 @@ def step(stages: int, gradients: int) -> tuple[float, float]:
     shard = ShardNode(1, 0, network.runtime(1), plan, NoShard(), gradients=gradients)
     network.add(1, shard)
     leases = Leases(silence=100.0, stall=100.0)
-    conductor = Conductor(network.runtime(0), [1], 4, leases, lambda happened: None)
+    conductor = Conductor(network.runtime(0), [[1]], 4, leases, lambda happened: None)
     network.conduct(conductor)
     for number in range(FIRST_ENGINE, FIRST_ENGINE + 4):
         network.add(number, EngineNode(number, network.runtime(number), plan, NoEngine()))

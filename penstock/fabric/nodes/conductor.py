@@ -259,7 +259,7 @@ class Conductor:
         worst = self._patience.damaged(known, self._view.engines)
         why = f"frames on its links come damaged again and again; {text}"
         behind = None if worst is None or is_last(worst) else (worst, why)
-        self._begin_anew("damage", text, behind)
+        self._try_again("damage", text, behind)
 
     def tick(self, now: float) -> None:
         """Look whether somebody has been silent, or nothing has moved, for too long."""
@@ -510,13 +510,13 @@ class Conductor:
             text = f"the step stands still behind node {behind[0]}"
         if self.phase is Phase.COMMITTING:
             behind = self._behind()
-        self._begin_anew("standstill", text, behind)
+        self._try_again("standstill", text, behind)
 
     def _behind(self) -> tuple[int, str] | None:
         standstills = self._patience.standstills
         return who_is_behind(self.phase, self._attempt, self._agreement, self.roster, standstills)
 
-    def _begin_anew(self, why: str, text: str, behind: tuple[int, str] | None = None) -> None:
+    def _try_again(self, why: str, text: str, behind: tuple[int, str] | None = None) -> None:
         """Try the step again, in a new epoch, or say what is decided again.
 
         Args:

@@ -130,7 +130,9 @@ def write_checkpoint(
         try:
             require_space(folder, needed_bytes)
             # Whatever is there, no index lists it: a crash came between its rename and the index.
-            if folder.exists():
+            if folder.is_symlink():
+                folder.unlink()
+            elif folder.exists():
                 remove_folder(folder)
             with durable.new_folder(folder, "checkpoint") as temporary:
                 fault.point("checkpoint.begin")
