@@ -68,7 +68,7 @@ def test_a_worker_that_is_killed_or_ended_is_told_of_once(launcher):
     template = launcher.template.pid
     for pid in pids.values():  # they are the template's children, each in a session of its own
         assert Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1] == str(template)
-        assert os.getsid(pid) == pid
+        wait(lambda pid=pid: os.getsid(pid) == pid)  # it has only just been forked
     os.kill(pids["worker-2"], signal.SIGKILL)
     (ended,) = polled(launcher)
     assert ended.worker == "worker-2"
