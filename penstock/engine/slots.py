@@ -8,6 +8,7 @@ memory is taken in large pieces and used again, never per tensor.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
@@ -98,7 +99,7 @@ class InPlace:
         return Arrived(nodes)
 
 
-class SlotsInTurn:
+class SlotsInTurn(ABC):
     """`count` slots of `size_bytes` on a device, filled in turn.
 
     A slot is filled again only behind the computation that read it last; a stage computes only
@@ -152,11 +153,11 @@ class SlotsInTurn:
         finally:
             self._read[slot] = self._lanes.mark("compute")
 
+    @abstractmethod
     def _fill(
         self, slot: torch.Tensor, tensors: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
     ) -> None:
         """Queue in the copy lane what brings the weights into the tensors, views of the slot."""
-        raise NotImplementedError
 
 
 class DeviceSlots(SlotsInTurn):

@@ -55,17 +55,7 @@ def survive(point: int, what: str) -> None:
     faults = OneFault(point, what) if what in IN_FLIGHT else None
     cluster = ToyCluster(ENGINES, SHARDS, faults)
     if faults is None:
-        verb, number = what.split()
-
-        def watch() -> None:
-            if cluster.network.delivered >= point:
-                cluster.watch = lambda: None
-                if verb == "kill":
-                    cluster.network.kill(int(number))
-                else:
-                    cluster.stop_until_lost(int(number), 0.002 * (point % 20))
-
-        cluster.watch = watch
+        cluster.strike_at(point, what)
     try:
         # One engine may be all that is left while others come back.
         cluster.network.after(20.0, cluster.join)

@@ -60,17 +60,8 @@ def points() -> int:
 
 def survive_point(point: int, fate: str) -> None:
     cluster = ToyCluster(ENGINES, SHARDS, replicas=REPLICAS, on_flash=False)
-    verb, number = fate.split()
-
-    def watch() -> None:
-        if cluster.network.delivered >= point:
-            cluster.watch = lambda: None
-            if verb == "kill":
-                cluster.network.kill(int(number))
-            else:
-                cluster.stop_until_lost(int(number), 0.002 * (point % 20))
-
-    cluster.watch = watch
+    number = fate.split()[1]
+    cluster.strike_at(point, fate)
     try:
         ended(cluster, cluster.train())
         require_nothing_lost(cluster)

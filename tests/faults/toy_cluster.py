@@ -331,6 +331,20 @@ class ToyCluster:
         if happened.kind == "replica lost":
             self.network.after(0.3, self.join_replica, happened.node)
 
+    def strike_at(self, point: int, fate: str) -> None:
+        """When so many messages have been delivered, kill a node or stop it: "kill 2"."""
+        verb, number = fate.split()
+
+        def watch() -> None:
+            if self.network.delivered >= point:
+                self.watch = lambda: None
+                if verb == "kill":
+                    self.network.kill(int(number))
+                else:
+                    self.stop_until_lost(int(number), 0.002 * (point % 20))
+
+        self.watch = watch
+
     def stop_until_lost(self, number: int, delay: float) -> None:
         """Stop a node, and let it go on as a zombie so long after it has counted as lost."""
         self.network.stop(number)
