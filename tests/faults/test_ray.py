@@ -52,7 +52,7 @@ class Watched:
         return self.trainer._runner.hall
 
     def engines(self) -> tuple[int, ...]:
-        return self.hall.conductor._view.engines
+        return self.hall.conductor.engines
 
     def train(self, steps: int) -> None:
         self.losses += [self.trainer.run_step().loss for _ in range(steps)]

@@ -120,14 +120,14 @@ class Play:
 
     def work(self) -> None:
         """The engines of the view send their losses, the shards have all gradients."""
-        for engine in self.conductor._view.engines:
+        for engine in self.conductor.engines:
             self.lose(engine)
         for shard in self.conductor.roster.holders.nodes:
             self.say(shard, Kind.PREPARED)
 
     def lose(self, engine: int) -> None:
-        engines = self.conductor._view.engines
-        place, total = engines.index(engine), self.conductor._order.micro_batches
+        engines = self.conductor.engines
+        place, total = engines.index(engine), self.conductor._attempt.order.micro_batches
         count = total * (place + 1) // len(engines) - total * place // len(engines)
         self.say(engine, Kind.LOSSES, body={"losses": [(1.0).hex()] * count})
 
@@ -166,16 +166,16 @@ def test_a_step_is_made_and_told_to_all():
 def test_no_more_engines_than_micro_batches_take_part():
     play = Play(tuple(range(100, 110)), agreed=False)
     play.start(1, micro_batches=4)
-    assert play.conductor._view.engines == (100, 101, 102, 103)
+    assert play.conductor.engines == (100, 101, 102, 103)
 
 
 def test_only_so_many_engines_take_part_as_are_wanted_and_spare_ones_replace_them():
     play = Play(wanted=2)
-    assert play.conductor._view.engines == (100, 101)
+    assert play.conductor.engines == (100, 101)
     play.start(2)
     play.begun()
     play.conductor.lost(100, "killed")
-    assert play.conductor._view.engines == (101, 102)
+    assert play.conductor.engines == (101, 102)
     play.see()
     assert sorted(play.begun()) == [1, 2, 101, 102]
 
@@ -187,7 +187,7 @@ def test_another_number_of_engines_counts_from_the_next_step_on():
     play.finish()
     assert play.ended[-1].error is None
     play.start(3)
-    assert play.conductor._view.engines == (100,)
+    assert play.conductor.engines == (100,)
     with pytest.raises(ValueError, match="0 engines are wanted; a run needs at least one"):
         play.conductor.wanted = 0
 
@@ -304,7 +304,7 @@ def test_a_silent_engine_is_lost_and_the_step_begins_anew():
     play.start(2)
     play.pass_time(1.3, silent=[101])
     assert play.happened[-1].text.startswith("engine 101: silent for 1.")
-    assert play.conductor._view.engines == (100, 102)
+    assert play.conductor.engines == (100, 102)
 
 
 def test_a_silent_shard_is_lost():
@@ -524,7 +524,8 @@ def test_nothing_is_kept_of_nodes_that_have_gone():
         play.conductor.joined(100 + 3 * step)
     assert all(outcome.error is None for outcome in play.ended)
     conductor = play.conductor
-    inner = (conductor, conductor.roster, conductor._attempt, conductor._patience)
+    assert conductor._attempt is None
+    inner = (conductor, conductor.roster, conductor._formation, conductor._remedies._patience)
     parts = [value for each in inner for value in vars(each).values()]
     held = [v for v in parts if isinstance(v, (dict, set, list))]
     assert max(map(len, held)) <= 8
