@@ -1,0 +1,81 @@
+"""Who is who among the processes of a run: those who are about to join, and those who have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.cluster.bodies import Opens
+from penstock.cluster.shard_places import Place
+from penstock.fabric.sockets import Address, Link
+
+
+@dataclass(frozen=True)
+class Member:
+    """A process that has joined: its node, and what it is known by."""
+
+    number: int
+    link: Link
+    worker: str
+    listens: Address
+    place: Place | None  # of a shard; None for an engine
+    opens: Opens  # what it does with its store, as a shard
+
+    @property
+    def is_shard(self) -> bool:
+        """Whether it holds a shard, or is to."""
+        return self.place is not None
+
+    @property
+    def waits_for_copy(self) -> bool:
+        """Whether it holds a shard only once it has been given a copy."""
+        return self.opens == "empty"
+
+    def __str__(self) -> str:
+        if self.place is None:
+            return f"engine {self.number}"
+        which = f"replica {self.place.replica} of " if self.place.replica else ""
+        return f"{which}shard {self.place.shard}"
+
+
+class Members:
+    """Changed in the endpoint's thread only."""
+
+    def __init__(self) -> None:
+        self.joining: dict[Link, Member] = {}  # they have a place, and are not ready yet
+        self.addresses: dict[int, Address] = {}  # where those who are here listen, by node
+        self._here: dict[int, Member] = {}
+
+    @property
+    def here(self) -> Sequence[Member]:
+        """Those who have joined."""
+        return list(self._here.values())
+
+    @property
+    def all(self) -> Sequence[Member]:
+        """Those who have joined, and those who are about to."""
+        return [*self.here, *self.joining.values()]
+
+    @property
+    def carried_bytes(self) -> int:
+        """What this process has sent to all others and taken from them, frames' heads apart."""
+        return sum(member.link.sent_bytes + member.link.taken_bytes for member in self.here)
+
+    def admit(self, member: Member) -> None:
+        """Let one who is ready be here."""
+        self._here[member.number] = member
+        self.addresses[member.number] = member.listens
+
+    def find(self, node: int) -> Member | None:
+        """Return who a node is; None if it is not here."""
+        return self._here.get(node)
+
+    def at(self, link: Link) -> Member | None:
+        """Return who is here at the other end of a link."""
+        member = None if link.peer is None else self.find(link.peer)
+        return member if member is not None and member.link is link else None
+
+    def lose(self, node: int) -> Member | None:
+        """Let a node be here no more; return who it was."""
+        self.addresses.pop(node, None)
+        return self._here.pop(node, None)
