@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from penstock import assembly, stores
+from penstock.batch_division import Division, divide_batch, divided_as_recorded
 from penstock.budget import Budget, Shares
 from penstock.config import Config
 from penstock.engine import EnginePlan, Sharing, predict_bytes
 from penstock.errors import BudgetError, ConfigError
 from penstock.models import ModelSource
 from penstock.program import Program
-
-# Beyond this many tokens a micro-batch gains nothing: the products are large enough.
-_MICRO_BATCH_TOKENS = {"cpu": 4096, "cuda": 32768}
-_LEAST_TOKENS = 512  # of a micro-batch; smaller products spend their time on starting
-_ENGINES = 8  # that a configuration may ask for; see `config/root.py`
-_BUDGET_SLOTS = 4  # a stage of a quarter of the budget leaves room for slots and activations
 
 
 @dataclass(frozen=True)
@@ -51,60 +47,81 @@ def lay_out(
     recorded_micro_batch: int | None = None,
     recorded_slot_bytes: int | None = None,
     devices: Sequence[str] = (),
+    notice: Callable[[str], None] = lambda text: None,
 ) -> Layout:
-    """Choose the micro-batch of sequences of `length`, compile, and decide what is recomputed.
+    """Divide the batch (`batch_division.py`), compile, and decide what is recomputed.
 
-    With `batch.micro: auto` it is the largest divisor of the batch that is not beyond what helps
-    and, unless that makes it small, leaves `_ENGINES` engines a micro-batch each. The number of
-    engines itself must not decide it, or it would decide the last bits. A resumed run keeps the
-    micro-batch and the cut that it was started with. Where a step does not fit the budget, stages
-    are cut smaller, then (auto) the micro-batch is. `devices` are those of a group.
+    A resumed run keeps the micro-batch and the cut that it was started with, if they fit.
+    `devices` are those of a group. `notice` is told what the user should read.
 
-    **Raises:** `BudgetError` if not even single sequences fit.
+    **Raises:** `BudgetError` if the engines that there are cannot do a step.
     """
-    problem: BudgetError | None = None
-    for micro_batch in _micro_batch_candidates(config, length, device, recorded_micro_batch):
-        micro_batches = config.batch.size // micro_batch
-        if micro_batches < config.engines:
-            key, what = ("engine.devices", "devices") if devices else ("engines", "engines")
-            raise ConfigError(
-                f"{key}: {config.engines} {what} cannot share {micro_batches} micro-batch(es) "
-                f"of {micro_batch}; lower batch.micro or {key}, or raise batch.size"
-            )
-        sharing = Sharing(len(devices), micro_batches) if devices else None
-        least = _least_engines(config)
-        per_engine = -(-micro_batches // least)
-        slot_bytes = recorded_slot_bytes
-        for _ in ("stages as they are, or were", "stages cut to what an engine may use"):
-            try:
-                program = assembly.compile_source(
-                    source,
-                    micro_batch=micro_batch,
-                    length=length,
-                    precision=config.precision,
-                    device=device,
-                    train=config.train,
-                    freeze=config.freeze,
-                    slot_bytes=slot_bytes,
-                )
-            except BudgetError as error:
-                problem = problem or error
-                continue
-            fitted = slot_bytes
-            roles = stores.optimizer_of(config).roles
-            budget = Budget(config, program, per_engine, device, roles, devices, sharing)
-            try:
-                engine_bytes = budget.engine_bytes()
-                slot_bytes = engine_bytes // _BUDGET_SLOTS
-                plan = budget.plan(engine_bytes)
-                shares = budget.divide(plan, engine_bytes)
-            except BudgetError as error:
-                problem = problem or error
-                continue
-            least = _fewest(program, plan, micro_batches, least, device, engine_bytes)
-            return Layout(program, plan, length, micro_batch, micro_batches, shares, fitted, least)
-    assert problem is not None
-    raise problem
+
+    def compile_for(micro_batch: int, slot_bytes: int | None) -> Program:
+        return assembly.compile_source(
+            source,
+            micro_batch=micro_batch,
+            length=length,
+            precision=config.precision,
+            device=device,
+            train=config.train,
+            freeze=config.freeze,
+            slot_bytes=slot_bytes,
+        )
+
+    with contextlib.suppress(BudgetError):
+        recorded = recorded_micro_batch, recorded_slot_bytes
+        if (kept := divided_as_recorded(config, compile_for, *recorded)) is not None:
+            return _planned(config, kept, device, length, devices)
+    division = divide_batch(config, compile_for, device, length, recorded_micro_batch, devices)
+    try:
+        layout = _planned(config, division, device, length, devices)
+    except BudgetError as error:
+        if config.batch.micro != "auto" or config.engines == 1:
+            raise
+        raise BudgetError(f"{error}\n{_why(config, division)}") from None
+    if division.is_for_many and config.batch.micro == "auto" and recorded_micro_batch is None:
+        notice(_why(config, division))
+    return layout
+
+
+def _why(config: Config, division: Division) -> str:
+    """Say why the micro-batch is what it is, and what else may be done."""
+    text = "as for one engine, so that the number of engines changes no bit"
+    if division.is_for_many:
+        text = (
+            f"the least, since one engine cannot hold a step of {config.batch.size} sequences: the "
+            "number of engines does not decide it, or it would change bits"
+        )
+    return (
+        f"batch.micro: auto is {division.micro_batch}, {text}. To choose it for "
+        f"{config.engines} engines, set batch.micro to a divisor of {config.batch.size}"
+    )
+
+
+def _planned(
+    config: Config, division: Division, device: str, length: int, devices: Sequence[str]
+) -> Layout:
+    """Return the layout of a division for the engines that there are."""
+    program, micro_batch = division.program, division.micro_batch
+    micro_batches = config.batch.size // micro_batch
+    if micro_batches < config.engines:
+        key, what = ("engine.devices", "devices") if devices else ("engines", "engines")
+        raise ConfigError(
+            f"{key}: {config.engines} {what} cannot share {micro_batches} micro-batch(es) "
+            f"of {micro_batch}; lower batch.micro or {key}, or raise batch.size"
+        )
+    sharing = Sharing(len(devices), micro_batches) if devices else None
+    least = _least_engines(config)
+    per_engine = -(-micro_batches // least)
+    roles = stores.optimizer_of(config).roles
+    budget = Budget(config, program, per_engine, device, roles, devices, sharing)
+    engine_bytes = budget.engine_bytes()
+    plan = budget.plan(engine_bytes)
+    shares = budget.divide(plan, engine_bytes)
+    least = _fewest(program, plan, micro_batches, least, device, engine_bytes)
+    slots = division.slot_bytes
+    return Layout(program, plan, length, micro_batch, micro_batches, shares, slots, least)
 
 
 def _least_engines(config: Config) -> int:
@@ -127,17 +144,3 @@ def _fewest(
             break
         engines -= 1
     return engines
-
-
-def _micro_batch_candidates(
-    config: Config, length: int, device: str, recorded: int | None
-) -> list[int]:
-    size = config.batch.size
-    if config.batch.micro != "auto":
-        return [int(config.batch.micro)]
-    if recorded is not None and size % recorded == 0:
-        return [recorded]
-    share = size * length // _ENGINES
-    tokens = max(_LEAST_TOKENS, min(share, _MICRO_BATCH_TOKENS[device]))
-    most = max(1, tokens // length)
-    return [c for c in range(min(most, size), 0, -1) if size % c == 0]

@@ -106,6 +106,7 @@ class Trainer:
             recorded.micro_batch if recorded else None,
             recorded.slot_bytes if recorded else None,
             self._devices,
+            self._notice,
         )
         self.program: Program = self._layout.program
         self._initial_weights = recorded.weights if recorded else None

@@ -6,7 +6,7 @@ from penstock.engine.interface import Batch, Engine, PendingGradients
 from penstock.engine.lanes import CudaLanes, HostLanes
 from penstock.engine.memory import MemoryAccount
 from penstock.engine.null_engine import NullEngine
-from penstock.engine.plan import EnginePlan, bytes_of_choice, plan_engine, predict_bytes
+from penstock.engine.plan import EnginePlan, bytes_of_choice, can_fit, plan_engine, predict_bytes
 from penstock.engine.shared_slots import SharedSlots
 from penstock.engine.sharing import Sharing
 from penstock.engine.torch_engine import TorchEngine
@@ -27,6 +27,7 @@ __all__ = [
     "Sharing",
     "TorchEngine",
     "bytes_of_choice",
+    "can_fit",
     "keep_freed_pages",
     "plan_engine",
     "predict_bytes",

@@ -15,6 +15,7 @@ from penstock.engine.sharing import Sharing
 from penstock.errors import BudgetError
 from penstock.program import Program, Stage
 
+_TIMES = 8  # as many micro-batches are tried next
 SLOTS = 2  # the stage that computes, and the one on its way
 
 
@@ -78,6 +79,29 @@ def bytes_of_choice(
         predict_bytes(program, micro_batches, frugal, device, sharing).peak_bytes,
         predict_bytes(program, micro_batches, lavish, device, sharing).peak_bytes,
     )
+
+
+def can_fit(
+    program: Program,
+    micro_batches: int,
+    budget_bytes: int,
+    recompute: Literal["auto", "always", "never"] = "auto",
+    device: str = "cpu",
+) -> bool:
+    """Tell whether one engine could do a step of so many micro-batches within a budget.
+
+    The more micro-batches, the more bytes: fewer are tried first, so that little time is spent
+    on what is far from fitting.
+    """
+    stages = () if recompute == "never" else _by_value(program.stages)
+    plan, tried = EnginePlan(recompute=frozenset(stages)), 1
+    while (
+        predict_bytes(program, min(tried, micro_batches), plan, device).peak_bytes <= budget_bytes
+    ):
+        if tried >= micro_batches:
+            return True
+        tried *= _TIMES
+    return False
 
 
 def plan_engine(
