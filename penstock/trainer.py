@@ -62,7 +62,8 @@ class Trainer:
     `model`, a built `nn.Module` in place of `config.model`; `source`, batches in place of
     `config.data` (any object with the methods of `penstock.data.Source`); `on_event` is told
     what happens (`penstock.events`); `must_exist` refuses a run without a checkpoint; `cluster`
-    stands for `cluster.start` ("none", "local", "ray"), or for the address of a Ray cluster.
+    stands for `cluster.start` ("local", "ray"), or for the address of a Ray cluster, or is "none":
+    all of the run in this process, its store's shards too, and one of each.
     """
 
     def __init__(
@@ -495,5 +496,6 @@ def _as_config(config: Config | Mapping[str, Any] | str | Path, cluster: str | N
     if cluster is None:
         return config
     whole = config.to_mapping()
-    whole["cluster"] |= cluster_keys(cluster)
+    for section, keys in cluster_keys(cluster).items():
+        whole[section] |= keys
     return Config.from_mapping(whole)

@@ -27,4 +27,4 @@ def scale(
     from penstock.cluster.order import scale as order
 
     before = order(run, int(number))
-    typer.echo(f"{run}: {before} engines before, {number} from the next step on")
+    typer.echo(f"{run}: {before} engine(s) so far, {number} from the next step on")

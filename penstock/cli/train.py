@@ -6,7 +6,7 @@ import dataclasses
 import os
 import shlex
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from types import FrameType
@@ -39,9 +39,9 @@ def train(
 ) -> None:
     """Train as CONFIG says. A run that was stopped goes on where it was, to the same bits.
 
-    Ctrl-C or SIGTERM finishes the step, saves, and prints how to resume; a second one stops at
-    once. Then a store in memory goes back to the last whole checkpoint, one on flash to its last
-    durable step.
+    Ctrl-C, SIGTERM or a terminal that is closed finishes the step, saves, and prints how to resume;
+    a second one stops at once. Then a store in memory goes back to the last whole checkpoint, one
+    on flash to its last durable step.
     """
     from penstock.config import check_run, load
 
@@ -86,27 +86,43 @@ def naming_command(listener: Listener, resume_command: str) -> Listener:
 
 
 class GracefulStop:
-    """The first SIGINT or SIGTERM asks for a stop; the second raises `KeyboardInterrupt`."""
+    """The first SIGINT, SIGTERM or SIGHUP asks for a stop; the second raises `KeyboardInterrupt`.
+
+    A SIGHUP that is ignored, as under `nohup`, stays ignored.
+    """
 
     def __init__(self) -> None:
         self.signal: int | None = None
 
     @contextmanager
     def handling(self, request_stop: Callable[[str], Any]) -> Iterator[None]:
-        """Handle both signals inside the block, giving the reason; put back what was there."""
+        """Handle the signals inside the block, giving the reason; put back what was there."""
 
         def handle(number: int, frame: FrameType | None) -> None:
             if self.signal is not None:
                 raise KeyboardInterrupt
             self.signal = number
+            if number == signal.SIGHUP:
+                _leave(terminals)
             # Written at once and by no view: the step in flight may take minutes.
             os.write(2, b"\nstopping after this step; again to stop now, without saving\n")
             request_stop("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
 
-        numbers = (signal.SIGINT, signal.SIGTERM)
+        terminals = [descriptor for descriptor in (0, 1, 2) if os.isatty(descriptor)]
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            numbers.append(signal.SIGHUP)
         previous = {number: signal.signal(number, handle) for number in numbers}
         try:
             yield
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
+
+
+def _leave(terminals: Sequence[int]) -> None:
+    """Say nothing more to a terminal that was closed: to write to it would be an error."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for descriptor in terminals:
+        os.dup2(nowhere, descriptor)
+    os.close(nowhere)

@@ -70,11 +70,11 @@ class Crew:
     def _take_leave(self, ended: Ended) -> None:
         self._say("worker ended", ended.how)
         self._running -= 1
-        self._last_words = ended.how
         if ended.worker in self._useful:
             self._useful.discard(ended.worker)
         else:
             self._in_vain += 1
+            self._last_words = ended.how
 
     def _start(self) -> None:
         try:

@@ -257,7 +257,7 @@ class Hall:
     def _scale(self, engines: int) -> int:
         before, self.conductor.wanted = self.conductor.wanted, engines
         self._crew.fill(self._wanted_workers)
-        self.news.say("scaled", f"{before} engines before, {engines} from the next step on")
+        self.news.say("scaled", f"{before} engine(s) so far, {engines} from the next step on")
         return before
 
     def close(self) -> None:

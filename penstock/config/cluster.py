@@ -129,10 +129,16 @@ class ClusterConfig(Section):
         return self
 
 
-def cluster_keys(where: str) -> dict[str, Any]:
-    """Return the keys for which `Trainer(cluster=...)` stands: a way to start, or an address."""
+def cluster_keys(where: str) -> dict[str, dict[str, Any]]:
+    """Return the keys for which `Trainer(cluster=...)` stands, by section.
+
+    It is a way to start, or an address. One process holds all shards itself, and one of each.
+    """
+    if where == "none":
+        cluster = {"start": where, "address": None, "environment": [], "shards": "here"}
+        return {"cluster": cluster, "store": {"replicas": 1}}
     if where == "ray":
-        return {"start": where}
+        return {"cluster": {"start": where}}
     if where in _STARTS:
-        return {"start": where, "address": None, "environment": []}
-    return {"start": "ray", "address": where}
+        return {"cluster": {"start": where, "address": None, "environment": []}}
+    return {"cluster": {"start": "ray", "address": where}}

@@ -135,7 +135,11 @@ def alone(text, tmp_path_factory) -> tuple[dict[int, float], str]:
 
 
 def hash_of(folder: Path) -> str:
-    result = CliRunner().invoke(app, ["inspect", str(folder), "--hash"])
+    return said_by("inspect", str(folder), "--hash")
+
+
+def said_by(*command: str) -> str:
+    result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
     return result.output.strip()
 
@@ -167,6 +171,8 @@ def test_a_run_in_memory_is_saved_and_goes_on_and_its_weights_do_not_pass_throug
     losses, weights = second.train()
     assert shared_bytes(second) == 0
     assert (first.losses | losses, weights) == alone
+    assert hash_of(tmp_path / "run") == alone[1]
+    assert said_by("generate", str(tmp_path / "run"), "--max-new-tokens", "2")
     assert hash_of(tmp_path / "run") == alone[1]
 
 
@@ -255,6 +261,7 @@ def test_on_flash_both_processes_of_a_shard_may_be_killed_and_a_killed_run_finds
     again = Run(config)
     losses, weights = again.train()
     assert ({**run.losses, **losses}, weights) == alone
+    assert said_by("eval", str(tmp_path / "run"), "--batches", "1").startswith(f"step {STEPS}  ")
     assert hash_of(tmp_path / "run") == alone[1]
 
 

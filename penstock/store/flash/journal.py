@@ -40,6 +40,7 @@ _MAGIC, _SEAL = b"PSTKREC\1", b"PSTKSEAL"
 _HEADER = struct.Struct("<8sQQ16s")  # magic, number, payload bytes, checksum of the payload
 _SEALED = struct.Struct("<8sQ16s")  # magic, number, checksum of the whole record
 _LOOKED_THROUGH_BYTES = 1 << 20  # at a time
+_REPAIR = "`penstock inspect RUN --repair` goes back to the newest durable step that is whole"
 _CHECK_BYTES = 16  # a sector ends with the checksum of what it holds before
 
 
@@ -103,7 +104,9 @@ class Journal:
 
         Raises:
             OSError: the system refused; the record does not count then.
+            StorageError: the journal was deleted or moved, so that nobody would find the record.
         """
+        self._require_place()
         body, seal = _record(self._count, record)
         fault.point("journal.before_record")
         _write(self._descriptor, body, self._end)
@@ -129,6 +132,16 @@ class Journal:
         self.close()
         self._descriptor = open_own(self.path, os.O_RDWR)
         self.records, self._count = kept, len(kept)
+
+    def _require_place(self) -> None:
+        """Require that the open file is the one under its name."""
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(self.path), os.fstat(self._descriptor)):
+                return
+        raise StorageError(
+            f"{self.path}: was deleted, moved or replaced while the run has it open, so what the "
+            "run trains is lost; put it back and give the same command again"
+        )
 
     def close(self) -> None:
         """Close the file; closing twice is allowed."""
@@ -250,7 +263,8 @@ def _sealed(path: Path, file: BinaryIO, place: int, header: _Header) -> Record:
     if came != sealed or xxhash.xxh3_128_digest(payload) != header.checksum:
         raise CorruptionError(
             f"{path}: record {header.number}, bytes {place:,} to {end:,}, has checksum "
-            f"{came.hex()}, {sealed.hex()} was expected; the file has changed since it was written"
+            f"{came.hex()}, {sealed.hex()} was expected; the file has changed since it was "
+            f"written; {_REPAIR}"
         )
     try:
         size = int.from_bytes(payload[:8], "little")
@@ -285,7 +299,7 @@ def _require_sector(path: Path, sector: memoryview, place: int, what: str) -> No
     if found != expected:
         raise CorruptionError(
             f"{path}: {what}, at byte {place:,}, has checksum {found.hex()}, {expected.hex()} was "
-            "expected; the file has changed since it was written"
+            f"expected; the file has changed since it was written; {_REPAIR}"
         )
 
 
@@ -302,8 +316,7 @@ def _require_end(path: Path, file: BinaryIO, place: int, what: str) -> None:
                 raise CorruptionError(
                     f"{path}: {what}, at byte {place:,}, is blank, its checksum was expected: a "
                     f"record is sealed behind it, at byte {behind + begin:,}; the file has changed "
-                    "since it was written; `penstock inspect --repair` goes back to the newest "
-                    "durable step that is whole"
+                    f"since it was written; {_REPAIR}"
                 )
         behind += len(sectors)
 

@@ -276,8 +276,8 @@ def _require_open(
     opened = [shard_folder(shards.folder, number, replica) for replica in range(replicas)]
     if not set(opened).intersection(holding):
         raise OtherStoreError(
-            f"{shards.folder}: step {step} of shard {number} is only in {holding[0].name}; set "
-            f"store.replicas to {MOST_REPLICAS}, the shard's own folder is given a copy then"
+            f"{shards.folder}: step {step} of shard {number} is only in {holding[0].name}; train "
+            f"on with store.replicas: {MOST_REPLICAS}, which gives the shard's own folder a copy"
         )
     records = [
         next(r for r in durable_records(folder) if r.content["step"] == step) for folder in holding

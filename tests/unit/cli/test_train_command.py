@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import types
 
@@ -76,7 +77,8 @@ def test_without_a_terminal_there_are_plain_lines(run):
 
 
 @pytest.mark.parametrize(
-    ("number", "name"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")]
+    ("number", "name"),
+    [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM"), (signal.SIGHUP, "SIGHUP")],
 )
 def test_the_first_signal_finishes_the_step_and_says_how_to_resume(run, monkeypatch, number, name):
     def interrupt_at_seven(at):
@@ -92,6 +94,44 @@ def test_the_first_signal_finishes_the_step_and_says_how_to_resume(run, monkeypa
         "resume with: penstock train 'my run.yaml' engines=2",
     ]
     assert signal.getsignal(number) is before
+
+
+def test_under_nohup_a_closed_terminal_is_nothing(monkeypatch):
+    monkeypatch.setattr(signal, "SIGHUP", signal.SIGUSR1)  # the suite itself may be under nohup
+    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    try:
+        with GracefulStop().handling(lambda reason: pytest.fail(reason)):
+            signal.raise_signal(signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+IN_A_TERMINAL = """
+import fcntl, sys, termios, time
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+from penstock.cli.train import GracefulStop
+asked = []
+with GracefulStop().handling(asked.append):
+    print("ready", flush=True)
+    deadline = time.monotonic() + 30
+    while not asked and time.monotonic() < deadline:
+        time.sleep(0.01)
+print("this has no reader", flush=True)
+open(sys.argv[1], "w").write(" ".join(asked))
+"""
+
+
+def test_a_terminal_that_is_closed_asks_for_a_stop_and_is_written_to_no_more(tmp_path):
+    ours, theirs = os.openpty()
+    command = [sys.executable, "-c", IN_A_TERMINAL, str(tmp_path / "asked")]
+    process = subprocess.Popen(
+        command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
+    )
+    os.close(theirs)
+    with open(ours, "rb", buffering=0) as terminal:
+        assert b"ready" in terminal.read(100)
+    assert process.wait(60) == 0
+    assert (tmp_path / "asked").read_text() == "SIGHUP"
 
 
 def test_the_second_signal_stops_at_once():

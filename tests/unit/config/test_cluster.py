@@ -41,7 +41,7 @@ def test_what_the_trainer_may_be_told_in_short():
     ray = config(start="ray", address="auto", environment=["HF_HOME"]).to_mapping()
 
     def told(where):
-        return Config.from_mapping({**ray, "cluster": ray["cluster"] | cluster_keys(where)}).cluster
+        return Config.from_mapping({**ray, **_merged(ray, cluster_keys(where))}).cluster
 
     assert (told("ray").start, told("ray").address) == ("ray", "auto")
     assert (told("ray://a:1").start, told("ray://a:1").address) == ("ray", "ray://a:1")
@@ -51,3 +51,20 @@ def test_what_the_trainer_may_be_told_in_short():
             None,
             (),
         )
+
+
+def test_one_process_holds_all_shards_and_one_of_each():
+    config = Config.from_mapping(
+        {
+            "model": "gpt2",
+            "cluster": {"start": "local", "shards": "apart"},
+            "store": {"shards": 2, "replicas": 2, "dram": "1GiB"},
+        }
+    ).to_mapping()
+    alone = Config.from_mapping({**config, **_merged(config, cluster_keys("none"))})
+    assert (alone.cluster.start, alone.cluster.shards) == ("none", "here")
+    assert (alone.store.shards, alone.store.replicas, int(alone.store.dram)) == (2, 1, 1 << 30)
+
+
+def _merged(whole, sections):
+    return {section: whole[section] | keys for section, keys in sections.items()}

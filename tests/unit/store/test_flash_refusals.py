@@ -2,13 +2,14 @@
 
 import os
 import re
+import shutil
 
 import pytest
 import torch
-from store_programs import LAYERS, make_program
+from store_programs import LAYERS, make_program, random_weights, train
 from test_flash import DEEP, LEAST
 
-from penstock.errors import BudgetError, ConfigError
+from penstock.errors import BudgetError, ConfigError, StorageError
 from penstock.store import AdamW, Lion
 from penstock.store.flash import least_dram_bytes
 from penstock.store.flash.layout import BLOCK_ELEMENTS
@@ -24,6 +25,17 @@ def test_another_model_or_optimizer_is_refused(flash):
         flash(make_program(LAYERS), optimizer=Lion())
     assert len(os.listdir("/proc/self/fd")) == before
     flash(make_program(LAYERS))
+
+
+@pytest.mark.parametrize("away", [shutil.rmtree, lambda folder: folder.rename(folder / "../away")])
+def test_a_folder_that_is_taken_away_ends_the_run_at_its_next_durable_step(flash, tmp_path, away):
+    program = make_program(LAYERS)
+    store = flash(program, "store")
+    store.load(random_weights(program, 0).items())
+    train(store, 2, seed=0)
+    away(tmp_path / "store")
+    with pytest.raises(StorageError, match=r"journal: was deleted, moved or replaced while"):
+        train(store, 2, seed=0)
 
 
 def test_another_number_of_steps_to_keep_is_no_other_model(flash):
