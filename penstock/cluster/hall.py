@@ -104,7 +104,7 @@ class Hall:
         self._plan()
         self._members: dict[int, _Member] = {}
         self._joining: dict[Link, _Member] = {}
-        self._addresses: dict[int, Any] = {}
+        self._addresses: dict[int, Address] = {}
         self._next = FIRST_ENGINE
         self._failed: PenstockError | None = None
         self._is_closed = False
@@ -169,7 +169,13 @@ class Hall:
 
     def _make_shards(self) -> ShardsApart:
         house = House(
-            self.conductor, self.say, self._fail, self.look, self._do, lambda: self.should_stop()
+            self.conductor,
+            self.say,
+            self._fail,
+            self.look,
+            self._do,
+            lambda: self.should_stop(),
+            self._addresses.get,
         )
         parts = self._parts if self._is_apart else []
         return ShardsApart(self._config, parts, self._calls, house)

@@ -39,6 +39,7 @@ from penstock.store.optimizers import (
     assign_groups,
     make_optimizer,
 )
+from penstock.store.portions import CopiedStore, Portions
 from penstock.store.roles import Role
 from penstock.store.schedules import Schedule, learning_rate
 from penstock.store.sharded import Assembly, ShardedStore
@@ -54,6 +55,7 @@ __all__ = [
     "BackgroundSave",
     "CheckpointState",
     "Commit",
+    "CopiedStore",
     "DramStore",
     "FlashTraffic",
     "FolderLock",
@@ -65,6 +67,7 @@ __all__ = [
     "MemoryStore",
     "MergedWeights",
     "Optimizer",
+    "Portions",
     "Role",
     "SavedCheckpoint",
     "SavedWeights",

@@ -19,10 +19,11 @@ from penstock.store.gradients import Gradients
 from penstock.store.holding import Holding, homes
 from penstock.store.incoming import fill
 from penstock.store.interface import Commit, FlashTraffic, Traffic
-from penstock.store.layout import allocate_role
+from penstock.store.layout import allocate_role, slabs_of
 from penstock.store.masters import Masters
 from penstock.store.norm import GradientReport, clip_scale, global_norm
 from penstock.store.optimizers import GroupSettings, Optimizer, rounding_key
+from penstock.store.portions import SlabPortions
 from penstock.store.roles import MASTER, Stored, stored_of
 from penstock.store.schedules import Schedule, learning_rate
 from penstock.store.snapshot import Parts, Snapshot
@@ -393,6 +394,21 @@ class DramStore:
         else:
             self._state_is_zero = False
             self._state[name][role][begin : begin + values.size] = values
+
+    def portions(self, portion_bytes: int) -> SlabPortions:
+        """Return all that it holds, in portions of at most so many bytes (`portions.py`)."""
+        self.flush()
+        if not self._is_loaded:
+            self._state_is_zero = False  # it is about to be written
+        by_stage: dict[int, list[str]] = {}
+        for name, home in homes(self.program).items():
+            by_stage.setdefault(home, []).append(name)
+        slabs: list[np.ndarray] = []
+        for names in by_stage.values():
+            slabs += slabs_of(part for name in names for part in self._masters.weight(name))
+            states = [self._state[name] for name in names if name in self._state]
+            slabs += slabs_of(array for state in states for array in state.values())
+        return SlabPortions(slabs, portion_bytes)
 
     def clear_state(self, name: str) -> None:
         """Put the optimizer's state of a weight to zero, as it begins, while restoring."""

@@ -24,7 +24,8 @@ from penstock import assembly
 from penstock.cluster.bodies import Welcome
 from penstock.cluster.hall import Hall
 from penstock.cluster.launch import Ended, thread_states
-from penstock.cluster.worker import Worker, _Member, _ShardMember
+from penstock.cluster.members import Member, ShardMember
+from penstock.cluster.worker import Worker
 from penstock.config import Config
 from penstock.errors import ClusterError, ConfigError, CorruptionError, ProtocolError
 from penstock.fabric.messages import Kind, Message
@@ -475,9 +476,9 @@ def test_no_message_can_end_the_endpoint_of_a_worker(open_for_all, received, is_
     endpoint = PretendEndpoint()
     runtime = RuntimeOf(endpoint, 1)
     if is_shard:
-        member = _ShardMember(ShardNode(1, 0, runtime, plan, work), endpoint, work)
+        member = ShardMember(ShardNode(1, 0, runtime, plan, work), endpoint, work)
     else:
-        member = _Member(EngineNode(1000, runtime, plan, work), endpoint)
+        member = Member(EngineNode(1000, runtime, plan, work), endpoint)
     for message in received:
         with contextlib.suppress(ProtocolError, CorruptionError):  # the endpoint cuts these off
             member.handle(message)
