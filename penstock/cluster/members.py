@@ -1,116 +1,81 @@
-"""A worker's node as its process hands messages to it: what is of the step, and what is beside it.
-
-A shard's node also has its store do what the run's process calls for, and gives and takes copies.
-"""
+"""Who is who among the processes of a run: those who are about to join, and those who have."""
 
 from __future__ import annotations
 
-from penstock.cluster import store_calls
-from penstock.cluster.bodies import addresses_of
-from penstock.cluster.calls import Gathered, Said, frames
-from penstock.cluster.copy_ends import Giver, Taker
-from penstock.cluster.shard_process import ShardApart
-from penstock.errors import ClusterError, CorruptionError, PenstockError
-from penstock.fabric.messages import Kind, Message
-from penstock.fabric.nodes import CONDUCTOR, EngineNode, ShardNode
-from penstock.fabric.sockets import Endpoint
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.cluster.bodies import Opens
+from penstock.cluster.shard_places import Place
+from penstock.fabric.sockets import Address, Link
 
 
+@dataclass(frozen=True)
 class Member:
-    """A node that also learns from every view where the others listen."""
+    """A process that has joined: its node, and what it is known by."""
 
-    def __init__(self, node: EngineNode | ShardNode, endpoint: Endpoint) -> None:
-        self._node, self._endpoint = node, endpoint
+    number: int
+    link: Link
+    worker: str
+    listens: Address
+    place: Place | None  # of a shard; None for an engine
+    opens: Opens  # what it does with its store, as a shard
 
     @property
-    def progress(self) -> int:
-        """How far the node has got."""
-        return self._node.progress
+    def is_shard(self) -> bool:
+        """Whether it holds a shard, or is to."""
+        return self.place is not None
 
-    def handle(self, message: Message) -> None:
-        """Take a message."""
-        if message.kind is Kind.VIEW and message.epoch > self._node.epoch:
-            listening = addresses_of(message)
-            listening.pop(self._node.number, None)
-            self._endpoint.meet(listening)
-        self._node.handle(message)
+    @property
+    def waits_for_copy(self) -> bool:
+        """Whether it holds a shard only once it has been given a copy."""
+        return self.opens == "empty"
 
-    def tick(self, now: float) -> None:
-        """Take note of the time."""
-
-    def link_ended(self, peer: int | None, why: str) -> None:
-        """Take note that a link to another node has ended."""
+    def __str__(self) -> str:
+        if self.place is None:
+            return f"engine {self.number}"
+        which = f"replica {self.place.replica} of " if self.place.replica else ""
+        return f"{which}shard {self.place.shard}"
 
 
-class ShardMember(Member):
-    """A shard's node that also has its store do what is called for."""
+class Members:
+    """Changed in the endpoint's thread only."""
 
-    def __init__(self, node: EngineNode | ShardNode, endpoint: Endpoint, place: ShardApart) -> None:
-        super().__init__(node, endpoint)
-        self._place, self._gathered = place, Gathered(lambda number: place.most_bytes)
-        self._runtime = endpoint.runtime(node.number)
-        self._giver = Giver(node.number, place, self._runtime, endpoint)
-        self._taker = Taker(node.number, place, self._runtime, endpoint, self._answer)
+    def __init__(self) -> None:
+        self.joining: dict[Link, Member] = {}  # they have a place, and are not ready yet
+        self.addresses: dict[int, Address] = {}  # where those who are here listen, by node
+        self._here: dict[int, Member] = {}
 
-    def handle(self, message: Message) -> None:
-        """Take a message; a call is answered behind the work that is under way."""
-        if message.kind is Kind.CALL:
-            self._take_call(message)
-        elif message.kind is Kind.COPY:
-            self._giver.take(message)
-        elif message.kind is Kind.PORTION:
-            self._taker.take(message)
-        else:
-            super().handle(message)
+    @property
+    def here(self) -> Sequence[Member]:
+        """Those who have joined."""
+        return list(self._here.values())
 
-    def tick(self, now: float) -> None:
-        """Look whether a copy gets on."""
-        self._taker.tick(now)
+    @property
+    def all(self) -> Sequence[Member]:
+        """Those who have joined, and those who are about to."""
+        return [*self.here, *self.joining.values()]
 
-    def link_ended(self, peer: int | None, why: str) -> None:
-        """Let a copy that came over the link begin anew."""
-        self._taker.link_ended(peer, why)
+    @property
+    def carried_bytes(self) -> int:
+        """What this process has sent to all others and taken from them, frames' heads apart."""
+        return sum(member.link.sent_bytes + member.link.taken_bytes for member in self.here)
 
-    def _take_call(self, message: Message) -> None:
-        try:
-            whole = self._gathered.take(message)
-        except CorruptionError as error:
-            self._answer_error(message.op, error)
-            return
-        if whole is None:
-            return
-        number, said = whole
-        if said.body.get("method") == "take_copy":
-            try:
-                self._taker.begin(number, said.body.get("with"))
-            except PenstockError as error:
-                self._answer_error(number, error)
-        elif said.body.get("method") == "give_up_copy":
-            self._taker.give_up("nobody waits for it any more")
-            self._answer(number, Said())
-        else:
-            self._have_done(number, said)
+    def admit(self, member: Member) -> None:
+        """Let one who is ready be here."""
+        self._here[member.number] = member
+        self.addresses[member.number] = member.listens
 
-    def _have_done(self, number: int, said: Said) -> None:
-        """Have the store do what a call asks for."""
+    def find(self, node: int) -> Member | None:
+        """Return who a node is; None if it is not here."""
+        return self._here.get(node)
 
-        def pack() -> list[Message]:
-            answer = store_calls.answer(self._place, said)
-            return list(frames(Kind.RETURN, self._node.number, number, answer))
+    def at(self, link: Link) -> Member | None:
+        """Return who is here at the other end of a link."""
+        member = None if link.peer is None else self.find(link.peer)
+        return member if member is not None and member.link is link else None
 
-        def send(messages: list[Message]) -> None:
-            for each in messages:
-                self._runtime.send(CONDUCTOR, each)
-
-        def failed(error: Exception) -> None:
-            text = f"{type(error).__name__}: {error}"
-            self._answer_error(number, ClusterError(text))
-
-        self._runtime.work(pack, send, failed)
-
-    def _answer_error(self, number: int, error: PenstockError) -> None:
-        self._answer(number, Said({"error": type(error).__name__, "text": str(error)}))
-
-    def _answer(self, call: int, said: Said) -> None:
-        for each in frames(Kind.RETURN, self._node.number, call, said):
-            self._runtime.send(CONDUCTOR, each)
+    def lose(self, node: int) -> Member | None:
+        """Let a node be here no more; return who it was."""
+        self.addresses.pop(node, None)
+        return self._here.pop(node, None)

@@ -3,15 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import xxhash
 
+from penstock.cluster.terms import terms_of
+from penstock.config import Config
 from penstock.fabric.transfers import GRADIENT_WIDTH, Operation, Piece, Sweep, Transfers, chunks
 from penstock.program import Program, Stage, backward_fetch
-from penstock.store import ShardMap
+from penstock.step_layout import Layout
+from penstock.store import Holding, ShardMap
 
 Placement = Mapping[str, Sequence[tuple[int, int, int]]]
 """Which shards hold a weight: shard, and the first and last + 1 of its elements, in order."""
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What the processes of a run must agree on, and what each is told of it.
+
+    `parts` are what each shard of the store holds, `first_nodes` the numbers of its first nodes;
+    `is_apart` says whether these are processes of their own.
+    """
+
+    transfers: Transfers
+    digest: str
+    terms: Mapping[str, Any]
+    parts: Sequence[Holding]
+    first_nodes: Sequence[Sequence[int]]
+    is_apart: bool
+
+    @classmethod
+    def of(cls, config: Config, layout: Layout) -> RunPlan:
+        """Return the plan of a run."""
+        program, recompute = layout.program, layout.plan.recompute
+        shards, replicas = config.store.shards, config.store.replicas
+        transfers = transfers_of(program, recompute, placement_of(program, shards), shards)
+        return cls(
+            transfers,
+            digest_of(program, transfers),
+            terms_of(config, layout),
+            list(ShardMap.of(program, shards).parts(program)),
+            [[1 + shard + r * shards for r in range(replicas)] for shard in range(shards)],
+            config.cluster.shards == "apart",
+        )
 
 
 def transfers_of(

@@ -84,7 +84,7 @@ class ClusterRunner:
             self._has_begun = True
         while True:
             self.hall.copy_to_newcomers(self._store)
-            self.hall.step = self._store.step  # as the shards have last said
+            self.hall.news.step = self._store.step  # as the shards have last said
             order = _Order(
                 self._layout.program, self._batches, self._store.step, self._config.run.seed
             )
@@ -92,7 +92,7 @@ class ClusterRunner:
             if outcome.error is None:
                 break
             if not self._begins_anew(outcome.error):
-                self.hall.require_sound()
+                self.hall.news.require_sound()
                 if isinstance(outcome.error, NonFiniteLossError):
                     self._trace(outcome.error)
                 raise _as_ours(outcome.error)
@@ -113,13 +113,13 @@ class ClusterRunner:
         hall.call(lambda: hall.conductor.start(order, done))
         try:
             while not ended.wait(timeout=_LOOK):
-                hall.look()
+                hall.news.look()
                 if hall.conductor.phase is Phase.GATHERING and hall.should_stop():
                     raise InterruptedError("stopped while waiting for engines or shards")
         except BaseException:  # the next step must find the conductor at rest
             self._give_up(ended)
             raise
-        hall.look()
+        hall.news.look()
         if outcomes[0].error is not None:
             self._give_up(ended)
         return outcomes[0]
@@ -129,7 +129,7 @@ class ClusterRunner:
         hall, deadline = self.hall, time.monotonic() + _GIVING_UP
 
         def is_over(seen: Callable[[], bool]) -> bool:
-            return seen() or hall.has_failed or time.monotonic() > deadline
+            return seen() or hall.news.has_failed or time.monotonic() > deadline
 
         hall.call(hall.conductor.cancel)
         while not is_over(ended.is_set):
@@ -150,7 +150,7 @@ class ClusterRunner:
 
     def _done(self, order: _Order, outcome: Outcome, started: float) -> StepDone:
         commit: Commit = outcome.answers[0]
-        self.hall.step = commit.step
+        self.hall.news.step = commit.step
         seconds = time.perf_counter() - started
         return step_done(
             commit,
@@ -176,7 +176,7 @@ class ClusterRunner:
         patience = self._config.cluster.evict_slow
         for slow in self._stragglers.look(computed):
             text = f"engine {slow.engine} takes {slow.times:.1f} times as long as the others"
-            self.hall.say("slow", text, slow.engine)
+            self.hall.news.say("slow", text, slow.engine)
             spare = len(conductor.ready) > conductor.wanted
             if patience is not None and slow.looks >= patience and spare:
                 conductor.lost(slow.engine, f"it was slow {slow.looks} times in a row")

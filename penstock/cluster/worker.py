@@ -27,12 +27,12 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.cluster.bodies import Opens, Welcome
 from penstock.cluster.engine_work import EngineOfProcess
-from penstock.cluster.members import Member, ShardMember
 from penstock.cluster.plan import digest_of, placement_of, transfers_of
 from penstock.cluster.record import read_record
 from penstock.cluster.shard_places import Place
 from penstock.cluster.shard_process import ShardApart
 from penstock.cluster.shard_work import StoreOfShard
+from penstock.cluster.worker_nodes import WorkerNode, WorkerShard
 from penstock.errors import (
     ClusterError,
     ConfigError,
@@ -132,7 +132,7 @@ class Worker:
         self._shard = shard
         self._events: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._node: EngineNode | ShardNode | None = None
-        self._member: Member | None = None
+        self._seat: WorkerNode | None = None
         self._number = 0
         self._link: Link | None = None
         self._built: _Built | None = None
@@ -251,11 +251,10 @@ class Worker:
             self._endpoint.attach(CONDUCTOR, link)
             for there in welcome.shards_there:
                 self._endpoint.attach(there, link)
-            member = Member(node, self._endpoint)
+            self._seat = WorkerNode(node, self._endpoint)
             if isinstance(built.role, ShardRole):
-                member = ShardMember(node, self._endpoint, built.role.place)
-            self._member = member
-            self._endpoint.add(number, member)
+                self._seat = WorkerShard(node, self._endpoint, built.role.place)
+            self._endpoint.add(number, self._seat)
             link.send(Message(Kind.READY, 0, number, body={"digest": built.digest}))
 
         self._endpoint.call(add)
@@ -268,15 +267,15 @@ class Worker:
             body, node = {"text": str(error), "peer": link.peer}, self._node
             message = Message(Kind.DAMAGED, node.epoch, node.number, body=body)
             self._endpoint.send(node.number, CONDUCTOR, message)
-        if self._member is not None:
-            self._member.link_ended(link.peer, str(error))
+        if self._seat is not None:
+            self._seat.link_ended(link.peer, str(error))
 
     def _beat(self, now: float) -> None:
         node, link, built = self._node, self._link, self._built
         if node is None or link is None or built is None:
             return
-        if self._member is not None:
-            self._member.tick(now)
+        if self._seat is not None:
+            self._seat.tick(now)
         body = {
             "progress": node.progress,
             "busy": node.is_busy,

@@ -59,10 +59,10 @@ class Watched:
     def pid_of(self, place: int) -> int:
         """The process of the engine at a place of the present view."""
         hall = self.trainer._runner.hall
-        return hall.launcher.pids[hall.worker_of(hall.conductor._view.engines[place])]
+        return hall.launcher.pids[hall.worker_of(hall.conductor.engines[place])]
 
     def engines(self) -> int:
-        return len(self.trainer._runner.hall.conductor._view.engines)
+        return len(self.trainer._runner.hall.conductor.engines)
 
     def train(self, steps: int) -> None:
         for _ in range(steps):

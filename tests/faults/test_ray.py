@@ -52,7 +52,7 @@ class Watched:
         return self.trainer._runner.hall
 
     def engines(self) -> tuple[int, ...]:
-        return self.hall.conductor._view.engines
+        return self.hall.conductor.engines
 
     def train(self, steps: int) -> None:
         self.losses += [self.trainer.run_step().loss for _ in range(steps)]
@@ -79,7 +79,7 @@ def test_two_engines_on_ray_and_one_killed_have_the_bits_of_one_engine(run):
     killed = run.hall.worker_of(engines[1])
     os.kill(actors[killed], signal.SIGKILL)
     run.train(2)
-    assert run.hall.counts["engine lost"] == 1
+    assert run.hall.news.counts["engine lost"] == 1
     run.await_engines(2)  # one more was started
     run.train(1)
     assert len(run.engines()) == 2

@@ -109,7 +109,7 @@ class Run:
     def await_newcomer(self) -> None:
         """Wait for who comes in place of one that was lost; the next step gives it a copy."""
         while not self.hall._places.newcomers:
-            self.hall.look()
+            self.hall.news.look()
             time.sleep(0.02)
 
     @property
@@ -142,7 +142,7 @@ def hash_of(folder: Path) -> str:
 
 def shared_bytes(run: Run) -> int:
     """What the trainer's process has sent through memory that another process sees too."""
-    return sum(member.link.shared_bytes for member in run.hall._members.values())
+    return sum(member.link.shared_bytes for member in run.hall.members.here)
 
 
 def test_a_run_in_memory_is_saved_and_goes_on_and_its_weights_do_not_pass_through_the_trainer(
@@ -152,7 +152,7 @@ def test_a_run_in_memory_is_saved_and_goes_on_and_its_weights_do_not_pass_throug
         monkeypatch.setattr(f"penstock.fabric.sockets.{module}.LEAST_BYTES", 1 << 10)
     first = Run(settings(text, tmp_path / "run", steps=3, checkpoint={"every": 2}))
     program, carried = first.trainer.program, {}
-    first.also = lambda event: carried.update({event.step: first.hall.carried_bytes})
+    first.also = lambda event: carried.update({event.step: first.hall.members.carried_bytes})
     _, saved = first.train()
     # Between the first and the second step nothing is evaluated or saved: the batch's rows, and a
     # beat of every process ten times a second.

@@ -294,8 +294,10 @@ class ToyCluster:
             wanted or engines,
             Leases(silence=1.0, stall=2.0, job=20.0, attempts=attempts),
             self._tell,
+            others_come=lambda: self.others_come,
         )
         self.network.conduct(self.conductor)
+        self.others_come = True  # whether the conductor may count on other engines
         self._lost: set[int] = set()  # the last nodes of shards, that have been lost
         self._zombies: dict[int, float] = {}
         self.engine: Callable[[int], ToyEngine] = lambda number: ToyEngine()

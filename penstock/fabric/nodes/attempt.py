@@ -1,4 +1,4 @@
-"""What has come of one attempt at a step: who has seen its view, who has sent what it is to send.
+"""One attempt at a step: what is said to those who take part in it, and what has come of it.
 
 Nothing counts twice, and nothing of one attempt counts for another: each has an object of its own.
 """
@@ -6,13 +6,28 @@ Nothing counts twice, and nothing of one attempt counts for another: each has an
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
+
+import numpy as np
 
 from penstock.errors import CorruptionError
-from penstock.fabric.messages import Message
+from penstock.fabric.messages import Kind, Message, pack_arrays
 from penstock.fabric.nodes import checks
+from penstock.fabric.nodes.orders import Outcome, StepOrder
 from penstock.fabric.view import View
 from penstock.tree import share
+
+
+class Send(Protocol):
+    """Sends to a node, in the present epoch and of the step in flight."""
+
+    def __call__(
+        self,
+        to: int,
+        kind: Kind,
+        body: Mapping[str, Any] | None = None,
+        payload: np.ndarray | None = None,
+    ) -> None: ...
 
 
 class Attempt:
@@ -20,28 +35,51 @@ class Attempt:
 
     Args:
         view: who takes part.
-        micro_batches: those of the step.
+        order: the step that is to be made.
+        send: sends to a node.
     """
 
-    def __init__(self, view: View, micro_batches: int) -> None:
-        self._view, self._micro_batches = view, micro_batches
-        self._seen: set[int] = set()
+    def __init__(self, view: View, order: StepOrder, send: Send) -> None:
+        self.order = order
+        self._view, self._send = view, send
         self._losses: dict[int, list[float]] = {}
         self._prepared: dict[int, Any] = {}
         self._answers: dict[int, Any] = {}
-        self.decision: Mapping[str, Any] = {}
+        self._decision: Mapping[str, Any] = {}
         self.commits = 0  # how often the decision has been said again
         self._nodes = list(view.shard_nodes)  # the shards' that have not left
 
-    @property
-    def engines(self) -> Sequence[int]:
-        """The engines that take part."""
-        return self._view.engines
+    def begin(self) -> None:
+        """Have all begin, engines with their rows.
 
-    def see(self, node: int) -> bool:
-        """Take note that a node has seen the view; return whether all have."""
-        self._seen.add(node)
-        return not self.unseen
+        **Raises:** whatever the data raise; nobody has begun then.
+        """
+        engines = self._view.engines
+        parts = [
+            (engine, part.body, *pack_arrays(part.rows))
+            for engine, part in zip(engines, self.order.parts(len(engines)), strict=True)
+        ]
+        for node in self._nodes:
+            self._send(node, Kind.BEGIN)
+        for engine, body, described, payload in parts:
+            self._send(engine, Kind.BEGIN, {**body, "rows": described}, payload)
+
+    def decide(self) -> None:
+        """Decide by what has come how the step is committed.
+
+        **Raises:** whatever forbids it; nothing is committed then.
+        """
+        self._decision = self.order.decide(self.losses, self.reports)
+
+    def commit(self) -> None:
+        """Say the decision to all nodes of shards that have not answered to it."""
+        for node in self.unanswered:
+            self._send(node, Kind.COMMIT, self._decision)
+
+    @property
+    def outcome(self) -> Outcome:
+        """How the step has ended, once all have committed."""
+        return Outcome(self.order.step, self.losses, self._decision, self.answers)
 
     def leave(self, node: int) -> None:
         """Do without a node of a shard that has others, which do the same."""
@@ -55,28 +93,28 @@ class Attempt:
         """
         engines = self._view.engines
         if message.sender in engines:
-            part = share(self._micro_batches, len(engines))[engines.index(message.sender)]
+            part = share(self.order.micro_batches, len(engines))[engines.index(message.sender)]
             self._losses[message.sender] = checks.hexadecimals(message, "losses", len(part))
 
-    def prepare(self, node: int, report: Any) -> None:
-        """Take what a node of a shard says of its gradients."""
-        self._prepared[node] = report
+    def prepare(self, message: Message) -> None:
+        """Take what a node of a shard says of its gradients.
 
-    def answer(self, node: int, answer: Any) -> None:
-        """Take the answer of a node of a shard to the commit."""
-        self._answers[node] = answer
+        **Raises:** `ProtocolError` if it makes no sense.
+        """
+        self._prepared[message.sender] = self.order.report(message)
+
+    def answer(self, message: Message) -> None:
+        """Take the answer of a node of a shard to the commit.
+
+        **Raises:** `ProtocolError` if it makes no sense.
+        """
+        self._answers[message.sender] = self.order.answer(message)
 
     @property
     def is_whole(self) -> bool:
         """Whether all losses and all shards' gradients are in."""
         has_losses = len(self._losses) == len(self._view.engines)
         return has_losses and self._prepared.keys() >= {*self._nodes}
-
-    @property
-    def unseen(self) -> list[int]:
-        """Who has not seen the view; engines first."""
-        nodes = (*self._view.engines, *self._nodes)
-        return [node for node in nodes if node not in self._seen]
 
     @property
     def unanswered(self) -> list[int]:
@@ -131,4 +169,4 @@ class Attempt:
     @property
     def counts(self) -> tuple[int, ...]:
         """How much has come: it grows as long as something moves."""
-        return len(self._seen), len(self._losses), len(self._prepared), len(self._answers)
+        return len(self._losses), len(self._prepared), len(self._answers)

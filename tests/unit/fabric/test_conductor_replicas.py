@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from test_conductor import ENGINES, Play
+from conductor_play import ENGINES, Play
 
 from penstock.errors import CorruptionError, ProtocolError
 from penstock.fabric.messages import Kind

@@ -1,0 +1,138 @@
+"""How a process becomes a node of a run: it says who it is, is given a place, and is ready.
+
+What comes here comes over links that are nobody's yet. A process that joins is given the place of
+a shard that is vacant, else that of an engine; one that cannot be what it was to be is sent away,
+and would be no better the next time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from penstock.cluster.bodies import Join, Opens
+from penstock.cluster.calls import error_class
+from penstock.cluster.members import Member, Members
+from penstock.cluster.news import News
+from penstock.cluster.plan import RunPlan
+from penstock.cluster.shard_places import Place
+from penstock.cluster.shards_apart import ShardsApart
+from penstock.errors import ClusterError, PenstockError
+from penstock.fabric.messages import Kind, Message
+from penstock.fabric.nodes import CONDUCTOR, Conductor
+from penstock.fabric.sockets import Link
+
+FIRST_ENGINE = 1000
+
+
+class Reception:
+    """Lets processes in; in the endpoint's thread.
+
+    Args:
+        plan: what they are told, and must agree on.
+        members: those who are let in.
+        conductor: is told of them.
+        apart: gives places of shards.
+        news: is told of those who are sent away.
+        let_in: makes the link of a member that of its node.
+        engines_wanted: returns how many engines are wanted, spare ones too.
+    """
+
+    def __init__(
+        self,
+        plan: RunPlan,
+        members: Members,
+        conductor: Conductor,
+        apart: ShardsApart,
+        news: News,
+        *,
+        let_in: Callable[[Member], None],
+        engines_wanted: Callable[[], int],
+    ) -> None:
+        self._plan, self._members, self._conductor = plan, members, conductor
+        self._apart, self._places, self._news = apart, apart.places, news
+        self._let_in, self._engines_wanted = let_in, engines_wanted
+        self._next = FIRST_ENGINE
+
+    def take(self, link: Link, message: Message) -> None:
+        """Take what a peer says before it is somebody.
+
+        **Raises:** `ProtocolError` if it makes no sense.
+        """
+        joining = self._members.joining
+        if message.kind is Kind.JOIN:
+            self._welcome(link, Join.read(message))
+        elif message.kind is Kind.READY and link in joining:
+            self._admit(joining.pop(link), message.body)
+        elif message.kind is Kind.TROUBLE and link in joining:
+            member, kind = joining.pop(link), str(message.body.get("error"))
+            text = f"{member} could not be made: {message.body.get('text')}"
+            self._turn_away(member, text, error_class(kind))
+
+    def _welcome(self, link: Link, said: Join) -> None:
+        """Give a process that joins its place."""
+        place = self._place_for(said)
+        if place is None and said.shard is not None:
+            self._refuse(link, f"shard {said.shard} of the store is not wanted: it is there")
+            return
+        opens: Opens = "when asked"
+        number, plan = self._next, self._plan
+        if place is not None and not self._places.have_come:
+            number = plan.first_nodes[place.shard][place.replica]
+        else:
+            self._next += 1
+        if place is not None and self._places.have_come:
+            opens = "empty" if self._places.is_held(place.shard) else "what was left"
+        member = Member(number, link, said.worker, said.listens, place, opens)
+        self._members.joining[link] = member
+        body = {
+            "node": number,
+            "place": None if place is None else list(place),
+            "opens": opens,
+            "run": plan.terms,
+            "shards_there": [] if plan.is_apart else [nodes[0] for nodes in plan.first_nodes],
+        }
+        link.send(Message(Kind.WELCOME, 0, CONDUCTOR, body=body))
+
+    def _place_for(self, said: Join) -> Place | None:
+        """Return the place that a process gets which joins, None if it is to be an engine."""
+        members = self._members
+        here = [(m.place, m.listens[0]) for m in members.all if m.place is not None]
+        engines = len(self._conductor.ready)
+        engines += sum(not member.is_shard for member in members.joining.values())
+        fits_engine = engines < self._engines_wanted()
+        return self._apart.place_for(said.shard, said.listens[0], here, fits_engine)
+
+    def _admit(self, member: Member, said: Mapping[str, Any]) -> None:
+        """Take a process that is ready among those of the run."""
+        number, place = member.number, member.place
+        if said.get("digest") != self._plan.digest:
+            text = f"{member} has compiled another program: are its versions the same?"
+            self._turn_away(member, text, ClusterError)
+            return
+        self._let_in(member)
+        self._members.admit(member)
+        if place is None:
+            self._conductor.joined(number)
+            return
+        if member.waits_for_copy:
+            self._places.wait_for_copy(place, number)
+            self._conductor.newcomer(place.shard, number)
+            return
+        self._places.take(place, number)
+        if member.opens == "what was left":
+            self._conductor.shard_joined(place.shard, number)
+        else:
+            self._news.say("joined", f"{member} is ready", number)
+
+    def _turn_away(self, member: Member, text: str, kind: type[PenstockError]) -> None:
+        """Let a process go that cannot be what it was to be: the run ends if it needs it."""
+        is_needed = member.is_shard and not member.waits_for_copy
+        if is_needed or not (member.is_shard or self._conductor.ready):
+            self._news.fail(kind(text))
+        self._refuse(member.link, text, member.number)
+
+    def _refuse(self, link: Link, text: str, number: int | None = None) -> None:
+        """Send a worker away: it would be no better the next time."""
+        self._news.say("refused", text, number)
+        link.send(Message(Kind.ANSWER, 0, CONDUCTOR, body={"error": text}))

@@ -1,0 +1,115 @@
+"""The epoch in which a step is made: who takes part, and whether all of them may begin.
+
+Nobody begins before all have seen the view of the epoch, and all shards stand at one step: each
+says which steps it holds, and all go back to the newest in common (`agreement.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from penstock.fabric.messages import Kind, Message
+from penstock.fabric.nodes import checks
+from penstock.fabric.nodes.agreement import Agreement
+from penstock.fabric.nodes.roster import Roster
+from penstock.fabric.view import View
+
+
+class Formation:
+    """The present epoch, and who has answered to it.
+
+    Args:
+        roster: who there is.
+        addresses: where nodes listen, by number; those of a view's nodes are sent with it.
+        send: sends a node a kind of message with a body, in the present epoch.
+    """
+
+    def __init__(
+        self,
+        roster: Roster,
+        addresses: Mapping[int, Any],
+        send: Callable[[int, Kind, Mapping[str, Any]], None],
+    ) -> None:
+        self._roster, self._addresses, self._send = roster, addresses, send
+        self.epoch = 0
+        self.view = View(roster.holders.shards, ())
+        self.is_at_rest = False  # whether the view's members have seen it, and none is in a step
+        self.is_agreed = False  # whether all shards are known to stand at one step
+        self.agreement = Agreement(())
+        self._seen: set[int] = set()
+
+    def is_ready(self, view: View) -> bool:
+        """Tell whether those of a view may begin a step at once, in the present epoch."""
+        return self.is_at_rest and self.is_agreed and self.view == view
+
+    def form(self, view: View) -> None:
+        """Raise the epoch and tell everybody who takes part; spare ones forget what they held."""
+        self.view = view
+        self._seen.clear()
+        nodes = (*view.shard_nodes, *view.engines)
+        listening = {str(n): self._addresses[n] for n in nodes if n in self._addresses}
+        self._raise_epoch({**view.as_body(), "addresses": listening})
+
+    def disband(self) -> None:
+        """Raise the epoch without a step, so that nobody goes on with the last one."""
+        self._raise_epoch(self.view.as_body())
+
+    def _raise_epoch(self, body: Mapping[str, Any]) -> None:
+        self.epoch += 1
+        self.is_at_rest = False
+        for node in self._roster.here:
+            self._send(node, Kind.VIEW, body)
+
+    def see(self, node: int) -> bool:
+        """Take note that a node has seen the view; return whether all have."""
+        self._seen.add(node)
+        self.is_at_rest = not self.unseen
+        return self.is_at_rest
+
+    @property
+    def unseen(self) -> list[int]:
+        """Who has not seen the view; engines first."""
+        nodes = (*self.view.engines, *self.view.shard_nodes)
+        return [node for node in nodes if node not in self._seen]
+
+    @property
+    def seen(self) -> int:
+        """How many have seen it."""
+        return len(self._seen)
+
+    def ask_what_is_held(self) -> None:
+        """Ask all nodes of shards which steps they hold."""
+        self.agreement = Agreement(self._roster.holders.shards)
+        for node in self._roster.holders.nodes:
+            self._send(node, Kind.HOLDS, {})
+
+    def hold(self, message: Message, before: int) -> list[tuple[int, str]]:
+        """Take which steps a node of a shard holds; once all have said so, have them go back.
+
+        Args:
+            before: the number of the step that is to be made.
+
+        Returns:
+            Who has to be lost first, and why: others of its shard hold that step, it does not.
+
+        Raises:
+            ProtocolError: it says no steps.
+            StorageError: there is no step that all shards hold.
+        """
+        steps = message.body.get("steps")
+        if not isinstance(steps, list) or not all(isinstance(step, int) for step in steps):
+            raise checks.refuse(message, f"holds {str(steps)[:80]!r}")
+        if not self.agreement.hold(message.sender, steps):
+            return []
+        to = self.agreement.newest(before)
+        without = self.agreement.without(to)
+        if not without:
+            for node in self._roster.holders.nodes:
+                self._send(node, Kind.GO_BACK, {"to": to})
+        return [(node, f"it does not hold step {to}, to which all go back") for node in without]
+
+    def go_back(self, node: int) -> bool:
+        """Take note that a node stands there; return whether all do."""
+        self.is_agreed = self.agreement.go_back(node)
+        return self.is_agreed

@@ -1,0 +1,123 @@
+"""A hall without processes: who joins is played by the tests."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from penstock.cluster.hall import Hall
+from penstock.cluster.launch import Ended
+from penstock.config import Config
+from penstock.fabric.messages import Kind, Message
+from penstock.fabric.sockets import Endpoint, Link
+from penstock.step_layout import Layout
+
+MODEL = {
+    "preset": "gpt2",
+    "overrides": {"n_layer": 1, "n_embd": 32, "n_head": 1, "vocab_size": 96, "n_positions": 16},
+}
+
+
+TOKEN = "a token"
+
+
+class PretendLauncher:
+    """Starts nobody; those whom it has started have ended, if it is told so."""
+
+    lacks: str | None = None
+    starving: tuple[str, ...] = ()
+
+    def __init__(self, is_in_vain: bool) -> None:
+        self.is_in_vain, self.started = is_in_vain, 0
+        self.ended: list[Ended] = []
+
+    def start(self) -> None:
+        self.started += 1
+        if self.is_in_vain:
+            self.ended.append(Ended(f"worker-{self.started}", f"worker-{self.started} fell"))
+
+    def poll(self) -> list[Ended]:
+        ended, self.ended = self.ended, []
+        return ended
+
+    def starves(self, worker: str) -> bool:
+        return worker in self.starving
+
+    def waits_for(self) -> str | None:
+        return self.lacks
+
+    def end(self, worker: str) -> None:
+        """Nothing is there to end."""
+
+    def close(self) -> None:
+        """Nothing is there to end."""
+
+
+def config(folder: Path, replicas: int = 1, **cluster) -> Config:
+    return Config.from_mapping(
+        {
+            "model": MODEL,
+            "batch": {"size": 4, "micro": 1},
+            "engine": {"device": "cpu", "threads": 1},
+            "engines": 2,
+            "store": {"shards": 2, "replicas": replicas},
+            "run": {"dir": str(folder)},
+            "cluster": {"start": "local", "spare": 1, **cluster},
+        }
+    )
+
+
+class Visited:
+    """A hall, and what was told of it by which thread."""
+
+    def __init__(self, folder: Path, layout: Layout, is_in_vain: bool, **cluster) -> None:
+        self.told: list[str] = []
+        self.tellers: set[threading.Thread] = set()
+        self.is_stopped = False
+        self.launcher = PretendLauncher(is_in_vain)
+        self.hall = Hall(
+            config(folder, **cluster),
+            layout,
+            host="127.0.0.1",
+            token=TOKEN,
+            launch=lambda endpoint: self.launcher,
+            tell=self.hear,
+            should_stop=lambda: self.is_stopped,
+        )
+
+    def hear(self, event) -> None:
+        self.told.append(event.kind)
+        self.tellers.add(threading.current_thread())
+
+
+class Guest:
+    """One who joins, and what is said to it."""
+
+    def __init__(self, hall: Hall) -> None:
+        self.said: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self.failures: list[Exception] = []
+        self.endpoint = Endpoint(
+            TOKEN,
+            "127.0.0.1",
+            on_link_end=lambda link, error: None,
+            on_stranger=lambda link, message: self.said.put(message),
+            on_failure=self.failures.append,
+        )
+        self.endpoint.start()
+        self.link: Link = self.endpoint.connect(hall.address)
+
+    def say(self, kind: Kind, number: int = 0, **body) -> None:
+        self.link.send(Message(kind, 0, number, body=body))
+
+    def hear(self) -> Message:
+        return self.said.get(timeout=10)
+
+
+def until(is_so: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 10
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

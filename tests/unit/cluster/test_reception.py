@@ -1,0 +1,102 @@
+"""Who is let in, which place it gets, and who is sent away; no processes."""
+
+from __future__ import annotations
+
+import pytest
+from hall_guests import until
+
+from penstock.errors import ClusterError, ConfigError
+from penstock.fabric.messages import Kind
+
+
+def test_places_of_shards_are_given_first_then_those_of_engines(visit):
+    visited = visit(shards="apart")
+    given = [visit.join(visited)[1].body for _ in range(3)]
+    assert [body["place"] for body in given] == [[0, 0], [1, 0], None]
+    assert [body["node"] for body in given] == [1, 2, 1000]
+    assert {body["opens"] for body in given} == {"when asked"}
+
+
+def test_a_replica_that_is_lost_leaves_its_place_to_a_newcomer_that_waits_for_a_copy(visit):
+    visited = visit(shards="apart", replicas=2, lease=60.0)
+    assert visited.launcher.started == 7
+    joined = [visit.join(visited) for _ in range(7)]
+    # On one host: a shard's second place is given when no engine is wanted any more.
+    places = [welcome.body["place"] for _, welcome in joined]
+    assert places == [[0, 0], [1, 0], None, None, None, [0, 1], [1, 1]]
+    for guest, welcome in joined:
+        guest.say(Kind.READY, welcome.body["node"], digest=visited.hall.plan.digest)
+    until(lambda: not visited.hall._places.are_missing)
+    until(lambda: len(visited.hall.conductor.ready) == 3)
+    assert visited.hall.conductor.holders == ((1, 3), (2, 4))
+    joined[1][0].link.close()
+    until(lambda: visited.hall.conductor.holders == ((1, 3), (4,)))
+    guest, welcome = visit.join(visited)
+    assert (welcome.body["place"], welcome.body["opens"]) == ([1, 0], "empty")
+    node = welcome.body["node"]
+    guest.say(Kind.READY, node, digest=visited.hall.plan.digest)
+    until(lambda: visited.hall._places.newcomers == [(1, node)])
+    assert visited.hall.conductor.holders == ((1, 3), (4,))  # until it has its copy
+    guest.link.close()
+    until(lambda: not visited.hall._places.newcomers)
+    visited.hall.news.look()
+    assert visited.told.count("replica lost") == 2
+    assert visit.join(visited)[1].body["place"] == [1, 0]
+
+
+def test_a_newcomer_that_cannot_be_made_does_not_end_the_run(visit):
+    visited = visit(shards="apart", replicas=2, lease=60.0)
+    joined = [visit.join(visited) for _ in range(7)]
+    for guest, welcome in joined:
+        guest.say(Kind.READY, welcome.body["node"], digest=visited.hall.plan.digest)
+    until(lambda: not visited.hall._places.are_missing)
+    joined[0][0].link.close()
+    until(lambda: visited.hall.conductor.holders[0] == (3,))
+    guest, welcome = visit.join(visited)
+    text = {"error": "StorageError", "text": "no space left"}
+    guest.say(Kind.TROUBLE, welcome.body["node"], **text)
+    assert guest.hear().kind is Kind.ANSWER
+    visited.hall.news.look()
+    assert "refused" in visited.told
+
+
+def test_who_leaves_before_it_is_ready_leaves_its_place_to_the_next(visit):
+    visited = visit(shards="apart")
+    guest, first = visit.join(visited)
+    assert first.body["place"] == [0, 0]
+    guest.link.close()
+    until(lambda: not visited.hall.members.joining)
+    assert visit.join(visited)[1].body["place"] == [0, 0]
+
+
+def test_a_shard_that_is_not_wanted_is_told_so_and_the_run_goes_on(visit):
+    visited = visit(start="listen", shards="apart")
+    assert visit.join(visited, shard=1)[1].body["place"] == [1, 0]
+    answer = visit.join(visited, shard=1)[1]
+    assert answer.kind is Kind.ANSWER
+    assert answer.body["error"] == "shard 1 of the store is not wanted: it is there"
+    visited.hall.news.look()
+    assert visited.told == ["refused"]
+
+
+@pytest.mark.parametrize("shards", ["here", "apart"])
+def test_who_has_compiled_another_program_is_told_so_and_the_run_needs_it(visit, shards):
+    visited = visit(shards=shards)
+    guest, welcome = visit.join(visited)
+    guest.say(Kind.READY, welcome.body["node"], digest="another")
+    answer = guest.hear()
+    assert answer.kind is Kind.ANSWER
+    assert "has compiled another program: are its versions the same?" in answer.body["error"]
+    with pytest.raises(ClusterError, match="another program"):
+        visited.hall.news.look()
+    assert visited.told == ["refused"]
+
+
+def test_what_keeps_a_worker_from_being_made_is_raised_as_what_it_was_there(visit):
+    visited = visit(shards="apart")
+    guest, welcome = visit.join(visited)
+    text = {"error": "ConfigError", "text": "model.hf: is not on this host"}
+    guest.say(Kind.TROUBLE, welcome.body["node"], **text)
+    assert guest.hear().kind is Kind.ANSWER
+    with pytest.raises(ConfigError, match=r"shard 0 could not be made: model\.hf: is not on"):
+        visited.hall.remote_shards()
