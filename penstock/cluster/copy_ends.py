@@ -22,7 +22,7 @@ from penstock.fabric.nodes import checks
 from penstock.fabric.nodes.runtime import Runtime
 from penstock.fabric.sockets import Address
 from penstock.fabric.transfers import CHUNK_BYTES
-from penstock.store import CopiedStore, Portions, Store
+from penstock.store import Portions, ReplicatedStore, Store
 
 WINDOW = 4  # portions that are asked for and not written yet
 PORTION_BYTES = CHUNK_BYTES
@@ -233,6 +233,6 @@ def portions_of(store: Store) -> Portions:
 
     **Raises:** `ClusterError` if it is none that can be.
     """
-    if not isinstance(store, CopiedStore):
+    if not isinstance(store, ReplicatedStore):
         raise ClusterError(f"{type(store).__name__}: it cannot be copied")
     return store.portions(PORTION_BYTES)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from penstock import fault
 from penstock.cluster.calls import Asked, Calls, Said, ShardLostError, error_class
 from penstock.errors import ClusterError, PenstockError
 from penstock.fabric.sockets import Address
@@ -44,7 +45,9 @@ def copy_shard(
     calls.ask(source, "flush", {}, {})
     status = calls.ask(source, "status", {}, {}).body
     where = {"source": source, "listens": list(listens), "step": status["step"]}
-    said = _watched(calls, calls.begin(target, "take_copy", where, {}), meanwhile).body
+    asked = calls.begin(target, "take_copy", where, {})
+    fault.point("copy.begun")
+    said = _watched(calls, asked, meanwhile).body
     if "failed" in said:
         raise _failure(said, source, target)
     wanted, found = (calls.begin(node, "checksum", {}, {}) for node in (source, target))

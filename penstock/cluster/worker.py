@@ -358,7 +358,8 @@ def build_shard(told: Mapping[str, Any], place: Place, opens: Opens) -> _Built:
         apart.open(must_hold=True)
     elif opens == "empty":
         apart.open_empty()
-    work = StoreOfShard(made.program, apart, shard, made.recompute)
+    has_replica = made.config.store.replicas > 1
+    work = StoreOfShard(made.program, apart, shard, made.recompute, has_replica)
     return _Built(dict(told), ShardRole(shard, apart, work, made.transfers), made.digest)
 
 

@@ -14,6 +14,7 @@ from penstock.store.checkpoint import (
     save_checkpoint,
     verify_checkpoint,
 )
+from penstock.store.comparing import Compared
 from penstock.store.dram import DramStore
 from penstock.store.gradients import trainable_weights
 from penstock.store.holding import Holding
@@ -39,7 +40,7 @@ from penstock.store.optimizers import (
     assign_groups,
     make_optimizer,
 )
-from penstock.store.portions import CopiedStore, Portions
+from penstock.store.portions import Portions, ReplicatedStore
 from penstock.store.roles import Role
 from penstock.store.schedules import Schedule, learning_rate
 from penstock.store.sharded import Assembly, ShardedStore
@@ -55,7 +56,7 @@ __all__ = [
     "BackgroundSave",
     "CheckpointState",
     "Commit",
-    "CopiedStore",
+    "Compared",
     "DramStore",
     "FlashTraffic",
     "FolderLock",
@@ -68,6 +69,7 @@ __all__ = [
     "MergedWeights",
     "Optimizer",
     "Portions",
+    "ReplicatedStore",
     "Role",
     "SavedCheckpoint",
     "SavedWeights",

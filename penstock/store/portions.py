@@ -13,6 +13,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import xxhash
 
+from penstock.store.comparing import Compared
 from penstock.store.interface import Store
 
 
@@ -38,10 +39,12 @@ class Portions(Protocol):
 
 
 @runtime_checkable
-class CopiedStore(Store, Protocol):
-    """A store that can be copied portion by portion into another of its kind."""
+class ReplicatedStore(Store, Protocol):
+    """A store that another of its kind may hold the same as: it is copied, and compared."""
 
     def portions(self, portion_bytes: int) -> Portions: ...
+
+    def compared(self) -> Compared: ...
 
 
 class SlabPortions:

@@ -25,6 +25,7 @@ import torch
 from penstock import durable, fault
 from penstock.errors import BudgetError
 from penstock.store import files
+from penstock.store.comparing import Compared
 from penstock.store.flash.block_updates import BlockUpdates
 from penstock.store.flash.blocks import StateBlocks
 from penstock.store.flash.description import EXTENTS, JOURNAL, describe, require_same
@@ -409,6 +410,10 @@ class FlashStore:
         if self._staging is None:
             self._settle()
         return BlockPortions(self._layout, self._version, self._pipeline.put, portion_bytes)
+
+    def compared(self) -> Compared:
+        """Return checksums of all of it, those of the last update (`comparing.py`)."""
+        return self._pipeline.compared()
 
     def clear_state(self, name: str) -> None:
         """Leave the optimizer's state of a weight at zero, as it begins, while restoring."""

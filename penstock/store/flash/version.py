@@ -45,7 +45,11 @@ class Version:
     @property
     def checksums(self) -> bytes:
         """The checksums of all blocks: what streams of a unit, then its state."""
-        return b"".join(half for checks in self._checks for half in checks)
+        return b"".join(map(self.checksums_of, self._layout.units))
+
+    def checksums_of(self, unit: Unit) -> bytes:
+        """The checksums of a unit's blocks."""
+        return b"".join(self._checks[unit.index])
 
     def restore(self, record: Record) -> None:
         """Become the version that a record describes.
