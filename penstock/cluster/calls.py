@@ -16,7 +16,13 @@ from typing import Any
 import numpy as np
 
 from penstock import errors
-from penstock.errors import ClusterError, CorruptionError, PenstockError, StorageError
+from penstock.errors import (
+    ClusterError,
+    CorruptionError,
+    PenstockError,
+    ProtocolError,
+    StorageError,
+)
 from penstock.fabric.messages import Kind, Message, pack_arrays, unpack_arrays
 from penstock.fabric.transfers import CHUNK_BYTES
 from penstock.store.flash import OtherStoreError
@@ -38,6 +44,10 @@ _ERRORS: Mapping[str, type[PenstockError]] = {
 
 class ShardLostError(StorageError):
     """A shard of the store was lost before it answered."""
+
+
+class BadAnswerError(ProtocolError):
+    """What a node has answered is no answer to what it was asked."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +193,7 @@ class Calls:
 
         Raises:
             ShardLostError: it was lost before it had answered.
-            CorruptionError: its answer makes no sense.
+            BadAnswerError: its answer makes no sense.
             PenstockError: whatever it met.
         """
         return self.begin(node, method, arguments, arrays, most).answer()
@@ -237,7 +247,7 @@ class Calls:
             whole = gathered.take(message)
         except CorruptionError as error:
             for number in {message.op, under_way or message.op}:
-                self._answer(number, error)
+                self._answer(number, BadAnswerError(str(error)))
             return
         if whole is not None:
             self._answer(*whole)

@@ -8,10 +8,18 @@ of all that both hold are equal.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from penstock import fault
-from penstock.cluster.calls import Asked, Calls, Said, ShardLostError, error_class
+from penstock.cluster.calls import (
+    Asked,
+    BadAnswerError,
+    Calls,
+    Said,
+    ShardLostError,
+    error_class,
+)
 from penstock.errors import ClusterError, PenstockError
 from penstock.fabric.sockets import Address
 
@@ -44,25 +52,37 @@ def copy_shard(
     """
     calls.ask(source, "flush", {}, {})
     status = calls.ask(source, "status", {}, {}).body
-    where = {"source": source, "listens": list(listens), "step": status["step"]}
+    step = _integer(status, "step", source)
+    where = {"source": source, "listens": list(listens), "step": step}
     asked = calls.begin(target, "take_copy", where, {})
     fault.point("copy.begun")
     said = _watched(calls, asked, meanwhile).body
     if "failed" in said:
         raise _failure(said, source, target)
-    wanted, found = (calls.begin(node, "checksum", {}, {}) for node in (source, target))
-    _require_equal(
-        str(_watched(calls, wanted, meanwhile).body["checksum"]),
-        str(_given(calls, found, meanwhile).body["checksum"]),
-        source,
-        target,
-    )
+    copied = _integer(said, "copied", target)
+    ours, theirs = (calls.begin(node, "checksum", {}, {}) for node in (source, target))
+    wanted = _watched(calls, ours, meanwhile).body.get("checksum")
+    found = _given(calls, theirs, meanwhile).body.get("checksum")
+    if wanted != found:
+        raise BrokenCopyError(
+            f"what node {target} was given has checksum {found}, what node {source} holds "
+            f"{wanted}: the memory or the processor of one of their hosts is faulty"
+        )
     # Only now: on flash, what is durable there is what another run would open.
     extra = {"extra": status.get("extra", {})}
     _given(calls, calls.begin(target, "remember", extra, {}), meanwhile)
-    finish = {"step": status["step"]}
-    _given(calls, calls.begin(target, "finish_restore", finish, {}), meanwhile)
-    return int(said["copied"])
+    _given(calls, calls.begin(target, "finish_restore", {"step": step}, {}), meanwhile)
+    return copied
+
+
+def _integer(said: Mapping[str, Any], key: str, node: int) -> int:
+    value = said.get(key)
+    if type(value) is not int:
+        raise BadAnswerError(
+            f"node {node} says {str(value)[:40]!r} for {key!r}; do all nodes run the same version "
+            "of Penstock?"
+        )
+    return value
 
 
 def _watched(calls: Calls, asked: Asked, meanwhile: Callable[[], None]) -> Said:
@@ -85,20 +105,11 @@ def _given(calls: Calls, asked: Asked, meanwhile: Callable[[], None]) -> Said:
         raise NotTakenError(str(error)) from error
 
 
-def _failure(said: object, source: int, target: int) -> PenstockError:
+def _failure(said: Mapping[str, Any], source: int, target: int) -> PenstockError:
     """Return the error of a copy that has failed on one of its sides."""
-    assert isinstance(said, dict)
     text, side = str(said.get("text")), said["failed"]
     if side == "source":
         return error_class(str(said.get("kind")))(f"node {source}: {text}")
     if side == "target":
         return NotTakenError(text)
     return BrokenCopyError(f"from node {source} to node {target}: {text}")
-
-
-def _require_equal(wanted: str, found: str, source: int, target: int) -> None:
-    if wanted != found:
-        raise BrokenCopyError(
-            f"what node {target} was given has checksum {found}, what node {source} holds "
-            f"{wanted}: the memory or the processor of one of their hosts is faulty"
-        )

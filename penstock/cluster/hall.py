@@ -1,7 +1,7 @@
 """Where the processes of a run meet, and from where those who are lost are replaced.
 
 The hall is there before the store: shards that are apart must have come before anything can be put
-into them. How a process becomes a node of the run is in `reception.py`, who is who in `members.py`.
+into them. How a process becomes a node of the run is in `reception.py`, who is who in `guests.py`.
 Who takes part in which step is decided by the conductor, which has its seat here.
 """
 
@@ -18,8 +18,8 @@ from typing import Any
 from penstock.cluster.bodies import Figures
 from penstock.cluster.calls import Calls
 from penstock.cluster.crew import Crew
+from penstock.cluster.guests import Guest, Guests
 from penstock.cluster.launch import Launcher
-from penstock.cluster.members import Member, Members
 from penstock.cluster.news import News
 from penstock.cluster.plan import RunPlan
 from penstock.cluster.reception import Reception
@@ -69,7 +69,7 @@ class Hall:
         self._config, self._layout, self._token = config, layout, token
         self.should_stop = should_stop
         self.news, self.vitals = News(tell), Vitals()
-        self.plan, self.members = RunPlan.of(config, layout), Members()
+        self.plan, self.guests = RunPlan.of(config, layout), Guests()
         self._local: list[ShardNode] = []
         with contextlib.ExitStack() as undo:
             self._open(host, launch, undo)
@@ -99,7 +99,7 @@ class Hall:
             Leases(config.cluster.lease, config.cluster.stall, config.cluster.longest_job),
             self._happened,
             least=layout.least_engines,
-            addresses=self.members.addresses,
+            addresses=self.guests.addresses,
             others_come=self._others_come,
             is_there=self._is_there,
         )
@@ -109,7 +109,7 @@ class Hall:
         self._places = self._apart.places
         self._reception = Reception(
             self.plan,
-            self.members,
+            self.guests,
             self.conductor,
             self._apart,
             self.news,
@@ -133,7 +133,7 @@ class Hall:
             news.look,
             self._do,
             lambda: self.should_stop(),
-            self.members.addresses.get,
+            self.guests.addresses.get,
         )
         return ShardsApart(self._config, parts, self._calls, house)
 
@@ -158,10 +158,10 @@ class Hall:
 
     def worker_of(self, node: int) -> str:
         """Return the name of the worker that a node runs in."""
-        member = self.members.find(node)
-        if member is None:
+        guest = self.guests.find(node)
+        if guest is None:
             raise KeyError(node)
-        return member.worker
+        return guest.worker
 
     def call(self, action: Callable[[], None]) -> None:
         """Do something in the thread in which all else happens here."""
@@ -232,16 +232,16 @@ class Hall:
     def _others_come(self) -> bool:
         """Tell whether another engine is started in the place of one that is lost."""
         is_ours = self._config.cluster.start != "listen"
-        return bool(self.members.joining) or (is_ours and self._crew.given_up is None)
+        return bool(self.guests.joining) or (is_ours and self._crew.given_up is None)
 
     def _is_there(self, node: int, silent: float) -> bool:
         """Tell whether a silent node only waits its turn: on its link, or for a processor."""
-        member, lease = self.members.find(node), self._config.cluster.lease
-        if member is None:
+        guest, lease = self.guests.find(node), self._config.cluster.lease
+        if guest is None:
             return False
-        if member.link.is_heard(lease):
+        if guest.link.is_heard(lease):
             return True
-        return silent < _STARVED * lease and self.launcher.starves(member.worker)
+        return silent < _STARVED * lease and self.launcher.starves(guest.worker)
 
     def scale(self, engines: int) -> None:
         """Go on with so many engines from the next step on, as soon as they are there.
@@ -300,7 +300,7 @@ class Hall:
         self.conductor.tick(now)
         self._crew.replace(self._wanted_workers)
         few = len(self.conductor.ready) < self._layout.least_engines
-        given_up, joining = self._crew.given_up, self.members.joining
+        given_up, joining = self._crew.given_up, self.guests.joining
         if given_up is not None and (few or self._places.are_missing) and not joining:
             self.news.fail(ClusterError(given_up))
 
@@ -324,16 +324,16 @@ class Hall:
             return {"error": str(error)}
         return {"engines": wanted, "before": self._scale(wanted)}
 
-    def _let_in(self, member: Member) -> None:
-        self._endpoint.attach(member.number, member.link)
-        self._crew.is_of_use(member.worker)
+    def _let_in(self, guest: Guest) -> None:
+        self._endpoint.attach(guest.number, guest.link)
+        self._crew.is_of_use(guest.worker)
 
     def _link_ended(self, link: Link, error: Exception) -> None:
-        self.members.joining.pop(link, None)
-        member = self.members.at(link)
-        if member is None:
+        self.guests.joining.pop(link, None)
+        guest = self.guests.at(link)
+        if guest is None:
             return
-        number = member.number
+        number = guest.number
         if isinstance(error, CorruptionError):
             self.conductor.damaged(f"node {number}: {error}", [number])
         self.conductor.lost(number, f"its connection ended ({error})")
@@ -346,21 +346,21 @@ class Hall:
 
     def _lose(self, number: int) -> None:
         """Let nothing of a node come back."""
-        member = self.members.lose(number)
+        guest = self.guests.lose(number)
         self.vitals.forget(number)
-        if member is None:
+        if guest is None:
             return
-        member.link.close()
-        self.launcher.end(member.worker)
-        if member.place is not None:
-            self._apart.lost(member.place, number)
+        guest.link.close()
+        self.launcher.end(guest.worker)
+        if guest.place is not None:
+            self._apart.lost(guest.place, number)
 
     def _take(self, message: Message) -> None:
         """Take what a node says to this process: to the conductor, or in answer to a call."""
         if message.kind is Kind.RETURN:
             self._calls.take(message)
             return
-        if message.kind is Kind.BEAT and self.members.find(message.sender) is not None:
+        if message.kind is Kind.BEAT and self.guests.find(message.sender) is not None:
             self._calls.heard(message.sender)
             self.vitals.take(message)
         self.conductor.handle(message)

@@ -12,7 +12,7 @@ from typing import Any
 
 from penstock.cluster.bodies import Join, Opens
 from penstock.cluster.calls import error_class
-from penstock.cluster.members import Member, Members
+from penstock.cluster.guests import Guest, Guests
 from penstock.cluster.news import News
 from penstock.cluster.plan import RunPlan
 from penstock.cluster.shard_places import Place
@@ -30,26 +30,26 @@ class Reception:
 
     Args:
         plan: what they are told, and must agree on.
-        members: those who are let in.
+        guests: those who are let in.
         conductor: is told of them.
         apart: gives places of shards.
         news: is told of those who are sent away.
-        let_in: makes the link of a member that of its node.
+        let_in: makes the link of a guest that of its node.
         engines_wanted: returns how many engines are wanted, spare ones too.
     """
 
     def __init__(
         self,
         plan: RunPlan,
-        members: Members,
+        guests: Guests,
         conductor: Conductor,
         apart: ShardsApart,
         news: News,
         *,
-        let_in: Callable[[Member], None],
+        let_in: Callable[[Guest], None],
         engines_wanted: Callable[[], int],
     ) -> None:
-        self._plan, self._members, self._conductor = plan, members, conductor
+        self._plan, self._guests, self._conductor = plan, guests, conductor
         self._apart, self._places, self._news = apart, apart.places, news
         self._let_in, self._engines_wanted = let_in, engines_wanted
         self._next = FIRST_ENGINE
@@ -59,15 +59,15 @@ class Reception:
 
         **Raises:** `ProtocolError` if it makes no sense.
         """
-        joining = self._members.joining
+        joining = self._guests.joining
         if message.kind is Kind.JOIN:
             self._welcome(link, Join.read(message))
         elif message.kind is Kind.READY and link in joining:
             self._admit(joining.pop(link), message.body)
         elif message.kind is Kind.TROUBLE and link in joining:
-            member, kind = joining.pop(link), str(message.body.get("error"))
-            text = f"{member} could not be made: {message.body.get('text')}"
-            self._turn_away(member, text, error_class(kind))
+            guest, kind = joining.pop(link), str(message.body.get("error"))
+            text = f"{guest} could not be made: {message.body.get('text')}"
+            self._turn_away(guest, text, error_class(kind))
 
     def _welcome(self, link: Link, said: Join) -> None:
         """Give a process that joins its place."""
@@ -83,8 +83,8 @@ class Reception:
             self._next += 1
         if place is not None and self._places.have_come:
             opens = "empty" if self._places.is_held(place.shard) else "what was left"
-        member = Member(number, link, said.worker, said.listens, place, opens)
-        self._members.joining[link] = member
+        guest = Guest(number, link, said.worker, said.listens, place, opens)
+        self._guests.joining[link] = guest
         body = {
             "node": number,
             "place": None if place is None else list(place),
@@ -96,41 +96,41 @@ class Reception:
 
     def _place_for(self, said: Join) -> Place | None:
         """Return the place that a process gets which joins, None if it is to be an engine."""
-        members = self._members
-        here = [(m.place, m.listens[0]) for m in members.all if m.place is not None]
+        guests = self._guests
+        here = [(m.place, m.listens[0]) for m in guests.all if m.place is not None]
         engines = len(self._conductor.ready)
-        engines += sum(not member.is_shard for member in members.joining.values())
+        engines += sum(not guest.is_shard for guest in guests.joining.values())
         fits_engine = engines < self._engines_wanted()
         return self._apart.place_for(said.shard, said.listens[0], here, fits_engine)
 
-    def _admit(self, member: Member, said: Mapping[str, Any]) -> None:
+    def _admit(self, guest: Guest, said: Mapping[str, Any]) -> None:
         """Take a process that is ready among those of the run."""
-        number, place = member.number, member.place
+        number, place = guest.number, guest.place
         if said.get("digest") != self._plan.digest:
-            text = f"{member} has compiled another program: are its versions the same?"
-            self._turn_away(member, text, ClusterError)
+            text = f"{guest} has compiled another program: are its versions the same?"
+            self._turn_away(guest, text, ClusterError)
             return
-        self._let_in(member)
-        self._members.admit(member)
+        self._let_in(guest)
+        self._guests.admit(guest)
         if place is None:
             self._conductor.joined(number)
             return
-        if member.waits_for_copy:
+        if guest.waits_for_copy:
             self._places.wait_for_copy(place, number)
             self._conductor.newcomer(place.shard, number)
             return
         self._places.take(place, number)
-        if member.opens == "what was left":
+        if guest.opens == "what was left":
             self._conductor.shard_joined(place.shard, number)
         else:
-            self._news.say("joined", f"{member} is ready", number)
+            self._news.say("joined", f"{guest} is ready", number)
 
-    def _turn_away(self, member: Member, text: str, kind: type[PenstockError]) -> None:
+    def _turn_away(self, guest: Guest, text: str, kind: type[PenstockError]) -> None:
         """Let a process go that cannot be what it was to be: the run ends if it needs it."""
-        is_needed = member.is_shard and not member.waits_for_copy
-        if is_needed or not (member.is_shard or self._conductor.ready):
+        is_needed = guest.is_shard and not guest.waits_for_copy
+        if is_needed or not (guest.is_shard or self._conductor.ready):
             self._news.fail(kind(text))
-        self._refuse(member.link, text, member.number)
+        self._refuse(guest.link, text, guest.number)
 
     def _refuse(self, link: Link, text: str, number: int | None = None) -> None:
         """Send a worker away: it would be no better the next time."""

@@ -6,22 +6,23 @@ the trainer itself does with a store: filling it, saving, evaluating, looking. A
 gradients go between shards and engines and never through here.
 
 A shard with a replica is held by two nodes: what changes it goes to both, what is read comes from
-one. As long as one is left, the loss of the other is no error here.
+one. As long as one is left, the loss of the other is no error here. What they answer is checked
+(`answers.py`): a node whose answer makes no sense loses its place, and counts as lost.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-from penstock.cluster.calls import WRITE_BYTES, Asked, Calls, Said, ShardLostError
-from penstock.cluster.shard_work import commit_of, report_of
+from penstock.cluster import answers
+from penstock.cluster.answers import Answer, Opened, Status
+from penstock.cluster.calls import WRITE_BYTES, Asked, BadAnswerError, Calls, ShardLostError
 from penstock.cluster.store_calls import bytes_of
-from penstock.errors import ClusterError
 from penstock.store import (
     Commit,
     FlashTraffic,
@@ -37,8 +38,10 @@ from penstock.store.roles import MASTER, Stored
 # place, and the next step finds out at which step that stands.
 _BETWEEN_STEPS = frozenset({"remember", "take_traffic", "take_flash_traffic", "status"})
 
-_TYPES = {"float32": torch.float32, "uint8": torch.uint8}
-_WIDEST = 4  # bytes of a value
+_AGAIN = "give the same command again, the run goes on from the last step that is safe"
+
+T = TypeVar("T")
+Read = Callable[[Answer], T]
 
 
 class RemoteShard:
@@ -49,6 +52,7 @@ class RemoteShard:
         calls: asks nodes.
         nodes: returns those that hold the shard now.
         await_node: returns when one does; raises if none can.
+        refuse: takes a node its place that has answered what makes no sense.
         copy: gives the second node all that the first holds.
         replicas: how many nodes there are when none is lost.
     """
@@ -60,6 +64,7 @@ class RemoteShard:
         *,
         nodes: Callable[[], Sequence[int]],
         await_node: Callable[[], None],
+        refuse: Callable[[int, BadAnswerError], None],
         copy: Callable[[int, int], None],
         replicas: int,
     ) -> None:
@@ -69,7 +74,8 @@ class RemoteShard:
         self.flash_bytes = 0
         self.flash_rule = FlashTraffic()
         self._calls, self._nodes, self._await_node, self._copy = calls, nodes, await_node, copy
-        self._replicas = replicas
+        self._refuse, self._replicas = refuse, replicas
+        self._roles: dict[str, dict[str, Stored]] = {}
         self._is_open = False
 
     @property
@@ -77,61 +83,72 @@ class RemoteShard:
         """Shape of what there is of every weight, by name."""
         return {name: spec.shape for name, spec in self.program.weights.items()}
 
-    def _ask(self, method: str, most: int = 0, **arguments: Any) -> Said:
+    def _ask(self, method: str, read: Read[T], most: int = 0, **arguments: Any) -> T:
         """Return what one of the nodes answers; another, if that one is lost meanwhile."""
         while True:
             lost = None
             for node in self._nodes():
                 try:
-                    return self._heard(self._calls.ask(node, method, arguments, {}, most))
+                    return self._take(
+                        method, self._calls.begin(node, method, arguments, {}, most), read
+                    )
                 except ShardLostError as error:
                     lost = error
             self._require_another(method, lost)
 
     def _tell(
-        self, method: str, arrays: Mapping[str, np.ndarray] | None = None, **arguments: Any
-    ) -> dict[int, Said]:
+        self,
+        method: str,
+        read: Read[T],
+        arrays: Mapping[str, np.ndarray] | None = None,
+        **arguments: Any,
+    ) -> dict[int, T]:
         """Return what the nodes answer, all at once, but for those that are lost meanwhile."""
         while True:
             nodes = self._nodes()
             asked = [self._calls.begin(node, method, arguments, arrays or {}) for node in nodes]
-            answers, lost = _answers(asked)
-            if answers:
-                for answer in answers.values():
-                    self._heard(answer)
-                return answers
+            taken: dict[int, T] = {}
+            lost = None
+            for each in asked:
+                try:
+                    taken[each.node] = self._take(method, each, read)
+                except ShardLostError as error:
+                    lost = error
+            if taken:
+                return taken
             self._require_another(method, lost)
+
+    def _take(self, method: str, asked: Asked, read: Read[T]) -> T:
+        """Return what a node has answered, if it makes sense; else the node is lost."""
+        try:
+            answer = Answer(asked.node, method, asked.answer())
+            step, taken = answers.step_of(answer), read(answer)
+        except BadAnswerError as error:
+            self._refuse(asked.node, error)
+            raise ShardLostError(f"{self.program.name} was lost: {error} Then {_AGAIN}") from error
+        if step is not None:
+            self.step = step
+        return taken
 
     def _require_another(self, method: str, lost: ShardLostError | None) -> None:
         if method not in _BETWEEN_STEPS:
-            raise lost or ShardLostError(
-                f"{self.program.name} was lost; give the same command again, the run goes on from "
-                "the last step that is safe"
-            )
+            raise lost or ShardLostError(f"{self.program.name} was lost; {_AGAIN}")
         self._await_node()
-
-    def _heard(self, answer: Said) -> Said:
-        step = answer.body.get("step")
-        if isinstance(step, int):
-            self.step = step
-        return answer
 
     def open(self) -> RemoteShard:
         """Have the shard's processes open their stores, new or as they were left.
 
         A replica that holds nothing of what the other holds is given a copy.
         """
-        answers = self._tell("open")
-        found = next(iter(answers.values())).body
-        self.memory_bytes = {
-            str(k): self._replicas * int(v) for k, v in found["memory_bytes"].items()
-        }
-        self.flash_bytes = self._replicas * int(found["flash_bytes"])
-        read, written = found["flash_rule"]
-        self.flash_rule = FlashTraffic(self._replicas * int(read), self._replicas * int(written))
+        opened = self._tell("open", Opened.read)
+        found, times = _first(opened), self._replicas
+        self.memory_bytes = {kind: times * size for kind, size in found.memory_bytes.items()}
+        self.flash_bytes = times * found.flash_bytes
+        rule = found.flash_rule
+        self.flash_rule = FlashTraffic(times * rule.read_bytes, times * rule.written_bytes)
         self._is_open = True
-        whole = [node for node, said in answers.items() if not said.body["is_new"]]
-        for node in answers.keys() - {*whole} if whole else ():
+        whole = [node for node, each in opened.items() if not each.is_new]
+        for node in opened.keys() - {*whole} if whole else ():
             self._copy(whole[0], node)
         return self
 
@@ -141,7 +158,7 @@ class RemoteShard:
             return
         self._is_open = False
         try:
-            self._tell("close")
+            self._tell("close", answers.nothing)
         except ShardLostError:
             return
 
@@ -150,22 +167,21 @@ class RemoteShard:
     @property
     def is_new(self) -> bool:
         """Whether it holds no durable step yet."""
-        return bool(self._ask("status").body["is_new"])
+        return self._ask("status", Status.read).is_new
 
     @property
     def durable_step(self) -> int | None:
         """The step that would be found after a crash now; None before the first."""
-        step = self._ask("status").body["durable_step"]
-        return None if step is None else int(step)
+        return self._ask("status", Status.read).durable_step
 
     @property
     def extra(self) -> Mapping[str, Any]:
         """What was kept with the present step."""
-        return dict(self._ask("status").body["extra"])
+        return self._ask("status", Status.read).extra
 
     def make_durable(self) -> None:
         """Return when the present step would be found after a crash."""
-        self._tell("make_durable")
+        self._tell("make_durable", answers.nothing)
 
     def page_lock(self) -> bool:
         """Nothing streams from here to a GPU: engines have buffers of their own."""
@@ -173,7 +189,7 @@ class RemoteShard:
 
     def remember(self, extra: Mapping[str, Any]) -> None:
         """Keep plain data with the present step."""
-        self._tell("remember", extra=dict(extra))
+        self._tell("remember", answers.nothing, extra=dict(extra))
 
     # Weights out and in
 
@@ -185,27 +201,19 @@ class RemoteShard:
         """Return the weights of a stage, in memory of their own."""
         names = self.program.stages[stage].weights
         chosen = names if positions is None else [names[position] for position in positions]
-        wanted, most = None if positions is None else list(positions), self._streams(chosen)
-        return self._tensors(chosen, self._ask("fetch", most, stage=stage, positions=wanted))
+        wanted = None if positions is None else list(positions)
+        return self._weights("fetch", chosen, {"stage": stage, "positions": wanted})
 
     def stream(self, names: Sequence[str]) -> list[torch.Tensor]:
         """Return weights by name, in memory of their own."""
-        most = self._streams(names)
-        return self._tensors(names, self._ask("stream", most, names=list(names)))
+        return self._weights("stream", names, {"names": list(names)})
 
-    def _streams(self, names: Sequence[str]) -> int:
-        return sum(self.program.weights[name].stream_bytes for name in names)
-
-    def _tensors(self, names: Sequence[str], answer: Said) -> list[torch.Tensor]:
-        tensors = []
-        for number, name in enumerate(names):
-            spec, array = self.program.weights[name], answer.arrays[str(number)]
-            if spec.stream_dtype is torch.bfloat16:
-                tensor = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-            else:
-                tensor = torch.from_numpy(array)
-            tensors.append(tensor.view(spec.shape))
-        return tensors
+    def _weights(
+        self, method: str, names: Sequence[str], asked: Mapping[str, Any]
+    ) -> list[torch.Tensor]:
+        specs = [self.program.weights[name] for name in names]
+        most = sum(spec.stream_bytes for spec in specs)
+        return self._ask(method, lambda said: answers.weights_of(said, specs), most, **asked)
 
     def receive(self, stage: int, gradients: Sequence[torch.Tensor | None]) -> None:
         """Take the gradients of one stage (`DramStore.receive`)."""
@@ -216,7 +224,7 @@ class RemoteShard:
             for name, gradient in zip(names, gradients, strict=True)
             if gradient is not None
         }
-        self._tell("receive", arrays, stage=stage, names=names)
+        self._tell("receive", answers.nothing, arrays, stage=stage, names=names)
 
     def commit(self) -> Commit:
         """Decide the step by this shard's gradients alone (`DramStore.commit`)."""
@@ -224,52 +232,55 @@ class RemoteShard:
 
     def prepare(self) -> GradientReport:
         """Return what is known of the step's gradients; the shard is then ready to decide."""
-        return report_of(_first(self._tell("prepare")))
+        return _first(self._tell("prepare", lambda said: answers.report(said, self.program)))
 
     def decide(self, norm: float) -> Commit:
         """Commit the step with the global norm of all shards."""
-        return commit_of(_first(self._tell("decide", norm=norm.hex())))
+        step = self.step + 1
+        decided = self._tell("decide", lambda said: answers.commit(said, step), norm=norm.hex())
+        return _first(decided)
 
     def discard(self) -> None:
         """Throw away the gradients that came since the last commit."""
-        self._tell("discard")
+        self._tell("discard", answers.nothing)
 
     def flush(self) -> None:
         """Make all updates that are still awaited, now."""
-        self._tell("flush")
+        self._tell("flush", answers.nothing)
 
     def unchanged(self) -> dict[str, str]:
         """Return the trainable weights that no update has changed (`DramStore.unchanged`)."""
-        return {str(k): str(v) for k, v in self._ask("unchanged").body["unchanged"].items()}
+        return self._ask("unchanged", lambda said: answers.unchanged(said, self.program))
 
     def take_traffic(self) -> Traffic:
         """Return what was streamed, received and waited for, since the last call."""
-        taken = [answer.body for answer in self._tell("take_traffic").values()]
+        taken = self._tell("take_traffic", answers.traffic).values()
         return Traffic(
-            sum(int(said["bytes"][0]) for said in taken),
-            sum(int(said["bytes"][1]) for said in taken),
-            max(float(said["seconds"][0]) for said in taken),
-            max(float(said["seconds"][1]) for said in taken),
+            sum(each.streamed_bytes for each in taken),
+            sum(each.gradient_bytes for each in taken),
+            max(each.update_seconds for each in taken),
+            max(each.snapshot_seconds for each in taken),
         )
 
     def take_flash_traffic(self) -> FlashTraffic:
         """Return what moved to and from flash, since the last call."""
-        taken = [answer.body for answer in self._tell("take_flash_traffic").values()]
+        taken = self._tell("take_flash_traffic", answers.flash_traffic).values()
         return FlashTraffic(
-            sum(int(said["moved"][0]) for said in taken),
-            sum(int(said["moved"][1]) for said in taken),
-            max(float(said["seconds"]) for said in taken),
+            sum(each.read_bytes for each in taken),
+            sum(each.written_bytes for each in taken),
+            max(each.waited_seconds for each in taken),
         )
 
     # Looking at the state, and restoring it
 
     def roles(self, name: str) -> dict[str, Stored]:
         """Return what there is of a weight: its master, then its state."""
-        found = self._ask("roles", name=name).body["roles"]
-        return {
-            str(role): Stored(_type_of(kind), tuple(map(int, shape)))
-            for role, (kind, shape) in found.items()
-        }
+        if name not in self._roles:  # they are what the optimizer keeps, as long as it runs
+            spec = self.program.weights[name]
+            self._roles[name] = self._ask(
+                "roles", lambda said: answers.roles(said, spec), name=name
+            )
+        return dict(self._roles[name])
 
     def master(self, name: str) -> torch.Tensor:
         """Return a copy of a weight, float32 in its shape."""
@@ -286,52 +297,38 @@ class RemoteShard:
 
     def read(self, name: str, role: str, begin: int, end: int) -> np.ndarray:
         """Return values `begin` to `end` of a weight or of its state, flat."""
-        most = _WIDEST * max(0, end - begin)
-        return self._ask("read", most, name=name, role=role, begin=begin, end=end).arrays["values"]
+        kind = torch.float32 if role == MASTER else self.roles(name)[role].dtype
+        most = kind.itemsize * max(0, end - begin)
+        where = {"name": name, "role": role, "begin": begin, "end": end}
+        return self._ask(
+            "read", lambda said: answers.values_of(said, kind, end - begin), most, **where
+        )
 
     def begin_restore(self) -> None:
         """Forget everything; the store is of no use until `finish_restore`."""
-        self._tell("begin_restore")
+        self._tell("begin_restore", answers.nothing)
 
     def write(self, name: str, role: str, begin: int, values: np.ndarray) -> None:
         """Overwrite values of a weight or of its state, while restoring."""
         most = max(1, WRITE_BYTES // values.itemsize)
         for first in range(0, values.size, most):  # the other side has memory for one at a time
             part = values[first : first + most]
-            self._tell("write", {"values": part}, name=name, role=role, begin=begin + first)
+            where = {"name": name, "role": role, "begin": begin + first}
+            self._tell("write", answers.nothing, {"values": part}, **where)
 
     def clear_state(self, name: str) -> None:
         """Put the optimizer's state of a weight to zero, while restoring."""
-        self._tell("clear_state", name=name)
+        self._tell("clear_state", answers.nothing, name=name)
 
     def finish_restore(self, step: int) -> None:
         """Make the store usable: all weights and state are those after `step` commits."""
-        self._tell("finish_restore", step=step)
+        self._tell("finish_restore", lambda said: answers.at(said, step), step=step)
 
     def content_hash(self) -> str:
         """Return a hash of what the shard holds of all weights."""
-        return str(self._ask("content_hash").body["hash"])
+        return self._ask("content_hash", answers.content_hash)
 
 
-def _type_of(name: str) -> torch.dtype:
-    try:
-        return _TYPES[name]
-    except KeyError:
-        raise ClusterError(f"a shard holds values of type {name!r}, which is not known") from None
-
-
-def _answers(asked: Sequence[Asked]) -> tuple[dict[int, Said], ShardLostError | None]:
-    """Return what was answered, by node, and the loss of one that has not."""
-    answers: dict[int, Said] = {}
-    lost = None
-    for each in asked:
-        try:
-            answers[each.node] = each.answer()
-        except ShardLostError as error:
-            lost = error
-    return answers, lost
-
-
-def _first(answers: Mapping[int, Said]) -> Mapping[str, Any]:
+def _first(taken: Mapping[int, T]) -> T:
     """Return what the first node has said; the others do the same, and say so."""
-    return next(iter(answers.values())).body
+    return next(iter(taken.values()))

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from penstock.cluster.calls import Calls, ShardLostError
+from penstock.cluster.calls import BadAnswerError, Calls, ShardLostError
 from penstock.cluster.copying import BrokenCopyError, NotTakenError, copy_shard
 from penstock.cluster.record import NAME
 from penstock.cluster.remote_store import RemoteShard
@@ -74,11 +74,16 @@ class ShardsApart:
                 self._calls,
                 nodes=functools.partial(self.places.nodes, shard),
                 await_node=functools.partial(self._await_holder, shard),
+                refuse=self._cut_off,
                 copy=functools.partial(self._copy, shard),
                 replicas=self._config.store.replicas,
             )
             for shard, part in enumerate(self._parts)
         ]
+
+    def _cut_off(self, node: int, error: BadAnswerError) -> None:
+        """Take a node its place, and its link, that has answered what makes no sense."""
+        self._house.do(lambda: self._house.conductor.lost(node, str(error)))
 
     def _await_holder(self, shard: int) -> None:
         """Wait until somebody holds a shard. Raises `StorageError` if a stop is asked for."""

@@ -147,7 +147,7 @@ def hash_of(folder: Path) -> str:
 
 def shared_bytes(run: Run) -> int:
     """What the trainer's process has sent through memory that another process sees too."""
-    return sum(member.link.shared_bytes for member in run.hall.members.here)
+    return sum(guest.link.shared_bytes for guest in run.hall.guests.here)
 
 
 def test_a_run_in_memory_is_saved_and_goes_on_and_its_weights_do_not_pass_through_the_trainer(
@@ -157,7 +157,7 @@ def test_a_run_in_memory_is_saved_and_goes_on_and_its_weights_do_not_pass_throug
         monkeypatch.setattr(f"penstock.fabric.sockets.{module}.LEAST_BYTES", 1 << 10)
     first = Run(settings(text, tmp_path / "run", steps=3, checkpoint={"every": 2}))
     program, carried = first.trainer.program, {}
-    first.also = lambda event: carried.update({event.step: first.hall.members.carried_bytes})
+    first.also = lambda event: carried.update({event.step: first.hall.guests.carried_bytes})
     _, saved = first.train()
     # Between the first and the second step nothing is evaluated or saved: the batch's rows, and a
     # beat of every process ten times a second.

@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 
 from penstock.cluster import calls
-from penstock.cluster.calls import Calls, Gathered, Said, ShardLostError, error_class, frames
+from penstock.cluster.calls import (
+    BadAnswerError,
+    Calls,
+    Gathered,
+    Said,
+    ShardLostError,
+    error_class,
+    frames,
+)
 from penstock.cluster.worker_nodes import WorkerShard
 from penstock.errors import ClusterError, CorruptionError, StorageError
 from penstock.fabric.messages import Kind, Message
@@ -171,7 +179,7 @@ def test_an_answer_that_is_larger_than_it_can_be_is_an_error_for_who_asked():
         body = {"says": {}, "arrays": [], "bytes": 2**60}
         return [Message(Kind.RETURN, 0, node, op=number, index=-(-(2**60) // PIECE), body=body)]
 
-    with pytest.raises(CorruptionError, match=r"node 3 announces 1,152,921,504,606,846,976 bytes"):
+    with pytest.raises(BadAnswerError, match=r"node 3 announces 1,152,921,504,606,846,976 bytes"):
         Pair(boast).calls.ask(3, "read", {}, {}, most=4000)
 
 

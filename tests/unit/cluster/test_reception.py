@@ -65,7 +65,7 @@ def test_who_leaves_before_it_is_ready_leaves_its_place_to_the_next(visit):
     guest, first = visit.join(visited)
     assert first.body["place"] == [0, 0]
     guest.link.close()
-    until(lambda: not visited.hall.members.joining)
+    until(lambda: not visited.hall.guests.joining)
     assert visit.join(visited)[1].body["place"] == [0, 0]
 
 

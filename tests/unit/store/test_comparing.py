@@ -126,14 +126,14 @@ def test_two_on_flash_say_the_same_and_a_bit_that_flips_in_memory_is_found_a_ste
     tmp_path, durable_every
 ):
     stores = [
-        flash_store(PROGRAM, tmp_path / str(n), dram_bytes=900_000, durable_every=durable_every)
+        flash_store(PROGRAM, tmp_path / str(n), dram_bytes=2_000_000, durable_every=durable_every)
         for n in range(2)
     ]
     try:
         ours, theirs = (Shard(store, n == 0) for n, store in enumerate(stores))
         for _ in range(7):
             assert ours.step().difference(theirs.step()) is None
-        theirs.store.flush()
+        theirs.store._settle()
         held = theirs.store._pipeline._state._held
         assert held  # some state stays in memory between steps
         next(iter(held.values())).view(np.uint8)[100] ^= np.uint8(4)

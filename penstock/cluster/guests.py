@@ -11,7 +11,7 @@ from penstock.fabric.sockets import Address, Link
 
 
 @dataclass(frozen=True)
-class Member:
+class Guest:
     """A process that has joined: its node, and what it is known by."""
 
     number: int
@@ -38,44 +38,44 @@ class Member:
         return f"{which}shard {self.place.shard}"
 
 
-class Members:
+class Guests:
     """Changed in the endpoint's thread only."""
 
     def __init__(self) -> None:
-        self.joining: dict[Link, Member] = {}  # they have a place, and are not ready yet
+        self.joining: dict[Link, Guest] = {}  # they have a place, and are not ready yet
         self.addresses: dict[int, Address] = {}  # where those who are here listen, by node
-        self._here: dict[int, Member] = {}
+        self._here: dict[int, Guest] = {}
 
     @property
-    def here(self) -> Sequence[Member]:
+    def here(self) -> Sequence[Guest]:
         """Those who have joined."""
         return list(self._here.values())
 
     @property
-    def all(self) -> Sequence[Member]:
+    def all(self) -> Sequence[Guest]:
         """Those who have joined, and those who are about to."""
         return [*self.here, *self.joining.values()]
 
     @property
     def carried_bytes(self) -> int:
         """What this process has sent to all others and taken from them, frames' heads apart."""
-        return sum(member.link.sent_bytes + member.link.taken_bytes for member in self.here)
+        return sum(guest.link.sent_bytes + guest.link.taken_bytes for guest in self.here)
 
-    def admit(self, member: Member) -> None:
+    def admit(self, guest: Guest) -> None:
         """Let one who is ready be here."""
-        self._here[member.number] = member
-        self.addresses[member.number] = member.listens
+        self._here[guest.number] = guest
+        self.addresses[guest.number] = guest.listens
 
-    def find(self, node: int) -> Member | None:
+    def find(self, node: int) -> Guest | None:
         """Return who a node is; None if it is not here."""
         return self._here.get(node)
 
-    def at(self, link: Link) -> Member | None:
+    def at(self, link: Link) -> Guest | None:
         """Return who is here at the other end of a link."""
-        member = None if link.peer is None else self.find(link.peer)
-        return member if member is not None and member.link is link else None
+        guest = None if link.peer is None else self.find(link.peer)
+        return guest if guest is not None and guest.link is link else None
 
-    def lose(self, node: int) -> Member | None:
+    def lose(self, node: int) -> Guest | None:
         """Let a node be here no more; return who it was."""
         self.addresses.pop(node, None)
         return self._here.pop(node, None)
