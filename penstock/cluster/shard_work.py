@@ -184,7 +184,8 @@ class ShardReport:
 
     def difference(self, other: ShardReport) -> str | None:
         """Say in what it differs from that of another node of the shard; None if in nothing."""
-        if self.gradients != other.gradients:
+        # As they are said: NaN is what it is, though not equal to itself.
+        if body_of_report(self.gradients) != body_of_report(other.gradients):
             return "a step's gradients"
         for ours, theirs in itertools.zip_longest(self.held, other.held):
             if ours != theirs:

@@ -158,6 +158,20 @@ def test_gradients_that_differ_are_said_first():
     assert ours.step().difference(theirs.step()) == "a step's gradients"
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_gradients_that_are_no_numbers_in_both_are_the_same(value):
+    """So that the run ends with what is wrong with them, and not with a faulty host."""
+    nodes = [Shard(in_memory(), streams) for streams in (True, False)]
+    reports = []
+    for node in nodes:
+        gradients = random_gradients(PROGRAM, node.generator)
+        gradients[1][0].view(-1)[3] = value
+        send(node.store, gradients)
+        reports.append(ShardReport.read(node.work.prepare()))
+    assert reports[0].gradients.non_finite == {1: ("block.0.weight",)}
+    assert reports[0].difference(reports[1]) is None
+
+
 def test_reports_of_other_lengths_differ():
     one = Shard(in_memory(), streams=True).step()
     for shorter, longer in itertools.permutations((one, ShardReport(one.gradients)), 2):
