@@ -9,6 +9,7 @@ jobs of the two nodes' workers, so that whoever gives up a copy is heard at once
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -43,12 +44,6 @@ class Network(Protocol):
     def address(self) -> Address: ...
 
     def reach(self, number: int, address: Address) -> None: ...
-
-
-class Answers(Protocol):
-    """Answers a call by its number."""
-
-    def __call__(self, call: int, said: Said) -> None: ...
 
 
 class Giver:
@@ -110,11 +105,17 @@ class Taker:
     """Has another node give this one all that it holds, and writes it.
 
     Args:
-        answer: says what has come of a call to copy: `copied` bytes, or on which side it `failed`.
+        answer: says what has come of a call to copy, by its number: `copied` bytes, or on which
+            side it `failed`.
     """
 
     def __init__(
-        self, number: int, place: Place, runtime: Runtime, network: Network, answer: Answers
+        self,
+        number: int,
+        place: Place,
+        runtime: Runtime,
+        network: Network,
+        answer: Callable[[int, Said], None],
     ) -> None:
         self._number, self._place, self._runtime = number, place, runtime
         self._network, self._answer = network, answer

@@ -9,7 +9,7 @@ of all that both hold are equal.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from penstock import fault
 from penstock.cluster.calls import (
@@ -22,6 +22,8 @@ from penstock.cluster.calls import (
 )
 from penstock.errors import ClusterError, PenstockError
 from penstock.fabric.sockets import Address
+
+_Kind = TypeVar("_Kind", int, str)
 
 
 class NotTakenError(ClusterError):
@@ -48,21 +50,24 @@ def copy_shard(
         ShardLostError: either was lost.
         NotTakenError: `target` cannot hold it.
         BrokenCopyError: the connection broke, or what came is not what was sent.
+        BadAnswerError: `source` says what makes no sense.
         PenstockError: `source` cannot say what it holds.
     """
-    calls.ask(source, "flush", {}, {})
+    _watched(calls, calls.begin(source, "flush", {}, {}), meanwhile)
     status = calls.ask(source, "status", {}, {}).body
-    step = _integer(status, "step", source)
+    step = _said(status, "step", int, source, BadAnswerError)
     where = {"source": source, "listens": list(listens), "step": step}
     asked = calls.begin(target, "take_copy", where, {})
     fault.point("copy.begun")
     said = _watched(calls, asked, meanwhile).body
     if "failed" in said:
         raise _failure(said, source, target)
-    copied = _integer(said, "copied", target)
+    copied = _said(said, "copied", int, target, NotTakenError)
     ours, theirs = (calls.begin(node, "checksum", {}, {}) for node in (source, target))
-    wanted = _watched(calls, ours, meanwhile).body.get("checksum")
-    found = _given(calls, theirs, meanwhile).body.get("checksum")
+    said = _watched(calls, ours, meanwhile).body
+    wanted = _said(said, "checksum", str, source, BadAnswerError)
+    said = _given(calls, theirs, meanwhile).body
+    found = _said(said, "checksum", str, target, NotTakenError)
     if wanted != found:
         raise BrokenCopyError(
             f"what node {target} was given has checksum {found}, what node {source} holds "
@@ -75,10 +80,13 @@ def copy_shard(
     return copied
 
 
-def _integer(said: Mapping[str, Any], key: str, node: int) -> int:
+def _said(
+    said: Mapping[str, Any], key: str, kind: type[_Kind], node: int, refuse: type[PenstockError]
+) -> _Kind:
+    """Return what a node has said of something, or refuse it if it is of another kind."""
     value = said.get(key)
-    if type(value) is not int:
-        raise BadAnswerError(
+    if type(value) is not kind:
+        raise refuse(
             f"node {node} says {str(value)[:40]!r} for {key!r}; do all nodes run the same version "
             "of Penstock?"
         )

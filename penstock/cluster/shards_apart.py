@@ -121,6 +121,9 @@ class ShardsApart:
             except NotTakenError as error:
                 self._refuse(shard, node, str(error))
                 continue
+            except BadAnswerError as error:
+                self._cut_off(nodes[0], error)
+                continue
             self._house.do(functools.partial(self._admit, node))
 
     def _copy(self, shard: int, source: int, target: int) -> None:

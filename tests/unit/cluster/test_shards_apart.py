@@ -68,6 +68,7 @@ class Nodes:
     def __init__(self, stores: dict[int, object]) -> None:
         self.stores = stores
         self.came: Counter[tuple[int, str]] = Counter()
+        self.says: dict[tuple[int, str], Said] = {}
         self.before: dict[tuple[int, str, int], Callable[[], object]] = {}
         self.gone: set[int] = set()
         self.todo: deque[Callable[[], object]] = deque()
@@ -113,6 +114,8 @@ class Nodes:
         said = Said({"method": method, "with": arguments}, arrays)
         if node in self.gone:
             pass
+        elif (node, method) in self.says:
+            self.answers[number] = self.says[node, method]
         elif method == "take_copy":
             self.of(node)[1].begin(number, arguments)
         elif method == "give_up_copy":
@@ -522,6 +525,25 @@ def test_a_node_that_goes_on_while_it_is_copied_ends_the_copy(run):
     with pytest.raises(ClusterError, match="node 2: it went from step 2 to step 3 while it was"):
         run.copy()
     assert run.nodes == (2,)
+
+
+@pytest.mark.parametrize(
+    ("node", "method", "says"),
+    [
+        (2, "status", {"step": "two"}),
+        (2, "checksum", {}),
+        (3, "checksum", {"checksum": 7}),
+        (3, "take_copy", {"copied": True}),
+    ],
+)
+def test_a_node_whose_answer_makes_no_sense_loses_its_place(in_memory, node, method, says):
+    run = trained(in_memory)
+    run.lose(1)
+    run.come(3, 0)
+    run.calls.says[node, method] = Said(says)
+    run.copy()
+    assert run.nodes == (2,)  # until it is lost, if it is that
+    assert run.conductor.lost_nodes == [1, node]
 
 
 @pytest.mark.parametrize(
