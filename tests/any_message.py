@@ -22,6 +22,8 @@ _RIGHT = (
     {"node": 3, "place": [0, 0], "opens": "empty", "run": {"config": {}}, "shards_there": [1]},
     {"bytes": 2, "arrays": [["x", "uint8", [2]]], "says": {"method": "status", "with": {}}},
     {"bytes": 0, "arrays": [], "says": {}},
+    {"bytes": 0, "arrays": [], "says": {"method": "take_copy", "with": {"source": 7, "step": 1}}},
+    {"listens": ["127.0.0.1", 9]},
 )
 _SMALL = st.integers(0, 4) | st.integers(0, 2**32 - 1)
 

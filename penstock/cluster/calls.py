@@ -32,6 +32,7 @@ Arrays = Mapping[str, np.ndarray]
 PIECE_BYTES = CHUNK_BYTES
 WRITE_BYTES = 64 << 20
 """The most values that one call overwrites."""
+_LOOK = 0.1  # seconds between two looks at what else has happened
 _SILENCE = 60.0  # seconds without a word from a node that is to answer
 
 _ERRORS: Mapping[str, type[PenstockError]] = {
@@ -147,9 +148,12 @@ class Asked:
         self.answers: queue.SimpleQueue[Said | Exception] = queue.SimpleQueue()
         self._calls = calls
 
-    def answer(self) -> Said:
-        """Wait for the answer, and return it; as `Calls.ask`."""
-        answer = self._calls._await(self)
+    def answer(self, meanwhile: Callable[[], None] = lambda: None) -> Said:
+        """Wait for the answer, and return it; as `Calls.ask`.
+
+        `meanwhile` is called again and again; it may raise, which ends the waiting.
+        """
+        answer = self._calls._await(self, meanwhile)
         if isinstance(answer, Exception):
             raise answer
         if "error" in answer.body:
@@ -215,12 +219,13 @@ class Calls:
             self._send(node, message)
         return asked
 
-    def _await(self, asked: Asked) -> Said | Exception:
+    def _await(self, asked: Asked, meanwhile: Callable[[], None]) -> Said | Exception:
         began = time.monotonic()
         while True:
             try:
-                return asked.answers.get(timeout=0.5)
+                return asked.answers.get(timeout=_LOOK)
             except queue.Empty:
+                meanwhile()
                 self._broken()
                 silent = time.monotonic() - max(began, self._heard.get(asked.node, began))
                 if silent > _SILENCE:

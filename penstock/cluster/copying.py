@@ -1,45 +1,47 @@
 """Giving a process what another one holds of a shard: all weights, all state, and what is kept.
 
-The values go through the process that asks, a piece at a time: while one is written, the next is
-read. All come from one node, which stands at one step the whole time, so that nothing is mixed.
+Here is the side of the run's process, which has it done and sees whether it was. What is copied
+goes straight from the one to the other (`copy_ends.py`). All comes from one node, which stands at
+one step the whole time, so that nothing is mixed; and the newcomer counts only when the checksums
+of all that both hold are equal.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
-from penstock.cluster.calls import Asked, Calls, ShardLostError
+from penstock import fault
+from penstock.cluster.calls import (
+    Asked,
+    BadAnswerError,
+    Calls,
+    Said,
+    ShardLostError,
+    error_class,
+)
 from penstock.errors import ClusterError, PenstockError
-from penstock.store import Holding
-from penstock.store.holding import homes
+from penstock.fabric.sockets import Address
 
-PIECE_BYTES = 16 << 20
-_WIDTHS = {"float32": 4, "uint8": 1}
+_Kind = TypeVar("_Kind", int, str)
 
 
 class NotTakenError(ClusterError):
     """The process that was to be given a copy could not take it."""
 
 
-@dataclass(frozen=True)
-class _Piece:
-    name: str
-    role: str
-    begin: int
-    end: int
-    size: int
+class BrokenCopyError(ClusterError):
+    """Something was lost or changed on the way; another try may do better."""
 
 
 def copy_shard(
-    calls: Calls, holding: Holding, source: int, target: int, check: Callable[[], None]
+    calls: Calls, source: int, listens: Address, target: int, meanwhile: Callable[[], None]
 ) -> int:
     """Give node `target` all that node `source` holds, while it stands still.
 
     Args:
-        holding: what of the program it is.
-        check: is called between two pieces; may raise, to give up.
+        listens: where `source` does.
+        meanwhile: is called again and again until it is done; may raise, to give up.
 
     Returns:
         The bytes that were copied.
@@ -47,54 +49,75 @@ def copy_shard(
     Raises:
         ShardLostError: either was lost.
         NotTakenError: `target` cannot hold it.
+        BrokenCopyError: the connection broke, or what came is not what was sent.
+        BadAnswerError: `source` says what makes no sense.
         PenstockError: `source` cannot say what it holds.
     """
+    _watched(calls, calls.begin(source, "flush", {}, {}), meanwhile)
     status = calls.ask(source, "status", {}, {}).body
-    _give(calls.begin(target, "begin_restore", {}, {}))
-    copied, writing = 0, None
-    for piece in _pieces(calls, holding, source):
-        check()
-        reading = calls.begin(
-            source,
-            "read",
-            {"name": piece.name, "role": piece.role, "begin": piece.begin, "end": piece.end},
-            {},
-            most=piece.size,
+    step = _said(status, "step", int, source, BadAnswerError)
+    where = {"source": source, "listens": list(listens), "step": step}
+    asked = calls.begin(target, "take_copy", where, {})
+    fault.point("copy.begun")
+    said = _watched(calls, asked, meanwhile).body
+    if "failed" in said:
+        raise _failure(said, source, target)
+    copied = _said(said, "copied", int, target, NotTakenError)
+    ours, theirs = (calls.begin(node, "checksum", {}, {}) for node in (source, target))
+    said = _watched(calls, ours, meanwhile).body
+    wanted = _said(said, "checksum", str, source, BadAnswerError)
+    said = _given(calls, theirs, meanwhile).body
+    found = _said(said, "checksum", str, target, NotTakenError)
+    if wanted != found:
+        raise BrokenCopyError(
+            f"what node {target} was given has checksum {found}, what node {source} holds "
+            f"{wanted}: the memory or the processor of one of their hosts is faulty"
         )
-        values = reading.answer()
-        if values.body["step"] != status["step"]:
-            raise ClusterError(
-                f"node {source} went from step {status['step']} to step {values.body['step']} "
-                "while it was copied"
-            )
-        if writing is not None:
-            _give(writing)
-        where = {"name": piece.name, "role": piece.role, "begin": piece.begin}
-        writing = calls.begin(target, "write", where, values.arrays)
-        copied += piece.size
-    if writing is not None:
-        _give(writing)
-    _give(calls.begin(target, "remember", {"extra": status.get("extra", {})}, {}))
-    _give(calls.begin(target, "finish_restore", {"step": status["step"]}, {}))
+    # Only now: on flash, what is durable there is what another run would open.
+    extra = {"extra": status.get("extra", {})}
+    _given(calls, calls.begin(target, "remember", extra, {}), meanwhile)
+    _given(calls, calls.begin(target, "finish_restore", {"step": step}, {}), meanwhile)
     return copied
 
 
-def _pieces(calls: Calls, holding: Holding, source: int) -> Iterator[_Piece]:
-    """Yield all that there is of every weight, in the order of the stages."""
-    for name in homes(holding):
-        roles = calls.ask(source, "roles", {"name": name}, {}).body["roles"]
-        for role, (kind, shape) in roles.items():
-            width, count = _WIDTHS[kind], math.prod(shape)
-            most = PIECE_BYTES // width
-            for begin in range(0, count, most):
-                end = min(begin + most, count)
-                yield _Piece(name, role, begin, end, (end - begin) * width)
+def _said(
+    said: Mapping[str, Any], key: str, kind: type[_Kind], node: int, refuse: type[PenstockError]
+) -> _Kind:
+    """Return what a node has said of something, or refuse it if it is of another kind."""
+    value = said.get(key)
+    if type(value) is not kind:
+        raise refuse(
+            f"node {node} says {str(value)[:40]!r} for {key!r}; do all nodes run the same version "
+            "of Penstock?"
+        )
+    return value
 
 
-def _give(asked: Asked) -> None:
+def _watched(calls: Calls, asked: Asked, meanwhile: Callable[[], None]) -> Said:
+    """Wait for an answer; have a copy given up that nobody waits for any more."""
     try:
-        asked.answer()
+        return asked.answer(meanwhile)
+    except BaseException:
+        if asked.method == "take_copy":
+            calls.begin(asked.node, "give_up_copy", {}, {})
+        raise
+
+
+def _given(calls: Calls, asked: Asked, meanwhile: Callable[[], None]) -> Said:
+    """Wait for an answer of the one that is given a copy."""
+    try:
+        return _watched(calls, asked, meanwhile)
     except ShardLostError:
         raise
     except PenstockError as error:
         raise NotTakenError(str(error)) from error
+
+
+def _failure(said: Mapping[str, Any], source: int, target: int) -> PenstockError:
+    """Return the error of a copy that has failed on one of its sides."""
+    text, side = str(said.get("text")), said["failed"]
+    if side == "source":
+        return error_class(str(said.get("kind")))(f"node {source}: {text}")
+    if side == "target":
+        return NotTakenError(text)
+    return BrokenCopyError(f"from node {source} to node {target}: {text}")

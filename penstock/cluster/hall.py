@@ -127,7 +127,13 @@ class Hall:
     def _make_shards(self) -> ShardsApart:
         news, parts = self.news, self.plan.parts if self.plan.is_apart else []
         house = House(
-            self.conductor, news.say, news.fail, news.look, self._do, lambda: self.should_stop()
+            self.conductor,
+            news.say,
+            news.fail,
+            news.look,
+            self._do,
+            lambda: self.should_stop(),
+            self.guests.addresses.get,
         )
         return ShardsApart(self._config, parts, self._calls, house)
 

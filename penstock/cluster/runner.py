@@ -17,7 +17,7 @@ from penstock.batches import Batches
 from penstock.cluster.calls import error_class
 from penstock.cluster.computing import Computing
 from penstock.cluster.hall import Hall
-from penstock.cluster.shard_work import commit_of, report_of
+from penstock.cluster.shard_work import ShardReport, commit_of
 from penstock.cluster.stragglers import Stragglers
 from penstock.config import Config
 from penstock.events import StepDone
@@ -26,7 +26,7 @@ from penstock.fabric.nodes import Outcome, Part, Phase, TroubleError, WentBackEr
 from penstock.program import Program
 from penstock.step import step_done
 from penstock.step_layout import Layout
-from penstock.store import Commit, GradientReport, Store, global_norm, merged
+from penstock.store import Commit, Store, global_norm, merged
 from penstock.tracing import NonFiniteLossError, require_finite, trace
 
 _GIVING_UP = 60.0  # seconds in which a step that is decided must end
@@ -210,20 +210,23 @@ class _Order:
             for part in parts
         ]
 
-    def report(self, message: Message) -> GradientReport:
-        """Return what a shard says of its gradients."""
-        report, count = report_of(message.body), len(self._program.stages)
-        if not all(0 <= n < count for n in (*report.silent, *(report.non_finite or {}))):
+    def report(self, message: Message) -> ShardReport:
+        """Return what a shard says of its gradients, and of what it holds."""
+        report, count = ShardReport.read(message.body), len(self._program.stages)
+        gradients = report.gradients
+        if not all(0 <= n < count for n in (*gradients.silent, *(gradients.non_finite or {}))):
             raise checks.refuse(message, f"names stages that are none of {count}")
         return report
+
+    def difference(self, first: ShardReport, other: ShardReport) -> str | None:
+        """Say in what the reports of two nodes of a shard differ; None if in nothing."""
+        return first.difference(other)
 
     def answer(self, message: Message) -> Commit:
         """Return what a shard says of its commit."""
         return commit_of(message.body)
 
-    def decide(
-        self, losses: Sequence[float], reports: Sequence[GradientReport]
-    ) -> Mapping[str, Any]:
+    def decide(self, losses: Sequence[float], reports: Sequence[ShardReport]) -> Mapping[str, Any]:
         """Return the decision to commit by.
 
         Raises:
@@ -231,7 +234,8 @@ class _Order:
             NoTrainingError: a trainable weight has got no gradient.
         """
         require_finite(self.step, losses)
-        norm = global_norm(self._program, self.step, merged(self._program, reports))
+        gradients = merged(self._program, [report.gradients for report in reports])
+        norm = global_norm(self._program, self.step, gradients)
         return {"norm": norm.hex()}
 
 

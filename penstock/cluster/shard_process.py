@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock import stores
-from penstock.cluster import copying
 from penstock.cluster.calls import WRITE_BYTES
 from penstock.cluster.shard_work import require_at
 from penstock.config import Config
@@ -40,7 +39,7 @@ class ShardApart:
         """The most that a call can bring: a piece of a weight, or the gradients of a stage."""
         weights = self._part.weights
         stages = (sum(weights[n].elements for n in stage.weights) for stage in self._part.stages)
-        return max(WRITE_BYTES, copying.PIECE_BYTES, GRADIENT_WIDTH * max(stages))
+        return max(WRITE_BYTES, GRADIENT_WIDTH * max(stages))
 
     @property
     def store(self) -> Store:

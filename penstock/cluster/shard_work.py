@@ -6,7 +6,9 @@ which steps it can go back.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,7 +18,14 @@ from penstock.cluster.plan import positions_of
 from penstock.errors import ClusterError, ProtocolError
 from penstock.fabric.transfers import Operation
 from penstock.program import Program
-from penstock.store import Commit, GradientReport, Store, trainable_weights
+from penstock.store import (
+    Commit,
+    Compared,
+    GradientReport,
+    ReplicatedStore,
+    Store,
+    trainable_weights,
+)
 
 
 class ShardPlace(Protocol):
@@ -59,13 +68,22 @@ def require_at(store: Store, step: int) -> None:
 
 
 class StoreOfShard:
-    """Streams a store's weights, gives it gradients, and commits it."""
+    """Streams a store's weights, gives it gradients, and commits it.
+
+    Args:
+        has_replica: whether another node should hold the same, which is compared with every step.
+    """
 
     def __init__(
-        self, program: Program, place: ShardPlace, shard: int, recompute: Collection[int]
+        self,
+        program: Program,
+        place: ShardPlace,
+        shard: int,
+        recompute: Collection[int],
+        has_replica: bool = False,
     ) -> None:
         self._program, self._recompute = program, recompute
-        self._place, self._shard = place, shard
+        self._place, self._shard, self._has_replica = place, shard, has_replica
 
     @property
     def _store(self) -> Store:
@@ -131,12 +149,48 @@ class StoreOfShard:
         self._store.receive(operation.stage, [whole.get(name) for name in here])
 
     def prepare(self) -> Mapping[str, Any]:
-        """Say what the shard knows of its gradients."""
-        return body_of_report(self._store.prepare())
+        """Say what the shard knows of its gradients, and what it holds."""
+        report = body_of_report(self._store.prepare())
+        if isinstance(self._store, ReplicatedStore) and self._has_replica:
+            report["held"] = [list(each) for each in self._store.compared()]
+        return report
 
     def commit(self, step: int, decision: Mapping[str, Any]) -> Mapping[str, Any]:
         """Commit the step with the norm of all shards' gradients."""
         return body_of_commit(self._store.decide(float.fromhex(decision["norm"])))
+
+
+@dataclass(frozen=True)
+class ShardReport:
+    """What a shard says before a step is decided.
+
+    `held` are checksums of a part of what it holds, if it has a replica: the same of both.
+    """
+
+    gradients: GradientReport
+    held: Compared = ()
+
+    @classmethod
+    def read(cls, said: Mapping[str, Any]) -> ShardReport:
+        """Return what a message has said.
+
+        **Raises:** `ProtocolError` if it is no such report.
+        """
+        gradients, held = report_of(said), said.get("held", [])
+        try:
+            return cls(gradients, tuple((_name(what), _name(sum_)) for what, sum_ in held))
+        except (TypeError, ValueError) as error:
+            raise _none("checksums of what it holds", said, error) from None
+
+    def difference(self, other: ShardReport) -> str | None:
+        """Say in what it differs from that of another node of the shard; None if in nothing."""
+        # As they are said: NaN is what it is, though not equal to itself.
+        if body_of_report(self.gradients) != body_of_report(other.gradients):
+            return "a step's gradients"
+        for ours, theirs in itertools.zip_longest(self.held, other.held):
+            if ours != theirs:
+                return str((ours or theirs)[0])
+        return None
 
 
 def body_of_report(report: GradientReport) -> dict[str, Any]:

@@ -13,17 +13,19 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from penstock.cluster.calls import BadAnswerError, Calls, ShardLostError
-from penstock.cluster.copying import NotTakenError, copy_shard
+from penstock.cluster.copying import BrokenCopyError, NotTakenError, copy_shard
 from penstock.cluster.record import NAME
 from penstock.cluster.remote_store import RemoteShard
 from penstock.cluster.shard_places import Place, ShardPlaces
 from penstock.config import Config, size_above
 from penstock.errors import PenstockError, StorageError
 from penstock.fabric.nodes import Conductor
+from penstock.fabric.sockets import Address
 from penstock.store import Holding
 from penstock.store.flash import DurableStore
 
 _LOOK = 0.05  # seconds between two looks at what has happened
+_TRIES = 3  # to give a newcomer a copy, if what breaks is neither of the two nodes
 _AGAIN = "give the same command again, the run goes on from the last step that is safe"
 
 
@@ -33,7 +35,7 @@ class House:
 
     `say` tells of what has happened, by its kind; `fail` ends the run; `look` tells what has
     happened, in the trainer's thread, and raises what ends the run; `do` has something done in the
-    endpoint's thread.
+    endpoint's thread; `address` says where a node listens, None once it is lost.
     """
 
     conductor: Conductor
@@ -42,6 +44,7 @@ class House:
     look: Callable[[], None]
     do: Callable[[Callable[[], object]], None]
     should_stop: Callable[[], bool]
+    address: Callable[[int], Address | None]
 
 
 class ShardsApart:
@@ -118,17 +121,46 @@ class ShardsApart:
             except NotTakenError as error:
                 self._refuse(shard, node, str(error))
                 continue
+            except BadAnswerError as error:
+                self._cut_off(nodes[0], error)
+                continue
             self._house.do(functools.partial(self._admit, node))
 
     def _copy(self, shard: int, source: int, target: int) -> None:
-        began, part = time.monotonic(), self._parts[shard]
-        copied = copy_shard(self._calls, part, source, target, self._require_no_stop)
+        """Give a node what another holds of a shard.
+
+        **Raises:** what `copy_shard` raises; `NotTakenError` if it has broken again and again.
+        """
+        began = time.monotonic()
+        for tries in range(1, _TRIES + 1):
+            try:
+                copied = self._try_to_copy(shard, source, target)
+                break
+            except BrokenCopyError as error:
+                if tries == _TRIES:
+                    text = f"{tries} copies in a row broke, the last one: {error}"
+                    raise NotTakenError(text) from error
+                text = f"shard {shard}: a copy broke, another one is begun: {error}"
+                self._house.say("replica copied again", text, target)
         self._house.say(
             "replica copied",
             f"the replica of shard {shard} is whole: node {target} was given the "
             f"{size_above(copied)} of node {source} in {time.monotonic() - began:.1f} s",
             target,
         )
+
+    def _try_to_copy(self, shard: int, source: int, target: int) -> int:
+        lost = f"node {source} was lost while it was copied"
+
+        def meanwhile() -> None:
+            if source not in self.places.nodes(shard):
+                raise ShardLostError(lost)
+            self._require_no_stop()
+
+        listens = self._house.address(source)
+        if listens is None:
+            raise ShardLostError(lost)
+        return copy_shard(self._calls, source, listens, target, meanwhile)
 
     def _require_no_stop(self) -> None:
         self._house.look()

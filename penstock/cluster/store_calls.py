@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from penstock.cluster.calls import Arrays, Said
+from penstock.cluster.copy_ends import portions_of
 from penstock.cluster.shard_work import body_of_commit, body_of_report
 from penstock.errors import ClusterError, PenstockError
 from penstock.store import Store
@@ -189,6 +190,10 @@ def _content_hash(place: Place, given: Mapping[str, Any], arrays: Arrays) -> Sai
     return Said({"hash": place.store.content_hash()})
 
 
+def _checksum(place: Place, given: Mapping[str, Any], arrays: Arrays) -> Said:
+    return Said({"checksum": portions_of(place.store).checksum()})
+
+
 def _remember(place: Place, given: Mapping[str, Any], arrays: Arrays) -> Said:
     place.store.remember(dict(given["extra"]))
     return Said()
@@ -223,6 +228,7 @@ METHODS: Mapping[str, Callable[[Place, Mapping[str, Any], Arrays], Said]] = {
     "clear_state": _clear_state,
     "finish_restore": _finish_restore,
     "content_hash": _content_hash,
+    "checksum": _checksum,
     "remember": _remember,
     "make_durable": _make_durable,
 }

@@ -25,15 +25,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.cluster import store_calls
-from penstock.cluster.bodies import Opens, Welcome, addresses_of
-from penstock.cluster.calls import Gathered, Said, frames
+from penstock.cluster.bodies import Opens, Welcome
 from penstock.cluster.engine_work import EngineOfProcess
 from penstock.cluster.plan import digest_of, placement_of, transfers_of
 from penstock.cluster.record import read_record
 from penstock.cluster.shard_places import Place
 from penstock.cluster.shard_process import ShardApart
 from penstock.cluster.shard_work import StoreOfShard
+from penstock.cluster.worker_nodes import WorkerNode, WorkerShard
 from penstock.errors import (
     ClusterError,
     ConfigError,
@@ -133,6 +132,7 @@ class Worker:
         self._shard = shard
         self._events: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._node: EngineNode | ShardNode | None = None
+        self._seat: WorkerNode | None = None
         self._number = 0
         self._link: Link | None = None
         self._built: _Built | None = None
@@ -251,10 +251,10 @@ class Worker:
             self._endpoint.attach(CONDUCTOR, link)
             for there in welcome.shards_there:
                 self._endpoint.attach(there, link)
-            member = _Member(node, self._endpoint)
+            self._seat = WorkerNode(node, self._endpoint)
             if isinstance(built.role, ShardRole):
-                member = _ShardMember(node, self._endpoint, built.role.place)
-            self._endpoint.add(number, member)
+                self._seat = WorkerShard(node, self._endpoint, built.role.place)
+            self._endpoint.add(number, self._seat)
             link.send(Message(Kind.READY, 0, number, body={"digest": built.digest}))
 
         self._endpoint.call(add)
@@ -267,79 +267,21 @@ class Worker:
             body, node = {"text": str(error), "peer": link.peer}, self._node
             message = Message(Kind.DAMAGED, node.epoch, node.number, body=body)
             self._endpoint.send(node.number, CONDUCTOR, message)
+        if self._seat is not None:
+            self._seat.link_ended(link.peer, str(error))
 
     def _beat(self, now: float) -> None:
         node, link, built = self._node, self._link, self._built
         if node is None or link is None or built is None:
             return
+        if self._seat is not None:
+            self._seat.tick(now)
         body = {
             "progress": node.progress,
             "busy": node.is_busy,
             **built.role.figures(),
         }
         link.send(Message(Kind.BEAT, node.epoch, self._number, body=body))
-
-
-class _Member:
-    """A node that also learns from every view where the others listen."""
-
-    def __init__(self, node: EngineNode | ShardNode, endpoint: Endpoint) -> None:
-        self._node, self._endpoint = node, endpoint
-
-    @property
-    def progress(self) -> int:
-        """How far the node has got."""
-        return self._node.progress
-
-    def handle(self, message: Message) -> None:
-        """Take a message."""
-        if message.kind is Kind.VIEW and message.epoch > self._node.epoch:
-            listening = addresses_of(message)
-            listening.pop(self._node.number, None)
-            self._endpoint.meet(listening)
-        self._node.handle(message)
-
-
-class _ShardMember(_Member):
-    """A shard's node that also has its store do what the run's process calls for."""
-
-    def __init__(self, node: EngineNode | ShardNode, endpoint: Endpoint, place: ShardApart) -> None:
-        super().__init__(node, endpoint)
-        self._place, self._gathered = place, Gathered(lambda number: place.most_bytes)
-        self._runtime = endpoint.runtime(node.number)
-
-    def handle(self, message: Message) -> None:
-        """Take a message; a call is answered behind the work that is under way."""
-        if message.kind is not Kind.CALL:
-            super().handle(message)
-            return
-        try:
-            whole = self._gathered.take(message)
-        except CorruptionError as error:
-            self._answer_error(message.op, error)
-            return
-        if whole is None:
-            return
-        number, said = whole
-
-        def pack() -> list[Message]:
-            answer = store_calls.answer(self._place, said)
-            return list(frames(Kind.RETURN, self._node.number, number, answer))
-
-        def send(messages: list[Message]) -> None:
-            for each in messages:
-                self._runtime.send(CONDUCTOR, each)
-
-        def failed(error: Exception) -> None:
-            text = f"{type(error).__name__}: {error}"
-            self._answer_error(number, ClusterError(text))
-
-        self._runtime.work(pack, send, failed)
-
-    def _answer_error(self, number: int, error: PenstockError) -> None:
-        said = Said({"error": type(error).__name__, "text": str(error)})
-        for each in frames(Kind.RETURN, self._node.number, number, said):
-            self._runtime.send(CONDUCTOR, each)
 
 
 @dataclass(frozen=True)
@@ -416,7 +358,8 @@ def build_shard(told: Mapping[str, Any], place: Place, opens: Opens) -> _Built:
         apart.open(must_hold=True)
     elif opens == "empty":
         apart.open_empty()
-    work = StoreOfShard(made.program, apart, shard, made.recompute)
+    has_replica = made.config.store.replicas > 1
+    work = StoreOfShard(made.program, apart, shard, made.recompute, has_replica)
     return _Built(dict(told), ShardRole(shard, apart, work, made.transfers), made.digest)
 
 

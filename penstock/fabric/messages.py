@@ -58,6 +58,8 @@ class Kind(enum.IntEnum):
     ANSWER = 21  # to a command
     CALL = 22  # from the run's process: have a shard's store do something
     RETURN = 23  # what came of it
+    COPY = 24  # shard to shard, which hold the same: give me this portion of what you hold
+    PORTION = 25  # here it is
     # Between the two ends of a link:
     RING = 100  # here is memory that you may see too
     ROOM = 101  # these slots of yours may be used again; none: it is not seen here

@@ -14,6 +14,7 @@ from penstock.store.checkpoint import (
     save_checkpoint,
     verify_checkpoint,
 )
+from penstock.store.comparing import Compared
 from penstock.store.dram import DramStore
 from penstock.store.gradients import trainable_weights
 from penstock.store.holding import Holding
@@ -39,6 +40,7 @@ from penstock.store.optimizers import (
     assign_groups,
     make_optimizer,
 )
+from penstock.store.portions import Portions, ReplicatedStore
 from penstock.store.roles import Role
 from penstock.store.schedules import Schedule, learning_rate
 from penstock.store.sharded import Assembly, ShardedStore
@@ -54,6 +56,7 @@ __all__ = [
     "BackgroundSave",
     "CheckpointState",
     "Commit",
+    "Compared",
     "DramStore",
     "FlashTraffic",
     "FolderLock",
@@ -65,6 +68,8 @@ __all__ = [
     "MemoryStore",
     "MergedWeights",
     "Optimizer",
+    "Portions",
+    "ReplicatedStore",
     "Role",
     "SavedCheckpoint",
     "SavedWeights",

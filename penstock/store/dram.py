@@ -7,22 +7,24 @@ rest hides behind compute. Nobody outside can tell: every way to look at a weigh
 
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from penstock.errors import StorageError
+from penstock.store.comparing import Compared, Rotation
 from penstock.store.content_hash import hash_read
 from penstock.store.gradients import Gradients
 from penstock.store.holding import Holding, homes
 from penstock.store.incoming import fill
 from penstock.store.interface import Commit, FlashTraffic, Traffic
-from penstock.store.layout import allocate_role
+from penstock.store.layout import allocate_role, slabs_of
 from penstock.store.masters import Masters
 from penstock.store.norm import GradientReport, clip_scale, global_norm
 from penstock.store.optimizers import GroupSettings, Optimizer, rounding_key
+from penstock.store.portions import SlabPortions
 from penstock.store.roles import MASTER, Stored, stored_of
 from penstock.store.schedules import Schedule, learning_rate
 from penstock.store.snapshot import Parts, Snapshot
@@ -84,6 +86,7 @@ class DramStore:
         self._pending: set[str] = set()
         self._updating: str | None = None
         self._snapshot: Snapshot | None = None
+        self._rotation: Rotation | None = None
         self._unchanged = UnchangedWeights(
             self._trainable, lambda name: self._require_optimizer().zero_everywhere(name)
         )
@@ -393,6 +396,33 @@ class DramStore:
         else:
             self._state_is_zero = False
             self._state[name][role][begin : begin + values.size] = values
+
+    def portions(self, portion_bytes: int) -> SlabPortions:
+        """Return all that it holds, in portions of at most so many bytes (`portions.py`)."""
+        self.flush()
+        if not self._is_loaded:
+            self._state_is_zero = False  # it is about to be written
+        return SlabPortions((slab for _, slab in self._slabs()), portion_bytes)
+
+    def compared(self) -> Compared:
+        """Return checksums of a part of it, of another after every step (`comparing.py`)."""
+        self.flush()
+        if self._rotation is None:
+            self._rotation = Rotation(self._slabs())
+        return self._rotation.part(self.step)
+
+    def _slabs(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Yield the memory of all weights and their state, stage by stage, and what it holds."""
+        by_stage: dict[int, list[str]] = {}
+        for name, home in homes(self.program).items():
+            by_stage.setdefault(home, []).append(name)
+        for home, names in by_stage.items():
+            stage = self.program.stages[home].name
+            for slab in slabs_of(part for name in names for part in self._masters.weight(name)):
+                yield f"the weights of stage {stage}", slab
+            states = [self._state[name] for name in names if name in self._state]
+            for slab in slabs_of(array for state in states for array in state.values()):
+                yield f"the optimizer's state of stage {stage}", slab
 
     def clear_state(self, name: str) -> None:
         """Put the optimizer's state of a weight to zero, as it begins, while restoring."""

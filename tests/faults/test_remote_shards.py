@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -68,6 +72,7 @@ class Run:
     def __init__(self, config: dict) -> None:
         self.losses: dict[int, float] = {}
         self.happened: list[ClusterEvent] = []
+        self.begun: list[int] = []  # the newcomers whose copies were begun
         self.also: Callable[[StepDone], None] = lambda step: None
         self.trainer = Trainer(config, on_event=self._hear)
 
@@ -201,6 +206,97 @@ def test_a_shard_in_memory_comes_back_from_its_replica_and_no_step_is_lost(text,
     told = [row["text"] for row in rows if row.get("kind") in ("replica lost", "replica copied")]
     assert "goes on with it" in told[0]
     assert "the replica of shard 0 is whole" in told[1]
+
+
+def once_a_copy_begins(run: Run, monkeypatch, act: Callable[[int, int], None]) -> None:
+    """Do something when the first copy has just been begun, with whose it is and the newcomer."""
+    calls, begun = run.hall._calls, run.begun
+    begin = calls.begin
+
+    def watching(node, method, arguments, *others, **more):
+        asked = begin(node, method, arguments, *others, **more)
+        if method == "take_copy":
+            begun.append(node)
+            if len(begun) == 1:
+                act(arguments["source"], node)
+        return asked
+
+    monkeypatch.setattr(calls, "begin", watching)
+
+
+def signal_to(run: Run, node: int, what: signal.Signals) -> None:
+    os.kill(run.hall.launcher.pids[run.hall.worker_of(node)], what)
+
+
+@pytest.mark.slow
+def test_a_newcomer_that_is_killed_while_it_is_given_a_copy_makes_room_for_another(
+    text, alone, tmp_path, monkeypatch
+):
+    run = Run(settings(text, tmp_path / "run", shards=1, replicas=2))
+
+    def after(step: StepDone) -> None:
+        if step.step == 1:
+            once_a_copy_begins(
+                run, monkeypatch, lambda source, node: signal_to(run, node, signal.SIGKILL)
+            )
+            run.kill(0)
+        elif step.step in (2, 4):
+            run.await_newcomer()
+
+    run.also = after
+    assert run.train() == alone
+    assert len({*run.begun}) == 2
+    assert run.kinds.count("replica copied") == 1
+    assert not {*run.kinds} & {"shard lost", "went back"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("on_flash", [False, True])
+def test_a_node_that_is_lost_while_it_is_copied(text, alone, tmp_path, monkeypatch, on_flash):
+    """On flash another opens what it had and is copied; in memory the run ends and says so."""
+    run = Run(settings(text, tmp_path / "run", shards=1, replicas=2, on_flash=on_flash))
+
+    def after(step: StepDone) -> None:
+        if step.step == 1 and not run.kinds.count("replica lost"):
+            once_a_copy_begins(
+                run, monkeypatch, lambda source, node: signal_to(run, source, signal.SIGSTOP)
+            )
+            run.kill(0)
+        elif step.step == 2 and not run.begun:
+            run.await_newcomer()
+
+    run.also = after
+    if on_flash:
+        assert run.train() == alone
+        assert len(run.begun) >= 2
+        assert run.kinds.count("replica copied") >= 1
+    else:
+        with pytest.raises(StorageError, match="goes on from the last checkpoint"):
+            run.train()
+    assert "shard lost" in run.kinds
+
+
+@pytest.mark.slow
+def test_a_run_whose_own_process_is_killed_during_a_copy_begins_the_copy_anew(
+    text, alone, tmp_path
+):
+    config = settings(text, tmp_path / "run", shards=1, replicas=2, on_flash=True)
+    first = Run({**config, "run": {"dir": str(tmp_path / "run"), "steps": 3}})
+    first.train()
+    shutil.rmtree(tmp_path / "run" / "flash" / "shard-0-replica-1")
+    code = "import sys, json; from penstock.trainer import Trainer; Trainer(json.load(sys.stdin))"
+    killed = subprocess.run(
+        [sys.executable, "-c", code],
+        input=json.dumps(config),
+        text=True,
+        env={**os.environ, "PENSTOCK_FAULT": "copy.begun"},
+        check=False,
+    )
+    assert killed.returncode == -signal.SIGKILL
+    again = Run(config)
+    losses, weights = again.train()
+    assert (first.losses | losses, weights) == alone
+    assert "replica copied" in again.kinds
 
 
 @pytest.mark.slow

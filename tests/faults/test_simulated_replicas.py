@@ -12,15 +12,18 @@ import random
 
 import numpy as np
 import pytest
-from toy_cluster import FIRST_ENGINE, STEPS, ToyCluster, reference
+from toy_cluster import FIRST_ENGINE, HELD, STAGES, STEPS, WEIGHTS, ToyCluster, reference
 
+from penstock.errors import CorruptionError
 from penstock.fabric.sim import Faults
 from penstock.fabric.sim.faults import Rates
 
-LOSSES, WEIGHTS = reference(STEPS + 1)
+LOSSES, EXPECTED = reference(STEPS + 1)
 SHARDS, REPLICAS, ENGINES = 2, 2, 2
 NODES = [1, 2, 3, 4, FIRST_ENGINE]  # of both shards the first nodes, then their replicas
 FATES = [f"{what} {node}" for what in ("kill", "zombie") for node in NODES]
+BOUNDS = [WEIGHTS * shard // SHARDS for shard in range(SHARDS + 1)]
+WEIGHTS_OF = [range(*BOUNDS[shard : shard + 2]) for shard in range(SHARDS)]
 SPREAD = 12  # points of each fate that `make test` tries
 
 
@@ -29,7 +32,7 @@ def require_same(cluster: ToyCluster, outcomes, steps: int = STEPS) -> None:
     assert all(shard.step == steps for shard in cluster.shards)
     made = cluster.weights()  # of every node
     if steps == STEPS + 1:
-        for found, wanted in zip(made, WEIGHTS, strict=True):
+        for found, wanted in zip(made, EXPECTED, strict=True):
             np.testing.assert_array_equal(found, wanted)
 
 
@@ -177,6 +180,31 @@ def test_no_fault_changes_the_result_of_shards_with_replicas():
     happened = [survive(seed) for seed in range(150)]
     assert sum("replica lost" in each for each in happened) > 75, "the seeds do too little"
     assert any("shard lost" in each for each in happened)
+
+
+@pytest.mark.parametrize("on_flash", [False, True])
+@pytest.mark.parametrize("seed", range(12))
+def test_a_bit_that_flips_in_one_node_ends_the_run_before_everything_has_been_compared_once_more(
+    seed, on_flash
+):
+    """In weights and in moments, before any step, in the node that streams or in the other one."""
+    chance = random.Random(seed)
+    cluster = ToyCluster(ENGINES, SHARDS, replicas=REPLICAS, on_flash=on_flash)
+    flipped_after, turn = chance.randrange(1, HELD), chance.randrange(HELD)
+    node = cluster.conductor.holders[shard := chance.randrange(SHARDS)][chance.randrange(REPLICAS)]
+    element = WEIGHTS_OF[shard][chance.randrange(len(WEIGHTS_OF[shard]))]
+    cluster.train(flipped_after)
+    cluster.stores[node].flip(turn, element, chance.randrange(31))
+    with pytest.raises(CorruptionError) as found:
+        cluster.train(flipped_after + HELD, first=flipped_after + 1)
+    kind = "moment" if turn >= STAGES else "weights"
+    steps = [cluster.stores[n].step for nodes in cluster.conductor.holders for n in nodes]
+    assert max(steps) < flipped_after + HELD
+    assert f"shard {shard}: node {1 + shard} and its replica, node {3 + shard}, should" in str(
+        found.value
+    )
+    assert f"do not say the same of the {kind} of stage {turn % STAGES}; step" in str(found.value)
+    assert "the memory or the processor of one of their hosts is faulty" in str(found.value)
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+import xxhash
 
 from penstock.fabric.nodes import (
     Conductor,
@@ -31,6 +32,7 @@ from penstock.fabric.transfers import Operation, Piece, Transfers, chunks
 from penstock.tree import TreeNode, TreeSum, share
 
 STAGES, WEIGHTS, MICRO_BATCHES, STEPS = 3, 17, 8, 3
+HELD = 2 * STAGES  # arrays of a shard, and steps until all of them have been compared
 FIRST_ENGINE = 100  # numbers from here on are engines, 1, 2 ... are shards
 
 
@@ -144,11 +146,16 @@ class ToyEngine:
 
 
 class ToyShard:
-    """A shard's pieces of every weight; refuses whatever a real store would refuse."""
+    """A shard's pieces of every weight; refuses whatever a real store would refuse.
+
+    `weights` are those of all stages, and behind them a moment of each: the sum of the squares of
+    its gradients, on which nothing else depends.
+    """
 
     def __init__(self, shard: int, plan: Transfers, durable=None, on_flash: bool = True) -> None:
         self.shard, self.plan, self.on_flash = shard, plan, on_flash
-        self.durable = durable or {0: initial()}  # by step, what a crash leaves
+        moments = [np.zeros(WEIGHTS, np.float32) for _ in range(STAGES)]
+        self.durable = durable or {0: [*initial(), *moments]}  # by step, what a crash leaves
         self.step = max(self.durable)
         self.weights = self.durable[self.step]
         self.gradients: dict[int, np.ndarray] = {}
@@ -217,7 +224,18 @@ class ToyShard:
 
     def prepare(self) -> dict:
         assert len(self.gradients) == STAGES
-        return {"squares": dict(self.squares)}
+        return {"squares": dict(self.squares), "held": self.compared()}
+
+    def compared(self) -> list[str]:
+        """What is compared with a replica: one array after the other, by the step."""
+        turn = self.step % HELD
+        what = f"the {'moment' if turn >= STAGES else 'weights'} of stage {turn % STAGES}"
+        return [what, xxhash.xxh3_64_hexdigest(self.weights[turn].tobytes())]
+
+    def flip(self, turn: int, element: int, bit: int) -> None:
+        """Let a bit of an array flip in memory, and nobody notice."""
+        self.weights = [array.copy() for array in self.weights]
+        self.weights[turn].view(np.uint32)[element] ^= np.uint32(1 << bit)
 
     def commit(self, step, decision) -> dict:
         assert step == self.step + 1, "a step is committed twice, or left out"
@@ -228,6 +246,8 @@ class ToyShard:
             new[stage] = np.where(
                 mine, updated(new[stage], gradient, decision["scale"]), new[stage]
             )
+            moment = new[STAGES + stage]
+            new[STAGES + stage] = np.where(mine, moment + gradient * gradient, moment)
         self.step, self.weights = step, new
         self._forget()
         return {"step": step}
@@ -254,6 +274,11 @@ class ToyOrder:
         return dict(message.body)
 
     answer = report
+
+    def difference(self, first, other) -> str | None:
+        if first["squares"] != other["squares"]:
+            return "a step's gradients"
+        return first["held"][0] if first["held"] != other["held"] else None
 
     def decide(self, losses, prepared) -> dict:
         squares = {k: float.fromhex(x) for body in prepared for k, x in body["squares"].items()}
@@ -443,4 +468,6 @@ class ToyCluster:
             here = slice(bounds[store.shard], bounds[store.shard + 1])
             for stage in range(STAGES):
                 np.testing.assert_array_equal(store.weights[stage][here], whole[stage][here])
+            for mine, first in zip(store.weights, firsts[store.shard].weights, strict=True):
+                np.testing.assert_array_equal(mine, first)  # moments too
         return whole

@@ -146,13 +146,14 @@ class Attempt:
         """
         for shard, (first, *others) in enumerate(self._shards):
             for other in others:
-                if self._prepared[other] != self._prepared[first]:
+                what = self.order.difference(self._prepared[first], self._prepared[other])
+                if what is not None:
                     raise CorruptionError(
                         f"shard {shard}: node {first} and its replica, node {other}, should hold "
-                        "the same and do not say the same of a step's gradients, which was not "
-                        "committed: the memory or the processor of one of their hosts is faulty. "
-                        "Test them, and give the same command again; the run goes on from the "
-                        "last step that is safe"
+                        f"the same and do not say the same of {what}; step {self.order.step} was "
+                        "not committed: the memory or the processor of one of their hosts is "
+                        "faulty. Test them, and give the same command again; the run goes on from "
+                        "the last step that is safe"
                     )
         return [self._prepared[nodes[0]] for nodes in self._shards]
 

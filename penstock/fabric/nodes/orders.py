@@ -34,6 +34,10 @@ class StepOrder(Protocol):
         """Return what a shard says of its gradients, or raise `ProtocolError`."""
         ...
 
+    def difference(self, first: Any, other: Any) -> str | None:
+        """Say in what the reports of two nodes of a shard differ; None if in nothing."""
+        ...
+
     def decide(self, losses: Sequence[float], reports: Sequence[Any]) -> Mapping[str, Any]:
         """Return the decision that shards commit by, or raise what forbids it."""
         ...

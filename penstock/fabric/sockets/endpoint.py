@@ -144,6 +144,10 @@ class Endpoint:
             if link.peer == number and number not in self._addresses and number != 0:
                 self.detach(number)
 
+    def reach(self, number: int, address: Address) -> None:
+        """Learn where one node of another process listens, beside those that are known."""
+        self._addresses[number] = address
+
     def attach(self, number: int, link: Link) -> None:
         """Say that a node is at the other end of a link: from now on it is sent to over it.
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import numba
 import numpy as np
+import xxhash
 
 from penstock import fault
 from penstock.errors import BudgetError, PenstockError, StorageError
@@ -72,6 +73,7 @@ class Pipeline:
         self._keep = keep_steps
         self._slabs = deque(spill.slabs)
         self._dirty: dict[int, list[list[bytes]]] = {}  # units newer than flash, their checksums
+        self._made: dict[int, list[list[bytes]]] = {}  # of units, checksums of their last update
         self._update_threads = numba.get_num_threads()
         self.compute = threading.Lock()  # kernels must not run side by side
         self._changed = threading.Condition()
@@ -192,6 +194,18 @@ class Pipeline:
         with self._changed:
             self._wait(lambda: self._seals == 0)
 
+    def compared(self) -> list[tuple[str, str]]:
+        """Return checksums of all units as they were last updated, wherever they are now."""
+        with self._changed:
+            self._wait(lambda: not self._awaiting)
+            found = []
+            for unit in self._layout.units:
+                made = self._made.get(unit.index)
+                checks = b"".join(b"".join(half) for half in made) if made else None
+                whole = xxhash.xxh3_64_hexdigest(checks or self._version.checksums_of(unit))
+                found.append((f"the weights or the state of {', '.join(unit.names[:2])}", whole))
+            return found
+
     def drain(self) -> None:
         """Wait until the writer has done all that it was given."""
         with self._changed:
@@ -208,6 +222,7 @@ class Pipeline:
                     self._frames.drop(unit.index)
             self._state.forget()
             self._dirty.clear()
+            self._made.clear()
 
     def take_traffic(self) -> FlashTraffic:
         """Return what moved, and what the caller waited, since the last call."""
@@ -430,6 +445,7 @@ class Pipeline:
                 else:
                     self._hand_to_writer(("block", unit, block, buffer))
                 if block.number == len(unit.blocks) - 1:
+                    self._made[unit.index] = checks
                     if stays:
                         self._dirty[unit.index] = checks
                     else:

@@ -25,6 +25,7 @@ import torch
 from penstock import durable, fault
 from penstock.errors import BudgetError
 from penstock.store import files
+from penstock.store.comparing import Compared
 from penstock.store.flash.block_updates import BlockUpdates
 from penstock.store.flash.blocks import StateBlocks
 from penstock.store.flash.description import EXTENTS, JOURNAL, describe, require_same
@@ -34,6 +35,7 @@ from penstock.store.flash.journal import Journal, Record
 from penstock.store.flash.layout import BLOCK_ELEMENTS, FlashLayout, Unit
 from penstock.store.flash.medium import ExtentFile
 from penstock.store.flash.pipeline import Pipeline
+from penstock.store.flash.portions import BlockPortions
 from penstock.store.flash.shards import store_id_of
 from penstock.store.flash.spill import GradientSpill
 from penstock.store.flash.staging import StagedUnit, Staging
@@ -402,6 +404,16 @@ class FlashStore:
         unit = self._layout.unit(name)
         origin = self._layout.begin_of(name) // unit.role(role).group
         self._staging.take(unit, role, origin + begin, values)
+
+    def portions(self, portion_bytes: int) -> BlockPortions:
+        """Return all that it holds, in portions of at most so many bytes (`portions.py`)."""
+        if self._staging is None:
+            self._settle()
+        return BlockPortions(self._layout, self._version, self._pipeline.put, portion_bytes)
+
+    def compared(self) -> Compared:
+        """Return checksums of all of it, those of the last update (`comparing.py`)."""
+        return self._pipeline.compared()
 
     def clear_state(self, name: str) -> None:
         """Leave the optimizer's state of a weight at zero, as it begins, while restoring."""

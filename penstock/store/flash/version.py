@@ -40,7 +40,16 @@ class Version:
         """Return the journal's record of this version, whose places are not written over again."""
         self._is_sealed = [True] * len(self._layout.units)
         content = {"step": step, "places": list(self._place), "extra": dict(extra)}
-        return Record(content, b"".join(half for checks in self._checks for half in checks))
+        return Record(content, self.checksums)
+
+    @property
+    def checksums(self) -> bytes:
+        """The checksums of all blocks: what streams of a unit, then its state."""
+        return b"".join(map(self.checksums_of, self._layout.units))
+
+    def checksums_of(self, unit: Unit) -> bytes:
+        """The checksums of a unit's blocks."""
+        return b"".join(self._checks[unit.index])
 
     def restore(self, record: Record) -> None:
         """Become the version that a record describes.

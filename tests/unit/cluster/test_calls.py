@@ -19,7 +19,7 @@ from penstock.cluster.calls import (
     error_class,
     frames,
 )
-from penstock.cluster.worker import _ShardMember
+from penstock.cluster.worker_nodes import WorkerShard
 from penstock.errors import ClusterError, CorruptionError, StorageError
 from penstock.fabric.messages import Kind, Message
 
@@ -191,7 +191,7 @@ def test_a_shard_answers_a_call_that_is_larger_than_it_can_be_with_an_error_and_
     )
     endpoint = SimpleNamespace(runtime=lambda number: runtime)
     place = SimpleNamespace(most_bytes=4000, store=SimpleNamespace(step=7))
-    member = _ShardMember(SimpleNamespace(number=3), endpoint, place)
+    member = WorkerShard(SimpleNamespace(number=3), endpoint, place)
     body = {"says": {}, "arrays": [], "bytes": 2**60}
     member.handle(Message(Kind.CALL, 0, 0, op=1, index=-(-(2**60) // PIECE), body=body))
     (refused,) = sent

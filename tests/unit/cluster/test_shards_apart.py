@@ -5,11 +5,13 @@ The nodes are real stores that answer calls in this process; who is lost when, t
 
 from __future__ import annotations
 
-from collections import Counter
+import time
+from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from sharded_stores import assert_same_state
@@ -23,12 +25,14 @@ from store_programs import (
     training_store,
 )
 
-from penstock.cluster import copying, store_calls
+from penstock.cluster import copy_ends, store_calls
 from penstock.cluster.calls import Said, ShardLostError, error_class
+from penstock.cluster.copy_ends import Giver, Taker
 from penstock.cluster.shard_places import Place
 from penstock.cluster.shards_apart import House, ShardsApart
 from penstock.config import Config
-from penstock.errors import ConfigError, StorageError
+from penstock.errors import ClusterError, ConfigError, CorruptionError, StorageError
+from penstock.fabric.messages import Kind, Message
 from penstock.store import AdamW
 from penstock.store.flash.shards import durable_records
 
@@ -39,8 +43,12 @@ PROGRAM = make_program(LAYERS, frozen=("position",), stream_dtype=torch.bfloat16
 class Kept:
     """Where a node's store is: it is open already."""
 
-    def __init__(self, store) -> None:
-        self.store = store
+    def __init__(self, stores: dict[int, object], node: int) -> None:
+        self._stores, self._node = stores, node
+
+    @property
+    def store(self):
+        return self._stores[self._node]
 
     def open(self, must_hold: bool = False):
         return self.store
@@ -49,36 +57,125 @@ class Kept:
         self.store.close()
 
 
-class Answers:
-    """Calls that are answered at once; a node may be lost before so many calls of a method."""
+class Nodes:
+    """Nodes that answer calls, and send each other what they copy, one thing after the other.
+
+    Something may happen before the so-many-th call of a method, or message of a kind, at a node.
+    """
+
+    address = ("127.0.0.1", 9)
 
     def __init__(self, stores: dict[int, object]) -> None:
         self.stores = stores
-        self.asked: Counter[tuple[int, str]] = Counter()
-        self.before: dict[tuple[int, str, int], Callable[[], None]] = {}
+        self.came: Counter[tuple[int, str]] = Counter()
+        self.says: dict[tuple[int, str], Said] = {}
+        self.before: dict[tuple[int, str, int], Callable[[], object]] = {}
         self.gone: set[int] = set()
+        self.todo: deque[Callable[[], object]] = deque()
+        self.answers: dict[int, Said] = {}
+        self.called_with_arrays = 0
+        self.ends: dict[int, tuple[Giver, Taker]] = {}
+        self.reached: set[tuple[int, int]] = set()
+        self.most_waiting = 0
+
+    def of(self, node: int) -> tuple[Giver, Taker]:
+        """The two ends of copies at a node."""
+        if node not in self.ends:
+            place, network = Kept(self.stores, node), _NetworkOf(self, node)
+            self.ends[node] = (
+                Giver(node, place, network, network),
+                Taker(node, place, network, network, self.answers.__setitem__),
+            )
+        return self.ends[node]
+
+    def comes(self, node: int, what: str) -> None:
+        self.came[node, what] += 1
+        self.before.pop((node, what, self.came[node, what]), lambda: None)()
+
+    def deliver(self, sender: int, to: int, message: Message) -> None:
+        if self.gone & {sender, to}:
+            return
+        self.comes(to, message.kind.name)
+        if self.gone & {sender, to}:
+            return
+        giver, taker = self.of(to)
+        (giver if message.kind is Kind.COPY else taker).take(message)
+        asked = sum(n for (_, what), n in self.came.items() if what == "COPY")
+        written = sum(n for (_, what), n in self.came.items() if what == "written")
+        self.most_waiting = max(self.most_waiting, asked - written)
 
     def ask(self, node, method, arguments, arrays, most=0) -> Said:
         return self.begin(node, method, arguments, arrays, most).answer()
 
     def begin(self, node, method, arguments, arrays, most=0):
-        self.asked[node, method] += 1
-        self.before.pop((node, method, self.asked[node, method]), lambda: None)()
+        self.comes(node, method)
+        self.called_with_arrays += bool(arrays)
+        number = sum(self.came.values())
         said = Said({"method": method, "with": arguments}, arrays)
+        if node in self.gone:
+            pass
+        elif (node, method) in self.says:
+            self.answers[number] = self.says[node, method]
+        elif method == "take_copy":
+            self.of(node)[1].begin(number, arguments)
+        elif method == "give_up_copy":
+            self.of(node)[1].give_up("the run's process said so")
+            self.answers[number] = Said()
 
-        def answer() -> Said:
-            if node in self.gone:
-                raise ShardLostError(f"node {node} was lost")
-            done = store_calls.answer(Kept(self.stores[node]), said)
+        def answer(meanwhile=lambda: None) -> Said:
+            while number not in self.answers:
+                if node in self.gone:
+                    raise ShardLostError(f"node {node} was lost")
+                if method != "take_copy":
+                    self.answers[number] = store_calls.answer(Kept(self.stores, node), said)
+                elif self.todo:
+                    self.todo.popleft()()
+                    meanwhile()
+                else:
+                    meanwhile()
+                    assert node in self.gone or number in self.answers, "nothing moves"
+            done = self.answers[number]
             if "error" in done.body:
                 raise error_class(done.body["error"])(done.body["text"])
             assert sum(array.nbytes for array in done.arrays.values()) <= most
             return done
 
-        return SimpleNamespace(node=node, answer=answer)
+        return SimpleNamespace(node=node, method=method, answer=answer)
 
     def lost(self, node, why) -> None:
         self.gone.add(node)
+
+
+class _NetworkOf:
+    """What carries a node's messages and does its work: both in turn, when somebody waits."""
+
+    address = Nodes.address
+
+    def __init__(self, nodes: Nodes, node: int) -> None:
+        self._nodes, self._node = nodes, node
+
+    def reach(self, number: int, address) -> None:
+        assert address == self.address
+        self._nodes.reached.add((self._node, number))
+
+    def send(self, to: int, message: Message) -> None:
+        assert (self._node, to) in self._nodes.reached
+        self._nodes.todo.append(lambda: self._nodes.deliver(self._node, to, message))
+
+    def work(self, job, then, failed) -> None:
+        def do() -> None:
+            if self._node in self._nodes.gone:
+                return
+            try:
+                found = job()
+            except Exception as error:
+                failed(error)
+            else:
+                if "write" in getattr(job, "__qualname__", ""):
+                    self._nodes.came[self._node, "written"] += 1
+                then(found)
+
+        self._nodes.todo.append(do)
 
 
 class Conductor:
@@ -106,7 +203,7 @@ class Run:
         self.failed: list[Exception] = []
         self.is_stopped = False
         self.conductor = Conductor()
-        self.calls = Answers(self.stores)
+        self.calls = Nodes(self.stores)
         house = House(
             self.conductor,
             lambda kind, text, node=None: self.said.append((kind, text)),
@@ -114,6 +211,7 @@ class Run:
             self.look,
             lambda action: action(),
             lambda: self.is_stopped,
+            lambda node: None if node in self.calls.gone else self.calls.address,
         )
         config = Config.from_mapping(
             {
@@ -182,7 +280,7 @@ def run(request):
 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch):
-    monkeypatch.setattr(copying, "PIECE_BYTES", 1_000)  # several of the larger weights
+    monkeypatch.setattr(copy_ends, "PORTION_BYTES", 1_000)  # several of the larger weights
 
 
 def trained(run: Run, steps: int = 2) -> Run:
@@ -226,12 +324,15 @@ def test_a_newcomer_on_flash_holds_the_step_and_what_is_kept_with_it_durably(on_
     assert [record.blob for record in ours] == [record.blob for record in theirs]
 
 
-@pytest.mark.parametrize("method", ["begin_restore", "write", "finish_restore"])
-def test_a_newcomer_that_is_lost_during_the_copy_makes_room_for_the_next(run, method):
+@pytest.mark.parametrize(
+    ("what", "times"),
+    [("take_copy", 1), ("PORTION", 1), ("PORTION", 5), ("checksum", 1), ("finish_restore", 1)],
+)
+def test_a_newcomer_that_is_lost_during_the_copy_makes_room_for_the_next(run, what, times):
     trained(run)
     run.lose(1)
     run.come(3, 0)
-    run.calls.before[3, method, 1] = lambda: run.lose(3)
+    run.calls.before[3, what, times] = lambda: run.lose(3)
     run.copy()
     assert run.nodes == (2,)
     run.come(5, 0)
@@ -245,7 +346,7 @@ def test_on_flash_the_one_that_is_copied_may_be_lost_and_the_copy_begins_anew(on
     run = trained(on_flash)
     run.lose(1)
     run.come(3, 0)
-    run.calls.before[2, "read", 4] = lambda: run.lose(2)
+    run.calls.before[2, "COPY", 4] = lambda: run.lose(2)
     run.copy()
     assert run.nodes == ()
     run.copy()  # nobody is there
@@ -260,7 +361,7 @@ def test_in_memory_the_run_ends_if_the_one_that_is_copied_is_lost(in_memory):
     run = trained(in_memory)
     run.lose(1)
     run.come(3, 0)
-    run.calls.before[2, "read", 4] = lambda: run.lose(2)
+    run.calls.before[2, "COPY", 4] = lambda: run.lose(2)
     run.copy()
     assert run.nodes == ()
     with pytest.raises(StorageError, match="goes on from the last checkpoint"):
@@ -272,10 +373,10 @@ def test_a_newcomer_that_cannot_take_it_is_refused_and_none_is_asked_for_again(r
     run.lose(1)
     run.come(3, 0)
 
-    def full(name, role, begin, values):
+    def full(number, data):
         raise StorageError("no space left on node 3")
 
-    monkeypatch.setattr(run.stores[3], "write", full)
+    with_changed_portions(run.stores[3], monkeypatch, write=full)
     run.copy()
     assert run.nodes == (2,)
     assert run.said == [
@@ -294,11 +395,164 @@ def test_a_stop_during_the_copy_ends_it_and_harms_nobody(run):
     trained(run)
     run.lose(2)
     run.come(3, 1)
-    run.calls.before[3, "write", 2] = lambda: setattr(run, "is_stopped", True)
+    run.calls.before[3, "PORTION", 2] = lambda: setattr(run, "is_stopped", True)
     with pytest.raises(InterruptedError, match="stopped while a shard of the store was copied"):
         run.copy()
     assert run.nodes == (1,)
+    asked = run.calls.came[1, "COPY"]
+    while run.calls.todo:  # what was on its way comes, and nobody asks for more
+        run.calls.todo.popleft()()
+    assert run.calls.came[1, "COPY"] <= asked + copy_ends.WINDOW
+    assert run.calls.came[3, "give_up_copy"] == 1
     assert run.shard.content_hash() == run.stores[1].content_hash()
+
+
+def with_changed_portions(store, monkeypatch, **changed) -> None:
+    """Let the portions of a store do something else for these methods."""
+    made = store.portions
+
+    def portions(portion_bytes):
+        found = made(portion_bytes)
+        for name, change in changed.items():
+            monkeypatch.setattr(found, name, change)
+        return found
+
+    monkeypatch.setattr(store, "portions", portions)
+
+
+def test_what_is_copied_does_not_come_to_the_run_and_few_portions_are_on_their_way(run):
+    trained(run)
+    run.lose(1)
+    run.come(3, 0)
+    before = run.calls.called_with_arrays
+    run.copy()
+    assert run.nodes == (2, 3)
+    assert run.calls.called_with_arrays == before
+    assert not [key for key in run.calls.came if key[1] in ("read",)]
+    assert run.calls.came[2, "COPY"] > 3 * copy_ends.WINDOW  # so that this says something
+    assert run.calls.most_waiting <= copy_ends.WINDOW
+
+
+def test_what_came_otherwise_than_it_was_sent_is_copied_again(run, monkeypatch):
+    """Whatever the links say: the checksums of all that both hold are what counts."""
+    trained(run)
+    run.lose(1)
+    run.come(3, 0)
+    store, flips = run.stores[3], [1]
+    made = store.portions
+
+    def portions(portion_bytes):
+        found = made(portion_bytes)
+        write = found.write
+
+        def flipping(number, data):
+            changed = np.array(data)
+            if flips and number == 7:
+                changed[flips.pop()] ^= 4
+            write(number, changed)
+
+        monkeypatch.setattr(found, "write", flipping)
+        return found
+
+    monkeypatch.setattr(store, "portions", portions)
+    run.copy()
+    assert run.nodes == (2, 3)
+    assert_same_state(run.stores[3], run.stores[2])
+    again, copied = run.said
+    assert again[0] == "replica copied again"
+    assert "what node 3 was given has checksum" in again[1]
+    assert copied[0] == "replica copied"
+
+
+def test_a_copy_that_breaks_again_and_again_is_refused(run):
+    trained(run)
+    run.lose(1)
+    run.come(3, 0)
+    taker = run.calls.of(3)[1]
+    for count in (3, 6, 9):
+        run.calls.before[3, "PORTION", count] = lambda: taker.link_ended(2, "a cable was cut")
+    run.copy()
+    assert run.nodes == (2,)
+    assert [kind for kind, _ in run.said] == [*["replica copied again"] * 2, "replica refused"]
+    assert "3 copies in a row broke, the last one: from node 2 to node 3: the" in run.said[2][1]
+    assert not run.failed
+
+
+def test_a_link_to_somebody_else_that_ends_or_a_portion_that_comes_late_breaks_no_copy(run):
+    trained(run)
+    run.lose(1)
+    run.come(3, 0)
+    taker = run.calls.of(3)[1]
+    stale = Message(Kind.PORTION, 0, 2, op=0, index=77)
+    run.calls.before[3, "PORTION", 3] = lambda: (taker.link_ended(9, "gone"), taker.take(stale))
+    run.copy()
+    assert run.nodes == (2, 3)
+    assert [kind for kind, _ in run.said] == ["replica copied"]
+
+
+def test_a_copy_of_which_nothing_comes_is_begun_anew(run):
+    trained(run)
+    run.lose(1)
+    run.come(3, 0)
+    taker = run.calls.of(3)[1]
+    late = time.monotonic() + copy_ends.SILENCE
+    run.calls.before[3, "PORTION", 2] = lambda: (taker.tick(late - 30), taker.tick(late + 30))
+    run.copy()
+    assert run.nodes == (2, 3)
+    assert "node 2 to node 3: nothing came for 60 s" in run.said[0][1]
+    assert_same_state(run.stores[3], run.stores[2])
+
+
+def test_a_node_that_cannot_read_what_it_holds_ends_the_copy_with_its_own_error(run, monkeypatch):
+    trained(run)
+    run.lose(1)
+    run.come(3, 0)
+
+    def damaged(number):
+        raise CorruptionError("extents: damaged in bytes 0 to 9")
+
+    with_changed_portions(run.stores[2], monkeypatch, read=damaged)
+    with pytest.raises(CorruptionError, match=r"node 2: extents: damaged in bytes 0 to 9"):
+        run.copy()
+    assert run.nodes == (2,)
+
+
+def test_a_node_that_goes_on_while_it_is_copied_ends_the_copy(run):
+    trained(run)
+    run.lose(1)
+    run.come(3, 0)
+    run.calls.before[2, "COPY", 6] = lambda: train(run.stores[2], 1, seed=8)
+    with pytest.raises(ClusterError, match="node 2: it went from step 2 to step 3 while it was"):
+        run.copy()
+    assert run.nodes == (2,)
+
+
+@pytest.mark.parametrize(
+    ("node", "method", "says"),
+    [
+        (2, "status", {"step": "two"}),
+        (2, "checksum", {}),
+        (3, "checksum", {"checksum": 7}),
+        (3, "take_copy", {"copied": True}),
+    ],
+)
+def test_a_node_whose_answer_makes_no_sense_loses_its_place(in_memory, node, method, says):
+    run = trained(in_memory)
+    run.lose(1)
+    run.come(3, 0)
+    run.calls.says[node, method] = Said(says)
+    run.copy()
+    assert run.nodes == (2,)  # until it is lost, if it is that
+    assert run.conductor.lost_nodes == [1, node]
+
+
+@pytest.mark.parametrize(
+    "given", [None, {}, {"source": 2, "step": 1}, {"source": 2, "step": 1, "listens": ["h", 0]}]
+)
+def test_a_copy_of_nobody_is_refused(in_memory, given):
+    taker = in_memory.calls.of(2)[1]
+    with pytest.raises(ClusterError, match="which is no node"):
+        taker.begin(1, given)
 
 
 def test_without_a_newcomer_or_an_agreement_nothing_is_copied(run):
@@ -318,10 +572,10 @@ def test_reading_goes_on_with_the_other_and_what_changes_the_shard_goes_to_who_i
     expected = run.stores[1].master(name)
     run.calls.before[1, "read", 1] = lambda: run.lose(1)
     assert torch.equal(run.shard.master(name), expected)
-    assert run.calls.asked[2, "read"] == 1
+    assert run.calls.came[2, "read"] == 1
     run.shard.remember({"best": 4})
     run.shard.discard()
-    assert run.calls.asked[2, "remember"] == run.calls.asked[2, "discard"] == 1
+    assert run.calls.came[2, "remember"] == run.calls.came[2, "discard"] == 1
 
 
 def test_a_store_that_holds_nothing_of_what_the_other_holds_is_given_a_copy_when_it_is_opened(

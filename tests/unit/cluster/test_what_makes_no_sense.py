@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from penstock.cluster.bodies import Welcome
 from penstock.cluster.hall import Hall
-from penstock.cluster.worker import _Member, _ShardMember
+from penstock.cluster.worker_nodes import WorkerNode, WorkerShard
 from penstock.errors import CorruptionError, ProtocolError
 from penstock.fabric.messages import Kind, Message
 from penstock.fabric.nodes import EngineNode, ShardNode
@@ -120,6 +120,7 @@ class PretendWork:
     """Nothing is computed and nothing kept."""
 
     store = None
+    most_bytes = 100
 
     def __getattr__(self, name: str) -> Callable:
         return lambda *arguments: None
@@ -127,6 +128,8 @@ class PretendWork:
 
 class PretendEndpoint:
     """Carries nothing and does all work at once."""
+
+    address = ("127.0.0.1", 9)
 
     def send(self, sender: int, to: int, message: Message) -> None:
         """Nobody is there."""
@@ -145,6 +148,11 @@ class PretendEndpoint:
     def meet(self, addresses: dict) -> None:
         assert all(isinstance(number, int) for number in addresses)
 
+    def reach(self, number: int, address: tuple[str, int]) -> None:
+        host, port = address
+        assert isinstance(host, str)
+        assert 0 < port < 1 << 16
+
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(messages([0, 1, 1000, 7]), max_size=6), st.booleans())
@@ -153,9 +161,9 @@ def test_no_message_can_end_the_endpoint_of_a_worker(open_for_all, received, is_
     endpoint = PretendEndpoint()
     runtime = RuntimeOf(endpoint, 1)
     if is_shard:
-        member = _ShardMember(ShardNode(1, 0, runtime, plan, work), endpoint, work)
+        member = WorkerShard(ShardNode(1, 0, runtime, plan, work), endpoint, work)
     else:
-        member = _Member(EngineNode(1000, runtime, plan, work), endpoint)
+        member = WorkerNode(EngineNode(1000, runtime, plan, work), endpoint)
     for message in received:
         with contextlib.suppress(ProtocolError, CorruptionError):  # the endpoint cuts these off
             member.handle(message)

@@ -33,6 +33,9 @@ class Order:
 
     answer = report
 
+    def difference(self, first, other) -> str | None:
+        return None if first == other else "a sum"
+
     def decide(self, losses, prepared) -> dict:
         if self.forbidden is not None:
             raise self.forbidden
