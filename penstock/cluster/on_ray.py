@@ -16,6 +16,7 @@ import socket
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -248,14 +249,16 @@ class RayLauncher:
             try:
                 found = self._ray.get(reference)
             except self._ray.exceptions.RayError as error:
-                self._has_ended(worker, "by the run" if actor.is_ended else _reason(error))
-                continue
-            if reference == actor.where:  # with ray:// it is another object
-                *place, actor.node = found
-                actor.place = (place[0], place[1])
+                found = "by the run" if actor.is_ended else _reason(error)
+                if isinstance(error, self._ray.exceptions.ActorUnavailableError):
+                    actor.is_ended = True  # it may be alive, behind a cable that is cut
             else:
-                self._ray.kill(actor.handle)  # it serves nobody any more
-                self._has_ended(worker, found)
+                if reference == actor.where:  # with ray:// it is another object
+                    host, pid, actor.node = found
+                    actor.place = host, pid
+                    continue
+            self._ray.kill(actor.handle)  # it serves nobody any more
+            self._has_ended(worker, found)
 
     def _has_ended(self, worker: str, reason: str) -> None:
         actor = self._actors.pop(worker)
@@ -334,7 +337,9 @@ def _connect(ray: Any, address: str | None) -> None:
                 **quiet,
             )
         else:
-            ray.init(address=address, **quiet)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # what ray:// says, it says twice
+                ray.init(address=address, **quiet)
     except Exception as error:  # it raises whatever its parts do
         if address is None:
             raise ClusterError(f"a Ray cluster could not be started: {_reason(error)}") from None
