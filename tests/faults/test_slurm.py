@@ -15,10 +15,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import hosts
 import pytest
+import slurm_cluster
 import yaml
-from slurm_cluster import Slurm, why_not
-from whole_hosts import Host, whole_hosts
+from hosts import Host, Network
+from slurm_cluster import Slurm, programs
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = str(ROOT / "recipes/slurm/ray.sbatch")
@@ -52,7 +54,7 @@ pytestmark = pytest.mark.slow
 
 
 class Job:
-    """A run in a folder, as the same command submits it once or more often."""
+    """A run in a folder, and the job that trains it."""
 
     def __init__(self, slurm: Slurm, folder: Path, *overrides: str) -> None:
         self.slurm, self.folder, self.overrides = slurm, folder, overrides
@@ -61,9 +63,10 @@ class Job:
         (folder / "text.txt").write_text("\n".join(f"line {i}" for i in range(2000)))
         self.number = ""
 
-    def submit(self, nodes: int, *options: str) -> None:
-        sizes = (f"--nodes={nodes}", "--cpus-per-task=1")
-        run = (RECIPE, "run.yaml", f"engines={nodes}", *self.overrides)
+    def submit(self, *nodes: str, options: tuple[str, ...] = ()) -> None:
+        """Submit it for nodes of these names, one engine on each."""
+        sizes = (f"--nodes={len(nodes)}", f"--nodelist={','.join(nodes)}", "--cpus-per-task=1")
+        run = (RECIPE, "run.yaml", f"engines={len(nodes)}", *self.overrides)
         self.number = self.slurm.submit(self.folder, *sizes, *options, *run)
 
     def happened(self, kind: str) -> int:
@@ -94,13 +97,13 @@ class Job:
         last = self.steps() + number
         self.until(lambda: self.steps() >= last, f"job {self.number} makes step {last}")
 
-    def until_state(self, *states: str) -> None:
-        self.until(lambda: self.state() in states, f"job {self.number} is {states}")
+    def until_state(self, state: str) -> None:
+        self.until(lambda: self.state() == state, f"job {self.number} is {state}")
 
     def until_nothing_is_left(self, *nodes: Host, lost: int = 0) -> None:
         """Wait until only SLURM's own daemon runs on nodes; look at what is on their disks, but
         for the folders of hosts that have lost their power."""
-        self.until(lambda: not any(map(_programs, nodes)), "no process is left")
+        self.until(lambda: not any(map(programs, nodes)), "no process is left")
         folders = list(Path("/tmp").glob(f"penstock-{self.number}.*"))
         assert len(folders) == lost
         for folder in folders:
@@ -142,100 +145,101 @@ def _losses(run: Path) -> list[float]:
     return [made[step] for step in sorted(made)]
 
 
-def _programs(node: Host) -> list[str]:
-    """What runs on a node beside SLURM's own daemon."""
-    return [line for line in node.processes().values() if not line.startswith("slurmd ")]
-
-
 def _token_of(node: Host) -> bytes:
     """The token that the Ray on a node asks for, from the environment of its process."""
-    [raylet] = [path for path, line in node.processes().items() if "/raylet " in line]
+    [raylet] = [path for path, line in programs(node).items() if "/raylet " in line]
     words = (raylet / "environ").read_bytes().split(b"\0")
     [token] = [word.partition(b"=")[2] for word in words if word.startswith(b"RAY_AUTH_TOKEN=")]
     return token
 
 
 @pytest.fixture(scope="module")
-def slurm(tmp_path_factory) -> Iterator[Slurm]:
-    reason = why_not()
+def network(tmp_path_factory) -> Iterator[Network]:
+    folder = tmp_path_factory.mktemp("network")
+    reason = slurm_cluster.why_not() or hosts.why_not(folder / "try")
     if reason is not None:
         pytest.skip(reason)
+    network = Network(folder, 5)
+    yield network
+    network.close()
+
+
+@pytest.fixture(scope="module")
+def slurm(network, tmp_path_factory) -> Iterator[Slurm]:
     folder = tmp_path_factory.mktemp("slurm")
-    with whole_hosts(folder, "control", "node1", "node2", "node3") as (control, *nodes):
-        commands = folder / "bin"
-        commands.mkdir()
-        (commands / "penstock").write_text(PENSTOCK)
-        (commands / "penstock").chmod(0o755)
-        paths = {
-            "PATH": f"{commands}:{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "PYTHONPATH": str(ROOT),
-        }
-        yield Slurm(folder, control, nodes, cpus=4, environment=paths)
-
-
-def test_a_run_outlives_a_signal_and_its_nodes_to_the_bits_of_one_process(slurm, tmp_path):
-    first, second, third = slurm.nodes
-    job = Job(slurm, tmp_path / "job")
-    job.submit(3)
-    # Each of the three hosts offers one CPU and each engine asks for one.
-    job.until(lambda: job.happened("joined") == 3, "three engines")
-    job.until_steps(3)
-    assert f"ray: head node1 at {first.address}:" in job.said()
-    token = _token_of(first)
-    for node in slurm.nodes:
-        assert any("raylet" in line for line in node.processes().values())
-        assert not any(token.decode() in line for line in node.processes().values())
-    for folder in (tmp_path, slurm.folder, *Path("/tmp").glob(f"penstock-{job.number}.*")):
-        files = [path for path in folder.rglob("*") if path.is_file()]
-        assert not [path for path in files if token in path.read_bytes()]
-
-    third.end()
-    job.until(lambda: job.happened("engine lost") == 1, "an engine is lost")
-    job.until(
-        lambda: "node3" in slurm.nodes_by_state().get("down*", ()),
-        "SLURM knows that the node is gone",
-    )
-    job.until_steps(5)
-    assert job.state() == "RUNNING"
-    assert job.happened("engine lost") == 1  # that on node2 is still there
-    slurm.ask("scancel", "--batch", "--signal=TERM", job.number)
-    job.until_state("FAILED")
-    assert slurm.job(job.number)["ExitCode"] == f"{128 + signal.SIGTERM}:0"
-    stopped = job.steps()
-    assert f"stopped after step {stopped}: SIGTERM" in job.said()
-    job.until_nothing_is_left(first, second, lost=1)
-
-    # The same command, and now the host of the batch script goes: SLURM begins the job again.
-    job.submit(2)
-    job.until_steps(60)
-    assert f"resumed from step {stopped}" in job.said()
-    [batch] = [node for node in slurm.nodes if node.name == slurm.job(job.number)["BatchHost"]]
-    batch.end()
-    job.until_state("PENDING")
-    for node in (batch, third):
-        node.boot()
-        slurm.start_node(node)
-    slurm.until_idle(*slurm.nodes)
-    slurm.ask("scontrol", "update", f"job={job.number}", "StartTime=now")
-    job.until_state("RUNNING")
-    assert slurm.job(job.number)["Restarts"] == "1"
-    job.until_steps(10)
-
-    slurm.ask("scancel", job.number)  # outright: nothing is saved
-    job.until_state("CANCELLED")
-    job.until_nothing_is_left(*slurm.nodes, lost=1)
-    assert has_the_bits_of_one_process(job)
+    commands = folder / "bin"
+    commands.mkdir()
+    (commands / "penstock").write_text(PENSTOCK)
+    (commands / "penstock").chmod(0o755)
+    paths = {
+        "PATH": f"{commands}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+    }
+    slurm = Slurm(folder, network, cpus=4, environment=paths)
+    yield slurm
+    network.close()
+    slurm.close()
 
 
 def test_jobs_share_nodes_and_are_told_before_their_time_is_over(slurm, tmp_path):
     short = Job(slurm, tmp_path / "short", "run.steps=60")
     long = Job(slurm, tmp_path / "long")
-    short.submit(2, "--nodelist=node1,node2")
+    short.submit("host-1", "host-2")
     # SLURM looks every half minute: it tells the job up to one minute too early, not too late.
-    long.submit(2, "--nodelist=node1,node2", "--time=4", "--signal=B:TERM@90")
+    long.submit("host-1", "host-2", options=("--time=4", "--signal=B:TERM@90"))
     short.until_state("COMPLETED")
     long.until_state("FAILED")
     assert f"stopped after step {long.steps()}: SIGTERM" in long.said()
     for job in (short, long):
         job.until_nothing_is_left(*slurm.nodes[:2])
         assert has_the_bits_of_one_process(job)
+
+
+def test_a_node_is_lost_and_the_job_trains_on_until_it_is_told_to_stop(network, slurm, tmp_path):
+    nodes = slurm.nodes[:3]
+    job = Job(slurm, tmp_path / "job")
+    job.submit("host-1", "host-2", "host-3")
+    # Each of the three hosts offers one CPU and each engine asks for one.
+    job.until(lambda: job.happened("joined") == 3, "three engines")
+    job.until_steps(3)
+    assert f"ray: head host-1 at {nodes[0].address}:" in job.said()
+    token = _token_of(nodes[0])
+    for node in nodes:
+        lines = programs(node).values()
+        assert any("/raylet " in line for line in lines)
+        assert not any(token.decode() in line for line in lines)
+    for folder in (tmp_path, slurm.folder, *Path("/tmp").glob(f"penstock-{job.number}.*")):
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        assert not [path for path in files if token in path.read_bytes()]
+
+    network.power_off(network.hosts.index(nodes[2]))
+    job.until(lambda: job.happened("engine lost") == 1, "an engine is lost")
+    job.until(lambda: "host-3" in slurm.nodes_by_state().get("down*", ()), "a node is down")
+    job.until_steps(5)
+    assert job.state() == "RUNNING"
+    assert job.happened("engine lost") == 1  # that on host-2 is still there
+    slurm.ask("scancel", "--batch", "--signal=TERM", job.number)
+    job.until_state("FAILED")
+    assert slurm.job(job.number)["ExitCode"] == f"{128 + signal.SIGTERM}:0"
+    assert f"stopped after step {job.steps()}: SIGTERM" in job.said()
+    job.until_nothing_is_left(*nodes[:2], lost=1)
+    assert has_the_bits_of_one_process(job)
+
+
+def test_the_host_of_the_script_is_lost_and_the_job_begins_again(network, slurm, tmp_path):
+    job = Job(slurm, tmp_path / "job")
+    job.submit("host-1", "host-4")
+    job.until_steps(60)
+    network.power_off(network.hosts.index(slurm.nodes[0]))
+    job.until_state("PENDING")
+    update = ("NodeList=host-2,host-4", "StartTime=now")  # else it waits for two minutes
+    slurm.ask("scontrol", "update", f"JobId={job.number}", *update)
+    job.until_state("RUNNING")
+    assert slurm.job(job.number)["Restarts"] == "1"
+    job.until_steps(10)
+    assert "resumed from step" in job.said()
+
+    slurm.ask("scancel", job.number)  # outright: nothing is saved
+    job.until_state("CANCELLED")
+    job.until_nothing_is_left(slurm.nodes[1], slurm.nodes[3], lost=1)
+    assert has_the_bits_of_one_process(job)
