@@ -88,7 +88,8 @@ class Slurm:
             (folder / f"spool-{node.name}").mkdir()
             self._start(node, "slurmd", "-D", "-N", node.name)
         self.until(lambda: "is UP" in self._said("scontrol", "ping").stdout, "slurmctld answers")
-        self.until_idle(*self.nodes)
+        names = {node.name for node in self.nodes}
+        self.until(lambda: self.nodes_by_state().get("idle") == names, "all nodes are idle")
 
     def _configure(self, cpus: int) -> None:
         config = _CONFIG.format(control=self.control, folder=self.folder, first_job=os.getpid())
@@ -112,11 +113,6 @@ class Slurm:
         """Wait until the daemons have ended with their hosts."""
         for process in self._daemons:
             process.wait(timeout=30)
-
-    def until_idle(self, *nodes: Host) -> None:
-        """Wait until nodes are there and have no job."""
-        names = {node.name for node in nodes}
-        self.until(lambda: names <= self.nodes_by_state().get("idle", set()), f"{names} are idle")
 
     def until(self, is_so: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
         """Wait for something; fail with what the cluster says."""

@@ -195,6 +195,19 @@ def test_jobs_share_nodes_and_are_told_before_their_time_is_over(slurm, tmp_path
         assert has_the_bits_of_one_process(job)
 
 
+def test_the_head_of_ray_ends_and_the_run_saves(slurm, tmp_path):
+    nodes = slurm.nodes[1:3]
+    job = Job(slurm, tmp_path / "job")
+    job.submit("host-2", "host-3")
+    job.until_steps(3)
+    [head] = [path for path, line in programs(nodes[0]).items() if "/gcs_server " in line]
+    os.kill(int(head.name), signal.SIGKILL)
+    job.until_state("FAILED")
+    assert f"stopped after step {job.steps()}: SIGTERM" in job.said()
+    job.until_nothing_is_left(*nodes)
+    assert has_the_bits_of_one_process(job)
+
+
 def test_a_node_is_lost_and_the_job_trains_on_until_it_is_told_to_stop(network, slurm, tmp_path):
     nodes = slurm.nodes[:3]
     job = Job(slurm, tmp_path / "job")
