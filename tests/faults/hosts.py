@@ -9,10 +9,13 @@ with its input, so nothing is left of a test that was killed.
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,6 +43,7 @@ class Host:
         folder.mkdir(parents=True)
         _RAY.mkdir(exist_ok=True)
         new = ["--net", "--mount", "--uts", "--pid", "--fork", "--mount-proc", "--kill-child"]
+        self._started: list[subprocess.Popen] = []
         self._power = subprocess.Popen(
             ["unshare", *new, "bash", "-c", _INIT, "init", name, str(folder)],
             stdin=subprocess.PIPE,
@@ -59,6 +63,20 @@ class Host:
         spaces = ["--net", "--mount", "--uts", "--pid", f"--wdns={Path.cwd()}"]
         return ["nsenter", f"--target={self.pid}", *spaces, *command]
 
+    def start(self, *command: str, **how: Any) -> subprocess.Popen:
+        """Start a process on this host, which is waited for when the host is killed."""
+        self._started.append(subprocess.Popen(self.on(*command), **how))
+        return self._started[-1]
+
+    @staticmethod
+    def end(process: subprocess.Popen) -> None:
+        """End a process that was started on a host: not only what waits for it here."""
+        if process.poll() is None:
+            theirs = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+            for pid in theirs.read_text().split():
+                os.kill(int(pid), signal.SIGKILL)
+            process.wait()
+
     def kill(self) -> None:
         """End all processes of the host, at once."""
         if self._power.stdin.closed:
@@ -69,6 +87,8 @@ class Host:
         with self._power.stderr as said:
             self.why = said.read().strip()
         self._power.wait()
+        for process in self._started:
+            process.wait()
 
 
 class Network:

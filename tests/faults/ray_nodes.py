@@ -71,14 +71,12 @@ class RayNodes:
         ray = shutil.which("ray", path=str(Path(sys.executable).parent)) or "ray"
         here = self.network.hosts[host]
         with self._log(host).open("w") as log:
-            subprocess.Popen(  # it ends with its host
-                here.on(
-                    *["bash", "-c", 'until "$@"; do sleep 1; done', "node"],
-                    *[ray, "start", "--block", "--disable-usage-stats"],
-                    *[f"--node-ip-address={here.address}", f"--num-cpus={self._cpus}"],
-                    *[f"--object-store-memory={_OBJECTS_BYTES}", "--include-log-monitor=false"],
-                    *words,
-                ),
+            here.start(
+                *["bash", "-c", 'until "$@"; do sleep 1; done', "node"],
+                *[ray, "start", "--block", "--disable-usage-stats"],
+                *[f"--node-ip-address={here.address}", f"--num-cpus={self._cpus}"],
+                *[f"--object-store-memory={_OBJECTS_BYTES}", "--include-log-monitor=false"],
+                *words,
                 env=self.environment,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -74,7 +74,6 @@ class Slurm:
             **environment,
             "SLURM_CONF": str(folder / "slurm.conf"),
         }
-        self._daemons: list[subprocess.Popen] = []
         self._configure(cpus)
         for host in network.hosts:
             _run(host, "mount", "--bind", str(folder / "hosts"), "/etc/hosts")
@@ -104,15 +103,7 @@ class Slurm:
 
     def _start(self, host: Host, *command: str) -> None:
         with (self.folder / f"{command[0]}-{host.name}.said").open("ab") as said:
-            process = subprocess.Popen(
-                host.on(*command), env=self.environment, stdout=said, stderr=said
-            )
-        self._daemons.append(process)
-
-    def close(self) -> None:
-        """Wait until the daemons have ended with their hosts."""
-        for process in self._daemons:
-            process.wait(timeout=30)
+            host.start(*command, env=self.environment, stdout=said, stderr=said)
 
     def until(self, is_so: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
         """Wait for something; fail with what the cluster says."""

@@ -9,6 +9,7 @@ As a program it is that process. It reads orders, one a line, and answers in lin
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -18,6 +19,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # the program needs none
+    from hosts import Host
 
 SCRIPT = Path(__file__)
 
@@ -27,7 +32,7 @@ class SteppedRun:
 
     Args:
         config: of the run.
-        on: makes of a command the one that runs it on some host.
+        host: on which it runs.
         environment: of the process; by default this one's.
     """
 
@@ -35,13 +40,14 @@ class SteppedRun:
         self,
         config: dict,
         folder: Path,
-        on: Callable[..., list[str]],
+        host: Host,
         environment: Mapping[str, str] | None = None,
     ) -> None:
         path = folder / f"{Path(config['run']['dir']).name}.json"
         path.write_text(json.dumps(config))
-        self.process = subprocess.Popen(
-            on(sys.executable, str(SCRIPT), str(path)),
+        self._host = host
+        self.process = host.start(
+            *[sys.executable, str(SCRIPT), str(path)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -70,7 +76,7 @@ class SteppedRun:
     def _listen_to_errors(self) -> None:
         self.errors.extend(self.process.stderr)
 
-    def until(self, key: str, value: str | None = None, seconds: float = 120.0) -> dict:
+    def until(self, key: str, value: str | None = None, seconds: float = 240.0) -> dict:
         """Return the next thing that it says under a key."""
         deadline = time.monotonic() + seconds
         while True:
@@ -96,7 +102,7 @@ class SteppedRun:
         self._order("places")
         return self.until("places")["places"]
 
-    def step_until(self, is_so: Callable[[], bool], seconds: float = 60.0) -> None:
+    def step_until(self, is_so: Callable[[], bool], seconds: float = 240.0) -> None:
         """Make steps until something is so."""
         deadline = time.monotonic() + seconds
         while not is_so():
@@ -119,19 +125,20 @@ class SteppedRun:
         self.process.wait(timeout=60)
         return weights
 
-    def error(self, seconds: float = 120.0) -> str:
+    def error(self, seconds: float = 240.0) -> str:
         """Return the line with which it ends by itself."""
         assert self.process.wait(timeout=seconds) == 1
         self._listeners[1].join()
         return self.errors[-1].rstrip("\n")
 
     def close(self) -> None:
-        """Forget it; whoever made its host ends what is left of it."""
-        self.process.kill()
-        self.process.wait()
+        """End it."""
+        self._host.end(self.process)
         for listener in self._listeners:
-            listener.join(timeout=5.0)
-        self.process.stdin.close()
+            listener.join()
+        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
+            with contextlib.suppress(BrokenPipeError):  # an order that was not taken
+                pipe.close()
 
 
 def main() -> None:

@@ -30,6 +30,8 @@ def cluster(network_of, tmp_path) -> Callable[..., RayNodes]:
         made.start_head()
         for host in range(1, nodes):
             made.start(host)
+        for host in range(nodes):
+            made.await_node(host)
         return made
 
     return make
@@ -51,8 +53,8 @@ def run_on(text, tmp_path) -> Iterator[Callable[..., SteppedRun]]:
     ) -> SteppedRun:
         keys = {"start": "ray", "address": nodes.address, "spare": 0, "lease": LEASE}
         config = settings(text, tmp_path / name, cluster=keys | (cluster or {}), **changes)
-        on = nodes.hosts[host].on
-        runs.append(SteppedRun(config, tmp_path, on, environment or nodes.environment))
+        theirs = environment or nodes.environment
+        runs.append(SteppedRun(config, tmp_path, nodes.hosts[host], theirs))
         return runs[-1]
 
     yield begin
@@ -69,7 +71,24 @@ def engines_on(run: SteppedRun) -> dict[str, list[dict]]:
     return found
 
 
-def test_replicas_and_engines_are_spread_and_a_host_dies(text, cluster, run_on, tmp_path):
+def test_two_engines_are_on_two_hosts_of_which_one_dies(text, cluster, run_on, tmp_path):
+    nodes = cluster(2)
+    run = run_on(nodes, 0, engines=2)
+    run.step()
+    run.step_until(lambda: len(run.places()) == 2)
+    assert sorted(engines_on(run)) == [host.address for host in nodes.hosts]
+    run.step()
+    nodes.network.power_off(1)
+    lost = run.step()
+    assert LEASE - 1.0 < lost["seconds"] < LEASE + 10.0
+    run.step()
+    weights = run.end()
+    assert any("silent for" in line for line in run.happened)
+    assert (run.losses, weights) == alone(text, tmp_path / "alone", len(run.losses))
+
+
+@pytest.mark.slow
+def test_replicas_are_on_two_hosts_of_which_one_dies(text, cluster, run_on, tmp_path):
     nodes = cluster(2)
     here, other = nodes.hosts
     store = {"shards": 1, "replicas": 2}
@@ -183,7 +202,7 @@ def test_when_the_head_dies_engines_go_on_until_ray_ends_all(text, cluster, run_
 
     again = Trainer(settings(text, tmp_path / "run", engines=2, store=store))
     assert again.step >= len(run.losses) - 1
-    losses = run.losses[: again.step] + [again.run_step().loss]
+    losses = [*run.losses[: again.step], again.run_step().loss]
     weights = again.store.content_hash()
     again.close()
     assert (losses, weights) == alone(text, tmp_path / "alone", len(losses))

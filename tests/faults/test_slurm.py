@@ -165,7 +165,7 @@ def network(tmp_path_factory) -> Iterator[Network]:
 
 
 @pytest.fixture(scope="module")
-def slurm(network, tmp_path_factory) -> Iterator[Slurm]:
+def slurm(network, tmp_path_factory) -> Slurm:
     folder = tmp_path_factory.mktemp("slurm")
     commands = folder / "bin"
     commands.mkdir()
@@ -175,10 +175,7 @@ def slurm(network, tmp_path_factory) -> Iterator[Slurm]:
         "PATH": f"{commands}:{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
     }
-    slurm = Slurm(folder, network, cpus=4, environment=paths)
-    yield slurm
-    network.close()
-    slurm.close()
+    return Slurm(folder, network, cpus=4, environment=paths)
 
 
 def test_jobs_share_nodes_and_are_told_before_their_time_is_over(slurm, tmp_path):

@@ -21,15 +21,13 @@ def test_a_cut_cable_costs_no_bit(text, network_of, tmp_path):
         engines=2,
         cluster={"start": "listen", "host": here.address, "stall": 2.0},
     )
-    run = SteppedRun(config, tmp_path, here.on)
+    run = SteppedRun(config, tmp_path, here)
     try:
         run.until("happened", "listening")
         command = [sys.executable, "-m", "penstock.cluster.worker"]
-        for host in network.hosts:  # each ends with its host
-            subprocess.Popen(
-                host.on(*command, str(tmp_path / "run" / "cluster.json")),
-                stderr=subprocess.DEVNULL,
-            )
+        for host in network.hosts:
+            record = str(tmp_path / "run" / "cluster.json")
+            host.start(*command, record, stderr=subprocess.DEVNULL)
         for _ in range(2):
             run.step()
         assert run.count("joined") == 2
