@@ -134,11 +134,11 @@ def cluster_keys(where: str) -> dict[str, dict[str, Any]]:
 
     It is a way to start, or an address. One process holds all shards itself, and one of each.
     """
+    start: dict[str, Any] = {"start": where, "address": None, "environment": []}
     if where == "none":
-        cluster = {"start": where, "address": None, "environment": [], "shards": "here"}
-        return {"cluster": cluster, "store": {"replicas": 1}}
+        return {"cluster": {**start, "shards": "here"}, "store": {"replicas": 1}}
     if where == "ray":
         return {"cluster": {"start": where}}
     if where in _STARTS:
-        return {"cluster": {"start": where, "address": None, "environment": []}}
+        return {"cluster": start}
     return {"cluster": {"start": "ray", "address": where}}
