@@ -2,11 +2,13 @@
 
 Natural boundaries come first: the children of repeated containers (`transformer.h.0`, `.1`, ...),
 read off the module path that every node carries. Where a model has none, or a stage is too large
-for the engine's slot, cuts go where the fewest bytes of activations are alive.
+for the engine's slot, cuts go where the fewest bytes of activations are alive, among the places
+where no sum of gradients changes its order (`_Sums`): how small stages are cut decides no bit.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 import re
@@ -176,7 +178,7 @@ def _weight_bytes(nodes: Sequence[fx.Node], weights: Mapping[fx.Node, int]) -> i
 def _split(piece: Piece, weights: Mapping[fx.Node, int], limit: int) -> list[Piece]:
     """Cut a piece into parts of at most `limit` weight bytes, each cut where least is alive."""
     nodes = _sink_weight_nodes(piece.nodes, weights)
-    live = _live_bytes(nodes)
+    live, sums = _live_bytes(nodes), _Sums(nodes, weights)
     cuts: list[int] = []
     start = 0
     while _weight_bytes(nodes[start:], weights) > limit:
@@ -192,7 +194,7 @@ def _split(piece: Piece, weights: Mapping[fx.Node, int], limit: int) -> list[Pie
         ]
         if not allowed:
             break
-        best = min(allowed, key=lambda i: (live[i], -i))
+        best = min(allowed, key=lambda i: (sums.change(start, i), live[i], -i))
         cuts.append(best)
         start = best
     if not cuts:
@@ -202,6 +204,55 @@ def _split(piece: Piece, weights: Mapping[fx.Node, int], limit: int) -> list[Pie
         Piece(f"{piece.name}.{number}", tuple(nodes[a:b]))
         for number, (a, b) in enumerate(itertools.pairwise(bounds))
     ]
+
+
+class _Sums:
+    """Tells where a cut would add up gradients in another order.
+
+    Autograd adds what the readers of a value give to its gradient from the last reader to the
+    first, one by one. A stage that reads a value which others made gives the sum of its readers,
+    and stages are added from the last to the first; so a part that is cut out of a stage may have
+    one such reader at most, unless it is where the sum begins. A weight's gradients are summed over
+    micro-batches stage by stage, so its readers in a stage stay together.
+    """
+
+    def __init__(self, nodes: Sequence[fx.Node], weights: Mapping[fx.Node, int]) -> None:
+        self._weights = weights
+        self._made = {node: place for place, node in enumerate(nodes)}
+        self._readers: dict[fx.Node, list[int]] = {}
+        for place, node in enumerate(nodes):
+            fx.node.map_arg((node.args, node.kwargs), functools.partial(self._note, place))
+        inside = set(nodes)
+        self._read_later = {
+            node
+            for node in self._readers
+            if any(user not in inside and user.op != "output" for user in node.users)
+        }
+
+    def _note(self, place: int, node: fx.Node) -> fx.Node:
+        value = node.meta.get("val")
+        is_number = isinstance(value, torch.Tensor) and not value.is_floating_point()
+        if not is_number and (node in self._weights or node.op != "placeholder"):
+            self._readers.setdefault(node, []).append(place)
+        return node
+
+    def change(self, start: int, at: int) -> bool:
+        """Tell whether ending the part that begins at `start` before `at` changes a sum."""
+        return any(self._changes(node, start, at) for node in self._readers)
+
+    def _changes(self, node: fx.Node, start: int, at: int) -> bool:
+        here = sum(start <= place < at for place in self._readers[node])
+        after = sum(place >= at for place in self._readers[node])
+        later = node in self._read_later
+        if node in self._weights:
+            return bool(here and after)
+        if node not in self._made:
+            return bool(here and after) if later else here > 1 and after > 0
+        if self._made[node] >= at:
+            return False
+        if later and after > 1:
+            return True
+        return self._made[node] < start and here > 1 and (later or after > 0)
 
 
 def _sink_weight_nodes(nodes: Sequence[fx.Node], weights: Mapping[fx.Node, int]) -> list[fx.Node]:
