@@ -244,7 +244,7 @@ def mixed(chance: random.Random, kills: int, stops: int) -> list[str]:
 
 
 @pytest.mark.slow
-def test_fifty_kills_and_twenty_stops_at_random_moments(text, tmp_path, kills=50, stops=20):
+def test_fifty_kills_and_twenty_stops_at_random_moments(text, tmp_path):
     """Every blow to an engine is noticed, got over and made good in its time."""
     chance = random.Random(0)
     run = watched(settings(text, tmp_path / "many", engines=3, cluster={"start": "local"}))
@@ -258,7 +258,7 @@ def test_fifty_kills_and_twenty_stops_at_random_moments(text, tmp_path, kills=50
         run.train(1)
         while not is_whole():
             pass  # the spare engine is coming
-        blows = mixed(chance, kills, stops)
+        blows = mixed(chance, 50, 20)
         found = strike(run, chance, blows, lambda: run.pid_of(chance.randrange(3)), is_whole)
         losses = [event.loss for _, event in run.steps]
         weights = run.trainer.store.content_hash()
@@ -270,9 +270,7 @@ def test_fifty_kills_and_twenty_stops_at_random_moments(text, tmp_path, kills=50
 
 
 @pytest.mark.slow
-def test_kills_and_stops_of_engines_and_of_shards_that_have_a_replica(
-    text, tmp_path, kills=25, stops=5
-):
+def test_kills_and_stops_of_engines_and_of_shards_that_have_a_replica(text, tmp_path):
     """Any process of the run is struck: the other node of a shard goes on with it at once."""
     chance = random.Random(1)
     cluster = {"start": "local", "shards": "apart"}
@@ -290,7 +288,7 @@ def test_kills_and_stops_of_engines_and_of_shards_that_have_a_replica(
 
     try:
         run.train(1)
-        found = strike(run, chance, mixed(chance, kills, stops), choose, is_whole)
+        found = strike(run, chance, mixed(chance, 25, 5), choose, is_whole)
         kinds = {event.kind for _, event in run.happened}
         assert {"engine lost", "replica lost"} <= kinds
         assert not kinds & {"shard lost", "went back"}
