@@ -101,8 +101,8 @@ class Kind:
     """What stages with the same graph and shapes share; compiled once.
 
     All executables take and return flat tuples of tensors. With W weights, I inputs, O outputs,
-    and `key` an int64 tensor [] that seeds this stage's dropout (always passed, last of the
-    forward's arguments):
+    and `key` an int64 tensor [2] for dropout (always passed, last of the forward's arguments):
+    what seed, step and micro-batch make, and the stage's `first_dropout`:
 
     - `forward(*weights, *inputs, key) -> (*outputs, *saved tensors)`
     - `infer(*weights, *inputs, key) -> outputs`: the same without saving
@@ -155,7 +155,11 @@ class Kind:
 
 @dataclass(frozen=True)
 class Stage:
-    """The unit that is streamed: some weights, and a place in the flow of values."""
+    """The unit that is streamed: some weights, and a place in the flow of values.
+
+    `first_dropout` is the number of its first dropout among those of the whole model. A kind knows
+    its dropouts by their distance from that, so that masks do not depend on where stages end.
+    """
 
     index: int
     name: str
@@ -163,6 +167,7 @@ class Stage:
     weights: tuple[str, ...]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    first_dropout: int = 0
 
 
 @dataclass(frozen=True)

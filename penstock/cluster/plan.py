@@ -105,7 +105,9 @@ def digest_of(program: Program, transfers: Transfers) -> str:
     """Return what two processes must agree on to work together: stages, weights, chunks."""
     state = xxhash.xxh3_128()
     for stage in program.stages:
-        state.update(repr((stage.name, stage.kind.digest, stage.weights)).encode())
+        state.update(
+            repr((stage.name, stage.kind.digest, stage.weights, stage.first_dropout)).encode()
+        )
     for name, spec in program.weights.items():
         state.update(repr((name, spec.shape, str(spec.stream_dtype), spec.trainable)).encode())
     state.update(repr(transfers).encode())

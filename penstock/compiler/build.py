@@ -14,7 +14,7 @@ from penstock.compiler.capture import STREAM_DTYPE, Capture, Precision, capture
 from penstock.compiler.cut import Piece, cut, weight_free_nodes
 from penstock.compiler.joint import StageSignature, make_kind
 from penstock.compiler.rewrites import (
-    number_dropouts,
+    count_dropouts_from_first,
     rewrite,
     share_equal,
     source_line,
@@ -338,7 +338,7 @@ class _Assembly:
                     placeholders[source] = name
                 else:
                     inputs[source] = None
-        graph, signature = self._stage_graph(
+        graph, signature, first_dropout = self._stage_graph(
             piece, list(weights), placeholders, list(inputs), outputs
         )
         digest = _digest(graph, signature)
@@ -355,6 +355,7 @@ class _Assembly:
             weights=tuple(weights),
             inputs=tuple(n.name for n in inputs),
             outputs=tuple(n.name for n in outputs),
+            first_dropout=first_dropout,
         )
 
     def _stage_graph(
@@ -364,7 +365,7 @@ class _Assembly:
         placeholders: Mapping[fx.Node, str],
         inputs: Sequence[fx.Node],
         outputs: Sequence[fx.Node],
-    ) -> tuple[fx.Graph, StageSignature]:
+    ) -> tuple[fx.Graph, StageSignature, int]:
         graph = fx.Graph()
         by_name = {name: graph.placeholder(f"w{i}") for i, name in enumerate(weights)}
         made = {node: by_name[name] for node, name in placeholders.items()}
@@ -376,7 +377,7 @@ class _Assembly:
             made[node].name = f"n{i}"
             _move(made[node], self.options.device)
         graph.output(tuple(made[n] for n in outputs))
-        number_dropouts(graph)
+        first_dropout = count_dropouts_from_first(graph)
         signature = StageSignature(
             weights=tuple(
                 TensorSpec(self.weights[n].shape, self.weights[n].stream_dtype) for n in weights
@@ -385,7 +386,7 @@ class _Assembly:
             inputs=tuple(self.values[n.name].tensor for n in inputs),
             inputs_grad=tuple(self.values[n.name].requires_grad for n in inputs),
         )
-        return graph, signature
+        return graph, signature, first_dropout
 
 
 def _on_device(node: fx.Node, device: str) -> tuple[tuple[Any, ...], dict[str, Any]]:

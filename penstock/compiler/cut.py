@@ -2,11 +2,13 @@
 
 Natural boundaries come first: the children of repeated containers (`transformer.h.0`, `.1`, ...),
 read off the module path that every node carries. Where a model has none, or a stage is too large
-for the engine's slot, cuts go where the fewest bytes of activations are alive.
+for the engine's slot, cuts go where the fewest bytes of activations are alive; the latter besides
+where no sum of gradients changes its order (`_Sums`), so that the size of slots decides no bit.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 import re
@@ -157,7 +159,7 @@ def _reads_weight(nodes: Sequence[fx.Node]) -> bool:
 def _fit(piece: Piece, weights: Mapping[fx.Node, int], slot_bytes: int) -> list[Piece]:
     if _weight_bytes(piece.nodes, weights) <= slot_bytes:
         return [piece]
-    parts = _split(piece, weights, slot_bytes)
+    parts = _split_in_order(piece, weights, slot_bytes) or _split(piece, weights, slot_bytes)
     for part in parts:
         need = _weight_bytes(part.nodes, weights)
         if need > slot_bytes:
@@ -197,11 +199,90 @@ def _split(piece: Piece, weights: Mapping[fx.Node, int], limit: int) -> list[Pie
         start = best
     if not cuts:
         return [piece]
+    return _parts(piece.name, nodes, cuts)
+
+
+def _parts(name: str, nodes: Sequence[fx.Node], cuts: Sequence[int]) -> list[Piece]:
     bounds = [0, *cuts, len(nodes)]
     return [
-        Piece(f"{piece.name}.{number}", tuple(nodes[a:b]))
+        Piece(f"{name}.{number}", tuple(nodes[a:b]))
         for number, (a, b) in enumerate(itertools.pairwise(bounds))
     ]
+
+
+def _split_in_order(piece: Piece, weights: Mapping[fx.Node, int], limit: int) -> list[Piece] | None:
+    """Cut a piece so that the fewest sums change their order, then where least is alive in all.
+
+    Returns None where a part cannot be as small as `limit`.
+    """
+    nodes = _sink_weight_nodes(piece.nodes, weights)
+    live, sums = _live_bytes(nodes), _Sums(nodes, weights)
+    within = [_belongs_before(node, nodes[:i]) for i, node in enumerate(nodes)]
+    best: dict[int, tuple[int, int, list[int]]] = {0: (0, 0, [])}  # up to a place: the cuts before
+    for start in range(len(nodes)):
+        if start not in best:
+            continue
+        changed, alive, cuts = best[start]
+        held: set[fx.Node] = set()
+        for at in range(start + 1, len(nodes) + 1):
+            held.update(n for n in nodes[at - 1].all_input_nodes if n in weights)
+            if sum(weights[n] for n in held) > limit:
+                break
+            if not held or (at < len(nodes) and within[at]):
+                continue
+            cost = (
+                changed + sums.changed(start, at),
+                alive + (live[at] if at < len(nodes) else 0),
+                [*cuts, at],
+            )
+            best[at] = min(best.get(at, cost), cost)
+    if len(nodes) not in best:
+        return None
+    return _parts(piece.name, nodes, best[len(nodes)][2][:-1])
+
+
+class _Sums:
+    """Counts the sums of gradients that would be taken in another order if a stage were cut.
+
+    Autograd adds what the readers of a value give to its gradient one by one, from the last to the
+    first. Of a value that others made, a part gives the sum of its own readers, and parts are added
+    from the last to the first; so it may have one such reader at most, unless the sum begins in it.
+    A weight's gradients are summed over micro-batches part by part: its readers stay together.
+    """
+
+    def __init__(self, nodes: Sequence[fx.Node], weights: Mapping[fx.Node, int]) -> None:
+        self._weights = weights
+        self._made = {node: place for place, node in enumerate(nodes)}
+        readers: dict[fx.Node, list[int]] = {}
+
+        def note(place: int, read: fx.Node) -> fx.Node:
+            value = read.meta.get("val")
+            if not isinstance(value, torch.Tensor) or value.is_floating_point():
+                readers.setdefault(read, []).append(place)
+            return read
+
+        for place, node in enumerate(nodes):
+            fx.node.map_arg((node.args, node.kwargs), functools.partial(note, place))
+        self._readers = {node: places for node, places in readers.items() if len(places) > 1}
+        self._read_later = {
+            node
+            for node in self._readers
+            if any(user not in self._made and user.op != "output" for user in node.users)
+        }
+
+    def changed(self, start: int, at: int) -> int:
+        """Return how many sums a part from `start` to before `at` puts into another order."""
+        return sum(self._changes(node, start, at) for node in self._readers)
+
+    def _changes(self, node: fx.Node, start: int, at: int) -> bool:
+        here = sum(start <= place < at for place in self._readers[node])
+        after = sum(place >= at for place in self._readers[node])
+        later = node in self._read_later
+        if node in self._weights:
+            return here > 0 and after > 0
+        if node in self._made:
+            return self._made[node] < start and here > 1 and (later or after > 0)
+        return here > 0 and after > 0 if later else here > 1 and after > 0
 
 
 def _sink_weight_nodes(nodes: Sequence[fx.Node], weights: Mapping[fx.Node, int]) -> list[fx.Node]:

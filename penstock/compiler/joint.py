@@ -116,7 +116,7 @@ def _trace(
             torch.empty(spec.shape, dtype=spec.dtype, device=device)
             for spec in (*signature.weights, *signature.inputs)
         ]
-        key = torch.empty((), dtype=torch.int64)  # stays on the host: it is read as a number
+        key = torch.empty(2, dtype=torch.int64)  # stays on the host: it is read as numbers
         with torch.enable_grad():
             outs = _dense(interpreter.run(*leaves(flat), key))
         outputs = [TensorSpec(tuple(o.shape), o.dtype) for o in outs]

@@ -11,21 +11,22 @@ from penstock.kernels import philox
 def dropout(value: Tensor, key: Tensor, number: int, probability: float) -> Tensor:
     """Zero each element with `probability` and scale the others by 1 / (1 - probability).
 
-    **Arguments:** `value` of any shape; `key` int64 [], which the engine derives from (seed, step,
-    micro-batch, stage); `number`, the place of this dropout within its stage.
+    **Arguments:** `value` of any shape; `key` int64 [2]: what the engine derives from (seed, step,
+    micro-batch), and the number that the stage's first dropout has in the whole model; `number`,
+    how many dropouts of the model lie between that one and this.
     """
     if probability >= 1.0:
         return torch.zeros_like(value, memory_format=torch.contiguous_format)
+    drawn_from, first = key.tolist()
+    place = first + number
     if value.device.type == "cpu":
         mask = torch.empty(value.shape, dtype=torch.uint8)
-        philox.dropout_mask(
-            mask.view(-1).numpy(), int(key) & 0xFFFF_FFFF_FFFF_FFFF, number, 1.0 - probability
-        )
+        philox.dropout_mask(mask.view(-1).numpy(), drawn_from, place, 1.0 - probability)
         keep = mask.view(torch.bool)
     else:
         # The device's own generator is a Philox too; its stream differs from the CPU's.
         generator = torch.Generator(device=value.device)
-        generator.manual_seed((int(key) + 0x9E3779B97F4A7C15 * (number + 1)) & ((1 << 63) - 1))
+        generator.manual_seed((drawn_from + 0x9E3779B97F4A7C15 * (place + 1)) & ((1 << 63) - 1))
         draws = torch.rand(value.shape, generator=generator, device=value.device)
         keep = draws < 1.0 - probability
     return torch.where(keep, value * (1.0 / (1.0 - probability)), 0.0).contiguous()

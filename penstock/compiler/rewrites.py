@@ -27,6 +27,7 @@ _PASS_THROUGH = {aten.alias.default, aten.contiguous.default, aten.detach_.defau
 _CHECKS = {aten._assert_tensor_metadata.default}
 _SUM = 2  # the reduction code of aten losses: 0 none, 1 mean, 2 sum
 _MEAN = 1
+_NUMBER = 2  # which argument of a keyed dropout says which one of the model it is
 
 
 def rewrite(graph: fx.Graph) -> fx.Node:
@@ -260,11 +261,12 @@ def _key_placeholder(graph: fx.Graph) -> fx.Node:
     with graph.inserting_before(first):
         key = graph.placeholder(KEY)
     with value_of(first).fake_mode:  # type: ignore[attr-defined]
-        key.meta["val"] = torch.empty((), dtype=torch.int64)
+        key.meta["val"] = torch.empty(2, dtype=torch.int64)
     return key
 
 
 def _key_dropouts(graph: fx.Graph, key: fx.Node) -> None:
+    """Key every dropout, and number them 0, 1, ... in the order of the model, yet uncut."""
     for node in list(graph.nodes):
         if node.target is aten.dropout.default:
             value, probability, training = _dropout_arguments(node)
@@ -283,6 +285,8 @@ def _key_dropouts(graph: fx.Graph, key: fx.Node) -> None:
         ):
             _expand_attention(graph, node, key)
     graph.eliminate_dead_code()
+    for number, node in enumerate(_dropouts(graph)):
+        node.update_arg(_NUMBER, number)
 
 
 def _dropout_arguments(node: fx.Node) -> tuple[fx.Node, float, bool]:
@@ -328,12 +332,20 @@ def _expand_attention(graph: fx.Graph, node: fx.Node, key: fx.Node) -> None:
     graph.erase_node(node)
 
 
-def number_dropouts(graph: fx.Graph) -> None:
-    """Give the dropouts of one stage's graph the numbers 0, 1, ... in order."""
-    found = [n for n in graph.nodes if n.target is torch.ops.penstock.dropout.default]
-    for number, node in enumerate(found):
-        value, key, _, probability = node.args
-        node.args = (value, key, number, probability)
+def _dropouts(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.target is torch.ops.penstock.dropout.default]
+
+
+def count_dropouts_from_first(graph: fx.Graph) -> int:
+    """Number a stage's dropouts by their distance from its first, whose number is returned.
+
+    So that stages that are alike but for their place in the model share a kind.
+    """
+    found = _dropouts(graph)
+    first = min((int(node.args[_NUMBER]) for node in found), default=0)  # type: ignore[arg-type]
+    for node in found:
+        node.update_arg(_NUMBER, int(node.args[_NUMBER]) - first)  # type: ignore[arg-type]
+    return first
 
 
 def _refuse_random(graph: fx.Graph) -> None:

@@ -12,11 +12,14 @@ from penstock.errors import DataError
 from penstock.program import Program, Stage
 
 
-def dropout_key(seed: int, step: int, micro_batch: int, stage: int) -> int:
-    """Mix a dropout key from what identifies it (splitmix64 finaliser; Steele et al. 2014)."""
+def dropout_key(seed: int, step: int, micro_batch: int) -> int:
+    """Mix a dropout key from what identifies it (splitmix64 finaliser; Steele et al. 2014).
+
+    Nothing of it knows of stages: which dropout it is, is said by its place in the whole model.
+    """
     mask = (1 << 64) - 1
     mixed = seed & mask
-    for part in (step, micro_batch, stage):
+    for part in (step, micro_batch):
         mixed = (mixed + 0x9E3779B97F4A7C15 * (part + 1)) & mask
         mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & mask
         mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & mask
@@ -64,8 +67,9 @@ class Flow:
     saved: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    def key(self, stage: int) -> torch.Tensor:
-        return torch.tensor(dropout_key(self.seed, self.step, self.number, stage))
+    def key(self, stage: Stage) -> torch.Tensor:
+        """Return what a stage's dropouts are drawn from, as `program.Kind` describes it."""
+        return torch.tensor([dropout_key(self.seed, self.step, self.number), stage.first_dropout])
 
     def put(self, account: MemoryAccount, values: Mapping[str, torch.Tensor], what: str) -> None:
         account.hold(values.values(), what)

@@ -102,7 +102,7 @@ class TorchEngine:
                 inputs = flow.inputs(place, self.program.constants)
                 self.memory.peak(kind.forward_transient_bytes, place.name)
                 run = kind.infer if recompute else kind.forward
-                results = run(*weights, *inputs, flow.key(stage))
+                results = run(*weights, *inputs, flow.key(place))
                 outputs = results[: len(kind.outputs)]
                 if recompute:
                     flow.keep(self.memory, place, inputs)
@@ -134,7 +134,7 @@ class TorchEngine:
                     if needs
                 ]
                 self.memory.peak(kind.turn_transient_bytes, place.name)
-                results = kind.turn(*weights, *inputs, flow.key(stage), *scales)
+                results = kind.turn(*weights, *inputs, flow.key(place), *scales)
                 self._losses.append(results[0].detach().reshape(()).float())
                 flow.drop_read(self.memory, self.program, self._last_use, place)
                 self._distribute(flow, place, results[len(kind.outputs) :], total)
@@ -159,10 +159,10 @@ class TorchEngine:
                 tangents = self._tangents(flow, place)
                 if recompute:
                     self.memory.peak(kind.recompute_transient_bytes, place.name)
-                    results = kind.recompute(*weights, *saved, flow.key(stage), *tangents)
+                    results = kind.recompute(*weights, *saved, flow.key(place), *tangents)
                 else:
                     self.memory.peak(kind.backward_transient_bytes, place.name)
-                    results = kind.backward(*weights, *saved, *tangents, flow.key(stage))
+                    results = kind.backward(*weights, *saved, *tangents, flow.key(place))
                 self.memory.release([*saved, *tangents])
                 del saved, tangents
                 self._distribute(flow, place, results, total)
@@ -179,7 +179,7 @@ class TorchEngine:
             for flow in self._flows:
                 inputs = flow.inputs(place, self.program.constants)
                 self.memory.peak(kind.forward_transient_bytes, place.name)
-                outputs = kind.infer(*weights, *inputs, flow.key(stage))
+                outputs = kind.infer(*weights, *inputs, flow.key(place))
                 flow.put(self.memory, dict(zip(place.outputs, outputs, strict=True)), place.name)
                 flow.drop_read(self.memory, self.program, self._last_use, place)
             self.memory.release(held)

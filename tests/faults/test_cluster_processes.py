@@ -10,6 +10,7 @@ import statistics
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -165,55 +166,136 @@ def test_a_run_goes_on_through_losses_and_changes_to_the_same_bits(
     assert not (tmp_path / "many" / "cluster.json").exists()
 
 
+# What holds of every blow, in seconds. The machine may be busy with other things: of 25 blows one
+# may take longer, and none more than three times as long.
+NOTICED = {"kill": 1.0, "stop": LEASE + 0.5}
+RESUMED, WHOLE = 1.0, 5.0
+
+
+@dataclass
+class Blows:
+    """How long the blows of one kind took to be noticed, got over and made good."""
+
+    noticed: list[float] = field(default_factory=list)
+    resumed: list[float] = field(default_factory=list)  # from then to the next step
+    whole: list[float] = field(default_factory=list)  # from then until all are there again
+
+    def require(self, blow: str) -> None:
+        for name, found, bound in (
+            ("noticed", self.noticed, NOTICED[blow]),
+            ("resumed", self.resumed, RESUMED),
+            ("whole", self.whole, WHOLE),
+        ):
+            late = sorted(seconds for seconds in found if seconds > bound)
+            said = f"{len(late)} of {len(found)} x {blow}: {name} after {late} s, not {bound}; "
+            said += f"the machine's load is {os.getloadavg()}"
+            assert len(late) <= max(1, len(found) // 25), said
+            assert not late or late[-1] <= 3 * bound, said
+
+
+def strike(
+    run: Watched,
+    chance: random.Random,
+    blows: list[str],
+    choose: Callable[[], int],
+    is_whole: Callable[[], bool],
+) -> dict[str, Blows]:
+    """Kill or stop the process that is chosen at a random moment, once for each of the blows.
+
+    How long each kind took is printed.
+    """
+    found = {blow: Blows() for blow in sorted(set(blows))}
+    lost = ("engine lost", "replica lost")
+
+    def await_whole() -> None:
+        while not is_whole():
+            run.train(1)  # a newcomer of a shard gets its copy between two steps
+
+    await_whole()
+    for blow in blows:
+        pid, hit = choose(), []
+
+        def act(pid=pid, blow=blow, hit=hit) -> None:
+            hit.append(time.monotonic())
+            os.kill(pid, signal.SIGKILL if blow == "kill" else signal.SIGSTOP)
+
+        timer = threading.Timer(chance.uniform(0, 0.1), act)
+        timer.start()
+        while not any(hit and at > hit[0] and event.kind in lost for at, event in run.happened):
+            run.train(1)
+        run.train(1)
+        timer.join()
+        lost_at = next(at for at, event in run.happened if at > hit[0] and event.kind in lost)
+        found[blow].noticed.append(lost_at - hit[0])
+        found[blow].resumed.append(run.seconds_until_step(lost_at))
+        await_whole()
+        found[blow].whole.append(time.monotonic() - lost_at)
+    for blow, seconds in found.items():
+        print(f"{len(seconds.noticed)} x {blow}:")
+        for name, some in vars(seconds).items():
+            print(f"  {name} after {statistics.median(some):.3f} s (most {max(some):.3f})")
+    return found
+
+
+def mixed(chance: random.Random, kills: int, stops: int) -> list[str]:
+    blows = ["kill"] * kills + ["stop"] * stops
+    chance.shuffle(blows)
+    return blows
+
+
 @pytest.mark.slow
 def test_fifty_kills_and_twenty_stops_at_random_moments(text, tmp_path):
-    """How long each takes to be noticed, and to be made good, is printed at the end."""
+    """Every blow to an engine is noticed, got over and made good in its time."""
     chance = random.Random(0)
     run = watched(settings(text, tmp_path / "many", engines=3, cluster={"start": "local"}))
-    noticed: dict[str, list[float]] = {"kill": [], "stop": []}
-    resumed: dict[str, list[float]] = {"kill": [], "stop": []}
-    whole: dict[str, list[float]] = {"kill": [], "stop": []}
-    blows = ["kill"] * 50 + ["stop"] * 20
-    chance.shuffle(blows)
+    conductor = run.trainer._runner.hall.conductor
+
+    def is_whole() -> bool:
+        time.sleep(0.01)
+        return len(conductor.ready) == 4
+
     try:
         run.train(1)
-        while len(run.trainer._runner.hall.conductor.ready) < 4:
-            time.sleep(0.01)
-        for blow in blows:
-            pid = run.pid_of(chance.randrange(3))
-            hit: list[float] = []
-
-            def strike(pid=pid, blow=blow, hit=hit) -> None:
-                hit.append(time.monotonic())
-                os.kill(pid, signal.SIGKILL if blow == "kill" else signal.SIGSTOP)
-
-            timer = threading.Timer(chance.uniform(0, 0.1), strike)
-            timer.start()
-            while not any(
-                hit and at > hit[0] and event.kind == "engine lost" for at, event in run.happened
-            ):
-                run.train(1)
-            run.train(1)
-            timer.join()
-            noticed[blow].append(run.seconds_until("engine lost", hit[0]))
-            lost_at = hit[0] + noticed[blow][-1]
-            resumed[blow].append(run.seconds_until_step(lost_at))
-            while len(run.trainer._runner.hall.conductor.ready) < 4:
-                time.sleep(0.01)  # until it is replaced; steps would only add up
-            whole[blow].append(time.monotonic() - lost_at)
+        while not is_whole():
+            pass  # the spare engine is coming
+        blows = mixed(chance, 50, 20)
+        found = strike(run, chance, blows, lambda: run.pid_of(chance.randrange(3)), is_whole)
         losses = [event.loss for _, event in run.steps]
         weights = run.trainer.store.content_hash()
     finally:
         run.trainer.close()
-    for blow, seconds in noticed.items():
-        print(
-            f"{len(seconds)} x {blow}: noticed after {statistics.median(seconds):.3f} s (most "
-            f"{max(seconds):.3f}), the next step was there {statistics.median(resumed[blow]):.3f} "
-            f"s later (most {max(resumed[blow]):.3f}), all four engines were there again "
-            f"{statistics.median(whole[blow]):.3f} s later (most {max(whole[blow]):.3f})"
-        )
     assert (losses, weights) == alone(text, tmp_path / "one", len(losses))
-    assert statistics.median(noticed["kill"]) < 1.0
-    assert statistics.median(noticed["stop"]) < LEASE + 0.5
-    assert statistics.median(resumed["kill"]) < 1.0
-    assert statistics.median([*whole["kill"], *whole["stop"]]) < 5.0
+    for blow, seconds in found.items():
+        seconds.require(blow)
+
+
+@pytest.mark.slow
+def test_kills_and_stops_of_engines_and_of_shards_that_have_a_replica(text, tmp_path):
+    """Any process of the run is struck: the other node of a shard goes on with it at once."""
+    chance = random.Random(1)
+    cluster = {"start": "local", "shards": "apart"}
+    store = {"shards": 2, "replicas": 2}
+    run = watched(settings(text, tmp_path / "many", engines=2, cluster=cluster, store=store))
+    hall = run.trainer._runner.hall
+
+    def choose() -> int:
+        nodes = [*hall.conductor.engines, *(n for some in hall.conductor.holders for n in some)]
+        return hall.launcher.pids[hall.worker_of(chance.choice(nodes))]
+
+    def is_whole() -> bool:
+        holders = hall.conductor.holders
+        return len(hall.conductor.ready) == 3 and all(len(some) == 2 for some in holders)
+
+    try:
+        run.train(1)
+        found = strike(run, chance, mixed(chance, 25, 5), choose, is_whole)
+        kinds = {event.kind for _, event in run.happened}
+        assert {"engine lost", "replica lost"} <= kinds
+        assert not kinds & {"shard lost", "went back"}
+        losses = [event.loss for _, event in run.steps]
+        weights = run.trainer.store.content_hash()
+    finally:
+        run.trainer.close()
+    assert (losses, weights) == alone(text, tmp_path / "one", len(losses))
+    for blow, seconds in found.items():
+        seconds.require(blow)

@@ -17,6 +17,7 @@ import torch
 import xxhash
 
 from penstock.fabric.nodes import (
+    WINDOW,
     Conductor,
     EngineNode,
     Happened,
@@ -150,6 +151,9 @@ class ToyShard:
 
     `weights` are those of all stages, and behind them a moment of each: the sum of the squares of
     its gradients, on which nothing else depends.
+
+    What it hands out lies in memory that it soon uses again, as a store on flash does: whatever is
+    read later than `ShardWork.fetch` allows has another operation's weights.
     """
 
     def __init__(self, shard: int, plan: Transfers, durable=None, on_flash: bool = True) -> None:
@@ -160,6 +164,7 @@ class ToyShard:
         self.weights = self.durable[self.step]
         self.gradients: dict[int, np.ndarray] = {}
         self.squares: dict[str, str] = {}
+        self.handed_out = [np.empty(WEIGHTS, np.float32) for _ in range(WINDOW)]
 
     def reopened(self) -> ToyShard:
         """What another process finds of this shard."""
@@ -210,8 +215,10 @@ class ToyShard:
     def fetch(self, operation) -> list[np.ndarray]:
         if operation.sweep == "turn" and (self.step + self.shard) % 2:
             self._make_durable()  # this disk keeps up; another step or shard is slower
+        memory = self.handed_out[operation.number % len(self.handed_out)]
+        memory[:] = self.weights[operation.stage]
         pieces = [operation.weights[n] for n in operation.of_shard(self.shard)]
-        return [self.weights[operation.stage][p.begin : p.end] for p in pieces]
+        return [memory[p.begin : p.end] for p in pieces]
 
     def receive(self, operation, gradients) -> None:
         assert operation.stage not in self.gradients, "a stage's gradients came twice"
@@ -301,7 +308,7 @@ class ToyCluster:
         wanted: int | None = None,
         notice: float | None = 0.02,
         cost: Callable[[], float] = lambda: 0.002,
-        attempts: int = 1000,  # faults come more often here than any network has them
+        attempts: int = Leases.attempts,
         replicas: int = 1,
         on_flash: bool = True,
     ) -> None:

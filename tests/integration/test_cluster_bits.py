@@ -1,4 +1,4 @@
-"""Any number of engines and shards, either precision, either tier: the bits of one engine.
+"""Any number of engines and shards, here or apart, either precision and tier: one engine's bits.
 
 The hash is the one that `penstock inspect RUN --hash` prints.
 """
@@ -7,19 +7,27 @@ from __future__ import annotations
 
 import functools
 import itertools
-import subprocess
-import sys
 
 import pytest
+from typer.testing import CliRunner
 
+from penstock.cli.app import app
 from penstock.events import StepDone
 from penstock.trainer import Trainer
 
 MODEL = {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 300, "n_positions": 32}
 STEPS = 30
-CASES = list(itertools.product((1, 2, 3, 4, 8), (1, 2, 3), ("fp32", "bf16"), ("memory", "flash")))
-IN_EVERY_TEST = (3, 2, "bf16", "flash")
-FEW = 8  # steps of that one
+PRECISIONS, TIERS = ("fp32", "bf16"), ("memory", "flash")
+CASES = [
+    *itertools.product((1, 2, 3, 4, 8), (1, 2, 3), PRECISIONS, TIERS, ("here",)),
+    *itertools.product((1, 3), (2, 3), PRECISIONS, TIERS, ("apart",)),
+]
+IN_EVERY_TEST = {
+    (3, 2, "bf16", "flash", "here"),
+    (4, 1, "fp32", "memory", "here"),
+    (1, 3, "bf16", "memory", "apart"),
+}
+FEW = 8  # steps of those
 
 
 @pytest.fixture(scope="module")
@@ -65,29 +73,29 @@ def train(folder, name: str, steps: int, *, shards=1, tier="memory", precision="
         trainer.train()
     finally:
         trainer.close()
-    command = [sys.executable, "-m", "penstock", "inspect", str(run), "--hash"]
-    said = subprocess.run(command, capture_output=True, text=True, check=True)
-    return losses, said.stdout.strip()
+    said = CliRunner().invoke(app, ["inspect", str(run), "--hash"])
+    assert said.exit_code == 0, said.output
+    return losses, said.output.strip()
 
 
 @pytest.mark.parametrize(
-    ("engines", "shards", "precision", "tier"),
+    ("engines", "shards", "precision", "tier", "where"),
     [
-        pytest.param(*case, marks=() if case == IN_EVERY_TEST else pytest.mark.slow)
+        pytest.param(*case, marks=() if case in IN_EVERY_TEST else pytest.mark.slow)
         for case in CASES
     ],
 )
-def test_engines_and_shards_change_no_bit(folder, alone, engines, shards, precision, tier):
-    steps = FEW if (engines, shards, precision, tier) == IN_EVERY_TEST else STEPS
+def test_engines_and_shards_change_no_bit(folder, alone, engines, shards, precision, tier, where):
+    steps = FEW if (engines, shards, precision, tier, where) in IN_EVERY_TEST else STEPS
     made = train(
         folder,
-        f"{engines}-{shards}-{precision}-{tier}",
+        f"{engines}-{shards}-{precision}-{tier}-{where}",
         steps,
         engines=engines,
         shards=shards,
         precision=precision,
         tier=tier,
-        cluster={"start": "local", "spare": 0, "lease": 10.0},
+        cluster={"start": "local", "spare": 0, "lease": 10.0, "shards": where},
     )
     assert made == alone(precision, steps)
     losses, weights = made

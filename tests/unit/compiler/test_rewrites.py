@@ -165,11 +165,11 @@ class Dropped(nn.Module):
         return self.last(x).sum()
 
 
-def test_dropouts_are_numbered_within_their_stage():
+def test_dropouts_are_numbered_within_the_model():
     program = compiled(Dropped(), batch())
     found = {
         stage.name: [
-            (node.args[2], node.args[3])
+            (stage.first_dropout + node.args[2], node.args[3])
             for node in stage.kind.graphs["infer"].nodes
             if "penstock.dropout" in str(node.target)
         ]
@@ -177,8 +177,8 @@ def test_dropouts_are_numbered_within_their_stage():
     }
     assert found == {
         "blocks.0": [(0, 0.1), (1, 0.2)],
-        "blocks.1": [(0, 0.1), (1, 0.2)],
-        "head": [(0, 0.3)],
+        "blocks.1": [(2, 0.1), (3, 0.2)],
+        "head": [(4, 0.3)],
     }
     assert program.stages[0].kind.digest != program.stages[1].kind.digest  # x needs no gradient
     assert program.draws_dropout
