@@ -1,9 +1,10 @@
 """How a step's batch is divided: into which micro-batches, for stages cut how small.
 
-Both decide bits: the tree of sums has the micro-batches as its leaves, and dropout is drawn by
-stage. So both are chosen as for one engine that takes the whole batch, and the number of engines,
-where they are, and what there is of the store decide nothing here. Whether the engines that there
-are can do it is another question (`step_layout.py`).
+The first decides bits: the tree of sums has the micro-batches as its leaves. The second decides how
+a store on flash is laid out; and bits only where a stage cannot be cut without another order of
+sums (`compiler/cut.py`). So both are chosen as for one engine that takes the whole batch, and the
+number of engines, where they are, and what there is of the store decide nothing here. Whether the
+engines that there are can do it is another question (`step_layout.py`).
 """
 
 from __future__ import annotations

@@ -19,8 +19,9 @@ from penstock.errors import CorruptionError
 class Resumption:
     """What the trainer keeps with every step that survives.
 
-    `trajectory` is the part of the configuration that decides the result; `micro_batch` and
-    `slot_bytes` decide in which order sums are taken; `data` and `weights` are fingerprints of what
+    `trajectory` is the part of the configuration that decides the result; `micro_batch`
+    decides in which order sums are taken, `slot_bytes` how stages are cut, by which files on flash
+    are laid out; `data` and `weights` are fingerprints of what
     the run began with, None where there is none.
     """
 

@@ -13,8 +13,10 @@ if TYPE_CHECKING:
     from penstock.config.root import Config
 
 # The rest (engines, budgets, recomputation, folders, logging, what is evaluated and saved) changes
-# neither weights nor losses. Where the text and a checkpoint to start from are does not matter
-# either: the trainer compares fingerprints of what is in them.
+# neither weights nor losses: of what budgets choose, the micro-batch of `batch.micro: auto` decides
+# bits and is recorded beside, and where stages are cut decides none (`compiler/cut.py`). Where the
+# text and a checkpoint to start from are does not matter either: the trainer compares fingerprints
+# of what is in them.
 _DECIDING = ("model", "batch", "precision", "optimizer", "freeze")
 # Keys that runs recorded before they existed, with the value that those runs had.
 _LATER = {"optimizer.moments": "fp32"}

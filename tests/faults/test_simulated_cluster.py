@@ -130,6 +130,15 @@ def survive(seed: int) -> None:
         raise
 
 
+def test_a_store_that_uses_its_memory_again_too_early_would_be_seen():
+    """So what is read later than a store allows changes the results of these tests."""
+    cluster = ToyCluster(3, 2)
+    for shard in cluster.shards:
+        del shard.handed_out[1:]
+    with pytest.raises(AssertionError):
+        require_same(cluster, cluster.train())
+
+
 @pytest.mark.parametrize("hundred", range(5))
 def test_no_fault_changes_the_result(hundred):
     for seed in range(100 * hundred, 100 * hundred + 100):

@@ -135,14 +135,14 @@ DATA = {Kind.WEIGHTS, Kind.GRADIENT}
 @pytest.mark.parametrize("what", ["lost", "flipped"])
 def test_an_engine_whose_links_are_bad_loses_its_place(what, engines):
     faults = BadLinks(what, DATA, lambda sender, to: FIRST in (sender, to))
-    cluster = ToyCluster(engines, 2, faults, attempts=32)
+    cluster = ToyCluster(engines, 2, faults)
     require_same(cluster, cluster.train())
     assert FIRST in lost(cluster)
 
 
 @pytest.mark.parametrize("what", ["lost", "flipped"])
 def test_a_network_that_is_bad_everywhere_ends_the_run_and_says_what_was_seen(what):
-    cluster = ToyCluster(1, 1, BadLinks(what, DATA, lambda sender, to: True), attempts=32)
+    cluster = ToyCluster(1, 1, BadLinks(what, DATA, lambda sender, to: True))
     with pytest.raises(ClusterError, match="step 1 has begun anew 33 times: ") as raised:
         cluster.train(limit=1000.0)
     damaged, still = (33, 0) if what == "flipped" else (0, 33)

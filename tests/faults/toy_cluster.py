@@ -308,7 +308,6 @@ class ToyCluster:
         wanted: int | None = None,
         notice: float | None = 0.02,
         cost: Callable[[], float] = lambda: 0.002,
-        attempts: int = Leases.attempts,
         replicas: int = 1,
         on_flash: bool = True,
     ) -> None:
@@ -324,7 +323,7 @@ class ToyCluster:
             self.network.runtime(0),
             numbers,
             wanted or engines,
-            Leases(silence=1.0, stall=2.0, job=20.0, attempts=attempts),
+            Leases(silence=1.0, stall=2.0, job=20.0),
             self._tell,
             others_come=lambda: self.others_come,
         )

@@ -133,7 +133,7 @@ def test_blocks_that_are_cut_give_the_bits_of_whole_ones(family, precision, drop
     assert counts[-1] > counts[0] == 4  # the embedding, two blocks that share a kind, the head
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 def test_a_model_without_containers_cut_into_any_number_of_stages(precision):
     case, layer_bytes = dropping(), 24 * 25 * (4 if precision == "fp32" else 2)
     whole, fewest = swept(case, precision, None)
@@ -144,10 +144,10 @@ def test_a_model_without_containers_cut_into_any_number_of_stages(precision):
 
 def test_a_run_with_another_memory_for_its_engines_has_the_same_bits(tmp_path):
     """The whole way: what an engine may use decides how many stages there are, and nothing else."""
-    case = language_model("gpt2", n_embd=64, **GPT)
-    recipe = Recipe(seed=0, steps=3, warmup_steps=0, size=4, micro=1)
+    case = language_model("gpt2", n_embd=128, **GPT)
+    recipe = Recipe(seed=0, steps=3, warmup_steps=0, size=2, micro=1)
     found, stages = [], []
-    for memory, engines in (("64MiB", 1), ("1216KiB", 1), ("1MiB", 4)):
+    for memory, engines in (("64MiB", 1), ("2MiB", 2)):
         trainer, events = trainer_of(
             case,
             recipe,
@@ -158,5 +158,5 @@ def test_a_run_with_another_memory_for_its_engines_has_the_same_bits(tmp_path):
         trainer.train()
         found.append(([event.loss for event in events], trainer.store.content_hash()))
         stages.append(len(trainer.program.stages))
-    assert found == found[:1] * 3
-    assert len(set(stages)) > 1, stages
+    assert found[0] == found[1]
+    assert stages[0] < stages[1]

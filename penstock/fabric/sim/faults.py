@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.errors import CorruptionError
-from penstock.fabric.messages import HEADER_BYTES, Message, lengths, pack, sent_on, unpack
+from penstock.fabric.messages import HEADER_BYTES, Message, lengths, pack, unpack
 
 _FATES = ("lost", "repeated", "delayed", "flipped")
 _Carried = list[tuple[float, Message | CorruptionError]]
@@ -63,15 +63,15 @@ class Faults:
                 return self._count("cut", [])
         fate = self._fate() if self._chances and now < self._until else "well"
         if fate == "well":
-            return [(0.0, _copy(message))]
+            return [(0.0, message)]
         if fate == "lost":
             return self._count(fate, [])
         if fate == "flipped":
             return self._count(fate, [(0.0, self._flip(message))])
         late = self._random.uniform(0, self._rates.longest_delay)
         if fate == "repeated":
-            return self._count(fate, [(0.0, _copy(message)), (late, _copy(message))])
-        return self._count(fate, [(late, _copy(message))])
+            return self._count(fate, [(0.0, message), (late, message)])
+        return self._count(fate, [(late, message)])
 
     def _fate(self) -> str:
         """Return what becomes of the next message."""
@@ -104,10 +104,3 @@ class Faults:
             return unpack(head, bytes(rest[:body_bytes]), part if payload_bytes else None)
         except CorruptionError as error:
             return error
-
-
-def _copy(message: Message) -> Message:
-    """Return a message as it comes over a wire: neither side sees the other's memory."""
-    if message.payload is None:
-        return message
-    return sent_on(message, message.sender, message.payload.copy())

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from penstock.errors import CorruptionError
-from penstock.fabric.messages import HEADER_BYTES, Kind, Message
+from penstock.fabric.messages import HEADER_BYTES, Kind, Message, sent_on
 from penstock.fabric.nodes.conductor import Conductor
 from penstock.fabric.nodes.frame import CONDUCTOR
 from penstock.fabric.nodes.runtime import RuntimeOf
@@ -203,6 +203,7 @@ class Network:
         if isinstance(carried, CorruptionError):
             self._report_damage(sender, to, carried)
             return
+        carried = _taken(carried)
         self.taken_bytes[to] += carried.size
         if to == CONDUCTOR:
             assert self._conductor is not None
@@ -246,3 +247,14 @@ class Network:
     def _tell_lost(self, number: int, why: str) -> None:
         assert self._conductor is not None
         self._conductor.lost(number, why)
+
+
+def _taken(message: Message) -> Message:
+    """Return a message as it comes over a wire: in memory of the receiver's own.
+
+    It is copied when it comes and not when it is sent, as a real sender reads what it sends after
+    `send` has returned: who uses that memory again too early sends something else.
+    """
+    if message.payload is None:
+        return message
+    return sent_on(message, message.sender, message.payload.copy())
