@@ -16,6 +16,7 @@ import socket
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ from typing import Any
 
 from penstock.assembly import choose_device
 from penstock.cluster.launch import Ended
+from penstock.cluster.spreading import Spreading
 from penstock.cluster.worker import Worker
 from penstock.config import Config
 from penstock.errors import ClusterError, ConfigError, PenstockError
@@ -91,9 +93,10 @@ class RayWorker:
             os.chdir(folder)
             sys.path.insert(0, folder)
 
-    def where(self) -> tuple[str, int]:
-        """Return the host and the process."""
-        return socket.gethostname(), os.getpid()
+    def where(self) -> tuple[str, int, str]:
+        """Return the host, the process, and the node as Ray names it."""
+        node = _import_ray().get_runtime_context().get_node_id()
+        return socket.gethostname(), os.getpid(), str(node)
 
     def serve(self, address: Address, token: str, name: str) -> str:
         """Be an engine of the run until it ends; return why, if it ended before."""
@@ -111,7 +114,9 @@ class _Actor:
     handle: Any
     where: Any  # a reference to its host and process, until they are known
     serving: Any  # a reference that is ready when the worker has ended
-    place: tuple[str, int] | None = None
+    node: str | None  # where it is, or is asked to be
+    place: tuple[str, int] | None = None  # once it has begun
+    is_ended: bool = False  # by us
     asked_at: float = field(default_factory=time.monotonic)
 
 
@@ -130,7 +135,9 @@ class RayLauncher:
     def __init__(self, connection: RayConnection, address: Address, token: str) -> None:
         self._connection, self._ray = connection, connection.ray
         self._address, self._token = address, token
-        self._kind = self._ray.remote(RayWorker).options(**connection.options)
+        self._kind = self._ray.remote(RayWorker)
+        options = connection.options
+        self._spreading = Spreading({"CPU": options["num_cpus"], "GPU": options["num_gpus"]})
         self._started = 0
         self._actors: dict[str, _Actor] = {}  # the thread's own
         self._asked: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -213,13 +220,17 @@ class RayLauncher:
         return True
 
     def _start(self, worker: str) -> None:
-        actor = self._kind.remote(str(Path.cwd()))
+        here = [actor.node for actor in self._actors.values()]
+        node = self._spreading.choose(self._ray.nodes(), here)
+        options = self._connection.options | ({} if node is None else _if_there_is_room(node))
+        actor = self._kind.options(**options).remote(str(Path.cwd()))
         where = actor.where.remote()
         serving = actor.serve.remote(self._address, self._token, worker)
-        self._actors[worker] = _Actor(actor, where, serving)
+        self._actors[worker] = _Actor(actor, where, serving, node)
 
     def _kill(self, worker: str) -> None:
         if worker in self._actors:
+            self._actors[worker].is_ended = True
             self._ray.kill(self._actors[worker].handle)
 
     def _watch(self) -> None:
@@ -238,16 +249,20 @@ class RayLauncher:
             try:
                 found = self._ray.get(reference)
             except self._ray.exceptions.RayError as error:
-                self._has_ended(worker, _reason(error))
-                continue
-            if reference == actor.where:  # with ray:// it is another object
-                actor.place = found
+                found = "by the run" if actor.is_ended else _reason(error)
+                if isinstance(error, self._ray.exceptions.ActorUnavailableError):
+                    actor.is_ended = True  # it may be alive, behind a cable that is cut
             else:
-                self._ray.kill(actor.handle)  # it serves nobody any more
-                self._has_ended(worker, found)
+                if reference == actor.where:  # with ray:// it is another object
+                    host, pid, actor.node = found
+                    actor.place = host, pid
+                    continue
+            self._ray.kill(actor.handle)  # it serves nobody any more
+            self._has_ended(worker, found)
 
     def _has_ended(self, worker: str, reason: str) -> None:
         actor = self._actors.pop(worker)
+        self._spreading.gone(actor.node, was_ended=actor.is_ended)
         place = "{} with pid {}".format(*actor.place) if actor.place else "a node"
         self._ended.put(Ended(worker, f"{worker} on {place} ended: {reason}"))
 
@@ -258,6 +273,14 @@ class RayLauncher:
         if serving:
             self._ray.wait(serving, num_returns=len(serving), timeout=_GRACE)
         self._actors.clear()
+
+
+def _if_there_is_room(node: str) -> dict[str, Any]:
+    """Return what asks for a place on a node, and for any other where that has no room."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    strategy = NodeAffinitySchedulingStrategy(node, soft=True, _spill_on_unavailable=True)
+    return {"scheduling_strategy": strategy}
 
 
 def _import_ray() -> Any:
@@ -314,7 +337,9 @@ def _connect(ray: Any, address: str | None) -> None:
                 **quiet,
             )
         else:
-            ray.init(address=address, **quiet)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # what ray:// says, it says twice
+                ray.init(address=address, **quiet)
     except Exception as error:  # it raises whatever its parts do
         if address is None:
             raise ClusterError(f"a Ray cluster could not be started: {_reason(error)}") from None
@@ -344,6 +369,7 @@ def _variables(names: tuple[str, ...]) -> dict[str, str]:
 
 
 def _reason(error: Exception) -> str:
-    """Return the line of Ray's that says what happened: the last."""
+    """Return the line of Ray's that says what happened: the last, without its guesses."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1][:_LONGEST_REASON] if lines else type(error).__name__
+    text = lines[-1].partition(" Some common causes")[0] if lines else type(error).__name__
+    return text[:_LONGEST_REASON]

@@ -76,7 +76,10 @@ class FullRay:
         return [r for r in references if self.has_room and r.startswith("where")], []
 
     def get(self, reference):
-        return ("a-node", 7)
+        return ("a-node", 7, "its id")
+
+    def nodes(self):
+        return [{"NodeID": "its id", "Alive": True, "Resources": {"CPU": 16.0, "GPU": 1.0}}]
 
     def kill(self, handle) -> None:
         """It is gone."""

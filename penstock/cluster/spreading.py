@@ -1,0 +1,66 @@
+"""On which node of a Ray cluster the next worker is to be.
+
+Ray's own spreading goes from node to node and does not look where workers are: of two hosts one may
+get all that are started again, and with them both replicas of a shard. Here the node with the
+fewest comes next. A node that died is in Ray's list for half a minute more, so one on which a
+worker had to be ended is the last to be chosen for a while.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+_DOUBT = 60.0  # seconds; Ray takes about 30 to find that a node is dead
+
+
+class Spreading:
+    """Chooses nodes.
+
+    Args:
+        wanted: what a worker asks for, as Ray names it: `CPU`, `GPU`.
+    """
+
+    def __init__(self, wanted: Mapping[str, float]) -> None:
+        self._wanted = wanted
+        self._doubted: dict[str, float] = {}  # when a worker had to be ended there
+        self._vacated: dict[str, float] = {}  # when a worker was last gone from there
+
+    def gone(self, node: str | None, *, was_ended: bool) -> None:
+        """Take note that a worker is gone from a node, by itself or since it had to be ended."""
+        if node is not None:
+            self._vacated[node] = time.monotonic()
+            if was_ended:
+                self._doubted[node] = time.monotonic()
+
+    def choose(
+        self, nodes: Iterable[Mapping[str, Any]], workers: Iterable[str | None]
+    ) -> str | None:
+        """Return the node for the next worker, None if it is not for us to say.
+
+        Among equals it is the one from which a worker has gone: its replica is elsewhere.
+
+        Args:
+            nodes: of the cluster, as `ray.nodes()` says it.
+            workers: the node of each worker that runs or is about to.
+        """
+        found = [node["NodeID"] for node in nodes if node["Alive"] and self._is_large(node)]
+        if len(found) < 2:
+            return None
+        here, oldest = Counter(workers), time.monotonic() - _DOUBT
+
+        def rank(node: str) -> tuple[bool, int, float]:
+            return (
+                self._doubted.get(node, -math.inf) > oldest,
+                here[node],
+                -self._vacated.get(node, -math.inf),
+            )
+
+        return min(found, key=rank)
+
+    def _is_large(self, node: Mapping[str, Any]) -> bool:
+        has = node["Resources"]
+        return all(has.get(name, 0) >= amount for name, amount in self._wanted.items())
