@@ -34,6 +34,7 @@ log = logging.getLogger("penstock.cluster")
 
 _OBJECTS_BYTES = 80 << 20  # the least that Ray takes; nothing of a run is in it
 _TURN = 0.05  # seconds between two looks at what is to be started or ended
+_OWN_DEATH = 0.25  # seconds in which a node that is well says that a process has died
 _GRACE = 10.0  # seconds in which actors that are killed should be gone
 _PATIENCE = 5.0  # seconds for a first connection to the cluster's address
 _LONGEST_REASON = 300
@@ -229,9 +230,12 @@ class RayLauncher:
         self._actors[worker] = _Actor(actor, where, serving, node)
 
     def _kill(self, worker: str) -> None:
-        if worker in self._actors:
-            self._actors[worker].is_ended = True
-            self._ray.kill(self._actors[worker].handle)
+        actor = self._actors.get(worker)
+        if actor is None:
+            return
+        died, _ = self._ray.wait([actor.serving], num_returns=1, timeout=_OWN_DEATH)
+        actor.is_ended = not died
+        self._ray.kill(actor.handle)
 
     def _watch(self) -> None:
         """Wait a little for what happens to actors, and take note of it."""

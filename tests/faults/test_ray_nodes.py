@@ -30,6 +30,8 @@ def cluster(network_of, tmp_path) -> Callable[..., RayNodes]:
         made.start_head()
         for host in range(1, nodes):
             made.start(host)
+        for host in range(nodes):
+            made.await_node(host)
         return made
 
     return make

@@ -109,3 +109,54 @@ def test_what_actors_without_room_ask_for_is_said_after_some_seconds(monkeypatch
         assert launcher.waits_for() is None
     finally:
         launcher.close()
+
+
+class RayError(Exception):
+    """As Ray's."""
+
+
+class ActorUnavailableError(RayError):
+    """As Ray's: it may be dead, or behind a cable that is cut."""
+
+
+class CutRay(FullRay):
+    """A Ray that cannot reach an actor any more."""
+
+    exceptions = SimpleNamespace(RayError=RayError, ActorUnavailableError=ActorUnavailableError)
+
+    def __init__(self, error: RayError) -> None:
+        super().__init__()
+        self.error, self.killed = error, 0
+
+    def wait(self, references, num_returns, timeout):
+        return [max(references)], []  # where it is before what became of it
+
+    def get(self, reference):
+        if reference.startswith("where"):
+            return super().get(reference)
+        raise self.error
+
+    def kill(self, handle) -> None:
+        self.killed += 1
+
+
+@pytest.mark.parametrize("kind", [RayError, ActorUnavailableError])
+def test_an_actor_that_cannot_be_reached_is_ended_too(kind):
+    """It may be alive, and would compute for nobody, or come back as one more engine."""
+    text = "It is unavailable: RPC error. Some common causes include: (1) many, and many more"
+    ray = CutRay(kind(f"a heading\n{text}\n"))
+    connection = SimpleNamespace(
+        ray=ray, options={"num_cpus": 1, "num_gpus": 0}, close=lambda: None
+    )
+    launcher = RayLauncher(connection, ("10.0.0.1", 1), "token")
+    try:
+        launcher.start()
+        deadline, ended = time.monotonic() + 10, []
+        while not ended and time.monotonic() < deadline:
+            ended = launcher.poll()
+        assert [each.how for each in ended] == [
+            "worker-1 on a-node with pid 7 ended: It is unavailable: RPC error."
+        ]
+        assert ray.killed == 1
+    finally:
+        launcher.close()
