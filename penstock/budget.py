@@ -261,7 +261,6 @@ class Budget:
         )
 
     def _parts(self, store: int, engine: int) -> list[tuple[str, int]]:
-        config = self._config
         where = "store, on flash besides (store.dram)" if self._on_flash else "store"
         if self._is_elsewhere:
             where = "calls to the store's shards, on other hosts"
