@@ -3,7 +3,9 @@
 The sum of all parts stays below `memory`, or below what the machine has where no cap is given;
 what cannot be is refused with the sum, part by part. The libraries are not estimated: they are
 measured, when everything is imported and the model is compiled. Engines and shards in processes of
-this machine count as parts; shards that are apart, on other hosts, do not.
+this machine count as parts; those on other hosts do not. What an engine there may use is, where
+nothing else is said, what one engine could have here: hosts of a run are of one kind, and how many
+there are must not change what one of them does.
 """
 
 from __future__ import annotations
@@ -40,12 +42,15 @@ _FLOAT_BYTES = {"fp32": 4, "bf16": 2}
 class Shares:
     """What the parts of the process may take, in bytes.
 
-    `engine` is the budget of one engine, `engines` what all of them will have of host memory;
+    `engine` is the budget of one engine, of which it will use `engine_peak`, and `engine_host` of
+    its host's memory; `engines` is what all that are on this host will have of its memory.
     `keep_pages` says whether there is room for the pages that they would keep as well
     (`engine/host_memory.py`).
     """
 
     engine: int
+    engine_peak: int
+    engine_host: int
     engines: int
     store: int
     keep_pages: bool
@@ -82,8 +87,8 @@ class Budget:
                 "memory; set store.dram and engine.memory instead"
             )
         self._limit = machine if config.memory is None else min(int(config.memory), machine)
-        inputs = [program.values[n].tensor.bytes for n in program.inputs if n in program.values]
-        batch_bytes = sum(inputs) * micro_batches * config.engines
+        inputs = [program.values[n].tensor for n in program.inputs if n in program.values]
+        batch_bytes = sum(i.bytes * config.batch.size // i.shape[0] for i in inputs)
         self._data = _CHECKING_BYTES + _COPIES_OF_BATCH * batch_bytes
         self._on_flash = config.store.flash.path is not None
         needed = least_flash_store_bytes if self._on_flash else _dram_store_bytes
@@ -92,6 +97,7 @@ class Budget:
         if config.cluster.start != "none":
             self._on_the_way = bytes_on_the_way(program, device)
         self._is_elsewhere = config.cluster.shards == "apart" and config.cluster.has_other_hosts
+        self._engines_here = 0 if config.cluster.has_other_hosts else config.engines
         self._saving = _SAVING_BYTES
         if not self._on_flash and config.cluster.shards == "here":
             self._saving += min(int(config.checkpoint.buffer), self._need)
@@ -116,31 +122,35 @@ class Budget:
 
         **Raises:** `BudgetError` where the other parts leave nothing.
         """
-        config, engines = self._config, self._config.engines
+        config, sharers, rest = self._config, max(1, self._engines_here), self._rest
         if config.engine.memory != "auto":
             return int(config.engine.memory)
         if self._device == "cuda":
             least = min(torch.cuda.mem_get_info(name)[0] for name in self._devices or (None,))
-            return int(least * _AUTO_ENGINE)
+            on_one = sharers if config.cluster.start == "local" else 1  # processes on one GPU
+            return int(least * _AUTO_ENGINE) // on_one
+        if not self._engines_here:  # as for one, whose links are those of one
+            alone = config.model_copy(update={"engines": 1})
+            rest += self._links - _shared_bytes(alone, self._program)
         store = self._need
         if self._on_flash:
-            store = int(_AUTO_FLASH * self._rest)
+            store = int(_AUTO_FLASH * rest)
         if config.store.dram != "auto" and self._on_flash:
             store = int(config.store.dram)
         is_too_little = store < self._need
         store = self._here(store)
         if config.memory is None:
-            share = int(_AUTO_ENGINE * (self._rest - store)) // engines
+            share = int(_AUTO_ENGINE * (rest - store)) // sharers
             if share <= 0:
                 self._refuse(store, self._least())
             return share
         if self._on_flash and config.store.dram == "auto" and not self._is_elsewhere:
             # Half for each; what engines cannot use is better used by weights.
             least, wanted = self._choice()
-            share = min(max(least, self._rest // 2 // engines), wanted)
-            store = self._rest - engines * share
+            share = min(max(least, rest // 2 // sharers), wanted)
+            store = rest - sharers * share
             is_too_little = store < self._need
-        share = (self._rest - store) // engines
+        share = (rest - store) // sharers
         if share <= 0 or is_too_little:
             self._refuse(max(self._need, store), self._least())
         return share
@@ -159,9 +169,10 @@ class Budget:
                 self._beside,
             )
         except BudgetError:
-            if config.memory is None or config.engine.memory != "auto" or self._device == "cuda":
+            is_divided = config.memory is not None and config.engine.memory == "auto"
+            if not is_divided or self._device == "cuda" or not self._engines_here:
                 raise
-            self._refuse(self._rest - config.engines * engine_bytes, self._least())
+            self._refuse(self._rest - self._engines_here * engine_bytes, self._least())
 
     def divide(self, plan: EnginePlan, engine_bytes: int) -> Shares:
         """Return what every part gets, once it is known what the engines will use.
@@ -169,8 +180,10 @@ class Budget:
         **Raises:** `BudgetError` where the sum is above the limit.
         """
         config = self._config
-        engines = self._host_bytes(plan)
-        one = -(-engines // config.engines)
+        peak = self._peak_bytes(plan)
+        one = self._host_bytes(peak)
+        engines = self._engines_here * one + self._returns_bytes(plan)
+        shown = -(-engines // max(1, self._engines_here))
         kept = int(engines * KEPT_OVER_USED)
         store = self._need
         if self._on_flash:
@@ -181,22 +194,30 @@ class Budget:
         if config.store.dram == "auto":
             store = max(store, self._need)  # a share of what is free may be too little
         if self._here(store) + engines > self._rest:
-            self._refuse(store, one)
-        self._require_loading(store, one)
-        return Shares(engine_bytes, engines, store, self._here(store) + kept <= self._rest)
+            self._refuse(store, shown)
+        self._require_loading(store, shown)
+        keep_pages = self._here(store) + kept <= self._rest
+        return Shares(engine_bytes, peak, one, engines, store, keep_pages)
 
-    def _host_bytes(self, plan: EnginePlan) -> int:
-        """Return what the engines have of host memory: all, or what their copies go through."""
-        engines, shared = self._config.engines, 0
+    def _peak_bytes(self, plan: EnginePlan) -> int:
+        """Return what one engine will have of the memory that it computes in."""
+        program, micro_batches = self._program, self._micro_batches
+        return predict_bytes(program, micro_batches, plan, self._device, self._sharing).peak_bytes
+
+    def _host_bytes(self, peak: int) -> int:
+        """Return what one engine has of host memory: all, or what its copies go through."""
+        if self._device != "cuda":
+            return peak
         if self._sharing is not None:
-            shared = plan.slots * self._sharing.return_bytes(self._program)
-        if self._device == "cuda" and self._sharing is not None:
-            return shared
-        if self._device == "cuda":
-            largest = max(_elements(self._program, stage) for stage in self._program.stages)
-            return engines * (2 * 4 * largest + self._on_the_way)
-        found = predict_bytes(self._program, self._micro_batches, plan, self._device, self._sharing)
-        return engines * found.peak_bytes + shared
+            return 0
+        largest = max(_elements(self._program, stage) for stage in self._program.stages)
+        return 2 * 4 * largest + self._on_the_way
+
+    def _returns_bytes(self, plan: EnginePlan) -> int:
+        """Return what the devices of a group have of host memory together."""
+        if self._sharing is None:
+            return 0
+        return plan.slots * self._sharing.return_bytes(self._program)
 
     def _least(self) -> int:
         return self._choice()[0]
@@ -240,18 +261,18 @@ class Budget:
         )
 
     def _parts(self, store: int, engine: int) -> list[tuple[str, int]]:
-        config = self._config
         where = "store, on flash besides (store.dram)" if self._on_flash else "store"
         if self._is_elsewhere:
             where = "calls to the store's shards, on other hosts"
-        number = f"{config.engines} engines" if config.engines > 1 else "engine"
+        here = self._engines_here
+        number = f"{here} engines" if here > 1 else "engine"
         shared = "memory that processes share (cluster.shared_memory)"
         return [
             ("libraries and compiled model, measured", self._libraries),
             ("batches and checks of the data set", self._data),
             ("writing checkpoints (checkpoint.buffer)", self._saving),
             (where, self._here(store)),
-            (f"{number} (engine.memory)", config.engines * engine),
+            *([(f"{number} (engine.memory)", here * engine)] if here else []),
             *([(shared, self._links)] if self._links else []),
             ("reserve for what no part accounts for", RESERVE_BYTES),
         ]
@@ -272,8 +293,9 @@ class Budget:
         is_here = not self._is_elsewhere
         if is_here and self._on_flash and config.store.dram != "auto" and store > over:
             ways.append(f"lower store.dram to {_floor(store - over)}")
-        if engine > self._least() and config.engines * engine > over:
-            share = max(self._least(), (config.engines * engine - over) // config.engines)
+        here = self._engines_here
+        if engine > self._least() and here * engine > over:
+            share = max(self._least(), (here * engine - over) // here)
             ways.append(f"lower engine.memory to {size_above(share)}")
         if is_here and not self._on_flash:
             if self._saving - _SAVING_BYTES > over:

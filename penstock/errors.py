@@ -68,6 +68,10 @@ class ClusterError(PenstockError):
     exit_code = 10
 
 
+class UnfitHostError(ClusterError):
+    """A host that cannot be what a run wants of it, as another host might."""
+
+
 class GroupError(ClusterError):
     """The devices of one host that work together have lost each other."""
 

@@ -20,11 +20,13 @@ from penstock.program import Program
 class Layout:
     """How a step's batch is divided, what an engine keeps of it, and what every part may use.
 
-    `slot_bytes` is what the program's stages had to fit, if anything; with fewer engines than
-    `least_engines` a step would not fit the budget of one.
+    `device` is "cpu" or "cuda", for all engines. `slot_bytes` is what the program's stages had to
+    fit, if anything; with fewer engines than `least_engines` a step would not fit the budget of
+    one.
     """
 
     program: Program
+    device: str
     plan: EnginePlan
     sequence_length: int
     micro_batch: int
@@ -121,7 +123,7 @@ def _planned(
     shares = budget.divide(plan, engine_bytes)
     least = _fewest(program, plan, micro_batches, least, device, engine_bytes)
     slots = division.slot_bytes
-    return Layout(program, plan, length, micro_batch, micro_batches, shares, slots, least)
+    return Layout(program, device, plan, length, micro_batch, micro_batches, shares, slots, least)
 
 
 def _least_engines(config: Config) -> int:

@@ -19,15 +19,21 @@ from penstock.fabric.sockets import Address
 
 Opens = Literal["when asked", "what was left", "empty"]
 
+Role = Literal["engine", "shard"]
+
 _LONGEST = 200  # characters of a name
 
 
 @dataclass(frozen=True)
 class Join:
-    """A process that would take part: its name, where it listens, the shard that it is to be."""
+    """A process that would take part: its name, where it listens, what it is to be.
+
+    `role` is None for one that may be either, `shard` None for one that may be any shard.
+    """
 
     worker: str
     listens: Address
+    role: Role | None
     shard: int | None
 
     @classmethod
@@ -37,12 +43,14 @@ class Join:
         **Raises:** `ProtocolError` if it makes no sense.
         """
         body = message.body
-        worker, shard = body.get("worker"), body.get("shard")
+        worker, role, shard = body.get("worker"), body.get("role"), body.get("shard")
         if not isinstance(worker, str) or len(worker) > _LONGEST:
             raise checks.refuse(message, f"says {str(worker)[:40]!r} for 'worker'")
+        if role not in (None, *get_args(Role)):
+            raise checks.refuse(message, f"says {str(role)[:40]!r} for 'role'")
         if shard is not None:
             shard = checks.integer(message, "shard", 0)
-        return cls(worker, address_of(message, body.get("listens")), shard)
+        return cls(worker, address_of(message, body.get("listens")), role, shard)
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,16 @@
 """The workers that a run has started: how many there are, and when to start no more.
 
-Any worker may become an engine or a shard, so they are counted together. One that ended before it
-was of use has ended in vain; after some of these in a row, others would do the same.
+They are counted by what they were started as: a launcher may give an engine another place than a
+shard. One that ended before it was of use has ended in vain; after some of these in a row, others
+would do the same.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
+from penstock.cluster.bodies import Role
 from penstock.cluster.launch import Ended, Launcher
 
 _MOST_IN_VAIN = 3
@@ -25,7 +27,7 @@ class Crew:
 
     def __init__(self, launcher: Launcher, say: Callable[[str, str], None]) -> None:
         self._launcher, self._say = launcher, say
-        self._running = 0
+        self._running: dict[str, Role] = {}
         self._useful: set[str] = set()
         self._in_vain = 0  # workers in a row that ended before they were of use
         self._last_words = ""
@@ -33,13 +35,14 @@ class Crew:
         self._waited_for: str | None = None
         self._has_said_so = False
 
-    def fill(self, wanted: int) -> None:
-        """Start as many as are missing."""
-        for _ in range(wanted - self._running):
-            if self.given_up is None:
-                self._start()
+    def fill(self, wanted: Mapping[Role, int]) -> None:
+        """Start as many as are missing of each role, in that order."""
+        for role, number in wanted.items():
+            for _ in range(number - list(self._running.values()).count(role)):
+                if self.given_up is None:
+                    self._start(role)
 
-    def replace(self, wanted: int) -> None:
+    def replace(self, wanted: Mapping[Role, int]) -> None:
         """Start another for each that is missing, unless they end in vain."""
         for ended in self._launcher.poll():
             self._take_leave(ended)
@@ -69,20 +72,20 @@ class Crew:
 
     def _take_leave(self, ended: Ended) -> None:
         self._say("worker ended", ended.how)
-        self._running -= 1
+        self._running.pop(ended.worker, None)
         if ended.worker in self._useful:
             self._useful.discard(ended.worker)
         else:
             self._in_vain += 1
             self._last_words = ended.how
 
-    def _start(self) -> None:
+    def _start(self, role: Role) -> None:
         try:
-            self._launcher.start()
+            worker = self._launcher.start(role)
         except OSError as error:
             self._in_vain += 1
             self._next_try = time.monotonic() + _NEXT_TRY
             self._last_words = f"a worker could not be started: {error}"
             self._say("not started", self._last_words)
             return
-        self._running += 1
+        self._running[worker] = role

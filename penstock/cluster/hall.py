@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.cluster.bodies import Figures
+from penstock.cluster.bodies import Figures, Role
 from penstock.cluster.calls import Calls
 from penstock.cluster.crew import Crew
 from penstock.cluster.guests import Guest, Guests
@@ -138,10 +138,10 @@ class Hall:
         return ShardsApart(self._config, parts, self._calls, house)
 
     @property
-    def _wanted_workers(self) -> int:
-        """How many workers are to run: engines, spare ones, and shards that are apart."""
+    def _wanted_workers(self) -> Mapping[Role, int]:
+        """How many workers are to run: shards that are apart; engines, spare ones too."""
         shards = self._config.store.holders - self._places.given_up if self.plan.is_apart else 0
-        return self._wanted_engines + shards
+        return {"shard": shards, "engine": self._wanted_engines}
 
     @property
     def _wanted_engines(self) -> int:
@@ -298,6 +298,7 @@ class Hall:
             body = {"progress": node.progress, "busy": node.is_busy}
             self.conductor.handle(Message(Kind.BEAT, 0, node.number, body=body))
         self.conductor.tick(now)
+        self._reception.look()
         self._crew.replace(self._wanted_workers)
         few = len(self.conductor.ready) < self._layout.least_engines
         given_up, joining = self._crew.given_up, self.guests.joining
@@ -329,7 +330,7 @@ class Hall:
         self._crew.is_of_use(guest.worker)
 
     def _link_ended(self, link: Link, error: Exception) -> None:
-        self.guests.joining.pop(link, None)
+        self._reception.left(link)
         guest = self.guests.at(link)
         if guest is None:
             return

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from penstock.cluster.bodies import Role
 from penstock.cluster.forks import Forks, needed_modules
 from penstock.cluster.worker import NAME, TOKEN
 from penstock.fabric.sockets import Address
@@ -37,8 +38,11 @@ class Ended:
 class Launcher(Protocol):
     """Starts workers, somewhere; called by one thread at a time, which it never makes wait."""
 
-    def start(self) -> None:
-        """Start one more worker, which joins by itself when it can; returns at once."""
+    def start(self, role: Role) -> str:
+        """Start one more worker, which joins by itself when it can; return its name, at once.
+
+        Where a worker may be either, `role` need not bind it.
+        """
         ...
 
     def poll(self) -> list[Ended]:
@@ -97,8 +101,8 @@ class LocalLauncher:
         """From which workers are forked, if they are."""
         return self._templates[-1] if self._templates and self._templates[-1].is_there else None
 
-    def start(self) -> None:
-        """Start one more worker."""
+    def start(self, role: Role) -> str:
+        """Start one more worker; on this machine any of them may be an engine or a shard."""
         self._logs.mkdir(parents=True, exist_ok=True)
         self._started += 1
         worker = f"worker-{self._started}"
@@ -109,6 +113,7 @@ class LocalLauncher:
         is_of_use = template is not None and (template.is_ready or len(self._templates) == 1)
         if template is None or not is_of_use or not template.start(worker, self._log(worker)):
             self._start_afresh(worker)
+        return worker
 
     def _make_template(self) -> None:
         name = f"template-{len(self._templates) + 1}"
@@ -209,8 +214,13 @@ def thread_states(pid: int) -> list[str]:
 class NoLauncher:
     """Starts nobody: workers are started by others, and join when they can."""
 
-    def start(self) -> None:
+    def __init__(self) -> None:
+        self._asked = 0
+
+    def start(self, role: Role) -> str:
         """Leave it to others to start one more."""
+        self._asked += 1
+        return f"of others-{self._asked}"
 
     def poll(self) -> list[Ended]:
         """Return nothing: who leaves is known by its link."""

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from penstock.assembly import choose_device
+from penstock.cluster.bodies import Role
 from penstock.cluster.launch import Ended
 from penstock.cluster.spreading import Spreading
 from penstock.cluster.worker import Worker
@@ -46,13 +46,14 @@ class RayConnection:
 
     Args:
         config: of the run.
+        device: on which its engines compute.
 
     Raises:
         ConfigError: Ray is not installed, or a variable that the actors should get is not set.
         ClusterError: there is no such cluster, or it does not let this process in.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, device: str) -> None:
         address = config.cluster.address
         is_local = address is None
         variables = _variables(config.cluster.environment)
@@ -62,11 +63,13 @@ class RayConnection:
         self._is_ours = not ray.is_initialized()  # a notebook may be connected already
         if self._is_ours:
             _connect(ray, address)
-        has_gpus = choose_device(config.engine.device) == "cuda"
+        # On one machine it is `engines` that says how many fit, as with cluster.start: local.
+        threads = 0 if is_local else config.engine.threads or 1
+        self.wants: Mapping[Role, Mapping[str, int]] = {
+            "engine": {"num_cpus": threads, "num_gpus": 1 if device == "cuda" else 0},
+            "shard": {"num_cpus": min(threads, 1), "num_gpus": 0},
+        }
         self.options: dict[str, Any] = {
-            # On one machine it is `engines` that says how many fit, as with cluster.start: local.
-            "num_cpus": 0 if is_local else config.engine.threads or 1,
-            "num_gpus": 1 if has_gpus else 0,
             "scheduling_strategy": "SPREAD",
             "max_restarts": 0,  # which workers there are is decided by the run
         }
@@ -99,10 +102,10 @@ class RayWorker:
         node = _import_ray().get_runtime_context().get_node_id()
         return socket.gethostname(), os.getpid(), str(node)
 
-    def serve(self, address: Address, token: str, name: str) -> str:
-        """Be an engine of the run until it ends; return why, if it ended before."""
+    def serve(self, address: Address, token: str, name: str, role: Role) -> str:
+        """Be an engine or a shard of the run until it ends; return why, if it ended before."""
         try:
-            Worker(address, token, name).serve()
+            Worker(address, token, name, role).serve()
         except ClusterError as error:
             return f"{error}; the run's process must be reachable from there, see cluster.host"
         except PenstockError as error:
@@ -115,6 +118,7 @@ class _Actor:
     handle: Any
     where: Any  # a reference to its host and process, until they are known
     serving: Any  # a reference that is ready when the worker has ended
+    role: Role
     node: str | None  # where it is, or is asked to be
     place: tuple[str, int] | None = None  # once it has begun
     is_ended: bool = False  # by us
@@ -137,8 +141,7 @@ class RayLauncher:
         self._connection, self._ray = connection, connection.ray
         self._address, self._token = address, token
         self._kind = self._ray.remote(RayWorker)
-        options = connection.options
-        self._spreading = Spreading({"CPU": options["num_cpus"], "GPU": options["num_gpus"]})
+        self._spreading = Spreading()
         self._started = 0
         self._actors: dict[str, _Actor] = {}  # the thread's own
         self._asked: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -153,14 +156,15 @@ class RayLauncher:
         actors = list(self._actors.items())
         return {worker: actor.place[1] for worker, actor in actors if actor.place is not None}
 
-    def start(self) -> None:
+    def start(self, role: Role) -> str:
         """Ask for one more worker; it comes when a node has room for it."""
         self._started += 1
         worker = f"worker-{self._started}"
         if self._lost is not None:
             self._ended.put(Ended(worker, f"{worker} was not started: {self._lost}"))
-            return
-        self._asked.put(lambda: self._start(worker))
+        else:
+            self._asked.put(lambda: self._start(worker, role))
+        return worker
 
     def poll(self) -> list[Ended]:
         """Return the workers that have ended since the last call."""
@@ -176,12 +180,13 @@ class RayLauncher:
         waiting = [a for a in list(self._actors.values()) if a.place is None and a.asked_at < late]
         if not waiting or self._lost is not None:
             return None
-        options = self._connection.options
-        cpus, gpus = options["num_cpus"], options["num_gpus"]
-        wants = f"{cpus} CPU(s)" + (f" and {gpus} GPU(s)" if gpus else "")
+        wants = " and ".join(
+            f"each {role} for {_in_words(self._connection.wants[role])}"
+            for role in dict.fromkeys(actor.role for actor in waiting)
+        )
         return (
             f"{len(waiting)} of {len(self._actors)} workers have not begun in {_NO_ROOM:.0f} s; "
-            f"each asks the Ray cluster for {wants} (engine.threads) and comes when there is room: "
+            f"they ask the Ray cluster, {wants} (engine.threads), and come when there is room: "
             "see `ray status`; add nodes, or lower engines, cluster.spare or engine.threads"
         )
 
@@ -220,14 +225,20 @@ class RayLauncher:
                 asked()
         return True
 
-    def _start(self, worker: str) -> None:
-        here = [actor.node for actor in self._actors.values()]
-        node = self._spreading.choose(self._ray.nodes(), here)
-        options = self._connection.options | ({} if node is None else _if_there_is_room(node))
+    def _start(self, worker: str, role: Role) -> None:
+        wants, actors = self._connection.wants[role], self._actors.values()
+        node = self._spreading.choose(
+            self._ray.nodes(),
+            {"CPU": wants["num_cpus"], "GPU": wants["num_gpus"]},
+            alike=[actor.node for actor in actors if actor.role == role],
+            others=[actor.node for actor in actors if actor.role != role],
+        )
+        options = {**self._connection.options, **wants}
+        options |= {} if node is None else _if_there_is_room(node)
         actor = self._kind.options(**options).remote(str(Path.cwd()))
         where = actor.where.remote()
-        serving = actor.serve.remote(self._address, self._token, worker)
-        self._actors[worker] = _Actor(actor, where, serving, node)
+        serving = actor.serve.remote(self._address, self._token, worker, role)
+        self._actors[worker] = _Actor(actor, where, serving, role, node)
 
     def _kill(self, worker: str) -> None:
         actor = self._actors.get(worker)
@@ -277,6 +288,11 @@ class RayLauncher:
         if serving:
             self._ray.wait(serving, num_returns=len(serving), timeout=_GRACE)
         self._actors.clear()
+
+
+def _in_words(wants: Mapping[str, int]) -> str:
+    cpus, gpus = wants["num_cpus"], wants["num_gpus"]
+    return f"{cpus} CPU(s)" + (f" and {gpus} GPU(s)" if gpus else "")
 
 
 def _if_there_is_room(node: str) -> dict[str, Any]:

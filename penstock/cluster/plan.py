@@ -1,4 +1,4 @@
-"""From a program to the transfers of its steps, and to a digest that all nodes must share."""
+"""From a program to the transfers of its steps, and to digests that nodes must share."""
 
 from __future__ import annotations
 
@@ -23,12 +23,14 @@ Placement = Mapping[str, Sequence[tuple[int, int, int]]]
 class RunPlan:
     """What the processes of a run must agree on, and what each is told of it.
 
-    `parts` are what each shard of the store holds, `first_nodes` the numbers of its first nodes;
-    `is_apart` says whether these are processes of their own.
+    `engine_digest` is of all that engines must have in common, `shard_digest` of what shards must
+    share with them. `parts` are what each shard of the store holds, `first_nodes` the numbers of
+    its first nodes; `is_apart` says whether these are processes of their own.
     """
 
     transfers: Transfers
-    digest: str
+    engine_digest: str
+    shard_digest: str
     terms: Mapping[str, Any]
     parts: Sequence[Holding]
     first_nodes: Sequence[Sequence[int]]
@@ -42,7 +44,8 @@ class RunPlan:
         transfers = transfers_of(program, recompute, placement_of(program, shards), shards)
         return cls(
             transfers,
-            digest_of(program, transfers),
+            engine_digest(program, transfers, layout.device),
+            shard_digest(program, transfers),
             terms_of(config, layout),
             list(ShardMap.of(program, shards).parts(program)),
             [[1 + shard + r * shards for r in range(replicas)] for shard in range(shards)],
@@ -101,14 +104,20 @@ def _pieces(
     return chunks(pieces)
 
 
-def digest_of(program: Program, transfers: Transfers) -> str:
-    """Return what two processes must agree on to work together: stages, weights, chunks."""
+def shard_digest(program: Program, transfers: Transfers) -> str:
+    """Return what a shard must agree on with engines: stages, weights, chunks; on no device."""
     state = xxhash.xxh3_128()
     for stage in program.stages:
-        state.update(
-            repr((stage.name, stage.kind.digest, stage.weights, stage.first_dropout)).encode()
-        )
+        state.update(repr((stage.name, stage.weights)).encode())
     for name, spec in program.weights.items():
         state.update(repr((name, spec.shape, str(spec.stream_dtype), spec.trainable)).encode())
     state.update(repr(transfers).encode())
+    return state.hexdigest()
+
+
+def engine_digest(program: Program, transfers: Transfers, device: str) -> str:
+    """Return what two engines must agree on: that, what every stage computes, and on what."""
+    state = xxhash.xxh3_128(shard_digest(program, transfers).encode())
+    computed = [(stage.kind.digest, stage.first_dropout) for stage in program.stages]
+    state.update(repr((device, computed)).encode())
     return state.hexdigest()

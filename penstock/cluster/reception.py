@@ -1,13 +1,14 @@
 """How a process becomes a node of a run: it says who it is, is given a place, and is ready.
 
 What comes here comes over links that are nobody's yet. A process that joins is given the place of
-a shard that is vacant, else that of an engine; one that cannot be what it was to be is sent away,
-and would be no better the next time.
+a shard that is vacant, else that of an engine, unless it was started as one of them; one that
+cannot be what it was to be is sent away, and would be no better the next time. A process that was
+started as a shard waits here where no place is vacant for it yet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from penstock.cluster.bodies import Join, Opens
@@ -17,7 +18,7 @@ from penstock.cluster.news import News
 from penstock.cluster.plan import RunPlan
 from penstock.cluster.shard_places import Place
 from penstock.cluster.shards_apart import ShardsApart
-from penstock.errors import ClusterError, PenstockError
+from penstock.errors import ClusterError, PenstockError, UnfitHostError
 from penstock.fabric.messages import Kind, Message
 from penstock.fabric.nodes import CONDUCTOR, Conductor
 from penstock.fabric.sockets import Link
@@ -53,6 +54,7 @@ class Reception:
         self._apart, self._places, self._news = apart, apart.places, news
         self._let_in, self._engines_wanted = let_in, engines_wanted
         self._next = FIRST_ENGINE
+        self._waiting: dict[Link, Join] = {}  # for the place of a shard
 
     def take(self, link: Link, message: Message) -> None:
         """Take what a peer says before it is somebody.
@@ -61,7 +63,7 @@ class Reception:
         """
         joining = self._guests.joining
         if message.kind is Kind.JOIN:
-            self._welcome(link, Join.read(message))
+            self._join(link, Join.read(message))
         elif message.kind is Kind.READY and link in joining:
             self._admit(joining.pop(link), message.body)
         elif message.kind is Kind.TROUBLE and link in joining:
@@ -69,12 +71,35 @@ class Reception:
             text = f"{guest} could not be made: {message.body.get('text')}"
             self._turn_away(guest, text, error_class(kind))
 
-    def _welcome(self, link: Link, said: Join) -> None:
-        """Give a process that joins its place."""
-        place = self._place_for(said)
+    def look(self) -> None:
+        """Give those who wait for the place of a shard one that has become vacant."""
+        for others_come in (True, False):
+            if not others_come and len(self._free()) > len(self._waiting):
+                return  # to some of these, who may be on other hosts
+            for link, said in list(self._waiting.items()):
+                if (place := self._place_for(said, others_come)) is not None:
+                    del self._waiting[link]
+                    self._welcome(link, said, place)
+
+    def left(self, link: Link) -> None:
+        """Take note that a process has left that was not here yet."""
+        self._guests.joining.pop(link, None)
+        self._waiting.pop(link, None)
+
+    def _join(self, link: Link, said: Join) -> None:
+        """Give a process that joins its place, or have it wait for one."""
+        if said.role == "shard" and said.shard is None:
+            self._waiting[link] = said
+            self.look()
+            return
+        place = None if said.role == "engine" else self._place_for(said, self._wants_engines())
         if place is None and said.shard is not None:
             self._refuse(link, f"shard {said.shard} of the store is not wanted: it is there")
             return
+        self._welcome(link, said, place)
+
+    def _welcome(self, link: Link, said: Join, place: Place | None) -> None:
+        """Tell a process what it is to be."""
         opens: Opens = "when asked"
         number, plan = self._next, self._plan
         if place is not None and not self._places.have_come:
@@ -94,19 +119,24 @@ class Reception:
         }
         link.send(Message(Kind.WELCOME, 0, CONDUCTOR, body=body))
 
-    def _place_for(self, said: Join) -> Place | None:
-        """Return the place that a process gets which joins, None if it is to be an engine."""
-        guests = self._guests
-        here = [(m.place, m.listens[0]) for m in guests.all if m.place is not None]
+    def _place_for(self, said: Join, others_come: bool) -> Place | None:
+        """Return the place of a shard that a process gets which joins, None if it gets none."""
+        here = [(m.place, m.listens[0]) for m in self._guests.all if m.place is not None]
+        return self._apart.place_for(said.role, said.shard, said.listens[0], here, others_come)
+
+    def _free(self) -> Sequence[Place]:
+        return self._places.free({guest.place for guest in self._guests.all})
+
+    def _wants_engines(self) -> bool:
         engines = len(self._conductor.ready)
-        engines += sum(not guest.is_shard for guest in guests.joining.values())
-        fits_engine = engines < self._engines_wanted()
-        return self._apart.place_for(said.shard, said.listens[0], here, fits_engine)
+        engines += sum(not guest.is_shard for guest in self._guests.joining.values())
+        return engines < self._engines_wanted()
 
     def _admit(self, guest: Guest, said: Mapping[str, Any]) -> None:
         """Take a process that is ready among those of the run."""
         number, place = guest.number, guest.place
-        if said.get("digest") != self._plan.digest:
+        plan = self._plan
+        if said.get("digest") != (plan.engine_digest if place is None else plan.shard_digest):
             text = f"{guest} has compiled another program: are its versions the same?"
             self._turn_away(guest, text, ClusterError)
             return
@@ -126,9 +156,13 @@ class Reception:
             self._news.say("joined", f"{guest} is ready", number)
 
     def _turn_away(self, guest: Guest, text: str, kind: type[PenstockError]) -> None:
-        """Let a process go that cannot be what it was to be: the run ends if it needs it."""
+        """Let a process go that cannot be what it was to be.
+
+        The run ends if it needs it and another would be no better.
+        """
         is_needed = guest.is_shard and not guest.waits_for_copy
-        if is_needed or not (guest.is_shard or self._conductor.ready):
+        is_needed |= not (guest.is_shard or self._conductor.ready)
+        if is_needed and kind is not UnfitHostError:
             self._news.fail(kind(text))
         self._refuse(guest.link, text, guest.number)
 

@@ -164,8 +164,8 @@ class ClusterRunner:
 
     def _trace(self, error: NonFiniteLossError) -> NoReturn:
         """Find in this process where a loss began that is not a number."""
-        layout, device = self._layout, assembly.choose_device(self._config.engine.device)
-        made = assembly.make_engines(layout.program, layout.plan, layout.shares, 1, device)
+        layout = self._layout
+        made = assembly.make_engines(layout.program, layout.plan, layout.shares, 1, layout.device)
         trace(error, layout.program, made, self._store, self._batches, self._config.run.seed)
 
     def _look_for_stragglers(self) -> None:

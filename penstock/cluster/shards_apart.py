@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from penstock.cluster.bodies import Role
 from penstock.cluster.calls import BadAnswerError, Calls, ShardLostError
 from penstock.cluster.copying import BrokenCopyError, NotTakenError, copy_shard
 from penstock.cluster.record import NAME
@@ -211,26 +212,32 @@ class ShardsApart:
         return f"on {where}: python -m penstock.cluster.worker {record} --shard {shard}"
 
     def place_for(
-        self, asked: object, host: object, here: Iterable[tuple[Place, object]], fits_engine: bool
+        self,
+        role: Role | None,
+        asked: int | None,
+        host: str,
+        here: Iterable[tuple[Place, str]],
+        others_come: bool,
     ) -> Place | None:
-        """Return the place that a process gets which joins, None if it is to be an engine.
+        """Return the place that a process gets which joins, None if it gets none.
 
         Two processes of one host hold the same shard only where nobody else is to come.
 
         Args:
+            role: what it was started as, None if it may be either.
             asked: the shard that it wants to be, if it wants any.
             host: where it is.
             here: the places of the others that have come, or are about to, and their hosts.
-            fits_engine: whether engines are wanted yet.
+            others_come: whether others are to come who could take a place.
         """
         others = list(here)
         free = self.places.free({place for place, _ in others})
         if asked is not None:
             return next((place for place in free if place.shard == asked), None)
-        if self._config.cluster.start == "listen":
+        if role is None and self._config.cluster.start == "listen":
             return None  # people who start workers know which host has which shard's flash
         shards_here = {place.shard for place, where in others if where == host}
         elsewhere = [place for place in free if place.shard not in shards_here]
-        if elsewhere or fits_engine:
+        if elsewhere or others_come:
             return next(iter(elsewhere), None)
         return next(iter(free), None)

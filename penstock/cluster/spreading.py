@@ -2,8 +2,9 @@
 
 Ray's own spreading goes from node to node and does not look where workers are: of two hosts one may
 get all that are started again, and with them both replicas of a shard. Here the node with the
-fewest comes next. A node that died is in Ray's list for half a minute more, so one on which a
-worker had to be ended is the last to be chosen for a while.
+fewest of the same role comes next: engines and shards are each spread for themselves, since they
+may not find room on the same nodes. A node that died is in Ray's list for half a minute more, so
+one on which a worker had to be ended is the last to be chosen for a while.
 """
 
 from __future__ import annotations
@@ -18,14 +19,9 @@ _DOUBT = 60.0  # seconds; Ray takes about 30 to find that a node is dead
 
 
 class Spreading:
-    """Chooses nodes.
+    """Chooses nodes."""
 
-    Args:
-        wanted: what a worker asks for, as Ray names it: `CPU`, `GPU`.
-    """
-
-    def __init__(self, wanted: Mapping[str, float]) -> None:
-        self._wanted = wanted
+    def __init__(self) -> None:
         self._doubted: dict[str, float] = {}  # when a worker had to be ended there
         self._vacated: dict[str, float] = {}  # when a worker was last gone from there
 
@@ -37,7 +33,11 @@ class Spreading:
                 self._doubted[node] = time.monotonic()
 
     def choose(
-        self, nodes: Iterable[Mapping[str, Any]], workers: Iterable[str | None]
+        self,
+        nodes: Iterable[Mapping[str, Any]],
+        wanted: Mapping[str, float],
+        alike: Iterable[str | None],
+        others: Iterable[str | None] = (),
     ) -> str | None:
         """Return the node for the next worker, None if it is not for us to say.
 
@@ -45,22 +45,27 @@ class Spreading:
 
         Args:
             nodes: of the cluster, as `ray.nodes()` says it.
-            workers: the node of each worker that runs or is about to.
+            wanted: what the worker asks for, as Ray names it: `CPU`, `GPU`.
+            alike: the node of each worker of its role that runs or is about to.
+            others: the node of each other worker.
         """
-        found = [node["NodeID"] for node in nodes if node["Alive"] and self._is_large(node)]
+        found = [node["NodeID"] for node in nodes if node["Alive"] and _is_large(node, wanted)]
         if len(found) < 2:
             return None
-        here, oldest = Counter(workers), time.monotonic() - _DOUBT
+        of_role, rest = Counter(alike), Counter(others)
+        oldest = time.monotonic() - _DOUBT
 
-        def rank(node: str) -> tuple[bool, int, float]:
+        def rank(node: str) -> tuple[bool, int, int, float]:
             return (
                 self._doubted.get(node, -math.inf) > oldest,
-                here[node],
+                of_role[node],
+                rest[node],
                 -self._vacated.get(node, -math.inf),
             )
 
         return min(found, key=rank)
 
-    def _is_large(self, node: Mapping[str, Any]) -> bool:
-        has = node["Resources"]
-        return all(has.get(name, 0) >= amount for name, amount in self._wanted.items())
+
+def _is_large(node: Mapping[str, Any], wanted: Mapping[str, float]) -> bool:
+    has = node["Resources"]
+    return all(has.get(name, 0) >= amount for name, amount in wanted.items())

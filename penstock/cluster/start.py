@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 
-from penstock.assembly import choose_device
 from penstock.cluster import record
 from penstock.cluster.hall import Hall
 from penstock.cluster.launch import Launcher, LocalLauncher, NoLauncher
@@ -27,7 +26,7 @@ def open_hall(
     """Open the door of a run and start its workers; they come when they can."""
     token = new_token()
     with contextlib.ExitStack() as undo:
-        host, launch = _place(config, token, undo)
+        host, launch = _place(config, layout.device, token, undo)
         hall = Hall(
             config,
             layout,
@@ -55,14 +54,14 @@ def _say_where(config: Config, hall: Hall, tell: Callable[[ClusterEvent], None])
 
 
 def _place(
-    config: Config, token: str, undo: contextlib.ExitStack
+    config: Config, device: str, token: str, undo: contextlib.ExitStack
 ) -> tuple[str, Callable[[Endpoint], Launcher]]:
     """Return where the run listens, and what makes its launcher."""
     host = config.cluster.host
     if config.cluster.start == "ray":
         from penstock.cluster.on_ray import RayConnection, RayLauncher
 
-        connection = RayConnection(config)
+        connection = RayConnection(config, device)
         undo.callback(connection.close)
         return (
             connection.host if host == "auto" else host,
@@ -72,5 +71,5 @@ def _place(
     if config.cluster.start == "listen":
         return host, lambda endpoint: NoLauncher()
     logs = config.run.dir / WORKER_LOGS
-    forks = choose_device(config.engine.device) != "cuda"  # whose driver survives no fork
+    forks = device != "cuda"  # whose driver survives no fork
     return host, lambda endpoint: LocalLauncher(endpoint.address, token, logs, forks=forks)

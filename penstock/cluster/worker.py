@@ -20,18 +20,13 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from penstock.cluster.bodies import Opens, Welcome
-from penstock.cluster.engine_work import EngineOfProcess
-from penstock.cluster.plan import digest_of, placement_of, transfers_of
+from penstock.cluster.bodies import Role, Welcome
 from penstock.cluster.record import read_record
-from penstock.cluster.shard_places import Place
-from penstock.cluster.shard_process import ShardApart
-from penstock.cluster.shard_work import StoreOfShard
+from penstock.cluster.roles import Built, ShardRole, build_engine, build_shard
 from penstock.cluster.worker_nodes import WorkerNode, WorkerShard
 from penstock.errors import (
     ClusterError,
@@ -42,13 +37,7 @@ from penstock.errors import (
 )
 from penstock.fabric.messages import Kind, Message
 from penstock.fabric.nodes import CONDUCTOR, EngineNode, ShardNode
-from penstock.fabric.nodes.runtime import Runtime
 from penstock.fabric.sockets import Endpoint, Link, own_host
-from penstock.fabric.transfers import Transfers
-from penstock.program import Program
-
-if TYPE_CHECKING:
-    from penstock.config import Config
 
 log = logging.getLogger("penstock.cluster")
 
@@ -56,48 +45,6 @@ TOKEN = "PENSTOCK_TOKEN"
 NAME = "PENSTOCK_WORKER"
 _PATIENCE = 10.0  # seconds in which a conductor that went away may come back
 _CLOSING = 60.0  # seconds in which a shard should have let go of its files
-
-
-class EngineRole:
-    """An engine: it computes."""
-
-    def __init__(self, work: EngineOfProcess, transfers: Transfers) -> None:
-        self.work, self.transfers = work, transfers
-
-    def node(self, number: int, runtime: Runtime) -> EngineNode:
-        """Return the engine's node."""
-        return EngineNode(number, runtime, self.transfers, self.work)
-
-    def figures(self) -> Mapping[str, Any]:
-        """Return its memory, and how long it has computed."""
-        return {"peak_bytes": self.work.peak_bytes, "computed": list(self.work.computed)}
-
-
-class ShardRole:
-    """A shard of the store: it keeps weights and state."""
-
-    def __init__(
-        self, shard: int, place: ShardApart, work: StoreOfShard, transfers: Transfers
-    ) -> None:
-        self.place, self.transfers = place, transfers
-        self._shard, self._work = shard, work
-
-    def node(self, number: int, runtime: Runtime) -> ShardNode:
-        """Return the shard's node."""
-        return ShardNode(number, self._shard, runtime, self.transfers, self._work)
-
-    def figures(self) -> Mapping[str, Any]:
-        """Return nothing more: what it has is asked for."""
-        return {}
-
-
-@dataclass(frozen=True)
-class _Built:
-    """What was made for a run: its role, and what that takes to be the same for all."""
-
-    told: Mapping[str, Any]
-    role: EngineRole | ShardRole
-    digest: str
 
 
 class RefusedError(ClusterError):
@@ -115,7 +62,8 @@ class Worker:
         address: where the conductor's process listens.
         token: of the run.
         name: what the worker is known by to whoever started it.
-        shard: the shard that it is to be; None leaves it to the run what it becomes.
+        role: what it is to be; None leaves it to the run.
+        shard: the shard that it is to be, if that is decided already.
         port: on which it listens for other workers; 0: one that is free.
     """
 
@@ -124,18 +72,20 @@ class Worker:
         address: tuple[str, int],
         token: str,
         name: str | None = None,
+        role: Role | None = None,
         shard: int | None = None,
         port: int = 0,
     ) -> None:
         self._address = address
         self._name = name or f"{socket.gethostname()}:{os.getpid()}"
+        self._role: Role | None = role if shard is None else "shard"
         self._shard = shard
         self._events: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._node: EngineNode | ShardNode | None = None
         self._seat: WorkerNode | None = None
         self._number = 0
         self._link: Link | None = None
-        self._built: _Built | None = None
+        self._built: Built | None = None
         self._endpoint = Endpoint(
             token,
             own_host(address),
@@ -180,8 +130,8 @@ class Worker:
         """Join, and stay until the link ends."""
         link = self._link = self._endpoint.connect(self._address)
         body: dict[str, Any] = {"listens": list(self._endpoint.address), "worker": self._name}
-        if self._shard is not None:
-            body["shard"] = self._shard
+        if self._role is not None:
+            body |= {"role": self._role, "shard": self._shard}
         link.send(Message(Kind.JOIN, 0, 0, body=body))
         while True:
             what, content = self._events.get()
@@ -284,85 +234,6 @@ class Worker:
         link.send(Message(Kind.BEAT, node.epoch, self._number, body=body))
 
 
-@dataclass(frozen=True)
-class _Compiled:
-    config: Config
-    device: str
-    program: Program
-    recompute: frozenset[int]
-    transfers: Transfers
-
-    @property
-    def digest(self) -> str:
-        return digest_of(self.program, self.transfers)
-
-
-def _compile(told: Mapping[str, Any]) -> _Compiled:
-    """Compile the run's model, as the conductor's process said."""
-    from penstock import assembly
-    from penstock.config import Config
-
-    config = Config.from_mapping(told["config"])
-    assembly.set_threads(told["threads"])
-    assert config.model is not None
-    kept = None if told["kept"] is None else Path(told["kept"])
-    source = assembly.model_source(config.model, kept)
-    device = assembly.choose_device(config.engine.device)
-    program = assembly.compile_source(
-        assembly.with_adapters(source, config.lora),
-        micro_batch=told["micro_batch"],
-        length=told["length"],
-        precision=config.precision,
-        device=device,
-        train=config.train,
-        freeze=config.freeze,
-        slot_bytes=told["slot_bytes"],
-    )
-    recompute = frozenset(told["recompute"])
-    shards = int(told["shards"])
-    transfers = transfers_of(program, recompute, placement_of(program, shards), shards)
-    return _Compiled(config, device, program, recompute, transfers)
-
-
-def build_engine(told: Mapping[str, Any]) -> _Built:
-    """Make an engine, as the conductor's process said.
-
-    Raises:
-        PenstockError: this machine cannot be such an engine.
-    """
-    from penstock.engine import EnginePlan, TorchEngine
-
-    made = _compile(told)
-    engine = TorchEngine(
-        made.program,
-        EnginePlan(made.recompute),
-        device=made.device,
-        budget_bytes=told["engine_bytes"],
-    )
-    work = EngineOfProcess(engine, made.program, made.transfers, made.recompute, made.device)
-    return _Built(dict(told), EngineRole(work, made.transfers), made.digest)
-
-
-def build_shard(told: Mapping[str, Any], place: Place, opens: Opens) -> _Built:
-    """Make a shard of the store.
-
-    Args:
-        opens: what it does with its store now (`Welcome`).
-
-    Raises:
-        PenstockError: this machine cannot be such a shard.
-    """
-    made, shard = _compile(told), place.shard
-    apart = ShardApart(made.config, made.program, shard, told["store_bytes"], place.replica)
-    if opens == "what was left":
-        apart.open(must_hold=True)
-    elif opens == "empty":
-        apart.open_empty()
-    has_replica = made.config.store.replicas > 1
-    work = StoreOfShard(made.program, apart, shard, made.recompute, has_replica)
-    return _Built(dict(told), ShardRole(shard, apart, work, made.transfers), made.digest)
-
-
 def main() -> None:
     """Be a worker, as the command line and the environment say."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
@@ -377,7 +248,7 @@ def main() -> None:
             raise ConfigError(
                 f"{TOKEN}: expected the run's token in the environment, it is not set"
             )
-        Worker(address, token, name, told.shard, told.listen).serve()
+        Worker(address, token, name, shard=told.shard, port=told.listen).serve()
     except PenstockError as error:
         print(f"worker: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

@@ -62,7 +62,7 @@ def polled(launcher: LocalLauncher) -> list:
 
 def test_a_worker_that_is_killed_or_ended_is_told_of_once(launcher):
     for _ in range(3):
-        launcher.start()
+        launcher.start("engine")
     wait(lambda: not launcher.poll() and len(launcher.pids) == 3)
     pids = dict(launcher.pids)
     template = launcher.template.pid
@@ -81,7 +81,7 @@ def test_a_worker_that_is_killed_or_ended_is_told_of_once(launcher):
     assert "by signal 9" in ended.how
     assert set(launcher.pids) == {"worker-3"}
     assert launcher.poll() == []
-    launcher.start()
+    launcher.start("engine")
     launcher.end("worker-4")  # before anybody knows its process
     assert [ended.worker for ended in polled(launcher)] == ["worker-4"]
     launcher.close()
@@ -94,7 +94,7 @@ def test_a_worker_that_ends_by_itself_is_told_of_with_its_exit_code(tmp_path, mo
         address = gone.getsockname()
     launcher = LocalLauncher(address, "token", tmp_path)
     try:
-        launcher.start()
+        launcher.start("engine")
         (ended,) = polled(launcher)
         assert f"ended with exit code {ClusterError.exit_code}" in ended.how
         assert "Connection refused" in (tmp_path / "worker-1.log").read_text()
@@ -103,11 +103,11 @@ def test_a_worker_that_ends_by_itself_is_told_of_with_its_exit_code(tmp_path, mo
 
 
 def test_a_template_that_is_killed_takes_no_worker_with_it_and_is_replaced(launcher, monkeypatch):
-    launcher.start()
+    launcher.start("engine")
     wait(lambda: not launcher.poll() and launcher.pids)
     first, (survivor,) = launcher.template.pid, launcher.pids.values()
     os.kill(first, signal.SIGSTOP)
-    launcher.start()  # which this one will never do
+    launcher.start("engine")  # which this one will never do
     os.kill(first, signal.SIGKILL)
     wait(lambda: not launcher.poll() and len(launcher.pids) == 2)  # it was started from nothing
     assert set(launcher._processes) == {"worker-2"}
@@ -115,7 +115,7 @@ def test_a_template_that_is_killed_takes_no_worker_with_it_and_is_replaced(launc
     assert is_running(survivor)
     wait(lambda: not launcher.poll() and launcher.template.is_ready)
     assert launcher.template.pid != first
-    launcher.start()
+    launcher.start("engine")
     wait(lambda: not launcher.poll() and len(launcher.pids) == 3)
     assert set(launcher._processes) == {"worker-2"}
     os.kill(survivor, signal.SIGKILL)
@@ -128,7 +128,7 @@ def test_a_template_that_is_killed_takes_no_worker_with_it_and_is_replaced(launc
             wait(lambda pid=launcher.template.pid: not is_running(pid))
             launcher.poll()
     assert launcher.template is None  # enough of them
-    launcher.start()
+    launcher.start("engine")
     assert "worker-4" in launcher._processes
     pids.append(launcher.pids["worker-4"])
     launcher.close()
@@ -137,7 +137,7 @@ def test_a_template_that_is_killed_takes_no_worker_with_it_and_is_replaced(launc
 
 def test_a_template_that_stands_still_does_not_hold_up_the_end(launcher, monkeypatch):
     monkeypatch.setattr("penstock.cluster.forks._LEAVE", 0.2)
-    launcher.start()
+    launcher.start("engine")
     wait(lambda: not launcher.poll() and launcher.pids)
     (pid,), template = launcher.pids.values(), launcher.template.pid
     os.kill(template, signal.SIGSTOP)
@@ -153,7 +153,7 @@ def test_a_template_with_threads_of_its_own_forks_nobody(deaf, tmp_path, monkeyp
     monkeypatch.setattr(launch, "needed_modules", lambda: ["starts_a_thread"])
     launcher = LocalLauncher(deaf, "token", tmp_path)
     try:
-        launcher.start()
+        launcher.start("engine")
         wait(lambda: not launcher.poll() and launcher.pids)
         assert list(launcher._processes) == ["worker-1"]
         assert launcher.template is None
@@ -165,7 +165,7 @@ def test_a_template_with_threads_of_its_own_forks_nobody(deaf, tmp_path, monkeyp
 def test_without_leave_to_fork_every_worker_is_started_from_nothing(deaf, tmp_path):
     launcher = LocalLauncher(deaf, "token", tmp_path, forks=False)
     try:
-        launcher.start()
+        launcher.start("engine")
         assert list(launcher._processes) == ["worker-1"]
         assert launcher.template is None
     finally:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cluster import worker
+from penstock.cluster import roles, worker
 from penstock.cluster.engine_work import EngineOfProcess
 from penstock.cluster.record import read_record
 from penstock.cluster.worker import OwnWorkError, Worker
@@ -39,14 +39,14 @@ def settings(text: Path, folder: Path, **changes) -> dict:
 
 
 _ONE_AT_A_TIME = threading.Lock()
-_COMPILE = worker._compile
+_COMPILE = roles._compile
 _COMPILED: list = []
 
 
-def compiled_once(told):
+def compiled_once(told, device):
     """PyTorch compiles in one thread at a time; the model of all these runs is one."""
     with _ONE_AT_A_TIME:
-        _COMPILED.append(_COMPILED[0] if _COMPILED else _COMPILE(told))
+        _COMPILED.append(_COMPILED[0] if _COMPILED else _COMPILE(told, device))
         return _COMPILED[0]
 
 
@@ -91,7 +91,7 @@ class Company:
 @pytest.fixture
 def company(text, tmp_path, monkeypatch) -> Iterator[Callable[..., Company]]:
     monkeypatch.setattr(worker, "_PATIENCE", 0.2)
-    monkeypatch.setattr(worker, "_compile", compiled_once)
+    monkeypatch.setattr(roles, "_compile", compiled_once)
     made: list[Company] = []
 
     def make(**changes) -> Company:

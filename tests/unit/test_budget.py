@@ -1,4 +1,4 @@
-"""Whose memory the shards of a store take, by where they are."""
+"""Whose memory engines and the shards of a store take, by where they are."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def program() -> Program:
 def shares(program: Program, **changes) -> Shares:
     """Return what the parts of a run of two engines get, two micro-batches each."""
     engine = {"device": "cpu", "memory": "64MiB"}
-    config = Config.from_mapping({"model": MODEL, "engines": 2, "engine": engine, **changes})
+    mapping = {"model": MODEL, "batch": {"size": 256}, "engines": 2, "engine": engine, **changes}
+    config = Config.from_mapping(mapping)
     budget = Budget(config, program, 2, "cpu", stores.optimizer_of(config).roles)
     engine_bytes = budget.engine_bytes()
     return budget.divide(budget.plan(engine_bytes), engine_bytes)
@@ -93,7 +94,43 @@ def test_a_cap_is_for_the_process_here_and_leaves_what_the_shards_have_alone(pro
     engine = {"device": "cpu"}
     made = shares(program, cluster=cluster, store={"shards": 4}, engine=engine, memory="720MiB")
     assert made.store > 90 * MIB
-    assert made.engines < 260 * MIB
+    assert made.engines == 0
+    assert made.engine < 260 * MIB
+
+
+ENGINES_ELSEWHERE = [
+    {"start": "listen"},
+    {"start": "ray", "address": "10.0.0.1:6379"},
+    *OTHER_HOSTS,
+]
+
+
+@pytest.mark.parametrize("cluster", ENGINES_ELSEWHERE)
+def test_engines_on_other_hosts_take_nothing_of_the_memory_of_this_one(
+    program, cluster, monkeypatch
+):
+    monkeypatch.setattr(process_memory, "available_bytes", lambda: 900 * MIB)
+    engine = {"device": "cpu", "memory": "8GiB"}
+    made = shares(program, cluster=cluster, engines=64, engine=engine)
+    assert (made.engine, made.engines) == (8192 * MIB, 0)
+    with pytest.raises(BudgetError, match="64 engines"):
+        shares(program, cluster={"start": "local"}, engines=64, engine=engine)
+
+
+@pytest.mark.parametrize("cluster", ENGINES_ELSEWHERE)
+@pytest.mark.parametrize("memory", [None, "1200MiB"])
+def test_how_many_engines_are_on_other_hosts_does_not_change_what_each_may_use(
+    program, cluster, memory, monkeypatch
+):
+    monkeypatch.setattr(process_memory, "available_bytes", lambda: 900 * MIB)
+    common = {"cluster": cluster, "engine": {"device": "cpu"}, "memory": memory}
+    found = {n: shares(program, engines=n, **common).engine for n in (1, 2, 64)}
+    assert len(set(found.values())) == 1, found
+    # It is what one engine could have here: less than all of what is free, and not a sliver.
+    assert 150 * MIB < found[64] < 900 * MIB
+    local = {"cluster": {"start": "local"}, "engine": {"device": "cpu"}, "memory": memory}
+    alone, both = (shares(program, engines=n, **local).engine for n in (1, 2))
+    assert both < 0.6 * alone
 
 
 def test_what_still_does_not_fit_is_not_blamed_on_the_store(program):

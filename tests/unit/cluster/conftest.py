@@ -28,12 +28,16 @@ def visit(tmp_path, layout) -> Iterator:
         made.append(Visited(tmp_path, layout, is_in_vain, **cluster))
         return made[-1]
 
-    def join(visited: Visited, **says) -> tuple[Guest, Message]:
+    def arrive(visited: Visited, host: str = "127.0.0.1", **says) -> Guest:
         guests.append(Guest(visited.hall))
-        guests[-1].say(Kind.JOIN, worker=f"guest-{len(guests)}", listens=["127.0.0.1", 1], **says)
-        return guests[-1], guests[-1].hear()
+        guests[-1].say(Kind.JOIN, worker=f"guest-{len(guests)}", listens=[host, 1], **says)
+        return guests[-1]
 
-    open_hall.join = join
+    def join(visited: Visited, **says) -> tuple[Guest, Message]:
+        guest = arrive(visited, **says)
+        return guest, guest.hear()
+
+    open_hall.arrive, open_hall.join = arrive, join
     yield open_hall
     for guest in guests:
         guest.endpoint.close()

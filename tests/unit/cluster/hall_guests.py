@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from penstock.cluster.bodies import Role
 from penstock.cluster.hall import Hall
 from penstock.cluster.launch import Ended
 from penstock.config import Config
@@ -32,12 +33,16 @@ class PretendLauncher:
 
     def __init__(self, is_in_vain: bool) -> None:
         self.is_in_vain, self.started = is_in_vain, 0
+        self.roles: list[str] = []
         self.ended: list[Ended] = []
 
-    def start(self) -> None:
+    def start(self, role: Role) -> str:
         self.started += 1
+        self.roles.append(role)
+        worker = f"worker-{self.started}"
         if self.is_in_vain:
-            self.ended.append(Ended(f"worker-{self.started}", f"worker-{self.started} fell"))
+            self.ended.append(Ended(worker, f"{worker} fell"))
+        return worker
 
     def poll(self) -> list[Ended]:
         ended, self.ended = self.ended, []
@@ -114,6 +119,12 @@ class Guest:
 
     def hear(self) -> Message:
         return self.said.get(timeout=10)
+
+    def become(self, hall: Hall, welcome: Message) -> None:
+        """Be ready, as what it was told to be."""
+        plan, is_engine = hall.plan, welcome.body["place"] is None
+        digest = plan.engine_digest if is_engine else plan.shard_digest
+        self.say(Kind.READY, welcome.body["node"], digest=digest)
 
 
 def until(is_so: Callable[[], object]) -> None:

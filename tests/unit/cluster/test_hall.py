@@ -9,16 +9,16 @@ import time
 import pytest
 from hall_guests import TOKEN, PretendLauncher, config, until
 
+from penstock.cluster.bodies import Role
 from penstock.cluster.hall import Hall
 from penstock.cluster.launch import Ended
 from penstock.errors import ClusterError
-from penstock.fabric.messages import Kind
 from penstock.fabric.sockets import Endpoint
 
 
 def test_so_many_workers_are_started_as_engines_spare_ones_and_shards_apart(visit):
-    assert visit().launcher.started == 3
-    assert visit(shards="apart").launcher.started == 5
+    assert visit().launcher.roles == ["engine"] * 3
+    assert visit(shards="apart").launcher.roles == ["shard"] * 2 + ["engine"] * 3
 
 
 def test_a_run_whose_workers_all_end_before_they_are_shards_ends_and_says_so(visit):
@@ -43,7 +43,7 @@ def test_a_run_whose_workers_all_end_before_they_are_engines_ends_and_says_so(vi
 def test_a_place_of_a_shard_for_which_nobody_comes_ends_a_run_that_has_engines(visit):
     visited = visit(start="listen", shards="apart", lease=10.0)
     guest, welcome = visit.join(visited)
-    guest.say(Kind.READY, welcome.body["node"], digest=visited.hall.plan.digest)
+    guest.become(visited.hall, welcome)
     until(lambda: visited.hall.conductor.ready)
     visited.launcher.ended = [Ended(f"worker-{n}", f"worker-{n} fell") for n in range(3)]
     with pytest.raises(ClusterError, match=r"3 workers in a row ended before .*; worker-2 fell"):
@@ -77,7 +77,7 @@ def test_a_worker_that_waits_for_a_processor_is_not_lost_before_ten_leases(visit
     visited = visit(start="local", lease=0.2)
     guest, welcome = visit.join(visited)
     visited.launcher.starving = ("guest-1",)
-    guest.say(Kind.READY, welcome.body["node"], digest=visited.hall.plan.digest)
+    guest.become(visited.hall, welcome)
     until(lambda: visited.hall.conductor.ready)
     began = time.monotonic()
     until(lambda: not visited.hall.conductor.ready)  # it never says a word
@@ -93,10 +93,11 @@ class FailingLauncher(PretendLauncher):
 
     is_closed = False
 
-    def start(self) -> None:
-        super().start()
+    def start(self, role: Role) -> str:
+        worker = super().start(role)
         if self.started == 2:
             raise RuntimeError("the second worker broke the launcher")
+        return worker
 
     def close(self) -> None:
         self.is_closed = True

@@ -31,26 +31,65 @@ def unused_port() -> int:
 def test_without_ray_it_is_said_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match=r"pip install 'penstock\[cluster\]'"):
-        RayConnection(config())
+        RayConnection(config(), "cpu")
 
 
 def test_a_variable_that_is_not_set(monkeypatch):
     monkeypatch.delenv("NOT_THERE", raising=False)
     with pytest.raises(ConfigError, match=r"cluster\.environment: NOT_THERE is not set here"):
-        RayConnection(config(environment=["NOT_THERE"]))
+        RayConnection(config(environment=["NOT_THERE"]), "cpu")
 
 
 @pytest.mark.parametrize("scheme", ["", "ray://"])
 def test_nobody_listens_at_the_address(scheme):
     address = f"{scheme}127.0.0.1:{unused_port()}"
     with pytest.raises(ClusterError, match=rf"cluster\.address: {address}: .*refused"):
-        RayConnection(config(address=address))
+        RayConnection(config(address=address), "cpu")
 
 
 def test_a_worker_that_cannot_reach_the_run_says_so():
-    said = RayWorker("/nowhere").serve(("127.0.0.1", unused_port()), "a token", "worker-1")
+    run = ("127.0.0.1", unused_port())
+    said = RayWorker("/nowhere").serve(run, "a token", "worker-1", "engine")
     assert "refused" in said
     assert said.endswith("the run's process must be reachable from there, see cluster.host")
+
+
+class IdleRay:
+    """A Ray that this process is connected to already, and that is asked for nothing."""
+
+    util = SimpleNamespace(get_node_ip_address=lambda: "10.0.0.1")
+
+    def is_initialized(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("device", "address", "engine", "shard"),
+    [
+        ("cuda", "auto", (8, 1), (1, 0)),
+        ("cpu", "auto", (8, 0), (1, 0)),
+        ("cuda", None, (0, 1), (0, 0)),
+        ("cpu", None, (0, 0), (0, 0)),
+    ],
+)
+def test_engines_ask_for_a_gpu_and_their_threads_and_shards_for_neither(
+    device, address, engine, shard, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "ray", IdleRay())
+    run = {"model": "gpt2", "engine": {"threads": 8}}
+    given = Config.from_mapping({**run, "cluster": {"start": "ray", "address": address}})
+    wants = RayConnection(given, device).wants
+    found = {role: (each["num_cpus"], each["num_gpus"]) for role, each in wants.items()}
+    assert found == {"engine": engine, "shard": shard}
+
+
+def pretended(ray) -> SimpleNamespace:
+    """Return a connection to a Ray that is none."""
+    wants = {
+        "engine": {"num_cpus": 16, "num_gpus": 1},
+        "shard": {"num_cpus": 1, "num_gpus": 0},
+    }
+    return SimpleNamespace(ray=ray, options={"max_restarts": 0}, wants=wants, close=lambda: None)
 
 
 class FullRay:
@@ -59,9 +98,14 @@ class FullRay:
     def __init__(self) -> None:
         self.has_room = False
         self.made = 0
+        self.options: list[dict] = []
 
     def remote(self, kind):
-        return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=self.actor))
+        return SimpleNamespace(options=self.with_options)
+
+    def with_options(self, **options):
+        self.options.append(options)
+        return SimpleNamespace(remote=self.actor)
 
     def actor(self, folder):
         self.made += 1
@@ -87,12 +131,11 @@ class FullRay:
 
 def test_what_actors_without_room_ask_for_is_said_after_some_seconds(monkeypatch):
     ray = FullRay()
-    options = {"num_cpus": 16, "num_gpus": 1}
-    connection = SimpleNamespace(ray=ray, options=options, close=lambda: None)
+    connection = pretended(ray)
     launcher = RayLauncher(connection, ("10.0.0.1", 1), "token")
     try:
-        launcher.start()
-        launcher.start()
+        assert launcher.start("shard") == "worker-1"
+        assert launcher.start("engine") == "worker-2"
         deadline = time.monotonic() + 10
         while ray.made < 2 and time.monotonic() < deadline:
             time.sleep(0.005)
@@ -101,8 +144,9 @@ def test_what_actors_without_room_ask_for_is_said_after_some_seconds(monkeypatch
         monkeypatch.setattr(time, "monotonic", lambda: now() + 20)
         text = launcher.waits_for()
         assert text is not None
-        assert text.startswith("2 of 2 workers have not begun in 15 s; each asks the Ray cluster")
-        assert "for 16 CPU(s) and 1 GPU(s) (engine.threads)" in text
+        assert text.startswith("2 of 2 workers have not begun in 15 s; they ask the Ray cluster, ")
+        assert "each shard for 1 CPU(s) and each engine for 16 CPU(s) and 1 GPU(s) (eng" in text
+        assert [(o["num_cpus"], o["num_gpus"]) for o in ray.options] == [(1, 0), (16, 1)]
         ray.has_room = True
         while launcher.waits_for() and now() < deadline:
             time.sleep(0.005)
@@ -145,12 +189,10 @@ def test_an_actor_that_cannot_be_reached_is_ended_too(kind):
     """It may be alive, and would compute for nobody, or come back as one more engine."""
     text = "It is unavailable: RPC error. Some common causes include: (1) many, and many more"
     ray = CutRay(kind(f"a heading\n{text}\n"))
-    connection = SimpleNamespace(
-        ray=ray, options={"num_cpus": 1, "num_gpus": 0}, close=lambda: None
-    )
+    connection = pretended(ray)
     launcher = RayLauncher(connection, ("10.0.0.1", 1), "token")
     try:
-        launcher.start()
+        launcher.start("engine")
         deadline, ended = time.monotonic() + 10, []
         while not ended and time.monotonic() < deadline:
             ended = launcher.poll()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hall_guests import until
 
+from penstock.cluster.plan import engine_digest, placement_of, shard_digest, transfers_of
 from penstock.errors import ClusterError, ConfigError
 from penstock.fabric.messages import Kind
 
@@ -25,7 +26,7 @@ def test_a_replica_that_is_lost_leaves_its_place_to_a_newcomer_that_waits_for_a_
     places = [welcome.body["place"] for _, welcome in joined]
     assert places == [[0, 0], [1, 0], None, None, None, [0, 1], [1, 1]]
     for guest, welcome in joined:
-        guest.say(Kind.READY, welcome.body["node"], digest=visited.hall.plan.digest)
+        guest.become(visited.hall, welcome)
     until(lambda: not visited.hall._places.are_missing)
     until(lambda: len(visited.hall.conductor.ready) == 3)
     assert visited.hall.conductor.holders == ((1, 3), (2, 4))
@@ -34,7 +35,7 @@ def test_a_replica_that_is_lost_leaves_its_place_to_a_newcomer_that_waits_for_a_
     guest, welcome = visit.join(visited)
     assert (welcome.body["place"], welcome.body["opens"]) == ([1, 0], "empty")
     node = welcome.body["node"]
-    guest.say(Kind.READY, node, digest=visited.hall.plan.digest)
+    guest.become(visited.hall, welcome)
     until(lambda: visited.hall._places.newcomers == [(1, node)])
     assert visited.hall.conductor.holders == ((1, 3), (4,))  # until it has its copy
     guest.link.close()
@@ -48,7 +49,7 @@ def test_a_newcomer_that_cannot_be_made_does_not_end_the_run(visit):
     visited = visit(shards="apart", replicas=2, lease=60.0)
     joined = [visit.join(visited) for _ in range(7)]
     for guest, welcome in joined:
-        guest.say(Kind.READY, welcome.body["node"], digest=visited.hall.plan.digest)
+        guest.become(visited.hall, welcome)
     until(lambda: not visited.hall._places.are_missing)
     joined[0][0].link.close()
     until(lambda: visited.hall.conductor.holders[0] == (3,))
@@ -100,3 +101,51 @@ def test_what_keeps_a_worker_from_being_made_is_raised_as_what_it_was_there(visi
     assert guest.hear().kind is Kind.ANSWER
     with pytest.raises(ConfigError, match=r"shard 0 could not be made: model\.hf: is not on"):
         visited.hall.remote_shards()
+
+
+def test_who_was_started_as_an_engine_or_a_shard_is_one(visit):
+    visited = visit(shards="apart")
+    roles = ("engine", "shard", "engine", "shard")
+    given = [visit.join(visited, role=role)[1].body["place"] for role in roles]
+    assert given == [None, [0, 0], None, [1, 0]]
+
+
+def test_a_shard_waits_for_a_place_as_long_as_another_may_take_one_on_another_host(visit):
+    visited = visit(shards="apart", replicas=2, lease=60.0)
+    joined = [visit.join(visited, role="shard") for _ in range(2)]
+    waiting = visit.arrive(visited, role="shard")
+    until(lambda: len(visited.hall._reception._waiting) == 1)  # beside those of its host
+    elsewhere = visit.arrive(visited, host="127.0.0.2", role="shard")
+    assert elsewhere.hear().body["place"] == [0, 1]
+    assert waiting.hear().body["place"] == [1, 1]  # nobody else is to come
+    late = visit.arrive(visited, role="shard")
+    until(lambda: len(visited.hall._reception._waiting) == 1)
+    joined[0][0].link.close()
+    assert late.hear().body["place"] == [0, 0]
+    gone = visit.arrive(visited, role="shard")
+    until(lambda: len(visited.hall._reception._waiting) == 1)
+    gone.link.close()
+    until(lambda: not visited.hall._reception._waiting)
+
+
+@pytest.mark.parametrize("role", ["engine", "shard"])
+def test_a_host_that_is_not_fit_costs_its_place_and_not_the_run(visit, role):
+    visited = visit(shards="apart")
+    guest, welcome = visit.join(visited, role=role)
+    text = {"error": "UnfitHostError", "text": "host7 has no GPU"}
+    guest.say(Kind.TROUBLE, welcome.body["node"], **text)
+    answer = guest.hear()
+    assert answer.kind is Kind.ANSWER
+    assert answer.body["error"].endswith("could not be made: host7 has no GPU")
+    visited.hall.news.look()
+    assert visited.told == ["refused"]
+    _, again = visit.join(visited, role=role)
+    assert again.body["place"] == welcome.body["place"]
+
+
+def test_engines_on_another_device_have_compiled_another_program(layout):
+    program = layout.program
+    transfers = transfers_of(program, (), placement_of(program, 2), 2)
+    cpu, gpu = (engine_digest(program, transfers, device) for device in ("cpu", "cuda"))
+    assert cpu != gpu
+    assert shard_digest(program, transfers) not in (cpu, gpu)

@@ -286,7 +286,7 @@ def test_in_a_run_a_shard_that_lies_loses_its_link(visit):
     visited = visit(start="listen", shards="apart", lease=60.0)
     joined = [visit.join(visited, shard=shard) for shard in (0, 1)]
     for guest, welcome in joined:
-        guest.say(Kind.READY, welcome.body["node"], digest=visited.hall.plan.digest)
+        guest.become(visited.hall, welcome)
     shards = visited.hall.remote_shards()
 
     def lie(guest: Guest, node: int) -> None:

@@ -60,7 +60,7 @@ def open_for_all(tmp_path_factory, layout) -> Iterator[Hall]:
         guest.say(Kind.JOIN, worker=f"guest-{number}", listens=["127.0.0.1", 1], **says)
         welcome = guest.hear()
         if number < 3:
-            guest.say(Kind.READY, welcome.body["node"], digest=visited.hall.plan.digest)
+            guest.become(visited.hall, welcome)
     until(lambda: visited.hall.conductor.ready and not visited.hall._places.are_missing)
     yield visited.hall
     for guest in guests:
@@ -92,6 +92,10 @@ def test_no_message_can_end_the_endpoint_of_a_run(open_for_all, received, peer):
         (
             Message(Kind.JOIN, 0, 0, body={"worker": "w", "listens": ["h", 70000]}),
             "says .* for an address",
+        ),
+        (
+            Message(Kind.JOIN, 0, 0, body={"worker": "w", "listens": ["h", 1], "role": "king"}),
+            "says 'king' for 'role'",
         ),
         (
             Message(Kind.JOIN, 0, 0, body={"worker": "w", "listens": ["h", 1], "shard": "0"}),
