@@ -15,7 +15,6 @@ import contextlib
 import queue
 import select
 import socket
-import sys
 import threading
 import time
 from collections import deque
@@ -35,13 +34,12 @@ from penstock.fabric.messages import (
     slot_of,
     unpack,
 )
+from penstock.fabric.sockets.buffers import Buffers
 from penstock.fabric.sockets.handshake import read_exactly, read_into
 from penstock.fabric.sockets.ring import LEAST_BYTES, PeerRing, Ring
-from penstock.fabric.transfers import CHUNK_BYTES
 
 _BUFFER_BYTES = 4 << 20
 _BUFFER_BYTES_HERE = 1 << 20  # within a host: what waits in the kernel stays in the cache
-_MOST_BUFFERS, _LEAST_KEPT, _UNUSED = 8, 1 << 16, 3
 _CUT_SECONDS = 10.0  # without an answer to what was sent; then the link is no more
 _LOOK_SECONDS = 1.0  # the longest wait that counts: in a longer one this process stood still
 
@@ -84,7 +82,7 @@ class Link:
         self._socket = connection
         self._take, self._ended, self._shares = take, ended, shares
         self._todo: queue.SimpleQueue[Message | _UsedUp | _Room | None] = queue.SimpleQueue()
-        self._buffers = _Buffers()
+        self._buffers = Buffers()
         self._once = threading.Lock()
         self._has_ended = False
         # The writer's: what waits, slots to be given back, and its own ring once it is offered.
@@ -304,23 +302,3 @@ def _is_here(connection: socket.socket) -> bool:
         return bool(connection.getpeername()[0] == connection.getsockname()[0])
     except OSError:
         return False  # it has ended already, as the reader will find out
-
-
-class _Buffers:
-    """Memory for what comes, used again when nobody has it any more: new pages take longer to
-    come by than to fill."""
-
-    def __init__(self) -> None:
-        self._all: list[np.ndarray] = []
-
-    def take(self, size: int) -> np.ndarray:
-        """Return so many bytes that nobody else sees."""
-        for buffer in self._all:
-            # Held by the list, the loop, and the call: a view of it would hold it too.
-            if buffer.nbytes >= size and sys.getrefcount(buffer) == _UNUSED:
-                return buffer[:size]
-        if len(self._all) >= _MOST_BUFFERS or size < _LEAST_KEPT:
-            return np.empty(size, np.uint8)
-        # It owns its memory: of a view's views, numpy would hold what that is a view of.
-        self._all.append(np.empty(max(size, CHUNK_BYTES), np.uint8))
-        return self._all[-1][:size]

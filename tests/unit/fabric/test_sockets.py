@@ -14,7 +14,6 @@ import time
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -103,35 +102,6 @@ def test_messages_pass_with_their_payload_and_in_order(places):
     for op, message in enumerate(two.node.messages):
         assert (message.op, message.epoch) == (op, 7)
         np.testing.assert_array_equal(message.payload.view(np.float32), payload + op)
-
-
-def test_memory_for_what_comes_is_used_again_only_when_nobody_has_it():
-    from penstock.fabric.sockets.link import _Buffers
-
-    buffers = _Buffers()
-    held = [buffers.take(1 << 20) for _ in range(12)]
-    for number, part in enumerate(held):
-        part[:] = number
-    forms = [
-        torch.frombuffer(held[0], dtype=torch.float32),
-        held[1].view(np.float32)[3:9],
-        held[2].data,
-    ]
-    del held[:3]
-    for number in range(100, 120):
-        buffers.take(1 << 20)[:] = number
-    for number, part in enumerate(held, start=3):
-        assert (part == number).all()
-    assert (forms[0].view(torch.uint8) == 0).all()
-    assert (forms[1].view(np.uint8) == 1).all()
-    assert set(forms[2].tobytes()) == {2}
-    place = held.pop().ctypes.data  # of more than are kept: these go back to the system
-    del held, forms, part
-    places = set()
-    for _ in range(20):
-        places.add(buffers.take(1 << 20).ctypes.data)
-    assert len(places) == 1
-    assert place not in places
 
 
 def raw(place: Place) -> socket.socket:
