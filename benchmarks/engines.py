@@ -212,18 +212,21 @@ class _Sender:
 
     def __init__(self, way: str) -> None:
         from penstock.fabric.sockets import new_token
-        from penstock.fabric.sockets.handshake import accept
+        from penstock.fabric.sockets.door import Door
         from penstock.fabric.sockets.link import Link
 
         token = new_token()
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            command = [sys.executable, __file__, "--receiver", way]
-            self._receiver = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
-            assert self._receiver.stdin is not None
-            with self._receiver.stdin as words:
-                words.write(f"{listener.getsockname()[1]} {token}\n")
-            connection, _ = listener.accept()
-        accept(connection, token)
+        listener = socket.create_server(("127.0.0.1", 0))
+        came: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
+        door = Door(listener, token, came.put)
+        door.open()
+        command = [sys.executable, __file__, "--receiver", way]
+        self._receiver = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
+        assert self._receiver.stdin is not None
+        with self._receiver.stdin as words:
+            words.write(f"{listener.getsockname()[1]} {token}\n")
+        connection = came.get(timeout=60)
+        door.close()
         self._answers: queue.SimpleQueue[float] = queue.SimpleQueue()
         self._link = Link(
             connection,

@@ -40,7 +40,7 @@ class Buffers:
                 return self._hand_out(self._free.pop(place), size)
         if len(self._held) + len(self._free) >= _MOST:
             return np.empty(size, np.uint8)
-        return self._hand_out(memoryview(np.empty(max(size, CHUNK_BYTES), np.uint8)), size)
+        return self._hand_out(np.empty(max(size, CHUNK_BYTES), np.uint8).data, size)
 
     def _hand_out(self, memory: memoryview, size: int) -> np.ndarray:
         # Made of what is no array: views of its views hold this one, not what is behind it.

@@ -10,10 +10,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
+import random
 import socket
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -22,12 +22,15 @@ from penstock.errors import ClusterError, CorruptionError, ProtocolError
 from penstock.fabric.messages import Kind, Message
 from penstock.fabric.nodes.runtime import RuntimeOf
 from penstock.fabric.sockets import handshake
+from penstock.fabric.sockets.door import Door
+from penstock.fabric.sockets.handshake import TurnedAwayError
 from penstock.fabric.sockets.link import Link
 
 log = logging.getLogger("penstock.fabric")
 Address = tuple[str, int]
-_MOST_AT_THE_DOOR = 64  # peers that prove themselves at the same time
-_MOST_ADDRESSES = 1000  # of those who were refused, that are remembered
+_BACKLOG = 1024  # of connections that the system keeps until they are taken
+_TRY_SECONDS = 10.0  # in which one who is turned away tries again
+_PAUSE_SECONDS = 0.02, 0.3  # between two tries: by chance, so that all do not come at once
 
 
 class Node(Protocol):
@@ -81,7 +84,6 @@ class Endpoint:
         beat: float = 0.1,
         port: int = 0,
     ) -> None:
-        self.refused: Counter[str] = Counter()  # peers that were not let in, by address
         self.shares_memory = True
         self._token = token
         self._on_link_end, self._on_stranger = on_link_end, on_stranger
@@ -94,9 +96,8 @@ class Endpoint:
         self._opening: dict[int, list[Message]] = {}
         self._todo: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._closing = False
-        self._at_the_door = threading.BoundedSemaphore(_MOST_AT_THE_DOOR)
         try:
-            self._listener = socket.create_server((host, port), family=_family(host), backlog=128)
+            listener = socket.create_server((host, port), family=_family(host), backlog=_BACKLOG)
         except OSError as error:
             wanted = "an address of this machine"
             if port:
@@ -104,16 +105,19 @@ class Endpoint:
             raise ClusterError(
                 f"cannot listen on {host!r}, expected {wanted}: {error.strerror}"
             ) from None
-        self.address: Address = self._listener.getsockname()[:2]
-        self._threads = [
-            threading.Thread(target=work, name=f"penstock {name}", daemon=True)
-            for name, work in (("endpoint", self._loop), ("door", self._accept))
-        ]
+        self.address: Address = listener.getsockname()[:2]
+        self._door = Door(listener, token, self._let_in)
+        self._thread = threading.Thread(target=self._loop, name="penstock endpoint", daemon=True)
 
     def start(self) -> None:
         """Begin to listen, and to call nodes."""
-        for thread in self._threads:
-            thread.start()
+        self._thread.start()
+        self._door.open()
+
+    @property
+    def refused(self) -> Mapping[str, int]:
+        """How many peers were not let in, by address."""
+        return self._door.refused
 
     def add(self, number: int, node: Node) -> None:
         """Add a node of this process; in the endpoint's thread, or before `start`."""
@@ -166,19 +170,32 @@ class Endpoint:
     def connect(self, address: Address, seconds: float = 5.0) -> Link:
         """Return a link to whoever listens at an address and has the run's token.
 
+        One who is turned away before the answer tries again for a while: there may have been no
+        room at the door.
+
         Raises:
             ClusterError: nobody does.
         """
-        try:
-            connection = socket.create_connection(address, timeout=seconds)
-        except OSError as error:
-            raise ClusterError(f"{address[0]}:{address[1]}: {error}") from None
+        deadline = time.monotonic() + _TRY_SECONDS
+        while True:
+            try:
+                return self._link(self._proved(address, seconds))
+            except TurnedAwayError as error:
+                if time.monotonic() > deadline or self._closing:
+                    raise ClusterError(f"{address[0]}:{address[1]}: {error}") from None
+                time.sleep(random.uniform(*_PAUSE_SECONDS))
+            except (OSError, ClusterError) as error:
+                raise ClusterError(f"{address[0]}:{address[1]}: {error}") from None
+
+    def _proved(self, address: Address, seconds: float) -> socket.socket:
+        """Return a connection whose two ends have proved themselves."""
+        connection = socket.create_connection(address, timeout=seconds)
         try:
             handshake.connect(connection, self._token)
-        except ClusterError as error:
+        except BaseException:
             connection.close()
-            raise ClusterError(f"{address[0]}:{address[1]}: {error}") from None
-        return self._link(connection)
+            raise
+        return connection
 
     def send(self, sender: int, to: int, message: Message) -> None:
         """Send to a node, of this process or another; to one that is gone, nothing is sent."""
@@ -236,18 +253,14 @@ class Endpoint:
     def close(self) -> None:
         """Stop listening, end all links, and let the threads end."""
         self._closing = True
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+        self._door.close()
         for link in list(self._all_links):
             link.close()
         for number in list(self._places):
             self.remove(number)
         self._todo.put(None)
-        if threading.current_thread() is not self._threads[0]:
-            for thread in self._threads:
-                if thread.is_alive():
-                    thread.join(timeout=10)
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(timeout=10)
 
     # The threads
 
@@ -326,35 +339,11 @@ class Endpoint:
             due = now + self._beat
             self._every(now)
 
-    def _accept(self) -> None:
-        while not self._closing:
-            try:
-                connection, peer = self._listener.accept()
-            except OSError as error:
-                if not self._closing:  # such as too many open files: the door stays a door
-                    log.warning("a connection could not be accepted: %s", error)
-                    time.sleep(0.1)
-                continue
-            if not self._at_the_door.acquire(blocking=False):
-                connection.close()  # so many strangers at once are no nodes of a run
-                continue
-            threading.Thread(target=self._let_in, args=(connection, peer), daemon=True).start()
-
-    def _let_in(self, connection: socket.socket, peer: Address) -> None:
-        try:
-            handshake.accept(connection, self._token)
-        except ClusterError as error:
-            connection.close()
-            if len(self.refused) < _MOST_ADDRESSES or peer[0] in self.refused:
-                self.refused[peer[0]] += 1
-            log.warning("refused a connection from %s:%d: %s", *peer[:2], error)
-            return
-        finally:
-            self._at_the_door.release()
+    def _let_in(self, connection: socket.socket) -> None:
         if self._closing:
             connection.close()
-            return
-        self._link(connection)
+        else:
+            self._link(connection)
 
     def _do_jobs(self, place: _Place) -> None:
         while (task := place.jobs.get()) is not None:

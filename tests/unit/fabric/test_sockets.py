@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import os
 import pickle
 import socket
@@ -16,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from socket_places import greet, wait
 
 from penstock.errors import ClusterError, CorruptionError
 from penstock.fabric.messages import (
@@ -29,65 +28,7 @@ from penstock.fabric.messages import (
     unpack,
     unpack_arrays,
 )
-from penstock.fabric.sockets import Endpoint, Link, handshake, new_token
-
-
-class Heard:
-    """A node that keeps what comes to it."""
-
-    progress = 0
-
-    def __init__(self) -> None:
-        self.messages: list[Message] = []
-
-    def handle(self, message: Message) -> None:
-        self.messages.append(message)
-
-
-class Place:
-    """An endpoint with one node, and what it was told."""
-
-    def __init__(self, token: str, number: int) -> None:
-        self.strangers: list[Message] = []
-        self.ended: list[Exception] = []
-        self.failed: list[Exception] = []
-        self.node = Heard()
-        self.endpoint = Endpoint(
-            token,
-            "127.0.0.1",
-            on_link_end=lambda link, error: self.ended.append(error),
-            on_stranger=lambda link, message: self.strangers.append(message),
-            on_failure=self.failed.append,
-        )
-        self.endpoint.add(number, self.node)
-        self.endpoint.start()
-
-
-@pytest.fixture
-def places():
-    made: list[Place] = []
-
-    def make(token: str, number: int) -> Place:
-        made.append(Place(token, number))
-        return made[-1]
-
-    yield make
-    for place in made:
-        place.endpoint.close()
-        assert not place.failed
-
-
-def wait(until, seconds: float = 5.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not until():
-        assert time.monotonic() < deadline, "it did not come to be so"
-        time.sleep(0.005)
-
-
-def greet(from_: Place, number: int, to: Place):
-    link = from_.endpoint.connect(to.endpoint.address)
-    link.send(Message(Kind.HELLO, 0, number, body={"node": number}))
-    return link
+from penstock.fabric.sockets import Endpoint, Link, new_token
 
 
 def test_messages_pass_with_their_payload_and_in_order(places):
@@ -102,73 +43,6 @@ def test_messages_pass_with_their_payload_and_in_order(places):
     for op, message in enumerate(two.node.messages):
         assert (message.op, message.epoch) == (op, 7)
         np.testing.assert_array_equal(message.payload.view(np.float32), payload + op)
-
-
-def raw(place: Place) -> socket.socket:
-    return socket.create_connection(place.endpoint.address, timeout=5)
-
-
-def test_who_has_another_token_or_none_is_refused_before_anything_is_read(places, caplog):
-    caplog.set_level(logging.WARNING, "penstock.fabric")
-    here, other = places(new_token(), 1), places(new_token(), 2)
-    with pytest.raises(ClusterError, match="refused this node's token"):
-        other.endpoint.connect(here.endpoint.address)
-    # A stranger who says something else, and one who pretends to speak the protocol.
-    for first_words in (b"GET / HTTP/1.1\r\n\r\n" + bytes(100), bytes(64), os.urandom(4096)):
-        with raw(here) as connection:
-            connection.sendall(first_words)
-            wait(lambda connection=connection: closed(connection))
-    wait(lambda: here.endpoint.refused["127.0.0.1"] == 4)
-    assert not here.node.messages
-    assert not here.strangers
-    lines = [record.message for record in caplog.records]
-    assert len(lines) == 4
-    assert all("refused a connection from 127.0.0.1" in line for line in lines)
-    # Nothing is disturbed: who has the token still gets in.
-    friend = places(here.endpoint._token, 3)
-    greet(friend, 3, here).send(Message(Kind.BEAT, 0, 3, to=1))
-    wait(lambda: here.node.messages)
-
-
-def closed(connection: socket.socket) -> bool:
-    """Whether the other side has closed, having said no more than its greeting."""
-    connection.settimeout(5)
-    said = b""
-    try:
-        while part := connection.recv(4096):
-            said += part
-    except ConnectionResetError:
-        pass
-    assert len(said) <= 48
-    return True
-
-
-def test_who_is_slow_to_prove_himself_is_not_waited_for(places, monkeypatch):
-    """A byte now and then buys no more time, however many come."""
-    monkeypatch.setattr(handshake, "SECONDS", 0.3)
-    here = places(new_token(), 1)
-    begin = time.monotonic()
-    with raw(here) as connection:
-        connection.settimeout(0.05)
-        while not here.endpoint.refused:
-            assert time.monotonic() < begin + 5
-            with contextlib.suppress(OSError):
-                connection.sendall(b"x")
-            time.sleep(0.05)
-    assert time.monotonic() < begin + 2
-
-
-def test_many_strangers_at_once_do_not_close_the_door(places, monkeypatch):
-    monkeypatch.setattr(handshake, "SECONDS", 0.5)
-    token = new_token()
-    here, friend = places(token, 1), places(token, 2)
-    strangers = [raw(here) for _ in range(150)]
-    for stranger in strangers:
-        stranger.close()
-    wait(lambda: here.endpoint.refused["127.0.0.1"] >= 1)
-    time.sleep(0.6)
-    greet(friend, 2, here).send(Message(Kind.BEAT, 0, 2, to=1))
-    wait(lambda: here.node.messages)
 
 
 def test_a_node_that_is_taken_out_does_no_more(places):
@@ -197,51 +71,6 @@ def test_a_frame_that_cannot_be_made_ends_the_link(places):
     link.send(Message(Kind.BEAT, 0, 1, to=2, body={"too large": "x" * (2 << 20)}))
     wait(lambda: one.ended and two.ended)
     assert not link.is_open
-
-
-def test_the_one_who_connects_wants_proof_too(places):
-    """Who only repeats what it is told does not pass for a node of the run."""
-    listener = socket.create_server(("127.0.0.1", 0))
-
-    def mirror() -> None:
-        connection, _ = listener.accept()
-        with connection:
-            connection.sendall(b"penstock-fabric2" + bytes(32))
-            answer = connection.recv(64)
-            connection.sendall(answer[32:])
-
-    thread = threading.Thread(target=mirror)
-    thread.start()
-    here = places(new_token(), 1)
-    with pytest.raises(ClusterError, match="does not have this run's token"):
-        here.endpoint.connect(listener.getsockname())
-    thread.join()
-    listener.close()
-
-
-def test_an_old_proof_is_worth_nothing(places):
-    """What was recorded of one handshake does not open another."""
-    token = new_token()
-    here = places(token, 1)
-    recorded = bytearray()
-
-    class Recorder:
-        def __init__(self, connection) -> None:
-            self.connection = connection
-
-        def sendall(self, data) -> None:
-            recorded.extend(data)
-            self.connection.sendall(data)
-
-        def __getattr__(self, name):
-            return getattr(self.connection, name)
-
-    with raw(here) as connection:
-        handshake.connect(Recorder(connection), token)
-    with raw(here) as connection:
-        connection.sendall(recorded)
-        closed(connection)
-    wait(lambda: here.endpoint.refused["127.0.0.1"] == 1)
 
 
 def test_a_damaged_frame_ends_the_link_and_is_named(places):
@@ -356,7 +185,7 @@ def test_no_module_of_the_network_can_unpickle():
         "pickle.loads = pickle.load = pickle.Unpickler = refuse\n"
         "import numpy as np\n"
         "sys.path.insert(0, sys.argv[1])\n"
-        "from test_sockets import Place, greet, wait\n"
+        "from socket_places import Place, greet, wait\n"
         "from penstock.fabric.messages import Kind, message_with\n"
         "from penstock.fabric.sockets import new_token\n"
         "token = new_token()\n"
