@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from penstock.errors import ClusterError, CorruptionError, ProtocolError
 from penstock.fabric.messages import Kind, Message
+from penstock.fabric.nodes.frame import CONDUCTOR
 from penstock.fabric.nodes.runtime import RuntimeOf
 from penstock.fabric.sockets import handshake
 from penstock.fabric.sockets.door import Door
@@ -141,12 +142,18 @@ class Endpoint:
         """Return what a node of this process is to send and work by."""
         return RuntimeOf(self, number)
 
-    def meet(self, addresses: Mapping[int, Address]) -> None:
-        """Learn where nodes of other processes listen; the others are forgotten."""
+    def meet(self, addresses: Mapping[int, Address], epoch: int) -> None:
+        """Learn where the nodes of other processes listen that take part from an epoch on.
+
+        The others are forgotten, and links to and from them end: one whose host is gone would not
+        say so. Who has sent something of that epoch already, or of a later one, is known to it.
+        """
         self._addresses = dict(addresses)
-        for number, link in list(self._links.items()):
-            if link.peer == number and number not in self._addresses and number != 0:
-                self.detach(number)
+        there = {CONDUCTOR, *addresses}
+        for link in [link for link in self._all_links if link.peer is not None]:
+            if there.isdisjoint(link.nodes) and link.epoch < epoch:
+                link.close()
+                self._forget(link)
 
     def attach(self, number: int, link: Link) -> None:
         """Say that a node is at the other end of a link: from now on it is sent to over it.
@@ -156,12 +163,6 @@ class Endpoint:
         link.peer = number if link.peer is None else link.peer
         link.nodes.add(number)
         self._links[number] = link
-
-    def detach(self, number: int) -> None:
-        """Close the link to a node, if there is one."""
-        link = self._links.pop(number, None)
-        if link is not None:
-            link.close()
 
     def call(self, action: Callable[[], None]) -> None:
         """Do something in the endpoint's thread, soon."""
@@ -210,9 +211,8 @@ class Endpoint:
             self._opening[to].append(addressed)
         elif to in self._addresses:
             self._opening[to] = [addressed]
-            threading.Thread(
-                target=self._open, args=(sender, to, self._addresses[to]), daemon=True
-            ).start()
+            arguments = (sender, to, self._addresses[to], message.epoch)
+            threading.Thread(target=self._open, args=arguments, daemon=True).start()
 
     def work(
         self,
@@ -226,7 +226,7 @@ class Endpoint:
         if place is not None:
             place.jobs.put((job, then, failed))
 
-    def _open(self, sender: int, to: int, address: Address) -> None:
+    def _open(self, sender: int, to: int, address: Address, epoch: int) -> None:
         """Make a link to a node that has none; what is to be sent over it waits meanwhile."""
         try:
             link = self.connect(address)
@@ -234,7 +234,7 @@ class Endpoint:
             log.warning("node %d has no link to node %d: %s", sender, to, error)
             self.call(lambda: self._give_up(to))
             return
-        link.send(Message(Kind.HELLO, 0, sender, body={"node": sender}))
+        link.send(Message(Kind.HELLO, epoch, sender, body={"node": sender}))
 
         def opened() -> None:
             waiting = self._opening.pop(to, [])
@@ -273,17 +273,21 @@ class Endpoint:
         self.call(lambda: self._route(link, message))
 
     def _link_ended(self, link: Link, error: Exception) -> None:
-        def forget() -> None:
-            self._all_links.discard(link)
-            for number in [n for n, other in self._links.items() if other is link]:
-                del self._links[number]
+        def ended() -> None:
+            self._forget(link)
             if not self._closing:
                 self._on_link_end(link, error)
 
-        self.call(forget)
+        self.call(ended)
+
+    def _forget(self, link: Link) -> None:
+        self._all_links.discard(link)
+        for number in [n for n, other in self._links.items() if other is link]:
+            del self._links[number]
 
     def _route(self, link: Link, message: Message) -> None:
         """Hand a message on; who has sent what makes no sense loses its link, and nothing else."""
+        link.epoch = max(link.epoch, message.epoch)
         try:
             if link.peer is None:
                 self._take_from_stranger(link, message)

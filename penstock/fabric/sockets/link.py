@@ -41,6 +41,13 @@ from penstock.fabric.sockets.ring import LEAST_BYTES, PeerRing, Ring
 _BUFFER_BYTES = 4 << 20
 _BUFFER_BYTES_HERE = 1 << 20  # within a host: what waits in the kernel stays in the cache
 _CUT_SECONDS = 10.0  # without an answer to what was sent; then the link is no more
+_LIMITS = {
+    "TCP_USER_TIMEOUT": int(1000 * _CUT_SECONDS),
+    # A link on which nothing is sent is asked now and then whether its other end is still there.
+    "TCP_KEEPIDLE": int(_CUT_SECONDS),
+    "TCP_KEEPINTVL": int(_CUT_SECONDS / 2),
+    "TCP_KEEPCNT": 2,
+}
 _LOOK_SECONDS = 1.0  # the longest wait that counts: in a longer one this process stood still
 
 
@@ -77,6 +84,7 @@ class Link:
     ) -> None:
         self.peer: int | None = None  # the node at the other end, once it has said so
         self.nodes: set[int] = set()  # all that are known to be there
+        self.epoch = 0  # the latest of which the other end has said something
         self.sent_bytes = self.taken_bytes = 0
         self.shared_bytes = 0  # of those that were sent, what went through shared memory
         self._socket = connection
@@ -94,9 +102,10 @@ class Link:
         self._peer_ring: PeerRing | None = None  # the reader's
         self._heard_at = time.monotonic()
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):  # else a cut cable is noticed after minutes
-            limit = int(1000 * _CUT_SECONDS)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _LIMITS.items():
+            if hasattr(socket, name):  # else a cut cable is noticed after minutes
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             size = _BUFFER_BYTES_HERE if self._may_offer else _BUFFER_BYTES
             connection.setsockopt(socket.SOL_SOCKET, option, size)

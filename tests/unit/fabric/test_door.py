@@ -40,7 +40,7 @@ def test_who_has_another_token_or_none_is_refused_before_anything_is_read(places
 
 
 def closed(connection: socket.socket) -> bool:
-    """Whether the other side has closed, having said no more than its greeting and that it refuses."""
+    """Whether the other side has closed, having greeted, and said at most that it refuses."""
     connection.settimeout(5)
     said = b""
     try:

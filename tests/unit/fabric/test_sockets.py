@@ -45,6 +45,59 @@ def test_messages_pass_with_their_payload_and_in_order(places):
         np.testing.assert_array_equal(message.payload.view(np.float32), payload + op)
 
 
+def test_links_of_nodes_that_take_part_no_more_end(places):
+    """Their hosts may be gone without a word; who knows of the next epoch before us stays."""
+    token = new_token()
+    here = places(token, 1)
+    others = {number: places(token, number) for number in (0, 2, 3, 4)}
+    epochs = {0: 0, 2: 6, 3: 6, 4: 8}
+    links = {}
+    for number, other in others.items():
+        links[number] = other.endpoint.connect(here.endpoint.address)
+        links[number].send(Message(Kind.HELLO, epochs[number], number, body={"node": number}))
+        links[number].send(Message(Kind.BEAT, 0, number, to=1))
+    wait(lambda: len(here.node.messages) == 4)
+    met = {3: others[3].endpoint.address}
+    here.endpoint.call(lambda: here.endpoint.meet(met, 7))
+    wait(lambda: not links[2].is_open)
+    for number in (0, 3, 4):
+        links[number].send(Message(Kind.BEAT, 0, number, to=1))
+    wait(lambda: len(here.node.messages) == 7)
+    assert [link.is_open for link in links.values()] == [True, False, True, True]
+    wait(lambda: here.ended)
+    assert len(here.ended) == 1
+    here.endpoint.call(lambda: here.endpoint.meet({}, 9))
+    wait(lambda: not links[3].is_open and not links[4].is_open)
+    assert links[0].is_open
+
+
+def test_the_first_message_to_a_node_says_of_which_epoch_it_is(places):
+    token = new_token()
+    here, other = places(token, 1), places(token, 2)
+    address = other.endpoint.address
+    here.endpoint.call(lambda: here.endpoint.meet({2: address}, 5))
+    runtime = here.endpoint.runtime(1)
+    here.endpoint.call(lambda: runtime.send(2, Message(Kind.RELEASED, 5, 1)))
+    wait(lambda: other.node.messages)
+    other.endpoint.call(lambda: other.endpoint.meet({}, 5))
+    here.endpoint.call(lambda: runtime.send(2, Message(Kind.RELEASED, 5, 1)))
+    wait(lambda: len(other.node.messages) == 2)
+    assert not other.ended
+
+
+def test_a_link_on_which_nothing_is_sent_is_asked_whether_its_other_end_is_there(places):
+    """Else the memory and the threads of links from a host that is gone would stay."""
+    token = new_token()
+    link = greet(places(token, 1), 1, places(token, 2))
+    assert link._socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+    if hasattr(socket, "TCP_KEEPIDLE"):
+        idle, between, count = (
+            link._socket.getsockopt(socket.IPPROTO_TCP, option)
+            for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+        )
+        assert idle + between * count <= 30
+
+
 def test_a_node_that_is_taken_out_does_no_more(places):
     """The job that it is at ends before another node is put in; those behind it are dropped."""
     here = places(new_token(), 1)
