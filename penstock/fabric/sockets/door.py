@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from penstock.fabric.sockets import handshake
+from penstock.fabric.sockets.seal import Keys
 
 log = logging.getLogger("penstock.fabric")
 
@@ -46,11 +47,12 @@ class Door:
     Args:
         listener: where strangers come; the door closes it.
         token: of the run.
-        let_in: is given the connection of one who has proved itself, in the door's thread.
+        let_in: is given the connection of one who has proved itself, and its keys, in the door's
+            thread.
     """
 
     def __init__(
-        self, listener: socket.socket, token: str, let_in: Callable[[socket.socket], None]
+        self, listener: socket.socket, token: str, let_in: Callable[[socket.socket, Keys], None]
     ) -> None:
         self.refused: Counter[str] = Counter()  # how many were not let in, by address
         self._listener, self._token, self._let_in = listener, token, let_in
@@ -149,7 +151,7 @@ class Door:
             return
         self._forget(stranger)
         connection.setblocking(True)
-        self._let_in(connection)
+        self._let_in(connection, challenge.keys)
 
     def _make_room(self) -> None:
         """Send one away: the first to come from where most are from."""

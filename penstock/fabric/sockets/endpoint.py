@@ -26,6 +26,7 @@ from penstock.fabric.sockets import handshake
 from penstock.fabric.sockets.door import Door
 from penstock.fabric.sockets.handshake import TurnedAwayError
 from penstock.fabric.sockets.link import Link
+from penstock.fabric.sockets.seal import Keys
 
 log = logging.getLogger("penstock.fabric")
 Address = tuple[str, int]
@@ -180,7 +181,7 @@ class Endpoint:
         deadline = time.monotonic() + _TRY_SECONDS
         while True:
             try:
-                return self._link(self._proved(address, seconds))
+                return self._link(*self._proved(address, seconds))
             except TurnedAwayError as error:
                 if time.monotonic() > deadline or self._closing:
                     raise ClusterError(f"{address[0]}:{address[1]}: {error}") from None
@@ -188,15 +189,14 @@ class Endpoint:
             except (OSError, ClusterError) as error:
                 raise ClusterError(f"{address[0]}:{address[1]}: {error}") from None
 
-    def _proved(self, address: Address, seconds: float) -> socket.socket:
-        """Return a connection whose two ends have proved themselves."""
+    def _proved(self, address: Address, seconds: float) -> tuple[socket.socket, Keys]:
+        """Return a connection whose two ends have proved themselves, and its keys."""
         connection = socket.create_connection(address, timeout=seconds)
         try:
-            handshake.connect(connection, self._token)
+            return connection, handshake.connect(connection, self._token)
         except BaseException:
             connection.close()
             raise
-        return connection
 
     def send(self, sender: int, to: int, message: Message) -> None:
         """Send to a node, of this process or another; to one that is gone, nothing is sent."""
@@ -264,8 +264,8 @@ class Endpoint:
 
     # The threads
 
-    def _link(self, connection: socket.socket) -> Link:
-        link = Link(connection, self._took, self._link_ended, lambda: self.shares_memory)
+    def _link(self, connection: socket.socket, keys: Keys) -> Link:
+        link = Link(connection, keys, self._took, self._link_ended, lambda: self.shares_memory)
         self._all_links.add(link)
         return link
 
@@ -343,11 +343,11 @@ class Endpoint:
             due = now + self._beat
             self._every(now)
 
-    def _let_in(self, connection: socket.socket) -> None:
+    def _let_in(self, connection: socket.socket, keys: Keys) -> None:
         if self._closing:
             connection.close()
         else:
-            self._link(connection)
+            self._link(connection, keys)
 
     def _do_jobs(self, place: _Place) -> None:
         while (task := place.jobs.get()) is not None:

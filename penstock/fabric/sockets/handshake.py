@@ -3,8 +3,8 @@
 A challenge and response over HMAC-SHA256 (RFC 2104), each side with a nonce of its own, so that
 neither the token nor anything from which it could be found, or that could be sent again, crosses
 the wire. Until a peer has proved itself, a fixed number of bytes is read from it and compared;
-nothing is parsed. What follows is not encrypted: a run belongs on a network that nobody else
-listens on (`docs/cluster.md`).
+nothing is parsed. The same three give the keys with which the frames that follow are sealed
+(`seal.py`). They are not encrypted: `docs/cluster.md` says what that leaves.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ import time
 from collections.abc import Callable
 
 from penstock.errors import ClusterError
+from penstock.fabric.sockets.seal import Keys
 
 NONCE_BYTES = 32
 PROOF_BYTES = 32
 SECONDS = 5.0  # in which a peer must have proved itself
-_GREETING = b"penstock-fabric2"
+_GREETING = b"penstock-fabric3"
 REFUSAL = bytes(PROOF_BYTES)  # what one is told whose proof is wrong, before the end
 _PART_BYTES = 256 << 10  # of a payload, after which it counts as heard
 
@@ -66,9 +67,18 @@ class Challenge:
         """What is sent to one who has met it: this side's own proof."""
         return _proof(self._token, b"accepts", self._answer[:NONCE_BYTES], self._nonce)
 
+    @property
+    def keys(self) -> Keys:
+        """The keys of the connection to one who has met it."""
+        theirs = self._answer[:NONCE_BYTES]
+        return Keys(
+            sends=_proof(self._token, b"seals of who accepts", self._nonce, theirs),
+            takes=_proof(self._token, b"seals of who connects", self._nonce, theirs),
+        )
 
-def connect(connection: socket.socket, token: str) -> None:
-    """Prove oneself to a peer, and let it prove itself.
+
+def connect(connection: socket.socket, token: str) -> Keys:
+    """Prove oneself to a peer, and let it prove itself; return the keys of the connection.
 
     Raises:
         TurnedAwayError: it closed the connection before it answered.
@@ -97,6 +107,10 @@ def connect(connection: socket.socket, token: str) -> None:
     if not hmac.compare_digest(proof, _proof(token, b"accepts", nonce, theirs)):
         raise ClusterError("what listens there does not have this run's token")
     connection.settimeout(None)
+    return Keys(
+        sends=_proof(token, b"seals of who connects", theirs, nonce),
+        takes=_proof(token, b"seals of who accepts", theirs, nonce),
+    )
 
 
 def _read_by(connection: socket.socket, size: int, deadline: float) -> bytes:

@@ -37,6 +37,7 @@ from penstock.fabric.messages import (
 from penstock.fabric.sockets.buffers import Buffers
 from penstock.fabric.sockets.handshake import read_exactly, read_into
 from penstock.fabric.sockets.ring import LEAST_BYTES, PeerRing, Ring
+from penstock.fabric.sockets.seal import MOST_BYTES, SEAL_BYTES, Keys, Seals
 
 _BUFFER_BYTES = 4 << 20
 _BUFFER_BYTES_HERE = 1 << 20  # within a host: what waits in the kernel stays in the cache
@@ -70,6 +71,7 @@ class Link:
 
     Args:
         connection: the socket; the link closes it.
+        keys: with which its frames are sealed.
         take: is given every message, in the reader's thread.
         ended: is called once, when the connection is no more, with the reason.
         shares: whether payloads may go through memory that both ends see.
@@ -78,6 +80,7 @@ class Link:
     def __init__(
         self,
         connection: socket.socket,
+        keys: Keys,
         take: Callable[[Link, Message], None],
         ended: Callable[[Link, Exception], None],
         shares: Callable[[], bool] = lambda: True,
@@ -88,6 +91,7 @@ class Link:
         self.sent_bytes = self.taken_bytes = 0
         self.shared_bytes = 0  # of those that were sent, what went through shared memory
         self._socket = connection
+        self._sends, self._takes = Seals(keys.sends), Seals(keys.takes)
         self._take, self._ended, self._shares = take, ended, shares
         self._todo: queue.SimpleQueue[Message | _UsedUp | _Room | None] = queue.SimpleQueue()
         self._buffers = Buffers()
@@ -150,21 +154,26 @@ class Link:
             while True:
                 header = read_exactly(self._socket, HEADER_BYTES)
                 self._hear()
-                body_bytes, payload_bytes = lengths(header)
-                body = read_exactly(self._socket, body_bytes)
-                payload = self._payload(slot_of(header), payload_bytes)
+                body_bytes, size = lengths(header)
+                seal = read_exactly(self._socket, SEAL_BYTES)
+                body, payload = read_exactly(self._socket, body_bytes), None
+                if size > MOST_BYTES:  # who has not sealed the header gets no memory for it
+                    self._takes.check(seal, header, body, None)
+                if size or slot_of(header) is not None:
+                    payload = self._payload(slot_of(header), size)
+                if size <= MOST_BYTES:
+                    sealed = None if payload is None else payload.data
+                    self._takes.check(seal, header, body, sealed)
                 self._heed(unpack(header, body, payload))
-                self.taken_bytes += payload_bytes
+                self.taken_bytes += size
                 del payload  # a slot is given back when nobody has it any more
         except Exception as error:  # whatever it is, nothing more is read: the link has ended
             payload = self._peer_ring = None  # an error remembers the frames that it came through
             self._end(error)
 
-    def _payload(self, slot: int | None, size: int) -> np.ndarray | None:
+    def _payload(self, slot: int | None, size: int) -> np.ndarray:
         """Return the bytes of a frame: those that follow, or those in a slot."""
         if slot is None:
-            if not size:
-                return None
             payload = self._buffers.take(size)
             read_into(self._socket, payload.data, self._hear)
             return payload
@@ -265,24 +274,29 @@ class Link:
         payload = message.payload if message.size else None
         if payload is not None and self._ring is not None and self._ring.takes(message.size):
             slot = self._ring.claim()
-            header, body = pack(message, slot)
+            head = self._head(message, slot)
             self._ring.put(slot, payload)
-            self._send_all([header + body])
+            self._send_all([head])
             self.shared_bytes += message.size
         else:
             if message.size >= LEAST_BYTES and self._may_offer and self._shares():
                 self._offer()
-            header, body = pack(message)
-            self._send_all([header + body] if payload is None else [header + body, payload.data])
+            head = self._head(message)
+            self._send_all([head] if payload is None else [head, payload.data])
         self.sent_bytes += message.size
+
+    def _head(self, message: Message, slot: int | None = None) -> bytes:
+        """Return the next frame, up to its payload."""
+        header, body = pack(message, slot)
+        payload = message.payload.data if message.payload is not None and message.size else None
+        return header + self._sends.next(header, body, payload) + body
 
     def _offer(self) -> None:
         """Offer a ring, once; what is sent before the peer has answered goes over the socket."""
         self._may_offer = False
         self._ring = Ring.make()
         if self._ring is not None:
-            header, body = pack(Message(Kind.RING, 0, 0, body=self._ring.offer()))
-            self._send_all([header + body])
+            self._send_all([self._head(Message(Kind.RING, 0, 0, body=self._ring.offer()))])
 
     def _send_all(self, parts: list[Any]) -> None:
         views = [memoryview(part) for part in parts]

@@ -194,7 +194,7 @@ def test_the_one_who_connects_wants_proof_too(places):
     def mirror() -> None:
         connection, _ = listener.accept()
         with connection:
-            connection.sendall(b"penstock-fabric2" + bytes(32))
+            connection.sendall(b"penstock-fabric3" + bytes(32))
             answer = connection.recv(64)
             connection.sendall(answer[32:])
 

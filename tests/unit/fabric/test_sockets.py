@@ -1,4 +1,4 @@
-"""Who is let in, what is read of whom, and that nothing that comes can run code."""
+"""What is read of whom, which links end, and that to read what comes runs no code."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from penstock.fabric.messages import (
     unpack_arrays,
 )
 from penstock.fabric.sockets import Endpoint, Link, new_token
+from penstock.fabric.sockets.seal import Keys
 
 
 def test_messages_pass_with_their_payload_and_in_order(places):
@@ -126,19 +127,23 @@ def test_a_frame_that_cannot_be_made_ends_the_link(places):
     assert not link.is_open
 
 
-def test_a_damaged_frame_ends_the_link_and_is_named(places):
+@pytest.mark.parametrize(
+    ("size", "says"), [(100, "frame 2 of a connection has a wrong seal"), (5000, "has checksum")]
+)
+def test_a_damaged_frame_ends_the_link_and_is_named(size, says, places):
+    """Small payloads are sealed, large ones have a checksum."""
     token = new_token()
     one, two = places(token, 1), places(token, 2)
     link = greet(one, 1, two)
     link.send(Message(Kind.BEAT, 0, 1, to=2))
     wait(lambda: two.node.messages)
-    header, body = pack(message_with(np.zeros(100), kind=Kind.WEIGHTS, epoch=1, sender=1, to=2))
-    payload = bytearray(800)
+    message = message_with(np.zeros(size), kind=Kind.WEIGHTS, epoch=1, sender=1, to=2)
+    payload = bytearray(8 * size)
     payload[17] ^= 4
-    link._socket.sendall(header + body + payload)
+    link._socket.sendall(link._head(message) + payload)
     wait(lambda: two.ended)
     assert isinstance(two.ended[0], CorruptionError)
-    assert "has checksum" in str(two.ended[0])
+    assert says in str(two.ended[0])
     assert len(two.node.messages) == 1
 
 
@@ -321,13 +326,14 @@ def test_a_link_is_heard_by_any_byte_of_a_long_message():
         theirs = socket.create_connection(listener.getsockname())
         ours, _ = listener.accept()
     took: list[Message] = []
-    link = Link(ours, lambda link, message: took.append(message), lambda link, error: None)
+    keys = Keys(bytes(32), bytes(32))
+    link = Link(ours, keys, lambda link, message: took.append(message), lambda link, error: None)
     try:
         message = message_with(np.zeros(1 << 20, np.uint8), kind=Kind.WEIGHTS, epoch=0, sender=1)
-        header, body = pack(message)
+        head = link._head(message)  # both directions have one key here
         time.sleep(0.1)
         assert not link.is_heard(0.1)
-        theirs.sendall(header + body)
+        theirs.sendall(head)
         for part in range(4):  # a message that takes longer than anybody may be silent
             time.sleep(0.1)
             assert not link.is_heard(0.05)
