@@ -151,8 +151,9 @@ class Endpoint:
         """
         self._addresses = dict(addresses)
         there = {CONDUCTOR, *addresses}
-        for link in [link for link in self._all_links if link.peer is not None]:
-            if there.isdisjoint(link.nodes) and link.epoch < epoch:
+        for link in list(self._all_links):  # others may be made meanwhile, by other threads
+            is_known = link.peer is not None
+            if is_known and there.isdisjoint(link.nodes) and link.epoch < epoch:
                 link.close()
                 self._forget(link)
 
@@ -267,6 +268,8 @@ class Endpoint:
     def _link(self, connection: socket.socket, keys: Keys) -> Link:
         link = Link(connection, keys, self._took, self._link_ended, lambda: self.shares_memory)
         self._all_links.add(link)
+        if not link.is_open:  # it may have ended, and been forgotten, before it was noted
+            self._all_links.discard(link)
         return link
 
     def _took(self, link: Link, message: Message) -> None:
