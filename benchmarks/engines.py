@@ -212,21 +212,26 @@ class _Sender:
 
     def __init__(self, way: str) -> None:
         from penstock.fabric.sockets import new_token
-        from penstock.fabric.sockets.handshake import accept
+        from penstock.fabric.sockets.door import Door
         from penstock.fabric.sockets.link import Link
+        from penstock.fabric.sockets.seal import Keys
 
         token = new_token()
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            command = [sys.executable, __file__, "--receiver", way]
-            self._receiver = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
-            assert self._receiver.stdin is not None
-            with self._receiver.stdin as words:
-                words.write(f"{listener.getsockname()[1]} {token}\n")
-            connection, _ = listener.accept()
-        accept(connection, token)
+        listener = socket.create_server(("127.0.0.1", 0))
+        came: queue.SimpleQueue[tuple[socket.socket, Keys]] = queue.SimpleQueue()
+        door = Door(listener, token, lambda connection, keys: came.put((connection, keys)))
+        door.open()
+        command = [sys.executable, __file__, "--receiver", way]
+        self._receiver = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
+        assert self._receiver.stdin is not None
+        with self._receiver.stdin as words:
+            words.write(f"{listener.getsockname()[1]} {token}\n")
+        connection, keys = came.get(timeout=60)
+        door.close()
         self._answers: queue.SimpleQueue[float] = queue.SimpleQueue()
         self._link = Link(
             connection,
+            keys,
             lambda link, message: self._answers.put(message.body["processor"]),
             lambda link, error: None,
             lambda: way == "shared",
@@ -256,7 +261,7 @@ def receive(way: str) -> None:
 
     port, token = sys.stdin.readline().split()
     connection = socket.create_connection(("127.0.0.1", int(port)))
-    connect(connection, token)
+    keys = connect(connection, token)
     target = np.zeros(LINK_BYTES, np.uint8)
     ended = threading.Event()
     count, began = 0, 0.0
@@ -272,7 +277,7 @@ def receive(way: str) -> None:
             link.send(Message(Kind.RELEASED, 0, 1, body={"processor": now - began}))
             began = now
 
-    Link(connection, take, lambda link, error: ended.set(), lambda: way == "shared")
+    Link(connection, keys, take, lambda link, error: ended.set(), lambda: way == "shared")
     ended.wait()
 
 

@@ -155,6 +155,8 @@ class Worker:
             self._let_go()
             self._endpoint.remove(self._number)
             node, self._node = self._node, None
+            # To the others it will be another node: what it has said it is, is over.
+            self._endpoint.call(lambda: self._endpoint.meet({}, node.epoch + 1))
             if node.failure is not None:
                 raise OwnWorkError(
                     f"the work of {self._name} failed, and the run goes on without it: "

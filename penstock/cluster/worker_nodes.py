@@ -32,7 +32,7 @@ class WorkerNode:
         if message.kind is Kind.VIEW and message.epoch > self._node.epoch:
             listening = addresses_of(message)
             listening.pop(self._node.number, None)
-            self._endpoint.meet(listening)
+            self._endpoint.meet(listening, message.epoch)
         self._node.handle(message)
 
     def tick(self, now: float) -> None:

@@ -150,6 +150,46 @@ def test_a_network_that_is_bad_everywhere_ends_the_run_and_says_what_was_seen(wh
     assert "Check that all hosts of the run reach each other on any port" in str(raised.value)
 
 
+def one_flipped(engines: int, kind: Kind, is_at: Callable[[int, int], bool]) -> ToyCluster:
+    """A cluster that has made its steps, in which one frame was damaged: the first that is so."""
+    left = [True]
+
+    def is_bad(sender: int, to: int) -> bool:
+        return is_at(sender, to) and left.pop() if left else False
+
+    cluster = ToyCluster(engines, 2, BadLinks("flipped", {kind}, is_bad))
+    require_same(cluster, cluster.train())
+    assert not left
+    return cluster
+
+
+@pytest.mark.parametrize(
+    ("kind", "sender", "to", "loses"),
+    [
+        (Kind.LOSSES, FIRST, 0, FIRST),
+        (Kind.BEAT, SECOND, 0, SECOND),
+        (Kind.BEGIN, 0, FIRST, FIRST),
+        (Kind.PREPARED, 1, 0, 1),
+        (Kind.COMMIT, 0, 2, 2),
+    ],
+)
+def test_one_damaged_frame_on_its_link_to_the_conductor_costs_a_node_its_place(
+    kind, sender, to, loses
+):
+    """The link ends with it, and with the link the place; another comes."""
+    cluster = one_flipped(2, kind, lambda a, b: (a, b) == (sender, to))
+    gone = [h.node for h in cluster.happened if h.kind in ("engine lost", "shard lost")]
+    assert gone == [loses]
+    assert cluster.network.is_cut_off(loses)
+
+
+@pytest.mark.parametrize("kind", [Kind.WEIGHTS, Kind.GRADIENT])
+def test_one_damaged_frame_between_two_other_nodes_costs_nobody_its_place(kind):
+    cluster = one_flipped(2, kind, lambda a, b: 0 not in (a, b))
+    assert not [h for h in cluster.happened if h.kind.endswith("lost")]
+    assert cluster.conductor.counts["damaged"] == 1
+
+
 def test_a_commit_that_never_comes_costs_the_shard_its_place():
     faults = BadLinks("lost", {Kind.COMMIT}, lambda sender, to: to == 1)
     cluster = ToyCluster(1, 1, faults)

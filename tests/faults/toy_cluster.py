@@ -355,7 +355,8 @@ class ToyCluster:
         self.happened.append(happened)
         if happened.node in self._zombies:
             self.network.after(self._zombies.pop(happened.node), self.network.resume, happened.node)
-        if happened.kind == "engine lost" and not self.network.is_dead(happened.node):
+        is_dead = self.network.is_dead(happened.node) and not self.network.is_cut_off(happened.node)
+        if happened.kind == "engine lost" and not is_dead:
             # Its link is closed, so it comes back, by another number; the old one is a zombie.
             self.network.after(0.5, self.join)
         if happened.kind == "shard lost":

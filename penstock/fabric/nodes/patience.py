@@ -30,9 +30,7 @@ class Patience:
         self.step = step
         self._attempts = attempts
         self._failed: dict[int, str] = {}  # what each engine met
-        self._damaged: Counter[int] = (
-            Counter()
-        )  # frames at a node's links, since one lost its place
+        self._damaged: Counter[int] = Counter()  # at a node's links, since one lost its place
         self._damages = 0
         self._counts: Counter[str] = Counter()
         self._last = ""

@@ -83,6 +83,9 @@ class Network:
         self._jobs: dict[int, deque[_Job]] = defaultdict(deque)
         self._working: set[int] = set()  # the nodes whose worker is at a job
         self._dead: set[int] = set()
+        self._cut_off: set[int] = set()  # of those, whose process goes on
+        # By sender and receiver: what was sent before is lost, its connection has ended.
+        self._ended: dict[tuple[int, int], float] = defaultdict(float)
         self._stopped: dict[int, list[tuple[Callable[..., None], tuple[Any, ...]]]] = {}
 
     # Making it
@@ -124,8 +127,12 @@ class Network:
             self.after(self._notice, self._tell_lost, number, "its process ended")
 
     def is_dead(self, number: int) -> bool:
-        """Whether a node was killed."""
+        """Whether a node was killed, or is no more since its link to the conductor has ended."""
         return number in self._dead
+
+    def is_cut_off(self, number: int) -> bool:
+        """Whether a node is no more, and its process may come again as another."""
+        return number in self._cut_off
 
     def is_stopped(self, number: int) -> bool:
         """Whether a node stands still."""
@@ -154,7 +161,8 @@ class Network:
             came = max(left + self._links.latency + late, self._coming[to] + seconds)
             if late == 0:
                 self._coming[to] = came
-            self._at(came, self._unless_stopped, (to, self._deliver, (sender, to, carried)))
+            arguments = (sender, to, self.now, carried)
+            self._at(came, self._unless_stopped, (to, self._deliver, arguments))
 
     def work(
         self,
@@ -196,8 +204,10 @@ class Network:
         if self._jobs[number] and number not in self._working:
             self._begin_job(number)
 
-    def _deliver(self, sender: int, to: int, carried: Message | CorruptionError) -> None:
-        if to in self._dead:
+    def _deliver(
+        self, sender: int, to: int, sent: float, carried: Message | CorruptionError
+    ) -> None:
+        if to in self._dead or sent < self._ended[sender, to]:
             return
         self.delivered += 1
         if isinstance(carried, CorruptionError):
@@ -212,13 +222,30 @@ class Network:
             self._nodes[to].handle(carried)
 
     def _report_damage(self, sender: int, to: int, error: CorruptionError) -> None:
-        """Do as a real node does with a frame whose checksum is wrong: tell the conductor."""
+        """Do as a real node does with a frame whose checksum is wrong: end the link, and tell.
+
+        A node's link to the conductor is its place: with it the node is lost.
+        """
         assert self._conductor is not None
         if to == CONDUCTOR:
             self._conductor.damaged(str(error), [sender])
+        if CONDUCTOR in (sender, to):
+            self._cut(sender or to)
             return
+        # What follows is lost too, until the sender has noticed and connects again.
+        self._ended[sender, to] = self.now + self._links.latency
         epoch, body = self._nodes[to].epoch, {"text": str(error), "peer": sender}
         self.send(to, CONDUCTOR, Message(Kind.DAMAGED, epoch, to, body=body))
+
+    def _cut(self, number: int) -> None:
+        """End a node's link to the conductor."""
+        if number in self._dead:
+            return
+        self._dead.add(number)
+        self._cut_off.add(number)
+        for link in ((number, CONDUCTOR), (CONDUCTOR, number)):
+            self._ended[link] = float("inf")
+        self.after(self._links.latency, self._tell_lost, number, "its connection ended")
 
     def _unless_stopped(
         self, number: int, action: Callable[..., None], arguments: tuple[Any, ...]

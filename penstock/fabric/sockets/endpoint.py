@@ -10,24 +10,29 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
+import random
 import socket
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from penstock.errors import ClusterError, CorruptionError, ProtocolError
 from penstock.fabric.messages import Kind, Message
+from penstock.fabric.nodes.frame import CONDUCTOR
 from penstock.fabric.nodes.runtime import RuntimeOf
 from penstock.fabric.sockets import handshake
+from penstock.fabric.sockets.door import Door
+from penstock.fabric.sockets.handshake import TurnedAwayError
 from penstock.fabric.sockets.link import Link
+from penstock.fabric.sockets.seal import Keys
 
 log = logging.getLogger("penstock.fabric")
 Address = tuple[str, int]
-_MOST_AT_THE_DOOR = 64  # peers that prove themselves at the same time
-_MOST_ADDRESSES = 1000  # of those who were refused, that are remembered
+_BACKLOG = 1024  # of connections that the system keeps until they are taken
+_TRY_SECONDS = 10.0  # in which one who is turned away tries again
+_PAUSE_SECONDS = 0.02, 0.3  # between two tries: by chance, so that all do not come at once
 
 
 class Node(Protocol):
@@ -81,7 +86,6 @@ class Endpoint:
         beat: float = 0.1,
         port: int = 0,
     ) -> None:
-        self.refused: Counter[str] = Counter()  # peers that were not let in, by address
         self.shares_memory = True
         self._token = token
         self._on_link_end, self._on_stranger = on_link_end, on_stranger
@@ -91,12 +95,12 @@ class Endpoint:
         self._links: dict[int, Link] = {}
         self._all_links: set[Link] = set()
         self._addresses: dict[int, Address] = {}
+        self._beside: dict[int, Address] = {}  # of them, those that take no part yet
         self._opening: dict[int, list[Message]] = {}
         self._todo: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._closing = False
-        self._at_the_door = threading.BoundedSemaphore(_MOST_AT_THE_DOOR)
         try:
-            self._listener = socket.create_server((host, port), family=_family(host), backlog=128)
+            listener = socket.create_server((host, port), family=_family(host), backlog=_BACKLOG)
         except OSError as error:
             wanted = "an address of this machine"
             if port:
@@ -104,16 +108,19 @@ class Endpoint:
             raise ClusterError(
                 f"cannot listen on {host!r}, expected {wanted}: {error.strerror}"
             ) from None
-        self.address: Address = self._listener.getsockname()[:2]
-        self._threads = [
-            threading.Thread(target=work, name=f"penstock {name}", daemon=True)
-            for name, work in (("endpoint", self._loop), ("door", self._accept))
-        ]
+        self.address: Address = listener.getsockname()[:2]
+        self._door = Door(listener, token, self._let_in)
+        self._thread = threading.Thread(target=self._loop, name="penstock endpoint", daemon=True)
 
     def start(self) -> None:
         """Begin to listen, and to call nodes."""
-        for thread in self._threads:
-            thread.start()
+        self._thread.start()
+        self._door.open()
+
+    @property
+    def refused(self) -> Mapping[str, int]:
+        """How many peers were not let in, by address."""
+        return self._door.refused
 
     def add(self, number: int, node: Node) -> None:
         """Add a node of this process; in the endpoint's thread, or before `start`."""
@@ -137,16 +144,27 @@ class Endpoint:
         """Return what a node of this process is to send and work by."""
         return RuntimeOf(self, number)
 
-    def meet(self, addresses: Mapping[int, Address]) -> None:
-        """Learn where nodes of other processes listen; the others are forgotten."""
-        self._addresses = dict(addresses)
-        for number, link in list(self._links.items()):
-            if link.peer == number and number not in self._addresses and number != 0:
-                self.detach(number)
+    def meet(self, addresses: Mapping[int, Address], epoch: int) -> None:
+        """Learn where the nodes of other processes listen that take part from an epoch on.
+
+        The others are forgotten, and links to and from them end: one whose host is gone would not
+        say so. Who has sent something of that epoch already, or of a later one, is known to it.
+        """
+        self._beside = {n: where for n, where in self._beside.items() if n not in addresses}
+        self._addresses = {**self._beside, **addresses}
+        there = {CONDUCTOR, *self._addresses}
+        for link in list(self._all_links):  # others may be made meanwhile, by other threads
+            is_known = link.peer is not None
+            if is_known and there.isdisjoint(link.nodes) and link.epoch < epoch:
+                link.close()
+                self._forget(link)
 
     def reach(self, number: int, address: Address) -> None:
-        """Learn where one node of another process listens, beside those that are known."""
-        self._addresses[number] = address
+        """Learn where one node of another process listens that does not take part yet.
+
+        It is known, whoever comes and goes, until it takes part.
+        """
+        self._beside[number] = self._addresses[number] = address
 
     def attach(self, number: int, link: Link) -> None:
         """Say that a node is at the other end of a link: from now on it is sent to over it.
@@ -157,12 +175,6 @@ class Endpoint:
         link.nodes.add(number)
         self._links[number] = link
 
-    def detach(self, number: int) -> None:
-        """Close the link to a node, if there is one."""
-        link = self._links.pop(number, None)
-        if link is not None:
-            link.close()
-
     def call(self, action: Callable[[], None]) -> None:
         """Do something in the endpoint's thread, soon."""
         self._todo.put(action)
@@ -170,19 +182,31 @@ class Endpoint:
     def connect(self, address: Address, seconds: float = 5.0) -> Link:
         """Return a link to whoever listens at an address and has the run's token.
 
+        One who is turned away before the answer tries again for a while: there may have been no
+        room at the door.
+
         Raises:
             ClusterError: nobody does.
         """
+        deadline = time.monotonic() + _TRY_SECONDS
+        while True:
+            try:
+                return self._link(*self._proved(address, seconds))
+            except TurnedAwayError as error:
+                if time.monotonic() > deadline or self._closing:
+                    raise ClusterError(f"{address[0]}:{address[1]}: {error}") from None
+                time.sleep(random.uniform(*_PAUSE_SECONDS))
+            except (OSError, ClusterError) as error:
+                raise ClusterError(f"{address[0]}:{address[1]}: {error}") from None
+
+    def _proved(self, address: Address, seconds: float) -> tuple[socket.socket, Keys]:
+        """Return a connection whose two ends have proved themselves, and its keys."""
+        connection = socket.create_connection(address, timeout=seconds)
         try:
-            connection = socket.create_connection(address, timeout=seconds)
-        except OSError as error:
-            raise ClusterError(f"{address[0]}:{address[1]}: {error}") from None
-        try:
-            handshake.connect(connection, self._token)
-        except ClusterError as error:
+            return connection, handshake.connect(connection, self._token)
+        except BaseException:
             connection.close()
-            raise ClusterError(f"{address[0]}:{address[1]}: {error}") from None
-        return self._link(connection)
+            raise
 
     def send(self, sender: int, to: int, message: Message) -> None:
         """Send to a node, of this process or another; to one that is gone, nothing is sent."""
@@ -197,9 +221,8 @@ class Endpoint:
             self._opening[to].append(addressed)
         elif to in self._addresses:
             self._opening[to] = [addressed]
-            threading.Thread(
-                target=self._open, args=(sender, to, self._addresses[to]), daemon=True
-            ).start()
+            arguments = (sender, to, self._addresses[to], message.epoch)
+            threading.Thread(target=self._open, args=arguments, daemon=True).start()
 
     def work(
         self,
@@ -213,7 +236,7 @@ class Endpoint:
         if place is not None:
             place.jobs.put((job, then, failed))
 
-    def _open(self, sender: int, to: int, address: Address) -> None:
+    def _open(self, sender: int, to: int, address: Address, epoch: int) -> None:
         """Make a link to a node that has none; what is to be sent over it waits meanwhile."""
         try:
             link = self.connect(address)
@@ -221,7 +244,7 @@ class Endpoint:
             log.warning("node %d has no link to node %d: %s", sender, to, error)
             self.call(lambda: self._give_up(to))
             return
-        link.send(Message(Kind.HELLO, 0, sender, body={"node": sender}))
+        link.send(Message(Kind.HELLO, epoch, sender, body={"node": sender}))
 
         def opened() -> None:
             waiting = self._opening.pop(to, [])
@@ -240,41 +263,43 @@ class Endpoint:
     def close(self) -> None:
         """Stop listening, end all links, and let the threads end."""
         self._closing = True
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+        self._door.close()
         for link in list(self._all_links):
             link.close()
         for number in list(self._places):
             self.remove(number)
         self._todo.put(None)
-        if threading.current_thread() is not self._threads[0]:
-            for thread in self._threads:
-                if thread.is_alive():
-                    thread.join(timeout=10)
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(timeout=10)
 
     # The threads
 
-    def _link(self, connection: socket.socket) -> Link:
-        link = Link(connection, self._took, self._link_ended, lambda: self.shares_memory)
+    def _link(self, connection: socket.socket, keys: Keys) -> Link:
+        link = Link(connection, keys, self._took, self._link_ended, lambda: self.shares_memory)
         self._all_links.add(link)
+        if not link.is_open:  # it may have ended, and been forgotten, before it was noted
+            self._all_links.discard(link)
         return link
 
     def _took(self, link: Link, message: Message) -> None:
         self.call(lambda: self._route(link, message))
 
     def _link_ended(self, link: Link, error: Exception) -> None:
-        def forget() -> None:
-            self._all_links.discard(link)
-            for number in [n for n, other in self._links.items() if other is link]:
-                del self._links[number]
+        def ended() -> None:
+            self._forget(link)
             if not self._closing:
                 self._on_link_end(link, error)
 
-        self.call(forget)
+        self.call(ended)
+
+    def _forget(self, link: Link) -> None:
+        self._all_links.discard(link)
+        for number in [n for n, other in self._links.items() if other is link]:
+            del self._links[number]
 
     def _route(self, link: Link, message: Message) -> None:
         """Hand a message on; who has sent what makes no sense loses its link, and nothing else."""
+        link.epoch = max(link.epoch, message.epoch)
         try:
             if link.peer is None:
                 self._take_from_stranger(link, message)
@@ -330,35 +355,11 @@ class Endpoint:
             due = now + self._beat
             self._every(now)
 
-    def _accept(self) -> None:
-        while not self._closing:
-            try:
-                connection, peer = self._listener.accept()
-            except OSError as error:
-                if not self._closing:  # such as too many open files: the door stays a door
-                    log.warning("a connection could not be accepted: %s", error)
-                    time.sleep(0.1)
-                continue
-            if not self._at_the_door.acquire(blocking=False):
-                connection.close()  # so many strangers at once are no nodes of a run
-                continue
-            threading.Thread(target=self._let_in, args=(connection, peer), daemon=True).start()
-
-    def _let_in(self, connection: socket.socket, peer: Address) -> None:
-        try:
-            handshake.accept(connection, self._token)
-        except ClusterError as error:
-            connection.close()
-            if len(self.refused) < _MOST_ADDRESSES or peer[0] in self.refused:
-                self.refused[peer[0]] += 1
-            log.warning("refused a connection from %s:%d: %s", *peer[:2], error)
-            return
-        finally:
-            self._at_the_door.release()
+    def _let_in(self, connection: socket.socket, keys: Keys) -> None:
         if self._closing:
             connection.close()
-            return
-        self._link(connection)
+        else:
+            self._link(connection, keys)
 
     def _do_jobs(self, place: _Place) -> None:
         while (task := place.jobs.get()) is not None:

@@ -3,8 +3,8 @@
 A challenge and response over HMAC-SHA256 (RFC 2104), each side with a nonce of its own, so that
 neither the token nor anything from which it could be found, or that could be sent again, crosses
 the wire. Until a peer has proved itself, a fixed number of bytes is read from it and compared;
-nothing is parsed. What follows is not encrypted: a run belongs on a network that nobody else
-listens on (`docs/cluster.md`).
+nothing is parsed. The same three give the keys with which the frames that follow are sealed
+(`seal.py`). They are not encrypted: `docs/cluster.md` says what that leaves.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ import time
 from collections.abc import Callable
 
 from penstock.errors import ClusterError
+from penstock.fabric.sockets.seal import Keys
 
 NONCE_BYTES = 32
 PROOF_BYTES = 32
 SECONDS = 5.0  # in which a peer must have proved itself
-_GREETING = b"penstock-fabric2"
+_GREETING = b"penstock-fabric3"
+REFUSAL = bytes(PROOF_BYTES)  # what one is told whose proof is wrong, before the end
 _PART_BYTES = 256 << 10  # of a payload, after which it counts as heard
 
 
@@ -30,31 +32,56 @@ def new_token() -> str:
     return secrets.token_hex(32)
 
 
-def accept(connection: socket.socket, token: str) -> None:
-    """Let a peer that has connected prove itself, then prove oneself.
+class TurnedAwayError(ClusterError):
+    """The peer closed the connection before it answered: the next time it may have room."""
 
-    Raises:
-        ClusterError: it does not have the run's token, or is not a peer at all.
+
+class Challenge:
+    """What one who is connected to asks of the other, of whose answer any part may come at a time.
+
+    `question` is to be sent first.
     """
-    nonce = secrets.token_bytes(NONCE_BYTES)
-    deadline = time.monotonic() + SECONDS
-    try:
-        connection.settimeout(SECONDS)
-        connection.sendall(_GREETING + nonce)
-        answer = _read_by(connection, NONCE_BYTES + PROOF_BYTES, deadline)
-        theirs, proof = answer[:NONCE_BYTES], answer[NONCE_BYTES:]
-        if not hmac.compare_digest(proof, _proof(token, b"connects", nonce, theirs)):
-            raise ClusterError("it does not have this run's token")
-        connection.sendall(_proof(token, b"accepts", theirs, nonce))
-    except (OSError, EOFError) as error:
-        raise ClusterError(f"it did not prove that it has the token: {error}") from None
-    connection.settimeout(None)
+
+    def __init__(self, token: str) -> None:
+        self._token, self._nonce = token, secrets.token_bytes(NONCE_BYTES)
+        self._answer = b""
+        self.question = _GREETING + self._nonce
+
+    @property
+    def missing_bytes(self) -> int:
+        """How many bytes of the answer are yet to come; more are not read."""
+        return NONCE_BYTES + PROOF_BYTES - len(self._answer)
+
+    def take(self, part: bytes) -> None:
+        """Take the next bytes of the answer."""
+        self._answer += part
+
+    @property
+    def is_met(self) -> bool:
+        """Whether the whole answer has come, and is one that only the token makes."""
+        theirs, proof = self._answer[:NONCE_BYTES], self._answer[NONCE_BYTES:]
+        return hmac.compare_digest(proof, _proof(self._token, b"connects", self._nonce, theirs))
+
+    @property
+    def reply(self) -> bytes:
+        """What is sent to one who has met it: this side's own proof."""
+        return _proof(self._token, b"accepts", self._answer[:NONCE_BYTES], self._nonce)
+
+    @property
+    def keys(self) -> Keys:
+        """The keys of the connection to one who has met it."""
+        theirs = self._answer[:NONCE_BYTES]
+        return Keys(
+            sends=_proof(self._token, b"seals of who accepts", self._nonce, theirs),
+            takes=_proof(self._token, b"seals of who connects", self._nonce, theirs),
+        )
 
 
-def connect(connection: socket.socket, token: str) -> None:
-    """Prove oneself to a peer, and let it prove itself.
+def connect(connection: socket.socket, token: str) -> Keys:
+    """Prove oneself to a peer, and let it prove itself; return the keys of the connection.
 
     Raises:
+        TurnedAwayError: it closed the connection before it answered.
         ClusterError: it does not have the run's token, or is not a peer at all.
     """
     deadline = time.monotonic() + SECONDS
@@ -62,17 +89,28 @@ def connect(connection: socket.socket, token: str) -> None:
         connection.settimeout(SECONDS)
         greeting = _read_by(connection, len(_GREETING) + NONCE_BYTES, deadline)
         if greeting[: len(_GREETING)] != _GREETING:
-            raise ClusterError("what listens there is no node of a run")
+            raise ClusterError(
+                "what listens there is no node of a run, or of another version of Penstock"
+            )
         theirs, nonce = greeting[len(_GREETING) :], secrets.token_bytes(NONCE_BYTES)
         connection.sendall(nonce + _proof(token, b"connects", theirs, nonce))
         proof = _read_by(connection, PROOF_BYTES, deadline)
-    except EOFError:
-        raise ClusterError("it refused this node's token") from None
+    except (EOFError, ConnectionError):
+        raise TurnedAwayError(
+            "it closed the connection before it answered: the run may be ending, or others take "
+            "up all places at its door"
+        ) from None
     except OSError as error:
-        raise ClusterError(f"it did not answer: {error}") from None
+        raise ClusterError(f"it did not answer within {SECONDS:g} s: {error}") from None
+    if proof == REFUSAL:
+        raise ClusterError("it refused this node's token: is it that of this run?")
     if not hmac.compare_digest(proof, _proof(token, b"accepts", nonce, theirs)):
         raise ClusterError("what listens there does not have this run's token")
     connection.settimeout(None)
+    return Keys(
+        sends=_proof(token, b"seals of who connects", theirs, nonce),
+        takes=_proof(token, b"seals of who accepts", theirs, nonce),
+    )
 
 
 def _read_by(connection: socket.socket, size: int, deadline: float) -> bytes:

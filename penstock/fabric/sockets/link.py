@@ -15,7 +15,6 @@ import contextlib
 import queue
 import select
 import socket
-import sys
 import threading
 import time
 from collections import deque
@@ -35,14 +34,21 @@ from penstock.fabric.messages import (
     slot_of,
     unpack,
 )
+from penstock.fabric.sockets.buffers import Buffers
 from penstock.fabric.sockets.handshake import read_exactly, read_into
 from penstock.fabric.sockets.ring import LEAST_BYTES, PeerRing, Ring
-from penstock.fabric.transfers import CHUNK_BYTES
+from penstock.fabric.sockets.seal import MOST_BYTES, SEAL_BYTES, Keys, Seals
 
 _BUFFER_BYTES = 4 << 20
 _BUFFER_BYTES_HERE = 1 << 20  # within a host: what waits in the kernel stays in the cache
-_MOST_BUFFERS, _LEAST_KEPT, _UNUSED = 8, 1 << 16, 3
 _CUT_SECONDS = 10.0  # without an answer to what was sent; then the link is no more
+_LIMITS = {
+    "TCP_USER_TIMEOUT": int(1000 * _CUT_SECONDS),
+    # A link on which nothing is sent is asked now and then whether its other end is still there.
+    "TCP_KEEPIDLE": int(_CUT_SECONDS),
+    "TCP_KEEPINTVL": int(_CUT_SECONDS / 2),
+    "TCP_KEEPCNT": 2,
+}
 _LOOK_SECONDS = 1.0  # the longest wait that counts: in a longer one this process stood still
 
 
@@ -65,6 +71,7 @@ class Link:
 
     Args:
         connection: the socket; the link closes it.
+        keys: with which its frames are sealed.
         take: is given every message, in the reader's thread.
         ended: is called once, when the connection is no more, with the reason.
         shares: whether payloads may go through memory that both ends see.
@@ -73,18 +80,21 @@ class Link:
     def __init__(
         self,
         connection: socket.socket,
+        keys: Keys,
         take: Callable[[Link, Message], None],
         ended: Callable[[Link, Exception], None],
         shares: Callable[[], bool] = lambda: True,
     ) -> None:
         self.peer: int | None = None  # the node at the other end, once it has said so
         self.nodes: set[int] = set()  # all that are known to be there
+        self.epoch = 0  # the latest of which the other end has said something
         self.sent_bytes = self.taken_bytes = 0
         self.shared_bytes = 0  # of those that were sent, what went through shared memory
         self._socket = connection
+        self._sends, self._takes = Seals(keys.sends), Seals(keys.takes)
         self._take, self._ended, self._shares = take, ended, shares
         self._todo: queue.SimpleQueue[Message | _UsedUp | _Room | None] = queue.SimpleQueue()
-        self._buffers = _Buffers()
+        self._buffers = Buffers()
         self._once = threading.Lock()
         self._has_ended = False
         # The writer's: what waits, slots to be given back, and its own ring once it is offered.
@@ -96,9 +106,10 @@ class Link:
         self._peer_ring: PeerRing | None = None  # the reader's
         self._heard_at = time.monotonic()
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):  # else a cut cable is noticed after minutes
-            limit = int(1000 * _CUT_SECONDS)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _LIMITS.items():
+            if hasattr(socket, name):  # else a cut cable is noticed after minutes
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             size = _BUFFER_BYTES_HERE if self._may_offer else _BUFFER_BYTES
             connection.setsockopt(socket.SOL_SOCKET, option, size)
@@ -143,21 +154,26 @@ class Link:
             while True:
                 header = read_exactly(self._socket, HEADER_BYTES)
                 self._hear()
-                body_bytes, payload_bytes = lengths(header)
-                body = read_exactly(self._socket, body_bytes)
-                payload = self._payload(slot_of(header), payload_bytes)
+                body_bytes, size = lengths(header)
+                seal = read_exactly(self._socket, SEAL_BYTES)
+                body, payload = read_exactly(self._socket, body_bytes), None
+                if size > MOST_BYTES:  # who has not sealed the header gets no memory for it
+                    self._takes.check(seal, header, body, None)
+                if size or slot_of(header) is not None:
+                    payload = self._payload(slot_of(header), size)
+                if size <= MOST_BYTES:
+                    sealed = None if payload is None else payload.data
+                    self._takes.check(seal, header, body, sealed)
                 self._heed(unpack(header, body, payload))
-                self.taken_bytes += payload_bytes
+                self.taken_bytes += size
                 del payload  # a slot is given back when nobody has it any more
         except Exception as error:  # whatever it is, nothing more is read: the link has ended
             payload = self._peer_ring = None  # an error remembers the frames that it came through
             self._end(error)
 
-    def _payload(self, slot: int | None, size: int) -> np.ndarray | None:
+    def _payload(self, slot: int | None, size: int) -> np.ndarray:
         """Return the bytes of a frame: those that follow, or those in a slot."""
         if slot is None:
-            if not size:
-                return None
             payload = self._buffers.take(size)
             read_into(self._socket, payload.data, self._hear)
             return payload
@@ -258,24 +274,29 @@ class Link:
         payload = message.payload if message.size else None
         if payload is not None and self._ring is not None and self._ring.takes(message.size):
             slot = self._ring.claim()
-            header, body = pack(message, slot)
+            head = self._head(message, slot)
             self._ring.put(slot, payload)
-            self._send_all([header + body])
+            self._send_all([head])
             self.shared_bytes += message.size
         else:
             if message.size >= LEAST_BYTES and self._may_offer and self._shares():
                 self._offer()
-            header, body = pack(message)
-            self._send_all([header + body] if payload is None else [header + body, payload.data])
+            head = self._head(message)
+            self._send_all([head] if payload is None else [head, payload.data])
         self.sent_bytes += message.size
+
+    def _head(self, message: Message, slot: int | None = None) -> bytes:
+        """Return the next frame, up to its payload."""
+        header, body = pack(message, slot)
+        payload = message.payload.data if message.payload is not None and message.size else None
+        return header + self._sends.next(header, body, payload) + body
 
     def _offer(self) -> None:
         """Offer a ring, once; what is sent before the peer has answered goes over the socket."""
         self._may_offer = False
         self._ring = Ring.make()
         if self._ring is not None:
-            header, body = pack(Message(Kind.RING, 0, 0, body=self._ring.offer()))
-            self._send_all([header + body])
+            self._send_all([self._head(Message(Kind.RING, 0, 0, body=self._ring.offer()))])
 
     def _send_all(self, parts: list[Any]) -> None:
         views = [memoryview(part) for part in parts]
@@ -304,23 +325,3 @@ def _is_here(connection: socket.socket) -> bool:
         return bool(connection.getpeername()[0] == connection.getsockname()[0])
     except OSError:
         return False  # it has ended already, as the reader will find out
-
-
-class _Buffers:
-    """Memory for what comes, used again when nobody has it any more: new pages take longer to
-    come by than to fill."""
-
-    def __init__(self) -> None:
-        self._all: list[np.ndarray] = []
-
-    def take(self, size: int) -> np.ndarray:
-        """Return so many bytes that nobody else sees."""
-        for buffer in self._all:
-            # Held by the list, the loop, and the call: a view of it would hold it too.
-            if buffer.nbytes >= size and sys.getrefcount(buffer) == _UNUSED:
-                return buffer[:size]
-        if len(self._all) >= _MOST_BUFFERS or size < _LEAST_KEPT:
-            return np.empty(size, np.uint8)
-        # It owns its memory: of a view's views, numpy would hold what that is a view of.
-        self._all.append(np.empty(max(size, CHUNK_BYTES), np.uint8))
-        return self._all[-1][:size]

@@ -80,7 +80,7 @@ def test_no_message_can_end_the_endpoint_of_a_run(open_for_all, received, peer):
     news = open_for_all.news
     failed, news._failed = news._failed, None
     assert "network failed" not in str(failed)
-    assert open_for_all._endpoint._threads[0].is_alive()
+    assert open_for_all._endpoint._thread.is_alive()
     assert all(isinstance(why, ProtocolError) for why in link.refused)
 
 

@@ -1,9 +1,7 @@
-"""Who is let in, what is read of whom, and that nothing that comes can run code."""
+"""What is read of whom, which links end, and that to read what comes runs no code."""
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import os
 import pickle
 import socket
@@ -12,9 +10,9 @@ import time
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from socket_places import greet, wait
 
 from penstock.errors import ClusterError, CorruptionError
 from penstock.fabric.messages import (
@@ -28,65 +26,8 @@ from penstock.fabric.messages import (
     unpack,
     unpack_arrays,
 )
-from penstock.fabric.sockets import Endpoint, Link, handshake, new_token
-
-
-class Heard:
-    """A node that keeps what comes to it."""
-
-    progress = 0
-
-    def __init__(self) -> None:
-        self.messages: list[Message] = []
-
-    def handle(self, message: Message) -> None:
-        self.messages.append(message)
-
-
-class Place:
-    """An endpoint with one node, and what it was told."""
-
-    def __init__(self, token: str, number: int) -> None:
-        self.strangers: list[Message] = []
-        self.ended: list[Exception] = []
-        self.failed: list[Exception] = []
-        self.node = Heard()
-        self.endpoint = Endpoint(
-            token,
-            "127.0.0.1",
-            on_link_end=lambda link, error: self.ended.append(error),
-            on_stranger=lambda link, message: self.strangers.append(message),
-            on_failure=self.failed.append,
-        )
-        self.endpoint.add(number, self.node)
-        self.endpoint.start()
-
-
-@pytest.fixture
-def places():
-    made: list[Place] = []
-
-    def make(token: str, number: int) -> Place:
-        made.append(Place(token, number))
-        return made[-1]
-
-    yield make
-    for place in made:
-        place.endpoint.close()
-        assert not place.failed
-
-
-def wait(until, seconds: float = 5.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not until():
-        assert time.monotonic() < deadline, "it did not come to be so"
-        time.sleep(0.005)
-
-
-def greet(from_: Place, number: int, to: Place):
-    link = from_.endpoint.connect(to.endpoint.address)
-    link.send(Message(Kind.HELLO, 0, number, body={"node": number}))
-    return link
+from penstock.fabric.sockets import Endpoint, Link, new_token
+from penstock.fabric.sockets.seal import Keys
 
 
 def test_messages_pass_with_their_payload_and_in_order(places):
@@ -103,100 +44,75 @@ def test_messages_pass_with_their_payload_and_in_order(places):
         np.testing.assert_array_equal(message.payload.view(np.float32), payload + op)
 
 
-def test_memory_for_what_comes_is_used_again_only_when_nobody_has_it():
-    from penstock.fabric.sockets.link import _Buffers
-
-    buffers = _Buffers()
-    held = [buffers.take(1 << 20) for _ in range(12)]
-    for number, part in enumerate(held):
-        part[:] = number
-    forms = [
-        torch.frombuffer(held[0], dtype=torch.float32),
-        held[1].view(np.float32)[3:9],
-        held[2].data,
-    ]
-    del held[:3]
-    for number in range(100, 120):
-        buffers.take(1 << 20)[:] = number
-    for number, part in enumerate(held, start=3):
-        assert (part == number).all()
-    assert (forms[0].view(torch.uint8) == 0).all()
-    assert (forms[1].view(np.uint8) == 1).all()
-    assert set(forms[2].tobytes()) == {2}
-    place = held.pop().ctypes.data  # of more than are kept: these go back to the system
-    del held, forms, part
-    places = set()
-    for _ in range(20):
-        places.add(buffers.take(1 << 20).ctypes.data)
-    assert len(places) == 1
-    assert place not in places
-
-
-def raw(place: Place) -> socket.socket:
-    return socket.create_connection(place.endpoint.address, timeout=5)
-
-
-def test_who_has_another_token_or_none_is_refused_before_anything_is_read(places, caplog):
-    caplog.set_level(logging.WARNING, "penstock.fabric")
-    here, other = places(new_token(), 1), places(new_token(), 2)
-    with pytest.raises(ClusterError, match="refused this node's token"):
-        other.endpoint.connect(here.endpoint.address)
-    # A stranger who says something else, and one who pretends to speak the protocol.
-    for first_words in (b"GET / HTTP/1.1\r\n\r\n" + bytes(100), bytes(64), os.urandom(4096)):
-        with raw(here) as connection:
-            connection.sendall(first_words)
-            wait(lambda connection=connection: closed(connection))
-    wait(lambda: here.endpoint.refused["127.0.0.1"] == 4)
-    assert not here.node.messages
-    assert not here.strangers
-    lines = [record.message for record in caplog.records]
-    assert len(lines) == 4
-    assert all("refused a connection from 127.0.0.1" in line for line in lines)
-    # Nothing is disturbed: who has the token still gets in.
-    friend = places(here.endpoint._token, 3)
-    greet(friend, 3, here).send(Message(Kind.BEAT, 0, 3, to=1))
-    wait(lambda: here.node.messages)
-
-
-def closed(connection: socket.socket) -> bool:
-    """Whether the other side has closed, having said no more than its greeting."""
-    connection.settimeout(5)
-    said = b""
-    try:
-        while part := connection.recv(4096):
-            said += part
-    except ConnectionResetError:
-        pass
-    assert len(said) <= 48
-    return True
-
-
-def test_who_is_slow_to_prove_himself_is_not_waited_for(places, monkeypatch):
-    """A byte now and then buys no more time, however many come."""
-    monkeypatch.setattr(handshake, "SECONDS", 0.3)
-    here = places(new_token(), 1)
-    begin = time.monotonic()
-    with raw(here) as connection:
-        connection.settimeout(0.05)
-        while not here.endpoint.refused:
-            assert time.monotonic() < begin + 5
-            with contextlib.suppress(OSError):
-                connection.sendall(b"x")
-            time.sleep(0.05)
-    assert time.monotonic() < begin + 2
-
-
-def test_many_strangers_at_once_do_not_close_the_door(places, monkeypatch):
-    monkeypatch.setattr(handshake, "SECONDS", 0.5)
+def test_links_of_nodes_that_take_part_no_more_end(places):
+    """Their hosts may be gone without a word; who knows of the next epoch before us stays."""
     token = new_token()
-    here, friend = places(token, 1), places(token, 2)
-    strangers = [raw(here) for _ in range(150)]
-    for stranger in strangers:
-        stranger.close()
-    wait(lambda: here.endpoint.refused["127.0.0.1"] >= 1)
-    time.sleep(0.6)
-    greet(friend, 2, here).send(Message(Kind.BEAT, 0, 2, to=1))
+    here = places(token, 1)
+    others = {number: places(token, number) for number in (0, 2, 3, 4)}
+    epochs = {0: 0, 2: 6, 3: 6, 4: 8}
+    links = {}
+    for number, other in others.items():
+        links[number] = other.endpoint.connect(here.endpoint.address)
+        links[number].send(Message(Kind.HELLO, epochs[number], number, body={"node": number}))
+        links[number].send(Message(Kind.BEAT, 0, number, to=1))
+    wait(lambda: len(here.node.messages) == 4)
+    met = {3: others[3].endpoint.address}
+    here.endpoint.call(lambda: here.endpoint.meet(met, 7))
+    wait(lambda: not links[2].is_open)
+    for number in (0, 3, 4):
+        links[number].send(Message(Kind.BEAT, 0, number, to=1))
+    wait(lambda: len(here.node.messages) == 7)
+    assert [link.is_open for link in links.values()] == [True, False, True, True]
+    wait(lambda: here.ended)
+    assert len(here.ended) == 1
+    here.endpoint.call(lambda: here.endpoint.meet({}, 9))
+    wait(lambda: not links[3].is_open and not links[4].is_open)
+    assert links[0].is_open
+
+
+def test_the_link_to_one_that_is_to_take_part_stays_whoever_comes_and_goes(places):
+    """A newcomer is given a copy of a shard before it is in any view."""
+    token = new_token()
+    here, newcomer = places(token, 1), places(token, 2)
+    link = newcomer.endpoint.connect(here.endpoint.address)
+    link.send(Message(Kind.HELLO, 0, 2, body={"node": 2}))
+    link.send(Message(Kind.BEAT, 0, 2, to=1))
     wait(lambda: here.node.messages)
+    address = newcomer.endpoint.address
+    here.endpoint.call(lambda: here.endpoint.reach(2, address))
+    here.endpoint.call(lambda: here.endpoint.meet({}, 5))
+    link.send(Message(Kind.BEAT, 0, 2, to=1))
+    wait(lambda: len(here.node.messages) == 2)
+    here.endpoint.call(lambda: here.endpoint.meet({2: address}, 6))
+    here.endpoint.call(lambda: here.endpoint.meet({}, 7))
+    wait(lambda: not link.is_open)
+
+
+def test_the_first_message_to_a_node_says_of_which_epoch_it_is(places):
+    token = new_token()
+    here, other = places(token, 1), places(token, 2)
+    address = other.endpoint.address
+    here.endpoint.call(lambda: here.endpoint.meet({2: address}, 5))
+    runtime = here.endpoint.runtime(1)
+    here.endpoint.call(lambda: runtime.send(2, Message(Kind.RELEASED, 5, 1)))
+    wait(lambda: other.node.messages)
+    other.endpoint.call(lambda: other.endpoint.meet({}, 5))
+    here.endpoint.call(lambda: runtime.send(2, Message(Kind.RELEASED, 5, 1)))
+    wait(lambda: len(other.node.messages) == 2)
+    assert not other.ended
+
+
+def test_a_link_on_which_nothing_is_sent_is_asked_whether_its_other_end_is_there(places):
+    """Else the memory and the threads of links from a host that is gone would stay."""
+    token = new_token()
+    link = greet(places(token, 1), 1, places(token, 2))
+    assert link._socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+    if hasattr(socket, "TCP_KEEPIDLE"):
+        idle, between, count = (
+            link._socket.getsockopt(socket.IPPROTO_TCP, option)
+            for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+        )
+        assert idle + between * count <= 30
 
 
 def test_a_node_that_is_taken_out_does_no_more(places):
@@ -227,64 +143,23 @@ def test_a_frame_that_cannot_be_made_ends_the_link(places):
     assert not link.is_open
 
 
-def test_the_one_who_connects_wants_proof_too(places):
-    """Who only repeats what it is told does not pass for a node of the run."""
-    listener = socket.create_server(("127.0.0.1", 0))
-
-    def mirror() -> None:
-        connection, _ = listener.accept()
-        with connection:
-            connection.sendall(b"penstock-fabric2" + bytes(32))
-            answer = connection.recv(64)
-            connection.sendall(answer[32:])
-
-    thread = threading.Thread(target=mirror)
-    thread.start()
-    here = places(new_token(), 1)
-    with pytest.raises(ClusterError, match="does not have this run's token"):
-        here.endpoint.connect(listener.getsockname())
-    thread.join()
-    listener.close()
-
-
-def test_an_old_proof_is_worth_nothing(places):
-    """What was recorded of one handshake does not open another."""
-    token = new_token()
-    here = places(token, 1)
-    recorded = bytearray()
-
-    class Recorder:
-        def __init__(self, connection) -> None:
-            self.connection = connection
-
-        def sendall(self, data) -> None:
-            recorded.extend(data)
-            self.connection.sendall(data)
-
-        def __getattr__(self, name):
-            return getattr(self.connection, name)
-
-    with raw(here) as connection:
-        handshake.connect(Recorder(connection), token)
-    with raw(here) as connection:
-        connection.sendall(recorded)
-        closed(connection)
-    wait(lambda: here.endpoint.refused["127.0.0.1"] == 1)
-
-
-def test_a_damaged_frame_ends_the_link_and_is_named(places):
+@pytest.mark.parametrize(
+    ("size", "says"), [(100, "frame 2 of a connection has a wrong seal"), (5000, "has checksum")]
+)
+def test_a_damaged_frame_ends_the_link_and_is_named(size, says, places):
+    """Small payloads are sealed, large ones have a checksum."""
     token = new_token()
     one, two = places(token, 1), places(token, 2)
     link = greet(one, 1, two)
     link.send(Message(Kind.BEAT, 0, 1, to=2))
     wait(lambda: two.node.messages)
-    header, body = pack(message_with(np.zeros(100), kind=Kind.WEIGHTS, epoch=1, sender=1, to=2))
-    payload = bytearray(800)
+    message = message_with(np.zeros(size), kind=Kind.WEIGHTS, epoch=1, sender=1, to=2)
+    payload = bytearray(8 * size)
     payload[17] ^= 4
-    link._socket.sendall(header + body + payload)
+    link._socket.sendall(link._head(message) + payload)
     wait(lambda: two.ended)
     assert isinstance(two.ended[0], CorruptionError)
-    assert "has checksum" in str(two.ended[0])
+    assert says in str(two.ended[0])
     assert len(two.node.messages) == 1
 
 
@@ -422,13 +297,14 @@ def test_a_link_is_heard_by_any_byte_of_a_long_message():
         theirs = socket.create_connection(listener.getsockname())
         ours, _ = listener.accept()
     took: list[Message] = []
-    link = Link(ours, lambda link, message: took.append(message), lambda link, error: None)
+    keys = Keys(bytes(32), bytes(32))
+    link = Link(ours, keys, lambda link, message: took.append(message), lambda link, error: None)
     try:
         message = message_with(np.zeros(1 << 20, np.uint8), kind=Kind.WEIGHTS, epoch=0, sender=1)
-        header, body = pack(message)
+        head = link._head(message)  # both directions have one key here
         time.sleep(0.1)
         assert not link.is_heard(0.1)
-        theirs.sendall(header + body)
+        theirs.sendall(head)
         for part in range(4):  # a message that takes longer than anybody may be silent
             time.sleep(0.1)
             assert not link.is_heard(0.05)

@@ -1,0 +1,202 @@
+"""Where strangers come in: each is asked for the proof, and none keeps the place of another.
+
+One thread hears all of them, so that a stranger costs a socket and no more. There is room for so
+many. When one more comes it is another that goes: of those whose address takes up most places, the
+one that has been there longest. A node answers as soon as it is asked, so that it is let in as
+long as fewer than those places are taken while its answer is on the way, and a flood from elsewhere
+leaves it alone. One who had to go comes again (`Endpoint.connect`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import selectors
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from penstock.fabric.sockets import handshake
+from penstock.fabric.sockets.seal import Keys
+
+log = logging.getLogger("penstock.fabric")
+
+_MOST = 256  # strangers at the door
+_AT_ONCE = 16  # of those who come, before those who are there are heard again
+_MOST_ADDRESSES = 1000  # of those who were refused, that are remembered
+_LOOK_SECONDS = 0.5  # the longest wait for anybody to say something
+_LINES, _LINES_SECONDS = 10, 10.0  # of warnings, and the time for which these are all
+
+
+@dataclass(eq=False)
+class _Stranger:
+    """One who has connected and has not proved itself yet."""
+
+    connection: socket.socket
+    address: tuple[str, int]
+    challenge: handshake.Challenge
+    deadline: float
+
+
+class Door:
+    """Lets in who has the run's token.
+
+    Args:
+        listener: where strangers come; the door closes it.
+        token: of the run.
+        let_in: is given the connection of one who has proved itself, and its keys, in the door's
+            thread.
+    """
+
+    def __init__(
+        self, listener: socket.socket, token: str, let_in: Callable[[socket.socket, Keys], None]
+    ) -> None:
+        self.refused: Counter[str] = Counter()  # how many were not let in, by address
+        self._listener, self._token, self._let_in = listener, token, let_in
+        self._strangers: dict[socket.socket, _Stranger] = {}  # who has come first is first
+        self._heard = selectors.DefaultSelector()
+        self._warnings = _Warnings()
+        self._closing = False
+        self._thread = threading.Thread(target=self._keep, name="penstock door", daemon=True)
+
+    def open(self) -> None:
+        """Begin to let in."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Let nobody in any more; those who have not proved themselves are sent away."""
+        self._closing = True
+        with contextlib.suppress(OSError):  # it wakes the thread
+            self._listener.shutdown(socket.SHUT_RDWR)
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(timeout=10)
+        self._listener.close()
+        self._heard.close()
+
+    # The thread
+
+    def _keep(self) -> None:
+        self._listener.setblocking(False)
+        self._heard.register(self._listener, selectors.EVENT_READ)
+        while not self._closing:
+            said = {key.fileobj for key, _ in self._heard.select(self._patience())}
+            # Who has answered is let in before those who come could take its place.
+            for stranger in [s for s in self._strangers.values() if s.connection in said]:
+                self._hear(stranger)
+            if self._listener in said:
+                self._take_those_who_come()
+            self._send_the_late_away()
+        for stranger in list(self._strangers.values()):
+            self._forget(stranger)
+            stranger.connection.close()
+
+    def _patience(self) -> float:
+        first = next(iter(self._strangers.values()), None)
+        if first is None:
+            return _LOOK_SECONDS
+        return min(_LOOK_SECONDS, max(0.0, first.deadline - time.monotonic()))
+
+    def _take_those_who_come(self) -> None:
+        for _ in range(_AT_ONCE):
+            try:
+                connection, peer = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if self._closing:
+                    return
+                # Such as too many open files: the door stays a door.
+                self._warnings.say(f"a connection could not be accepted: {error}")
+                if self._strangers:
+                    self._make_room()
+                else:
+                    time.sleep(0.1)
+                return
+            if len(self._strangers) >= _MOST:
+                self._make_room()
+            self._ask(connection, peer)
+
+    def _ask(self, connection: socket.socket, peer: tuple[str, int]) -> None:
+        challenge = handshake.Challenge(self._token)
+        deadline = time.monotonic() + handshake.SECONDS
+        stranger = _Stranger(connection, (peer[0], peer[1]), challenge, deadline)
+        self._strangers[connection] = stranger
+        connection.setblocking(False)
+        self._heard.register(connection, selectors.EVENT_READ)
+        try:
+            connection.sendall(challenge.question)  # a new connection has room for so little
+        except OSError as error:
+            self._refuse(stranger, f"it did not prove that it has the token: {error}")
+
+    def _hear(self, stranger: _Stranger) -> None:
+        connection, challenge = stranger.connection, stranger.challenge
+        try:
+            part = connection.recv(challenge.missing_bytes)
+        except OSError as error:
+            self._refuse(stranger, f"it did not prove that it has the token: {error}")
+            return
+        if not part:
+            self._refuse(stranger, "it did not prove that it has the token: it hung up")
+            return
+        challenge.take(part)
+        if challenge.missing_bytes:
+            return
+        with contextlib.suppress(OSError):  # then its link ends as it begins
+            connection.sendall(challenge.reply if challenge.is_met else handshake.REFUSAL)
+        if not challenge.is_met:
+            self._refuse(stranger, "it does not have this run's token")
+            return
+        self._forget(stranger)
+        connection.setblocking(True)
+        self._let_in(connection, challenge.keys)
+
+    def _make_room(self) -> None:
+        """Send one away: the first to come from where most are from."""
+        places = Counter(stranger.address[0] for stranger in self._strangers.values())
+        most = max(places.values())
+        for stranger in self._strangers.values():
+            if places[stranger.address[0]] == most:
+                self._refuse(stranger, f"{len(self._strangers)} others had not proved themselves")
+                return
+
+    def _send_the_late_away(self) -> None:
+        now = time.monotonic()
+        late = [stranger for stranger in self._strangers.values() if stranger.deadline <= now]
+        for stranger in late:
+            self._refuse(stranger, "it did not prove that it has the token: it took too long")
+
+    def _refuse(self, stranger: _Stranger, why: str) -> None:
+        self._forget(stranger)
+        stranger.connection.close()
+        host, port = stranger.address
+        if len(self.refused) < _MOST_ADDRESSES or host in self.refused:
+            self.refused[host] += 1
+        self._warnings.say(f"refused a connection from {host}:{port}: {why}")
+
+    def _forget(self, stranger: _Stranger) -> None:
+        del self._strangers[stranger.connection]
+        self._heard.unregister(stranger.connection)
+
+
+class _Warnings:
+    """Lines of the log, of which strangers may cause no more than so many in so long."""
+
+    def __init__(self) -> None:
+        self._since = float("-inf")
+        self._said = self._left_out = 0
+
+    def say(self, line: str) -> None:
+        """Log a line, or count it."""
+        now = time.monotonic()
+        if now - self._since > _LINES_SECONDS:
+            if self._left_out:
+                log.warning("%d more connections were not let in", self._left_out)
+            self._since, self._said, self._left_out = now, 0, 0
+        if self._said < _LINES:
+            self._said += 1
+            log.warning("%s", line)
+        else:
+            self._left_out += 1

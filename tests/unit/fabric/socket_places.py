@@ -1,0 +1,57 @@
+"""Endpoints with one node each, and what comes to them."""
+
+from __future__ import annotations
+
+import socket
+import time
+
+from penstock.fabric.messages import Kind, Message
+from penstock.fabric.sockets import Endpoint
+
+
+class Heard:
+    """A node that keeps what comes to it."""
+
+    progress = 0
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+
+    def handle(self, message: Message) -> None:
+        self.messages.append(message)
+
+
+class Place:
+    """An endpoint with one node, and what it was told."""
+
+    def __init__(self, token: str, number: int) -> None:
+        self.strangers: list[Message] = []
+        self.ended: list[Exception] = []
+        self.failed: list[Exception] = []
+        self.node = Heard()
+        self.endpoint = Endpoint(
+            token,
+            "127.0.0.1",
+            on_link_end=lambda link, error: self.ended.append(error),
+            on_stranger=lambda link, message: self.strangers.append(message),
+            on_failure=self.failed.append,
+        )
+        self.endpoint.add(number, self.node)
+        self.endpoint.start()
+
+
+def wait(until, seconds: float = 5.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not until():
+        assert time.monotonic() < deadline, "it did not come to be so"
+        time.sleep(0.005)
+
+
+def greet(from_: Place, number: int, to: Place):
+    link = from_.endpoint.connect(to.endpoint.address)
+    link.send(Message(Kind.HELLO, 0, number, body={"node": number}))
+    return link
+
+
+def raw(place: Place) -> socket.socket:
+    return socket.create_connection(place.endpoint.address, timeout=5)
