@@ -1,0 +1,60 @@
+"""Engines, their links and the shards that serve them, as published or measured; and their loads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from penstock.fabric.sim import Links
+
+SEQUENCE_LENGTH = 2048
+
+SOCKET_BYTES_PER_SECOND = 3.76e9
+"""Of one link over sockets between two processes of a machine: `engines.py`, in README.md."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """An engine, its link, and the shards that serve it.
+
+    `flops` is what the engine reaches per second, `memory_bytes` what it computes in;
+    `takes_messages` says whether weights and gradients on their way lie in that memory as well, or
+    in another, which its host has. `store_bytes_per_second` is the rate of one shard's memory. A
+    weight takes `weight_width` bytes of a link; None: as many as in the program.
+    """
+
+    name: str
+    links: Links
+    flops: float
+    memory_bytes: int
+    takes_messages: bool
+    shards: int
+    store_bytes_per_second: float
+    weight_width: int | None = None
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one engine does in a step: `sequences` of the model, one micro-batch each."""
+
+    model: str
+    precision: Literal["fp32", "bf16"]
+    sequences: int
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens that are."""
+        return self.sequences * SEQUENCE_LENGTH
+
+    def __str__(self) -> str:
+        return f"{self.model}, {self.precision}, {self.sequences} x {SEQUENCE_LENGTH} tokens"
+
+
+# The wafer's peak at 1.1 GHz with numbers of 16 bits, the fastest that is quoted: nothing hides
+# better behind it. The vendor's tree of nodes between the wafers (SwarmX: one to four, at the rate
+# of a link) is left out; wafers hand weights on, and add sums, over their own links. On these a
+# weight takes 32 bits, which hold 16 of its own and where it belongs.
+CS2 = Machine("CS-2, 1.2 Tb/s", Links(150e9, 1e-5), 7.5e15, 40 * 10**9, True, 1, 4e12, 4)
+
+# 40 % of the H200's peak in bf16.
+H200 = Machine("H200, 100 Gb/s", Links(12.5e9, 2e-5), 4e14, 141 * 10**9, False, 4, 300e9)

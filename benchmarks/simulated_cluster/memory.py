@@ -1,0 +1,28 @@
+"""Whether a load fits an engine, by the account that a run is refused by."""
+
+from __future__ import annotations
+
+from simulated_cluster.machines import Load, Machine
+
+from penstock.budget import bytes_on_the_way
+from penstock.engine import EnginePlan, plan_engine, predict_bytes
+from penstock.program import Program
+
+
+def fit(machine: Machine, program: Program, load: Load) -> tuple[EnginePlan, int]:
+    """Return the plan of an engine that keeps no more than it must, and the bytes that it takes.
+
+    **Raises:** `BudgetError` with what the load needs, where the machine has less.
+    """
+    device, beside = "cuda", 0
+    if machine.takes_messages:
+        device, beside = "cpu", bytes_on_the_way(program, "cpu")
+    plan = plan_engine(
+        program,
+        load.sequences,
+        machine.memory_bytes,
+        recompute="always",
+        device=device,
+        beside_bytes=beside,
+    )
+    return plan, predict_bytes(program, load.sequences, plan, device).peak_bytes

@@ -1,0 +1,128 @@
+"""One step of a simulated cluster: what travels in it, how long it takes and what it moves."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Sequence
+
+from simulated_cluster.machines import SEQUENCE_LENGTH, Machine
+from simulated_cluster.works import Engine, Order, Shard
+
+from penstock.cluster.plan import positions_of
+from penstock.fabric.nodes import Conductor, EngineNode, Leases, Outcome, Phase, ShardNode
+from penstock.fabric.sim import Network
+from penstock.fabric.transfers import (
+    CHUNK_BYTES,
+    GRADIENT_WIDTH,
+    Operation,
+    Piece,
+    Transfers,
+    chunks,
+)
+from penstock.program import Program
+
+# Of an operation's weights or gradients: more at the ends of a step, where nothing hides the way of
+# a chunk down or up the tree. No chunk is smaller than a run's, which is the harder case.
+CHUNKS, CHUNKS_AT_ENDS, ENDS = 8, 64, 2
+ROW_BYTES = 16  # of a token, input and target
+FIRST_ENGINE = 1000
+
+
+def transfers_of(
+    program: Program, machine: Machine, recompute: Collection[int], most: float = math.inf
+) -> Transfers:
+    """Return the operations of a step; a stage's weights lie one behind the other.
+
+    Args:
+        program: has the stages.
+        machine: has shards, between which every stage is divided.
+        recompute: the stages whose forward is made again.
+        most: of every stage, no more than so many weights.
+    """
+    stages, shards = program.stages, machine.shards
+    order = [(stage, "forward") for stage in stages[:-1]] + [(stages[-1], "turn")]
+    order += [(stage, "backward") for stage in reversed(stages[:-1])]
+    operations = []
+    for number, (stage, sweep) in enumerate(order):
+        is_end = min(number, len(order) - 1 - number) < ENDS
+        parts = CHUNKS_AT_ENDS if is_end else CHUNKS
+        specs = [program.weights[stage.weights[p]] for p in positions_of(stage, sweep, recompute)]
+        widths = [spec.stream_dtype.itemsize for spec in specs]
+        width = machine.weight_width or max(widths, default=1)
+        weights = _pieces(sum(spec.elements for spec in specs), width, shards, parts, most)
+        gradients: Sequence[Piece] = ()
+        if sweep != "forward":
+            trained = [spec for name in stage.weights if (spec := program.weights[name]).trainable]
+            elements = sum(spec.elements for spec in trained)
+            gradients = _pieces(elements, GRADIENT_WIDTH, shards, parts, most)
+        operations.append(Operation(number, stage.index, sweep, weights, tuple(gradients)))
+    return Transfers(tuple(operations), shards)
+
+
+def _pieces(elements: int, width: int, shards: int, parts: int, most: float) -> tuple[Piece, ...]:
+    elements = int(min(most, elements))
+    bounds = [elements * shard // shards for shard in range(shards + 1)]
+    pieces = [Piece(s, 0, bounds[s], bounds[s + 1], width) for s in range(shards)]
+    return chunks(pieces, max(CHUNK_BYTES, -(-elements // parts) * width))
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """What one step took and moved."""
+
+    seconds: float
+    store_sent: int
+    store_taken: int
+    most_sent: int  # by any engine
+
+
+def measure(
+    machine: Machine,
+    program: Program,
+    transfers: Transfers,
+    engines: int,
+    sequences: int,
+    recompute: Collection[int] = (),
+) -> Measured:
+    """Make one step, and count from when all have seen who takes part, as between two steps.
+
+    Args:
+        machine: what every engine and every shard is.
+        program: what is computed.
+        transfers: what travels.
+        engines: how many there are.
+        sequences: how many each of them has; 0: nothing is computed.
+        recompute: the stages whose forward is made again.
+    """
+    shards = range(1, 1 + machine.shards)
+    members = range(FIRST_ENGINE, FIRST_ENGINE + engines)
+    works: dict[int, Engine | Shard] = {}
+    network = Network(machine.links, cost=lambda number: works[number].seconds, beat=1.0)
+    leases = Leases(silence=1e3, stall=1e4, job=1e5)
+    conductor = Conductor(
+        network.runtime(0), [(n,) for n in shards], engines, leases, lambda event: None
+    )
+    for place, number in enumerate(shards):
+        shard = works[number] = Shard(machine, transfers, place)
+        runtime = network.runtime(number)
+        network.add(number, ShardNode(number, place, runtime, transfers, shard))
+    for number in members:
+        engine = works[number] = Engine(program, machine, sequences, recompute)
+        network.add(number, EngineNode(number, network.runtime(number), transfers, engine))
+        conductor.joined(number)
+    network.conduct(conductor)
+    ended: list[Outcome] = []
+    rows = sequences * SEQUENCE_LENGTH * ROW_BYTES
+    conductor.start(Order(1, engines, rows), ended.append)
+    network.run(lambda: bool(ended) or conductor.phase is Phase.RUNNING, math.inf)
+    began, sent, taken = network.now, dict(network.sent_bytes), dict(network.taken_bytes)
+    network.run(lambda: bool(ended), math.inf)
+    if ended[0].error is not None:
+        raise ended[0].error
+    return Measured(
+        network.now - began,
+        sum(network.sent_bytes[n] - sent.get(n, 0) for n in shards),
+        sum(network.taken_bytes[n] - taken.get(n, 0) for n in shards),
+        max(network.sent_bytes[n] - sent.get(n, 0) for n in members),
+    )

@@ -1,0 +1,126 @@
+"""What the nodes of a simulated cluster work: engines and shards that only know how long it takes.
+
+What an operation takes comes from the program that Penstock makes of the model: its arithmetic at
+the rate of the engine, its weights and optimizer state at the rate of the store's memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from simulated_cluster.machines import Machine
+
+from penstock.fabric.messages import Message
+from penstock.fabric.nodes import Part
+from penstock.fabric.transfers import GRADIENT_WIDTH, Operation, Piece, Transfers
+from penstock.program import Program
+from penstock.tree import TreeNode
+
+UPDATE_BYTES = 32  # AdamW reads and writes three float32 numbers, reads a gradient, writes weights
+
+
+class Engine:
+    """Computes nothing, and knows how long that takes.
+
+    `sequences` of 0 take no time. `recompute` are the stages whose forward is made again.
+    """
+
+    def __init__(
+        self, program: Program, machine: Machine, sequences: int, recompute: Collection[int]
+    ) -> None:
+        rate = machine.flops / sequences if sequences else math.inf
+        self._forward, self._backward = [], []
+        for stage in program.stages:
+            again = stage.index in recompute or stage is program.stages[-1]  # the last one turns
+            forward, backward = stage.kind.forward_flops, stage.kind.backward_flops
+            self._forward.append(forward / rate)
+            self._backward.append((backward + forward * again) / rate)
+        self.seconds, self._first = 0.0, 0
+
+    def begin(self, step: int, part: Mapping[str, float], rows: Mapping[str, np.ndarray]) -> None:
+        self._first, self.seconds = int(part["first"]), 0.0
+
+    def place(self, operation: Operation, piece: Piece, payload: np.ndarray | None) -> None:
+        """The bytes were left out."""
+
+    def compute(self, operation: Operation) -> list[TreeNode]:
+        if operation.sweep == "forward":
+            self.seconds = self._forward[operation.stage]
+            return []
+        self.seconds = self._backward[operation.stage]
+        elements = max((piece.end for piece in operation.gradients), default=0)
+        return [TreeNode(0, self._first, (torch.empty(elements, device="meta"),))]
+
+    def losses(self) -> list[float]:
+        return [0.0]
+
+
+class Shard:
+    """Holds nothing, and knows how long reading and updating it takes."""
+
+    def __init__(self, machine: Machine, transfers: Transfers, shard: int) -> None:
+        self._rate, self._shard, self._step = machine.store_bytes_per_second, shard, 0
+        self._transfers, self.seconds = transfers, 0.0
+
+    def held_steps(self) -> list[int]:
+        return [self._step]
+
+    def go_back(self, step: int) -> None:
+        self.seconds = 0.0
+
+    def settle(self) -> None:
+        """Nothing is awaited."""
+
+    def begin(self, step: int) -> None:
+        self.seconds = 0.0
+
+    def fetch(self, operation: Operation) -> list[None]:
+        numbers = operation.of_shard(self._shard)
+        pieces = [operation.weights[number] for number in numbers]
+        size = sum(piece.size for piece in pieces)
+        if operation.sweep != "backward":  # the update of the step before comes first
+            size += sum(piece.end - piece.begin for piece in pieces) * UPDATE_BYTES
+        self.seconds = size / self._rate
+        return [None] * len(numbers)
+
+    def receive(self, operation: Operation, gradients: Mapping[int, object]) -> None:
+        pieces = [operation.gradients[number] for number in gradients]
+        self.seconds = (
+            sum(piece.end - piece.begin for piece in pieces) * GRADIENT_WIDTH / self._rate
+        )
+
+    def prepare(self) -> dict:
+        self.seconds = 0.0
+        return {}
+
+    def commit(self, step: int, decision: Mapping[str, object]) -> dict:
+        self._step, self.seconds = step, 0.0
+        return {}
+
+
+@dataclass
+class Order:
+    """A step in which every engine has one micro-batch: sums of more stay on the engine."""
+
+    step: int
+    micro_batches: int
+    row_bytes: int
+
+    def parts(self, engines: int) -> list[Part]:
+        rows = {"x": np.zeros(self.row_bytes, np.uint8)}
+        body = {"total": engines, "seed": 0, "scale": 1.0}
+        return [Part({**body, "first": place}, rows) for place in range(engines)]
+
+    def report(self, message: Message) -> Mapping[str, Any]:
+        return message.body
+
+    def decide(self, losses: Sequence[float], reports: Sequence[Mapping]) -> dict:
+        return {}
+
+    def answer(self, message: Message) -> Mapping[str, Any]:
+        return message.body
