@@ -100,7 +100,7 @@ def test_a_cut_cable_costs_no_bit(text, hosts, tmp_path):
             workers.append(subprocess.Popen(on(host, *command), stderr=subprocess.DEVNULL))
         for _ in range(2):
             driver.step()
-        assert sum(line.startswith("joined") for line in driver.happened) == 2
+        assert sum(line.startswith("joined") for line in driver.happened) == 2, driver.happened
         plug(there=False)
         cut = driver.step()  # the lease ends, and the engine on this side goes on alone
         assert 0.5 < cut["seconds"] < 10.0
