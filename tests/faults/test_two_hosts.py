@@ -30,7 +30,7 @@ def test_a_cut_cable_costs_no_bit(text, network_of, tmp_path):
             host.start(*command, record, stderr=subprocess.DEVNULL)
         for _ in range(2):
             run.step()
-        assert run.count("joined") == 2
+        assert run.count("joined") == 2, run.happened
         assert {place["host"] for place in run.places()} == {h.address for h in network.hosts}
         network.plug(1, there=False)
         cut = run.step()  # the lease ends, and the engine on this side goes on alone
