@@ -178,10 +178,10 @@ def test_the_number_of_engines_does_not_decide_the_micro_batch_where_memory_bind
     monkeypatch.setattr(assembly, "compile_source", compile_once)
     case, recipe = gpt2(dropout=True), Recipe(seed=0, steps=2, warmup_steps=1, size=8)
     small = compile_once(
-        case.source(0), micro_batch=2, length=LENGTH, precision="bf16", device="cpu"
+        case.source(0), micro_batch=2, length=LENGTH, precision="fp32", device="cpu"
     )
     memory = bytes_of_choice(small, 4)[0]  # for one engine with micro-batches of 2, and no more
-    binding = {"batch": {"micro": "auto"}, "engine": {"memory": memory}}
+    binding = {"batch": {"micro": "auto"}, "engine": {"memory": memory}, "precision": "fp32"}
     chosen, results = set(), []
     for engines in (1, 2, 4):  # each of several could hold larger ones
         trainer, events = trainer_of(
