@@ -13,8 +13,6 @@ from ray_nodes import CLIENT_PORT, RayNodes
 from stepped_run import SteppedRun
 from test_cluster_processes import alone, settings, text
 
-from penstock.trainer import Trainer
-
 __all__ = ["network_of", "text"]
 
 # On other hosts nobody sees that a worker only waits for a processor, and here all share two.
@@ -186,23 +184,15 @@ def test_a_process_outside_the_cluster_trains_on_it_if_it_has_the_token(
 
 
 @pytest.mark.slow
-def test_when_the_head_dies_engines_go_on_until_ray_ends_all(text, cluster, run_on, tmp_path):
+def test_when_the_head_dies_engines_go_on_until_ray_ends_all(text, cluster, run_on):
     nodes = cluster(2)
-    store = {"dram": "24MiB", "flash": {"path": str(tmp_path / "flash")}}
-    run = run_on(nodes, 1, engines=2, store=store)
+    run = run_on(nodes, 1, engines=2)
     run.step()
     run.step_until(lambda: len(run.places()) == 2)
     nodes.network.power_off(0)
     for _ in range(3):
         run.step()
     assert list(engines_on(run)) == [nodes.hosts[1].address]
-    assert run.process.wait(timeout=180) == 1
+    assert run.process.wait(timeout=240) == 1
     assert any("Failed to connect to GCS within 60 seconds" in line for line in run.errors)
     assert not any(line.startswith("Traceback") for line in run.errors)
-
-    again = Trainer(settings(text, tmp_path / "run", engines=2, store=store))
-    assert again.step >= len(run.losses) - 1
-    losses = [*run.losses[: again.step], again.run_step().loss]
-    weights = again.store.content_hash()
-    again.close()
-    assert (losses, weights) == alone(text, tmp_path / "alone", len(losses))
