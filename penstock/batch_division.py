@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from penstock import stores
 from penstock.budget import Budget
-from penstock.config import Config
+from penstock.config import ClusterConfig, Config
 from penstock.engine import can_fit
 from penstock.errors import BudgetError
 from penstock.program import Program
@@ -22,7 +22,9 @@ from penstock.program import Program
 # Beyond this many tokens a micro-batch gains nothing: the products are large enough.
 _MICRO_BATCH_TOKENS = {"cpu": 4096, "cuda": 32768}
 _LEAST_TOKENS = 512  # of a micro-batch; smaller products spend their time on starting
-_ENGINES = 8  # that a configuration may ask for; see `config/root.py`
+_ENGINES = (
+    8  # to which a micro-batch each is left; more of them want a larger batch, or `batch.micro`
+)
 _BUDGET_SLOTS = 4  # a stage of a quarter of the budget leaves room for slots and activations
 
 Compile = Callable[[int, int | None], Program]
@@ -111,7 +113,10 @@ def _one_engine_bytes(
     """Return the budget that an engine has, or would have if there were one of them."""
     if config.engine.memory != "auto":
         return int(config.engine.memory)
-    alone, roles = config.model_copy(update={"engines": 1}), stores.optimizer_of(config).roles
+    cluster, roles = config.cluster, stores.optimizer_of(config).roles
+    if cluster.shards == "here" or not cluster.has_other_hosts:
+        cluster = ClusterConfig()  # as in one process
+    alone = config.model_copy(update={"engines": 1, "cluster": cluster})
     return Budget(alone, program, micro_batches, device, roles, devices).engine_bytes()
 
 

@@ -35,6 +35,11 @@ _SAVING_BYTES = 48 << 20  # the pieces in which a checkpoint is written
 _CHECKING_BYTES = 16 << 20  # of a data set, whose chunks are checked one at a time
 _COPIES_OF_BATCH = 3  # as drawn, as tensors, as the engine holds them
 _AUTO_ENGINE, _AUTO_FLASH = 0.5, 0.25  # of what is free, where no cap says how much is ours
+# Of workers that are forked, private to each (`/proc/PID/smaps_rollup`, Private_Dirty, PyTorch 2.13
+# for CPUs): the template has 315 MiB; a worker 80 MiB after its first steps with 4 stages, 102 MiB
+# with 26, as an engine or as a shard; a spare one 27 MiB less.
+_TEMPLATE_BYTES = 320 << 20
+_FORKED_BYTES, _FORKED_STAGE_BYTES = 76 << 20, 1 << 20
 _FLOAT_BYTES = {"fp32": 4, "bf16": 2}
 
 
@@ -54,6 +59,30 @@ class Shares:
     engines: int
     store: int
     keep_pages: bool
+
+
+@dataclass(frozen=True)
+class Room:
+    """What engines of this machine find room in: a limit, less the parts that they do not change.
+
+    `engine` is what one takes of it, its process included.
+    """
+
+    limit: int
+    others: int
+    engine: int
+
+    def require(self, engines: int) -> None:
+        """**Raises:** `BudgetError` if there is no room for so many."""
+        need = self.others + engines * self.engine
+        if need <= self.limit:
+            return
+        most = max(0, self.limit - self.others) // self.engine
+        raise BudgetError(
+            f"engines: {engines} on this machine need {engines} x {size_above(self.engine)} beside "
+            f"the {size_above(self.others)} of the other parts, {size_above(need)} in all; the "
+            f"limit is {size_above(self.limit)}: there is room for {most}"
+        )
 
 
 class Budget:
@@ -102,10 +131,46 @@ class Budget:
         if not self._on_flash and config.cluster.shards == "here":
             self._saving += min(int(config.checkpoint.buffer), self._need)
         self._links = _shared_bytes(config, program)
+        self._process = self._process_bytes()
+        self._processes = self._processes_bytes()
         known = self._libraries + self._data + self._saving + self._links + RESERVE_BYTES
+        known += self._processes
         self._rest = self._limit - known
         if self._here(self._need) >= self._rest:
             self._refuse(self._need, self._least())
+
+    def room(self, shares: Shares) -> Room | None:
+        """Return what bounds the number of engines; None where they are on other hosts."""
+        if not self._engines_here:
+            return None
+        one = shares.engine_host + self._process
+        here = self._limit - self._rest - self._engines_here * self._process
+        return Room(self._limit, here + self._here(shares.store), one)
+
+    @property
+    def _are_forked(self) -> bool:
+        return self._config.cluster.start == "local" and self._device != "cuda"
+
+    def _process_bytes(self) -> int:
+        """Return what one worker of this machine takes before it does anything."""
+        cluster = self._config.cluster
+        if cluster.start == "none" or cluster.has_other_hosts:
+            return 0
+        if not self._are_forked:
+            return self._libraries
+        return _FORKED_BYTES + _FORKED_STAGE_BYTES * len(self._program.stages)
+
+    def _processes_bytes(self) -> int:
+        """Return what all workers of this machine take before they do anything.
+
+        A spare one takes no more: it computes when another is gone, and with it its memory.
+        """
+        config = self._config
+        if not self._process:
+            return 0
+        workers = config.engines + config.cluster.spare
+        workers += config.store.holders if config.cluster.shards == "apart" else 0
+        return workers * self._process + (_TEMPLATE_BYTES if self._are_forked else 0)
 
     def _here(self, store: int) -> int:
         """Return what of the store's memory is this machine's.
@@ -266,6 +331,7 @@ class Budget:
             where = "calls to the store's shards, on other hosts"
         here = self._engines_here
         number = f"{here} engines" if here > 1 else "engine"
+        workers = "workers' processes, with spare ones"
         shared = "memory that processes share (cluster.shared_memory)"
         return [
             ("libraries and compiled model, measured", self._libraries),
@@ -274,6 +340,7 @@ class Budget:
             (where, self._here(store)),
             *([(f"{number} (engine.memory)", here * engine)] if here else []),
             *([(shared, self._links)] if self._links else []),
+            *([(workers, self._processes)] if self._processes else []),
             ("reserve for what no part accounts for", RESERVE_BYTES),
         ]
 

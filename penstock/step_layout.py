@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from penstock import assembly, stores
 from penstock.batch_division import Division, divide_batch, divided_as_recorded
-from penstock.budget import Budget, Shares
+from penstock.budget import Budget, Room, Shares
 from penstock.config import Config
 from penstock.engine import EnginePlan, Sharing, predict_bytes
 from penstock.errors import BudgetError, ConfigError
@@ -22,7 +22,7 @@ class Layout:
 
     `device` is "cpu" or "cuda", for all engines. `slot_bytes` is what the program's stages had to
     fit, if anything; with fewer engines than `least_engines` a step would not fit the budget of
-    one.
+    one; `room` bounds how many there may be on this machine.
     """
 
     program: Program
@@ -34,6 +34,7 @@ class Layout:
     shares: Shares
     slot_bytes: int | None
     least_engines: int = 1
+    room: Room | None = None
 
     @property
     def budget_bytes(self) -> int:
@@ -123,7 +124,18 @@ def _planned(
     shares = budget.divide(plan, engine_bytes)
     least = _fewest(program, plan, micro_batches, least, device, engine_bytes)
     slots = division.slot_bytes
-    return Layout(program, device, plan, length, micro_batch, micro_batches, shares, slots, least)
+    return Layout(
+        program,
+        device,
+        plan,
+        length,
+        micro_batch,
+        micro_batches,
+        shares,
+        slots,
+        least,
+        budget.room(shares),
+    )
 
 
 def _least_engines(config: Config) -> int:

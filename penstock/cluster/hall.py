@@ -29,7 +29,7 @@ from penstock.cluster.shard_work import ShardHere, StoreOfShard
 from penstock.cluster.shards_apart import House, ShardsApart
 from penstock.cluster.vitals import Vitals
 from penstock.config import Config
-from penstock.errors import ClusterError, CorruptionError
+from penstock.errors import ClusterError, CorruptionError, PenstockError
 from penstock.events import ClusterEvent
 from penstock.fabric.messages import Kind, Message
 from penstock.fabric.nodes import CONDUCTOR, Conductor, Happened, Leases, ShardNode
@@ -246,7 +246,8 @@ class Hall:
     def scale(self, engines: int) -> None:
         """Go on with so many engines from the next step on, as soon as they are there.
 
-        **Raises:** `ClusterError` if there cannot be so many, or nobody listens any more.
+        **Raises:** `ClusterError` if there cannot be so many, or nobody listens any more;
+        `BudgetError` if this machine has not the memory.
         """
         self._require_engines(engines)
         self._do(lambda: self._scale(engines))
@@ -258,6 +259,8 @@ class Hall:
                 f"engines: expected {least} (with fewer, a step does not fit engine.memory) to "
                 f"{most} (one micro-batch each), got {wanted!r}"
             )
+        if self._layout.room is not None and wanted > self.conductor.wanted:
+            self._layout.room.require(wanted)
         return wanted
 
     def _scale(self, engines: int) -> int:
@@ -321,7 +324,7 @@ class Hall:
         """Change the number of engines, as a command asks; return what to answer."""
         try:
             wanted = self._require_engines(body.get("engines"))
-        except ClusterError as error:
+        except PenstockError as error:
             return {"error": str(error)}
         return {"engines": wanted, "before": self._scale(wanted)}
 

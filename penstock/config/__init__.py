@@ -4,7 +4,7 @@ Nothing here imports torch, so that a mistake in a file is answered at once.
 """
 
 from penstock.config.checkpoint import CheckpointConfig
-from penstock.config.cluster import cluster_keys
+from penstock.config.cluster import ClusterConfig, cluster_keys
 from penstock.config.engine import EngineConfig
 from penstock.config.load import check_data, load
 from penstock.config.lora import LoraConfig
@@ -24,6 +24,7 @@ from penstock.config.size import ByteSize, size_above
 __all__ = [
     "ByteSize",
     "CheckpointConfig",
+    "ClusterConfig",
     "Config",
     "EngineConfig",
     "FactoryModel",

@@ -36,7 +36,7 @@ class EngineConfig(Section):
     """One engine; all engines are alike."""
 
     device: Literal["auto", "cpu", "cuda"] = setting(
-        "auto", "where stages run; auto: cuda if there is one"
+        "auto", "where stages run; auto: cuda if this machine has one, which goes for all engines"
     )
     devices: Devices = setting(
         None,
@@ -52,7 +52,8 @@ class EngineConfig(Section):
     ] = setting(
         "auto",
         "budget of one engine for activations and streamed weights, such as 4GiB; auto: a share "
-        "of what is free at the start",
+        "of what is free at the start; for engines on other hosts, of what is free on this one, as "
+        "for one engine",
         unit="bytes",
     )
     recompute: Literal["auto", "always", "never"] = setting(

@@ -159,13 +159,13 @@ def main() -> None:
         pids = getattr(hall.launcher, "pids", {})
         return [
             {
-                "node": number,
-                "worker": member.worker,
-                "pid": pids.get(member.worker),
-                "host": member.listens[0],
-                "shard": None if member.place is None else member.place.shard,
+                "node": guest.number,
+                "worker": guest.worker,
+                "pid": pids.get(guest.worker),
+                "host": guest.listens[0],
+                "shard": None if guest.place is None else guest.place.shard,
             }
-            for number, member in list(hall._members.items())
+            for guest in hall.guests.here
         ]
 
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock import assembly, process_memory, stores
-from penstock.budget import Budget, Shares, bytes_on_the_way
+from penstock.budget import Budget, Room, Shares, bytes_on_the_way
 from penstock.config import Config
 from penstock.engine import EnginePlan, predict_bytes
 from penstock.errors import BudgetError
@@ -118,16 +118,16 @@ def test_engines_on_other_hosts_take_nothing_of_the_memory_of_this_one(
 
 
 @pytest.mark.parametrize("cluster", ENGINES_ELSEWHERE)
-@pytest.mark.parametrize("memory", [None, "1200MiB"])
+@pytest.mark.parametrize("memory", [None, "2100MiB"])
 def test_how_many_engines_are_on_other_hosts_does_not_change_what_each_may_use(
     program, cluster, memory, monkeypatch
 ):
-    monkeypatch.setattr(process_memory, "available_bytes", lambda: 900 * MIB)
+    monkeypatch.setattr(process_memory, "available_bytes", lambda: 1800 * MIB)
     common = {"cluster": cluster, "engine": {"device": "cpu"}, "memory": memory}
     found = {n: shares(program, engines=n, **common).engine for n in (1, 2, 64)}
     assert len(set(found.values())) == 1, found
     # It is what one engine could have here: less than all of what is free, and not a sliver.
-    assert 150 * MIB < found[64] < 900 * MIB
+    assert 150 * MIB < found[64] < 1800 * MIB
     local = {"cluster": {"start": "local"}, "engine": {"device": "cpu"}, "memory": memory}
     alone, both = (shares(program, engines=n, **local).engine for n in (1, 2))
     assert both < 0.6 * alone
@@ -182,3 +182,47 @@ def test_what_is_on_its_way_counts_where_engines_are_processes(program, monkeypa
     assert plan(least + on_the_way, "local").beside_bytes == on_the_way
     with pytest.raises(BudgetError, match=r"of it for what is on its way\), the budget is"):
         plan(least + on_the_way - 1, "local")
+
+
+@pytest.mark.parametrize("cluster", [{"start": "local"}, {"start": "ray"}])
+def test_workers_of_this_machine_count_with_spare_ones_and_shards(program, cluster):
+    """A forked one with what it has for itself, another with all libraries."""
+    found = {}
+    for spare, where in ((0, "here"), (3, "here"), (3, "apart")):
+        each = {**cluster, "spare": spare, "shards": where}
+        with pytest.raises(BudgetError) as caught:
+            shares(program, cluster=each, memory="600MiB", store={"shards": 4})
+        (line,) = [x for x in str(caught.value).splitlines() if "workers' processes" in x]
+        found[spare, where] = float(line.split()[-2]) * (1024 if "GiB" in line else 1)
+    one = found[0, "here"] / 2
+    if cluster["start"] == "local":
+        one = 76 + len(program.stages)
+        assert found[0, "here"] == pytest.approx(320 + 2 * one, abs=22)
+    else:
+        assert one == pytest.approx(400, abs=10)
+    assert found[3, "here"] - found[0, "here"] == pytest.approx(3 * one, abs=22)
+    assert found[3, "apart"] - found[3, "here"] == pytest.approx(4 * one, abs=22)
+
+
+def test_more_engines_than_this_machine_has_room_for_are_refused_with_the_sum(program, monkeypatch):
+    monkeypatch.setattr(process_memory, "available_bytes", lambda: 1500 * MIB)
+
+    def room(start: str) -> Room | None:
+        engine = {"device": "cpu", "memory": "64MiB"}
+        run = {"model": MODEL, "batch": {"size": 64}, "engines": 2, "engine": engine}
+        config = Config.from_mapping({**run, "cluster": {"start": start}})
+        budget = Budget(config, program, 2, "cpu", stores.optimizer_of(config).roles)
+        return budget.room(budget.divide(budget.plan(64 * MIB), 64 * MIB))
+
+    found = room("local")
+    assert found is not None
+    most = (found.limit - found.others) // found.engine
+    assert most >= 2
+    found.require(most)
+    with pytest.raises(
+        BudgetError,
+        match=rf"^engines: {most + 1} on this machine need {most + 1} x [0-9.]+ [GM]iB beside the "
+        rf"[0-9.]+ [GM]iB of the other parts, .* the limit is .*: there is room for {most}$",
+    ):
+        found.require(most + 1)
+    assert room("listen") is None

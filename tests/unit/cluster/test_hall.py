@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 import threading
 import time
@@ -9,10 +10,11 @@ import time
 import pytest
 from hall_guests import TOKEN, PretendLauncher, config, until
 
+from penstock.budget import Room
 from penstock.cluster.bodies import Role
 from penstock.cluster.hall import Hall
 from penstock.cluster.launch import Ended
-from penstock.errors import ClusterError
+from penstock.errors import BudgetError, ClusterError
 from penstock.fabric.sockets import Endpoint
 
 
@@ -62,6 +64,19 @@ def test_a_stop_ends_waiting_for_engines(visit):
 def test_a_number_of_engines_that_cannot_be_is_refused(visit, engines):
     with pytest.raises(ClusterError, match=r"expected 1 .* to 4 \(one micro-batch each\), got"):
         visit().hall.scale(engines)
+
+
+def test_more_engines_than_the_machine_has_room_for_are_refused(tmp_path, layout, visit):
+    visited = visit()
+    one = layout.room.engine
+    visited.hall._layout = dataclasses.replace(layout, room=Room(10 * one, 7 * one, one))
+    visited.hall.scale(3)
+    with pytest.raises(BudgetError, match=r"engines: 4 on this machine need 4 x .* room for 3"):
+        visited.hall.scale(4)
+    assert visited.hall._take_order({"engines": 4})["error"].endswith("there is room for 3")
+    assert visited.hall.conductor.wanted == 3
+    visited.hall._layout = dataclasses.replace(layout, room=Room(10 * one, 9 * one, one))
+    visited.hall.scale(2)  # fewer are always possible
 
 
 def test_more_engines_are_started_beside_the_shards(visit):
