@@ -37,7 +37,7 @@ NAMES = [f"layer_{letter}" for letter in "abcdefghijklmnopqrst"]
 
 
 class Dropping(nn.Module):
-    """Layers without containers, in which every value is read three times."""
+    """Layers without containers, in which every value is read four times."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Dropping(nn.Module):
         """[rows, 6] to [rows, 2]."""
         x = self.first(x)
         for one, other in zip(NAMES[::2], NAMES[1::2], strict=True):
-            gate = torch.sigmoid(getattr(self, other)(x))
+            gate = torch.sigmoid(getattr(self, other)(x)) * torch.tanh(x)
             x = x + self.drop(getattr(self, one)(x)) * gate
         return self.last(x)
 
