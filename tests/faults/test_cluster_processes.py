@@ -198,7 +198,7 @@ def strike(
     chance: random.Random,
     blows: list[str],
     choose: Callable[[], int],
-    is_whole: Callable[[], bool],
+    await_whole: Callable[[], None],
 ) -> dict[str, Blows]:
     """Kill or stop the process that is chosen at a random moment, once for each of the blows.
 
@@ -206,11 +206,6 @@ def strike(
     """
     found = {blow: Blows() for blow in sorted(set(blows))}
     lost = ("engine lost", "replica lost")
-
-    def await_whole() -> None:
-        while not is_whole():
-            run.train(1)  # a newcomer of a shard gets its copy between two steps
-
     await_whole()
     for blow in blows:
         pid, hit = choose(), []
@@ -250,16 +245,14 @@ def test_fifty_kills_and_twenty_stops_at_random_moments(text, tmp_path):
     run = watched(settings(text, tmp_path / "many", engines=3, cluster={"start": "local"}))
     conductor = run.trainer._runner.hall.conductor
 
-    def is_whole() -> bool:
-        time.sleep(0.01)
-        return len(conductor.ready) == 4
+    def await_whole() -> None:
+        while len(conductor.ready) < 4:
+            time.sleep(0.01)  # steps would only add up
 
     try:
         run.train(1)
-        while not is_whole():
-            pass  # the spare engine is coming
         blows = mixed(chance, 50, 20)
-        found = strike(run, chance, blows, lambda: run.pid_of(chance.randrange(3)), is_whole)
+        found = strike(run, chance, blows, lambda: run.pid_of(chance.randrange(3)), await_whole)
         losses = [event.loss for _, event in run.steps]
         weights = run.trainer.store.content_hash()
     finally:
@@ -282,13 +275,17 @@ def test_kills_and_stops_of_engines_and_of_shards_that_have_a_replica(text, tmp_
         nodes = [*hall.conductor.engines, *(n for some in hall.conductor.holders for n in some)]
         return hall.launcher.pids[hall.worker_of(chance.choice(nodes))]
 
-    def is_whole() -> bool:
-        holders = hall.conductor.holders
-        return len(hall.conductor.ready) == 3 and all(len(some) == 2 for some in holders)
+    def await_whole() -> None:
+        conductor = hall.conductor
+        while len(conductor.ready) < 3 or any(len(some) < 2 for some in conductor.holders):
+            hall.news.look()
+            if hall._places.newcomers:
+                run.train(1)  # it gets its copy between two steps
+            time.sleep(0.01)
 
     try:
         run.train(1)
-        found = strike(run, chance, mixed(chance, 25, 5), choose, is_whole)
+        found = strike(run, chance, mixed(chance, 25, 5), choose, await_whole)
         kinds = {event.kind for _, event in run.happened}
         assert {"engine lost", "replica lost"} <= kinds
         assert not kinds & {"shard lost", "went back"}

@@ -24,7 +24,6 @@ CASES = [
 ]
 IN_EVERY_TEST = {
     (3, 2, "bf16", "flash", "here"),
-    (4, 1, "fp32", "memory", "here"),
     (1, 3, "bf16", "memory", "apart"),
 }
 FEW = 8  # steps of those
