@@ -7,7 +7,7 @@ run is refused by; every stage is then recomputed. Three questions: what a shard
 must not depend on the number of engines), how long a step takes in which nothing is computed (it
 may grow with the logarithm), and the time of a step on one engine over that on N.
 
-    python benchmarks/weak_scaling.py [--quick] [--plot weak_scaling.png]
+    python benchmarks/weak_scaling.py [--quick] [--plot benchmarks/weak_scaling.png]
 
 `value` is the lesser share of a target: of 0.99 on 192 CS-2 and of 0.95 on 192 GPUs; at least 1.
 """
@@ -22,6 +22,8 @@ import json
 import math
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -58,7 +60,7 @@ class Goal:
 
 
 GOALS = [
-    Goal(CS2, Load("gpt3-2.7b", "bf16", 88), 0.99),
+    Goal(CS2, Load("gpt3-1.3b", "bf16", 160, chunks=64), 0.99),
     Goal(H200, Load("gpt3-13b", "bf16", 64), 0.95),
 ]
 
@@ -69,15 +71,17 @@ SOCKETS = dataclasses.replace(
     links=Links(SOCKET_BYTES_PER_SECOND, H200.links.latency),
 )
 
-# What else was tried on the most engines; of CS-2 the most sequences that fit, but for the last.
+# What else was tried on the most engines. Of CS-2 these are the most sequences that fit, but for
+# the last two: half of them, and more than fit.
 OTHERS = [
     (SOCKETS, Load("gpt3-13b", "bf16", 64)),
     (H200, Load("gpt3-13b", "bf16", 32)),
-    (CS2, Load("gpt3-13b", "bf16", 23)),
+    (CS2, Load("gpt3-2.7b", "bf16", 93, chunks=32)),
+    (CS2, Load("gpt3-6.7b", "bf16", 48, chunks=32)),
+    (CS2, Load("gpt3-13b", "bf16", 24, chunks=32)),
     (CS2, Load("gpt3-13b", "fp32", 11)),
+    (CS2, Load("gpt3-1.3b", "bf16", 80, chunks=32)),
     (CS2, Load("gpt3-13b", "fp32", 16)),
-    (CS2, Load("gpt3-6.7b", "bf16", 48)),
-    (CS2, Load("gpt3-2.7b", "bf16", 44)),
 ]
 
 
@@ -89,12 +93,15 @@ def main() -> None:
     arguments = parser.parse_args()
     numbers = QUICK_ENGINES if arguments.quick else ENGINES
     began = time.perf_counter()
-    gc.disable()  # a simulation makes millions of small objects and no cycles
-    curves = [curve(goal, program_of(goal.load), numbers) for goal in GOALS]
-    others = [
-        try_out(machine, program_of(load), load, numbers[-1])
-        for machine, load in (() if arguments.quick else OTHERS)
-    ]
+    # Every simulation is one thread's work, and none needs another's result.
+    with ProcessPoolExecutor(mp_context=get_context("spawn"), initializer=gc.disable) as workers:
+        goals = [workers.submit(curve, goal, None, numbers) for goal in GOALS]
+        tried = [
+            workers.submit(try_out, machine, None, load, numbers[-1])
+            for machine, load in (() if arguments.quick else OTHERS)
+        ]
+        curves = [show_curve(made.result()) for made in goals]
+        others = [show(made.result()) for made in tried]
     drawn = draw(curves, arguments.plot) if arguments.plot is not None else None
     shares = [found["efficiency"][-1] / found["target"] for found in curves]
     print(
@@ -114,13 +121,9 @@ def main() -> None:
     )
 
 
-def program_of(load: Load) -> Program:
-    """Return the program of a load's model, for micro-batches of one sequence."""
-    return _program(load.model, load.precision)
-
-
 @functools.cache
-def _program(model: str, precision: str) -> Program:
+def program_of(model: str, precision: str) -> Program:
+    """Return the program of a model, for micro-batches of one sequence."""
     return build_program(
         Config.from_mapping({"model": model}, []),
         micro_batch=1,
@@ -129,49 +132,35 @@ def _program(model: str, precision: str) -> Program:
     )
 
 
-def curve(goal: Goal, program: Program, numbers: Sequence[int]) -> dict:
-    """Measure one machine over numbers of engines, print the table and return its figures.
+def curve(goal: Goal, program: Program | None, numbers: Sequence[int]) -> dict:
+    """Return the figures of one machine over numbers of engines.
+
+    Args:
+        goal: the machine, and what each engine does.
+        program: that of the load; None: it is made.
+        numbers: of engines, the first of them 1.
 
     **Raises:** `BudgetError` where the load does not fit an engine.
     """
     machine, load = goal.machine, goal.load
+    program = program or program_of(load.model, load.precision)
     plan, engine_bytes = fit(machine, program, load)
-    transfers = transfers_of(program, machine, plan.recompute)
+    transfers = transfers_of(program, machine, plan.recompute, load.chunks)
     # Next to no bytes, nothing computed, memory without a limit: what is left is latency.
     idle = dataclasses.replace(machine, store_bytes_per_second=math.inf)
-    small = transfers_of(program, machine, plan.recompute, 256)
-    print(
-        f"{machine.name}: {load} per engine, {engine_bytes / 1e9:.1f} of "
-        f"{machine.memory_bytes / 1e9:g} GB; {machine.flops / 1e12:,.0f} TFLOP/s, "
-        f"{machine.shards} shard(s)"
-    )
-    print(
-        f"{'engines':>8} {'step s':>9} {'efficiency':>10} {'store sends':>12} {'idle step ms':>12}"
-    )
+    small = transfers_of(program, machine, plan.recompute, load.chunks, 256)
     made, latency = [], []
     for engines in numbers:
         made.append(measure(machine, program, transfers, engines, load.sequences, plan.recompute))
         latency.append(measure(idle, program, small, engines, 0).seconds)
-        print(
-            f"{engines:8} {made[-1].seconds:9.4f} {made[0].seconds / made[-1].seconds:10.4f}"
-            f" {made[-1].store_sent / 1e9:9.3f} GB {latency[-1] * 1e3:12.3f}",
-            flush=True,
-        )
     sent = {step.store_sent for step in made} | {transfers.weight_bytes}
     taken = {step.store_taken for step in made} | {transfers.gradient_bytes}
     if len(sent) > 1 or len(taken) > 1:
         raise RuntimeError(f"the store's traffic depends on the engines: {sent}, {taken}")
     slope, worst = logarithm(numbers, latency)
-    print(f"an idle step takes {slope * 1e3:.3f} ms more per doubling, to {worst:.1%} of the last")
-    return {
-        "machine": machine.name,
-        "model": load.model,
-        "precision": load.precision,
+    return _described(machine, load) | {
         "flops_per_second": machine.flops,
-        "sequences_per_engine": load.sequences,
-        "tokens_per_engine": load.tokens,
         "engine_bytes": engine_bytes,
-        "memory_bytes": machine.memory_bytes,
         "target": goal.target,
         "engines": list(numbers),
         "step_seconds": [step.seconds for step in made],
@@ -185,30 +174,82 @@ def curve(goal: Goal, program: Program, numbers: Sequence[int]) -> dict:
     }
 
 
-def try_out(machine: Machine, program: Program, load: Load, engines: int) -> dict:
-    """Print and return the efficiency of a load on so many engines; none if it does not fit."""
-    found = {
-        "machine": machine.name,
-        "model": load.model,
-        "precision": load.precision,
-        "sequences_per_engine": load.sequences,
-    }
+def show_curve(found: dict) -> dict:
+    """Print the table of a curve, and return it."""
+    print(f"{_line(found)}; {found['flops_per_second'] / 1e12:,.0f} TFLOP/s")
+    print(
+        f"{'engines':>8} {'step s':>9} {'efficiency':>10} {'store sends':>12} {'idle step ms':>12}"
+    )
+    keys = ("engines", "step_seconds", "efficiency", "idle_step_seconds")
+    for engines, seconds, share, idle in zip(*(found[key] for key in keys), strict=True):
+        print(
+            f"{engines:8} {seconds:9.4f} {share:10.4f}"
+            f" {found['store_sent_bytes'] / 1e9:9.3f} GB {idle * 1e3:12.3f}"
+        )
+    slope, worst = found["seconds_per_doubling"], found["logarithm_misses_by"]
+    print(
+        f"an idle step takes {slope * 1e3:.3f} ms more per doubling, to {worst:.1%} of the last",
+        flush=True,
+    )
+    return found
+
+
+def try_out(machine: Machine, program: Program | None, load: Load, engines: int) -> dict:
+    """Return the efficiency of a load on so many engines; none if it does not fit.
+
+    Args:
+        machine: what each engine is.
+        program: that of the load; None: it is made.
+        load: what each engine does.
+        engines: how many there are, compared with one.
+    """
+    program = program or program_of(load.model, load.precision)
+    found = _described(machine, load)
     try:
         plan, engine_bytes = fit(machine, program, load)
     except BudgetError as error:
-        print(f"{machine.name}: {load}: does not fit: {error}", flush=True)
-        return found | {"does_not_fit": str(error), "efficiency": None}
-    transfers = transfers_of(program, machine, plan.recompute)
+        return found | {"does_not_fit": str(error), "engine_bytes": None, "efficiency": None}
+    transfers = transfers_of(program, machine, plan.recompute, load.chunks)
     one, most = (
         measure(machine, program, transfers, count, load.sequences, plan.recompute).seconds
         for count in (1, engines)
     )
-    print(
-        f"{machine.name}: {load} per engine, {engine_bytes / 1e9:.1f} of "
-        f"{machine.memory_bytes / 1e9:g} GB: {one / most:.4f} on {engines}",
-        flush=True,
+    return found | {
+        "engines": engines,
+        "engine_bytes": engine_bytes,
+        "efficiency": round(one / most, 4),
+    }
+
+
+def show(found: dict) -> dict:
+    """Print a line about a load that was tried, and return it."""
+    if found["efficiency"] is None:
+        print(f"{_line(found)}: {found['does_not_fit']}", flush=True)
+    else:
+        print(f"{_line(found)}: {found['efficiency']:.4f} on {found['engines']}", flush=True)
+    return found
+
+
+def _described(machine: Machine, load: Load) -> dict:
+    return {
+        "machine": machine.name,
+        "model": load.model,
+        "precision": load.precision,
+        "sequences_per_engine": load.sequences,
+        "tokens_per_engine": load.tokens,
+        "most_chunks": load.chunks,
+        "memory_bytes": machine.memory_bytes,
+    }
+
+
+def _line(found: dict) -> str:
+    needs = found["engine_bytes"]
+    fits = "does not fit" if needs is None else f"{needs / 1e9:.1f}"
+    return (
+        f"{found['machine']}: {found['model']}, {found['precision']}, "
+        f"{found['sequences_per_engine']} x {SEQUENCE_LENGTH} tokens per engine, "
+        f"{fits} of {found['memory_bytes'] / 1e9:g} GB"
     )
-    return found | {"engine_bytes": engine_bytes, "efficiency": round(one / most, 4)}
 
 
 def logarithm(numbers: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""Engines, their links and the shards that serve them, as published or measured; and their loads."""
+"""Engines, their links and the shards that serve them, published or measured; and their loads."""
 
 from __future__ import annotations
 
@@ -35,19 +35,21 @@ class Machine:
 
 @dataclass(frozen=True)
 class Load:
-    """What one engine does in a step: `sequences` of the model, one micro-batch each."""
+    """What one engine does in a step: `sequences` of the model, one micro-batch each.
+
+    What an operation sends is simulated in at most `chunks` chunks, none smaller than a run's. With
+    fewer than a run's it takes longer, since a chunk goes on only when all of it has come.
+    """
 
     model: str
     precision: Literal["fp32", "bf16"]
     sequences: int
+    chunks: int = 8
 
     @property
     def tokens(self) -> int:
         """How many tokens that are."""
         return self.sequences * SEQUENCE_LENGTH
-
-    def __str__(self) -> str:
-        return f"{self.model}, {self.precision}, {self.sequences} x {SEQUENCE_LENGTH} tokens"
 
 
 # The wafer's peak at 1.1 GHz with numbers of 16 bits, the fastest that is quoted: nothing hides

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from simulated_cluster.machines import Load, Machine
-
 from penstock.budget import bytes_on_the_way
 from penstock.engine import EnginePlan, plan_engine, predict_bytes
 from penstock.program import Program
+from simulated_cluster.machines import Load, Machine
 
 
 def fit(machine: Machine, program: Program, load: Load) -> tuple[EnginePlan, int]:

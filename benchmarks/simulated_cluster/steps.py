@@ -6,9 +6,6 @@ import dataclasses
 import math
 from collections.abc import Collection, Sequence
 
-from simulated_cluster.machines import SEQUENCE_LENGTH, Machine
-from simulated_cluster.works import Engine, Order, Shard
-
 from penstock.cluster.plan import positions_of
 from penstock.fabric.nodes import Conductor, EngineNode, Leases, Outcome, Phase, ShardNode
 from penstock.fabric.sim import Network
@@ -18,19 +15,24 @@ from penstock.fabric.transfers import (
     Operation,
     Piece,
     Transfers,
-    chunks,
 )
+from penstock.fabric.transfers import chunks as cut
 from penstock.program import Program
+from simulated_cluster.machines import SEQUENCE_LENGTH, Machine
+from simulated_cluster.works import Engine, Order, Shard
 
-# Of an operation's weights or gradients: more at the ends of a step, where nothing hides the way of
-# a chunk down or up the tree. No chunk is smaller than a run's, which is the harder case.
-CHUNKS, CHUNKS_AT_ENDS, ENDS = 8, 64, 2
+# Of the operations at the ends of a step: nothing hides how a chunk goes down or up the tree.
+CHUNKS_AT_ENDS, ENDS = 64, 2
 ROW_BYTES = 16  # of a token, input and target
 FIRST_ENGINE = 1000
 
 
 def transfers_of(
-    program: Program, machine: Machine, recompute: Collection[int], most: float = math.inf
+    program: Program,
+    machine: Machine,
+    recompute: Collection[int],
+    chunks: int,
+    most: float = math.inf,
 ) -> Transfers:
     """Return the operations of a step; a stage's weights lie one behind the other.
 
@@ -38,6 +40,7 @@ def transfers_of(
         program: has the stages.
         machine: has shards, between which every stage is divided.
         recompute: the stages whose forward is made again.
+        chunks: into how many an operation's bytes are cut, at most (`Load`).
         most: of every stage, no more than so many weights.
     """
     stages, shards = program.stages, machine.shards
@@ -46,7 +49,7 @@ def transfers_of(
     operations = []
     for number, (stage, sweep) in enumerate(order):
         is_end = min(number, len(order) - 1 - number) < ENDS
-        parts = CHUNKS_AT_ENDS if is_end else CHUNKS
+        parts = CHUNKS_AT_ENDS if is_end else chunks
         specs = [program.weights[stage.weights[p]] for p in positions_of(stage, sweep, recompute)]
         widths = [spec.stream_dtype.itemsize for spec in specs]
         width = machine.weight_width or max(widths, default=1)
@@ -64,7 +67,7 @@ def _pieces(elements: int, width: int, shards: int, parts: int, most: float) -> 
     elements = int(min(most, elements))
     bounds = [elements * shard // shards for shard in range(shards + 1)]
     pieces = [Piece(s, 0, bounds[s], bounds[s + 1], width) for s in range(shards)]
-    return chunks(pieces, max(CHUNK_BYTES, -(-elements // parts) * width))
+    return cut(pieces, max(CHUNK_BYTES, -(-elements // parts) * width))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -42,7 +42,7 @@ def test_where_links_take_no_time_any_engines_take_what_one_computes(script, pro
         script.CS2, links=Links(latency=0.0), shards=shards, store_bytes_per_second=float("inf")
     )
     plan, _ = script.fit(machine, program, load)
-    transfers = script.transfers_of(program, machine, plan.recompute)
+    transfers = script.transfers_of(program, machine, plan.recompute, 8)
     kinds = [stage.kind for stage in program.stages]
     again = [stage.kind for stage in program.stages if stage.index in plan.recompute]
     assert len(again) == 3  # the blocks: there is nothing to make again before and after them
@@ -56,7 +56,7 @@ def test_where_links_take_no_time_any_engines_take_what_one_computes(script, pro
 def test_the_store_sends_and_takes_the_same_for_any_engines(script, program, load):
     machine = machine_like(script.CS2)
     plan, _ = script.fit(machine, program, load)
-    transfers = script.transfers_of(program, machine, plan.recompute)
+    transfers = script.transfers_of(program, machine, plan.recompute, 8)
     per_stage = [sum(program.weights[n].elements for n in s.weights) for s in program.stages]
     # Weights go twice, 4 bytes each on this machine, but for the last stage's, which turns, and the
     # first one's, whose gradients are made without them; gradients go once.
@@ -73,7 +73,7 @@ def test_a_step_is_as_long_as_the_link_of_an_engine_that_computes_nothing(script
     rate = 1e6
     machine = machine_like(script.CS2, links=Links(rate, 0.0), store_bytes_per_second=float("inf"))
     plan, _ = script.fit(machine, program, load)
-    transfers = script.transfers_of(program, machine, plan.recompute)
+    transfers = script.transfers_of(program, machine, plan.recompute, 8)
     bytes_both_ways = transfers.weight_bytes, transfers.gradient_bytes
     seconds = [
         script.measure(machine, program, transfers, engines, 0, plan.recompute).seconds
@@ -87,6 +87,7 @@ def test_a_curve_has_an_efficiency_for_every_number_of_engines(script, program, 
     found = script.curve(script.Goal(machine_like(script.H200), load, 0.9), program, [1, 2, 3])
     assert found["efficiency"][0] == 1.0
     assert all(0 < share <= 1 for share in found["efficiency"])
+    script.show_curve(found)
     idle = found["idle_step_seconds"]
     assert 0 < idle[0] < idle[1] <= idle[2]
     printed = capsys.readouterr().out
