@@ -27,7 +27,7 @@ class PretendLink:
 
     def __init__(self, *nodes: int) -> None:
         self.peer = nodes[0] if nodes else None
-        self.nodes = set(nodes)
+        self.nodes, self.epoch = set(nodes), 0
         self.sent_bytes = self.taken_bytes = 0
         self.refused: list[Exception | None] = []
 
@@ -149,7 +149,7 @@ class PretendEndpoint:
     def runtime(self, number: int) -> RuntimeOf:
         return RuntimeOf(self, number)
 
-    def meet(self, addresses: dict) -> None:
+    def meet(self, addresses: dict, epoch: int) -> None:
         assert all(isinstance(number, int) for number in addresses)
 
     def reach(self, number: int, address: tuple[str, int]) -> None:
