@@ -160,12 +160,9 @@ class LocalLauncher:
         return None
 
     def starves(self, worker: str) -> bool:
-        """Tell whether a thread of it is ready to run, or is running; one that is stopped is not.
-
-        While one is, those that wait for it (for the interpreter's lock) have not their turn.
-        """
+        """Tell whether a thread of it is ready to run, or is running."""
         pid = self.pids.get(worker)
-        return pid is not None and any(state in "RD" for state in thread_states(pid))
+        return pid is not None and would_run(pid)
 
     def end(self, worker: str) -> None:
         """End a worker, also one that stands still; `poll` will tell of it."""
@@ -195,6 +192,14 @@ class LocalLauncher:
         elif code < 0:
             how = f"by signal {-code}"
         return f"{worker} with pid {pid} ended {how}; what it said is in {self._log(worker)}"
+
+
+def would_run(pid: int) -> bool:
+    """Tell whether a thread of a process is ready to run, or is running; none of a stopped one is.
+
+    While one is, those that wait for it (for the interpreter's lock) have not their turn.
+    """
+    return any(state in "RD" for state in thread_states(pid))
 
 
 def thread_states(pid: int) -> list[str]:

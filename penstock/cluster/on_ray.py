@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.cluster.bodies import Role
-from penstock.cluster.launch import Ended
+from penstock.cluster.launch import Ended, would_run
 from penstock.cluster.spreading import Spreading
 from penstock.cluster.worker import Worker
 from penstock.config import Config
@@ -61,6 +61,7 @@ class RayConnection:
             _ask_for_tokens()
         self.ray = ray = _import_ray()
         self._is_ours = not ray.is_initialized()  # a notebook may be connected already
+        self.is_one_node = is_local and self._is_ours  # started for the run, on this machine
         if self._is_ours:
             _connect(ray, address)
         # On one machine it is `engines` that says how many fit, as with cluster.start: local.
@@ -73,9 +74,9 @@ class RayConnection:
             "scheduling_strategy": "SPREAD",
             "max_restarts": 0,  # which workers there are is decided by the run
         }
-        if variables and not (is_local and self._is_ours):  # a Ray of ours has them from here
+        if variables and not self.is_one_node:  # a Ray of ours has them from here
             self.options["runtime_env"] = {"env_vars": variables}
-        self.host = "127.0.0.1" if is_local and self._is_ours else _host(ray, address)
+        self.host = "127.0.0.1" if self.is_one_node else _host(ray, address)
 
     def close(self) -> None:
         """End the connection, and Ray too if it was started here."""
@@ -191,8 +192,9 @@ class RayLauncher:
         )
 
     def starves(self, worker: str) -> bool:
-        """Return False: it may be on another host."""
-        return False
+        """Tell whether it would run if it had a processor, where it can only be on this machine."""
+        pid = self.pids.get(worker)
+        return self._connection.is_one_node and pid is not None and would_run(pid)
 
     def end(self, worker: str) -> None:
         """End a worker, also one that stands still; `poll` will tell of it."""

@@ -111,13 +111,14 @@ class Worker:
                     since = None
                 except (RefusedError, OwnWorkError):
                     raise  # it would be no better again
-                except ClusterError as error:
+                except ClusterError:
                     # The first time it is an error; later, the run may have ended.
                     if self._built is None:
                         raise
                     since = since or time.monotonic()
                     if time.monotonic() - since > _PATIENCE:
-                        log.info("the run has ended: %s", error)
+                        host, port = self._address
+                        log.info("the run has ended: nothing of it listens at %s:%s", host, port)
                         return
                     time.sleep(0.2)
                 if self._built is not None and isinstance(self._built.role, ShardRole):
@@ -184,11 +185,13 @@ class Worker:
             log.error("the store was not closed in %.0f s", _CLOSING)
 
     def _become(self, link: Link, welcome: Welcome) -> None:
-        number, told = welcome.node, welcome.run
+        number, told, place = welcome.node, welcome.run, welcome.place
+        what = "an engine" if place is None else f"shard {place.shard}"
+        log.info("joined the run at %s:%s as %s, node %d", *self._address, what, number)
         self._endpoint.shares_memory = told["config"]["cluster"]["shared_memory"] == "auto"
         try:
-            if welcome.place is not None:
-                self._built = build_shard(told, welcome.place, welcome.opens)
+            if place is not None:
+                self._built = build_shard(told, place, welcome.opens)
             elif self._built is None or self._built.told != told:
                 self._built = build_engine(told)
         except PenstockError as error:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from penstock.cluster import on_ray
 from penstock.cluster.on_ray import RayConnection, RayLauncher, RayWorker
 from penstock.config import Config
 from penstock.errors import ClusterError, ConfigError
@@ -151,6 +152,28 @@ def test_what_actors_without_room_ask_for_is_said_after_some_seconds(monkeypatch
         while launcher.waits_for() and now() < deadline:
             time.sleep(0.005)
         assert launcher.waits_for() is None
+    finally:
+        launcher.close()
+
+
+@pytest.mark.parametrize("is_one_node", [True, False])
+def test_who_waits_for_a_processor_is_known_of_a_ray_of_one_node_alone(is_one_node, monkeypatch):
+    """Elsewhere the process of that number is another one."""
+    asked = []
+    monkeypatch.setattr(on_ray, "would_run", lambda pid: asked.append(pid) or True)
+    ray = FullRay()
+    connection = pretended(ray)
+    connection.is_one_node = is_one_node
+    launcher = RayLauncher(connection, ("10.0.0.1", 1), "token")
+    try:
+        worker = launcher.start("engine")
+        assert not launcher.starves(worker)  # it has not begun
+        ray.has_room = True
+        deadline = time.monotonic() + 10
+        while worker not in launcher.pids and time.monotonic() < deadline:
+            time.sleep(0.005)
+        assert launcher.starves(worker) is is_one_node
+        assert asked == ([7] if is_one_node else [])
     finally:
         launcher.close()
 
