@@ -71,7 +71,7 @@ def divide_batch(
     where none does, the least. Stages are cut smaller before the micro-batch is. A resumed run
     keeps its micro-batch.
 
-    **Raises:** `BudgetError` where no stage can be cut to what an engine may use.
+    **Raises:** `BudgetError` where a stage cannot be cut so small, or nothing is left for engines.
     """
     problem: BudgetError | None = None
     tried: list[Division] = []
@@ -107,7 +107,7 @@ def divide_batch(
 def _one_engine_bytes(
     config: Config, program: Program, micro_batches: int, device: str, devices: Sequence[str]
 ) -> int:
-    """Return the budget of an engine, if there were one."""
+    """Return the budget that an engine has, or would have if there were one of them."""
     if config.engine.memory != "auto":
         return int(config.engine.memory)
     alone, roles = config.model_copy(update={"engines": 1}), stores.optimizer_of(config).roles

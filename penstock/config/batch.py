@@ -24,8 +24,9 @@ class BatchConfig(Section):
     size: int = setting(32, "sequences per step, over all engines", unit="sequences", ge=1)
     micro: Annotated[int | Literal["auto"], BeforeValidator(_count_or_auto)] = setting(
         "auto",
-        "sequences that one call sees; auto: the largest that fits engine.memory. "
-        "Another value sums in another order, so the last bits change",
+        "sequences that one call sees; auto: the largest with which one engine could do "
+        "the step in engine.memory, however many there are. Another value sums in another order, "
+        "so the last bits change",
         unit="sequences",
     )
 

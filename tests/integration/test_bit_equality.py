@@ -12,9 +12,11 @@ import torch
 from grids import thinned
 from plain_training import Recipe, trainer_of
 from sweeps import gradients_by_weight, sweep
-from tiny_models import FIELDS, language_model
+from tiny_models import FIELDS, LENGTH, language_model
 
+from penstock import assembly
 from penstock.engine import EnginePlan, TorchEngine
+from penstock.engine.plan import bytes_of_choice
 
 PLAN = EnginePlan()
 STEPS = 8
@@ -160,3 +162,33 @@ def test_runs_that_differ_are_told_apart(tmp_path):
     assert other != weights
     _, without = run(tmp_path / "c", gpt2(dropout=False))
     assert without != weights
+
+
+def test_the_number_of_engines_does_not_decide_the_micro_batch_where_memory_binds(
+    tmp_path, monkeypatch
+):
+    compile_source, programs = assembly.compile_source, {}
+
+    def compile_once(source, **asked):  # the same for every number of engines
+        key = repr(sorted(asked.items()))
+        if key not in programs:
+            programs[key] = compile_source(source, **asked)
+        return programs[key]
+
+    monkeypatch.setattr(assembly, "compile_source", compile_once)
+    case, recipe = gpt2(dropout=True), Recipe(seed=0, steps=2, warmup_steps=1, size=8)
+    small = compile_once(
+        case.source(0), micro_batch=2, length=LENGTH, precision="fp32", device="cpu"
+    )
+    memory = bytes_of_choice(small, 4)[0]  # for one engine with micro-batches of 2, and no more
+    binding = {"batch": {"micro": "auto"}, "engine": {"memory": memory}, "precision": "fp32"}
+    chosen, results = set(), []
+    for engines in (1, 2, 4):  # each of several could hold larger ones
+        trainer, events = trainer_of(
+            case, recipe, tmp_path / str(engines), engines=engines, **binding
+        )
+        trainer.train()
+        chosen.add((trainer._layout.micro_batch, trainer._layout.slot_bytes))
+        results.append(([event.loss for event in events], trainer.store.content_hash()))
+    assert chosen == {(2, None)}
+    assert results == [results[0]] * 3
