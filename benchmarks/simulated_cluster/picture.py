@@ -24,14 +24,12 @@ def draw(curves: Sequence[Mapping], path: Path) -> str | None:
         left.plot(engines, found["efficiency"], "o-", color=colour, label=_load(found))
         left.axhline(found["target"], color=colour, linestyle=":")
         sent = found["store_sent_bytes"] / 1e9
-        middle.plot(engines, [sent] * len(engines), "o-", color=colour, label=f"{name}: store")
-        busiest = [size / 1e9 for size in found["most_sent_by_an_engine_bytes"]]
-        middle.plot(engines, busiest, "x--", color=colour, label=f"{name}: busiest engine")
+        middle.plot(engines, [sent] * len(engines), "o-", color=colour, label=name)
         idle = [1e3 * seconds for seconds in found["idle_step_seconds"]]
         right.plot(engines, idle, "o-", color=colour, label=name)
     left.set(title="Time of a step on one engine / on N", ylabel="efficiency (dotted: target)")
     left.set(ylim=(0.9, 1.005))
-    middle.set(title="Bytes sent in a step", ylabel="GB")
+    middle.set(title="What the store sends in a step", ylabel="GB")
     middle.set(ylim=(0, 1.5 * middle.get_ylim()[1]))  # for the legend
     right.set(title="A step with nothing to compute or carry", ylabel="ms", ylim=(0, None))
     for axis in (left, middle, right):

@@ -68,8 +68,7 @@ def test_the_store_sends_and_takes_the_same_for_any_engines(script, program, loa
         assert made.most_sent <= 4 * (2 * sum(twice) + 2 * sum(per_stage)) + 10_000
 
 
-def test_a_step_is_as_long_as_the_link_of_an_engine_that_computes_nothing(script, program, load):
-    """An engine alone sends gradients; the first of two sends its weights and gradients on."""
+def test_links_bound_a_step_in_which_nothing_is_computed(script, program, load):
     rate = 1e6
     machine = machine_like(script.CS2, links=Links(rate, 0.0), store_bytes_per_second=float("inf"))
     plan, _ = script.fit(machine, program, load)
