@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import test_checkpoint_faults
 import test_flash_faults
+import test_remote_shards
 import test_shard_crashes
 from journal_killer import KEEP, record, rotate_or_drop
 
@@ -71,7 +72,7 @@ def test_every_fault_point_in_the_code_is_one_that_a_test_kills_at(tmp_path):
     visits = test_checkpoint_faults.save_watched(store, tmp_path)
     covered = {visit.partition(":")[0] for visit in visits}
     covered |= {point.partition("/")[2] for point in JOURNAL_POINTS} | {*test_flash_faults.POINTS}
-    covered |= {*test_shard_crashes.POINTS}
+    covered |= {*test_shard_crashes.POINTS, test_remote_shards.COPY_POINT}
     assert points_in_the_code() == covered
 
 

@@ -98,7 +98,7 @@ class Lines(Network):
         assert rate != RATE or message.kind in (Kind.GRADIENT, Kind.VIEW)
         begins = max(self.now, self.free.get((sender, to), 0.0))
         left = self.free[sender, to] = begins + (message.size + 50) / rate
-        self._at(left + 1e-4, self._deliver, (sender, to, message))
+        self._at(left + 1e-4, self._deliver, (sender, to, self.now, message))
 
     def waiting_bytes(self) -> float:
         """Return what waits to leave over the slow line."""

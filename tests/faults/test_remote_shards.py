@@ -29,6 +29,7 @@ from penstock.trainer import Trainer
 MODEL = {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 300, "n_positions": 32}
 APART = {"start": "local", "spare": 0, "shards": "apart"}
 STEPS = 6
+COPY_POINT = "copy.begun"
 
 
 @pytest.fixture(scope="module")
@@ -289,7 +290,7 @@ def test_a_run_whose_own_process_is_killed_during_a_copy_begins_the_copy_anew(
         [sys.executable, "-c", code],
         input=json.dumps(config),
         text=True,
-        env={**os.environ, "PENSTOCK_FAULT": "copy.begun"},
+        env={**os.environ, "PENSTOCK_FAULT": COPY_POINT},
         check=False,
     )
     assert killed.returncode == -signal.SIGKILL

@@ -76,11 +76,21 @@ def test_without_a_terminal_there_are_plain_lines(run):
     assert "\x1b" not in "".join(lines)
 
 
+@pytest.fixture
+def minding_terminals():
+    """A process that is not under nohup, though the suite may be."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize(
     ("number", "name"),
     [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM"), (signal.SIGHUP, "SIGHUP")],
 )
-def test_the_first_signal_finishes_the_step_and_says_how_to_resume(run, monkeypatch, number, name):
+def test_the_first_signal_finishes_the_step_and_says_how_to_resume(
+    run, monkeypatch, minding_terminals, number, name
+):
     def interrupt_at_seven(at):
         if at == 7:
             os.kill(os.getpid(), number)
@@ -107,7 +117,8 @@ def test_under_nohup_a_closed_terminal_is_nothing(monkeypatch):
 
 
 IN_A_TERMINAL = """
-import fcntl, sys, termios, time
+import fcntl, signal, sys, termios, time
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 from penstock.cli.train import GracefulStop
 asked = []

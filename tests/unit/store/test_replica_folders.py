@@ -83,7 +83,7 @@ def test_what_only_the_replica_holds_is_what_the_run_goes_on_from(tmp_path, gone
         assert reader.steps == [2, 3]
         assert reader.content_hash(3) == found
     with pytest.raises(
-        OtherStoreError, match=r"step 3 of shard 1 is only in shard-1-replica-1; se"
+        OtherStoreError, match=r"step 3 of shard 1 is only in shard-1-replica-1; train on"
     ):
         agree(read_shards(tmp_path), replicas=1)
     agree(read_shards(tmp_path), replicas=2)
