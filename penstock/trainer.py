@@ -61,9 +61,8 @@ class Trainer:
     **Arguments:** `config`, a `Config`, a mapping of its keys, or the path of a YAML file;
     `model`, a built `nn.Module` in place of `config.model`; `source`, batches in place of
     `config.data` (any object with the methods of `penstock.data.Source`); `on_event` is told
-    what happens (`penstock.events`); `must_exist` refuses a run without a checkpoint; `cluster`
-    stands for `cluster.start` ("local", "ray"), or for the address of a Ray cluster, or is "none":
-    all of the run in this process, its store's shards too, and one of each.
+    what happens (`penstock.events`); `must_exist` refuses a run without a checkpoint; `cluster` is
+    "local", "ray", a Ray cluster's address, or "none": all in this process, and one of each shard.
     """
 
     def __init__(

@@ -1,13 +1,17 @@
-"""A layout that all halls of these tests share, and visits to them."""
+"""A layout that all halls of these tests share, and visits to them; shards with replicas."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hall_guests import Guest, Visited, config
+from replica_play import EIGHT_BIT, PROGRAM, Run
+from store_programs import flash_store, training_store
 
 from penstock import assembly
+from penstock.cluster import copy_ends
 from penstock.fabric.messages import Kind, Message
 from penstock.step_layout import Layout, lay_out
 
@@ -44,3 +48,38 @@ def visit(tmp_path, layout) -> Iterator:
         assert not guest.failures
     for visited in made:
         visited.hall.close()
+
+
+@pytest.fixture
+def in_memory():
+    def make(node, replica=None):
+        store = training_store(PROGRAM, "bf16", optimizer=EIGHT_BIT)
+        store.number = node - 1 if replica is None else replica
+        return store
+
+    return Run(make)
+
+
+@pytest.fixture
+def on_flash(tmp_path):
+    made = []
+
+    def make(node, replica=None):
+        folder = Path(tmp_path) / f"node-{node}"
+        made.append(flash_store(PROGRAM, folder, optimizer=EIGHT_BIT))
+        made[-1].number = node - 1 if replica is None else replica
+        return made[-1]
+
+    yield Run(make, flash={"path": str(tmp_path)})
+    for store in made:
+        store.close()
+
+
+@pytest.fixture(params=["in memory", "on flash"])
+def run(request):
+    return request.getfixturevalue(request.param.replace(" ", "_"))
+
+
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch):
+    monkeypatch.setattr(copy_ends, "PORTION_BYTES", 1_000)  # several of the larger weights
