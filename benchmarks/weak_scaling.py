@@ -37,7 +37,6 @@ from simulated_cluster import (
     measure,
     transfers_of,
 )
-from simulated_cluster.machines import SEQUENCE_LENGTH
 from simulated_cluster.picture import draw
 
 from penstock.assembly import build_program
@@ -60,7 +59,7 @@ class Goal:
 
 
 GOALS = [
-    Goal(CS2, Load("gpt3-1.3b", "bf16", 160, chunks=64), 0.99),
+    Goal(CS2, Load("gpt3-1.3b", "bf16", 9, length=32768, chunks=64), 0.99),
     Goal(H200, Load("gpt3-13b", "bf16", 64), 0.95),
 ]
 
@@ -73,6 +72,9 @@ SOCKETS = dataclasses.replace(
 
 # What else was tried on the most engines: of CS-2 the most sequences that fit, and 16 that do not.
 OTHERS = [
+    (CS2, Load("gpt3-1.3b", "bf16", 4, length=65536, chunks=64)),
+    (CS2, Load("gpt3-1.3b", "bf16", 19, length=16384, chunks=64)),
+    (CS2, Load("gpt3-1.3b", "bf16", 160, chunks=64)),
     (CS2, Load("gpt3-2.7b", "bf16", 93, chunks=32)),
     (CS2, Load("gpt3-6.7b", "bf16", 48, chunks=32)),
     (CS2, Load("gpt3-13b", "bf16", 24, chunks=16)),
@@ -120,12 +122,12 @@ def main() -> None:
 
 
 @functools.cache
-def program_of(model: str, precision: str) -> Program:
-    """Return the program of a model, for micro-batches of one sequence."""
+def program_of(model: str, precision: str, length: int) -> Program:
+    """Return the program of a model, for micro-batches of one sequence of so many tokens."""
     return build_program(
-        Config.from_mapping({"model": model}, []),
+        Config.from_mapping({"model": {"preset": model, "n_positions": length}}, []),
         micro_batch=1,
-        sequence_length=SEQUENCE_LENGTH,
+        sequence_length=length,
         precision=precision,
     )
 
@@ -141,7 +143,7 @@ def curve(goal: Goal, program: Program | None, numbers: Sequence[int]) -> dict:
     **Raises:** `BudgetError` where the load does not fit an engine.
     """
     machine, load = goal.machine, goal.load
-    program = program or program_of(load.model, load.precision)
+    program = program or program_of(load.model, load.precision, load.length)
     plan, engine_bytes = fit(machine, program, load)
     transfers = transfers_of(program, machine, plan.recompute, load.chunks)
     # Next to no bytes, nothing computed, memory without a limit: what is left is latency.
@@ -149,8 +151,12 @@ def curve(goal: Goal, program: Program | None, numbers: Sequence[int]) -> dict:
     small = transfers_of(program, machine, plan.recompute, load.chunks, 256)
     made, latency = [], []
     for engines in numbers:
-        made.append(measure(machine, program, transfers, engines, load.sequences, plan.recompute))
-        latency.append(measure(idle, program, small, engines, 0).seconds)
+        made.append(
+            measure(
+                machine, program, transfers, engines, load.sequences, load.length, plan.recompute
+            )
+        )
+        latency.append(measure(idle, program, small, engines, 0, load.length).seconds)
     sent = {step.store_sent for step in made} | {transfers.weight_bytes}
     taken = {step.store_taken for step in made} | {transfers.gradient_bytes}
     if len(sent) > 1 or len(taken) > 1:
@@ -201,7 +207,7 @@ def try_out(machine: Machine, program: Program | None, load: Load, engines: int)
         load: what each engine does.
         engines: how many there are, compared with one.
     """
-    program = program or program_of(load.model, load.precision)
+    program = program or program_of(load.model, load.precision, load.length)
     found = _described(machine, load)
     try:
         plan, engine_bytes = fit(machine, program, load)
@@ -209,7 +215,9 @@ def try_out(machine: Machine, program: Program | None, load: Load, engines: int)
         return found | {"does_not_fit": str(error), "engine_bytes": None, "efficiency": None}
     transfers = transfers_of(program, machine, plan.recompute, load.chunks)
     one, most = (
-        measure(machine, program, transfers, count, load.sequences, plan.recompute).seconds
+        measure(
+            machine, program, transfers, count, load.sequences, load.length, plan.recompute
+        ).seconds
         for count in (1, engines)
     )
     return found | {
@@ -234,6 +242,7 @@ def _described(machine: Machine, load: Load) -> dict:
         "model": load.model,
         "precision": load.precision,
         "sequences_per_engine": load.sequences,
+        "tokens_per_sequence": load.length,
         "tokens_per_engine": load.tokens,
         "most_chunks": load.chunks,
         "memory_bytes": machine.memory_bytes,
@@ -245,7 +254,7 @@ def _line(found: dict) -> str:
     fits = "does not fit" if needs is None else f"{needs / 1e9:.1f}"
     return (
         f"{found['machine']}: {found['model']}, {found['precision']}, "
-        f"{found['sequences_per_engine']} x {SEQUENCE_LENGTH} tokens per engine, "
+        f"{found['sequences_per_engine']} x {found['tokens_per_sequence']} tokens per engine, "
         f"{fits} of {found['memory_bytes'] / 1e9:g} GB"
     )
 

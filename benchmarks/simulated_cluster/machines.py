@@ -7,8 +7,6 @@ from typing import Literal
 
 from penstock.fabric.sim import Links
 
-SEQUENCE_LENGTH = 2048
-
 SOCKET_BYTES_PER_SECOND = 3.76e9
 """Of one link over sockets between two processes of a machine: `engines.py`, in README.md."""
 
@@ -35,7 +33,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Load:
-    """What one engine does in a step: `sequences` of the model, one micro-batch each.
+    """What one engine does in a step: `sequences` of `length` tokens, one micro-batch each.
 
     What an operation sends is simulated in at most `chunks` chunks, none smaller than a run's. With
     fewer than a run's it takes longer, since a chunk goes on only when all of it has come.
@@ -44,12 +42,13 @@ class Load:
     model: str
     precision: Literal["fp32", "bf16"]
     sequences: int
+    length: int = 2048
     chunks: int = 8
 
     @property
     def tokens(self) -> int:
         """How many tokens that are."""
-        return self.sequences * SEQUENCE_LENGTH
+        return self.sequences * self.length
 
 
 # The wafer's peak at 1.1 GHz with numbers of 16 bits, the fastest that is quoted: nothing hides

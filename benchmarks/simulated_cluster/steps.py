@@ -18,12 +18,12 @@ from penstock.fabric.transfers import (
 )
 from penstock.fabric.transfers import chunks as cut
 from penstock.program import Program
-from simulated_cluster.machines import SEQUENCE_LENGTH, Machine
+from simulated_cluster.machines import Machine
 from simulated_cluster.works import Engine, Order, Shard
 
 # Of the operations at the ends of a step: nothing hides how a chunk goes down or up the tree.
 CHUNKS_AT_ENDS, ENDS = 64, 2
-ROW_BYTES = 16  # of a token, input and target
+ROW_BYTES = 4  # of a token, input and target: of a vocabulary of 2^16 they travel as two each
 FIRST_ENGINE = 1000
 
 
@@ -86,6 +86,7 @@ def measure(
     transfers: Transfers,
     engines: int,
     sequences: int,
+    length: int,
     recompute: Collection[int] = (),
 ) -> Measured:
     """Make one step, and count from when all have seen who takes part, as between two steps.
@@ -96,6 +97,7 @@ def measure(
         transfers: what travels.
         engines: how many there are.
         sequences: how many each of them has; 0: nothing is computed.
+        length: of a sequence, in tokens.
         recompute: the stages whose forward is made again.
     """
     shards = range(1, 1 + machine.shards)
@@ -116,7 +118,7 @@ def measure(
         conductor.joined(number)
     network.conduct(conductor)
     ended: list[Outcome] = []
-    rows = sequences * SEQUENCE_LENGTH * ROW_BYTES
+    rows = sequences * length * ROW_BYTES
     conductor.start(Order(1, engines, rows), ended.append)
     network.run(lambda: bool(ended) or conductor.phase is Phase.RUNNING, math.inf)
     began, sent, taken = network.now, dict(network.sent_bytes), dict(network.taken_bytes)

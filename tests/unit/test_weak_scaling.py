@@ -29,7 +29,7 @@ def script(monkeypatch):
 
 @pytest.fixture
 def load(script):
-    return script.Load("tiny", "bf16", SEQUENCES)
+    return script.Load("tiny", "bf16", SEQUENCES, LENGTH)
 
 
 def machine_like(machine, **changes):
@@ -49,7 +49,9 @@ def test_where_links_take_no_time_any_engines_take_what_one_computes(script, pro
     flops = sum(kind.forward_flops + kind.backward_flops for kind in kinds)
     flops += sum(kind.forward_flops for kind in again)
     for engines in (1, 2, 3):
-        made = script.measure(machine, program, transfers, engines, SEQUENCES, plan.recompute)
+        made = script.measure(
+            machine, program, transfers, engines, SEQUENCES, LENGTH, plan.recompute
+        )
         assert made.seconds == pytest.approx(SEQUENCES * flops / FLOPS, rel=1e-9)
 
 
@@ -62,7 +64,9 @@ def test_the_store_sends_and_takes_the_same_for_any_engines(script, program, loa
     # first one's, whose gradients are made without them; gradients go once.
     twice = per_stage + per_stage[1:-1]
     for engines in (1, 2, 3):
-        made = script.measure(machine, program, transfers, engines, SEQUENCES, plan.recompute)
+        made = script.measure(
+            machine, program, transfers, engines, SEQUENCES, LENGTH, plan.recompute
+        )
         assert made.store_sent == 4 * sum(twice)
         assert made.store_taken == 4 * sum(per_stage)
         assert made.most_sent <= 4 * (2 * sum(twice) + 2 * sum(per_stage)) + 10_000
@@ -75,7 +79,7 @@ def test_links_bound_a_step_in_which_nothing_is_computed(script, program, load):
     transfers = script.transfers_of(program, machine, plan.recompute, 8)
     bytes_both_ways = transfers.weight_bytes, transfers.gradient_bytes
     seconds = [
-        script.measure(machine, program, transfers, engines, 0, plan.recompute).seconds
+        script.measure(machine, program, transfers, engines, 0, LENGTH, plan.recompute).seconds
         for engines in (1, 2, 3)
     ]
     assert seconds[0] > max(bytes_both_ways) / rate

@@ -117,10 +117,10 @@ def test_pieces_that_do_not_fit_are_refused(damage):
 @pytest.mark.parametrize(
     "described",
     [
-        ["values", "object", [600]],
-        ["values", "float32", [10**9]],
-        ["values", "float32", [-600]],
-        ["values", "float32", [599]],
+        ["values", "object", "object", [600]],
+        ["values", "float32", "float32", [10**9]],
+        ["values", "float32", "float32", [-600]],
+        ["values", "float32", "float32", [599]],
         ["values"],
         None,
     ],
