@@ -22,9 +22,7 @@ from penstock.program import Program
 # Beyond this many tokens a micro-batch gains nothing: the products are large enough.
 _MICRO_BATCH_TOKENS = {"cpu": 4096, "cuda": 32768}
 _LEAST_TOKENS = 512  # of a micro-batch; smaller products spend their time on starting
-_ENGINES = (
-    8  # to which a micro-batch each is left; more of them want a larger batch, or `batch.micro`
-)
+_ENGINES = 8  # that a micro-batch each is left to; more want a larger batch, or `batch.micro`
 _BUDGET_SLOTS = 4  # a stage of a quarter of the budget leaves room for slots and activations
 
 Compile = Callable[[int, int | None], Program]

@@ -199,7 +199,7 @@ _DIGEST_BYTES = 8
 def pack_arrays(arrays: Mapping[str, np.ndarray]) -> tuple[list[list[Any]], np.ndarray]:
     """Return what a body says of arrays, and their bytes one behind the other.
 
-    Whole numbers travel in as few bytes as their values need: tokens in two instead of eight.
+    Numbers of 64 bits travel in as few bytes as their values need: tokens in two instead of eight.
     """
     described, parts = [], []
     for name, array in arrays.items():
@@ -212,8 +212,11 @@ def pack_arrays(arrays: Mapping[str, np.ndarray]) -> tuple[list[list[Any]], np.n
 
 
 def _narrowed(array: np.ndarray) -> np.ndarray:
-    """Return the same values in the smallest type of whole numbers that holds them all."""
-    if array.dtype.kind not in "iu" or not array.size:
+    """Return the same values in the smallest type of whole numbers that holds them all.
+
+    Smaller ones are left: they may be a shard's whole state, which is not to be looked through.
+    """
+    if array.dtype.name not in ("int64", "uint64") or not array.size:
         return array
     least, most = int(array.min()), int(array.max())
     for kind in map(np.dtype, _WHOLE_TYPES):
