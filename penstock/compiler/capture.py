@@ -23,7 +23,10 @@ from torch import fx, nn
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.overrides import TorchFunctionMode
 
+from penstock.compiler.custom_functions import Context, custom_functions_traced
+from penstock.compiler.hooks import gradient_hooks_refused
 from penstock.compiler.regions import inline_regions
+from penstock.compiler.unsupported import Unsupported
 from penstock.errors import CompileError
 
 Precision = Literal["fp32", "bf16"]
@@ -130,20 +133,24 @@ class Capture:
 
 
 def capture(
-    module: nn.Module, inputs: Mapping[str, torch.Tensor], precision: Precision = "fp32"
+    module: nn.Module,
+    inputs: Mapping[str, torch.Tensor],
+    precision: Precision = "fp32",
+    training: bool = True,
 ) -> Capture:
     """Export `module(**inputs)` to a graph.
 
     **Arguments:** `module` with fake (or real) parameters; `inputs` by keyword, fake or real;
     `precision`: with "bf16", floating parameters take part as bfloat16 and products whose
-    operands mix types run in bfloat16, as under autocast.
+    operands mix types run in bfloat16, as under autocast; `training`: gradients are wanted, so
+    that the backwards of the module's custom functions are traced and hooks on gradients refused.
 
     **Raises:** `CompileError` naming the module and line that cannot be captured.
     """
     lowered = _lowered_parameters(module) if precision == "bf16" else nullcontext()
     mode = _OneType() if precision == "bf16" else nullcontext()
     try:
-        with lowered, mode, _quiet_torch(), _collector_at_rest():
+        with lowered, mode, _gradients(training), _quiet_torch(), _collector_at_rest():
             exported = torch.export.export(module, (), dict(inputs), strict=False)
     except CompileError:
         raise
@@ -206,6 +213,16 @@ def _refused_write(buffer: str) -> CompileError:
         "an engine keeps no state between steps, so a replayed step would differ. Use LayerNorm "
         "or GroupNorm, or call .eval() on that module."
     )
+
+
+@contextmanager
+def _gradients(training: bool) -> Iterator[None]:
+    """Trace what the user's code does to gradients; a program without any just runs the forward."""
+    if training:
+        with gradient_hooks_refused(), custom_functions_traced():
+            yield
+    else:
+        yield
 
 
 @contextmanager
@@ -273,9 +290,11 @@ def _explain(module: nn.Module, error: Exception) -> str:
         first = frame.f_code.co_varnames[:1] if frame.f_code.co_argcount else ()
         owner = frame.f_locals.get(*first) if first else None
         inside_torch = "/torch/" in frame.f_code.co_filename.replace("\\", "/")
-        if isinstance(owner, nn.Module) and id(owner) in names and not inside_torch:
+        known = isinstance(owner, nn.Module) and id(owner) in names
+        if (known or isinstance(owner, Context)) and not inside_torch:
             file = frame.f_code.co_filename
-            where = f"{names[id(owner)]} ({type(owner).__name__})"
+            if known:
+                where = f"{names[id(owner)]} ({type(owner).__name__})"
             line = f" at {file}:{number}: {linecache.getline(file, number).strip()!r}"
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     reason = reason.strip().rstrip(".")
@@ -283,6 +302,8 @@ def _explain(module: nn.Module, error: Exception) -> str:
 
 
 def _advice(error: Exception) -> str:
+    if isinstance(error, Unsupported):
+        return error.advice
     text = f"{type(error).__name__} {error}"
     signs = ("data-dependent", "DataDependent", "unbacked", "for tensor subclasses")
     if any(sign in text for sign in signs):
