@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from plain_training import Recipe, assert_same_training, plain, streamed, trained_by, trainer_of
-from tiny_models import CONTRASTIVE, PERCEPTRON, Case
+from tiny_models import CONTRASTIVE, PERCEPTRON, Case, mean_squared_error
 from torch import nn
 from torch.autograd import Function
 from torch.nn import functional as F
@@ -112,9 +112,11 @@ QUANTISED = replace(
     name="quantised",
     build=Quantised,
     source=built(
-        Quantised, loss=F.mse_loss, inputs={"x": InputSpec((6,))}, targets={"y": InputSpec((2,))}
+        Quantised,
+        loss=mean_squared_error,
+        inputs={"x": InputSpec((6,))},
+        targets={"y": InputSpec((2,))},
     ),
-    loss=lambda model, rows: F.mse_loss(model(rows["x"]), rows["y"]),
 )
 
 
@@ -236,7 +238,7 @@ def test_gradient_checkpointing_of_transformers_changes_no_bit(reentrant, tmp_pa
     from tiny_models import FIELDS, language_model
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    case, recipe = language_model("llama"), Recipe(steps=4)
+    case, recipe = language_model("llama"), Recipe(steps=6)
     build = functools.partial(AutoConfig.for_model, "llama", **FIELDS["llama"])
 
     def source(seed, enable):

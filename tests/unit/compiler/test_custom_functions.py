@@ -10,6 +10,7 @@ from torch import nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from penstock.engine import EnginePlan
@@ -269,6 +270,32 @@ def uses_closure(self, x):
     return Closure.apply(x)
 
 
+def leaves_aside(self, x):
+    aside = []
+
+    class Aside(Function):
+        @staticmethod
+        def forward(ctx, x):
+            aside.append(x * self.bias)  # PyTorch runs this without gradients
+            return x + 1
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 2
+
+    return Aside.apply(x) * aside[0]
+
+
+@torch.library.custom_op("penstock_tests::halved", mutates_args=())
+def halved(x: torch.Tensor) -> torch.Tensor:
+    """An operator of a user's own, with a gradient registered."""
+    return x * 0.5
+
+
+halved.register_fake(torch.empty_like)
+halved.register_autograd(lambda ctx, grad: grad * 3)
+
+
 def without_gradients(self, x):
     with torch.no_grad():
         return round_through(x)
@@ -306,6 +333,8 @@ CALLS = {
     "vjp": lambda self, x: ByVjp.apply(x),
     "constant_gradient": lambda self, x: Constant.apply(x, x),
     "closure": uses_closure,
+    "left_aside": leaves_aside,
+    "registered_operator": lambda self, x: halved(x),
     "no_grad": without_gradients,
     "used_twice": lambda self, x: (lambda y: y * y.detach() + y.T.sum())(round_through(x)),
     "checkpoint_reentrant": reentrant,
@@ -378,8 +407,8 @@ def test_equal_blocks_share_a_kind_with_custom_functions():
 def test_blocks_with_other_backwards_have_other_kinds():
     module, rows = net(CALLS["straight_through"])
     module.blocks[2].apply_function = lambda x: round_through(x, 0.25)
-    kinds = [stage.kind for stage in compiled(module, rows).stages]
-    assert kinds[1].digest != kinds[2].digest
+    kinds = {stage.name: stage.kind.digest for stage in compiled(module, rows).stages}
+    assert kinds["blocks.0"] == kinds["blocks.1"] != kinds["blocks.2"]
     assert_equal_gradients(one_step(module, [rows]), plain(module, rows))
 
 
@@ -669,3 +698,34 @@ def test_custom_function_that_cannot_be_compiled_is_refused_with_its_line(name):
     with open(__file__) as file:
         assert line in file.read().splitlines()[int(number.group(1)) - 1]
     assert "\n" not in message
+
+
+class Symmetric(nn.Module):
+    def forward(self, weight):
+        return weight.triu() + weight.triu(1).t()
+
+
+def symmetric(layer):
+    torch.nn.utils.parametrize.register_parametrization(layer, "weight", Symmetric())
+    return layer
+
+
+def parametrized(wrap):
+    module, rows = net(lambda self, x: self.before(x))
+    for one in module.blocks:
+        one.before = wrap(one.before)
+    return module, rows
+
+
+@pytest.mark.parametrize(
+    "wrap", [parametrizations.weight_norm, parametrizations.orthogonal, symmetric]
+)
+def test_parametrized_weights_train_as_in_plain_pytorch(wrap):
+    module, rows = parametrized(wrap)
+    assert_equal_gradients(one_step(module, [rows]), plain(module, rows))
+
+
+def test_spectral_norm_is_refused():
+    module, rows = parametrized(parametrizations.spectral_norm)
+    with pytest.raises(CompileError, match=r"blocks\.0\.before|_u|buffer"):
+        compiled(module, rows)
