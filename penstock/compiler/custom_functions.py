@@ -237,14 +237,18 @@ def _gradients(
             isinstance(gradient, Tensor) and isinstance(value, Tensor)
         ):
             raise Unsupported(
-                f"{name} returns {type(gradient).__name__} as the gradient of input {place}, a "
-                f"{type(value).__name__}",
+                f"{name} returns {_kind(gradient)} as the gradient of input {place}, which is "
+                f"{_kind(value)}",
                 advice,
             )
         if gradient is not None and context.needs_input_grad[place]:
             gradient = _like(value, gradient, f"{name} returns, for input {place},", advice)
         checked.append(gradient if context.needs_input_grad[place] else None)
     return checked
+
+
+def _kind(value: Any) -> str:
+    return "a tensor" if isinstance(value, Tensor) else f"of type {type(value).__name__}"
 
 
 def _like(value: Tensor, gradient: Tensor, what: str, advice: str) -> Tensor:

@@ -605,6 +605,24 @@ class Keeps(Function):
         return grad
 
 
+class Batched(Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x * 2
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+# What is found in the graph has the line of the module that calls the function.
+CALL = "y = self.apply_function(self.before(x) * 2)"
 PLAIN = "Check that the module trains with these inputs in plain PyTorch."
 REFUSED = {
     "value": (
@@ -615,13 +633,13 @@ REFUSED = {
     ),
     "random": (
         lambda self, x: DrawsInBackward.apply(x),
-        "return grad + torch.randn_like(grad)",
+        CALL,
         "draws random numbers with aten.randn_like.default, which a replayed step could not "
         "repeat; use torch.nn.Dropout, or pass the random values as an input.",
     ),
     "dropout": (
         lambda self, x: DropsInBackward.apply(x),
-        "return F.dropout(grad)",
+        CALL,
         "draws random numbers in the backward of a torch.autograd.Function, which a replayed step "
         "could not repeat: draw them in its forward with torch.nn.functional.dropout, and save "
         "them.",
@@ -652,7 +670,8 @@ REFUSED = {
     "for_a_number": (
         lambda self, x: ForANumber.apply(x, 2.0),
         "lambda self, x: ForANumber.apply(x, 2.0),",
-        f"the backward of ForANumber returns Tensor as the gradient of input 1, a float. {PLAIN}",
+        f"the backward of ForANumber returns a tensor as the gradient of input 1, which is of type "
+        f"float. {PLAIN}",
     ),
     "not_materialised": (
         lambda self, x: NotMaterialised.apply(x)[0],
@@ -672,13 +691,13 @@ REFUSED = {
     ),
     "kept": (
         lambda self, x: Keeps.apply(x),
-        "lambda self, x: Keeps.apply(x),",
+        CALL,
         "the backward of a torch.autograd.Function keeps a gradient for code outside of it, which "
         "would never see a value: what it computes may only be returned.",
     ),
     "vmap": (
-        lambda self, x: torch.func.vmap(round_through)(x),
-        "lambda self, x: torch.func.vmap(round_through)(x),",
+        lambda self, x: torch.func.vmap(Batched.apply)(x),
+        "lambda self, x: torch.func.vmap(Batched.apply)(x),",
         "a torch.autograd.Function is called under a transform of torch.func. Call it outside of "
         "torch.func.vmap and its like.",
     ),
