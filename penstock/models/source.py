@@ -210,6 +210,11 @@ class ModelSource:
         """
         return self._built.fingerprint() if self._built is not None else None
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a run should say of the model when it begins."""
+        return self._built.notes if self._built is not None else ()
+
     def parameter_count(self) -> int:
         """Values in all parameters, tied ones counted once."""
         return sum(tensor.numel() for tensor in self._origin.names.parameters.values())

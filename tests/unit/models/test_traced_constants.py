@@ -9,7 +9,6 @@ from torch import nn
 
 from penstock.models.traced_constants import constant_value
 
-
 Make = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
