@@ -35,7 +35,7 @@ CAUSAL: dict[str, dict[str, Any]] = {
     "gemma2": {**GROUPED, "head_dim": 8, "sliding_window": 6},
     "phi3": {**GROUPED, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
     "stablelm": {**GROUPED, **DRY},
-    "cohere": {**GROUPED, "attention_dropout": 0.0},
+    "cohere": {**GROUPED, "attention_dropout": 0.0, "logit_scale": 0.5},
     "granite": {**GROUPED, "residual_multiplier": 0.7, "logits_scaling": 2.0},
     "olmo2": GROUPED,
 }
