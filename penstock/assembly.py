@@ -6,7 +6,7 @@ Each function makes one part and nothing else; the trainer puts them together.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -83,13 +83,19 @@ def with_adapters(source: ModelSource, lora: LoraConfig) -> ModelSource:
 
 
 def source_of(
-    config: Config, model: nn.Module | ModelSource | None, is_resumed: bool
+    config: Config,
+    model: nn.Module | ModelSource | None,
+    is_resumed: bool,
+    notice: Callable[[str], None],
 ) -> ModelSource:
     """Return the model that a run trains, with its adapters: the one that is given, or configured.
 
     Where the run `is_resumed` it has weights of its own, and what it needs besides.
     """
-    return with_adapters(_base_of(config, model, is_resumed), config.lora)
+    source = _base_of(config, model, is_resumed)
+    for note in () if is_resumed else source.notes:
+        notice(note)
+    return with_adapters(source, config.lora)
 
 
 def _base_of(
@@ -198,7 +204,7 @@ def build_program(
     config: Config, *, micro_batch: int, sequence_length: int | None, precision: str
 ) -> Program:
     """Compile a model to look at: nothing is made that has the size of a weight."""
-    source = source_of(config, None, is_resumed=False)
+    source = with_adapters(_base_of(config, None, is_resumed=False), config.lora)
     length = sequence_length or source.max_sequence_length or 1
     return compile_source(
         source,

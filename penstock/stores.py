@@ -224,6 +224,7 @@ def _groups(config: Config, program: Program) -> dict[str, GroupSettings]:
         groups,
         weight_decay=section.weight_decay,
         decay_1d=section.decay_1d,
+        aliases={name: w.aliases for name, w in program.weights.items()},
     )
 
 

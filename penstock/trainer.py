@@ -89,7 +89,7 @@ class Trainer:
             )
         self._recorded = recorded
         self._brought = model is not None
-        self.model = assembly.source_of(self.config, model, recorded is not None)
+        self.model = assembly.source_of(self.config, model, recorded is not None, self._notice)
         self._devices = choose_devices(self.config.engine)
         wanted = self.config.engine.device
         self.device = kind_of(self._devices) if self._devices else assembly.choose_device(wanted)

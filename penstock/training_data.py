@@ -16,6 +16,7 @@ from penstock.data import (
     TokenDataset,
     build_dataset,
     check_vocabulary,
+    encodes_as,
     find_files,
     read_built_from,
 )
@@ -64,6 +65,7 @@ def open_data(config: Config, source: ModelSource, notice: Callable[[str], None]
     dataset = TokenDataset.open(folder)
     _check_build(config, dataset)
     _check_content(config, source, dataset)
+    _check_tokenizer(config, source, dataset)
     if source.vocab_size is not None:
         check_vocabulary(dataset, source.vocab_size)
         if source.vocab_size > _SPARE_VOCABULARY * dataset.vocab_size:
@@ -135,6 +137,19 @@ def _check_build(config: Config, dataset: TokenDataset) -> None:
         name, was, wants = difference
         how = "from" if name == "input" else "with"
         raise DataError(f"data.{name}: {dataset.path} was built {how} {was}, got {wants}; {advice}")
+
+
+def _check_tokenizer(config: Config, source: ModelSource, dataset: TokenDataset) -> None:
+    """Refuse a data set whose ids stand for other tokens than those of the model's own folder."""
+    if source.folder is None or config.data.tokenizer != "auto":  # another is meant
+        return
+    if not encodes_as(dataset.tokenizer(), source.folder):
+        found = dataset.manifest.tokenizer.name
+        raise DataError(
+            f"{dataset.path} was built with the tokenizer {found}, the one of the model in "
+            f"{source.folder} gives other ids; build the data set with that folder as its "
+            f"tokenizer, or set data.tokenizer: {found} if the model is to learn other tokens"
+        )
 
 
 def _mask_token(dataset: TokenDataset, source: ModelSource) -> int:

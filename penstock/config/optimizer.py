@@ -15,7 +15,11 @@ _USED_BY = {
     "momentum": ("sgd",),
     "nesterov": ("sgd",),
 }
-_LION_BETAS = (0.9, 0.99)
+_DEFAULTS_OF: dict[str, dict[str, Any]] = {
+    "lion": {"betas": (0.9, 0.99)},
+    "sgd": {"weight_decay": 0.0},
+}
+"""Where an optimizer's usual number is not that of AdamW, which the fields below declare."""
 
 
 class GroupConfig(Section):
@@ -54,7 +58,9 @@ class OptimizerConfig(Section):
         "how the store keeps moments; 8bit: a quarter of the moments' bytes in memory and on "
         "flash, not the same bits",
     )
-    weight_decay: float = setting(0.1, "weight decay, decoupled for adamw and lion", ge=0)
+    weight_decay: float = setting(
+        0.1, "weight decay, decoupled for adamw and lion; sgd's default is 0", ge=0
+    )
     decay_1d: bool = setting(False, "also decay biases and norms, that is weights of one dimension")
     clip_norm: float | None = setting(
         1.0, "largest global norm of the gradient; null: no clipping", example=1.0, gt=0
@@ -66,9 +72,9 @@ class OptimizerConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _lion_betas(cls, value: Any) -> Any:
-        if isinstance(value, dict) and value.get("name") == "lion":
-            return {"betas": _LION_BETAS, **value}
+    def _defaults_of_its_own(cls, value: Any) -> Any:
+        if isinstance(value, dict) and isinstance(value.get("name"), str):
+            return {**_DEFAULTS_OF.get(value["name"], {}), **value}
         return value
 
     @model_validator(mode="after")

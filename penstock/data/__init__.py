@@ -17,6 +17,7 @@ from penstock.data.tokenizers import (
     FileTokenizer,
     Tokenizer,
     dataset_tokenizer,
+    encodes_as,
     export_tokenizer,
     load_tokenizer,
 )
@@ -39,6 +40,7 @@ __all__ = [
     "build_dataset",
     "check_vocabulary",
     "dataset_tokenizer",
+    "encodes_as",
     "export_tokenizer",
     "find_files",
     "load_tokenizer",

@@ -27,6 +27,7 @@ LARGEST_VOCABULARY = 2**24
 LARGEST_FILE_BYTES = 2**30  # a vocabulary of a million tokens takes some 50 MB
 # What tokenizers that do not name their own end-of-document token usually call it.
 KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[SEP]")
+_ENCODING_RULES = ("normalizer", "pre_tokenizer", "model", "added_tokens")
 CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 
 
@@ -138,6 +139,30 @@ class FileTokenizer:
     def to_json(self) -> str:
         """Return the content of `tokenizer.json`."""
         return self._json
+
+
+def encodes_as(tokenizer: Tokenizer, folder: Path) -> bool:
+    """Tell whether `tokenizer` and the one in a folder turn any text into the same ids.
+
+    Names, templates of whole prompts and the token that ends a document make no difference. A
+    folder without a tokenizer.json has none to differ from.
+
+    Raises:
+        DataError: the folder's cannot be read.
+    """
+    file = folder / TOKENIZER_NAME
+    try:
+        other = _parse(read_plain(file, LARGEST_FILE_BYTES), file)
+    except FileNotFoundError:
+        return True
+    except OSError as error:
+        raise DataError(f"cannot read tokenizer {file}: {error.strerror}") from None
+    return _rules(tokenizer.to_json()) == _rules(other.to_str())
+
+
+def _rules(content: str) -> dict[str, Any]:
+    found = json.loads(content)
+    return {key: found.get(key) for key in _ENCODING_RULES}
 
 
 def export_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 from penstock.models.folder import KEPT, keep_small_files, other_files, tokenizer_files
 
 if TYPE_CHECKING:
+    from penstock.models.inputs import InputSpec
     from penstock.models.lora import Adapter
-    from penstock.models.source import InputSpec, ModelSource
+    from penstock.models.source import ModelSource
     from penstock.models.weight_files import WeightFiles
 
 __all__ = [

@@ -10,15 +10,19 @@ from torch import nn
 
 from penstock.errors import CompileError, ConfigError, did_you_mean
 from penstock.models.deferred import TensorNames
+from penstock.models.finite import refuse_non_finite
 from penstock.models.recording import SharedFakeTensorMode
+
+_HALF = (torch.bfloat16, torch.float16)
 
 
 class Built:
     """A fake twin of a module: same structure, same names, tensors without memory.
 
     The module itself is not changed, and its tensors are not copied: `materialise` hands out the
-    module's own tensors, detached. `module` is the twin of `original`; the other attributes are
-    those of `Deferred`.
+    module's own tensors, detached. Parameters and buffers of bfloat16 and float16 are float32 in
+    the twin, with the same values, as after `module.float()`; these are copied one at a time.
+    `module` is the twin of `original`; the other attributes are those of `Deferred`.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -35,9 +39,14 @@ class Built:
         self.fake_mode = SharedFakeTensorMode(allow_non_fake_inputs=True)
         # Every object of the module is copied except its tensors, for which deepcopy finds a
         # fake one in its memo. Ties are kept, since the memo is by identity.
+        attributes = _attributes(module)
+        self._raised = {
+            name
+            for name, tensor in tensors.items()
+            if tensor.dtype in _HALF and name not in attributes
+        }
         memo = {
-            id(tensor): self.fake_mode.from_tensor(tensor, static_shapes=True)
-            for tensor in tensors.values()
+            id(tensor): self._fake(tensor, name in self._raised) for name, tensor in tensors.items()
         }
         try:
             with warnings.catch_warnings():
@@ -51,6 +60,7 @@ class Built:
         self.names = TensorNames.of(self.module)
         self.aliases = self.names.aliases
         self._values = tensors
+        self._class_name = type(module).__name__
 
     def materialise(
         self, seed: int, names: Iterable[str] | None = None
@@ -62,7 +72,37 @@ class Built:
                 raise ConfigError(
                     f"the model has no tensor {name!r}{did_you_mean(name, self._values)}"
                 )
-        return ((name, self._values[name].detach()) for name in wanted)
+        return ((name, self._value(name)) for name in wanted)
+
+    def _value(self, name: str) -> torch.Tensor:
+        tensor = self._values[name].detach()
+        value = tensor.float() if name in self._raised else tensor
+        if self._values[name].requires_grad:
+            refuse_non_finite(value, f"{self._class_name}: {name}", "repair the module's weights")
+        return value
+
+    def _fake(self, tensor: torch.Tensor, raised: bool) -> torch.Tensor:
+        fake = self.fake_mode.from_tensor(tensor, static_shapes=True)
+        if not raised:
+            return fake
+        with self.fake_mode, torch.no_grad():
+            masters = fake.detach().float()
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(masters, tensor.requires_grad)
+        return masters
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is worth a sentence when a run begins: weights that were not float32."""
+        raised = [n for n in self._raised if n in self.names.parameters]
+        if not raised:
+            return ()
+        types = {str(self._values[n].dtype).removeprefix("torch.") for n in raised}
+        return (
+            f"{len(raised)} of the {len(self.names.parameters)} weights given are "
+            f"{' and '.join(sorted(types))}: the store's float32 masters begin with exactly their "
+            "values",
+        )
 
     def fingerprint(self) -> str:
         """Return a hash of all tensors' names, shapes, types and values."""
@@ -72,3 +112,13 @@ class Built:
             values = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
             digest.update(values.numpy().data)
         return digest.hexdigest()
+
+
+def _attributes(module: nn.Module) -> set[str]:
+    """Return the names of tensors that are plain attributes, which `module.float()` leaves."""
+    return {
+        f"{path}.{name}" if path else name
+        for path, owner in module.named_modules()
+        for name, value in vars(owner).items()
+        if isinstance(value, torch.Tensor)
+    }

@@ -2,7 +2,10 @@
 
 Language-model losses are sums over the tokens of a micro-batch; the trainer divides by the number
 of labelled tokens of the whole global batch. A micro-batch's share of the gradient then does not
-depend on how the batch was cut. Custom losses are the user's own, usually means.
+depend on how the batch was cut. The auxiliary loss of a mixture of experts is a mean over the
+tokens of one forward call, and is multiplied by the labelled tokens of its micro-batch: a step's
+auxiliary loss is the mean over its micro-batches, weighted by their labelled tokens.
+Custom losses are the user's own, usually means.
 Each wrapper holds the user's model as `model`, so exported names are the user's after `model.`.
 """
 
@@ -17,6 +20,7 @@ from torch.nn import functional as F
 from penstock.errors import CompileError
 from penstock.labels import IGNORED_LABEL
 from penstock.models.masks import fixed_shape_masks
+from penstock.models.router_loss import router_loss
 
 WEIGHT_PREFIX = "model."
 
@@ -30,8 +34,8 @@ class LanguageModel(nn.Module):
         self._options = options
         self._masks = fixed_shape_masks if hugging_face else nullcontext
 
-    def logits(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Run the model on its inputs; returns [batch, tokens, vocabulary]."""
+    def run(self, inputs: dict[str, torch.Tensor]) -> tuple[Any, torch.Tensor]:
+        """Run the model on its inputs; returns its output, and [batch, tokens, vocabulary]."""
         with self._masks():
             output = self.model(**inputs, **self._options)
         logits = getattr(output, "logits", output)
@@ -44,14 +48,24 @@ class LanguageModel(nn.Module):
                 f"vocabulary] (or an object with .logits), {type(self.model).__name__} returned "
                 f"{shape}; set task: custom and give a loss"
             )
-        return logits
+        return output, logits
 
-    def flat_logits(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Run the model on its inputs; returns float32 [batch * tokens, vocabulary]."""
-        logits = self.logits(inputs)
+    def loss_and_logits(
+        self, inputs: dict[str, torch.Tensor], labels: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the summed loss [] over `labels` that are not -100, and the logits.
+
+        These are float32 [batch * tokens, vocabulary].
+        """
+        output, logits = self.run(inputs)
         if logits.dtype != torch.float32:  # an unneeded .float() would leave nodes in the graph
             logits = logits.float()
-        return logits.view(-1, logits.size(-1))
+        logits = logits.view(-1, logits.size(-1))
+        loss = F.cross_entropy(logits, labels.view(-1), ignore_index=IGNORED_LABEL, reduction="sum")
+        of_routers = router_loss(self.model, output)
+        if of_routers is not None:
+            loss = loss + of_routers * (labels != IGNORED_LABEL).sum()
+        return loss, logits
 
 
 class Logits(LanguageModel):
@@ -59,15 +73,15 @@ class Logits(LanguageModel):
 
     def forward(self, **inputs: torch.Tensor) -> torch.Tensor:
         """Return the logits for `input_ids` [batch, tokens] and what else the model takes."""
-        return self.logits(inputs)
+        return self.run(inputs)[1]
 
 
 class CausalLMLoss(LanguageModel):
-    """Sum of the next-token cross-entropies; `labels[t]` already is the token that follows `t`."""
+    """Sum of the next-token losses; `labels[t]` already is the token that follows `t`."""
 
     def forward(self, *, labels: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
         """Return the summed loss [] over `labels` [batch, tokens] that are not -100."""
-        return _loss_sum(self.flat_logits(inputs), labels)
+        return self.loss_and_logits(inputs, labels)[0]
 
 
 class MaskedLMLoss(CausalLMLoss):
@@ -84,15 +98,8 @@ class Scores(LanguageModel):
 
         The loss comes first in the graph, so that the compiler can put both into one operator.
         """
-        logits = self.flat_logits(inputs)
-        loss = _loss_sum(logits, labels)
+        loss, logits = self.loss_and_logits(inputs, labels)
         return loss, logits.argmax(-1)
-
-
-def _loss_sum(flat_logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(
-        flat_logits, labels.view(-1), ignore_index=IGNORED_LABEL, reduction="sum"
-    )
 
 
 class CustomLoss(nn.Module):

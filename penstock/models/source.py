@@ -25,6 +25,7 @@ from penstock.models.huggingface import (
     read_config,
     refuse_unreadable,
 )
+from penstock.models.inputs import SEQUENCE, TOKENS, Inputs, InputSpec, specs_of
 from penstock.models.lora import Adapter, adapt
 from penstock.models.objective import (
     WEIGHT_PREFIX,
@@ -40,33 +41,7 @@ from penstock.models.reference import load_reference
 from penstock.models.weight_files import WeightFiles
 from penstock.presets import resolve_preset
 
-SEQUENCE = "sequence_length"
 TASKS = ("causal_lm", "masked_lm", "custom")
-
-
-@dataclass(frozen=True)
-class InputSpec:
-    """One input of a micro-batch: `shape` without the batch dimension, and the type.
-
-    A dimension may be the word `sequence_length`, which stands for the length that is asked for.
-    """
-
-    shape: tuple[int | str, ...]
-    dtype: torch.dtype = torch.float32
-
-    @classmethod
-    def like(cls, example: torch.Tensor) -> "InputSpec":
-        """The spec of an example batch; its first dimension is the batch."""
-        return cls(tuple(example.shape[1:]), example.dtype)
-
-    def make(self, micro_batch: int, sequence_length: int) -> torch.Tensor:
-        """An empty tensor [micro_batch, *shape]."""
-        sizes = [sequence_length if size == SEQUENCE else int(size) for size in self.shape]
-        return torch.empty([micro_batch, *sizes], dtype=self.dtype)
-
-
-TOKENS = InputSpec((SEQUENCE,), torch.int64)
-Inputs = Mapping[str, InputSpec | torch.Tensor]
 
 
 class _Origin(Protocol):
@@ -214,6 +189,11 @@ class ModelSource:
         It reads all of them.
         """
         return self._built.fingerprint() if self._built is not None else None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a run should say of the model when it begins."""
+        return self._built.notes if self._built is not None else ()
 
     def parameter_count(self) -> int:
         """Values in all parameters, tied ones counted once."""
@@ -459,9 +439,9 @@ def _from_origin(
         return _language_model(name, origin, task, config, vocab_size, max_sequence_length)
     if isinstance(loss, str):
         loss = load_reference(loss)
-    given = _specs(inputs) if inputs is not None else {"input_ids": TOKENS}
+    given = specs_of(inputs) if inputs is not None else {"input_ids": TOKENS}
     if targets is not None:
-        labels = _specs(targets)
+        labels = specs_of(targets)
     else:
         labels = {"labels": TOKENS} if inputs is None else {}
     if loss is None:
@@ -484,13 +464,6 @@ def _from_origin(
         hf_config=config,
         _origin=origin,
     )
-
-
-def _specs(inputs: Inputs) -> dict[str, InputSpec]:
-    return {
-        name: InputSpec.like(value) if isinstance(value, torch.Tensor) else value
-        for name, value in inputs.items()
-    }
 
 
 def _transformers_config(module: nn.Module) -> Any:

@@ -20,6 +20,7 @@ import xxhash
 
 from penstock.errors import ConfigError, CorruptionError
 from penstock.kernels.memory import allocate
+from penstock.models.finite import refuse_non_finite
 from penstock.models.folder import cannot_read, open_file, read_json
 from penstock.tensor_header import Extent, header_length, parse_header
 
@@ -118,6 +119,7 @@ class WeightFiles:
         """Return a tensor in its shape, converted to float32.
 
         Raises:
+            ConfigError: it holds numbers that are NaN or infinite as float32.
             CorruptionError: the file has changed since it was opened.
             StorageError: the operating system refuses to read.
         """
@@ -131,6 +133,11 @@ class WeightFiles:
             for piece in self.pieces(name):
                 flat[begin : begin + len(piece)] = piece
                 begin += len(piece)
+        refuse_non_finite(
+            flat,
+            f"{self.folder / stored.file}: {name!r}",
+            "download the folder again, or take a checkpoint from before they appeared",
+        )
         return flat.view(stored.extent.shape)
 
     def pieces(self, name: str) -> Iterator[torch.Tensor]:

@@ -7,6 +7,7 @@ scale per `GROUP` elements (`kernels/moments.py`), which is then a role of its o
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
@@ -316,8 +317,9 @@ def assign_groups(
     *,
     weight_decay: float,
     decay_1d: bool,
+    aliases: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> dict[str, GroupSettings]:
-    """Give each weight the settings of the first group that matches its name.
+    """Give each weight the settings of the first group that matches one of its names.
 
     Args:
         weights: shape of every trainable weight by name.
@@ -325,19 +327,20 @@ def assign_groups(
         weight_decay: for weights whose group sets none.
         decay_1d: whether that default also holds for weights of fewer than two dimensions
             (biases, norms). A group that sets a weight decay means it, whatever the shape.
+        aliases: further names of tied weights.
 
     Returns:
         Settings by weight name, in the order of `weights`.
 
     Raises:
         ConfigError: a group matches no weight, or gets none because earlier groups took all that
-            it matches.
+            it matches; two names of a tied weight match groups of which none matches both.
     """
     settings = {}
     used = [False] * len(groups)
     matched: list[list[int]] = []
     for name, shape in weights.items():
-        hits = [i for i, group in enumerate(groups) if matches(name, group.match)]
+        hits = _groups_of((name, *aliases.get(name, ())), groups)
         matched.append(hits)
         chosen = hits[0] if hits else None
         decay = weight_decay if decay_1d or len(shape) >= 2 else 0.0
@@ -357,9 +360,27 @@ def assign_groups(
                 f"optimizer group {index + 1} ({patterns}) gets no weight: earlier groups take "
                 "all that it matches; move it up"
             )
-        hint = next(filter(None, (closest(p, list(weights)) for p in group.match)), "")
+        names = [one for name in weights for one in (name, *aliases.get(name, ()))]
+        hint = next(filter(None, (closest(p, names) for p in group.match)), "")
         raise ConfigError(
             f"optimizer group {index + 1} ({patterns}) matches none of the {len(weights)} "
             f"trainable weights{hint}; correct the pattern or remove the group"
         )
     return settings
+
+
+def _groups_of(names: Sequence[str], groups: Sequence[Group]) -> list[int]:
+    """Return the indices of the groups that match one of a weight's names."""
+    found: dict[str, list[int]] = {}
+    for name in names:
+        hits = [i for i, group in enumerate(groups) if matches(name, group.match)]
+        for other, others in found.items():
+            if hits and not set(hits) & set(others):
+                raise ConfigError(
+                    f"{other} and {name} are one weight, but optimizer group {others[0] + 1} "
+                    f"matches the one name and group {hits[0] + 1} the other; let one group match "
+                    "both names, or take one of the names out"
+                )
+        if hits:
+            found[name] = hits
+    return sorted({i for hits in found.values() for i in hits})

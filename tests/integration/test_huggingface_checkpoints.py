@@ -11,12 +11,14 @@ from plain_training import Recipe, streamed
 from safetensors import safe_open
 from test_exactness import assert_same_training
 from tiny_models import LENGTH, VOCABULARY, Case, language_model
+from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from penstock import Trainer
 from penstock.assembly import compile_source
 from penstock.cli.app import app
 from penstock.config import Config, check_run, load_run
+from penstock.data import build_dataset
 from penstock.engine import Batch, EnginePlan, TorchEngine
 from penstock.errors import ConfigError, CorruptionError, DataError
 from penstock.export import export_run
@@ -263,6 +265,49 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(made, tmp_path):
     config["run"]["dir"] = str(tmp_path / "more")
     with pytest.raises(DataError, match=r"vocab_size 96"):
         Trainer(config)
+
+
+@pytest.fixture(scope="module")
+def otherwise(made):
+    """A data set of the same text by another tokenizer of the same size, whose ids all fit."""
+    from tokenizers import Tokenizer
+
+    shutil.copytree(made / "hf", made / "turned", ignore=shutil.ignore_patterns("c*", "m*"))
+    path = made / "turned" / "tokenizer.json"
+    content = json.loads(path.read_text())
+    vocabulary = content["model"]["vocab"]
+    a, b = (vocabulary[letter] for letter in "es")
+    vocabulary |= {"e": b, "s": a}
+    path.write_text(json.dumps(content))
+    assert Tokenizer.from_file(str(path)).get_vocab_size() <= VOCABULARY
+    build_dataset([made / "text.txt"], str(made / "turned"), made / "by-turned")
+    return made / "by-turned"
+
+
+def test_a_data_set_by_another_tokenizer_than_the_models_is_refused(made, otherwise, tmp_path):
+    data = {"path": str(otherwise), "sequence_length": 16}
+    message = (
+        f"{otherwise} was built with the tokenizer turned, the one of the model in {{}} gives other"
+        " ids; build the data set with that folder as its tokenizer, or set data.tokenizer: turned"
+        " if the model is to learn other tokens"
+    )
+    with pytest.raises(DataError) as caught:
+        Trainer(settings(made, tmp_path / "run", 1, data=data))
+    assert str(caught.value) == message.format(made / "hf")
+    meant = {**data, "tokenizer": "turned"}
+    assert trained(settings(made, tmp_path / "run", 1, data=meant))[1] == 1
+    with pytest.raises(DataError) as caught:  # the run resumes from what it kept of the folder
+        Trainer(settings(made, tmp_path / "run", 2, data=data))
+    assert str(caught.value) == message.format(tmp_path / "run" / "model")
+
+
+def test_a_data_set_by_the_models_own_tokenizer_saved_otherwise_is_trained_on(made, tmp_path):
+    build_dataset([made / "text.txt"], str(made / "hf"), tmp_path / "data")
+    AutoTokenizer.from_pretrained(made / "hf", model_max_length=64).save_pretrained(tmp_path / "t")
+    shutil.copytree(made / "hf", tmp_path / "hf")
+    shutil.copy(tmp_path / "t" / "tokenizer.json", tmp_path / "hf" / "tokenizer.json")
+    data = {"path": str(tmp_path / "data"), "sequence_length": 16}
+    assert trained(settings(tmp_path, tmp_path / "run", 1, data=data))[1] == 1
 
 
 def test_masked_training_uses_the_tokenizers_own_mask(made, tmp_path):

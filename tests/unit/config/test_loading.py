@@ -94,6 +94,16 @@ def test_lion_has_its_own_usual_betas_and_sgd_needs_none(tmp_path):
     assert from_text(tmp_path, given).optimizer.betas == (0.5, 0.6)
 
 
+def test_sgd_decays_no_weights_unless_told_to(tmp_path):
+    def decay(optimizer):
+        return from_text(tmp_path, f"model: gpt2\noptimizer: {optimizer}\n").optimizer.weight_decay
+
+    assert decay("{name: sgd}") == 0.0
+    assert decay("{name: sgd, weight_decay: 0.1}") == 0.1
+    assert (decay("{name: adamw}"), decay("{name: lion}")) == (0.1, 0.1)
+    assert from_text(tmp_path, "model: gpt2\n", ["optimizer.name=sgd"]).optimizer.weight_decay == 0
+
+
 def test_gradients_are_kept_in_the_precision_of_the_run_unless_told_otherwise():
     assert Config().gradient_precision == "fp32"
     assert Config(precision="bf16").gradient_precision == "bf16"

@@ -158,3 +158,13 @@ def test_what_is_no_run_is_said(tmp_path):
     assert str(raised.value) == (
         f"{tmp_path}: expected a run, which has a config.yaml; it holds other.txt"
     )
+
+
+def test_a_run_of_sgd_keeps_the_weight_decay_that_was_recorded(tmp_path):
+    """Runs from before sgd's default became 0 recorded the 0.1 that they trained with."""
+    run = {"dir": str(tmp_path)}
+    with_checkpoint(made(optimizer={"name": "sgd", "weight_decay": 0.1}, run=run))
+    assert load_run(tmp_path).optimizer.weight_decay == 0.1
+    assert check_run(load_run(tmp_path))
+    with pytest.raises(ConfigError, match=r"optimizer\.weight_decay: 0\.1 in the run, 0\.0 now"):
+        check_run(made(optimizer={"name": "sgd"}, run=run))

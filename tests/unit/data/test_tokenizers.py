@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.data import ByteTokenizer, export_tokenizer, load_tokenizer
+from penstock.data import ByteTokenizer, encodes_as, export_tokenizer, load_tokenizer
 from penstock.data.tokenizers import FileTokenizer, train_bpe, train_size
 from penstock.errors import ConfigError, DataError
 
@@ -117,6 +117,16 @@ def test_exported_tokenizers_encode_the_same_in_transformers(tokenizer, tmp_path
         assert ids == tokenizer.encode_batch([text])[0].tolist()
         assert theirs.decode(ids) == text
     assert theirs.eos_token_id == tokenizer.end_of_document
+
+
+@pytest.mark.parametrize("other", [ByteTokenizer(), None], ids=["bytes", "bpe"])
+def test_a_tokenizer_encodes_as_the_folder_it_was_exported_to(other, bpe, tmp_path):
+    tokenizer = other or bpe
+    export_tokenizer(tokenizer, tmp_path)
+    assert encodes_as(tokenizer, tmp_path)
+    assert not encodes_as(bpe if other else ByteTokenizer(), tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    assert encodes_as(tokenizer, tmp_path)  # nothing to differ from
 
 
 def test_a_model_tokenizer_with_a_template_gets_no_special_tokens(bpe):

@@ -113,6 +113,25 @@ def test_one_dimensional_weights_decay_only_when_told():
     assert named["norm.weight"].weight_decay == 0.2
 
 
+TIED = {"embed.weight": ("head.weight",)}
+
+
+def test_a_group_that_names_a_tied_weight_by_its_second_name_gets_it():
+    groups = [Group(("head.*",), learning_rate_scale=0.5), Group(("*",), weight_decay=0.0)]
+    settings = assign_groups(WEIGHTS, groups, weight_decay=0.1, decay_1d=False, aliases=TIED)
+    assert settings["embed.weight"] == GroupSettings(0.5, 0.1, 0)
+
+
+def test_groups_that_disagree_about_the_names_of_a_tied_weight_are_refused():
+    groups = [Group(("embed.*",)), Group(("head.*", "norm.*"))]
+    with pytest.raises(ConfigError) as caught:
+        assign_groups(WEIGHTS, groups, weight_decay=0.1, decay_1d=False, aliases=TIED)
+    assert str(caught.value) == (
+        "embed.weight and head.weight are one weight, but optimizer group 1 matches the one name "
+        "and group 2 the other; let one group match both names, or take one of the names out"
+    )
+
+
 def test_names_are_compared_with_their_case():
     with pytest.raises(ConfigError, match="matches none"):
         assigned([Group(("NORM.*",))])
