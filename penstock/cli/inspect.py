@@ -158,18 +158,22 @@ def _configuration_lines(settings: Config) -> list[str]:
 
 
 def _progress_lines(run: Path) -> list[str]:
-    from penstock.metrics import read_metrics
+    from penstock.metrics import stream_metrics
 
-    rows = read_metrics(run / "metrics.jsonl")
-    steps = [row for row in rows if row.get("event") == "step"]
-    evaluations = [row for row in rows if row.get("event") == "evaluation"]
+    step: dict | None = None
+    last: dict | None = None
+    best: dict | None = None
+    for row in stream_metrics(run / "metrics.jsonl"):  # as many rows as the run has steps
+        if row.get("event") == "step":
+            step = row
+        elif row.get("event") == "evaluation":
+            last = row
+            if best is None or _or_infinity(row.get("loss")) < _or_infinity(best.get("loss")):
+                best = row
     lines = []
-    if steps:
-        last = steps[-1]
-        lines.append(f"progress     step {last['step']}, loss {_loss(last)}")
-    if evaluations:
-        last = evaluations[-1]
-        best = min(evaluations, key=lambda row: _or_infinity(row.get("loss")))
+    if step is not None:
+        lines.append(f"progress     step {step['step']}, loss {_loss(step)}")
+    if last is not None and best is not None:
         lines.append(
             f"held out     loss {_loss(last)} at step {last['step']}, "
             f"best {_loss(best)} at step {best['step']}"
