@@ -26,7 +26,7 @@ from penstock.cli import (
     scale,
     train,
 )
-from penstock.cli.system_errors import explain_system_error
+from penstock.cli.system_errors import explain_system_error, refuse_unreadable_arguments
 from penstock.errors import PenstockError
 
 app = typer.Typer(
@@ -89,6 +89,7 @@ def main() -> None:
     arguments = sys.argv[1:]
     debug = "--debug" in arguments
     try:
+        refuse_unreadable_arguments(arguments)
         app(args=[a for a in arguments if a != "--debug"], prog_name="penstock")
     except PenstockError as error:
         _fail(error, debug)

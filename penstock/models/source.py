@@ -25,6 +25,7 @@ from penstock.models.huggingface import (
     read_config,
     refuse_unreadable,
 )
+from penstock.models.inputs import SEQUENCE, TOKENS, Inputs, InputSpec
 from penstock.models.lora import Adapter, adapt
 from penstock.models.objective import (
     WEIGHT_PREFIX,
@@ -40,33 +41,7 @@ from penstock.models.reference import load_reference
 from penstock.models.weight_files import WeightFiles
 from penstock.presets import resolve_preset
 
-SEQUENCE = "sequence_length"
 TASKS = ("causal_lm", "masked_lm", "custom")
-
-
-@dataclass(frozen=True)
-class InputSpec:
-    """One input of a micro-batch: `shape` without the batch dimension, and the type.
-
-    A dimension may be the word `sequence_length`, which stands for the length that is asked for.
-    """
-
-    shape: tuple[int | str, ...]
-    dtype: torch.dtype = torch.float32
-
-    @classmethod
-    def like(cls, example: torch.Tensor) -> "InputSpec":
-        """The spec of an example batch; its first dimension is the batch."""
-        return cls(tuple(example.shape[1:]), example.dtype)
-
-    def make(self, micro_batch: int, sequence_length: int) -> torch.Tensor:
-        """An empty tensor [micro_batch, *shape]."""
-        sizes = [sequence_length if size == SEQUENCE else int(size) for size in self.shape]
-        return torch.empty([micro_batch, *sizes], dtype=self.dtype)
-
-
-TOKENS = InputSpec((SEQUENCE,), torch.int64)
-Inputs = Mapping[str, InputSpec | torch.Tensor]
 
 
 class _Origin(Protocol):
@@ -214,6 +189,15 @@ class ModelSource:
         """Values in all parameters, tied ones counted once."""
         return sum(tensor.numel() for tensor in self._origin.names.parameters.values())
 
+    def trained_count(self) -> int:
+        """Values in the parameters that require a gradient, tied ones counted once."""
+        tensors = self._origin.names.parameters.values()
+        return sum(tensor.numel() for tensor in tensors if tensor.requires_grad)
+
+    def buffer_bytes(self) -> int:
+        """Bytes of all buffers, and of tensors that are plain attributes of modules."""
+        return sum(tensor.nbytes for tensor in self._origin.names.buffers.values())
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every parameter, by name, in module order."""
         return {name: tuple(t.shape) for name, t in self._origin.names.parameters.items()}
@@ -259,7 +243,7 @@ class ModelSource:
         resolved = resolve_preset(name, overrides)
         fields = {"model_type": resolved.model_type, **resolved.config}
         config = make_config(fields, {})
-        return _language_model(name, record(builder(config, resolved.task)), resolved.task, config)
+        return _language_model(name, _recorded(config, resolved.task), resolved.task, config)
 
     @classmethod
     def from_hf_config(
@@ -385,6 +369,8 @@ def _recorded(config: Any, task: str) -> Deferred:
     try:
         return record(builder(config, task))
     except PenstockError:
+        raise
+    except OSError:  # of an import that happens in here, and nothing about the configuration
         raise
     except Exception as error:
         raise ConfigError(

@@ -1,0 +1,41 @@
+"""What a model takes: the shape and type of each input of a micro-batch."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+SEQUENCE = "sequence_length"
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """One input of a micro-batch: `shape` without the batch dimension, and the type.
+
+    A dimension may be the word `sequence_length`, which stands for the length that is asked for.
+    """
+
+    shape: tuple[int | str, ...]
+    dtype: torch.dtype = torch.float32
+
+    @classmethod
+    def like(cls, example: torch.Tensor) -> "InputSpec":
+        """The spec of an example batch; its first dimension is the batch."""
+        return cls(tuple(example.shape[1:]), example.dtype)
+
+    def sizes(self, sequence_length: int) -> list[int]:
+        """The shape of a row, with the length that is asked for."""
+        return [sequence_length if size == SEQUENCE else int(size) for size in self.shape]
+
+    def bytes(self, sequence_length: int) -> int:
+        """The bytes of a row."""
+        return math.prod(self.sizes(sequence_length)) * self.dtype.itemsize
+
+    def make(self, micro_batch: int, sequence_length: int) -> torch.Tensor:
+        """An empty tensor [micro_batch, *shape]."""
+        return torch.empty([micro_batch, *self.sizes(sequence_length)], dtype=self.dtype)
+
+
+TOKENS = InputSpec((SEQUENCE,), torch.int64)
+Inputs = Mapping[str, InputSpec | torch.Tensor]
