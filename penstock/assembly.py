@@ -39,7 +39,7 @@ from penstock.engine import (
     return_freed_pages,
 )
 from penstock.errors import ConfigError, DataError
-from penstock.models import KEPT, ModelSource, WeightFiles
+from penstock.models import KEPT, ModelSource, WeightFiles, verify_kept
 from penstock.program import Program
 
 _FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -55,6 +55,7 @@ def model_source(spec: ModelSpec, kept: Path | None = None) -> ModelSource:
         return ModelSource.from_preset(spec.preset, spec.overrides)
     if isinstance(spec, HuggingFaceModel):
         if kept is not None and kept.is_dir():
+            verify_kept(kept)
             return ModelSource.without_weights(kept, spec.overrides)
         return ModelSource.from_hf(spec.hf, spec.overrides, ignore=spec.ignore)
     if isinstance(spec, HuggingFaceConfigModel):

@@ -9,7 +9,7 @@ Everything in Penstock that a crash must not cost goes through here, and tests p
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from penstock import fault
@@ -81,11 +81,17 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def put_file(path: Path, content: bytes, point: str | None = None) -> None:
-    """Put `content` under `path` so that a crash leaves what was there or this, never less.
+    """As `put_pieces`, of one piece."""
+    put_pieces(path, (content,), point)
+
+
+def put_pieces(path: Path, pieces: Iterable[bytes], point: str | None = None) -> None:
+    """Put `pieces`, one after the other, under `path` so that a crash leaves what was there or
+    this, never less.
 
     Args:
         path: in a folder that exists; whatever lies aside, a link too, is replaced.
-        content: all of it.
+        pieces: all of the content; they may be read from what is there.
         point: the prefix of the fault points on the way.
 
     Raises:
@@ -95,7 +101,8 @@ def put_file(path: Path, content: bytes, point: str | None = None) -> None:
     temporary.unlink(missing_ok=True)
     try:
         with _new_file(temporary) as descriptor:
-            write_all(descriptor, memoryview(content))
+            for piece in pieces:
+                write_all(descriptor, memoryview(piece))
             _reached(point, "before_sync")
             sync(descriptor)
         _reached(point, "before_rename")

@@ -1,32 +1,34 @@
-"""The run's figures on disk: `metrics.jsonl`, and TensorBoard files on request.
+"""The run's figures on disk: `metrics.jsonl`.
 
 Each step stands in `metrics.jsonl` once: on resume, what the interrupted run wrote after its last
-checkpoint is dropped, since those steps are done again.
+checkpoint is dropped, since those steps are done again. The file grows with the run, so nothing
+here holds more of it than a line.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from penstock import durable
-from penstock.config import Config
-from penstock.errors import ConfigError, StorageError
+from penstock.errors import StorageError
 from penstock.events import (
     ClusterEvent,
     Evaluated,
     Event,
-    Finished,
-    Listener,
     RunMeasured,
     RunStarted,
     Saved,
     StepDone,
-    Stopped,
-    broadcast,
 )
+from penstock.plain_file import NotPlainError, open_plain
+
+_PIECE_BYTES = 1 << 16
+_LONGEST_LINE_BYTES = 1 << 20  # a row has less than a thousand; longer lines are not ours
 
 
 class MetricsFile:
@@ -34,6 +36,8 @@ class MetricsFile:
 
     A listener for events. Every line has `event` and `step`; a line is in the file, whole, when
     the call returns. NaN and infinity, which JSON lacks, are written as null.
+
+    **Raises:** `StorageError` where the system does not let it write.
     """
 
     def __init__(self, path: Path) -> None:
@@ -41,6 +45,12 @@ class MetricsFile:
         self._newest = 0
 
     def __call__(self, event: Event) -> None:
+        try:
+            self._record(event)
+        except OSError as error:
+            raise StorageError(f"{self.path}: cannot write metrics: {error.strerror}") from error
+
+    def _record(self, event: Event) -> None:
         if isinstance(event, RunStarted):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._newest = event.resumed_from or 0
@@ -63,120 +73,132 @@ class MetricsFile:
         self, name: str, event: StepDone | Evaluated | Saved | ClusterEvent | RunMeasured
     ) -> None:
         line = json.dumps({"event": name} | {k: _plain(v) for k, v in vars(event).items()})
-        try:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(line + "\n")
-        except OSError as error:
-            raise StorageError(
-                f"{self.path}: cannot append metrics of step {event.step}: {error.strerror}; "
-                "the run's checkpoints are not affected"
-            ) from error
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+
+def stream_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a metrics file in order, without lines that a crash tore or that rotted.
+
+    **Raises:** `StorageError` where there is something else than a file.
+    """
+    file = _opened(path)
+    if file is None:
+        return
+    with file:
+        for line in _lines_from(file, 0):
+            row = _row(line)
+            if row is not None:
+                yield row
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a metrics file in order, without one that a crash cut short."""
-    rows = []
-    for line in _lines(path):
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            continue  # A line that a crash tore, or that rotted: figures to look at, not state.
-        if (
-            isinstance(row, dict)
-            and type(row.get("step")) is int
-            and isinstance(row.get("loss", None), float | int | None)
-        ):
-            rows.append(row)
-    return rows
+    """Return all rows of a metrics file at once; errors as of `stream_metrics`."""
+    return list(stream_metrics(path))
 
 
 def drop_after(path: Path, step: int) -> int:
-    """Remove all lines of later steps, and torn ones; return how many lines were removed.
+    """Remove what follows the last row of `step` or an earlier one; return how many lines.
 
     What happened to a cluster stays: a step may be made again, but whoever was lost was lost.
-    A crash leaves the file as it was or as it is to be.
+    The file is read from its end. A crash leaves it as it was or as it is to be.
+
+    **Raises:** `OSError` where the system does not let it write; `StorageError` as
+    `stream_metrics`.
     """
-    lines = [line for line in _lines(path) if line]
-    rows = read_metrics(path)
-    kept = [row for row in rows if row["step"] <= step or row.get("event") == "cluster"]
-    if len(kept) == len(lines):
+    file = _opened(path)
+    if file is None:
         return 0
-    durable.put_file(path, "".join(json.dumps(row) + "\n" for row in kept).encode())
-    return len(lines) - len(kept)
+    with file:
+        cut, dropped = 0, 0
+        for begin, line in _lines_from_end(file):
+            row = _row(line)
+            if row is not None and row["step"] <= step and not _is_of_cluster(row):
+                cut = begin + len(line)
+                break
+            dropped += bool(line) and (row is None or not _is_of_cluster(row))
+        if dropped or not _ends_with_line(file):
+            durable.put_pieces(path, _kept(file, cut))
+    return dropped
 
 
-def _lines(path: Path) -> list[str]:
-    if path.exists() and not path.is_file():
-        raise StorageError(f"{path}: a file was expected here; move away what is there")
-    return path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else []
+def _kept(file: BinaryIO, cut: int) -> Iterator[bytes]:
+    """Yield the first `cut` bytes, which end a line, and the rows of a cluster behind them."""
+    file.seek(0)
+    left = cut
+    while left and (piece := file.read(min(left, _PIECE_BYTES))):
+        left -= len(piece)
+        yield piece
+    if cut:
+        yield b"\n"
+    for line in _lines_from(file, cut):
+        row = _row(line)
+        if row is not None and _is_of_cluster(row):
+            yield line + b"\n"
 
 
-class TensorBoard:
-    """Writes the same figures as TensorBoard event files into a folder. A listener for events."""
-
-    def __init__(self, folder: Path) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ConfigError(
-                "logging.tensorboard: expected the package tensorboard, which is not installed; "
-                "run `pip install 'penstock[tensorboard]'` or set logging.tensorboard to false"
-            ) from error
-        self._make = SummaryWriter
-        self._folder = folder
-        self._writer: Any = None
-
-    def __call__(self, event: Event) -> None:
-        if isinstance(event, RunStarted):
-            # purge_step hides what an interrupted run wrote after its last checkpoint.
-            self._writer = self._make(
-                log_dir=str(self._folder), purge_step=(event.resumed_from or 0) + 1
-            )
-        elif isinstance(event, StepDone):
-            self._scalars(
-                event.step,
-                {
-                    "train/loss": event.loss,
-                    "train/learning_rate": event.learning_rate,
-                    "train/grad_norm": event.grad_norm,
-                    "speed/tokens_per_second": event.tokens / event.seconds,
-                    "traffic/streamed_bytes": event.streamed_bytes,
-                    "traffic/gradient_bytes": event.gradient_bytes,
-                    "memory/engine_bytes": event.engine_bytes,
-                    "memory/store_bytes": event.store_bytes,
-                },
-            )
-        elif isinstance(event, Evaluated):
-            figures = {
-                "evaluation/loss": event.loss,
-                "evaluation/perplexity": event.perplexity,
-                "evaluation/accuracy": event.accuracy,
-                "evaluation/exact_match": event.exact_match,
-            }
-            self._scalars(event.step, {k: v for k, v in figures.items() if v is not None})
-        elif isinstance(event, Stopped | Finished):
-            self.close()
-
-    def close(self) -> None:
-        """Flush and close the files; calling it again does nothing."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
-
-    def _scalars(self, step: int, values: dict[str, float]) -> None:
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, global_step=step)
+def _opened(path: Path) -> BinaryIO | None:
+    try:
+        return open_plain(path)
+    except FileNotFoundError:
+        return None
+    except NotPlainError as error:
+        raise StorageError(f"{path}: {error.strerror}") from error
 
 
-def recorder(config: Config) -> Listener:
-    """Return the listener that writes what a configuration asks for into its run's folder.
+def _row(line: bytes) -> dict[str, Any] | None:
+    """Return the row that a line holds; None for one that was torn, or rotted: figures to look
+    at, not state."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if (
+        isinstance(row, dict)
+        and type(row.get("step")) is int
+        and isinstance(row.get("loss", None), float | int | None)
+    ):
+        return row
+    return None
 
-    Raises `ConfigError` at once if TensorBoard is asked for and not installed.
-    """
-    listeners: list[Listener] = [MetricsFile(config.run.dir / "metrics.jsonl")]
-    if config.logging.tensorboard:
-        listeners.append(TensorBoard(config.run.dir / "tensorboard"))
-    return broadcast(listeners)
+
+def _is_of_cluster(row: dict[str, Any]) -> bool:
+    return row.get("event") == "cluster"
+
+
+def _lines_from(file: BinaryIO, begin: int) -> Iterator[bytes]:
+    """Yield the lines after byte `begin`, without their ends; of a very long one its beginning."""
+    file.seek(begin)
+    rest = b""
+    while piece := file.read(_PIECE_BYTES):
+        *lines, rest = (rest + piece).split(b"\n")
+        yield from lines
+        rest = rest[:_LONGEST_LINE_BYTES]
+    yield rest
+
+
+def _lines_from_end(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """Yield where a line begins and the line, the last one first; otherwise as `_lines_from`."""
+    position, rest = file.seek(0, os.SEEK_END), b""
+    while position:
+        size = min(position, _PIECE_BYTES)
+        position -= size
+        file.seek(position)
+        lines = (file.read(size)).split(b"\n")
+        begins = [position]
+        for line in lines[:-1]:
+            begins.append(begins[-1] + len(line) + 1)
+        lines[-1] += rest
+        for begin, line in zip(reversed(begins[1:]), reversed(lines[1:]), strict=True):
+            yield begin, line
+        rest = lines[0][:_LONGEST_LINE_BYTES]
+    yield 0, rest
+
+
+def _ends_with_line(file: BinaryIO) -> bool:
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - 1))
+    return size == 0 or file.read(1) == b"\n"
 
 
 def _plain(value: Any) -> Any:

@@ -7,6 +7,8 @@ import resource
 import sys
 from pathlib import Path
 
+from penstock.errors import BudgetError
+
 _STATUS = Path("/proc/self/status")
 _MEMINFO = Path("/proc/meminfo")
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -33,12 +35,39 @@ def peak_resident_bytes() -> int:
 def available_bytes() -> int:
     """Return what this process may still take without swapping or being killed.
 
-    That is the least of what the machine has and what each of its control groups leaves.
+    That is the least of what the machine has, what each of its control groups leaves, and what a
+    limit on its address space leaves (`ulimit -v`).
     """
     machine = _field(_MEMINFO, "MemAvailable")
     if machine is None:
         machine = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(0, min(machine, *_left_by_groups(_CGROUPS, _SELF_CGROUP)))
+    left = [machine, *_left_by_groups(_CGROUPS, _SELF_CGROUP)]
+    limit = address_space_limit()
+    if limit is not None:
+        left.append(limit - address_space_bytes())
+    return max(0, min(left))
+
+
+def address_space_limit() -> int | None:
+    """Return the bytes of address space that this process may have; None where nothing limits."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def address_space_bytes() -> int:
+    """Return the address space that this process has now: its memory, and what it has reserved."""
+    return _field(_STATUS, "VmSize") or resident_bytes()
+
+
+def require_address_space(least_bytes: int) -> None:
+    """**Raises:** `BudgetError` where a limit allows less than that."""
+    limit = address_space_limit()
+    if limit is not None and limit < least_bytes:
+        raise BudgetError(
+            f"this process may have {limit:,} bytes of address space (ulimit -v); the libraries "
+            f"and the smallest run need {least_bytes:,}; raise that limit, or remove it and set "
+            "`memory` to what the process may take"
+        )
 
 
 def _left_by_groups(root: Path, membership: Path) -> list[int]:

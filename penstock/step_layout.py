@@ -13,6 +13,7 @@ from penstock.config import Config
 from penstock.engine import EnginePlan, Sharing, predict_bytes
 from penstock.errors import BudgetError, ConfigError
 from penstock.models import ModelSource
+from penstock.plausibility import refuse_implausible
 from penstock.program import Program
 
 
@@ -57,7 +58,8 @@ def lay_out(
     A resumed run keeps the micro-batch and the cut that it was started with, if they fit.
     `devices` are those of a group. `notice` is told what the user should read.
 
-    **Raises:** `BudgetError` if the engines that there are cannot do a step.
+    **Raises:** `BudgetError` if the engines that there are cannot do a step; as
+    `refuse_implausible`.
     """
 
     def compile_for(micro_batch: int, slot_bytes: int | None) -> Program:
@@ -72,6 +74,7 @@ def lay_out(
             slot_bytes=slot_bytes,
         )
 
+    refuse_implausible(config, source, length)
     with contextlib.suppress(BudgetError):
         recorded = recorded_micro_batch, recorded_slot_bytes
         if (kept := divided_as_recorded(config, compile_for, *recorded)) is not None:

@@ -19,11 +19,7 @@ from penstock.config import Config, cluster_keys, load, write_record
 from penstock.data import Source
 from penstock.engine import Engine
 from penstock.engines_here import EnginesHere, choose_devices, counted, engines_here, kind_of
-from penstock.errors import (
-    ConfigError,
-    DataError,
-    NonFiniteError,
-)
+from penstock.errors import ConfigError, DataError, NonFiniteError
 from penstock.evaluation import Evaluator
 from penstock.events import (
     Evaluated,
@@ -39,9 +35,9 @@ from penstock.export import export, export_adapters
 from penstock.first_updates import FirstUpdates
 from penstock.generation import Writer, make_writer
 from penstock.keeper import make_keeper
-from penstock.metrics import recorder
 from penstock.models import KEPT, ModelSource, keep_small_files
 from penstock.program import Program
+from penstock.recording import recorder
 from penstock.report import RunReport
 from penstock.resumption import Resumption
 from penstock.saving import Saver
@@ -259,7 +255,8 @@ class Trainer:
     def _train(self) -> dict[str, Any]:
         config, started = self.config, time.perf_counter()
         report = RunReport(None if config.memory is None else int(config.memory))
-        self._tell = broadcast([report, recorder(config), self._listener])
+        recording = recorder(config, self.request_stop)
+        self._tell = broadcast([report, recording, self._listener])
         self._announce()
         if self._evaluator is not None and config.evaluation.every:
             self._evaluator.refuse_too_little()
@@ -305,6 +302,8 @@ class Trainer:
             self._tell(Stopped(self.step, self._stop_reason, command))
         else:
             self._tell(Finished(summary))
+        if recording.failure is not None:
+            raise recording.failure
         return summary
 
     def run_step(self) -> StepDone:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -31,14 +32,20 @@ def inspect(
         ),
     ] = False,
 ) -> None:
-    """Print what RUN holds: configuration, progress, state on flash, checkpoints, all verified.
+    """Print what RUN holds: configuration, progress, data, state on flash, checkpoints, verified.
 
     Exits with 6 if anything is damaged, naming the file and the place.
     """
-    from penstock.config import load_run
+    from penstock.config import load_run, verify_record
     from penstock.errors import ConfigError, CorruptionError
 
-    settings = load_run(run)
+    damage = Damage()
+    damage.find(lambda: verify_record(run))
+    try:
+        settings = load_run(run)
+    except ConfigError:
+        damage.tell()  # which is why
+        raise
 
     from penstock.store import (
         checkpoint_folders,
@@ -62,23 +69,82 @@ def inspect(
         return
     for line in (*_configuration_lines(settings), *_progress_lines(run)):
         typer.echo(line)
-    damaged: CorruptionError | None = None
+    _show_data(settings, damage)
+    _show_kept(run, damage)
     if flash is not None:
-        damaged = _show_flash(flash)
+        damage.add(_show_flash(flash))
     for folder in checkpoint_folders(run / "checkpoints"):
         try:
             state = _verified(folder)
         except CorruptionError as error:
             typer.echo(f"checkpoint   {folder.name}  DAMAGED")
-            damaged = damaged or error
+            damage.add(error)
             continue
         typer.echo(f"checkpoint   {folder.name}  {_checkpoint(state)}{_marks(run, folder, latest)}")
         if folder == latest:
             typer.echo(f"weights      {checkpoint_hash(folder, state)}")
     if latest is None and flash is None:
         typer.echo("checkpoint   none yet")
-    if damaged is not None:
-        raise damaged
+    damage.tell()
+
+
+class Damage:
+    """What was found to be damaged, in the order in which it was looked at."""
+
+    def __init__(self) -> None:
+        self._found: list[CorruptionError] = []
+
+    def add(self, error: CorruptionError | None) -> None:
+        """Note a damage, if it is one."""
+        if error is not None:
+            self._found.append(error)
+
+    def find(self, check: Callable[[], Any]) -> bool:
+        """Return whether a check finds all whole; note what it does not."""
+        from penstock.errors import CorruptionError
+
+        try:
+            check()
+        except CorruptionError as error:
+            self.add(error)
+            return False
+        return True
+
+    def tell(self) -> None:
+        """Raise `CorruptionError` with a line for each, if there is any."""
+        from penstock.errors import CorruptionError
+
+        if self._found:
+            raise CorruptionError("\n".join(map(str, self._found))) from self._found[0]
+
+
+def _show_data(settings: Config, damage: Damage) -> None:
+    """Print the data set that the run trains on, if its configuration names one."""
+    from penstock.data import TokenDataset
+    from penstock.errors import DataError
+
+    folder = settings.data_dir
+    if not folder.exists():
+        if settings.data.path is not None:
+            typer.echo(f"data         {folder}  is not there")
+        return
+    try:
+        is_whole = damage.find(lambda: TokenDataset.open(folder, verify=True))
+    except DataError as error:
+        typer.echo(f"data         not looked at: {error}")
+        return
+    typer.echo(f"data         {folder}  {'all checksums match' if is_whole else 'DAMAGED'}")
+
+
+def _show_kept(run: Path, damage: Damage) -> None:
+    """Print what the run keeps of the Hugging Face folder that it started from, if it did."""
+    from penstock.models import KEPT, verify_kept
+
+    kept = run / KEPT
+    if kept.is_dir():
+        is_whole = damage.find(lambda: verify_kept(kept))
+        state = "all checksums match" if is_whole else "DAMAGED"
+        typer.echo(f"model files  {kept}  {state}")
 
 
 def _repair(flash: Path | None) -> None:
@@ -158,18 +224,22 @@ def _configuration_lines(settings: Config) -> list[str]:
 
 
 def _progress_lines(run: Path) -> list[str]:
-    from penstock.metrics import read_metrics
+    from penstock.metrics import stream_metrics
 
-    rows = read_metrics(run / "metrics.jsonl")
-    steps = [row for row in rows if row.get("event") == "step"]
-    evaluations = [row for row in rows if row.get("event") == "evaluation"]
+    step: dict | None = None
+    last: dict | None = None
+    best: dict | None = None
+    for row in stream_metrics(run / "metrics.jsonl"):  # as many rows as the run has steps
+        if row.get("event") == "step":
+            step = row
+        elif row.get("event") == "evaluation":
+            last = row
+            if best is None or _or_infinity(row.get("loss")) < _or_infinity(best.get("loss")):
+                best = row
     lines = []
-    if steps:
-        last = steps[-1]
-        lines.append(f"progress     step {last['step']}, loss {_loss(last)}")
-    if evaluations:
-        last = evaluations[-1]
-        best = min(evaluations, key=lambda row: _or_infinity(row.get("loss")))
+    if step is not None:
+        lines.append(f"progress     step {step['step']}, loss {_loss(step)}")
+    if last is not None and best is not None:
         lines.append(
             f"held out     loss {_loss(last)} at step {last['step']}, "
             f"best {_loss(best)} at step {best['step']}"

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import shlex
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from penstock.cli import output
+from penstock.cli.output import surviving_loss
 
 if TYPE_CHECKING:
     from penstock.cli.view import View
@@ -39,9 +43,9 @@ def train(
 ) -> None:
     """Train as CONFIG says. A run that was stopped goes on where it was, to the same bits.
 
-    Ctrl-C, SIGTERM or a terminal that is closed finishes the step, saves, and prints how to resume;
-    a second one stops at once. Then a store in memory goes back to the last whole checkpoint, one
-    on flash to its last durable step.
+    Ctrl-C, SIGTERM, or a terminal or pipe that is closed finishes the step, saves, and prints how
+    to resume; a second signal stops at once. Then a store in memory goes back to the last whole
+    checkpoint, one on flash to its last durable step.
     """
     from penstock.config import check_run, load
 
@@ -60,13 +64,14 @@ def train(
 
 
 def _run(settings: Config, view: View, resume_command: str) -> None:
-    from penstock.trainer import Trainer
-
     stop = GracefulStop()
-    with view:
+    with surviving_loss(stop.lose_output), view:
+        from penstock.trainer import Trainer
+
         trainer = Trainer(settings, on_event=naming_command(view, resume_command))
         with closing(trainer), stop.handling(trainer.request_stop):
-            trainer.train()
+            if stop.signal is None:
+                trainer.train()
     if stop.signal is not None:
         # What a shell would report of a process that this signal ended, so that
         # `penstock train ... && next` does not go on after a Ctrl-C.
@@ -88,24 +93,39 @@ def naming_command(listener: Listener, resume_command: str) -> Listener:
 class GracefulStop:
     """The first SIGINT, SIGTERM or SIGHUP asks for a stop; the second raises `KeyboardInterrupt`.
 
-    A SIGHUP that is ignored, as under `nohup`, stays ignored.
+    A SIGHUP that is ignored, as under `nohup`, stays ignored. A pipe that has lost its reader asks
+    for a stop too, as SIGPIPE would; a log whose disk is full does not: the run goes on without it.
     """
 
     def __init__(self) -> None:
         self.signal: int | None = None
+        self._request_stop: Callable[[str], Any] | None = None
+
+    def lose_output(self, error: OSError) -> None:
+        """Do what the loss of standard output asks for, once per kind of error."""
+        if error.errno != errno.EPIPE:
+            output.tell(f"note: the log cannot be written: {error.strerror}; the run goes on\n")
+            return
+        if self.signal is not None:
+            return
+        self.signal = signal.SIGPIPE
+        output.tell("nobody reads the output any more: stopping after this step\n")
+        if self._request_stop is not None:
+            self._request_stop("nobody reads the output any more")
 
     @contextmanager
     def handling(self, request_stop: Callable[[str], Any]) -> Iterator[None]:
         """Handle the signals inside the block, giving the reason; put back what was there."""
 
         def handle(number: int, frame: FrameType | None) -> None:
-            if self.signal is not None:
+            # A connection that is dropped closes the pipe too, sooner or later than it signals.
+            if self.signal not in (None, signal.SIGPIPE):
                 raise KeyboardInterrupt
             self.signal = number
             if number == signal.SIGHUP:
-                _leave(terminals)
-            # Written at once and by no view: the step in flight may take minutes.
-            os.write(2, b"\nstopping after this step; again to stop now, without saving\n")
+                output.leave(terminals)
+            # Past every view: the step in flight may take minutes.
+            output.tell("\nstopping after this step; again to stop now, without saving\n")
             request_stop("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
 
         terminals = [descriptor for descriptor in (0, 1, 2) if os.isatty(descriptor)]
@@ -113,16 +133,10 @@ class GracefulStop:
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
             numbers.append(signal.SIGHUP)
         previous = {number: signal.signal(number, handle) for number in numbers}
+        self._request_stop = request_stop
         try:
             yield
         finally:
+            self._request_stop = None
             for number, handler in previous.items():
                 signal.signal(number, handler)
-
-
-def _leave(terminals: Sequence[int]) -> None:
-    """Say nothing more to a terminal that was closed: to write to it would be an error."""
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    for descriptor in terminals:
-        os.dup2(nowhere, descriptor)
-    os.close(nowhere)

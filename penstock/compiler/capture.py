@@ -14,7 +14,7 @@ import logging
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, redirect_stderr
+from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -238,7 +238,8 @@ def _quiet_torch() -> Iterator[None]:
     try:
         with redirect_stderr(printed):
             yield
-        sys.stderr.write(printed.getvalue())  # the user's own, since the export succeeded
+        with suppress(OSError):  # that nobody can read it says nothing of the model
+            sys.stderr.write(printed.getvalue())  # the user's own, since the export succeeded
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)

@@ -16,7 +16,13 @@ from penstock.config.model import (
     PresetModel,
 )
 from penstock.config.optimizer import GroupConfig, OptimizerConfig
-from penstock.config.record import check_run, load_run, recorded_flash, write_record
+from penstock.config.record import (
+    check_run,
+    load_run,
+    recorded_flash,
+    verify_record,
+    write_record,
+)
 from penstock.config.root import Config
 from penstock.config.schedule import ScheduleConfig
 from penstock.config.size import ByteSize, size_above
@@ -43,5 +49,6 @@ __all__ = [
     "load_run",
     "recorded_flash",
     "size_above",
+    "verify_record",
     "write_record",
 ]

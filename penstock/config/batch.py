@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, model_validator
@@ -21,7 +22,9 @@ def _count_or_auto(value: Any) -> Any:
 class BatchConfig(Section):
     """The global batch of a step, over all engines, and its micro-batches."""
 
-    size: int = setting(32, "sequences per step, over all engines", unit="sequences", ge=1)
+    size: int = setting(
+        32, "sequences per step, over all engines", unit="sequences", ge=1, le=10**9
+    )
     micro: Annotated[int | Literal["auto"], BeforeValidator(_count_or_auto)] = setting(
         "auto",
         "sequences that one call sees; auto: the largest with which one engine could do "
@@ -41,4 +44,6 @@ class BatchConfig(Section):
         return self
 
     def _largest_divisor(self, limit: int) -> int:
-        return next(d for d in range(min(limit, self.size), 0, -1) if self.size % d == 0)
+        small = (d for d in range(1, math.isqrt(self.size) + 1) if self.size % d == 0)
+        divisors = [each for d in small for each in (d, self.size // d)]
+        return max(d for d in divisors if d <= limit)

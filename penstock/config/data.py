@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import field_validator
 from pydantic_core import PydanticCustomError
 
-from penstock.config.section import PathText, Patterns, Section, setting
+from penstock.config.section import PathText, Place, Places, Section, setting
 
 
 class DataConfig(Section):
@@ -18,13 +18,13 @@ class DataConfig(Section):
         "folder of the data set; null with `input` given: RUN.DIR/data",
         example="runs/my-data",
     )
-    input: Patterns = setting(
+    input: Places = setting(
         (),
         "text, JSONL or Parquet files, globs or folders, from which the data set is built on "
         "first use, when its folder does not exist yet",
         example=["texts/*.txt"],
     )
-    tokenizer: str = setting(
+    tokenizer: Place = setting(
         "auto",
         "tokenizer of that build: bytes, train-bpe:SIZE, or the path of a tokenizer; auto: that "
         "of the folder in model.hf, bytes for other models",
@@ -44,6 +44,7 @@ class DataConfig(Section):
         unit="tokens",
         example=512,
         ge=1,
+        le=10**9,
     )
     seed: int = setting(0, "seed of the order in which sequences are drawn", ge=0, le=2**63 - 1)
 

@@ -16,7 +16,7 @@ import yaml
 from penstock.errors import ConfigError
 from penstock.plain_file import read_plain
 
-_MOST_BYTES = 16 << 20
+MAX_BYTES = 16 << 20
 _MOST_VALUES = 100_000  # with aliases written out: a page of them can stand for any number
 _MOST_DIGITS = 400
 
@@ -105,7 +105,7 @@ def read(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
     Raises `ConfigError` for a file that is missing, unreadable, no YAML, or no mapping.
     """
     try:
-        text = read_plain(path, _MOST_BYTES).decode()
+        text = read_plain(path, MAX_BYTES).decode()
     except FileNotFoundError:
         raise ConfigError(
             f"{path}: no such file; `penstock init {path}` writes a starter there"

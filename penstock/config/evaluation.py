@@ -14,7 +14,7 @@ class EvaluationConfig(Section):
         200, "steps between evaluations; null: none", unit="steps", example=200, ge=1
     )
     batches: int = setting(
-        8, "batches of batch.size held-out sequences per evaluation", unit="batches", ge=1
+        8, "batches of batch.size held-out sequences per evaluation", unit="batches", ge=1, le=10**9
     )
     early_stop_patience: int | None = setting(
         None,

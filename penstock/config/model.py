@@ -18,7 +18,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from penstock.config.section import Patterns, Section, setting
+from penstock.config.section import Patterns, Place, Section, setting
 from penstock.errors import ConfigError, did_you_mean
 from penstock.presets import preset_names, resolve_preset
 
@@ -71,7 +71,7 @@ class PresetModel(Section):
 class HuggingFaceModel(Section):
     """A model with its weights, from a local Hugging Face folder: `{hf: FOLDER}`."""
 
-    hf: str = Field(
+    hf: Place = Field(
         description="local Hugging Face folder: config.json, safetensors (single or sharded) and "
         "tokenizer; weights are read one at a time, pickles (.bin, .pt) never"
     )
@@ -101,7 +101,7 @@ class HuggingFaceModel(Section):
 class HuggingFaceConfigModel(Section):
     """A model of `transformers` from its configuration alone, with fresh weights."""
 
-    hf_config: str | dict[str, Any] = Field(
+    hf_config: Place | dict[str, Any] = Field(
         description="path of a Hugging Face config.json (or its folder), or the mapping itself"
     )
 

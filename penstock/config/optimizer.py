@@ -26,9 +26,9 @@ class GroupConfig(Section):
     """Weights that get numbers of their own; the first group that matches a weight applies."""
 
     match: Patterns = Field(description="patterns of weight names, as in the shell: `*.bias`")
-    learning_rate_scale: float = setting(1.0, "factor on the learning rate", ge=0)
+    learning_rate_scale: float = setting(1.0, "factor on the learning rate", ge=0, le=1e6)
     weight_decay: float | None = setting(
-        None, "weight decay of this group; null: the optimizer's", example=0.0, ge=0
+        None, "weight decay of this group; null: the optimizer's", example=0.0, ge=0, le=1e6
     )
 
     @model_validator(mode="after")
@@ -42,7 +42,7 @@ class OptimizerConfig(Section):
     """The rule by which the store updates weights."""
 
     name: Literal["adamw", "sgd", "lion"] = setting("adamw", "update rule")
-    learning_rate: float = setting(3e-4, "peak learning rate", gt=0)
+    learning_rate: float = setting(3e-4, "peak learning rate", gt=0, le=1e6)
     betas: Annotated[
         tuple[
             Annotated[float, Field(ge=0, lt=1)],
@@ -50,7 +50,7 @@ class OptimizerConfig(Section):
         ],
         Field(strict=False),
     ] = setting((0.9, 0.95), "decay of the moments (adamw; lion, whose default is [0.9, 0.99])")
-    eps: float = setting(1e-8, "added to the root of the second moment (adamw)", gt=0)
+    eps: float = setting(1e-8, "added to the root of the second moment (adamw)", gt=0, le=1e6)
     momentum: float = setting(0.9, "momentum (sgd)", ge=0, lt=1)
     nesterov: bool = setting(False, "look-ahead momentum (sgd)")
     moments: Literal["fp32", "8bit"] = setting(
@@ -59,7 +59,7 @@ class OptimizerConfig(Section):
         "flash, not the same bits",
     )
     weight_decay: float = setting(
-        0.1, "weight decay, decoupled for adamw and lion; sgd's default is 0", ge=0
+        0.1, "weight decay, decoupled for adamw and lion; sgd's default is 0", ge=0, le=1e6
     )
     decay_1d: bool = setting(False, "also decay biases and norms, that is weights of one dimension")
     clip_norm: float | None = setting(

@@ -9,13 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import xxhash
+
 from penstock import durable
-from penstock.config.document import read
+from penstock.config.document import MAX_BYTES, read
 from penstock.config.problems import Origin
 from penstock.config.root import Config
-from penstock.errors import ConfigError, StorageError
+from penstock.errors import ConfigError, CorruptionError, StorageError
+from penstock.plain_file import read_plain
 
 FILE_NAME = "config.yaml"
+_SEAL = b"# checksum of the lines above: "
 
 
 def has_checkpoint(run_dir: Path) -> bool:
@@ -51,14 +55,38 @@ def _holds_store(folder: Path) -> bool:
 def write_record(config: Config) -> Path:
     """Write the configuration into the run's folder, whole or not at all; return its path."""
     path = config.run.dir / FILE_NAME
+    text = config.dump_yaml().encode()
     try:
         durable.make_folder(path.parent)
-        durable.replace_file(path, config.dump_yaml().encode())
+        durable.replace_file(path, text + _SEAL + _checksum(text) + b"\n")
     except OSError as error:
         raise StorageError(
             f"{path}: cannot be written: {error.strerror}; choose another with run.dir=FOLDER"
         ) from error
     return path
+
+
+def verify_record(folder: Path) -> None:
+    """Raise `CorruptionError` if a run's record is not as it was written.
+
+    One that was written by hand, or by an older release, has no checksum.
+    """
+    path = folder / FILE_NAME
+    try:
+        text, seal, found = read_plain(path, MAX_BYTES).rpartition(_SEAL)
+    except OSError:
+        return  # `load_run` says what is there instead
+    expected, actual = found.rstrip(b"\n"), _checksum(text)
+    if seal and expected != actual:
+        raise CorruptionError(
+            f"{path} is corrupt between byte 0 and {len(text)}: checksum {actual.decode()}, "
+            f"expected {expected.decode(errors='replace')}; if it was edited by hand, delete its "
+            "last line, else restore the file from a copy"
+        )
+
+
+def _checksum(text: bytes) -> bytes:
+    return xxhash.xxh3_128_hexdigest(text).encode()
 
 
 def load_run(folder: str | Path, overrides: Sequence[str] = ()) -> Config:

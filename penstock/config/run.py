@@ -29,5 +29,5 @@ class RunConfig(Section):
         "folder of the run: checkpoints, metrics, its configuration. "
         "Left out of a file NAME.yaml: runs/NAME",
     )
-    steps: int = setting(1000, "length of the run", unit="steps", ge=1)
+    steps: int = setting(1000, "length of the run", unit="steps", ge=1, le=10**12)
     seed: int = setting(0, "seed of initial weights and dropout", ge=0, le=2**63 - 1)

@@ -25,7 +25,7 @@ class ScheduleConfig(Section):
         "constant", "linear", "cosine", "polynomial", "inverse_square_root", "piecewise"
     ] = setting("cosine", "shape after the warm-up")
     warmup_steps: int = setting(
-        0, "steps over which the rate rises linearly from 0", unit="steps", ge=0
+        0, "steps over which the rate rises linearly from 0", unit="steps", ge=0, le=10**12
     )
     decay_steps: int | None = setting(
         None,
@@ -33,6 +33,7 @@ class ScheduleConfig(Section):
         unit="steps",
         example=1000,
         ge=1,
+        le=10**12,
     )
     final_ratio: float = setting(
         0.1, "rate at the end, as a share of the peak (linear, cosine, polynomial)", ge=0, le=1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,9 +24,40 @@ class Section(BaseModel):
     )
 
 
-def _without_null(path: Path) -> Path:
-    if "\0" in str(path):
+_LONGEST_NAME_BYTES, _LONGEST_PATH_BYTES = 255, 4095  # of Linux and its file systems
+
+
+def _usable(text: str) -> str:
+    """Return the name of a place on disk as it is, unless no system call would take it."""
+    if "\0" in text:
         raise PydanticCustomError("zero", "expected a path, got one with a zero byte")
+    try:
+        encoded = os.fsencode(text)
+    except UnicodeEncodeError:
+        raise PydanticCustomError(
+            "locale",
+            "expected a path that this system's locale can write ({encoding}), got {got}; set "
+            "LC_ALL=C.UTF-8 or PYTHONUTF8=1",
+            {"encoding": sys.getfilesystemencoding(), "got": ascii(text)},
+        ) from None
+    longest = max(map(len, encoded.split(b"/")))
+    if longest > _LONGEST_NAME_BYTES or len(encoded) > _LONGEST_PATH_BYTES:
+        raise PydanticCustomError(
+            "long",
+            "expected a path of names of at most {name} bytes, {path} in all, got one with a name "
+            "of {longest}, {length} in all; choose a shorter one",
+            {
+                "name": _LONGEST_NAME_BYTES,
+                "path": _LONGEST_PATH_BYTES,
+                "longest": longest,
+                "length": len(encoded),
+            },
+        )
+    return text
+
+
+def _usable_path(path: Path) -> Path:
+    _usable(str(path))
     return path
 
 
@@ -33,7 +66,10 @@ def _without_null(path: Path) -> Path:
 Patterns = Annotated[tuple[str, ...], Field(strict=False)]
 Numbers = Annotated[tuple[float, ...], Field(strict=False)]
 Counts = Annotated[tuple[int, ...], Field(strict=False)]
-PathText = Annotated[Path, Field(strict=False), AfterValidator(_without_null)]
+PathText = Annotated[Path, Field(strict=False), AfterValidator(_usable_path)]
+Place = Annotated[str, AfterValidator(_usable)]
+"""A path, or a word that stands for something that has none."""
+Places = Annotated[tuple[Place, ...], Field(strict=False)]
 
 
 def setting(

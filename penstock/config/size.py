@@ -22,6 +22,7 @@ _UNITS = {
 }
 _PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 _EXPECTED = "expected a size such as 4GiB, 512MiB or 2GB"
+_MOST_DIGITS = 30
 _LEAST_COUNT = 1 << 16
 """A smaller number without a unit is one whose unit was forgotten."""
 
@@ -51,6 +52,8 @@ class ByteSize(int):
             missing = f"{number} has no unit" if not unit else f"{match[2]!r} is no unit"
             raise ValueError(f"{_EXPECTED}, got {value!r}; {missing}: use KiB, MiB, GiB or TiB")
         scale = _UNITS[unit]
+        if len(number) > _MOST_DIGITS:
+            raise ValueError(f"{_EXPECTED}, got a number of {len(number)} digits; write a size")
         whole = int(number) * scale if "." not in number else int(float(number) * scale)
         return cls._positive(whole, value)
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from penstock.data.contained_tokenizer import ContainedTokenizer
 from penstock.data.integrity import read_checked
 from penstock.data.manifest import MANIFEST_NAME, TOKENIZER_NAME, load_manifest
 from penstock.errors import ConfigError, DataError, did_you_mean
@@ -98,6 +99,8 @@ class ByteTokenizer:
 class FileTokenizer:
     """A tokenizer of the `tokenizers` library, as `tokenizer.json` holds it.
 
+    It encodes and decodes in a process of its own, since what it does is up to whoever made it.
+
     Args:
         tokenizer: the library's object; its padding and truncation are switched off.
         name: what to show to people.
@@ -117,6 +120,7 @@ class FileTokenizer:
         tokenizer.encode_special_tokens = True
         self._tokenizer = tokenizer
         self._json = tokenizer.to_str(pretty=True)
+        self._contained = ContainedTokenizer(self._json, name)
         self.name = name
         # Not the number of tokens: ids may have holes.
         own = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
@@ -125,12 +129,11 @@ class FileTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return the ids of each text, uint32 [n]; no special token is added."""
-        encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(one.ids, dtype=np.uint32) for one in encoded]
+        return self._contained.encode(texts)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Return the text of `ids`; bytes that are not UTF-8 become U+FFFD."""
-        return self._tokenizer.decode(_checked(ids, self).tolist(), skip_special_tokens=False)
+        return self._contained.decode(_checked(ids, self))
 
     def token_id(self, token: str) -> int | None:
         """Return the id of a token by its name, or None."""

@@ -5,7 +5,8 @@
 
 from typing import TYPE_CHECKING, Any
 
-from penstock.models.folder import KEPT, keep_small_files, other_files, tokenizer_files
+from penstock.models.folder import other_files, tokenizer_files
+from penstock.models.kept import KEPT, keep_small_files, verify_kept
 
 if TYPE_CHECKING:
     from penstock.models.inputs import InputSpec
@@ -22,6 +23,7 @@ __all__ = [
     "keep_small_files",
     "other_files",
     "tokenizer_files",
+    "verify_kept",
 ]
 
 

@@ -6,17 +6,13 @@ safetensors is ever looked into.
 """
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from penstock import durable
 from penstock.errors import ConfigError, CorruptionError, PenstockError, StorageError
 from penstock.plain_file import NotPlainError, open_plain, read_plain
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
-KEPT = "model"
-"""Within a run's folder: the small files of the Hugging Face folder that it started from."""
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -98,20 +94,3 @@ def tokenizer_files(folder: Path) -> list[Path]:
 def other_files(folder: Path) -> list[Path]:
     """Return what else belongs to a model besides configuration, tokenizer and weights."""
     return [folder / name for name in _OTHER_FILES if (folder / name).is_file()]
-
-
-def keep_small_files(folder: Path, kept: Path) -> None:
-    """Copy configuration, tokenizer and the like into `kept`, so that `folder` may go.
-
-    Raises:
-        StorageError: the operating system refuses to read or write.
-    """
-    try:
-        with durable.new_folder(kept) as aside:
-            for path in [folder / CONFIG, *tokenizer_files(folder), *other_files(folder)]:
-                durable.write_file(aside / path.name, read_bytes(path))
-            shutil.rmtree(kept, ignore_errors=True)
-    except OSError as error:
-        raise StorageError(
-            f"{kept}: cannot be written: {error.strerror}; choose another with run.dir=FOLDER"
-        ) from error

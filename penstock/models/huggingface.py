@@ -1,5 +1,6 @@
 """From a Hugging Face configuration to a function that builds the model."""
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,7 @@ def make_config(
             f"this {model_type} is quantised (it has a quantization_config), which cannot be "
             "trained on; take the original, or dequantise it with the tool that made it"
         )
+    _refuse_too_many(model_type, merged)
     try:
         config = AutoConfig.for_model(model_type, **merged)
     except Exception as error:  # validators of transformers raise many kinds
@@ -98,6 +100,28 @@ def make_config(
             "of different models"
         )
     return config
+
+
+# Deeper than any network in use by far; a layer takes some 50 ms to trace.
+MOST_LAYERS = 4096
+_MOST = {"layer": MOST_LAYERS, "block": MOST_LAYERS, "expert": 1 << 16, "label": 1 << 20}
+_COUNT = re.compile(r"(?:^|_)(layer|block|expert|label)s?$")
+
+
+def _refuse_too_many(model_type: str, fields: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for a number of parts that could not be built in sensible time.
+
+    `transformers` builds lists of that length even for the configuration.
+    """
+    for name, value in fields.items():
+        if isinstance(value, Mapping):
+            _refuse_too_many(model_type, value)
+        counted = _COUNT.search(name) if isinstance(name, str) else None
+        if counted and isinstance(value, int) and value > _MOST[counted[1]]:
+            raise ConfigError(
+                f"{model_type}: {name} is {value:,}, at most {_MOST[counted[1]]:,} can be built "
+                "and traced in sensible time; for a larger model make its layers wider"
+            )
 
 
 def find_task(config: Any) -> str:

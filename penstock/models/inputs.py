@@ -1,5 +1,6 @@
-"""The inputs of a model: shape and type of each, by name."""
+"""What a model takes: the shape and type of each input of a micro-batch."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -23,10 +24,17 @@ class InputSpec:
         """The spec of an example batch; its first dimension is the batch."""
         return cls(tuple(example.shape[1:]), example.dtype)
 
+    def sizes(self, sequence_length: int) -> list[int]:
+        """The shape of a row, with the length that is asked for."""
+        return [sequence_length if size == SEQUENCE else int(size) for size in self.shape]
+
+    def bytes(self, sequence_length: int) -> int:
+        """The bytes of a row."""
+        return math.prod(self.sizes(sequence_length)) * self.dtype.itemsize
+
     def make(self, micro_batch: int, sequence_length: int) -> torch.Tensor:
         """An empty tensor [micro_batch, *shape]."""
-        sizes = [sequence_length if size == SEQUENCE else int(size) for size in self.shape]
-        return torch.empty([micro_batch, *sizes], dtype=self.dtype)
+        return torch.empty([micro_batch, *self.sizes(sequence_length)], dtype=self.dtype)
 
 
 TOKENS = InputSpec((SEQUENCE,), torch.int64)

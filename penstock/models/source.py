@@ -199,6 +199,15 @@ class ModelSource:
         """Values in all parameters, tied ones counted once."""
         return sum(tensor.numel() for tensor in self._origin.names.parameters.values())
 
+    def trained_count(self) -> int:
+        """Values in the parameters that require a gradient, tied ones counted once."""
+        tensors = self._origin.names.parameters.values()
+        return sum(tensor.numel() for tensor in tensors if tensor.requires_grad)
+
+    def buffer_bytes(self) -> int:
+        """Bytes of all buffers, and of tensors that are plain attributes of modules."""
+        return sum(tensor.nbytes for tensor in self._origin.names.buffers.values())
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every parameter, by name, in module order."""
         return {name: tuple(t.shape) for name, t in self._origin.names.parameters.items()}
@@ -244,7 +253,7 @@ class ModelSource:
         resolved = resolve_preset(name, overrides)
         fields = {"model_type": resolved.model_type, **resolved.config}
         config = make_config(fields, {})
-        return _language_model(name, record(builder(config, resolved.task)), resolved.task, config)
+        return _language_model(name, _recorded(config, resolved.task), resolved.task, config)
 
     @classmethod
     def from_hf_config(
@@ -370,6 +379,8 @@ def _recorded(config: Any, task: str) -> Deferred:
     try:
         return record(builder(config, task))
     except PenstockError:
+        raise
+    except OSError:  # of an import that happens in here, and nothing about the configuration
         raise
     except Exception as error:
         raise ConfigError(

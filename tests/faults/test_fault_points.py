@@ -21,6 +21,7 @@ REPLACING = ("before_sync", "before_rename", "after_rename", "after_sync")
 # What takes the prefix of such points behind so many arguments; some calls name none.
 TAKES_PREFIX = {
     "put_file": 2,
+    "put_pieces": 2,
     "replace_file": 2,
     "new_folder": 1,
     "_begin_anew": 1,

@@ -1,16 +1,30 @@
 """The figures of a run on disk: each step once, readable by any JSON reader."""
 
+import errno
 import json
 import math
+import os
+import random
 import sys
 from pathlib import Path
 
 import pytest
+from bounded_memory import bounded_memory
 from events_of_a_run import started, step
 
-from penstock.errors import ConfigError
+from penstock import durable
+from penstock.errors import ConfigError, StorageError
 from penstock.events import Evaluated, Saved
-from penstock.metrics import MetricsFile, TensorBoard, drop_after, read_metrics
+from penstock.metrics import (
+    MetricsFile,
+    _lines_from,
+    _lines_from_end,
+    drop_after,
+    read_metrics,
+    stream_metrics,
+)
+from penstock.recording import Recorder
+from penstock.tensorboard_files import TensorBoard
 
 
 def rows(path):
@@ -69,6 +83,112 @@ def test_nothing_is_rewritten_where_nothing_is_dropped(tmp_path):
     assert drop_after(tmp_path / "absent", 3) == 0
 
 
+def test_drop_after_keeps_the_events_of_a_cluster_and_ends_the_last_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    kinds = ["step", "cluster", "step", "checkpoint", "cluster", "step", "cluster", "step"]
+    lines = [json.dumps({"event": kind, "step": at}) for at, kind in enumerate(kinds)]
+    path.write_text("\n".join(lines))  # a crash took the end of the last line
+    assert drop_after(path, 7) == 0
+    assert path.read_text() == "\n".join(lines) + "\n"
+    assert drop_after(path, 3) == 2
+    assert path.read_text().splitlines() == [*lines[:5], lines[6]]
+    assert drop_after(path, -1) == 3
+    assert path.read_text().splitlines() == [lines[1], lines[4], lines[6]]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_lines_are_the_same_from_both_ends(tmp_path, seed):
+    """Against Python's own splitting, with lines around the size of the pieces that are read."""
+    draw = random.Random(seed)
+    sizes = [draw.choice([0, 1, 40, 65_535, 65_536, 65_537, 200_000]) for _ in range(12)]
+    lines = [bytes(draw.choices(b"abc", k=size)) for size in sizes]
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"\n".join(lines))
+    begins = [sum(map(len, lines[:at])) + at for at in range(len(lines))]
+    with path.open("rb", buffering=0) as file:
+        assert list(_lines_from(file, 0)) == lines
+        backwards = list(_lines_from_end(file))
+    assert backwards[::-1] == list(zip(begins, lines, strict=True))
+
+
+def read_bytes():
+    return int(Path("/proc/self/io").read_text().split("rchar: ")[1].split()[0])
+
+
+def test_the_figures_of_a_long_run_take_little_memory(tmp_path):
+    """300,000 steps, as much as a week of small steps writes: 220 MB."""
+    path = tmp_path / "metrics.jsonl"
+    row = json.dumps({"event": "step", **vars(step(1234567))})
+    with path.open("w") as file:
+        file.writelines(row.replace("1234567", str(at)) + "\n" for at in range(1, 300_001))
+    before = read_bytes()
+    with bounded_memory(32 << 20):
+        assert drop_after(path, 300_000) == 0
+        assert read_bytes() - before < 1 << 20
+        assert sum(1 for row in stream_metrics(path)) == 300_000
+        assert drop_after(path, 299_000) == 1000
+        assert [item.name for item in tmp_path.iterdir()] == ["metrics.jsonl"]
+    with path.open("rb") as file:
+        file.seek(-1000, 2)
+        assert json.loads(file.read().splitlines()[-1])["step"] == 299_000
+
+
+def test_a_line_without_end_takes_little_memory(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with path.open("w") as file:
+        file.write('{"event": "step", "step": 1}\n')
+    os.truncate(path, 2**28)
+    with bounded_memory(32 << 20):
+        assert len(list(stream_metrics(path))) == 1
+        assert drop_after(path, 1) == 1
+    assert path.read_text() == '{"event": "step", "step": 1}\n'
+
+
+class Full:
+    """A listener whose disk is full from step 2 on."""
+
+    def __init__(self):
+        self.told = []
+
+    def __call__(self, event):
+        self.told.append(event)
+        if getattr(event, "step", 0) >= 2:
+            raise StorageError("metrics.jsonl: cannot write metrics: No space left on device")
+
+
+def test_figures_that_cannot_be_written_ask_once_for_a_stop():
+    asked, full, other = [], Full(), []
+    recorder = Recorder([full, other.append], asked.append)
+    for event in (started(), step(1), step(2), step(3)):
+        recorder(event)
+    assert asked == ["metrics.jsonl: cannot write metrics: No space left on device"]
+    assert str(recorder.failure) == (
+        "metrics.jsonl: cannot write metrics: No space left on device; the run was saved and "
+        "stopped: make room there, and give the same command to go on"
+    )
+    assert len(full.told) == 3
+    assert len(other) == 2
+
+
+@pytest.mark.parametrize("at", ["events", "step"])
+def test_a_full_disk_under_tensorboard_is_an_error_of_storage(tmp_path, monkeypatch, at):
+    board, write = TensorBoard(tmp_path), durable.write
+
+    def refuse(descriptor, data):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if at == "step":
+        board(started())
+    monkeypatch.setattr(durable, "write", refuse)
+    with pytest.raises(StorageError) as caught:
+        board(step(1) if at == "step" else started())
+    monkeypatch.setattr(durable, "write", write)
+    assert str(caught.value) == (
+        f"{tmp_path}: cannot write TensorBoard's figures: No space left on device"
+    )
+    board.close()
+
+
 def test_what_json_lacks_is_null(tmp_path):
     path = tmp_path / "metrics.jsonl"
     MetricsFile(path)(step(1, loss=math.nan))
@@ -97,7 +217,7 @@ def test_tensorboard_gets_the_same_figures(tmp_path):
 
 
 def test_a_missing_tensorboard_is_named_with_what_installs_it(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    monkeypatch.setitem(sys.modules, "tensorboard.compat.proto", None)
     with pytest.raises(ConfigError) as raised:
         TensorBoard(tmp_path)
     assert str(raised.value) == (

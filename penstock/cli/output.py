@@ -1,0 +1,124 @@
+"""Standard output and error of a run: to lose them must not lose the run.
+
+A pipe loses its reader (`penstock train ... | head`, a dropped ssh), and a log lies on a disk that
+is full. Neither may raise an error in the middle of a step, where everything that prints would have
+to expect it. So below `print`, `rich` and warnings the bytes go through `_Descriptor`, which never
+raises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+import select
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TextIO
+
+OnLoss = Callable[[OSError], None]
+
+
+class _Descriptor(io.RawIOBase):
+    """Writes to a descriptor; what cannot be written is dropped, and the next write tries again.
+
+    Where the reader of a pipe is gone, what follows goes to standard error instead.
+    """
+
+    def __init__(self, descriptor: int, on_loss: OnLoss) -> None:
+        self._descriptor, self._on_loss = descriptor, on_loss
+        self._failed: set[int | None] = set()
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def isatty(self) -> bool:
+        return os.isatty(self._descriptor)
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        left = memoryview(data).cast("B")
+        size = len(left)
+        while left:
+            try:
+                left = left[os.write(self._descriptor, left) :]
+            except BlockingIOError:
+                select.select([], [self._descriptor], [])
+            except OSError as error:
+                if not self._goes_on_elsewhere(error):
+                    break
+        return size
+
+    def _goes_on_elsewhere(self, error: OSError) -> bool:
+        is_new = error.errno not in self._failed
+        self._failed.add(error.errno)
+        moves = error.errno == errno.EPIPE and self._descriptor != 2
+        if moves:
+            self._descriptor = 2
+        if is_new:
+            self._on_loss(error)
+        return moves
+
+
+@contextlib.contextmanager
+def surviving_loss(on_loss: OnLoss) -> Iterator[None]:
+    """Let `sys.stdout` and `sys.stderr` never fail inside the block.
+
+    `on_loss` is told of each kind of error of standard output once. Streams that are none of the
+    process's own (in a test) stay as they are.
+    """
+    before = sys.stdout, sys.stderr
+    try:
+        sys.stdout = _guarded(sys.stdout, on_loss)
+        sys.stderr = _guarded(sys.stderr, lambda error: None)
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+
+
+def tell(text: str) -> None:
+    """Write to standard error at once, past every view; where that is gone, nothing happens."""
+    with contextlib.suppress(OSError):
+        os.write(2, text.encode(errors="backslashreplace"))
+
+
+def settle() -> None:
+    """Write out what standard output and error hold; what cannot be is given up.
+
+    Python would try once more when the process ends, and change its exit code.
+    """
+    for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
+        try:
+            stream.flush()
+        except OSError:
+            leave([descriptor])
+            with contextlib.suppress(OSError):
+                stream.flush()
+
+
+def leave(descriptors: Sequence[int]) -> None:
+    """Say nothing more to where these lead: to write there would be an error."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for descriptor in descriptors:
+        os.dup2(nowhere, descriptor)
+    os.close(nowhere)
+
+
+def _guarded(stream: TextIO, on_loss: OnLoss) -> TextIO:
+    try:
+        descriptor = stream.fileno()
+        stream.flush()
+    except (OSError, ValueError, AttributeError):  # no descriptor, or what is pending is lost
+        return stream
+    errors = stream.errors or "strict"
+    return io.TextIOWrapper(
+        io.BufferedWriter(_Descriptor(descriptor, on_loss)),
+        encoding=stream.encoding,
+        # A character that the locale lacks is written as its code.
+        errors="backslashreplace" if errors == "strict" else errors,
+        line_buffering=True,
+        write_through=True,
+    )

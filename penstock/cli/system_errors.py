@@ -1,0 +1,89 @@
+"""What the operating system refuses in places that nobody expects it, said as an error of ours.
+
+What a run stores goes through code that names the file and what to do. This is for the rest: a
+system that gives no more memory or threads, a name that it does not take, output to a full disk.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from penstock import process_memory
+from penstock.errors import BudgetError, ConfigError, PenstockError, StorageError
+
+_TORCH_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+# Of libraries, where no class of error says it. PyTorch, Python's threads, the dynamic linker.
+_OUT_OF_MEMORY = (
+    "can't allocate memory",
+    "not enough memory",
+    "can't start new thread",
+    "failed to map segment",
+    "cannot allocate memory",
+    "unable to mmap",
+)
+
+
+def explain_system_error(error: BaseException) -> PenstockError | None:
+    """Return the error to tell the user for one of the system; None for any other."""
+    text = str(error)
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and _is_memory(error)):
+        return _no_memory(text or "an allocation failed")
+    if isinstance(error, UnicodeEncodeError) and sys.getfilesystemencoding() != "utf-8":
+        return _beyond_locale(error.object)
+    if isinstance(error, OSError) and error.errno is not None:
+        return _refused(error)
+    is_said = any(sign in text.lower() for sign in _OUT_OF_MEMORY)
+    if is_said and isinstance(error, (RuntimeError, ImportError)):
+        return _no_memory(text.splitlines()[0])
+    return None
+
+
+def _is_memory(error: OSError) -> bool:
+    return error.errno == errno.ENOMEM
+
+
+def _refused(error: OSError) -> PenstockError:
+    if isinstance(error.filename, str | bytes):
+        name = os.fsdecode(error.filename)
+        cache = os.environ.get(_TORCH_CACHE)
+        if cache is not None and Path(name).is_relative_to(cache):
+            return ConfigError(
+                f"{_TORCH_CACHE}: expected a folder that can be made and written, got {cache}: "
+                f"{error.strerror}; name another, or leave it out"
+            )
+        return StorageError(f"{name}: {error.strerror}")
+    is_output = error.errno in (errno.ENOSPC, errno.EIO, errno.EPIPE)
+    return StorageError(f"{'standard output: ' * is_output}{error.strerror}")
+
+
+def refuse_unreadable_arguments(arguments: Sequence[str]) -> None:
+    """Raise `ConfigError` for an argument with characters that the locale lacks.
+
+    Python hands these out as half characters, which no file that we write could hold.
+    """
+    encoding = sys.getfilesystemencoding()
+    for text in arguments if encoding != "utf-8" else ():
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            shown = os.fsencode(text).decode(errors="backslashreplace")
+            raise _beyond_locale(shown)
+
+
+def _beyond_locale(text: str) -> ConfigError:
+    return ConfigError(
+        f"expected names that this system's locale can write ({sys.getfilesystemencoding()}), got "
+        f"{text!a}; set LC_ALL=C.UTF-8 or PYTHONUTF8=1"
+    )
+
+
+def _no_memory(what: str) -> BudgetError:
+    limit = process_memory.address_space_limit()
+    has = "" if limit is None else f" of the {limit:,} that its limit allows (ulimit -v)"
+    return BudgetError(
+        f"the system gives this process no more memory or threads: {what}; it has "
+        f"{process_memory.address_space_bytes():,} bytes of address space{has}; raise the limit, "
+        "free memory, or lower `memory` and `engine.threads`"
+    )

@@ -1,0 +1,124 @@
+"""Encoding and decoding in a process of their own, whose memory is limited (`tokenizer_worker`)."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from penstock.errors import DataError
+
+# Twice what was measured of tokens that are a byte each, the most that a text can have: 190.
+MEMORY_PER_BYTE = 384
+LEAST_BYTES = 512 << 20
+_WORKER = Path(__file__).with_name("tokenizer_worker.py")
+
+
+class ContainedTokenizer:
+    """A tokenizer of the `tokenizers` library in a process that is started on first use.
+
+    Args:
+        content: what `tokenizer.json` holds.
+        name: what to show to people.
+
+    Its methods may be called from several threads.
+    """
+
+    def __init__(self, content: str, name: str) -> None:
+        self._content, self._name = content, name
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Return the ids of each text, uint32 [n].
+
+        Raises:
+            DataError: the tokenizer fails on one of them, or takes more memory than makes sense.
+        """
+        contents = [text.encode() for text in texts]
+        return [np.frombuffer(part, np.uint32) for part in self._ask("encode", contents)]
+
+    def decode(self, ids: np.ndarray) -> str:
+        """Return the text of `ids`; errors as of `encode`."""
+        (text,) = self._ask("decode", [ids.astype(np.uint32).tobytes()])
+        return text.decode()
+
+    def _ask(self, what: str, parts: Sequence[bytes]) -> list[bytes]:
+        size = sum(map(len, parts))
+        most = max(LEAST_BYTES, size * MEMORY_PER_BYTE)
+        with self._lock:
+            try:
+                if self._process is None:
+                    self._start()
+                return self._exchange(what, parts, most)
+            except (OSError, EOFError, ValueError) as error:
+                raise self._died(what, size, most) from error
+
+    def _start(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", str(_WORKER)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,  # a panic prints its backtrace there
+            env={**os.environ, "TOKENIZERS_PARALLELISM": "true"},
+        )
+        weakref.finalize(self, _end, self._process)
+        self._exchange("load", [self._content.encode()], 0)
+
+    def _exchange(self, what: str, parts: Sequence[bytes], more_bytes: int) -> list[bytes]:
+        process = self._process
+        assert process is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
+        sizes = [len(part) for part in parts]
+        request = {"what": what, "sizes": sizes, "more_bytes": more_bytes}
+        process.stdin.write(json.dumps(request).encode() + b"\n" + b"".join(parts))
+        process.stdin.flush()
+        answer: dict[str, Any] = json.loads(process.stdout.readline() or _ended())
+        if "error" in answer:
+            raise DataError(
+                f"tokenizer {self._name} failed on the text ({answer['error']}); use another "
+                "tokenizer, or mend its regular expressions"
+            )
+        return [_read(process.stdout, size) for size in answer["sizes"]]
+
+    def _died(self, what: str, size: int, most: int) -> DataError:
+        process, self._process = self._process, None
+        if process is not None:
+            _end(process)
+        how = "did not start" if process is None else f"ended with {process.returncode}"
+        return DataError(
+            f"tokenizer {self._name} could not {what} {size:,} bytes within {most >> 20:,} MiB of "
+            f"memory: its process {how}; use another tokenizer, or shorter documents"
+        )
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            try:
+                pipe.close()
+            except OSError:  # what was still to be written to a process that is gone
+                continue
+    try:
+        process.wait(1)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _ended() -> bytes:
+    raise EOFError
+
+
+def _read(file: Any, size: int) -> bytes:
+    content = file.read(size)
+    if len(content) < size:
+        raise EOFError
+    return content

@@ -1,0 +1,87 @@
+"""A process that encodes and decodes with a tokenizer of somebody else's making.
+
+A `tokenizer.json` is a program: its normaliser can write a gigabyte for a word, and its regular
+expressions can give up in a panic of the library. In a process of its own, with a limit on its
+memory, neither reaches the run. It runs as a file by itself, and so imports nothing of Penstock.
+
+Standard input brings requests, standard output takes answers: a line of JSON each, and the bytes
+that it announces. A request is `load` with a tokenizer, `encode` with UTF-8 texts, or `decode` with
+ids; an answer has the tokens or the text, or an `error`.
+"""
+
+import json
+import os
+import resource
+import sys
+from typing import Any, BinaryIO
+
+import numpy as np
+
+
+def main() -> None:
+    """Answer requests until standard input ends."""
+    requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    worker = _Worker()
+    while line := requests.readline():
+        request = json.loads(line)
+        content = requests.read(sum(request["sizes"]))
+        try:
+            answer, parts = worker.answer(request, content)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic of the library is no `Exception`
+            answer, parts = {"error": str(error) or type(error).__name__}, []
+        _write(answers, answer, parts)
+
+
+class _Worker:
+    def __init__(self) -> None:
+        self._tokenizer: Any = None
+
+    def answer(self, request: dict[str, Any], content: bytes) -> tuple[dict[str, Any], list[bytes]]:
+        if request["what"] == "load":
+            from tokenizers import Tokenizer
+
+            tokenizer = Tokenizer.from_str(content.decode())
+            tokenizer.no_padding()
+            tokenizer.no_truncation()
+            tokenizer.encode_special_tokens = True
+            self._tokenizer = tokenizer
+            return {}, []
+        _limit_memory(request["more_bytes"])
+        if request["what"] == "decode":
+            ids = np.frombuffer(content, np.uint32).tolist()
+            return {}, [self._tokenizer.decode(ids, skip_special_tokens=False).encode()]
+        texts, begin = [], 0
+        for size in request["sizes"]:
+            texts.append(content[begin : begin + size].decode())
+            begin += size
+        encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return {}, [np.array(one.ids, np.uint32).tobytes() for one in encoded]
+
+
+def _limit_memory(more_bytes: int) -> None:
+    """Let this process have so much more than it has now; beyond, the library ends it.
+
+    What threads only reserve does not count, unlike with a limit on the address space.
+    """
+    with open("/proc/self/status") as status:
+        used = next(int(line.split()[1]) << 10 for line in status if line.startswith("VmData:"))
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = used + more_bytes
+    if hard != resource.RLIM_INFINITY:
+        limit = min(limit, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+
+
+def _write(file: BinaryIO, answer: dict[str, Any], parts: list[bytes]) -> None:
+    sizes = [len(part) for part in parts]
+    file.write(json.dumps({**answer, "sizes": sizes}).encode() + b"\n")
+    for part in parts:
+        file.write(part)
+    file.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""What a run keeps of the Hugging Face folder that it started from, so that the folder may go."""
+
+import json
+import shutil
+from pathlib import Path
+
+import xxhash
+
+from penstock import durable
+from penstock.errors import CorruptionError, StorageError
+from penstock.models.folder import CONFIG, other_files, read_bytes, read_json, tokenizer_files
+
+KEPT = "model"
+"""Within a run's folder: the small files of the Hugging Face folder."""
+CHECKSUMS = "checksums.json"
+"""Beside them: the checksum of each. Runs of older releases have none."""
+
+_ADVICE = "restore the file from a copy, or from the folder that the run started from"
+
+
+def keep_small_files(folder: Path, kept: Path) -> None:
+    """Copy configuration, tokenizer and the like into `kept`, with their checksums.
+
+    Raises:
+        StorageError: the operating system refuses to read or write.
+    """
+    checksums = {}
+    try:
+        with durable.new_folder(kept) as aside:
+            for path in [folder / CONFIG, *tokenizer_files(folder), *other_files(folder)]:
+                content = read_bytes(path)
+                checksums[path.name] = xxhash.xxh3_128_hexdigest(content)
+                durable.write_file(aside / path.name, content)
+            sealed = {"files": checksums, "checksum": _checksum_of(checksums)}
+            text = json.dumps(sealed, indent=1) + "\n"
+            durable.write_file(aside / CHECKSUMS, text.encode())
+            shutil.rmtree(kept, ignore_errors=True)
+    except OSError as error:
+        raise StorageError(
+            f"{kept}: cannot be written: {error.strerror}; choose another with run.dir=FOLDER"
+        ) from error
+
+
+def verify_kept(kept: Path) -> int:
+    """Check what was kept against its checksums; return how many files have one.
+
+    Raises:
+        CorruptionError: a file is missing or has changed since it was kept.
+        StorageError: the operating system refuses to read.
+    """
+    path = kept / CHECKSUMS
+    try:
+        sealed = read_json(path, "the checksums of the model's files", CorruptionError)
+    except FileNotFoundError:
+        return 0
+    checksums = sealed.get("files")
+    if not isinstance(checksums, dict) or _checksum_of(checksums) != sealed.get("checksum"):
+        raise CorruptionError(f"{path} does not match its checksum; {_ADVICE}")
+    for name, expected in checksums.items():
+        try:
+            content = read_bytes(kept / name)
+        except FileNotFoundError:
+            raise CorruptionError(f"{kept / name} is missing; {_ADVICE}") from None
+        actual = xxhash.xxh3_128_hexdigest(content)
+        if actual != expected:
+            raise CorruptionError(
+                f"{kept / name} is corrupt between byte 0 and {len(content)}: checksum {actual}, "
+                f"expected {expected}; {_ADVICE}"
+            )
+    return len(checksums)
+
+
+def _checksum_of(checksums: dict[str, str]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(checksums, sort_keys=True).encode())

@@ -1,0 +1,154 @@
+"""A log that nobody reads, or whose disk is full, costs no step; neither do figures without room.
+
+The command runs in a process of its own, with real pipes, a device that is always full, and a real
+limit on the size of files.
+"""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+SETTINGS = {
+    "model": {"preset": "tiny", "n_layer": 1, "n_embd": 32, "n_head": 2, "n_positions": 16},
+    "data": {"input": ["text.txt"]},
+    "batch": {"size": 4, "micro": 2},
+    "engine": {"threads": 1},
+    "evaluation": {"every": None},
+    "checkpoint": {"every": None},
+    "logging": {"every": 1},
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "text.txt").write_text("water over the dam\n" * 500)
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(SETTINGS))
+    return tmp_path
+
+
+def train(folder, *overrides, **streams):
+    command = [sys.executable, "-m", "penstock", "train", "run.yaml", *overrides]
+    streams = {"stderr": subprocess.PIPE, **streams}
+    return subprocess.Popen(command, cwd=folder, text=True, env=ENVIRONMENT, **streams)
+
+
+def saved_step(folder):
+    checkpoints = sorted((folder / "runs/run/checkpoints").glob("step-*/state.json"))
+    return int(checkpoints[-1].parent.name.removeprefix("step-")) if checkpoints else None
+
+
+def test_a_pipe_that_loses_its_reader_stops_the_run_which_is_saved(folder):
+    with train(folder, "run.steps=100000", stdout=subprocess.PIPE) as process:
+        for line in process.stdout:
+            if line.startswith("step 3/"):
+                break
+        process.stdout.close()
+        told = process.stderr.read().splitlines()
+    assert process.returncode == 128 + signal.SIGPIPE, told
+    assert told[0] == "nobody reads the output any more: stopping after this step"
+    step = saved_step(folder)
+    assert step >= 3
+    assert told[-2:] == [
+        f"stopped after step {step}: nobody reads the output any more",
+        "resume with: penstock train run.yaml run.steps=100000",
+    ]
+
+
+def test_a_pipe_that_both_streams_lose_stops_the_run_which_is_saved(folder):
+    """A connection that was dropped: there is nobody left to tell."""
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with train(folder, "run.steps=100000", **streams) as process:
+        for line in process.stdout:
+            if line.startswith("step 2/"):
+                break
+        process.stdout.close()
+    assert process.returncode == 128 + signal.SIGPIPE
+    assert saved_step(folder) >= 2
+
+
+def test_a_full_disk_under_the_log_is_told_once_and_the_run_goes_on(folder):
+    with open("/dev/full", "w") as full:
+        process = train(folder, "run.steps=4", stdout=full)
+        _, told = process.communicate()
+    assert told == "note: the log cannot be written: No space left on device; the run goes on\n"
+    assert process.returncode == 0
+    assert saved_step(folder) == 4
+
+
+def test_a_full_disk_under_stderr_hides_nothing_of_the_model(folder):
+    (folder / "own.py").write_text(
+        "import sys, torch\n"
+        "class Own(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.table, self.head = torch.nn.Embedding(257, 8), torch.nn.Linear(8, 257)\n"
+        "    def forward(self, input_ids):\n"
+        "        print('a warning of its own', file=sys.stderr)\n"
+        "        return self.head(self.table(input_ids))\n"
+    )
+    settings = SETTINGS | {"model": {"factory": "own:Own", "task": "causal_lm"}}
+    settings["data"] = settings["data"] | {"sequence_length": 16}
+    (folder / "run.yaml").write_text(yaml.safe_dump(settings))
+    with open("/dev/full", "w") as full:
+        process = train(folder, "run.steps=2", stdout=subprocess.PIPE, stderr=full)
+        out, _ = process.communicate()
+    assert "finished: steps 2" in out
+    assert process.returncode == 0
+
+
+def test_figures_without_room_stop_the_run_which_is_saved(folder):
+    """`metrics.jsonl` reaches a limit on the size of files; no other file comes near it.
+
+    Events of a cluster stay in it, whatever step a run begins at.
+    """
+    limit = 3 << 20
+    metrics = folder / "runs/run/metrics.jsonl"
+    metrics.parent.mkdir(parents=True)
+    row = json.dumps({"event": "cluster", "step": 0, "text": "x" * 400}) + "\n"
+    metrics.write_text(row * ((limit - 1000) // len(row)))
+
+    def limited():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    arguments = ("run.steps=100000",)
+    process = train(folder, *arguments, stdout=subprocess.PIPE, preexec_fn=limited)
+    out, err = process.communicate()
+    assert process.returncode == 7
+    step = saved_step(folder)
+    assert 1 <= step < 10
+    told = "runs/run/metrics.jsonl: cannot write metrics: File too large"
+    assert out.splitlines()[-2:] == [
+        f"stopped after step {step}: {told}",
+        "resume with: penstock train run.yaml run.steps=100000",
+    ]
+    assert err == (
+        f"error: {told}; the run was saved and stopped: make room there, and give the same command "
+        "to go on\n"
+    )
+
+
+def test_a_result_that_cannot_be_written_is_an_error_of_one_line(folder):
+    process = train(folder, "run.steps=1", "--quiet", stdout=subprocess.DEVNULL)
+    assert process.communicate() == (None, "")
+    assert process.returncode == 0
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "penstock", "inspect", "runs/run"]
+        found = subprocess.run(
+            command, cwd=folder, stdout=full, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
+        )
+    assert found.returncode == 7
+    assert found.stderr == "error: standard output: No space left on device\n"
+
+
+def test_an_error_that_nobody_can_read_keeps_its_exit_code(folder):
+    with open("/dev/full", "w") as full:
+        assert train(folder, "run.stepz=1", stdout=full, stderr=full).wait() == 2
+    assert not Path(folder / "runs").exists()
