@@ -12,8 +12,9 @@ all, and so is the number of threads of an engine, since the last bits depend on
 out adds beside the price of another process (`apart`: one engine in another process over one in
 the trainer's). `of_memcpy` is the rate of a link between two processes through shared memory,
 authenticated, checksummed on both sides, in chunks as the weights travel, over that of a copy in
-memory; `sockets_of_memcpy` that of a link which uses its socket alone. What they and the copy take
-of processor time is said beside: on a machine with other work it is the steadier figure.
+memory; `sockets_of_memcpy` that of a link which uses its socket alone; `tls_of_memcpy` that of one
+which is encrypted, as between hosts, over the same socket. What they and the copy take of processor
+time is said beside: on a machine with other work it is the steadier figure.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ LOOPS = {
 }
 LAYERS, MICRO_BATCHES, LENGTH, WIDTH = 4, 4, 256, 1024
 LINK_BYTES, CHUNK_BYTES = 256 << 20, 4 << 20
-WAYS = ("shared", "sockets")  # of a link's payloads
+WAYS = ("shared", "sockets", "tls")  # of a link's payloads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +173,9 @@ def link_figures(rounds: int) -> dict[str, float]:
     return {
         "of_memcpy": ratios["shared"],
         "sockets_of_memcpy": ratios["sockets"],
+        "tls_of_memcpy": ratios["tls"],
         "link_gigabytes_per_second": round(rates["shared"], 2),
+        "tls_gigabytes_per_second": round(rates["tls"], 2),
     }
 
 
@@ -212,26 +215,26 @@ class _Sender:
 
     def __init__(self, way: str) -> None:
         from penstock.fabric.sockets import new_token
+        from penstock.fabric.sockets.certificates import Credentials
         from penstock.fabric.sockets.door import Door
         from penstock.fabric.sockets.link import Link
-        from penstock.fabric.sockets.seal import Keys
+        from penstock.fabric.sockets.stream import Stream
 
-        token = new_token()
+        credentials = Credentials(new_token())
         listener = socket.create_server(("127.0.0.1", 0))
-        came: queue.SimpleQueue[tuple[socket.socket, Keys]] = queue.SimpleQueue()
-        door = Door(listener, token, lambda connection, keys: came.put((connection, keys)))
+        came: queue.SimpleQueue[Stream] = queue.SimpleQueue()
+        door = Door(listener, credentials, came.put)
         door.open()
         command = [sys.executable, __file__, "--receiver", way]
         self._receiver = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
         assert self._receiver.stdin is not None
         with self._receiver.stdin as words:
-            words.write(f"{listener.getsockname()[1]} {token}\n")
-        connection, keys = came.get(timeout=60)
+            words.write(f"{listener.getsockname()[1]} {credentials.token}\n")
+        stream = came.get(timeout=60)
         door.close()
         self._answers: queue.SimpleQueue[float] = queue.SimpleQueue()
         self._link = Link(
-            connection,
-            keys,
+            stream,
             lambda link, message: self._answers.put(message.body["processor"]),
             lambda link, error: None,
             lambda: way == "shared",
@@ -256,12 +259,15 @@ class _Sender:
 def receive(way: str) -> None:
     """Take chunks over a link, put them in their place, and answer when all have come."""
     from penstock.fabric.messages import Kind, Message
+    from penstock.fabric.sockets import stream as streams
+    from penstock.fabric.sockets.certificates import Credentials
     from penstock.fabric.sockets.handshake import connect
     from penstock.fabric.sockets.link import Link
 
+    if way == "tls":  # either end is enough
+        streams.is_within_host = lambda connection: False
     port, token = sys.stdin.readline().split()
-    connection = socket.create_connection(("127.0.0.1", int(port)))
-    keys = connect(connection, token)
+    stream = connect(socket.create_connection(("127.0.0.1", int(port))), Credentials(token))
     target = np.zeros(LINK_BYTES, np.uint8)
     ended = threading.Event()
     count, began = 0, 0.0
@@ -277,7 +283,7 @@ def receive(way: str) -> None:
             link.send(Message(Kind.RELEASED, 0, 1, body={"processor": now - began}))
             began = now
 
-    Link(connection, keys, take, lambda link, error: ended.set(), lambda: way == "shared")
+    Link(stream, take, lambda link, error: ended.set(), lambda: way == "shared")
     ended.wait()
 
 

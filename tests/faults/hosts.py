@@ -101,10 +101,10 @@ class Network:
     def __init__(self, folder: Path, number: int) -> None:
         self._folder = folder
         self.hosts: list[Host] = []
-        self._switch = Host("switch", folder / "switch")
+        self.switch = Host("switch", folder / "switch")
         try:
-            _ip(self._switch, "link", "add", "switch", "type", "bridge")
-            _ip(self._switch, "link", "set", "switch", "up")
+            _ip(self.switch, "link", "add", "switch", "type", "bridge")
+            _ip(self.switch, "link", "set", "switch", "up")
             for _ in range(number):
                 self.add()
         except BaseException:
@@ -118,16 +118,16 @@ class Network:
         self.hosts.append(host)
         host.address, card, port = f"10.91.0.{number + 1}", "card", f"port-{number}"
         ends = [card, "netns", str(host.pid), "type", "veth"]
-        _run("ip", "link", "add", *ends, "peer", port, "netns", str(self._switch.pid))
+        _run("ip", "link", "add", *ends, "peer", port, "netns", str(self.switch.pid))
         _ip(host, "address", "add", f"{host.address}/24", "dev", card)
         _ip(host, "link", "set", card, "up")
-        _ip(self._switch, "link", "set", port, "master", "switch")
+        _ip(self.switch, "link", "set", port, "master", "switch")
         self.plug(number, there=True)
         return host
 
     def plug(self, number: int, *, there: bool) -> None:
         """Cut the cable of a host, or put it back."""
-        _ip(self._switch, "link", "set", f"port-{number}", "up" if there else "down")
+        _ip(self.switch, "link", "set", f"port-{number}", "up" if there else "down")
 
     def power_off(self, number: int) -> None:
         """End a host without a word: no connection of its is closed."""
@@ -136,7 +136,7 @@ class Network:
 
     def close(self) -> None:
         """End all."""
-        for host in [*self.hosts, self._switch]:
+        for host in [*self.hosts, self.switch]:
             host.kill()
 
 

@@ -1,4 +1,4 @@
-"""A run over two hosts whose cable is cut and put back: it goes on, to the same bits."""
+"""A run over two hosts whose cable is cut and put back: it goes on, to the same bits, encrypted."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 from hosts import network_of
+from packet_capture import Capture
 from stepped_run import SteppedRun
 from test_cluster_processes import alone, settings, text
 
@@ -21,6 +22,8 @@ def test_a_cut_cable_costs_no_bit(text, network_of, tmp_path):
         engines=2,
         cluster={"start": "listen", "host": here.address, "stall": 2.0},
     )
+    # What every beat says, and what a worker is told when it joins.
+    capture = Capture(network.switch, '{"progress": ', '"learning_rate"')
     run = SteppedRun(config, tmp_path, here)
     try:
         run.until("happened", "listening")
@@ -42,6 +45,9 @@ def test_a_cut_cable_costs_no_bit(text, network_of, tmp_path):
         for _ in range(2):
             run.step()
         weights = run.end()
+        passed, found = capture.end()
+        assert passed > 1 << 20
+        assert found == {'{"progress": ': 0, '"learning_rate"': 0}
     finally:
         run.close()
     assert (run.losses, weights) == alone(text, tmp_path / "alone", len(run.losses))

@@ -1,4 +1,4 @@
-"""The fabric between processes: authenticated connections, checksummed frames, no pickle."""
+"""The fabric between processes: authenticated connections, TLS between hosts, no pickle."""
 
 from penstock.fabric.sockets.endpoint import Address, Endpoint, own_host
 from penstock.fabric.sockets.handshake import new_token

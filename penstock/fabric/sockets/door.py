@@ -5,6 +5,9 @@ many. When one more comes it is another that goes: of those whose address takes 
 one that has been there longest. A node answers as soon as it is asked, so that it is let in as
 long as fewer than those places are taken while its answer is on the way, and a flood from elsewhere
 leaves it alone. One who had to go comes again (`Endpoint.connect`).
+
+Who has proved the token from another host is a stranger no more, and takes nobody's place; it is
+let in when the handshake of TLS is complete, for which it has as long again.
 """
 
 from __future__ import annotations
@@ -19,8 +22,12 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from penstock.errors import ClusterError
 from penstock.fabric.sockets import handshake
-from penstock.fabric.sockets.seal import Keys
+from penstock.fabric.sockets import stream as streams
+from penstock.fabric.sockets.certificates import Credentials
+from penstock.fabric.sockets.stream import PlainStream, Stream
+from penstock.fabric.sockets.tls import TlsStream
 
 log = logging.getLogger("penstock.fabric")
 
@@ -33,12 +40,16 @@ _LINES, _LINES_SECONDS = 10, 10.0  # of warnings, and the time for which these a
 
 @dataclass(eq=False)
 class _Stranger:
-    """One who has connected and has not proved itself yet."""
+    """One who has connected and has not been let in yet.
+
+    `encrypted` is there once it has proved the token: the handshake of TLS is going on.
+    """
 
     connection: socket.socket
     address: tuple[str, int]
     challenge: handshake.Challenge
     deadline: float
+    encrypted: TlsStream | None = None
 
 
 class Door:
@@ -46,17 +57,16 @@ class Door:
 
     Args:
         listener: where strangers come; the door closes it.
-        token: of the run.
-        let_in: is given the connection of one who has proved itself, and its keys, in the door's
-            thread.
+        credentials: of the run.
+        let_in: is given the stream to one who has proved itself, in the door's thread.
     """
 
     def __init__(
-        self, listener: socket.socket, token: str, let_in: Callable[[socket.socket, Keys], None]
+        self, listener: socket.socket, credentials: Credentials, let_in: Callable[[Stream], None]
     ) -> None:
         self.refused: Counter[str] = Counter()  # how many were not let in, by address
-        self._listener, self._token, self._let_in = listener, token, let_in
-        self._strangers: dict[socket.socket, _Stranger] = {}  # who has come first is first
+        self._listener, self._credentials, self._let_in = listener, credentials, let_in
+        self._strangers: dict[socket.socket, _Stranger] = {}  # whose time ends first is first
         self._heard = selectors.DefaultSelector()
         self._warnings = _Warnings()
         self._closing = False
@@ -110,17 +120,16 @@ class Door:
                     return
                 # Such as too many open files: the door stays a door.
                 self._warnings.say(f"a connection could not be accepted: {error}")
-                if self._strangers:
-                    self._make_room()
-                else:
+                if not self._make_room():
                     time.sleep(0.1)
                 return
-            if len(self._strangers) >= _MOST:
+            if len(self._unproved()) >= _MOST:
                 self._make_room()
             self._ask(connection, peer)
 
     def _ask(self, connection: socket.socket, peer: tuple[str, int]) -> None:
-        challenge = handshake.Challenge(self._token)
+        wants_tls = not streams.is_within_host(connection)
+        challenge = handshake.Challenge(self._credentials.token, wants_tls=wants_tls)
         deadline = time.monotonic() + handshake.SECONDS
         stranger = _Stranger(connection, (peer[0], peer[1]), challenge, deadline)
         self._strangers[connection] = stranger
@@ -132,6 +141,12 @@ class Door:
             self._refuse(stranger, f"it did not prove that it has the token: {error}")
 
     def _hear(self, stranger: _Stranger) -> None:
+        if stranger.encrypted is None:
+            self._hear_answer(stranger)
+        else:
+            self._hear_handshake(stranger, stranger.encrypted)
+
+    def _hear_answer(self, stranger: _Stranger) -> None:
         connection, challenge = stranger.connection, stranger.challenge
         try:
             part = connection.recv(challenge.missing_bytes)
@@ -148,25 +163,56 @@ class Door:
             connection.sendall(challenge.reply if challenge.is_met else handshake.REFUSAL)
         if not challenge.is_met:
             self._refuse(stranger, "it does not have this run's token")
-            return
-        self._forget(stranger)
-        connection.setblocking(True)
-        self._let_in(connection, challenge.keys)
+        elif challenge.needs_tls:
+            self._begin_tls(stranger)
+        else:
+            self._admit(stranger, PlainStream(connection))
 
-    def _make_room(self) -> None:
-        """Send one away: the first to come from where most are from."""
-        places = Counter(stranger.address[0] for stranger in self._strangers.values())
+    def _begin_tls(self, stranger: _Stranger) -> None:
+        connection = stranger.connection
+        try:
+            context = self._credentials.tls.server
+        except ClusterError as error:
+            self._refuse(stranger, str(error))
+            return
+        stranger.encrypted = TlsStream(connection, context, server_side=True)
+        stranger.deadline = time.monotonic() + handshake.SECONDS
+        self._strangers[connection] = self._strangers.pop(connection)  # now it is the last
+
+    def _hear_handshake(self, stranger: _Stranger, stream: TlsStream) -> None:
+        try:
+            is_complete = stream.advance_by_what_came()
+        except (OSError, EOFError, ClusterError) as error:
+            self._refuse(stranger, f"it has the token, but {error}")
+            return
+        if is_complete:
+            self._admit(stranger, stream)
+
+    def _admit(self, stranger: _Stranger, stream: Stream) -> None:
+        self._forget(stranger)
+        stranger.connection.setblocking(True)
+        self._let_in(stream)
+
+    def _unproved(self) -> list[_Stranger]:
+        return [each for each in self._strangers.values() if each.encrypted is None]
+
+    def _make_room(self) -> bool:
+        """Send one away, if there is any: the first to come from where most are from."""
+        unproved = self._unproved()
+        if not unproved:
+            return False
+        places = Counter(stranger.address[0] for stranger in unproved)
         most = max(places.values())
-        for stranger in self._strangers.values():
-            if places[stranger.address[0]] == most:
-                self._refuse(stranger, f"{len(self._strangers)} others had not proved themselves")
-                return
+        first = next(each for each in unproved if places[each.address[0]] == most)
+        self._refuse(first, f"{len(unproved)} others had not proved themselves")
+        return True
 
     def _send_the_late_away(self) -> None:
         now = time.monotonic()
         late = [stranger for stranger in self._strangers.values() if stranger.deadline <= now]
         for stranger in late:
-            self._refuse(stranger, "it did not prove that it has the token: it took too long")
+            missing = "prove that it has the token" if stranger.encrypted is None else "begin TLS"
+            self._refuse(stranger, f"it did not {missing}: it took too long")
 
     def _refuse(self, stranger: _Stranger, why: str) -> None:
         self._forget(stranger)

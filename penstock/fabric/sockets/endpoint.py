@@ -23,10 +23,11 @@ from penstock.fabric.messages import Kind, Message
 from penstock.fabric.nodes.frame import CONDUCTOR
 from penstock.fabric.nodes.runtime import RuntimeOf
 from penstock.fabric.sockets import handshake
+from penstock.fabric.sockets.certificates import Credentials
 from penstock.fabric.sockets.door import Door
 from penstock.fabric.sockets.handshake import TurnedAwayError
 from penstock.fabric.sockets.link import Link
-from penstock.fabric.sockets.seal import Keys
+from penstock.fabric.sockets.stream import Stream, is_loopback
 
 log = logging.getLogger("penstock.fabric")
 Address = tuple[str, int]
@@ -71,7 +72,8 @@ class Endpoint:
     both see; it may be set before the first payload.
 
     Raises:
-        ClusterError: this machine has no such interface, or the port is taken.
+        ClusterError: this machine has no such interface, the port is taken, or no certificate for
+            TLS can be made.
     """
 
     def __init__(
@@ -87,7 +89,7 @@ class Endpoint:
         port: int = 0,
     ) -> None:
         self.shares_memory = True
-        self._token = token
+        self._credentials = Credentials(token)
         self._on_link_end, self._on_stranger = on_link_end, on_stranger
         self._on_failure = on_failure
         self._every, self._beat = every, beat
@@ -109,7 +111,9 @@ class Endpoint:
                 f"cannot listen on {host!r}, expected {wanted}: {error.strerror}"
             ) from None
         self.address: Address = listener.getsockname()[:2]
-        self._door = Door(listener, token, self._let_in)
+        if not is_loopback(self.address[0]):
+            _ = self._credentials.tls  # now, so that nobody who connects waits for it
+        self._door = Door(listener, self._credentials, self._let_in)
         self._thread = threading.Thread(target=self._loop, name="penstock endpoint", daemon=True)
 
     def start(self) -> None:
@@ -191,7 +195,7 @@ class Endpoint:
         deadline = time.monotonic() + _TRY_SECONDS
         while True:
             try:
-                return self._link(*self._proved(address, seconds))
+                return self._link(self._proved(address, seconds))
             except TurnedAwayError as error:
                 if time.monotonic() > deadline or self._closing:
                     raise ClusterError(f"{address[0]}:{address[1]}: {error}") from None
@@ -199,11 +203,11 @@ class Endpoint:
             except (OSError, ClusterError) as error:
                 raise ClusterError(f"{address[0]}:{address[1]}: {error}") from None
 
-    def _proved(self, address: Address, seconds: float) -> tuple[socket.socket, Keys]:
-        """Return a connection whose two ends have proved themselves, and its keys."""
+    def _proved(self, address: Address, seconds: float) -> Stream:
+        """Return a connection whose two ends have proved themselves."""
         connection = socket.create_connection(address, timeout=seconds)
         try:
-            return connection, handshake.connect(connection, self._token)
+            return handshake.connect(connection, self._credentials)
         except BaseException:
             connection.close()
             raise
@@ -274,8 +278,8 @@ class Endpoint:
 
     # The threads
 
-    def _link(self, connection: socket.socket, keys: Keys) -> Link:
-        link = Link(connection, keys, self._took, self._link_ended, lambda: self.shares_memory)
+    def _link(self, stream: Stream) -> Link:
+        link = Link(stream, self._took, self._link_ended, lambda: self.shares_memory)
         self._all_links.add(link)
         if not link.is_open:  # it may have ended, and been forgotten, before it was noted
             self._all_links.discard(link)
@@ -355,11 +359,11 @@ class Endpoint:
             due = now + self._beat
             self._every(now)
 
-    def _let_in(self, connection: socket.socket, keys: Keys) -> None:
+    def _let_in(self, stream: Stream) -> None:
         if self._closing:
-            connection.close()
+            stream.socket.close()
         else:
-            self._link(connection, keys)
+            self._link(stream)
 
     def _do_jobs(self, place: _Place) -> None:
         while (task := place.jobs.get()) is not None:

@@ -3,8 +3,12 @@
 A challenge and response over HMAC-SHA256 (RFC 2104), each side with a nonce of its own, so that
 neither the token nor anything from which it could be found, or that could be sent again, crosses
 the wire. Until a peer has proved itself, a fixed number of bytes is read from it and compared;
-nothing is parsed. The same three give the keys with which the frames that follow are sealed
-(`seal.py`). They are not encrypted: `docs/cluster.md` says what that leaves.
+nothing is parsed.
+
+Each side also says whether it sees the other on another host. If either does, TLS follows
+(`certificates.py`), in which both prove the token again, by their certificates: whoever only passed
+on the challenge and the response is left out. Strangers never get as far as TLS, so they cannot
+make a node compute its handshakes.
 """
 
 from __future__ import annotations
@@ -14,17 +18,19 @@ import hmac
 import secrets
 import socket
 import time
-from collections.abc import Callable
 
 from penstock.errors import ClusterError
-from penstock.fabric.sockets.seal import Keys
+from penstock.fabric.sockets import stream as streams
+from penstock.fabric.sockets.certificates import Credentials
+from penstock.fabric.sockets.stream import PlainStream, Stream
+from penstock.fabric.sockets.tls import TlsStream
 
 NONCE_BYTES = 32
+HELLO_BYTES = 1 + NONCE_BYTES  # whether TLS is to follow, and a nonce
 PROOF_BYTES = 32
-SECONDS = 5.0  # in which a peer must have proved itself
-_GREETING = b"penstock-fabric3"
+SECONDS = 5.0  # in which a peer must have proved itself, and again for the handshake of TLS
+_GREETING = b"penstock-fabric4"
 REFUSAL = bytes(PROOF_BYTES)  # what one is told whose proof is wrong, before the end
-_PART_BYTES = 256 << 10  # of a payload, after which it counts as heard
 
 
 def new_token() -> str:
@@ -40,17 +46,21 @@ class Challenge:
     """What one who is connected to asks of the other, of whose answer any part may come at a time.
 
     `question` is to be sent first.
+
+    Args:
+        token: of the run.
+        wants_tls: whether this side sees the other on another host.
     """
 
-    def __init__(self, token: str) -> None:
-        self._token, self._nonce = token, secrets.token_bytes(NONCE_BYTES)
+    def __init__(self, token: str, *, wants_tls: bool) -> None:
+        self._token, self._hello = token, _hello(wants_tls)
         self._answer = b""
-        self.question = _GREETING + self._nonce
+        self.question = _GREETING + self._hello
 
     @property
     def missing_bytes(self) -> int:
         """How many bytes of the answer are yet to come; more are not read."""
-        return NONCE_BYTES + PROOF_BYTES - len(self._answer)
+        return HELLO_BYTES + PROOF_BYTES - len(self._answer)
 
     def take(self, part: bytes) -> None:
         """Take the next bytes of the answer."""
@@ -59,41 +69,38 @@ class Challenge:
     @property
     def is_met(self) -> bool:
         """Whether the whole answer has come, and is one that only the token makes."""
-        theirs, proof = self._answer[:NONCE_BYTES], self._answer[NONCE_BYTES:]
-        return hmac.compare_digest(proof, _proof(self._token, b"connects", self._nonce, theirs))
+        theirs, proof = self._answer[:HELLO_BYTES], self._answer[HELLO_BYTES:]
+        return hmac.compare_digest(proof, _proof(self._token, b"connects", self._hello, theirs))
+
+    @property
+    def needs_tls(self) -> bool:
+        """Whether TLS is to follow, with one who has met it."""
+        return _need_tls(self._hello, self._answer)
 
     @property
     def reply(self) -> bytes:
         """What is sent to one who has met it: this side's own proof."""
-        return _proof(self._token, b"accepts", self._answer[:NONCE_BYTES], self._nonce)
-
-    @property
-    def keys(self) -> Keys:
-        """The keys of the connection to one who has met it."""
-        theirs = self._answer[:NONCE_BYTES]
-        return Keys(
-            sends=_proof(self._token, b"seals of who accepts", self._nonce, theirs),
-            takes=_proof(self._token, b"seals of who connects", self._nonce, theirs),
-        )
+        theirs = self._answer[:HELLO_BYTES]
+        return _proof(self._token, b"accepts", self._hello, theirs)
 
 
-def connect(connection: socket.socket, token: str) -> Keys:
-    """Prove oneself to a peer, and let it prove itself; return the keys of the connection.
+def connect(connection: socket.socket, credentials: Credentials) -> Stream:
+    """Prove oneself to a peer, and let it prove itself; return the stream to it.
 
     Raises:
         TurnedAwayError: it closed the connection before it answered.
         ClusterError: it does not have the run's token, or is not a peer at all.
     """
-    deadline = time.monotonic() + SECONDS
+    token, deadline = credentials.token, time.monotonic() + SECONDS
     try:
-        connection.settimeout(SECONDS)
-        greeting = _read_by(connection, len(_GREETING) + NONCE_BYTES, deadline)
+        greeting = _read_by(connection, len(_GREETING) + HELLO_BYTES, deadline)
         if greeting[: len(_GREETING)] != _GREETING:
             raise ClusterError(
                 "what listens there is no node of a run, or of another version of Penstock"
             )
-        theirs, nonce = greeting[len(_GREETING) :], secrets.token_bytes(NONCE_BYTES)
-        connection.sendall(nonce + _proof(token, b"connects", theirs, nonce))
+        theirs = greeting[len(_GREETING) :]
+        hello = _hello(not streams.is_within_host(connection))
+        connection.sendall(hello + _proof(token, b"connects", theirs, hello))
         proof = _read_by(connection, PROOF_BYTES, deadline)
     except (EOFError, ConnectionError):
         raise TurnedAwayError(
@@ -104,13 +111,34 @@ def connect(connection: socket.socket, token: str) -> Keys:
         raise ClusterError(f"it did not answer within {SECONDS:g} s: {error}") from None
     if proof == REFUSAL:
         raise ClusterError("it refused this node's token: is it that of this run?")
-    if not hmac.compare_digest(proof, _proof(token, b"accepts", nonce, theirs)):
+    if not hmac.compare_digest(proof, _proof(token, b"accepts", theirs, hello)):
         raise ClusterError("what listens there does not have this run's token")
+    if _need_tls(theirs, hello):
+        stream: Stream = _encrypted(connection, credentials)
+    else:
+        stream = PlainStream(connection)
     connection.settimeout(None)
-    return Keys(
-        sends=_proof(token, b"seals of who connects", theirs, nonce),
-        takes=_proof(token, b"seals of who accepts", theirs, nonce),
-    )
+    return stream
+
+
+def _encrypted(connection: socket.socket, credentials: Credentials) -> TlsStream:
+    stream = TlsStream(connection, credentials.tls.client, server_side=False)
+    try:
+        stream.handshake(time.monotonic() + SECONDS)
+    except (EOFError, ConnectionError):
+        raise ClusterError("it closed the connection during the handshake of TLS") from None
+    except OSError as error:
+        raise ClusterError(f"no handshake of TLS within {SECONDS:g} s: {error}") from None
+    return stream
+
+
+def _hello(wants_tls: bool) -> bytes:
+    return bytes([wants_tls]) + secrets.token_bytes(NONCE_BYTES)
+
+
+def _need_tls(*hellos: bytes) -> bool:
+    """Whether either side wants it: so neither can be talked out of it."""
+    return any(hello[0] for hello in hellos)
 
 
 def _read_by(connection: socket.socket, size: int, deadline: float) -> bytes:
@@ -125,31 +153,7 @@ def _read_by(connection: socket.socket, size: int, deadline: float) -> bytes:
     return said
 
 
-def _proof(token: str, side: bytes, first: bytes, second: bytes) -> bytes:
-    return hmac.new(token.encode(), _GREETING + side + first + second, hashlib.sha256).digest()
-
-
-def read_exactly(connection: socket.socket, size: int) -> bytes:
-    """Return the next `size` bytes.
-
-    **Raises:** `EOFError` if the peer closes before.
-    """
-    buffer = bytearray(size)
-    read_into(connection, memoryview(buffer))
-    return bytes(buffer)
-
-
-def read_into(
-    connection: socket.socket, buffer: memoryview, came: Callable[[], None] = lambda: None
-) -> None:
-    """Fill a buffer with what comes next; `came` is called for every part of it.
-
-    **Raises:** `EOFError` if the peer closes before.
-    """
-    while buffer.nbytes:
-        # A large part at once: every call that brings less is one more to wake up for.
-        got = connection.recv_into(buffer[:_PART_BYTES], 0, socket.MSG_WAITALL)
-        if got == 0:
-            raise EOFError("the connection was closed")
-        came()
-        buffer = buffer[got:]
+def _proof(token: str, side: bytes, accepts: bytes, connects: bytes) -> bytes:
+    """Return what proves the token to who has the hellos of both sides."""
+    said = _GREETING + side + accepts + connects
+    return hmac.new(token.encode(), said, hashlib.sha256).digest()

@@ -20,7 +20,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -35,9 +34,8 @@ from penstock.fabric.messages import (
     unpack,
 )
 from penstock.fabric.sockets.buffers import Buffers
-from penstock.fabric.sockets.handshake import read_exactly, read_into
 from penstock.fabric.sockets.ring import LEAST_BYTES, PeerRing, Ring
-from penstock.fabric.sockets.seal import MOST_BYTES, SEAL_BYTES, Keys, Seals
+from penstock.fabric.sockets.stream import Stream, read_exactly
 
 _BUFFER_BYTES = 4 << 20
 _BUFFER_BYTES_HERE = 1 << 20  # within a host: what waits in the kernel stays in the cache
@@ -70,8 +68,7 @@ class Link:
     """Sends and receives messages over an authenticated connection.
 
     Args:
-        connection: the socket; the link closes it.
-        keys: with which its frames are sealed.
+        stream: of its bytes, whose other end has proved itself; the link closes its socket.
         take: is given every message, in the reader's thread.
         ended: is called once, when the connection is no more, with the reason.
         shares: whether payloads may go through memory that both ends see.
@@ -79,8 +76,7 @@ class Link:
 
     def __init__(
         self,
-        connection: socket.socket,
-        keys: Keys,
+        stream: Stream,
         take: Callable[[Link, Message], None],
         ended: Callable[[Link, Exception], None],
         shares: Callable[[], bool] = lambda: True,
@@ -90,8 +86,7 @@ class Link:
         self.epoch = 0  # the latest of which the other end has said something
         self.sent_bytes = self.taken_bytes = 0
         self.shared_bytes = 0  # of those that were sent, what went through shared memory
-        self._socket = connection
-        self._sends, self._takes = Seals(keys.sends), Seals(keys.takes)
+        self._stream, self._socket = stream, stream.socket
         self._take, self._ended, self._shares = take, ended, shares
         self._todo: queue.SimpleQueue[Message | _UsedUp | _Room | None] = queue.SimpleQueue()
         self._buffers = Buffers()
@@ -102,17 +97,10 @@ class Link:
         self._used_up: list[int] = []
         self._ring: Ring | None = None
         self._held_up_seconds = 0.0  # since a slot has come back
-        self._may_offer = _is_here(connection)  # else there is nothing to look for
+        self._may_offer = stream.is_local  # else there is nothing to look for
         self._peer_ring: PeerRing | None = None  # the reader's
         self._heard_at = time.monotonic()
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in _LIMITS.items():
-            if hasattr(socket, name):  # else a cut cable is noticed after minutes
-                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-            size = _BUFFER_BYTES_HERE if self._may_offer else _BUFFER_BYTES
-            connection.setsockopt(socket.SOL_SOCKET, option, size)
+        _set_options(stream)
         for name, work in (("reads", self._read), ("writes", self._write)):
             threading.Thread(target=work, name=f"penstock link {name}", daemon=True).start()
 
@@ -152,18 +140,12 @@ class Link:
     def _read(self) -> None:
         try:
             while True:
-                header = read_exactly(self._socket, HEADER_BYTES)
+                header = read_exactly(self._stream, HEADER_BYTES)
                 self._hear()
                 body_bytes, size = lengths(header)
-                seal = read_exactly(self._socket, SEAL_BYTES)
-                body, payload = read_exactly(self._socket, body_bytes), None
-                if size > MOST_BYTES:  # who has not sealed the header gets no memory for it
-                    self._takes.check(seal, header, body, None)
+                body, payload = read_exactly(self._stream, body_bytes), None
                 if size or slot_of(header) is not None:
                     payload = self._payload(slot_of(header), size)
-                if size <= MOST_BYTES:
-                    sealed = None if payload is None else payload.data
-                    self._takes.check(seal, header, body, sealed)
                 self._heed(unpack(header, body, payload))
                 self.taken_bytes += size
                 del payload  # a slot is given back when nobody has it any more
@@ -175,7 +157,7 @@ class Link:
         """Return the bytes of a frame: those that follow, or those in a slot."""
         if slot is None:
             payload = self._buffers.take(size)
-            read_into(self._socket, payload.data, self._hear)
+            self._stream.read_into(payload.data, self._hear)
             return payload
         if self._peer_ring is None:
             raise ProtocolError(f"{size} bytes were announced in slot {slot} of no ring")
@@ -274,38 +256,24 @@ class Link:
         payload = message.payload if message.size else None
         if payload is not None and self._ring is not None and self._ring.takes(message.size):
             slot = self._ring.claim()
-            head = self._head(message, slot)
+            head = b"".join(pack(message, slot))
             self._ring.put(slot, payload)
-            self._send_all([head])
+            self._stream.send([head])
             self.shared_bytes += message.size
         else:
             if message.size >= LEAST_BYTES and self._may_offer and self._shares():
                 self._offer()
-            head = self._head(message)
-            self._send_all([head] if payload is None else [head, payload.data])
+            head = b"".join(pack(message))
+            self._stream.send([head] if payload is None else [head, payload.data])
         self.sent_bytes += message.size
-
-    def _head(self, message: Message, slot: int | None = None) -> bytes:
-        """Return the next frame, up to its payload."""
-        header, body = pack(message, slot)
-        payload = message.payload.data if message.payload is not None and message.size else None
-        return header + self._sends.next(header, body, payload) + body
 
     def _offer(self) -> None:
         """Offer a ring, once; what is sent before the peer has answered goes over the socket."""
         self._may_offer = False
         self._ring = Ring.make()
         if self._ring is not None:
-            self._send_all([self._head(Message(Kind.RING, 0, 0, body=self._ring.offer()))])
-
-    def _send_all(self, parts: list[Any]) -> None:
-        views = [memoryview(part) for part in parts]
-        while views:
-            sent = self._socket.sendmsg(views)
-            while views and sent >= views[0].nbytes:
-                sent -= views.pop(0).nbytes
-            if sent:
-                views[0] = views[0][sent:]
+            offer = Message(Kind.RING, 0, 0, body=self._ring.offer())
+            self._stream.send([b"".join(pack(offer))])
 
     def _end(self, error: Exception) -> None:
         with self._once:
@@ -319,9 +287,13 @@ class Link:
         self._ended(self, error)
 
 
-def _is_here(connection: socket.socket) -> bool:
-    """Whether the other end has this host's own address, as every process of this host has."""
-    try:
-        return bool(connection.getpeername()[0] == connection.getsockname()[0])
-    except OSError:
-        return False  # it has ended already, as the reader will find out
+def _set_options(stream: Stream) -> None:
+    connection = stream.socket
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _LIMITS.items():
+        if hasattr(socket, name):  # else a cut cable is noticed after minutes
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+        size = _BUFFER_BYTES_HERE if stream.is_local else _BUFFER_BYTES
+        connection.setsockopt(socket.SOL_SOCKET, option, size)

@@ -3,9 +3,14 @@ from __future__ import annotations
 import pytest
 from socket_places import Place
 
+from penstock.fabric.sockets import stream
 
-@pytest.fixture
-def places():
+
+@pytest.fixture(params=["within a host", "between hosts"])
+def places(request, monkeypatch):
+    """What makes endpoints: their connections are plain, or TLS as those between hosts are."""
+    if request.param == "between hosts":
+        monkeypatch.setattr(stream, "is_within_host", lambda connection: False)
     made: list[Place] = []
 
     def make(token: str, number: int) -> Place:

@@ -15,6 +15,10 @@ from socket_places import greet, raw, wait
 from penstock.errors import ClusterError
 from penstock.fabric.messages import Kind, Message
 from penstock.fabric.sockets import handshake, new_token
+from penstock.fabric.sockets.certificates import Credentials
+from penstock.fabric.sockets.tls import TlsStream
+
+QUESTION_BYTES = 16 + handshake.HELLO_BYTES
 
 
 def test_who_has_another_token_or_none_is_refused_before_anything_is_read(places, caplog):
@@ -34,7 +38,7 @@ def test_who_has_another_token_or_none_is_refused_before_anything_is_read(places
     assert len(lines) == 4
     assert all("refused a connection from 127.0.0.1" in line for line in lines)
     # Nothing is disturbed: who has the token still gets in.
-    friend = places(here.endpoint._token, 3)
+    friend = places(here.endpoint._credentials.token, 3)
     greet(friend, 3, here).send(Message(Kind.BEAT, 0, 3, to=1))
     wait(lambda: here.node.messages)
 
@@ -48,7 +52,7 @@ def closed(connection: socket.socket) -> bool:
             said += part
     except ConnectionResetError:
         pass
-    assert len(said) <= 48 or said[48:] == handshake.REFUSAL
+    assert len(said) <= QUESTION_BYTES or said[QUESTION_BYTES:] == handshake.REFUSAL
     return True
 
 
@@ -75,10 +79,10 @@ def test_strangers_who_stay_and_say_nothing_keep_nobody_out(places):
     try:
         for _ in range(5):
             with raw(here) as friend:
-                handshake.connect(friend, token)  # the first time
+                handshake.connect(friend, Credentials(token))  # the first time
         assert closed(strangers[0])
         strangers[-1].settimeout(5)
-        assert len(strangers[-1].recv(4096)) == 48
+        assert len(strangers[-1].recv(4096)) == QUESTION_BYTES
         strangers[-1].setblocking(False)
         with pytest.raises(BlockingIOError):
             strangers[-1].recv(1)
@@ -93,15 +97,15 @@ def test_strangers_from_elsewhere_take_each_others_places(places):
     here = places(token, 1)
     with raw(here) as friend:
         friend.settimeout(5)
-        theirs, nonce = friend.recv(48)[16:], bytes(32)
+        theirs, hello = friend.recv(QUESTION_BYTES)[16:], bytes(handshake.HELLO_BYTES)
         strangers = [
             socket.create_connection(here.endpoint.address, source_address=("127.0.0.2", 0))
             for _ in range(400)
         ]
         wait(lambda: here.endpoint.refused["127.0.0.2"] >= 400 - 256)
         assert "127.0.0.1" not in here.endpoint.refused
-        friend.sendall(nonce + handshake._proof(token, b"connects", theirs, nonce))
-        assert friend.recv(32) == handshake._proof(token, b"accepts", nonce, theirs)
+        friend.sendall(hello + handshake._proof(token, b"connects", theirs, hello))
+        assert friend.recv(32) == handshake._proof(token, b"accepts", theirs, hello)
         for stranger in strangers:
             stranger.close()
 
@@ -152,7 +156,7 @@ def turning_away(times: int, token: str):
         for number in range(times + 1):
             connection, _ = listener.accept()
             with connection:
-                challenge = handshake.Challenge(token)
+                challenge = handshake.Challenge(token, wants_tls=False)
                 connection.sendall(challenge.question)
                 if number % 2:  # what it says is not read: the connection is reset
                     connection.recv(1)
@@ -160,6 +164,11 @@ def turning_away(times: int, token: str):
                     while challenge.missing_bytes:
                         challenge.take(connection.recv(challenge.missing_bytes))
                     connection.sendall(challenge.reply)
+                    if challenge.needs_tls:
+                        context = Credentials(token).tls.server
+                        TlsStream(connection, context, server_side=True).handshake(
+                            time.monotonic() + 5
+                        )
 
     thread = threading.Thread(target=answer, daemon=True)
     thread.start()
@@ -194,9 +203,9 @@ def test_the_one_who_connects_wants_proof_too(places):
     def mirror() -> None:
         connection, _ = listener.accept()
         with connection:
-            connection.sendall(b"penstock-fabric3" + bytes(32))
-            answer = connection.recv(64)
-            connection.sendall(answer[32:])
+            connection.sendall(b"penstock-fabric4" + bytes(handshake.HELLO_BYTES))
+            answer = connection.recv(handshake.HELLO_BYTES + handshake.PROOF_BYTES)
+            connection.sendall(answer[handshake.HELLO_BYTES :])
 
     thread = threading.Thread(target=mirror)
     thread.start()
@@ -225,7 +234,7 @@ def test_an_old_proof_is_worth_nothing(places):
             return getattr(self.connection, name)
 
     with raw(here) as connection:
-        handshake.connect(Recorder(connection), token)
+        handshake.connect(Recorder(connection), Credentials(token))
     with raw(here) as connection:
         connection.sendall(recorded)
         closed(connection)

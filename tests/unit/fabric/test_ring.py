@@ -23,29 +23,25 @@ from hypothesis import strategies as st
 
 from penstock import process_memory
 from penstock.errors import CorruptionError, PenstockError, ProtocolError
-from penstock.fabric.messages import Kind, Message, message_with
+from penstock.fabric.messages import Kind, Message, message_with, pack
 from penstock.fabric.sockets import ring
 from penstock.fabric.sockets.link import Link
 from penstock.fabric.sockets.ring import RING_BYTES, SLOTS, PeerRing, Ring
-from penstock.fabric.sockets.seal import Keys
+from penstock.fabric.sockets.stream import PlainStream
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no memfd_create here")
 
 CHUNK = 1 << 20
-KEYS = Keys(bytes(32), bytes(32))
 
 
 class End:
     """One end of a link, and what came out of it."""
 
-    def __init__(
-        self, connection: socket.socket, keys: Keys, shares: bool = True, take=None
-    ) -> None:
+    def __init__(self, connection: socket.socket, shares: bool = True, take=None) -> None:
         self.came: queue.Queue[Message] = queue.Queue()
         self.ended: queue.Queue[Exception] = queue.Queue()
         self.link = Link(
-            connection,
-            keys,
+            PlainStream(connection),
             take or (lambda link, message: self.came.put(message)),
             lambda link, error: self.ended.put(error),
             lambda: shares,
@@ -80,7 +76,7 @@ def ends():
 
     def make(**changes) -> tuple[End, End]:
         one, two = connections()
-        made.extend((End(one, KEYS, changes.pop("one_shares", True)), End(two, KEYS, **changes)))
+        made.extend((End(one, changes.pop("one_shares", True)), End(two, **changes)))
         return made[-2], made[-1]
 
     yield make
@@ -171,7 +167,7 @@ def test_who_takes_slowly_holds_the_sender_up_and_no_memory_grows():
             may_go.wait(20)
 
     connection, other = connections()
-    one, two = End(connection, KEYS), End(other, KEYS, take=take)
+    one, two = End(connection), End(other, take=take)
     try:
         payload = filled(1, 4 << 20)
         for number in range(20):
@@ -254,10 +250,10 @@ def test_a_damaged_slot_ends_the_link_and_is_named(ends, monkeypatch, at):
     one.ended.get(timeout=10)
 
 
-def frame(end: End, slot: int, size: int = CHUNK) -> bytes:
-    """The next frame of an end, whose payload is said to be in a slot."""
+def frame(slot: int, size: int = CHUNK) -> bytes:
+    """A frame whose payload is said to be in a slot."""
     message = message_with(filled(9, size), kind=Kind.WEIGHTS, epoch=1, sender=1)
-    return end.link._head(message, slot)
+    return b"".join(pack(message, slot))
 
 
 @pytest.mark.parametrize(
@@ -267,7 +263,7 @@ def test_slots_that_cannot_be_end_the_link(ends, slot, size):
     one, two = ends()
     one.share(two)
     message = Message(Kind.WEIGHTS, 1, 1, size=size)
-    one.link._socket.sendall(one.link._head(message, slot))
+    one.link._socket.sendall(b"".join(pack(message, slot)))
     error = two.ended.get(timeout=10)
     assert isinstance(error, ProtocolError)
     assert f"{size} bytes were announced in slot {slot}" in str(error)
@@ -279,7 +275,7 @@ def test_a_slot_that_is_held_cannot_be_used_again(ends):
     one.send(1, filled(1))
     held = two.next().payload
     taken = next(iter(two.link._peer_ring._held))
-    one.link._socket.sendall(frame(one, taken))
+    one.link._socket.sendall(frame(taken))
     error = two.ended.get(timeout=10)
     assert isinstance(error, ProtocolError)
     assert "held here" in str(error)
@@ -288,7 +284,7 @@ def test_a_slot_that_is_held_cannot_be_used_again(ends):
 
 def test_a_slot_of_no_ring_ends_the_link(ends):
     one, two = ends(shares=False)
-    one.link._socket.sendall(frame(one, 0))
+    one.link._socket.sendall(frame(0))
     assert isinstance(two.ended.get(timeout=10), ProtocolError)
 
 
@@ -364,7 +360,7 @@ def test_memory_that_could_be_cut_is_not_read(what):
 def be_peer(connection: socket.socket) -> NoReturn:
     """Send and take for ever, in a process that was forked for it."""
     try:
-        end = End(connection, KEYS)
+        end = End(connection)
         for number in itertools.count():
             end.send(number, filled(number))
             end.next()
@@ -380,7 +376,7 @@ def test_a_peer_that_is_killed_ends_the_link_and_leaves_nothing(seed):
         connection.close()
         be_peer(other)
     other.close()
-    end = End(connection, KEYS)
+    end = End(connection)
     held = []
     try:
         while not end.link.shared_bytes:
