@@ -7,7 +7,8 @@ import threading
 
 import numpy as np
 import pytest
-from socket_places import Place, wait
+from socket_places import Place
+from waiting import SECONDS, wait_until
 
 from penstock.errors import CorruptionError
 from penstock.fabric.messages import HEADER_BYTES, Kind, Message, message_with, pack
@@ -51,7 +52,7 @@ def between(places):
     one, two = places(token, 1), places(token, 2)
     middle = Between(two.endpoint.address)
     link = one.endpoint.connect(middle.address)
-    middle.connected.wait(5)
+    assert middle.connected.wait(SECONDS)
     yield link, two, middle
     middle.close()
 
@@ -74,12 +75,12 @@ def say_all(between) -> tuple[list[bytes], Place, Between]:
 def test_what_is_passed_on_as_it_is_comes(between):
     frames, two, middle = say_all(between)
     middle.far.sendall(b"".join(frames))
-    wait(lambda: len(two.node.messages) == 3)
+    wait_until(lambda: len(two.node.messages) == 3)
     assert not two.ended
 
 
 def require_ended(two: Place, came: int) -> None:
-    wait(lambda: two.ended)
+    wait_until(lambda: two.ended)
     assert isinstance(two.ended[0], CorruptionError)
     assert "wrong seal" in str(two.ended[0])
     assert len(two.node.messages) == came
@@ -104,7 +105,7 @@ def test_what_is_said_cannot_be_said_in_another_connection(between, places):
     frames, two, _ = say_all(between)
     other = Between(two.endpoint.address)
     places(two.endpoint._token, 3).endpoint.connect(other.address)
-    other.connected.wait(5)
+    assert other.connected.wait(SECONDS)
     other.far.sendall(frames[0])
     require_ended(two, 0)
     other.close()
@@ -114,7 +115,7 @@ def test_what_one_says_cannot_be_sent_back_to_him(between):
     link, two, middle = between
     link.send(SAID[1])
     middle.near.sendall(middle.take(SAID[1]))
-    wait(lambda: not link.is_open)
+    wait_until(lambda: not link.is_open)
     assert not two.node.messages
 
 
