@@ -2,8 +2,8 @@
 for some steps a tenth.
 
 A program depends on the model's configuration and on what `compile_source` is asked for, on nothing
-else, and nothing of it ever changes. Models that came built are compiled anew for each test: their
-configuration is whatever their owner did to them.
+else, and nothing of it ever changes. A module that came built is compiled anew for each test, since
+its owner may have done anything to it, unless `always_the_same` says that it was not touched.
 """
 
 from __future__ import annotations
@@ -13,11 +13,23 @@ import json
 import threading
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
 
 from penstock.models import ModelSource
 from penstock.program import Program
 
 Compile = Callable[..., Program]
+
+
+_NAMES: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+
+
+def always_the_same(source: ModelSource, name: str) -> ModelSource:
+    """Return a source that came built, whose modules are the same whenever it has this name."""
+    _NAMES[source.module] = name
+    return source
 
 
 def sharing_programs(compile_source: Compile) -> Compile:
@@ -38,15 +50,16 @@ def sharing_programs(compile_source: Compile) -> Compile:
 
 
 def _key(source: ModelSource, asked: dict[str, Any]) -> str | None:
-    """Return what decides a program, as text; None for a model that came built."""
-    if source.hf_config is None or source.values_fingerprint() is not None:
+    """Return what decides a program, as text; None for a module that may be any."""
+    name = _NAMES.get(source.module)
+    if name is None and (source.hf_config is None or source.values_fingerprint() is not None):
         return None
     config = source.hf_config
     parts = {
-        "name": source.name,
+        "name": name or source.name,
         "class": source.class_name,
-        "config": config.to_dict(),
-        "attention": config._attn_implementation,
+        "config": None if config is None else config.to_dict(),
+        "attention": None if config is None else config._attn_implementation,
         "weights": source.weights_fingerprint(),
         "adapters": repr(source.adapters),
         "trainable": sorted(source.trainable),

@@ -67,7 +67,7 @@ def run(script: Path, is_quick: bool) -> str:
             if timer is not None:
                 timer.cancel()
     if is_quick and time.perf_counter() - began >= QUICK_LIMIT:
-        return f"FAILED: not done in {QUICK_LIMIT:.0f} s"
+        return f"FAILED: not done in {QUICK_LIMIT:g} s"
     if process.returncode != 0:
         return f"FAILED: exit code {process.returncode}"
     try:

@@ -121,13 +121,17 @@ def test_a_processor_is_told_from_others_of_its_name(contract, tmp_path):
         ("print('{line}')\nraise SystemExit(3)", "FAILED: exit code 3"),
         ("print('a table')", "FAILED: expected a line of JSON at the end, got 'a table"),
         ("", "FAILED: expected a line of JSON at the end, got ''"),
-        ("import time\ntime.sleep(600)", "FAILED: not done in 2 s"),
     ],
 )
-def test_how_a_benchmark_went_is_told(runner, monkeypatch, tmp_path, text, how):
-    monkeypatch.setattr(runner, "QUICK_LIMIT", 2.0)
+def test_how_a_benchmark_went_is_told(runner, tmp_path, text, how):
     (tmp_path / "x.py").write_text(text.replace("{line}", json.dumps(GOOD)))
     assert runner.run(tmp_path / "x.py", is_quick=True).startswith(how)
+
+
+def test_a_quick_form_that_does_not_end_is_ended_and_told(runner, monkeypatch, tmp_path):
+    monkeypatch.setattr(runner, "QUICK_LIMIT", 0.5)
+    (tmp_path / "x.py").write_text("import time\ntime.sleep(600)")
+    assert runner.run(tmp_path / "x.py", is_quick=True) == "FAILED: not done in 0.5 s"
 
 
 def test_one_that_fails_fails_the_whole_and_keeps_no_other_from_running(tmp_path, monkeypatch):
@@ -160,11 +164,40 @@ def test_the_share_of_dense_products_is_of_the_same_round(contract):
     assert shares == 0.5
 
 
-def test_limits_are_measured_in_a_process_of_their_own(contract, tmp_path, capsys):
-    limits = contract.limits_of_this_machine(products=["fp32"], copy=True, folder=tmp_path)
+def test_limits_are_measured_in_a_process_of_their_own(contract, capsys):
+    limits = contract.limits_of_this_machine(products=["fp32"], copy=True)
     assert limits["products_gflop_per_second"]["fp32"] > 0
     assert limits["copy_gb_per_second"] > 0
-    assert set(limits) >= {"disk_read_gb_per_second", "disk_write_gb_per_second"}
+    contract.print_limits({**limits, "disk_read_gb_per_second": None})
+    said = capsys.readouterr().out
+    assert said.startswith("the machine's own limits: dense products ")
+    assert "a copy in memory" in said
+    assert "disk" not in said
+
+
+@pytest.mark.parametrize("rates", [(1.5, 0.75), (None, None)])
+def test_the_disks_limits_are_its_rates_or_none_without_direct_io(
+    contract, monkeypatch, tmp_path, rates
+):
+    """Nothing of the disk's loop is left, whether it could be made or not."""
+    plain_disk = importlib.import_module("side_by_side.plain_disk")
+    limits = importlib.import_module("contract.limits")
+    moved = []
+
+    class Disk:
+        def __init__(self, path, size, pace):
+            if rates[0] is None:
+                raise plain_disk.NoDirectIO("none here")
+            path.write_bytes(b"some")
+
+        def move(self, read, written):
+            moved.append((read, written))
+
+    size = limits._DISK_BYTES
+    seconds = iter([size / 1e9 / rate for rate in rates if rate])
+    monkeypatch.setattr(plain_disk, "PlainDisk", Disk)
+    monkeypatch.setattr(limits, "_median_seconds", lambda step: (step(), next(seconds))[1])
+    found = limits._disk_rates(str(tmp_path))
+    assert tuple(found.values()) == rates
+    assert moved == ([] if rates[0] is None else [(size, 0), (0, size)])
     assert list(tmp_path.iterdir()) == []
-    contract.print_limits(limits)
-    assert "dense products" in capsys.readouterr().out
