@@ -27,24 +27,19 @@ def open_files(name: str | Path) -> list[str]:
 
 def mapped_files(name: str | Path) -> list[str]:
     """Return the mapped files of this process in whose paths `name` occurs, once per mapping."""
-    return [path for _, path, _ in _mappings() if str(name) in path]
+    return [path for path, _ in _mappings() if str(name) in path]
 
 
 def resident_bytes_of_files(name: str | Path) -> int:
     """Return how much of mapped files in whose paths `name` occurs is resident."""
-    return sum(resident for _, path, resident in _mappings() if str(name) in path)
+    return sum(resident for path, resident in _mappings() if str(name) in path)
 
 
-def resident_bytes_at(address: int) -> int:
-    """Return how much is resident of the mapping that holds an address; 0 where there is none."""
-    return sum(resident for span, _, resident in _mappings() if address in span)
-
-
-def _mappings() -> Iterator[tuple[range, str, int]]:
-    """Yield the addresses, the path and the resident bytes of each mapping."""
-    span, path = range(0), ""
+def _mappings() -> Iterator[tuple[str, int]]:
+    """Yield the path and the resident bytes of each mapping."""
+    path = ""
     for line in Path("/proc/self/smaps").read_text().splitlines():
-        if head := re.match(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ \S+ *(.*)", line):
-            span, path = range(int(head[1], 16), int(head[2], 16)), head[3]
+        if head := re.match(r"[0-9a-f]+-[0-9a-f]+ \S+ \S+ \S+ \S+ *(.*)", line):
+            path = head[1]
         elif line.startswith("Rss:"):
-            yield span, path, int(line.split()[1]) * 1024
+            yield path, int(line.split()[1]) * 1024

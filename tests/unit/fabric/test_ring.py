@@ -12,7 +12,6 @@ import signal
 import socket
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
@@ -22,6 +21,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from own_process import fork, in_a_process_of_its_own
 from process_files import mapped_files, open_files
 from waiting import SECONDS, wait_until
 
@@ -96,24 +96,6 @@ def ends():
 def rings_of_this_process() -> list[str]:
     gc.collect()  # a link that has ended is held by what it has ended with
     return mapped_files(RING) + open_files(RING)
-
-
-def in_a_process_of_its_own(act: Callable[[], None]) -> None:
-    """Fork, act there, and fail with what failed there: no other test's memory is seen."""
-    said, says = os.pipe()
-    if (child := os.fork()) == 0:
-        try:
-            act()
-        except BaseException:
-            os.write(says, traceback.format_exc()[-4000:].encode())
-        finally:
-            os._exit(0)
-    os.close(says)
-    with open(said, "rb") as listens:
-        error = listens.read().decode(errors="replace")
-    _, status = os.waitpid(child, 0)
-    assert not error, error
-    assert status == 0
 
 
 def is_steady(count: Callable[[], int], seconds: float = 0.3) -> Callable[[], bool]:
@@ -409,7 +391,7 @@ def be_peer(connection: socket.socket) -> NoReturn:
 def test_a_peer_that_is_killed_ends_the_link_and_leaves_nothing(seed):
     chance = random.Random(seed)
     connection, other = connections()
-    if (peer := os.fork()) == 0:
+    if (peer := fork()) == 0:
         connection.close()
         be_peer(other)
     other.close()
