@@ -4,9 +4,10 @@
 #   make soak            the same kind of tests for longer: thousands of crashes
 #   make lint            formatting, lint rules, types
 #   make bench           the figures that the README quotes, one script each
+#   make bench QUICK=1   the same with less work: some minutes, and no figures to quote
 #   make docs            the documentation, into site/
 # Another Python: make test PYTHON=python3.12
-# The tests run in two processes, a file at a time; in one: make test WORKERS=0
+# The tests run in two processes, a file at a time, the longest files first; in one: make test WORKERS=0
 
 PYTHON ?= python3
 WORKERS ?= 2
@@ -14,9 +15,6 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 READY_DOCS := $(VENV)/.ready-docs
-BENCHMARKS = $(sort $(wildcard benchmarks/*.py))
-# What each benchmark gets; QUICK=1 does the same work smaller.
-BENCH_ARGS = $(if $(QUICK),--quick)
 
 .PHONY: demo test soak lint bench docs clean
 .DELETE_ON_ERROR:
@@ -25,7 +23,7 @@ demo: $(READY)
 	$(BIN)/python -m penstock.demo
 
 test: $(READY)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 soak: $(READY)
 	$(BIN)/python -m pytest -m slow --timeout 3600 $(PYTEST_ARGS)
@@ -36,10 +34,7 @@ lint: $(READY)
 	$(BIN)/mypy
 
 bench: $(READY)
-	@test -n "$(BENCHMARKS)" || { echo "there are no scripts in benchmarks/"; exit 1; }
-	@for script in $(BENCHMARKS); do \
-		echo "== $$script"; $(BIN)/python $$script $(BENCH_ARGS) || exit 1; \
-	done
+	$(BIN)/python benchmarks/contract $(if $(QUICK),--quick)
 
 docs: $(READY) $(READY_DOCS)
 	$(BIN)/python -m mkdocs build --strict --quiet

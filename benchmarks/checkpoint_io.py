@@ -25,6 +25,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from contract import describe_machine, limits_of_this_machine, print_limits, print_result
+
 TARGET_GIB = 1.5
 SHARD_BYTES = {"full": 500_000_000, "quick": 100_000_000}
 VOCABULARY, LENGTH, SEED = 32_000, 16, 0
@@ -45,8 +47,11 @@ def main() -> None:
         print(json.dumps(WORKERS[what](Path(folder), options)))
         return
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        machine = describe_machine(folder)
         result = measure(Path(folder), options)
-    print(json.dumps(result))
+        limits = limits_of_this_machine(folder=folder)
+    print_limits(limits)
+    print_result("checkpoint_io", **result, machine=machine | {"limits": limits})
 
 
 def measure(folder: Path, options: argparse.Namespace) -> dict:
@@ -83,7 +88,6 @@ def measure(folder: Path, options: argparse.Namespace) -> dict:
         f"transformers', of the largest logit: {distance:.1e}"
     )
     return {
-        "benchmark": "checkpoint_io",
         "value": round(max(phase["peak_gib"] for phase in phases.values()), 3),
         "target": TARGET_GIB,
         "unit": "GiB of peak RSS above that after imports",

@@ -13,13 +13,13 @@ beta2 is 0.999, where a mean of squares moves least per step and rounding hurts 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sysconfig
 import tempfile
 from pathlib import Path
 
 import numpy as np
+from contract import describe_machine, print_result
 
 LENGTH, SEQUENCES = 128, 16
 TARGET = 1.01
@@ -46,17 +46,17 @@ def main() -> None:
             f" {exact_bytes / 2**20:10.1f} -> {coded_bytes / 2**20:.1f} MiB"
         )
     losses = [row["fp32"] for row in rows]
-    result = {
-        "benchmark": "eight_bit_moments",
-        "value": round(max(row["ratio"] for row in rows), 5),
-        "target": TARGET,
-        "unit": "loss with 8-bit moments over loss with float32 moments",
-        "steps": steps,
-        "spread_between_seeds": round(max(losses) / min(losses), 5) if seeds > 1 else None,
-        "mean_ratio": round(statistics.mean(row["ratio"] for row in rows), 5),
-        "by_seed": [{key: round(value, 5) for key, value in row.items()} for row in rows],
-    }
-    print(json.dumps(result))
+    print_result(
+        "eight_bit_moments",
+        round(max(row["ratio"] for row in rows), 5),
+        target=TARGET,
+        unit="loss with 8-bit moments over loss with float32 moments",
+        machine=describe_machine(),
+        steps=steps,
+        spread_between_seeds=round(max(losses) / min(losses), 5) if seeds > 1 else None,
+        mean_ratio=round(statistics.mean(row["ratio"] for row in rows), 5),
+        by_seed=[{key: round(value, 5) for key, value in row.items()} for row in rows],
+    )
 
 
 def source_text() -> np.ndarray:

@@ -25,6 +25,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from contract import describe_machine, print_result
+
 SEQUENCES, LENGTH = 2, 128
 TARGET = 0.02
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -61,19 +63,16 @@ def main() -> None:
             f" {mib(measured)} {mib(beyond(row, 'measured_bytes')):>14}"
             f" {mib(row['predicted_bytes']):>10}"
         )
-    print(
-        json.dumps(
-            {
-                "benchmark": "engine_memory",
-                "value": spread([beyond(row, "account_bytes") for row in rows]),
-                "target": TARGET,
-                "unit": "relative spread over depths",
-                "measured_spread": spread([beyond(row, "measured_bytes") for row in rows]),
-                "quick": options.quick,
-                "width": width,
-                "rows": rows,
-            }
-        )
+    print_result(
+        "engine_memory",
+        spread([beyond(row, "account_bytes") for row in rows]),
+        target=TARGET,
+        unit="relative spread over depths",
+        machine=describe_machine(),
+        measured_spread=spread([beyond(row, "measured_bytes") for row in rows]),
+        quick=options.quick,
+        width=width,
+        rows=rows,
     )
 
 

@@ -35,6 +35,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+from contract import describe_machine, limits_of_this_machine, print_limits, print_result
 from side_by_side import (
     Worker,
     median_ratio,
@@ -83,9 +84,17 @@ def main() -> None:
         return
     layers, rounds = (1, 2) if options.quick else (LAYERS, 7)
     rounds = options.rounds or rounds
+    machine = describe_machine()
     links = link_figures(max(rounds, 5))
     if options.links:
-        print(json.dumps({"benchmark": "engines", **links}))
+        print_result(
+            "engines",
+            links["of_memcpy"],
+            target=0.5,
+            unit="bytes/s of a link between two processes over those of a copy in memory",
+            machine=machine,
+            **links,
+        )
         return
     folder = tempfile.mkdtemp()
     try:
@@ -107,19 +116,22 @@ def main() -> None:
             for loop in LOOPS
         ),
     )
-    result = {
-        "benchmark": "engines",
-        "value": speeds_over(seconds, "two")["one"],
-        "unit": "tokens/s of two engines over one, in other processes, same work, same cores",
-        "apart": speeds_over(seconds, "one")["here"],
-        "two_over_sockets": speeds_over(seconds, "two")["two, sockets"],
-        "one_over_sockets": speeds_over(seconds, "one")["one, sockets"],
+    limits = limits_of_this_machine(products=["fp32"])
+    print_limits(limits)
+    print_result(
+        "engines",
+        speeds_over(seconds, "two")["one"],
+        target=None,
+        unit="tokens/s of two engines over one, in other processes, same work, same cores",
+        machine=machine | {"limits": limits},
+        apart=speeds_over(seconds, "one")["here"],
+        two_over_sockets=speeds_over(seconds, "two")["two, sockets"],
+        one_over_sockets=speeds_over(seconds, "one")["one, sockets"],
         **links,
-        "tokens_per_second": found["tokens_per_second"],
-        "layers": layers,
-        "rounds": rounds,
-    }
-    print(json.dumps(result))
+        tokens_per_second=found["tokens_per_second"],
+        layers=layers,
+        rounds=rounds,
+    )
 
 
 def training_loop(job: Job) -> Callable[[], float]:
@@ -176,6 +188,7 @@ def link_figures(rounds: int) -> dict[str, float]:
         "tls_of_memcpy": ratios["tls"],
         "link_gigabytes_per_second": round(rates["shared"], 2),
         "tls_gigabytes_per_second": round(rates["tls"], 2),
+        "memcpy_gigabytes_per_second": round(rates["memcpy"], 2),
     }
 
 

@@ -27,6 +27,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from contract import describe_machine, print_result
 from side_by_side import Worker, median_ratio, print_table, serve, take_turns
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 LENGTH, LEARNING_RATE, WEIGHT_DECAY, CLIP, SEED = 1024, 3e-4, 0.1, 1.0, 0
 TARGET = 0.92  # what other offloading trainers reach of resident speed
+UNIT = "tokens/s over resident PyTorch's"
 # model, sequences per step, sequences per micro-batch, rounds
 RUNS = [("gpt2", 64, 16, 5), ("gpt3-1.3b", 64, 8, 3)]
 QUICK_RUNS = [("gpt2", 16, 8, 2)]
@@ -55,19 +57,17 @@ def main() -> None:
         return
     import torch
 
+    machine = describe_machine()
     if not torch.cuda.is_available():
         print("there is no CUDA device: nothing was measured")
-        print(
-            json.dumps(
-                {
-                    "benchmark": "gpu",
-                    "value": None,
-                    "target": TARGET,
-                    "unit": "tokens/s over resident PyTorch's",
-                    "skipped": "no CUDA device",
-                    "quick": options.quick,
-                }
-            )
+        print_result(
+            "gpu",
+            None,
+            target=TARGET,
+            unit=UNIT,
+            machine=machine,
+            skipped="no CUDA device",
+            quick=options.quick,
         )
         return
     checks = {} if options.quick else {"devices": run_tests()}
@@ -78,20 +78,16 @@ def main() -> None:
     checks["losses of the group are those of one"] = group["same_losses"]
     for name, passed in checks.items():
         print(f"{name:40} {'passed' if passed else 'FAILED'}")
-    print(
-        json.dumps(
-            {
-                "benchmark": "gpu",
-                "value": min(row["ratio"] for row in rows),
-                "target": TARGET,
-                "unit": "tokens/s over resident PyTorch's",
-                "quick": options.quick,
-                "device": torch.cuda.get_device_name(),
-                "checks": checks,
-                "rows": rows,
-                "group": group,
-            }
-        )
+    print_result(
+        "gpu",
+        min(row["ratio"] for row in rows),
+        target=TARGET,
+        unit=UNIT,
+        machine=machine | {"device": torch.cuda.get_device_name()},
+        quick=options.quick,
+        checks=checks,
+        rows=rows,
+        group=group,
     )
     if not all(checks.values()):
         sys.exit(1)

@@ -38,6 +38,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from contract import describe_machine, limits_of_this_machine, print_limits, print_result
 from side_by_side import (
     Worker,
     median_ratio,
@@ -49,7 +50,7 @@ from side_by_side import (
 )
 from side_by_side.gpt import Gpt, Resident, make_trainer
 from side_by_side.pace import Pace
-from side_by_side.plain_disk import PlainDisk
+from side_by_side.plain_disk import NoDirectIO, PlainDisk
 
 if TYPE_CHECKING:
     import numpy as np
@@ -130,6 +131,7 @@ def main() -> None:
     if isinstance(dram, float):
         dram = int(dram * gpt.parameters * STORE_BYTES_PER_PARAMETER[options.moments])
     folder = tempfile.mkdtemp(dir=options.folder)
+    machine = describe_machine(folder)
     try:
         job = Job(
             "flash",
@@ -140,6 +142,7 @@ def main() -> None:
             disk_rate=options.disk_rate,
         )
         result = against_disk(job, rounds) if options.flash_bound else against_memory(job, rounds)
+        limits = limits_of_this_machine(products=["bf16"], folder=folder)
     finally:
         shutil.rmtree(folder)
     settings = {
@@ -152,7 +155,8 @@ def main() -> None:
         "flash_bound": options.flash_bound,
         "disk_rate": job.disk_rate,
     }
-    print(json.dumps({"benchmark": "out_of_core", **result, **settings}))
+    print_limits(limits)
+    print_result("out_of_core", **result, machine=machine | {"limits": limits}, **settings)
 
 
 def size(text: str) -> int:
@@ -323,7 +327,7 @@ def beside_disk_loop(job: Job) -> Callable[[], float]:
     They are spread over nine tenths of the step before, as a store would that reads ahead.
     """
     compute = penstock_loop(job)
-    disk = PlainDisk(Path(job.folder) / "beside", job.store_bytes, Pace(None))
+    disk = plain_disk(job, "beside", Pace(None))
     before = math.inf
 
     def step() -> float:
@@ -341,9 +345,17 @@ def beside_disk_loop(job: Job) -> Callable[[], float]:
     return step
 
 
+def plain_disk(job: Job, name: str, pace: Pace) -> PlainDisk:
+    """Return a loop of reads and writes of a file as large as the store."""
+    try:
+        return PlainDisk(Path(job.folder) / name, job.store_bytes, pace)
+    except NoDirectIO as error:
+        raise SystemExit(str(error)) from None
+
+
 def plain_loop(job: Job) -> Callable[[], float]:
     """Return a step that moves as many bytes as the latest step on flash; it has no loss."""
-    disk = PlainDisk(Path(job.folder) / "plain", job.store_bytes, Pace(job.disk_rate))
+    disk = plain_disk(job, "plain", Pace(job.disk_rate))
 
     def step() -> float:
         latest = job.moved()[-1]

@@ -28,6 +28,8 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+from contract import describe_machine, limits_of_this_machine, print_limits, print_result
+
 STAGES, STEP = 8, 5
 PIECE_BYTES = 16 << 20
 BYTES_PER_PARAMETER = 12
@@ -49,10 +51,12 @@ def main() -> None:
         return
     size = (options.mebibytes or (96 if options.quick else 1024)) << 20
     rounds = options.rounds or (3 if options.quick else 7)
+    disk = options.folder or tempfile.gettempdir()
+    machine = describe_machine(disk)
     result = {}
     print(f"{'':10} {'straight':>12} {'through':>12} {'ratio':>8}   MB/s, {size >> 20} MiB")
     for tier in ("memory", "flash"):
-        folder = Path(tempfile.mkdtemp(dir=options.folder)) if tier == "flash" else None
+        folder = Path(tempfile.mkdtemp(dir=disk)) if tier == "flash" else None
         try:
             result[tier] = measure(size, rounds, folder, not options.sockets)
         finally:
@@ -63,19 +67,18 @@ def main() -> None:
             f"{tier:10} {found['straight'] / 1e6:12.0f} {found['through'] / 1e6:12.0f} "
             f"{found['ratio']:8.2f}"
         )
-    print(
-        json.dumps(
-            {
-                "benchmark": "replica_copy",
-                "value": round(min(found["ratio"] for found in result.values()), 3),
-                "target": None,
-                "unit": "bytes/s straight from node to node over those through a third process",
-                "mebibytes": size >> 20,
-                "rounds": rounds,
-                "shared_memory": not options.sockets,
-                **result,
-            }
-        )
+    limits = limits_of_this_machine(copy=True, folder=disk)
+    print_limits(limits)
+    print_result(
+        "replica_copy",
+        round(min(found["ratio"] for found in result.values()), 3),
+        target=None,
+        unit="bytes/s straight from node to node over those through a third process",
+        machine=machine | {"limits": limits},
+        mebibytes=size >> 20,
+        rounds=rounds,
+        shared_memory=not options.sockets,
+        **result,
     )
 
 

@@ -14,13 +14,14 @@ without.
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+from contract import describe_machine, limits_of_this_machine, print_limits, print_result
 
 VOCABULARY, WIDTH, HEADS, LAYERS = 2048, 512, 8, 8
 SEQUENCES, LENGTH, SEED = 4, 256, 0
@@ -38,20 +39,20 @@ def main() -> None:
     options = parser.parse_args()
     layers, rounds = (2, 2) if options.quick else (LAYERS, 5)
     folder = Path(tempfile.mkdtemp(dir=options.folder))
+    machine = describe_machine(folder)
     try:
         result = measure(folder, layers, options.rounds or rounds, options.every)
+        limits = limits_of_this_machine(products=["fp32"], folder=folder)
     finally:
         shutil.rmtree(folder)
-    print(
-        json.dumps(
-            {
-                "benchmark": "snapshot_pause",
-                "value": result["ratio"]["behind"],
-                "target": TARGET,
-                "unit": "steps/s with a checkpoint behind every round over without",
-                **result,
-            }
-        )
+    print_limits(limits)
+    print_result(
+        "snapshot_pause",
+        result["ratio"]["behind"],
+        target=TARGET,
+        unit="steps/s with a checkpoint behind every round over without",
+        machine=machine | {"limits": limits},
+        **result,
     )
 
 

@@ -12,13 +12,14 @@ are never made. Seconds and peak resident memory of the process; the median coun
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+from contract import describe_machine, print_result
 
 ROOT = Path(__file__).resolve().parent.parent
 PENSTOCK = [str(Path(sys.executable).with_name("penstock"))]
@@ -29,6 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="GPT-3 6.7B; fewer repetitions")
     quick = parser.parse_args().quick
+    machine = describe_machine()
     model = "gpt3-6.7b" if quick else "gpt3-175b"
     recipe = str(ROOT / "recipes" / "tiny.yaml")
     # name, arguments, what the output must hold, seconds, bytes
@@ -57,17 +59,14 @@ def main() -> None:
             f" {peak / 2**20:9.0f} {shown:>7}"
         )
         rows.append({"command": name, "seconds": median, "all": times[name], "peak_bytes": peak})
-    print(
-        json.dumps(
-            {
-                "benchmark": "startup",
-                "value": round(worst, 3),
-                "target": 1.0,
-                "unit": "worst share of a target",
-                "quick": quick,
-                "rows": rows,
-            }
-        )
+    print_result(
+        "startup",
+        round(worst, 3),
+        target=1.0,
+        unit="worst share of a target",
+        machine=machine,
+        quick=quick,
+        rows=rows,
     )
 
 

@@ -4,6 +4,8 @@ GPT-2 from `transformers` with random weights, 4 sequences of 512 tokens, AdamW 
 fp32 and bf16. Three loops, each in a process of its own, take turns step by step: plain PyTorch
 (fused AdamW, foreach clipping, autocast for bf16), the same under `torch.compile`, and Penstock.
 The ratio of a round is Penstock's tokens/s over the other's in the same round; the median counts.
+A fourth process takes turns with them that does nothing but dense products: the share of its rate
+is what a loop's products alone make of the machine, counted by the formula of `flops_per_token`.
 
     python benchmarks/streaming_tax.py [--quick] [--rounds N] [--precision fp32|bf16]
 """
@@ -14,12 +16,14 @@ import argparse
 import dataclasses
 import json
 import shutil
+import statistics
 import tempfile
 from collections.abc import Callable
 
+from contract import PRODUCT_FLOPS, describe_machine, print_result, start_products
 from side_by_side import Worker, print_table, serve, speeds_over, summarize, take_turns
 
-VOCABULARY = 50257
+VOCABULARY, WIDTH, PRODUCTS = 50257, 768, "products"
 LEARNING_RATE, WEIGHT_DECAY, CLIP, SEED = 3e-4, 0.1, 1.0, 0
 TARGETS = {"eager": 1.15, "compiled": 1.0}
 
@@ -45,6 +49,7 @@ def main() -> None:
     layers = options.layers or (1 if options.quick else 12)
     sequences, length = (1, 256) if options.quick else (4, 512)
     rounds = options.rounds or (3 if options.quick else 7)
+    machine = describe_machine()
     loops = ["penstock", "eager"]
     if not options.quick and shutil.which("gcc"):
         loops.append("compiled")
@@ -52,7 +57,7 @@ def main() -> None:
         compare(loops, Job("", precision, layers, sequences, length), rounds)
         for precision in options.precision or ["fp32", "bf16"]
     ]
-    print(json.dumps(summary(results, layers, rounds)))
+    print_result("streaming_tax", **summary(results), machine=machine, layers=layers, rounds=rounds)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,13 +75,23 @@ def compare(loops: list[str], job: Job, rounds: int) -> dict:
     """Take turns for `rounds` rounds; print a table; return medians, ratios and peak memory."""
     workers = {name: Worker(dataclasses.replace(job, loop=name), __file__) for name in loops}
     tokens = job.sequences * job.length
-    seconds = take_turns(workers, rounds)
+    seconds = take_turns({**workers, PRODUCTS: (products := start_products(job.precision))}, rounds)
+    products.finish()
+    product_seconds = seconds.pop(PRODUCTS)
     result: dict = {"precision": job.precision}
     result |= summarize(workers, seconds, tokens)
     result["ratio"] = speeds_over(seconds, "penstock")
+    result["products_gflop_per_second"] = round(
+        PRODUCT_FLOPS / statistics.median(product_seconds) / 1e9, 1
+    )
+    result["share_of_products"] = {
+        name: share_of_products(tokens * flops_per_token(job), own, product_seconds)
+        for name, own in seconds.items()
+    }
     print(
         f"\n{job.precision}, {job.layers} layers, {rounds} rounds, "
-        f"{job.sequences} x {job.length} tokens"
+        f"{job.sequences} x {job.length} tokens; dense products alone: "
+        f"{result['products_gflop_per_second']:,.0f} GFLOP/s"
     )
     print_table(
         {
@@ -86,6 +101,7 @@ def compare(loops: list[str], job: Job, rounds: int) -> dict:
             "fastest": 8,
             "peak RSS": 10,
             "penstock is": 12,
+            "of products": 12,
             "last loss": 10,
         },
         (
@@ -96,6 +112,7 @@ def compare(loops: list[str], job: Job, rounds: int) -> dict:
                 f"{tokens / min(seconds[name]):.1f}",
                 f"{result['peak_rss_gib'][name]:.2f} GiB",
                 f"{result['ratio'][name]:.3f}x",
+                f"{result['share_of_products'][name]:.1%}",
                 f"{result['loss'][name]:.5f}",
             )
             for name in loops
@@ -104,10 +121,27 @@ def compare(loops: list[str], job: Job, rounds: int) -> dict:
     return result
 
 
-def summary(results: list[dict], layers: int, rounds: int) -> dict:
-    """Return the benchmark's JSON line: the least ratio to eager counts."""
+def flops_per_token(job: Job) -> int:
+    """Return the floating-point operations of a step per token: products forward and backward.
+
+    Of every block 12 matrices of width x width, and attention in which every token sees every
+    other, as it is computed; of the head one of vocabulary x width.
+    """
+    matrices = job.layers * 12 * WIDTH * WIDTH + VOCABULARY * WIDTH
+    attention = job.layers * 2 * job.length * WIDTH  # scores, and their sums of values
+    return 3 * 2 * (matrices + attention)
+
+
+def share_of_products(flops: int, seconds: list[float], product_seconds: list[float]) -> float:
+    """Return the median over rounds of a loop's rate over that of dense products alone."""
+    pairs = zip(seconds, product_seconds, strict=True)
+    shares = [flops / own / (PRODUCT_FLOPS / products) for own, products in pairs]
+    return round(statistics.median(shares), 4)
+
+
+def summary(results: list[dict]) -> dict:
+    """Return what the benchmark's JSON line says: the least ratio to eager counts."""
     return {
-        "benchmark": "streaming_tax",
         "value": min(r["ratio"]["eager"] for r in results),
         "target": TARGETS["eager"],
         "unit": "tokens/s over eager PyTorch's",
@@ -115,8 +149,6 @@ def summary(results: list[dict], layers: int, rounds: int) -> dict:
             (r["ratio"]["compiled"] for r in results if "compiled" in r["ratio"]), default=None
         ),
         "target_compiled": TARGETS["compiled"],
-        "layers": layers,
-        "rounds": rounds,
         "by_precision": results,
     }
 

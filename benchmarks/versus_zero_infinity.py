@@ -26,6 +26,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from contract import describe_machine, limits_of_this_machine, print_limits, print_result
 from side_by_side import (
     Worker,
     WorkerEnded,
@@ -93,18 +94,21 @@ def main() -> None:
         print(HOW_TO_INSTALL.format(python=python) + "\n", flush=True)
     loops = [RESIDENT, *(PENSTOCK[moments] for moments in options.moments or PENSTOCK)]
     folder = tempfile.mkdtemp(dir=options.folder)
+    machine = describe_machine(folder)
     try:
         job = Job(RESIDENT, layers, 4, 256, folder, options.dram)
         result = compare(job, loops, python if version else None, rounds)
         if options.resume:
             job = Job(RESIDENT, **vars(RESUME_GPT), folder=folder, dram=options.dram)
             result["resume"] = compare_resumed(job, loops, python if version else None)
+        limits = limits_of_this_machine(products=["bf16"], folder=folder)
     finally:
         shutil.rmtree(folder)
     settings = {"layers": layers, "rounds": rounds, "dram": options.dram, "deepspeed": version}
     if version is None:
         settings["deepspeed_note"] = f"not installed in {python}; its loop was not run"
-    print(json.dumps({"benchmark": "versus_zero_infinity", **result, **settings}))
+    print_limits(limits)
+    print_result("versus_zero_infinity", **result, machine=machine | {"limits": limits}, **settings)
 
 
 def start(job: Job, loop: str, python: str | None) -> Worker:

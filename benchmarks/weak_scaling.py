@@ -18,7 +18,6 @@ import argparse
 import dataclasses
 import functools
 import gc
-import json
 import math
 import time
 from collections.abc import Sequence
@@ -27,6 +26,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
+from contract import describe_machine, print_result
 from simulated_cluster import (
     CS2,
     H200,
@@ -104,20 +104,17 @@ def main() -> None:
         others = [show(made.result()) for made in tried]
     drawn = draw(curves, arguments.plot) if arguments.plot is not None else None
     shares = [found["efficiency"][-1] / found["target"] for found in curves]
-    print(
-        json.dumps(
-            {
-                "benchmark": "weak_scaling",
-                "value": round(min(shares), 4),
-                "target": 1.0,
-                "unit": "lesser share of the target efficiency on 192 engines",
-                "quick": arguments.quick,
-                "seconds": round(time.perf_counter() - began, 1),
-                "plot": drawn,
-                "machines": curves,
-                "others": others,
-            }
-        )
+    print_result(
+        "weak_scaling",
+        round(min(shares), 4),
+        target=1.0,
+        unit="lesser share of the target efficiency on 192 engines",
+        machine=describe_machine(),  # of the simulation: it changes no figure
+        quick=arguments.quick,
+        seconds=round(time.perf_counter() - began, 1),
+        plot=drawn,
+        machines=curves,
+        others=others,
     )
 
 

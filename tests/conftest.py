@@ -1,1 +1,19 @@
 """Makes this folder importable, so that tests may share the builders that lie in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from compiled_programs import sharing_programs
+
+from penstock import assembly
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _programs_are_shared() -> Iterator[None]:
+    """A run of this process compiles a configuration that another test has compiled no more."""
+    compile_source = assembly.compile_source
+    assembly.compile_source = sharing_programs(compile_source)
+    yield
+    assembly.compile_source = compile_source

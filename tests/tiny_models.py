@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from compiled_programs import always_the_same
 from torch import nn
 from torch.nn import functional as F
 
@@ -225,7 +226,7 @@ def _views(seed: int) -> dict[str, np.ndarray]:
 def _built(build: Callable[[], nn.Module], **options: Any) -> Callable[[int], ModelSource]:
     def source(seed: int) -> ModelSource:
         torch.manual_seed(seed)
-        return ModelSource.from_module(build(), **options)
+        return always_the_same(ModelSource.from_module(build(), **options), build.__name__)
 
     return source
 
@@ -234,11 +235,14 @@ PERCEPTRON = Case(
     "perceptron",
     Perceptron,
     # By reference, as a configuration names it: the weights come from the seed of the run.
-    lambda seed: ModelSource.from_factory(
-        "tiny_models:Perceptron",
-        loss="tiny_models:mean_squared_error",
-        inputs={"x": InputSpec((6,))},
-        targets={"y": InputSpec((2,))},
+    lambda seed: always_the_same(
+        ModelSource.from_factory(
+            "tiny_models:Perceptron",
+            loss="tiny_models:mean_squared_error",
+            inputs={"x": InputSpec((6,))},
+            targets={"y": InputSpec((2,))},
+        ),
+        "Perceptron",
     ),
     lambda model, rows: mean_squared_error(model(rows["x"]), rows["y"]),
     _points,

@@ -19,8 +19,14 @@ CHUNK_BYTES = 8 << 20
 _PAGE_BYTES, _STAMP_BYTES = 4096, 8
 
 
+class NoDirectIO(RuntimeError):
+    """A folder's file system has no direct I/O."""
+
+
 class PlainDisk:
     """Moves bytes to and from a file of its own.
+
+    **Raises:** `NoDirectIO`.
 
     Args:
         path: where the file is made.
@@ -41,7 +47,7 @@ class PlainDisk:
         except (AttributeError, OSError) as error:
             if isinstance(error, OSError) and error.errno != errno.EINVAL:
                 raise
-            raise SystemExit(
+            raise NoDirectIO(
                 f"{path.parent} has no direct I/O, so the disk cannot be measured there; name a "
                 "folder on a disk with --folder"
             ) from None

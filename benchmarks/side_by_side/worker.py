@@ -92,6 +92,11 @@ class Worker:
         return answer
 
     @property
+    def pid(self) -> int:
+        """The process."""
+        return self._process.pid
+
+    @property
     def exit_code(self) -> int | None:
         """How the process ended; None while it runs or stands still."""
         return self._process.poll()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import stat
 import statistics
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from test_forks import is_running
+from waiting import wait_until
 
 from penstock.cli import main
 from penstock.events import ClusterEvent, StepDone
@@ -69,8 +71,9 @@ class Watched:
         for _ in range(steps):
             self.trainer.run_step()
 
-    def seconds_until(self, kind: str, begin: float) -> float:
-        return next(at for at, event in self.happened if at > begin and event.kind == kind) - begin
+    def why_lost(self, begin: float) -> str:
+        """Why the first engine since then was lost."""
+        return next(e.text for at, e in self.happened if at > begin and e.kind == "engine lost")
 
     def seconds_until_step(self, begin: float) -> float:
         return next(at for at, _ in self.steps if at > begin) - begin
@@ -115,25 +118,25 @@ def test_a_run_goes_on_through_losses_and_changes_to_the_same_bits(
         run.train(2)
         assert run.engines() == 3
 
-        # Killed in the middle of a step: noticed at once, and the spare engine takes its place.
+        # Killed in the middle of a step: noticed by its connection and no lease, and the spare
+        # engine takes its place. (How soon, is measured by the slow tests below.)
         # What workers are forked from is killed too: the next one is started from nothing.
         os.kill(run.trainer._runner.hall.launcher.template.pid, signal.SIGKILL)
         begin = time.monotonic()
         os.kill(run.pid_of(1), signal.SIGKILL)
         run.train(2)
-        assert run.seconds_until("engine lost", begin) < 1.0
-        assert run.seconds_until_step(begin) < 5.0
+        assert "its connection ended" in run.why_lost(begin)
         assert run.engines() == 3
 
         # Two at once, one of them standing still: what is left goes on when the lease is over.
-        while len(run.trainer._runner.hall.conductor.ready) < 4:
-            time.sleep(0.05)  # until the one that was killed is replaced
+        # The one that was killed is replaced.
+        wait_until(lambda: len(run.trainer._runner.hall.conductor.ready) == 4)
         begin = time.monotonic()
         os.kill(run.pid_of(0), signal.SIGSTOP)
         run.train(1)
-        # Counted from its last word, which may be some beats old.
-        assert LEASE - 0.5 < run.seconds_until("engine lost", begin) < LEASE + 2.0
-        assert run.seconds_until_step(begin) < LEASE + 5.0
+        silent = re.search(r"silent for ([\d.]+) s", run.why_lost(begin))
+        assert silent is not None
+        assert float(silent[1]) >= LEASE
 
         # Fewer, one, and more than before, three of eight not being a power of two.
         record = tmp_path / "many" / "cluster.json"
@@ -159,10 +162,7 @@ def test_a_run_goes_on_through_losses_and_changes_to_the_same_bits(
     assert (losses, weights) == alone(text, tmp_path / "one", len(losses))
     assert len(losses) == 10
     for pid in processes:  # none is left behind
-        deadline = time.monotonic() + 10
-        while is_running(pid):
-            assert time.monotonic() < deadline, pid
-            time.sleep(0.05)
+        wait_until(lambda pid=pid: not is_running(pid), f"process {pid} ends")
     assert not (tmp_path / "many" / "cluster.json").exists()
 
 

@@ -7,24 +7,16 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from waiting import wait_until
 
 from penstock.cluster import launch
 from penstock.cluster.launch import LocalLauncher
 from penstock.errors import ClusterError
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="no pidfd here")
-
-
-def wait(until, seconds: float = 60.0):
-    deadline = time.monotonic() + seconds
-    while not (found := until()):
-        assert time.monotonic() < deadline, "it did not come to be so"
-        time.sleep(0.01)
-    return found
 
 
 def is_running(pid: int) -> bool:
@@ -57,18 +49,18 @@ def launcher(deaf, tmp_path, monkeypatch):
 
 
 def polled(launcher: LocalLauncher) -> list:
-    return wait(launcher.poll)
+    return wait_until(launcher.poll)
 
 
 def test_a_worker_that_is_killed_or_ended_is_told_of_once(launcher):
     for _ in range(3):
         launcher.start("engine")
-    wait(lambda: not launcher.poll() and len(launcher.pids) == 3)
+    wait_until(lambda: not launcher.poll() and len(launcher.pids) == 3)
     pids = dict(launcher.pids)
     template = launcher.template.pid
     for pid in pids.values():  # they are the template's children, each in a session of its own
         assert Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1] == str(template)
-        wait(lambda pid=pid: os.getsid(pid) == pid)  # it has only just been forked
+        wait_until(lambda pid=pid: os.getsid(pid) == pid)  # it has only just been forked
     os.kill(pids["worker-2"], signal.SIGKILL)
     (ended,) = polled(launcher)
     assert ended.worker == "worker-2"
@@ -90,33 +82,34 @@ def test_a_worker_that_is_killed_or_ended_is_told_of_once(launcher):
 
 def test_a_worker_that_ends_by_itself_is_told_of_with_its_exit_code(tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "needed_modules", list)
-    with socket.create_server(("127.0.0.1", 0)) as gone:
-        address = gone.getsockname()
-    launcher = LocalLauncher(address, "token", tmp_path)
-    try:
-        launcher.start("engine")
-        (ended,) = polled(launcher)
-        assert f"ended with exit code {ClusterError.exit_code}" in ended.how
-        assert "Connection refused" in (tmp_path / "worker-1.log").read_text()
-    finally:
-        launcher.close()
+    with socket.socket() as deaf:  # nobody listens, and nobody else comes to
+        deaf.bind(("127.0.0.1", 0))
+        launcher = LocalLauncher(deaf.getsockname(), "token", tmp_path)
+        try:
+            launcher.start("engine")
+            (ended,) = polled(launcher)
+            assert f"ended with exit code {ClusterError.exit_code}" in ended.how
+            assert "Connection refused" in (tmp_path / "worker-1.log").read_text()
+        finally:
+            launcher.close()
 
 
 def test_a_template_that_is_killed_takes_no_worker_with_it_and_is_replaced(launcher, monkeypatch):
     launcher.start("engine")
-    wait(lambda: not launcher.poll() and launcher.pids)
+    wait_until(lambda: not launcher.poll() and launcher.pids)
     first, (survivor,) = launcher.template.pid, launcher.pids.values()
     os.kill(first, signal.SIGSTOP)
     launcher.start("engine")  # which this one will never do
     os.kill(first, signal.SIGKILL)
-    wait(lambda: not launcher.poll() and len(launcher.pids) == 2)  # it was started from nothing
+    # It is started from nothing.
+    wait_until(lambda: not launcher.poll() and len(launcher.pids) == 2)
     assert set(launcher._processes) == {"worker-2"}
     assert launcher.pids["worker-1"] == survivor
     assert is_running(survivor)
-    wait(lambda: not launcher.poll() and launcher.template.is_ready)
+    wait_until(lambda: not launcher.poll() and launcher.template.is_ready)
     assert launcher.template.pid != first
     launcher.start("engine")
-    wait(lambda: not launcher.poll() and len(launcher.pids) == 3)
+    wait_until(lambda: not launcher.poll() and len(launcher.pids) == 3)
     assert set(launcher._processes) == {"worker-2"}
     os.kill(survivor, signal.SIGKILL)
     (ended,) = polled(launcher)
@@ -125,24 +118,24 @@ def test_a_template_that_is_killed_takes_no_worker_with_it_and_is_replaced(launc
     for _ in range(launch._MOST_TEMPLATES):
         if launcher.template is not None:
             os.kill(launcher.template.pid, signal.SIGKILL)
-            wait(lambda pid=launcher.template.pid: not is_running(pid))
+            wait_until(lambda pid=launcher.template.pid: not is_running(pid))
             launcher.poll()
     assert launcher.template is None  # enough of them
     launcher.start("engine")
     assert "worker-4" in launcher._processes
     pids.append(launcher.pids["worker-4"])
     launcher.close()
-    wait(lambda: not any(is_running(pid) for pid in pids))
+    wait_until(lambda: not any(is_running(pid) for pid in pids))
 
 
 def test_a_template_that_stands_still_does_not_hold_up_the_end(launcher, monkeypatch):
     monkeypatch.setattr("penstock.cluster.forks._LEAVE", 0.2)
     launcher.start("engine")
-    wait(lambda: not launcher.poll() and launcher.pids)
+    wait_until(lambda: not launcher.poll() and launcher.pids)
     (pid,), template = launcher.pids.values(), launcher.template.pid
     os.kill(template, signal.SIGSTOP)
     launcher.close()
-    wait(lambda: not is_running(pid) and not is_running(template))
+    wait_until(lambda: not is_running(pid) and not is_running(template))
 
 
 def test_a_template_with_threads_of_its_own_forks_nobody(deaf, tmp_path, monkeypatch):
@@ -154,7 +147,7 @@ def test_a_template_with_threads_of_its_own_forks_nobody(deaf, tmp_path, monkeyp
     launcher = LocalLauncher(deaf, "token", tmp_path)
     try:
         launcher.start("engine")
-        wait(lambda: not launcher.poll() and launcher.pids)
+        wait_until(lambda: not launcher.poll() and launcher.pids)
         assert list(launcher._processes) == ["worker-1"]
         assert launcher.template is None
         assert launcher._templates[0].why_not == "imports have started 1 threads"
@@ -198,7 +191,7 @@ def test_nobody_is_left_when_the_trainers_process_is_killed(door, tmp_path):
     trainer.stdout.close()
     door.close()  # as its own would
     assert len(pids) == 2
-    wait(lambda: not any(is_running(pid) for pid in pids), 40)
+    wait_until(lambda: not any(is_running(pid) for pid in pids))
 
 
 def test_what_is_imported_ahead_is_libraries_and_no_module_of_the_users():

@@ -7,12 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import ray
+from waiting import wait_until
 
 from penstock.events import ClusterEvent
 from penstock.trainer import Trainer
@@ -58,10 +58,7 @@ class Watched:
         self.losses += [self.trainer.run_step().loss for _ in range(steps)]
 
     def await_engines(self, number: int) -> None:
-        deadline = time.monotonic() + 120
-        while len(self.hall.conductor.ready) < number:
-            assert time.monotonic() < deadline, self.happened
-            time.sleep(0.02)
+        wait_until(lambda: len(self.hall.conductor.ready) >= number, self.happened, 120)
 
 
 @pytest.fixture(scope="module")
@@ -140,10 +137,12 @@ def test_nothing_is_left_behind(run):
     session = ray._private.worker._global_node.get_session_dir_path()
     run.trainer.close()
     assert not ray.is_initialized()
-    left = [
-        path.parent.name for path in Path("/proc").glob("[0-9]*/cmdline") if session in _text(path)
-    ]
-    assert left == []
+
+    def left() -> list[str]:
+        lines = Path("/proc").glob("[0-9]*/cmdline")
+        return [path.parent.name for path in lines if session in _text(path)]
+
+    wait_until(lambda: not left())
     assert not (run.folder / "ray" / "cluster.json").exists()
 
 

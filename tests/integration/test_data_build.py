@@ -1,4 +1,4 @@
-"""`penstock data` as people run it: real processes, real files, real kills."""
+"""`penstock data` as people run it: real files, and processes where these are the question."""
 
 import json
 import os
@@ -11,13 +11,18 @@ import time
 
 import numpy as np
 import pytest
+from command_line import penstock
 
 from penstock.data import LanguageModelSource, TokenDataset, build_dataset
 
 PENSTOCK = [sys.executable, "-c", "from penstock.cli import main; main()", "data"]
 
 
-def penstock(*args, **options):
+def data(*arguments, cwd=None):
+    return penstock("data", *arguments, cwd=cwd)
+
+
+def in_a_process(*args, **options):
     return subprocess.run(
         [*PENSTOCK, *map(str, args)], capture_output=True, text=True, timeout=240, **options
     )
@@ -53,7 +58,7 @@ def contents(path, split="train"):
 )
 def test_one_input_flag_takes_several_files(texts, tmp_path_factory, flags):
     out = tmp_path_factory.mktemp("out") / "set"
-    done = penstock(
+    done = data(
         "build", *flags, "--tokenizer", "bytes", "--validation", "0", "--out", out, cwd=texts
     )
     assert done.returncode == 0, done.stderr
@@ -62,7 +67,7 @@ def test_one_input_flag_takes_several_files(texts, tmp_path_factory, flags):
 
 
 def test_build_then_inspect_read_well_in_a_log(texts):
-    done = penstock(
+    done = in_a_process(
         "build", "--input", "a.txt", "b.txt", "c d.txt", "--tokenizer", "train-bpe:300",
         "--out", "set", "--validation", "0.5", "--seed", "4", cwd=texts,
     )  # fmt: skip
@@ -75,7 +80,7 @@ def test_build_then_inspect_read_well_in_a_log(texts):
     dataset = TokenDataset.open(texts / "set")
     assert f"{dataset.tokens('train'):,} tokens" in done.stdout
     assert "\x1b" not in done.stdout + done.stderr
-    looked = penstock("inspect", "set", cwd=texts)
+    looked = in_a_process("inspect", "set", cwd=texts)
     assert looked.returncode == 0, looked.stderr
     table = done.stdout[done.stdout.index("data set ") :]
     assert looked.stdout.startswith(table)
@@ -88,7 +93,7 @@ def test_quiet_is_quiet(texts):
         ("build", "--input", "a.txt", "--tokenizer", "bytes", "--out", "set", "--quiet"),
         ("inspect", "set", "--quiet"),
     ):
-        done = penstock(*args, cwd=texts)
+        done = data(*args, cwd=texts)
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
@@ -119,27 +124,27 @@ def test_a_terminal_gets_a_progress_bar(texts):
 
 def test_mistakes_are_answered_in_a_line_with_a_code(texts):
     build = ("build", "--tokenizer", "bytes", "--out", "set", "--input")
-    done = penstock(*build, "a.txt", "c.txt", cwd=texts)
+    done = data(*build, "a.txt", "c.txt", cwd=texts)
     assert (done.returncode, done.stdout) == (3, "")
     assert done.stderr == "error: input c.txt does not exist (did you mean 'c d.txt'?)\n"
     (texts / "bad.jsonl").write_text('{"text": "x"}\n{"text": \n')
-    done = penstock(*build, "a.txt", "bad.jsonl", cwd=texts)
+    done = data(*build, "a.txt", "bad.jsonl", cwd=texts)
     assert done.returncode == 3
     assert done.stderr.splitlines()[-1] == (
         "error: bad.jsonl:2: broken JSON at column 9: Expecting value"
     )
-    done = penstock(*build, "a.txt", "--validation", "2", cwd=texts)
+    done = data(*build, "a.txt", "--validation", "2", cwd=texts)
     assert done.returncode == 2
     assert sorted(os.listdir(texts)) == ["a.txt", "b.txt", "bad.jsonl", "c d.txt"]
 
 
 def test_a_corrupt_shard_is_reported_by_inspect(texts):
-    penstock("build", "--input", "a.txt", "--tokenizer", "bytes", "--out", "set", cwd=texts)
+    data("build", "--input", "a.txt", "--tokenizer", "bytes", "--out", "set", cwd=texts)
     shard = texts / "set" / "train-00000.bin"
     content = bytearray(shard.read_bytes())
     content[100] ^= 4
     shard.write_bytes(content)
-    done = penstock("inspect", "set", cwd=texts)
+    done = data("inspect", "set", cwd=texts)
     assert done.returncode == 6
     assert "error: set/train-00000.bin is corrupt between byte 0 and " in done.stderr
 
@@ -151,7 +156,7 @@ def test_a_disk_that_takes_no_more(texts):
     def limit():
         resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
 
-    done = penstock(
+    done = in_a_process(
         "build", "--input", "big.txt", "--tokenizer", "bytes", "--out", "set",
         cwd=texts, preexec_fn=limit,
     )  # fmt: skip
@@ -210,14 +215,14 @@ def test_a_build_that_is_stopped_leaves_no_half_data_set(tmp_path, large, how, d
             assert ".set.building" not in left
         if overwrite:
             assert TokenDataset.open(out, verify=True).fingerprint == old
-    done = penstock(*command, "bytes", *(() if overwrite or "set" not in left else ["--overwrite"]))
+    done = data(*command, "bytes", *(() if overwrite or "set" not in left else ["--overwrite"]))
     assert done.returncode == 0, done.stderr
     TokenDataset.open(out, verify=True)
     assert not aside.exists()
 
 
 def test_processes_agree_on_every_sample(texts):
-    penstock(
+    data(
         "build", "--input", "a.txt", "b.txt", "c d.txt", "--tokenizer", "bytes", "--out", "set",
         cwd=texts,
     )  # fmt: skip
@@ -243,7 +248,7 @@ def test_processes_agree_on_every_sample(texts):
 
 def test_pytorch_reads_the_batches(texts):
     torch = pytest.importorskip("torch")
-    penstock("build", "--input", "a.txt", "--tokenizer", "bytes", "--out", "set", cwd=texts)
+    data("build", "--input", "a.txt", "--tokenizer", "bytes", "--out", "set", cwd=texts)
     batch = LanguageModelSource(TokenDataset.open(texts / "set"), "train", 32).batch(0, [0, 1], 2)
     logits = torch.zeros(2, 32, 257)
     loss = torch.nn.functional.cross_entropy(

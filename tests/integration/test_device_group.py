@@ -11,6 +11,7 @@ import pytest
 import torch
 from plain_training import Recipe, trainer_of
 from tiny_models import language_model
+from waiting import wait_until
 
 from penstock.config import Config
 from penstock.engine import Sharing, predict_bytes
@@ -132,7 +133,7 @@ def test_an_error_on_one_device_ends_the_step_and_nothing_else(kind, alone, tmp_
     assert trainer.store.content_hash() == weights
     account_is_below_what_was_predicted(trainer, kind, len(devices))
     trainer.close()
-    assert set(threading.enumerate()) <= before
+    wait_until(lambda: set(threading.enumerate()) <= before)
 
 
 def account_is_below_what_was_predicted(trainer, kind, devices):

@@ -6,6 +6,9 @@ import time
 from pathlib import Path
 
 import pytest
+from waiting import wait_until
+
+from penstock.cluster.launch import thread_states
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 WORKER = f"""
@@ -73,24 +76,25 @@ def test_every_second_round_goes_backward_and_warm_up_is_not_counted(tmp_path, s
     seconds = side_by_side.take_turns(workers, 3, warm_up=2)
     assert (tmp_path / "log").read_text() == "aabb" + "ab" + "ba" + "ab"
     assert [len(seconds[name]) for name in "ab"] == [3, 3]
-    assert all(s < 90 for own in seconds.values() for s in own)
-    assert side_by_side.speeds_over(seconds, "a")["b"] > 1
+    # What the step itself took, whatever a loop prints; a busy machine takes longer.
+    assert all(0.02 <= s != 99 for s in seconds["a"])
+    assert all(0.1 <= s != 99 for s in seconds["b"])
     assert workers["a"].losses == [1.0, 2.0, 3.0, 4.0, 5.0]
-    found = side_by_side.summarize(workers, seconds, tokens=100)
+    found = side_by_side.summarize(workers, {"a": [1.0, 2.0, 9.0], "b": [4.0] * 3}, tokens=100)
     assert found["loss"] == {"a": 5.0, "b": 5.0}
-    assert found["tokens_per_second"]["a"] > found["tokens_per_second"]["b"]
+    assert found["tokens_per_second"] == {"a": 50.0, "b": 25.0}
     assert 0 < found["peak_rss_gib"]["a"] < 1
 
 
 def test_a_worker_stands_still_while_it_is_not_its_turn(tmp_path, side_by_side, start):
     workers = {"a": start("a")}
     side_by_side.take_turns(workers, 1, warm_up=0)
-    time.sleep(0.05)  # the signal has arrived
-    before = (tmp_path / "beats-a").read_text()
+    wait_until(lambda: set(thread_states(workers["a"].pid)) == {"T"}, "the signal has arrived")
+    beats = tmp_path / "beats-a"
+    before = beats.read_text()
     time.sleep(0.2)
-    assert (tmp_path / "beats-a").read_text() == before
-    workers["a"].step()
-    assert len((tmp_path / "beats-a").read_text()) > len(before)
+    assert beats.read_text() == before
+    wait_until(lambda: workers["a"].step() and beats.read_text() != before)
 
 
 def test_when_one_ends_early_none_is_left_running(side_by_side, start):
@@ -102,4 +106,6 @@ def test_when_one_ends_early_none_is_left_running(side_by_side, start):
 
 def test_a_ratio_is_of_the_same_round(side_by_side):
     # A machine that is ten times slower in the second round slows both loops.
-    assert side_by_side.median_ratio([2.0, 20.0, 2.0], [1.0, 10.0, 1.0]) == 2.0
+    seconds = {"a": [1.0, 10.0, 1.0], "b": [2.0, 20.0, 2.0]}
+    assert side_by_side.median_ratio(seconds["b"], seconds["a"]) == 2.0
+    assert side_by_side.speeds_over(seconds, "a") == {"a": 1.0, "b": 2.0}

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from waiting import SECONDS, wait_until
 
 from penstock.cluster import roles, worker
 from penstock.cluster.engine_work import EngineOfProcess
@@ -70,10 +70,8 @@ class Company:
         self.threads = [threading.Thread(target=serve, daemon=True) for _ in range(2)]
         for thread in self.threads:
             thread.start()
-        deadline = time.monotonic() + 60
-        while len(self.trainer._runner.hall.conductor.ready) < 2:
-            assert time.monotonic() < deadline, self.ended
-            time.sleep(0.02)  # the trainer compiles too when it begins
+        # The trainer compiles too when it begins.
+        wait_until(lambda: len(self.trainer._runner.hall.conductor.ready) == 2, self.ended)
 
     def steps(self) -> list[StepDone]:
         return [event for event in self.events if isinstance(event, StepDone)]
@@ -84,7 +82,7 @@ class Company:
     def close(self) -> None:
         self.trainer.close()
         for thread in self.threads:
-            thread.join(timeout=30)
+            thread.join(timeout=SECONDS)
             assert not thread.is_alive()
 
 

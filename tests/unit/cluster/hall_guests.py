@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
+
+from waiting import SECONDS
 
 from penstock.cluster.bodies import Role
 from penstock.cluster.hall import Hall
@@ -118,17 +118,10 @@ class Guest:
         self.link.send(Message(kind, 0, number, body=body))
 
     def hear(self) -> Message:
-        return self.said.get(timeout=10)
+        return self.said.get(timeout=SECONDS)
 
     def become(self, hall: Hall, welcome: Message) -> None:
         """Be ready, as what it was told to be."""
         plan, is_engine = hall.plan, welcome.body["place"] is None
         digest = plan.engine_digest if is_engine else plan.shard_digest
         self.say(Kind.READY, welcome.body["node"], digest=digest)
-
-
-def until(is_so: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 10
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)

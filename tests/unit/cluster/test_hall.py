@@ -8,7 +8,8 @@ import threading
 import time
 
 import pytest
-from hall_guests import TOKEN, PretendLauncher, config, until
+from hall_guests import TOKEN, PretendLauncher, config
+from waiting import wait_until
 
 from penstock.budget import Room
 from penstock.cluster.bodies import Role
@@ -46,7 +47,7 @@ def test_a_place_of_a_shard_for_which_nobody_comes_ends_a_run_that_has_engines(v
     visited = visit(start="listen", shards="apart", lease=10.0)
     guest, welcome = visit.join(visited)
     guest.become(visited.hall, welcome)
-    until(lambda: visited.hall.conductor.ready)
+    wait_until(lambda: visited.hall.conductor.ready)
     visited.launcher.ended = [Ended(f"worker-{n}", f"worker-{n} fell") for n in range(3)]
     with pytest.raises(ClusterError, match=r"3 workers in a row ended before .*; worker-2 fell"):
         visited.hall.remote_shards()
@@ -92,10 +93,9 @@ def test_a_worker_that_waits_for_a_processor_is_not_lost_before_ten_leases(visit
     visited = visit(start="local", lease=0.2)
     guest, welcome = visit.join(visited)
     visited.launcher.starving = ("guest-1",)
-    guest.become(visited.hall, welcome)
-    until(lambda: visited.hall.conductor.ready)
     began = time.monotonic()
-    until(lambda: not visited.hall.conductor.ready)  # it never says a word
+    guest.become(visited.hall, welcome)
+    wait_until(lambda: visited.hall.news.counts["engine lost"])  # it never says a word
     assert time.monotonic() - began > 1.0
 
 
@@ -140,7 +140,7 @@ def test_a_hall_that_cannot_be_opened_leaves_nothing(tmp_path, layout, fails):
             tell=lambda event: None,
             should_stop=lambda: False,
         )
-    until(lambda: not ours() - before)
+    wait_until(lambda: not ours() - before)
     assert not (tmp_path / "cluster.json").exists()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(addresses[0], timeout=1)

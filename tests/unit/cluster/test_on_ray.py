@@ -5,9 +5,11 @@ from __future__ import annotations
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
+from waiting import wait_until
 
 from penstock.cluster import on_ray
 from penstock.cluster.on_ray import RayConnection, RayLauncher, RayWorker
@@ -24,9 +26,12 @@ def config(**cluster) -> Config:
     return Config.from_mapping({"model": "gpt2", "cluster": {"start": "ray", **cluster}})
 
 
-def unused_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
+@pytest.fixture
+def deaf_port() -> Iterator[int]:
+    """A port that is taken, so that nobody else comes to listen there, and refuses everybody."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield taken.getsockname()[1]
 
 
 def test_without_ray_it_is_said_how_to_install_it(monkeypatch):
@@ -42,14 +47,14 @@ def test_a_variable_that_is_not_set(monkeypatch):
 
 
 @pytest.mark.parametrize("scheme", ["", "ray://"])
-def test_nobody_listens_at_the_address(scheme):
-    address = f"{scheme}127.0.0.1:{unused_port()}"
+def test_nobody_listens_at_the_address(scheme, deaf_port):
+    address = f"{scheme}127.0.0.1:{deaf_port}"
     with pytest.raises(ClusterError, match=rf"cluster\.address: {address}: .*refused"):
         RayConnection(config(address=address), "cpu")
 
 
-def test_a_worker_that_cannot_reach_the_run_says_so():
-    run = ("127.0.0.1", unused_port())
+def test_a_worker_that_cannot_reach_the_run_says_so(deaf_port):
+    run = ("127.0.0.1", deaf_port)
     said = RayWorker("/nowhere").serve(run, "a token", "worker-1", "engine")
     assert "refused" in said
     assert said.endswith("the run's process must be reachable from there, see cluster.host")
@@ -137,21 +142,17 @@ def test_what_actors_without_room_ask_for_is_said_after_some_seconds(monkeypatch
     try:
         assert launcher.start("shard") == "worker-1"
         assert launcher.start("engine") == "worker-2"
-        deadline = time.monotonic() + 10
-        while ray.made < 2 and time.monotonic() < deadline:
-            time.sleep(0.005)
+        wait_until(lambda: ray.made == 2)
         assert launcher.waits_for() is None
-        now = time.monotonic
-        monkeypatch.setattr(time, "monotonic", lambda: now() + 20)
+        later = SimpleNamespace(monotonic=lambda: time.monotonic() + 20)
+        monkeypatch.setattr(on_ray, "time", later)
         text = launcher.waits_for()
         assert text is not None
         assert text.startswith("2 of 2 workers have not begun in 15 s; they ask the Ray cluster, ")
         assert "each shard for 1 CPU(s) and each engine for 16 CPU(s) and 1 GPU(s) (eng" in text
         assert [(o["num_cpus"], o["num_gpus"]) for o in ray.options] == [(1, 0), (16, 1)]
         ray.has_room = True
-        while launcher.waits_for() and now() < deadline:
-            time.sleep(0.005)
-        assert launcher.waits_for() is None
+        wait_until(lambda: launcher.waits_for() is None)
     finally:
         launcher.close()
 
@@ -169,9 +170,7 @@ def test_who_waits_for_a_processor_is_known_of_a_ray_of_one_node_alone(is_one_no
         worker = launcher.start("engine")
         assert not launcher.starves(worker)  # it has not begun
         ray.has_room = True
-        deadline = time.monotonic() + 10
-        while worker not in launcher.pids and time.monotonic() < deadline:
-            time.sleep(0.005)
+        wait_until(lambda: worker in launcher.pids)
         assert launcher.starves(worker) is is_one_node
         assert asked == ([7] if is_one_node else [])
     finally:
@@ -216,9 +215,7 @@ def test_an_actor_that_cannot_be_reached_is_ended_too(kind):
     launcher = RayLauncher(connection, ("10.0.0.1", 1), "token")
     try:
         launcher.start("engine")
-        deadline, ended = time.monotonic() + 10, []
-        while not ended and time.monotonic() < deadline:
-            ended = launcher.poll()
+        ended = wait_until(launcher.poll)
         assert [each.how for each in ended] == [
             "worker-1 on a-node with pid 7 ended: It is unavailable: RPC error."
         ]

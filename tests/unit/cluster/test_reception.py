@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hall_guests import until
+from waiting import wait_until
 
 from penstock.cluster.plan import engine_digest, placement_of, shard_digest, transfers_of
 from penstock.errors import ClusterError, ConfigError
@@ -27,19 +27,19 @@ def test_a_replica_that_is_lost_leaves_its_place_to_a_newcomer_that_waits_for_a_
     assert places == [[0, 0], [1, 0], None, None, None, [0, 1], [1, 1]]
     for guest, welcome in joined:
         guest.become(visited.hall, welcome)
-    until(lambda: not visited.hall._places.are_missing)
-    until(lambda: len(visited.hall.conductor.ready) == 3)
+    wait_until(lambda: not visited.hall._places.are_missing)
+    wait_until(lambda: len(visited.hall.conductor.ready) == 3)
     assert visited.hall.conductor.holders == ((1, 3), (2, 4))
     joined[1][0].link.close()
-    until(lambda: visited.hall.conductor.holders == ((1, 3), (4,)))
+    wait_until(lambda: visited.hall.conductor.holders == ((1, 3), (4,)))
     guest, welcome = visit.join(visited)
     assert (welcome.body["place"], welcome.body["opens"]) == ([1, 0], "empty")
     node = welcome.body["node"]
     guest.become(visited.hall, welcome)
-    until(lambda: visited.hall._places.newcomers == [(1, node)])
+    wait_until(lambda: visited.hall._places.newcomers == [(1, node)])
     assert visited.hall.conductor.holders == ((1, 3), (4,))  # until it has its copy
     guest.link.close()
-    until(lambda: not visited.hall._places.newcomers)
+    wait_until(lambda: not visited.hall._places.newcomers)
     visited.hall.news.look()
     assert visited.told.count("replica lost") == 2
     assert visit.join(visited)[1].body["place"] == [1, 0]
@@ -50,9 +50,9 @@ def test_a_newcomer_that_cannot_be_made_does_not_end_the_run(visit):
     joined = [visit.join(visited) for _ in range(7)]
     for guest, welcome in joined:
         guest.become(visited.hall, welcome)
-    until(lambda: not visited.hall._places.are_missing)
+    wait_until(lambda: not visited.hall._places.are_missing)
     joined[0][0].link.close()
-    until(lambda: visited.hall.conductor.holders[0] == (3,))
+    wait_until(lambda: visited.hall.conductor.holders[0] == (3,))
     guest, welcome = visit.join(visited)
     text = {"error": "StorageError", "text": "no space left"}
     guest.say(Kind.TROUBLE, welcome.body["node"], **text)
@@ -66,7 +66,7 @@ def test_who_leaves_before_it_is_ready_leaves_its_place_to_the_next(visit):
     guest, first = visit.join(visited)
     assert first.body["place"] == [0, 0]
     guest.link.close()
-    until(lambda: not visited.hall.guests.joining)
+    wait_until(lambda: not visited.hall.guests.joining)
     assert visit.join(visited)[1].body["place"] == [0, 0]
 
 
@@ -114,18 +114,18 @@ def test_a_shard_waits_for_a_place_as_long_as_another_may_take_one_on_another_ho
     visited = visit(shards="apart", replicas=2, lease=60.0)
     joined = [visit.join(visited, role="shard") for _ in range(2)]
     waiting = visit.arrive(visited, role="shard")
-    until(lambda: len(visited.hall._reception._waiting) == 1)  # beside those of its host
+    wait_until(lambda: len(visited.hall._reception._waiting) == 1)  # beside those of its host
     elsewhere = visit.arrive(visited, host="127.0.0.2", role="shard")
     assert elsewhere.hear().body["place"] == [0, 1]
     assert waiting.hear().body["place"] == [1, 1]  # nobody else is to come
     late = visit.arrive(visited, role="shard")
-    until(lambda: len(visited.hall._reception._waiting) == 1)
+    wait_until(lambda: len(visited.hall._reception._waiting) == 1)
     joined[0][0].link.close()
     assert late.hear().body["place"] == [0, 0]
     gone = visit.arrive(visited, role="shard")
-    until(lambda: len(visited.hall._reception._waiting) == 1)
+    wait_until(lambda: len(visited.hall._reception._waiting) == 1)
     gone.link.close()
-    until(lambda: not visited.hall._reception._waiting)
+    wait_until(lambda: not visited.hall._reception._waiting)
 
 
 @pytest.mark.parametrize("role", ["engine", "shard"])

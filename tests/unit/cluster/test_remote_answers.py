@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from any_message import anything
-from hall_guests import Guest, until
+from hall_guests import Guest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from store_programs import (
@@ -29,6 +29,7 @@ from store_programs import (
     train,
     training_store,
 )
+from waiting import wait_until
 
 from penstock.cluster import store_calls
 from penstock.cluster.calls import BadAnswerError, Gathered, Said, ShardLostError, frames
@@ -301,7 +302,7 @@ def test_in_a_run_a_shard_that_lies_loses_its_link(visit):
     with pytest.raises(ShardLostError, match=r"was lost: node 2 answered to 'content_hash' with w"):
         shards[1].content_hash()
     liar.join()
-    until(lambda: [guest.number for guest in visited.hall.guests.here] == [1])
+    wait_until(lambda: [guest.number for guest in visited.hall.guests.here] == [1])
     with pytest.raises(PenstockError, match="shard 1 of the store was lost, and with it what it"):
         visited.hall.news.look()
     assert "shard lost" in visited.told

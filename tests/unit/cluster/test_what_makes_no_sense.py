@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from any_message import messages
-from hall_guests import Guest, Visited, until
+from hall_guests import Guest, Visited
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from waiting import wait_until
 
 from penstock.cluster.bodies import Welcome
 from penstock.cluster.hall import Hall
@@ -61,7 +62,7 @@ def open_for_all(tmp_path_factory, layout) -> Iterator[Hall]:
         welcome = guest.hear()
         if number < 3:
             guest.become(visited.hall, welcome)
-    until(lambda: visited.hall.conductor.ready and not visited.hall._places.are_missing)
+    wait_until(lambda: visited.hall.conductor.ready and not visited.hall._places.are_missing)
     yield visited.hall
     for guest in guests:
         guest.endpoint.close()

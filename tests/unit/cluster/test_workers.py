@@ -7,7 +7,8 @@ import subprocess
 import sys
 
 import pytest
-from hall_guests import TOKEN, until
+from hall_guests import TOKEN
+from waiting import wait_until
 
 from penstock.cluster.launch import thread_states
 from penstock.cluster.worker import Worker
@@ -19,9 +20,9 @@ def test_a_process_that_would_run_is_told_from_one_that_sleeps_or_is_stopped(tmp
     spin = "while True: pass"
     for code, states in ((spin, "R"), ("import time; time.sleep(60)", "S")):
         with subprocess.Popen([sys.executable, "-c", code]) as process:
-            until(lambda p=process, s=states: thread_states(p.pid) == [s])
+            wait_until(lambda p=process, s=states: thread_states(p.pid) == [s])
             process.send_signal(signal.SIGSTOP)
-            until(lambda p=process: thread_states(p.pid) == ["T"])
+            wait_until(lambda p=process: thread_states(p.pid) == ["T"])
             process.kill()
         assert thread_states(process.pid) == []
 

@@ -6,7 +6,7 @@ from sweeps import compiled
 from tiny_models import LENGTH, language_model
 from torch import nn
 
-from penstock.assembly import compile_source
+from penstock import assembly
 
 ROWS = 2
 TOKENS = ROWS * LENGTH
@@ -14,7 +14,7 @@ TOKENS = ROWS * LENGTH
 
 def middle_block(family, **changes):
     source = language_model(family, **changes).source(0)
-    program = compile_source(source, micro_batch=ROWS, length=LENGTH, precision="fp32")
+    program = assembly.compile_source(source, micro_batch=ROWS, length=LENGTH, precision="fp32")
     return program.stages[2].kind, source.hf_config
 
 

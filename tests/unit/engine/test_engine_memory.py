@@ -11,7 +11,7 @@ from real_allocations import peak_allocated_bytes
 from sweeps import sweep, sweep_and_let_go, weights_of
 from tiny_models import LENGTH, language_model
 
-from penstock.assembly import compile_source
+from penstock import assembly
 from penstock.config.size import ByteSize
 from penstock.engine import (
     EnginePlan,
@@ -27,7 +27,9 @@ from penstock.errors import BudgetError
 def setting(family="gpt2", precision="fp32", micro_batches=4, **changes):
     """Return a compiled model, its weights, and micro-batches of two rows with memory apart."""
     case = language_model(family, **changes)
-    program = compile_source(case.source(0), micro_batch=2, length=LENGTH, precision=precision)
+    program = assembly.compile_source(
+        case.source(0), micro_batch=2, length=LENGTH, precision=precision
+    )
     weights = weights_of(case.plain(0), program)
     rows = {name: torch.from_numpy(value) for name, value in case.arrays(0).items()}
     batches = [

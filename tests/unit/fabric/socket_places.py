@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import socket
-import time
+
+from waiting import SECONDS
 
 from penstock.fabric.messages import Kind, Message
 from penstock.fabric.sockets import Endpoint
@@ -40,13 +41,6 @@ class Place:
         self.endpoint.start()
 
 
-def wait(until, seconds: float = 5.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not until():
-        assert time.monotonic() < deadline, "it did not come to be so"
-        time.sleep(0.005)
-
-
 def greet(from_: Place, number: int, to: Place):
     link = from_.endpoint.connect(to.endpoint.address)
     link.send(Message(Kind.HELLO, 0, number, body={"node": number}))
@@ -54,4 +48,4 @@ def greet(from_: Place, number: int, to: Place):
 
 
 def raw(place: Place) -> socket.socket:
-    return socket.create_connection(place.endpoint.address, timeout=5)
+    return socket.create_connection(place.endpoint.address, timeout=SECONDS)

@@ -12,6 +12,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -20,6 +21,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from own_process import fork, in_a_process_of_its_own
+from process_files import mapped_files, open_files
+from waiting import SECONDS, wait_until
 
 from penstock import process_memory
 from penstock.errors import CorruptionError, PenstockError, ProtocolError
@@ -32,6 +36,7 @@ from penstock.fabric.sockets.stream import PlainStream
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no memfd_create here")
 
 CHUNK = 1 << 20
+RING = "/memfd:penstock-"  # in the name of a ring's memory
 
 
 class End:
@@ -51,7 +56,7 @@ class End:
         self.link.send(message_with(payload, kind=Kind.WEIGHTS, epoch=1, sender=1, op=number))
 
     def next(self) -> Message:
-        return self.came.get(timeout=20)
+        return self.came.get(timeout=SECONDS)
 
     def share(self, other: End) -> None:
         """Send until payloads go through the ring."""
@@ -86,16 +91,20 @@ def ends():
 
 def rings_of_this_process() -> list[str]:
     gc.collect()  # a link that has ended is held by what it has ended with
-    return [
-        line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:pen" in line
-    ]
+    return mapped_files(RING) + open_files(RING)
 
 
-def wait(until, seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not until():
-        assert time.monotonic() < deadline, "it did not come to be so"
-        time.sleep(0.005)
+def is_steady(count: Callable[[], int], seconds: float = 0.3) -> Callable[[], bool]:
+    """Return what tells whether a count has stood still for some time."""
+    before, since = count(), time.monotonic()
+
+    def has_stood_still() -> bool:
+        nonlocal before, since
+        if (now := count()) != before:
+            before, since = now, time.monotonic()
+        return time.monotonic() - since > seconds
+
+    return has_stood_still
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -157,6 +166,10 @@ def test_two_ends_that_send_much_and_take_slowly_do_not_wait_for_each_other(ends
 
 
 def test_who_takes_slowly_holds_the_sender_up_and_no_memory_grows():
+    in_a_process_of_its_own(take_slowly)
+
+
+def take_slowly() -> None:
     began, may_go = threading.Event(), threading.Event()
     came: list[int] = []
 
@@ -164,7 +177,7 @@ def test_who_takes_slowly_holds_the_sender_up_and_no_memory_grows():
         came.append(message.op)
         if len(came) > 20:
             began.set()
-            may_go.wait(20)
+            may_go.wait(SECONDS)
 
     connection, other = connections()
     one, two = End(connection), End(other, take=take)
@@ -172,16 +185,16 @@ def test_who_takes_slowly_holds_the_sender_up_and_no_memory_grows():
         payload = filled(1, 4 << 20)
         for number in range(20):
             one.send(number, payload)
-        wait(lambda: len(came) == 20)
+        wait_until(lambda: len(came) == 20)
         resident = process_memory.resident_bytes()
         for number in range(20, 120):  # 400 MiB, of which the sender has one copy
             one.send(number, payload)
-        assert began.wait(10)
-        time.sleep(0.2)
+        assert began.wait(SECONDS)
+        wait_until(is_steady(lambda: one.link.sent_bytes))
         assert one.link.sent_bytes < 40 * payload.nbytes
         assert process_memory.resident_bytes() - resident < RING_BYTES + (8 << 20)
         may_go.set()
-        wait(lambda: len(came) == 120)
+        wait_until(lambda: len(came) == 120)
         assert came == list(range(120))
     finally:
         may_go.set()
@@ -196,7 +209,7 @@ def test_either_end_may_want_sockets_alone(ends, changes):
         one.send(number, filled(number))
         assert (two.next().payload == number).all()
     assert one.link.shared_bytes == 0
-    wait(lambda: not rings_of_this_process())
+    wait_until(lambda: not rings_of_this_process())
 
 
 def test_an_end_that_does_not_see_the_ring_gets_all_over_the_socket(ends, monkeypatch):
@@ -208,7 +221,7 @@ def test_an_end_that_does_not_see_the_ring_gets_all_over_the_socket(ends, monkey
         one.send(number, filled(number))
         assert (two.next().payload == number).all()
     assert one.link.shared_bytes == 0
-    wait(lambda: not rings_of_this_process())
+    wait_until(lambda: not rings_of_this_process())
 
 
 @pytest.mark.parametrize("call", ["memfd_create", "posix_fallocate"])
@@ -216,10 +229,10 @@ def test_where_there_is_no_memory_for_a_ring_all_goes_over_the_socket(ends, monk
     def refuse(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    files = len(os.listdir("/proc/self/fd"))
+    before = open_files(RING)  # of links that are about to end
     monkeypatch.setattr(ring.os, call, refuse)
     assert Ring.make() is None
-    assert len(os.listdir("/proc/self/fd")) == files
+    assert set(open_files(RING)) <= set(before)
     one, two = ends()
     for number in range(10):
         one.send(number, filled(number))
@@ -242,12 +255,12 @@ def test_a_damaged_slot_ends_the_link_and_is_named(ends, monkeypatch, at):
 
     monkeypatch.setattr(Ring, "put", damage)
     one.send(5, filled(5))
-    error = two.ended.get(timeout=10)
+    error = two.ended.get(timeout=SECONDS)
     assert isinstance(error, CorruptionError)
     assert "operation 5" in str(error)
     assert "has checksum" in str(error)
     assert two.came.empty()
-    one.ended.get(timeout=10)
+    one.ended.get(timeout=SECONDS)
 
 
 def frame(slot: int, size: int = CHUNK) -> bytes:
@@ -264,7 +277,7 @@ def test_slots_that_cannot_be_end_the_link(ends, slot, size):
     one.share(two)
     message = Message(Kind.WEIGHTS, 1, 1, size=size)
     one.link._socket.sendall(b"".join(pack(message, slot)))
-    error = two.ended.get(timeout=10)
+    error = two.ended.get(timeout=SECONDS)
     assert isinstance(error, ProtocolError)
     assert f"{size} bytes were announced in slot {slot}" in str(error)
 
@@ -276,7 +289,7 @@ def test_a_slot_that_is_held_cannot_be_used_again(ends):
     held = two.next().payload
     taken = next(iter(two.link._peer_ring._held))
     one.link._socket.sendall(frame(taken))
-    error = two.ended.get(timeout=10)
+    error = two.ended.get(timeout=SECONDS)
     assert isinstance(error, ProtocolError)
     assert "held here" in str(error)
     assert (held == 1).all()
@@ -285,7 +298,7 @@ def test_a_slot_that_is_held_cannot_be_used_again(ends):
 def test_a_slot_of_no_ring_ends_the_link(ends):
     one, two = ends(shares=False)
     one.link._socket.sendall(frame(0))
-    assert isinstance(two.ended.get(timeout=10), ProtocolError)
+    assert isinstance(two.ended.get(timeout=SECONDS), ProtocolError)
 
 
 @pytest.mark.parametrize(
@@ -294,9 +307,9 @@ def test_a_slot_of_no_ring_ends_the_link(ends):
 def test_slots_that_are_given_back_and_cannot_be_end_the_link(ends, slots):
     one, two = ends()
     one.share(two)
-    wait(lambda: len(one.link._ring._free) == SLOTS)
+    wait_until(lambda: len(one.link._ring._free) == SLOTS)
     two.link.send(Message(Kind.ROOM, 0, 0, body={"slots": slots}))
-    assert isinstance(one.ended.get(timeout=10), PenstockError)
+    assert isinstance(one.ended.get(timeout=SECONDS), PenstockError)
 
 
 def test_a_peer_that_keeps_all_slots_is_waited_for_no_longer_than_one_that_does_not_read(
@@ -305,15 +318,17 @@ def test_a_peer_that_keeps_all_slots_is_waited_for_no_longer_than_one_that_does_
     monkeypatch.setattr("penstock.fabric.sockets.link._CUT_SECONDS", 0.5)
     one, two = ends()
     one.share(two)
-    wait(lambda: len(one.link._ring._free) == SLOTS)
+    wait_until(lambda: len(one.link._ring._free) == SLOTS)
     monkeypatch.setattr(one.link._ring, "_free", [])
     for number in range(3):
         one.send(number, filled(number))
-    began = time.monotonic()
-    while time.monotonic() < began + 2 and one.ended.empty():
+
+    def has_ended() -> bool:
         one.link.send(Message(Kind.BEAT, 0, 1))  # other things to do are no answer
-        time.sleep(0.02)
-    error = one.ended.get(timeout=1)
+        return not one.ended.empty()
+
+    wait_until(has_ended)
+    error = one.ended.get()
     assert isinstance(error, ProtocolError)
     assert "has given no slot back" in str(error)
 
@@ -323,7 +338,7 @@ def test_a_ring_that_is_offered_twice_ends_the_link(ends):
     one.share(two)
     second = Ring.make()
     one.link.send(Message(Kind.RING, 0, 0, body=second.offer()))
-    assert isinstance(two.ended.get(timeout=10), ProtocolError)
+    assert isinstance(two.ended.get(timeout=SECONDS), ProtocolError)
     second.close()
 
 
@@ -370,9 +385,9 @@ def be_peer(connection: socket.socket) -> NoReturn:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_a_peer_that_is_killed_ends_the_link_and_leaves_nothing(seed):
-    chance, shared = random.Random(seed), set(os.listdir("/dev/shm"))
+    chance = random.Random(seed)
     connection, other = connections()
-    if (peer := os.fork()) == 0:
+    if (peer := fork()) == 0:
         connection.close()
         be_peer(other)
     other.close()
@@ -386,10 +401,12 @@ def test_a_peer_that_is_killed_ends_the_link_and_leaves_nothing(seed):
         for number in range(1000):  # so that the peer is at something, whatever the moment
             end.send(number, filled(number))
         time.sleep(chance.uniform(0, 0.05))
+        names = {Path(file).name.split()[0] for file in mapped_files(RING)}
+        assert len(names) >= 2, f"seed {seed}"  # its own and the peer's
         os.kill(peer, signal.SIGKILL)
-        killed = time.monotonic()
-        assert isinstance(end.ended.get(timeout=10), (OSError, EOFError))
-        assert time.monotonic() - killed < 5, f"seed {seed}"
+        # The end of the connection, not of anybody's patience.
+        error = end.ended.get(timeout=SECONDS)
+        assert isinstance(error, (OSError, EOFError)), f"seed {seed}: {error}"
         while not end.came.empty():
             held.append(end.came.get())
         # What had come stays as it was, though the one who wrote it is gone.
@@ -399,5 +416,5 @@ def test_a_peer_that_is_killed_ends_the_link_and_leaves_nothing(seed):
         os.waitpid(peer, 0)
         end.link.close()
     del held, end, message
-    wait(lambda: not rings_of_this_process())
-    assert set(os.listdir("/dev/shm")) <= shared
+    wait_until(lambda: not rings_of_this_process())
+    assert not names & {f"memfd:{name}" for name in os.listdir("/dev/shm")}

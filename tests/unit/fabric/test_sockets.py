@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
+import random
 import socket
 import threading
 import time
@@ -13,7 +15,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from socket_places import greet, wait
+from socket_places import greet
+from waiting import SECONDS, wait_until
 
 from penstock.errors import ClusterError, CorruptionError
 from penstock.fabric.messages import (
@@ -39,7 +42,7 @@ def test_messages_pass_with_their_payload_and_in_order(places):
     for op in range(5):
         message = message_with(payload + op, kind=Kind.WEIGHTS, epoch=7, sender=1, op=op, to=2)
         link.send(message)
-    wait(lambda: len(two.node.messages) == 5)
+    wait_until(lambda: len(two.node.messages) == 5)
     for op, message in enumerate(two.node.messages):
         assert (message.op, message.epoch) == (op, 7)
         np.testing.assert_array_equal(message.payload.view(np.float32), payload + op)
@@ -56,18 +59,18 @@ def test_links_of_nodes_that_take_part_no_more_end(places):
         links[number] = other.endpoint.connect(here.endpoint.address)
         links[number].send(Message(Kind.HELLO, epochs[number], number, body={"node": number}))
         links[number].send(Message(Kind.BEAT, 0, number, to=1))
-    wait(lambda: len(here.node.messages) == 4)
+    wait_until(lambda: len(here.node.messages) == 4)
     met = {3: others[3].endpoint.address}
     here.endpoint.call(lambda: here.endpoint.meet(met, 7))
-    wait(lambda: not links[2].is_open)
+    wait_until(lambda: not links[2].is_open)
     for number in (0, 3, 4):
         links[number].send(Message(Kind.BEAT, 0, number, to=1))
-    wait(lambda: len(here.node.messages) == 7)
+    wait_until(lambda: len(here.node.messages) == 7)
     assert [link.is_open for link in links.values()] == [True, False, True, True]
-    wait(lambda: here.ended)
+    wait_until(lambda: here.ended)
     assert len(here.ended) == 1
     here.endpoint.call(lambda: here.endpoint.meet({}, 9))
-    wait(lambda: not links[3].is_open and not links[4].is_open)
+    wait_until(lambda: not links[3].is_open and not links[4].is_open)
     assert links[0].is_open
 
 
@@ -78,15 +81,15 @@ def test_the_link_to_one_that_is_to_take_part_stays_whoever_comes_and_goes(place
     link = newcomer.endpoint.connect(here.endpoint.address)
     link.send(Message(Kind.HELLO, 0, 2, body={"node": 2}))
     link.send(Message(Kind.BEAT, 0, 2, to=1))
-    wait(lambda: here.node.messages)
+    wait_until(lambda: here.node.messages)
     address = newcomer.endpoint.address
     here.endpoint.call(lambda: here.endpoint.reach(2, address))
     here.endpoint.call(lambda: here.endpoint.meet({}, 5))
     link.send(Message(Kind.BEAT, 0, 2, to=1))
-    wait(lambda: len(here.node.messages) == 2)
+    wait_until(lambda: len(here.node.messages) == 2)
     here.endpoint.call(lambda: here.endpoint.meet({2: address}, 6))
     here.endpoint.call(lambda: here.endpoint.meet({}, 7))
-    wait(lambda: not link.is_open)
+    wait_until(lambda: not link.is_open)
 
 
 def test_the_first_message_to_a_node_says_of_which_epoch_it_is(places):
@@ -96,10 +99,10 @@ def test_the_first_message_to_a_node_says_of_which_epoch_it_is(places):
     here.endpoint.call(lambda: here.endpoint.meet({2: address}, 5))
     runtime = here.endpoint.runtime(1)
     here.endpoint.call(lambda: runtime.send(2, Message(Kind.RELEASED, 5, 1)))
-    wait(lambda: other.node.messages)
+    wait_until(lambda: other.node.messages)
     other.endpoint.call(lambda: other.endpoint.meet({}, 5))
     here.endpoint.call(lambda: runtime.send(2, Message(Kind.RELEASED, 5, 1)))
-    wait(lambda: len(other.node.messages) == 2)
+    wait_until(lambda: len(other.node.messages) == 2)
     assert not other.ended
 
 
@@ -124,12 +127,12 @@ def test_a_node_that_is_taken_out_does_no_more(places):
 
     def long() -> None:
         began.set()
-        may_end.wait(5)
+        may_end.wait(SECONDS)
         done.append("long")
 
     runtime.work(long, lambda _: None, lambda _: None)
     runtime.work(lambda: done.append("next"), lambda _: None, lambda _: None)
-    began.wait(5)
+    assert began.wait(SECONDS)
     threading.Timer(0.1, may_end.set).start()
     here.endpoint.remove(1)
     assert done == ["long"]
@@ -140,7 +143,7 @@ def test_a_frame_that_cannot_be_made_ends_the_link(places):
     one, two = places(token, 1), places(token, 2)
     link = greet(one, 1, two)
     link.send(Message(Kind.BEAT, 0, 1, to=2, body={"too large": "x" * (2 << 20)}))
-    wait(lambda: one.ended and two.ended)
+    wait_until(lambda: one.ended and two.ended)
     assert not link.is_open
 
 
@@ -150,12 +153,12 @@ def test_a_damaged_frame_ends_the_link_and_is_named(size, places):
     one, two = places(token, 1), places(token, 2)
     link = greet(one, 1, two)
     link.send(Message(Kind.BEAT, 0, 1, to=2))
-    wait(lambda: two.node.messages)
+    wait_until(lambda: two.node.messages)
     message = message_with(np.zeros(size), kind=Kind.WEIGHTS, epoch=1, sender=1, to=2)
     payload = bytearray(8 * size)
     payload[17] ^= 4
     link._stream.send([*pack(message), payload])
-    wait(lambda: two.ended)
+    wait_until(lambda: two.ended)
     assert isinstance(two.ended[0], CorruptionError)
     assert "has checksum" in str(two.ended[0])
     assert len(two.node.messages) == 1
@@ -260,7 +263,7 @@ def test_a_pickle_that_comes_is_bytes_and_nothing_else(places):
     bomb = np.frombuffer(pickle.dumps(Bomb()), np.uint8)
     link = greet(one, 1, two)
     link.send(message_with(bomb, kind=Kind.WEIGHTS, epoch=0, sender=1, to=2))
-    wait(lambda: two.node.messages)
+    wait_until(lambda: two.node.messages)
     assert two.node.messages[0].payload.tobytes() == bomb.tobytes()
 
 
@@ -271,11 +274,20 @@ def test_a_port_that_was_asked_for_is_listened_on_or_said_to_be_taken():
             ClusterError, match=rf"a port that is free and may be used, got {taken}"
         ):
             listening(taken)
-    endpoint = listening(taken)
+    port = free_port()
+    endpoint = listening(port)
     try:
-        assert endpoint.address == ("127.0.0.1", taken)
+        assert endpoint.address == ("127.0.0.1", port)
     finally:
         endpoint.close()
+
+
+def free_port() -> int:
+    """Return a port that nobody has, below those that the system gives to whoever asks for any."""
+    for port in random.sample(range(10_000, 30_000), 100):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise AssertionError("none of 100 ports is free")
 
 
 def listening(port: int) -> Endpoint:
@@ -305,18 +317,18 @@ def test_what_has_come_counts_before_the_time_does():
 
     def hold_up() -> None:
         is_held_up.set()
-        may_go_on.wait(10)
+        may_go_on.wait(SECONDS)
 
     endpoint.start()
     try:
         endpoint.call(hold_up)
-        assert is_held_up.wait(10)
+        assert is_held_up.wait(SECONDS)
         seen.clear()
         for number in range(50):
             endpoint.call(lambda number=number: seen.append(str(number)))
         time.sleep(0.1)  # it is time by now
         may_go_on.set()
-        wait(lambda: "time" in seen)
+        wait_until(lambda: "time" in seen)
     finally:
         endpoint.close()
     assert seen[:51] == [*map(str, range(50)), "time"]
@@ -335,15 +347,14 @@ def test_a_link_is_heard_by_any_byte_of_a_long_message():
     try:
         message = message_with(np.zeros(1 << 20, np.uint8), kind=Kind.WEIGHTS, epoch=0, sender=1)
         head = b"".join(pack(message))
-        time.sleep(0.1)
-        assert not link.is_heard(0.1)
+        wait_until(lambda: not link.is_heard(0.1))
         theirs.sendall(head)
         for part in range(4):  # a message that takes longer than anybody may be silent
-            time.sleep(0.1)
-            assert not link.is_heard(0.05)
+            wait_until(lambda: not link.is_heard(0.05))
+            sent_at = time.monotonic()
             theirs.sendall(message.payload[part << 18 : (part + 1) << 18].data)
-            wait(lambda: link.is_heard(0.05))
-        wait(lambda: took)
+            wait_until(lambda since=sent_at: link.is_heard(time.monotonic() - since))
+        wait_until(lambda: took)
     finally:
         link.close()
         theirs.close()

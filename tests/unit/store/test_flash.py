@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import os
 import random
 import threading
 import time
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from grids import thinned
+from process_files import open_files
 from store_programs import (
     LAYERS,
     SMALL_BLOCK,
@@ -288,19 +288,21 @@ def test_a_second_process_is_kept_out(flash):
 
 @pytest.mark.parametrize("what", ["GradientSpill", "StateBlocks", "Pipeline"])
 @pytest.mark.parametrize("is_new", [True, False])
-def test_a_store_that_could_not_be_opened_holds_nothing_open(flash, monkeypatch, what, is_new):
+def test_a_store_that_could_not_be_opened_holds_nothing_open(
+    flash, tmp_path, monkeypatch, what, is_new
+):
     def refused(*_, **__):
         raise StorageError("no room")
 
     program = make_program(DEEP)
     if not is_new:
         flash(program, dram=LEAST).close()
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files(tmp_path)
     with monkeypatch.context() as patched:
         patched.setattr(store_module, what, refused)
         with pytest.raises(StorageError, match="no room"):
             flash(program, dram=LEAST)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_files(tmp_path) == before
     flash(program, dram=LEAST)
 
 
@@ -329,7 +331,7 @@ def test_a_unit_waits_for_the_last_of_its_gradients_that_is_on_its_way(flash, mo
 
     def slow_write(unit, slab):
         if written:
-            may_go_on.wait(10)
+            may_go_on.wait(60)
         written.append(unit)
         return slab.nbytes
 

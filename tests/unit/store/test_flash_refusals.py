@@ -1,11 +1,11 @@
 """What a store on flash is not opened with: another model, too little memory, too little room."""
 
-import os
 import re
 import shutil
 
 import pytest
 import torch
+from process_files import open_files
 from store_programs import LAYERS, make_program, random_weights, train
 from test_flash import DEEP, LEAST
 
@@ -15,15 +15,15 @@ from penstock.store.flash import least_dram_bytes
 from penstock.store.flash.layout import BLOCK_ELEMENTS
 
 
-def test_another_model_or_optimizer_is_refused(flash):
-    before = len(os.listdir("/proc/self/fd"))
+def test_another_model_or_optimizer_is_refused(flash, tmp_path):
+    before = open_files(tmp_path)
     flash(make_program(LAYERS)).close()
     with pytest.raises(ConfigError, match="holds the state of another model or optimizer"):
         flash(make_program(DEEP))
     state = r": optimizer state exp_avg \(float32\), .* there, exp_avg \(float32\) now"
     with pytest.raises(ConfigError, match=f"another model or optimizer: .*{state}"):
         flash(make_program(LAYERS), optimizer=Lion())
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_files(tmp_path) == before
     flash(make_program(LAYERS))
 
 

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
+from process_files import open_files
 from store_programs import LAYERS, make_program, random_weights, training_store
 
 from penstock import durable
@@ -73,10 +74,10 @@ def test_a_full_disk_refuses_a_lock_and_leaves_nothing_open(tmp_path, monkeypatc
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files(tmp_path)
     with monkeypatch.context() as patched:
         patched.setattr(os, "pwrite", full)
         with pytest.raises(StorageError, match=r"No space left on device; .* make room"):
             FolderLock(tmp_path, "wait")
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_files(tmp_path) == before
     locked(tmp_path)

@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 from store_programs import LAYERS, make_program, random_weights, train, training_store
+from waiting import SECONDS, wait_until
 
 from penstock import durable
 from penstock.errors import StorageError
@@ -45,7 +46,7 @@ class Gate:
             self.count += 1
             if self.count >= self.at:
                 self.reached.set()
-                assert self.opened.wait(60)
+                assert self.opened.wait(SECONDS)
             return original(descriptor, data)
 
         monkeypatch.setattr(durable, "write", write)
@@ -67,7 +68,7 @@ def test_it_is_the_checkpoint_of_a_store_at_rest(tmp_path, monkeypatch, precisio
             gate = Gate(patch, number)
             saving = BackgroundSave(store.snapshot(PLENTY), tmp_path / str(number), {"x": 1})
             train(store, 1, seed=0)  # makes the updates that the writer awaits
-            assert gate.reached.wait(10)
+            assert gate.reached.wait(SECONDS)
             opener = threading.Timer(0.02, gate.opened.set)
             opener.start()
             train(store, 2, seed=0)
@@ -83,14 +84,15 @@ def test_copies_stay_within_their_budget_and_training_waits(tmp_path, monkeypatc
     snapshot = store.snapshot(20_000)  # of 77 kB
     saving = BackgroundSave(snapshot, tmp_path, {})
     train(store, 1, seed=0)
-    assert gate.reached.wait(10)
+    assert gate.reached.wait(SECONDS)
     trained = threading.Thread(target=store.flush)
     trained.start()
+    wait_until(lambda: snapshot.copied_bytes)
     trained.join(0.3)
     assert trained.is_alive(), "the update must wait for the writer"
     assert 0 < snapshot.copied_bytes <= 20_000
     gate.opened.set()
-    trained.join(10)
+    trained.join(SECONDS)
     assert not trained.is_alive()
     saving.wait()
     assert snapshot.peak_copied_bytes <= 20_000
@@ -125,7 +127,7 @@ def test_one_that_is_given_up_leaves_nothing_and_lets_training_go_on(tmp_path, m
     gate = Gate(monkeypatch, 2)
     saving = BackgroundSave(store.snapshot(1), tmp_path, {})
     train(store, 1, seed=0)
-    assert gate.reached.wait(10)
+    assert gate.reached.wait(SECONDS)
     threading.Timer(0.1, gate.opened.set).start()
     saving.abandon()
     with pytest.raises(StorageError, match="snapshot of step 1 was given up"):
