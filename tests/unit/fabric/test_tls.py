@@ -18,7 +18,8 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from socket_places import Place, greet, raw, wait
+from socket_places import Place, greet, raw
+from waiting import SECONDS, wait_until
 
 from penstock.errors import ClusterError, CorruptionError
 from penstock.fabric.messages import Kind, Message, message_with, pack
@@ -85,12 +86,12 @@ def test_a_connection_between_hosts_is_tls_1_3_with_a_fresh_key_exchange(hosts):
         secure.sendall(header + body)
         header, body = pack(Message(Kind.BEAT, 0, 2, to=1))
         secure.sendall(header + body)
-        wait(lambda: here.node.messages)
+        wait_until(lambda: here.node.messages)
         assert not secure.session_reused
 
 
 def refused_with(place: Place, caplog) -> str:
-    wait(lambda: place.endpoint.refused["127.0.0.1"])
+    wait_until(lambda: place.endpoint.refused["127.0.0.1"])
     assert not place.node.messages
     return caplog.records[-1].message
 
@@ -131,7 +132,7 @@ def test_tls_is_used_when_either_side_sees_the_other_on_another_host(hosts, monk
         link = greet(hosts(token, 2), 2, here)
         assert isinstance(link._stream, TlsStream)
         link.send(Message(Kind.BEAT, 0, 2, to=1))
-        wait(lambda here=here: here.node.messages)
+        wait_until(lambda here=here: here.node.messages)
 
 
 def contexts_with(token: str, kind: str) -> certificates.TlsContexts:
@@ -304,7 +305,7 @@ def between(hosts):
     link = one.endpoint.connect(relay.address)
     link.send(Message(Kind.HELLO, 0, 1, body={"node": 1}))
     link.send(Message(Kind.BEAT, 0, 1, to=2))
-    wait(lambda: len(two.node.messages) == 1)
+    wait_until(lambda: len(two.node.messages) == 1)
     yield link, two, relay
     relay.close()
 
@@ -315,7 +316,7 @@ def hold(between, count: int) -> list[bytes]:
     relay.holds.set()
     for number in range(count):
         link.send(Message(Kind.BEAT, 0, 1, op=number, to=2))
-        wait(lambda number=number: len(relay.held) == number + 1)
+        wait_until(lambda number=number: len(relay.held) == number + 1)
     assert all(record[0] == APPLICATION_DATA for record in relay.held)
     return relay.held
 
@@ -323,7 +324,7 @@ def hold(between, count: int) -> list[bytes]:
 def test_records_that_are_passed_on_as_they_are_come(between):
     _, two, relay = between
     relay.far.sendall(b"".join(hold(between, 3)))
-    wait(lambda: len(two.node.messages) == 4)
+    wait_until(lambda: len(two.node.messages) == 4)
     assert not two.ended
 
 
@@ -357,7 +358,7 @@ def require_damaged(between, said: bytes) -> None:
     _, two, relay = between
     before = len(two.node.messages)
     relay.far.sendall(said)
-    wait(lambda: two.ended)
+    wait_until(lambda: two.ended)
     assert isinstance(two.ended[0], CorruptionError)
     assert "an encrypted record was damaged or changed on the way: " in str(two.ended[0])
     assert len(two.node.messages) - before <= 1  # what was whole and in its place
@@ -370,9 +371,9 @@ def test_records_of_one_connection_mean_nothing_in_another(hosts, between):
     other = Relay(two.endpoint.address)
     three = hosts(token, 3)
     three.endpoint.connect(other.address).send(Message(Kind.HELLO, 0, 3, body={"node": 3}))
-    wait(lambda: len(two.endpoint._all_links) == 2)
+    wait_until(lambda: len(two.endpoint._all_links) == 2)
     other.far.sendall(record)
-    wait(lambda: two.ended)
+    wait_until(lambda: two.ended)
     assert isinstance(two.ended[0], CorruptionError)
     other.close()
 
@@ -382,7 +383,7 @@ def test_nothing_of_a_frame_can_be_read_on_the_way(between):
     payload = np.frombuffer(b"reservoir" * 100_000, np.uint8)
     body = {"secret": "turbine"}
     link.send(message_with(payload, kind=Kind.CALL, epoch=0, sender=1, to=2, body=body))
-    wait(lambda: len(two.node.messages) == 2)
+    wait_until(lambda: len(two.node.messages) == 2)
     assert two.node.messages[1].payload.tobytes() == payload.tobytes()
     assert two.node.messages[1].body == body
     assert len(relay.seen) > payload.nbytes
@@ -421,7 +422,7 @@ def test_a_relay_that_ends_tls_on_both_sides_is_refused_by_both(hosts, caplog):
         one.endpoint.connect(impostor.address)
     said = refused_with(two, caplog)
     assert "it has the token, but its certificate is not one of this run" in said
-    wait(lambda: len(impostor.told) == 2)
+    wait_until(lambda: len(impostor.told) == 2)
     assert all("alert unknown ca" in told for told in impostor.told), impostor.told
     assert not two.strangers
     impostor.close()
@@ -464,8 +465,8 @@ def test_who_begins_no_tls_is_not_waited_for_and_keeps_nobody_out(hosts, monkeyp
     silent = [answer_challenge(here, token) for _ in range(20)]
     try:
         greet(friend, 2, here).send(Message(Kind.BEAT, 0, 2, to=1))
-        wait(lambda: here.node.messages)
-        wait(lambda: here.endpoint.refused["127.0.0.1"] == 20, 20)
+        wait_until(lambda: here.node.messages)
+        wait_until(lambda: here.endpoint.refused["127.0.0.1"] == 20)
         assert "it did not begin TLS: it took too long" in caplog.records[-1].message
     finally:
         for connection in silent:
@@ -478,11 +479,11 @@ def test_strangers_take_no_place_of_one_who_has_proved_the_token(hosts):
     friend = answer_challenge(here, token)
     strangers = [raw(here) for _ in range(300)]
     try:
-        wait(lambda: here.endpoint.refused["127.0.0.1"] >= 300 - 256)
+        wait_until(lambda: here.endpoint.refused["127.0.0.1"] >= 300 - 256)
         with client_context(token).wrap_socket(friend) as secure:
             secure.sendall(b"".join(pack(Message(Kind.HELLO, 0, 2, body={"node": 2}))))
             secure.sendall(b"".join(pack(Message(Kind.BEAT, 0, 2, to=1))))
-            wait(lambda: here.node.messages)
+            wait_until(lambda: here.node.messages)
     finally:
         for stranger in strangers:
             stranger.close()
@@ -507,7 +508,7 @@ def test_a_handshake_that_comes_a_byte_at_a_time_is_complete(hosts):
     secure.write(b"".join(pack(Message(Kind.HELLO, 0, 2, body={"node": 2}))))
     secure.write(b"".join(pack(Message(Kind.BEAT, 0, 2, to=1))))
     connection.sendall(outgoing.read())  # with the last of the handshake
-    wait(lambda: here.node.messages)
+    wait_until(lambda: here.node.messages)
     connection.close()
 
 
@@ -520,7 +521,7 @@ def test_payloads_of_all_sizes_come_whole_in_order_and_both_ways_at_once(hosts, 
     one, two = hosts(token, 1), hosts(token, 2)
     there = greet(one, 1, two)
     there.send(Message(Kind.BEAT, 0, 1, to=2))
-    wait(lambda: two.node.messages)
+    wait_until(lambda: two.node.messages)
     (back,) = two.endpoint._all_links
     one.endpoint.call(lambda: one.endpoint.attach(2, there))
     random = np.random.default_rng(seed)
@@ -532,7 +533,7 @@ def test_payloads_of_all_sizes_come_whole_in_order_and_both_ways_at_once(hosts, 
                 message_with(payload, kind=Kind.WEIGHTS, epoch=0, sender=sender, to=to, op=number)
             )
     for place, skipped in ((one, 0), (two, 1)):
-        wait(lambda place=place, n=skipped: len(place.node.messages) == n + len(sizes), 30)
+        wait_until(lambda place=place, n=skipped: len(place.node.messages) == n + len(sizes))
         for number, message in enumerate(place.node.messages[skipped:]):
             assert message.op == number, f"seed {seed}"
             np.testing.assert_array_equal(message.payload, payloads[number])
@@ -544,13 +545,13 @@ def test_who_takes_slowly_holds_the_sender_up(hosts):
     one, two = hosts(token, 1), hosts(token, 2)
     link = greet(one, 1, two)
     link.send(Message(Kind.BEAT, 0, 1, to=2))
-    wait(lambda: two.node.messages)
+    wait_until(lambda: two.node.messages)
     (back,) = two.endpoint._all_links
     is_held, may_go, take = threading.Event(), threading.Event(), back._take
 
     def slow(link, message: Message) -> None:
         is_held.set()
-        may_go.wait(20)
+        may_go.wait(SECONDS)
         take(link, message)
 
     back._take = slow
@@ -558,20 +559,20 @@ def test_who_takes_slowly_holds_the_sender_up(hosts):
     for number in range(50):  # 200 MiB
         message = message_with(payload, kind=Kind.WEIGHTS, epoch=0, sender=1, to=2, op=number)
         link.send(message)
-    assert is_held.wait(10)
+    assert is_held.wait(SECONDS)
     sent = -1
     while sent != link.sent_bytes:
         sent = link.sent_bytes
         time.sleep(0.5)
     assert sent <= 15 * payload.nbytes  # the system's buffers of both sides
     may_go.set()
-    wait(lambda: len(two.node.messages) == 51, 30)
+    wait_until(lambda: len(two.node.messages) == 51)
 
 
 def test_a_peer_that_closes_ends_the_link_at_once(between):
     link, two, relay = between
     relay.close()
-    wait(lambda: two.ended and not link.is_open)
+    wait_until(lambda: two.ended and not link.is_open)
     assert isinstance(two.ended[0], (EOFError, ConnectionError))
 
 
@@ -619,7 +620,7 @@ def test_a_process_that_stays_within_its_host_makes_no_certificate(monkeypatch):
     one, two = Place(token, 1), Place(token, 2)
     try:
         greet(one, 1, two).send(Message(Kind.BEAT, 0, 1, to=2))
-        wait(lambda: two.node.messages)
+        wait_until(lambda: two.node.messages)
     finally:
         for place in (one, two):
             place.endpoint.close()
