@@ -74,7 +74,7 @@ def lay_out(
             slot_bytes=slot_bytes,
         )
 
-    refuse_implausible(config, source, length)
+    refuse_implausible(config, source, length, device)
     with contextlib.suppress(BudgetError):
         recorded = recorded_micro_batch, recorded_slot_bytes
         if (kept := divided_as_recorded(config, compile_for, *recorded)) is not None:

@@ -151,23 +151,23 @@ def test_what_no_machine_can_hold_is_refused_by_arithmetic(what, tmp_path, monke
 
 
 def test_arithmetic_refuses_nothing_that_the_budget_allows(monkeypatch):
-    """Its sum is below what the budget, which is exact, finds necessary."""
+    """Only what is many times too large is refused before the budget, which is exact."""
     config = settings()
     source = ModelSource.from_preset("tiny", {k: v for k, v in TINY.items() if k != "preset"})
     store = source.parameter_count() * 16
     monkeypatch.setattr(process_memory, "resident_bytes", lambda: 0)
-    monkeypatch.setattr(process_memory, "available_bytes", lambda: store + 2**16)
-    refuse_implausible(config, source, 16)
-    monkeypatch.setattr(process_memory, "available_bytes", lambda: store)
+    monkeypatch.setattr(process_memory, "available_bytes", lambda: store // 8 + 2**12)
+    refuse_implausible(config, source, 16, "cpu")
+    monkeypatch.setattr(process_memory, "available_bytes", lambda: store // 8 - 1)
     with pytest.raises(BudgetError, match="this run needs at least"):
-        refuse_implausible(config, source, 16)
+        refuse_implausible(config, source, 16, "cpu")
 
 
 def test_a_module_of_too_many_tensors_is_refused(monkeypatch):
     source = ModelSource.from_preset("tiny", {k: v for k, v in TINY.items() if k != "preset"})
     monkeypatch.setattr("penstock.plausibility.MOST_TENSORS", 3)
     with pytest.raises(CompileError, match=r"tiny has 16 parameter tensors, at most 3 can be "):
-        refuse_implausible(settings(), source, 16)
+        refuse_implausible(settings(), source, 16, "cpu")
     assert MOST_TENSORS > 16
 
 
