@@ -233,7 +233,7 @@ def test_trainer_refuses_a_factory_that_hooks_a_parameter(tmp_path):
     assert str(caught.value) == f"{what}, {WHERE}, {WAY_OUT}"
 
 
-@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradient_checkpointing_of_transformers_changes_no_bit(reentrant, tmp_path):
     from tiny_models import FIELDS, language_model
@@ -247,7 +247,7 @@ def test_gradient_checkpointing_of_transformers_changes_no_bit(reentrant, tmp_pa
         model = AutoModelForCausalLM.from_config(build(), dtype=torch.float32)
         if enable:
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-            assert model.is_gradient_checkpointing
+            assert any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
         return ModelSource.from_module(model)
 
     runs = [
