@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from penstock.compiler.capture import STREAM_DTYPE, Capture, Precision, capture
+from penstock.compiler.capture import STREAM_DTYPE, Capture, Precision, capture, source_line
 from penstock.compiler.cut import Piece, cut, weight_free_nodes
 from penstock.compiler.joint import StageSignature, make_kind
 from penstock.compiler.rewrites import (
     count_dropouts_from_first,
     rewrite,
     share_equal,
-    source_line,
     value_of,
 )
 from penstock.compiler.selection import select_trainable
@@ -63,8 +62,7 @@ def compile_module(
     matches nothing, `NoTrainingError` for trainable weights that the result does not depend
     on, `BudgetError` for a stage that does not fit `slot_bytes`.
     """
-    captured = capture(module, inputs, options.precision)
-    key = rewrite(captured.graph)
+    captured, key = rewrite(capture(module, inputs, options.precision))
     return verify(_Assembly(module, captured, key, options, name, buffers).program())
 
 
@@ -88,7 +86,7 @@ class _Assembly:
         self._collect_weights()
         weight_nodes = {n for n in graph.nodes if n.name in self.weight_names}
         free = share_equal(graph, weight_free_nodes(graph, weight_nodes, self.key))
-        results = tuple(self._result_node(node) for node in self._results())
+        results = self._results()
         for result in results:
             if result in free or result.op == "placeholder":
                 raise NoTrainingError(
@@ -203,13 +201,6 @@ class _Assembly:
                     "Reduce it (mean or sum), or name a loss function in model.loss."
                 )
         return self.captured.results
-
-    def _result_node(self, node: fx.Node) -> fx.Node:
-        (output,) = [n for n in self.captured.graph.nodes if n.op == "output"]
-        position = self.captured.results.index(node)
-        current = output.args[0][position]
-        assert isinstance(current, fx.Node)
-        return current
 
     def _split_prelude(self, free: set[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
         """Divide weight-free nodes into those of no input (constants) and those of the batch."""

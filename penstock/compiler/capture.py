@@ -13,7 +13,7 @@ import linecache
 import logging
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -67,6 +67,8 @@ _IN_FLOAT32 = {
     nn.functional.smooth_l1_loss,
     nn.functional.soft_margin_loss,
 }
+# The arguments that make a norm update the running statistics that it is given.
+_UPDATES_STATISTICS = ("training", "train", "use_input_stats")
 
 
 class _OneType(TorchFunctionMode):
@@ -118,7 +120,8 @@ class Capture:
 
     `weights` maps placeholder names to parameter names, `buffers` to buffer names, `inputs` to
     the keyword arguments of the module's forward; `constants` maps placeholder names to tensors
-    that the forward made literally. `results` are the nodes that the module returns.
+    that the forward made literally. `differentiable` are the placeholders of weights that require
+    a gradient.
     """
 
     graph: fx.Graph
@@ -126,7 +129,13 @@ class Capture:
     buffers: Mapping[str, str]
     inputs: Mapping[str, str]
     constants: Mapping[str, torch.Tensor]
-    results: tuple[fx.Node, ...]
+    differentiable: frozenset[str]
+
+    @property
+    def results(self) -> tuple[fx.Node, ...]:
+        """The nodes that the module returns."""
+        (output,) = self.graph.find_nodes(op="output")
+        return tuple(output.args[0])  # type: ignore[arg-type]
 
 
 def capture(
@@ -149,10 +158,13 @@ def capture(
         raise
     except Exception as error:  # whatever the user's forward raised is what we must explain
         raise CompileError(_explain(module, error)) from error
-    return _read_signature(exported)
+    parameters = module.named_parameters(remove_duplicate=False)
+    return _read_signature(exported, {name for name, value in parameters if value.requires_grad})
 
 
-def _read_signature(exported: torch.export.ExportedProgram) -> Capture:
+def _read_signature(
+    exported: torch.export.ExportedProgram, differentiable: Collection[str]
+) -> Capture:
     signature = exported.graph_signature
     weights: dict[str, str] = {}
     buffers: dict[str, str] = {}
@@ -172,40 +184,47 @@ def _read_signature(exported: torch.export.ExportedProgram) -> Capture:
             raise CompileError(f"the model takes an input of kind {spec.kind.name} ({name})")
     graph = inline_regions(exported.graph_module)
     nodes = {node.name: node for node in graph.nodes}
-    for buffer in _written_buffers(graph, buffers):
-        raise _refused_write(buffer)
-    results = []
+    for buffer in _written_statistics(graph, buffers):
+        raise refused_buffer_write(buffer)
     for out in signature.output_specs:
         if out.kind is OutputKind.BUFFER_MUTATION:
-            raise _refused_write(str(out.target))
-        if out.kind in (OutputKind.USER_OUTPUT, OutputKind.LOSS_OUTPUT):
-            if out.arg.name not in nodes:
-                raise CompileError(f"the model must return tensors; it returns {out.arg}")
-            results.append(nodes[out.arg.name])
-    return Capture(graph, weights, buffers, inputs, constants, tuple(results))
+            raise refused_buffer_write(str(out.target))
+        returned = out.kind in (OutputKind.USER_OUTPUT, OutputKind.LOSS_OUTPUT)
+        if returned and out.arg.name not in nodes:
+            raise CompileError(f"the model must return tensors; it returns {out.arg}")
+    trained = frozenset(name for name, weight in weights.items() if weight in differentiable)
+    return Capture(graph, weights, buffers, inputs, constants, trained)
 
 
-def _written_buffers(graph: fx.Graph, buffers: Mapping[str, str]) -> Iterator[str]:
-    """Yield the buffers that operators write, by their schema or, as batch norm does, beside it."""
+def _written_statistics(graph: fx.Graph, buffers: Mapping[str, str]) -> Iterator[str]:
+    """Yield the running statistics that norms write, which the schemas of norms do not tell."""
     for node in graph.nodes:
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
             continue
-        written = [
-            value
-            for argument, value in zip(node.target._schema.arguments, node.args, strict=False)
-            if argument.alias_info is not None and argument.alias_info.is_write
-        ]
-        if node.target is torch.ops.aten.batch_norm.default and node.args[5]:
-            written += node.args[3:5]
-        yield from (buffers[n.name] for n in written if getattr(n, "name", None) in buffers)
+        names = [argument.name for argument in node.target._schema.arguments]
+        arguments = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+        if any(arguments.get(flag) for flag in _UPDATES_STATISTICS):
+            statistics = (arguments.get("running_mean"), arguments.get("running_var"))
+            yield from (buffers[n.name] for n in statistics if getattr(n, "name", None) in buffers)
 
 
-def _refused_write(buffer: str) -> CompileError:
+def refused_buffer_write(buffer: str) -> CompileError:
+    """Return the error of a forward that writes a buffer."""
     return CompileError(
         f"the forward writes its buffer {buffer!r} (running statistics of a batch norm, a cache): "
         "an engine keeps no state between steps, so a replayed step would differ. Use LayerNorm "
         "or GroupNorm, or call .eval() on that module."
     )
+
+
+def source_line(node: fx.Node) -> str:
+    """Say where in the user's model a node comes from: module path, and file and line if known."""
+    stack = node.meta.get("nn_module_stack", {})
+    path = list(stack.values())[-1][0] if stack else ""
+    trace = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
+    places = [line for line in trace if line.startswith("File ") and "/torch/" not in line]
+    line = f" at {places[-1]}" if places else ""
+    return f"{path or 'the model'}{line}"
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 - composed activations become the fused operator (`recognise.py` proves them equal);
 - a linear layer that feeds only a cross-entropy becomes one operator (`fused_head.py`);
 - dropout is keyed, so that replay and recomputation see the same bits (`keyed_dropout.py`);
-- in-place operators become their functional twins, since a stage may not write its inputs.
+- writes in place become new values, since a stage may not write its inputs (`functional.py`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import torch
 from torch import fx
 
 from penstock.compiler import ops  # noqa: F401  (registers the penstock operators)
+from penstock.compiler.capture import Capture, source_line
+from penstock.compiler.functional import functionalise
 from penstock.compiler.recognise import fuse_activations
 from penstock.errors import CompileError
 
@@ -23,41 +25,34 @@ aten = torch.ops.aten
 KEY = "penstock_key"
 
 _VIEWS = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
-_PASS_THROUGH = {aten.alias.default, aten.contiguous.default, aten.detach_.default}
+_PASS_THROUGH = {aten.alias.default, aten.contiguous.default}
 _CHECKS = {aten._assert_tensor_metadata.default}
 _SUM = 2  # the reduction code of aten losses: 0 none, 1 mean, 2 sum
 _MEAN = 1
 _NUMBER = 2  # which argument of a keyed dropout says which one of the model it is
 
 
-def rewrite(graph: fx.Graph) -> fx.Node:
-    """Apply every rewrite to `graph` in place; return the placeholder of the dropout key."""
+def rewrite(captured: Capture) -> tuple[Capture, fx.Node]:
+    """Apply every rewrite; return the capture with its new graph, and the dropout key in it."""
+    graph = captured.graph
     _refuse_regions(graph)
     _drop_checks(graph)
     _refuse_shapes_from_values(graph)
-    _functionalise(graph)
+    _key_dropouts(graph, _key_placeholder(graph))
+    captured = functionalise(captured)
+    graph = captured.graph
     fuse_activations(graph)
     fuse_heads(graph)
-    key = _key_placeholder(graph)
-    _key_dropouts(graph, key)
+    _number_dropouts(graph)
     _refuse_random(graph)
     graph.eliminate_dead_code()
-    return key
+    (key,) = (n for n in graph.find_nodes(op="placeholder") if n.name == KEY)
+    return captured, key
 
 
 def value_of(node: fx.Node) -> torch.Tensor:
     """Return the fake tensor that a node computes."""
     return node.meta["val"]
-
-
-def source_line(node: fx.Node) -> str:
-    """Say where in the user's model a node comes from: module path, and file and line if known."""
-    stack = node.meta.get("nn_module_stack", {})
-    path = list(stack.values())[-1][0] if stack else ""
-    trace = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
-    places = [line for line in trace if line.startswith("File ") and "/torch/" not in line]
-    line = f" at {places[-1]}" if places else ""
-    return f"{path or 'the model'}{line}"
 
 
 def share_equal(graph: fx.Graph, among: set[fx.Node]) -> set[fx.Node]:
@@ -104,60 +99,6 @@ def _refuse_shapes_from_values(graph: fx.Graph) -> None:
                 f"({node.target}), which no ahead-of-time graph can hold: use torch.where or a "
                 "mask instead."
             )
-
-
-def _functionalise(graph: fx.Graph) -> None:
-    """Replace `relu_(x)` and its like by `relu(x)`, later readers of x reading the new value."""
-    order = {node: number for number, node in enumerate(graph.nodes)}
-    for node in list(graph.nodes):
-        target = node.target
-        if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
-            continue
-        if not target._schema.is_mutable:
-            continue
-        packet, overload = target._schema.name.split("::")[1], target._overloadname
-        twin = getattr(getattr(aten, packet.rstrip("_"), None), overload, None)
-        written = node.args[0] if node.args else None
-        if twin is None or not packet.endswith("_") or not isinstance(written, fx.Node):
-            raise CompileError(
-                f"{source_line(node)} writes a tensor in place with {target}, which a stage may "
-                "not do; use the operator's functional form."
-            )
-        if written.op == "placeholder" or _has_views(written):
-            raise CompileError(
-                f"{source_line(node)} writes in place ({target}) to a tensor that is an input or "
-                "that other views share; use the operator's functional form."
-            )
-        node.target = twin
-        result, after = node, [u for u in written.users if order[u] > order[node]]
-        if _widens(node, written):
-            # In place, the result keeps the type of what is written.
-            users = list(node.users)
-            with graph.inserting_after(node):
-                result = _call(graph, written, aten.to.dtype, (node, value_of(written).dtype))
-            for user in users:
-                user.replace_input_with(node, result)
-        for user in after:
-            user.replace_input_with(written, result)
-
-
-def _widens(node: fx.Node, written: fx.Node) -> bool:
-    """Tell whether the functional twin promotes to another type than the in-place operator."""
-    with value_of(written).fake_mode:  # type: ignore[attr-defined]
-        result = node.target(  # type: ignore[operator]
-            *fx.node.map_arg(node.args, value_of), **fx.node.map_arg(node.kwargs, value_of)
-        )
-    return bool(result.dtype != value_of(written).dtype)
-
-
-def _has_views(node: fx.Node) -> bool:
-    def is_view(n: fx.Node) -> bool:
-        target = n.target
-        return isinstance(target, torch._ops.OpOverload) and any(
-            a.alias_info is not None and not a.alias_info.is_write for a in target._schema.arguments
-        )
-
-    return is_view(node) or any(is_view(user) for user in node.users)
 
 
 def fuse_heads(graph: fx.Graph) -> int:
@@ -266,7 +207,7 @@ def _key_placeholder(graph: fx.Graph) -> fx.Node:
 
 
 def _key_dropouts(graph: fx.Graph, key: fx.Node) -> None:
-    """Key every dropout, and number them 0, 1, ... in the order of the model, yet uncut."""
+    """Key every dropout. One that drops nothing is its argument itself, as in PyTorch."""
     for node in list(graph.nodes):
         if node.target is aten.dropout.default:
             value, probability, training = _dropout_arguments(node)
@@ -285,6 +226,10 @@ def _key_dropouts(graph: fx.Graph, key: fx.Node) -> None:
         ):
             _expand_attention(graph, node, key)
     graph.eliminate_dead_code()
+
+
+def _number_dropouts(graph: fx.Graph) -> None:
+    """Number the dropouts 0, 1, ... in the order of the model, yet uncut."""
     for number, node in enumerate(_dropouts(graph)):
         node.update_arg(_NUMBER, number)
 
