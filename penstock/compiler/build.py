@@ -10,15 +10,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from penstock.compiler.capture import STREAM_DTYPE, Capture, Precision, capture, source_line
+from penstock.compiler.capture import STREAM_DTYPE, Capture, Precision, capture
 from penstock.compiler.cut import Piece, cut, weight_free_nodes
 from penstock.compiler.joint import StageSignature, make_kind
-from penstock.compiler.rewrites import (
-    count_dropouts_from_first,
-    rewrite,
-    share_equal,
-    value_of,
-)
+from penstock.compiler.nodes import source_line, value_of
+from penstock.compiler.rewrites import count_dropouts_from_first, rewrite, share_equal
 from penstock.compiler.selection import select_trainable
 from penstock.errors import CompileError, NoTrainingError, few
 from penstock.program import Kind, Program, Stage, TensorSpec, ValueSpec, WeightSpec, verify

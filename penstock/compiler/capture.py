@@ -20,9 +20,11 @@ from typing import Any, Literal
 
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.overrides import TorchFunctionMode
 
+from penstock.compiler.nodes import arguments_by_name, source_line
 from penstock.compiler.regions import inline_regions
 from penstock.errors import CompileError
 
@@ -118,9 +120,9 @@ def _raise(value: Any) -> Any:
 class Capture:
     """A flat ATen graph and the meaning of its placeholders.
 
-    `weights` maps placeholder names to parameter names, `buffers` to buffer names, `inputs` to
-    the keyword arguments of the module's forward; `constants` maps placeholder names to tensors
-    that the forward made literally. `differentiable` are the placeholders of weights that require
+    `weights` maps placeholder names to parameter names, `buffers` to names of buffers and of tensors
+    that are plain attributes, `inputs` to the keyword arguments of the module's forward;
+    `constants` maps placeholder names to tensors that the forward made literally. `differentiable` are the placeholders of weights that require
     a gradient.
     """
 
@@ -135,7 +137,7 @@ class Capture:
     def results(self) -> tuple[fx.Node, ...]:
         """The nodes that the module returns."""
         (output,) = self.graph.find_nodes(op="output")
-        return tuple(output.args[0])  # type: ignore[arg-type]
+        return tuple(output.args[0])
 
 
 def capture(
@@ -159,11 +161,24 @@ def capture(
     except Exception as error:  # whatever the user's forward raised is what we must explain
         raise CompileError(_explain(module, error)) from error
     parameters = module.named_parameters(remove_duplicate=False)
-    return _read_signature(exported, {name for name, value in parameters if value.requires_grad})
+    differentiable = {name for name, value in parameters if value.requires_grad}
+    return _read_signature(exported, differentiable, _tensor_attributes(module))
+
+
+def _tensor_attributes(module: nn.Module) -> set[str]:
+    """Return the names of tensors that are plain attributes of modules."""
+    return {
+        f"{path}.{name}" if path else name
+        for path, owner in module.named_modules()
+        for name, value in vars(owner).items()
+        if isinstance(value, torch.Tensor)
+    }
 
 
 def _read_signature(
-    exported: torch.export.ExportedProgram, differentiable: Collection[str]
+    exported: torch.export.ExportedProgram,
+    differentiable: Collection[str],
+    attributes: Collection[str],
 ) -> Capture:
     signature = exported.graph_signature
     weights: dict[str, str] = {}
@@ -177,7 +192,13 @@ def _read_signature(
         elif spec.kind is InputKind.BUFFER:
             buffers[name] = str(target)
         elif spec.kind is InputKind.CONSTANT_TENSOR:
-            constants[name] = exported.constants[str(target)]
+            value = exported.constants[str(target)]
+            if not isinstance(value, FakeTensor):
+                constants[name] = value
+            elif target in attributes:
+                buffers[name] = str(target)
+            else:
+                raise _refused_data(exported.graph, name)
         elif spec.kind is InputKind.USER_INPUT:
             inputs[name] = name
         else:
@@ -201,30 +222,31 @@ def _written_statistics(graph: fx.Graph, buffers: Mapping[str, str]) -> Iterator
     for node in graph.nodes:
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
             continue
-        names = [argument.name for argument in node.target._schema.arguments]
-        arguments = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+        arguments = arguments_by_name(node)
         if any(arguments.get(flag) for flag in _UPDATES_STATISTICS):
             statistics = (arguments.get("running_mean"), arguments.get("running_var"))
-            yield from (buffers[n.name] for n in statistics if getattr(n, "name", None) in buffers)
+            given = [n.name for n in statistics if isinstance(n, fx.Node)]
+            yield from (buffers[name] for name in given if name in buffers)
+
+
+def _refused_data(graph: fx.Graph, name: str) -> CompileError:
+    """Return the error for a tensor that the forward computed unseen."""
+    reader = next((n for n in graph.nodes if any(i.name == name for i in n.all_input_nodes)), None)
+    place = source_line(reader) if reader is not None else "the forward"
+    return CompileError(
+        f"{place} reads a tensor whose making a capture does not see, such as that of "
+        "weight.data: the program would go on with one value for ever. Use .detach() instead of "
+        ".data."
+    )
 
 
 def refused_buffer_write(buffer: str) -> CompileError:
     """Return the error of a forward that writes a buffer."""
     return CompileError(
-        f"the forward writes its buffer {buffer!r} (running statistics of a batch norm, a cache): "
-        "an engine keeps no state between steps, so a replayed step would differ. Use LayerNorm "
+        f"the forward writes its buffer {buffer!r} (running statistics of a norm, a cache): an "
+        "engine keeps no state between steps, so a replayed step would differ. Use LayerNorm "
         "or GroupNorm, or call .eval() on that module."
     )
-
-
-def source_line(node: fx.Node) -> str:
-    """Say where in the user's model a node comes from: module path, and file and line if known."""
-    stack = node.meta.get("nn_module_stack", {})
-    path = list(stack.values())[-1][0] if stack else ""
-    trace = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
-    places = [line for line in trace if line.startswith("File ") and "/torch/" not in line]
-    line = f" at {places[-1]}" if places else ""
-    return f"{path or 'the model'}{line}"
 
 
 @contextmanager
@@ -298,6 +320,8 @@ def _explain(module: nn.Module, error: Exception) -> str:
             line = f" at {file}:{number}: {linecache.getline(file, number).strip()!r}"
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     reason = reason.strip().rstrip(".")
+    if "doesn't match mode" in reason:
+        reason = "it writes a tensor that is neither its input nor made in the forward"
     return f"cannot capture {where}{line}: {reason}. {_advice(error)}"
 
 
@@ -309,6 +333,8 @@ def _advice(error: Exception) -> str:
             "The forward needs the value of a tensor, which no ahead-of-time graph can hold: "
             "use torch.where or masking, or take the decision outside the model."
         )
+    if "doesn't match mode" in text:
+        return "An engine keeps no state between steps: write to a copy (.clone())."
     if isinstance(error, NotImplementedError) or "fake" in text.lower():
         return (
             "An operator has no shape rule for tensors without data: use a built-in PyTorch "

@@ -25,7 +25,8 @@ from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from penstock.compiler.capture import Capture, refused_buffer_write, source_line
+from penstock.compiler.capture import Capture, refused_buffer_write
+from penstock.compiler.nodes import insert_call, source_line
 from penstock.compiler.regions import detach_read, detach_reads, records_gradients
 from penstock.errors import CompileError
 
@@ -67,6 +68,7 @@ class _EagerRun(fx.Interpreter):
 
     def __init__(self, captured: Capture) -> None:
         super().__init__(fx.GraphModule(nn.Module(), captured.graph), garbage_collect_values=False)
+        self.extra_traceback = False  # errors of ours say all in one line
         self.detached_reads: list[tuple[fx.Node, fx.Node]] = []
         self.unannounced_views: set[str] = set()
         self.detached: set[fx.Node] = set()
@@ -113,7 +115,7 @@ class _EagerRun(fx.Interpreter):
                 return found.detach()
             return found
 
-        return fx.node.map_arg(node.args, value), fx.node.map_arg(node.kwargs, value)  # type: ignore[return-value]
+        return fx.node.map_arg(node.args, value), fx.node.map_arg(node.kwargs, value)
 
     def _detach(self, node: fx.Node, tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.requires_grad:
@@ -227,8 +229,28 @@ def _retraced(graph: fx.Graph, unannounced_views: set[str]) -> fx.Graph:
         new = make_fx(run, pre_dispatch=True)(*values).graph
     for node, before in zip(new.find_nodes(op="placeholder"), placeholders, strict=True):
         node.name, node.target, node.meta = before.name, before.target, dict(before.meta)
+    for node in new.find_nodes(op="call_function", target=aten.copy.default):
+        _make_copy_differentiable(new, node)
     new.eliminate_dead_code()
     return new
+
+
+def _make_copy_differentiable(graph: fx.Graph, copy: fx.Node) -> None:
+    """Write `copy(to, source)`, of which autograd knows no derivative, with operators it knows."""
+    to, source = copy.args[:2]
+    assert isinstance(to, fx.Node)
+    assert isinstance(source, fx.Node)
+    like = to.meta["val"]
+    with graph.inserting_before(copy):
+        value = insert_call(graph, copy, aten.to.dtype, (source, like.dtype))
+        value = insert_call(graph, copy, aten.expand.default, (value, list(like.shape)))
+        if like.is_contiguous():
+            options = {"memory_format": torch.contiguous_format}
+            value = insert_call(graph, copy, aten.clone.default, (value,), options)
+        else:  # the result has the strides of `to`
+            value = insert_call(graph, copy, aten.slice_scatter.default, (to, value))
+    copy.replace_all_uses_with(value)
+    graph.erase_node(copy)
 
 
 class _Replay(fx.Interpreter):
@@ -236,6 +258,7 @@ class _Replay(fx.Interpreter):
 
     def __init__(self, module: fx.GraphModule, unannounced_views: set[str]) -> None:
         super().__init__(module)
+        self.extra_traceback = False
         self._unannounced_views = unannounced_views
 
     def run_node(self, n: fx.Node) -> Any:

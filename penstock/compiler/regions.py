@@ -65,7 +65,9 @@ def detach_reads(graph: fx.Graph, weights: Container[str]) -> None:
     differentiable: set[fx.Node] = set()
     for node in list(graph.nodes):
         sources = [n for n in node.all_input_nodes if n in differentiable]
-        if (node.op == "placeholder" and node.name in weights) or (sources and (records_gradients(node) or node.target is operator.getitem)):
+        is_weight = node.op == "placeholder" and node.name in weights
+        hands_on = records_gradients(node) or node.target is operator.getitem
+        if is_weight or (sources and hands_on):
             differentiable.add(node)
         elif node.op == "call_function":
             for source in sources:

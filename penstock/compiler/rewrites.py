@@ -16,8 +16,9 @@ import torch
 from torch import fx
 
 from penstock.compiler import ops  # noqa: F401  (registers the penstock operators)
-from penstock.compiler.capture import Capture, source_line
+from penstock.compiler.capture import Capture
 from penstock.compiler.functional import functionalise
+from penstock.compiler.nodes import arguments_by_name, insert_call, source_line, value_of
 from penstock.compiler.recognise import fuse_activations
 from penstock.errors import CompileError
 
@@ -48,11 +49,6 @@ def rewrite(captured: Capture) -> tuple[Capture, fx.Node]:
     graph.eliminate_dead_code()
     (key,) = (n for n in graph.find_nodes(op="placeholder") if n.name == KEY)
     return captured, key
-
-
-def value_of(node: fx.Node) -> torch.Tensor:
-    """Return the fake tensor that a node computes."""
-    return node.meta["val"]
 
 
 def share_equal(graph: fx.Graph, among: set[fx.Node]) -> set[fx.Node]:
@@ -112,7 +108,7 @@ def fuse_heads(graph: fx.Graph) -> int:
 
 
 def _fuse_head(graph: fx.Graph, loss: fx.Node) -> bool:
-    arguments = _named(loss)
+    arguments = arguments_by_name(loss)
     if arguments.get("weight") is not None or arguments.get("label_smoothing", 0.0):
         return False
     reduction = arguments.get("reduction", _MEAN)
@@ -132,30 +128,34 @@ def _fuse_head(graph: fx.Graph, loss: fx.Node) -> bool:
         if not (only and keeps_rows and (at.target in _VIEWS | _PASS_THROUGH or casts)):
             return False
         at = at.all_input_nodes[0]
-    linear = _named(at)
+    linear = arguments_by_name(at)
     hidden, weight = linear["input"], linear["weight"]
     only = len(at.users) == 1 or (at is logits and prediction is not None)
     if not only or value_of(weight).shape[0] != vocabulary:
         return False
     with graph.inserting_before(loss):
-        flat = _call(graph, loss, aten.reshape.default, (hidden, [-1, value_of(hidden).shape[-1]]))
+        flat = insert_call(
+            graph, loss, aten.reshape.default, (hidden, [-1, value_of(hidden).shape[-1]])
+        )
         ignore = arguments.get("ignore_index", -100)
         operands = (flat, weight, linear.get("bias"), labels, ignore)
         fused = torch.ops.penstock
         if prediction is None:
-            total = _call(graph, loss, fused.linear_cross_entropy.default, operands)
+            total = insert_call(graph, loss, fused.linear_cross_entropy.default, operands)
         else:
-            both = _call(graph, loss, fused.linear_cross_entropy_predictions.default, operands)
-            total = _call(graph, loss, operator.getitem, (both, 0))
-            likeliest = _call(graph, loss, operator.getitem, (both, 1))
+            both = insert_call(
+                graph, loss, fused.linear_cross_entropy_predictions.default, operands
+            )
+            total = insert_call(graph, loss, operator.getitem, (both, 0))
+            likeliest = insert_call(graph, loss, operator.getitem, (both, 1))
             prediction.replace_all_uses_with(likeliest)
         result = total
         if reduction == _MEAN:
-            kept = _call(graph, loss, aten.ne.Scalar, (labels, ignore))
-            count = _call(graph, loss, aten.sum.default, (kept,))
-            result = _call(graph, loss, aten.div.Tensor, (total, count))
+            kept = insert_call(graph, loss, aten.ne.Scalar, (labels, ignore))
+            count = insert_call(graph, loss, aten.sum.default, (kept,))
+            result = insert_call(graph, loss, aten.div.Tensor, (total, count))
         if value_of(loss).dtype != torch.float32:
-            result = _call(graph, loss, aten.to.dtype, (result, value_of(loss).dtype))
+            result = insert_call(graph, loss, aten.to.dtype, (result, value_of(loss).dtype))
     loss.replace_all_uses_with(result)
     return True
 
@@ -168,33 +168,9 @@ def _prediction_beside(loss: fx.Node, logits: fx.Node) -> fx.Node | None:
     others = [node for node in logits.users if node is not loss]
     if len(others) != 1 or others[0].target is not aten.argmax.default or others[0] < loss:
         return None
-    arguments = _named(others[0])
+    arguments = arguments_by_name(others[0])
     over_vocabulary = arguments.get("dim") in (1, -1) and not arguments.get("keepdim", False)
     return others[0] if over_vocabulary else None
-
-
-def _call(
-    graph: fx.Graph,
-    like: fx.Node,
-    target: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any] | None = None,
-) -> fx.Node:
-    """Insert an operator that stands where `like` stands in the user's model."""
-    node = graph.call_function(target, args, kwargs)
-    node.meta = dict(like.meta)
-    with value_of(like).fake_mode:  # type: ignore[attr-defined]
-        node.meta["val"] = target(
-            *fx.node.map_arg(args, value_of), **fx.node.map_arg(kwargs or {}, value_of)
-        )
-    return node
-
-
-def _named(node: fx.Node) -> dict[str, Any]:
-    """Return an operator's arguments by their schema names."""
-    assert isinstance(node.target, torch._ops.OpOverload)
-    names = [a.name for a in node.target._schema.arguments]
-    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 
 def _key_placeholder(graph: fx.Graph) -> fx.Node:
@@ -216,14 +192,14 @@ def _key_dropouts(graph: fx.Graph, key: fx.Node) -> None:
                 graph.erase_node(node)
                 continue
             with graph.inserting_before(node):
-                keyed = _call(
+                keyed = insert_call(
                     graph, node, torch.ops.penstock.dropout.default, (value, key, 0, probability)
                 )
             node.replace_all_uses_with(keyed)
             graph.erase_node(node)
-        elif node.target is aten.scaled_dot_product_attention.default and _named(node).get(
-            "dropout_p", 0.0
-        ):
+        elif node.target is aten.scaled_dot_product_attention.default and arguments_by_name(
+            node
+        ).get("dropout_p", 0.0):
             _expand_attention(graph, node, key)
     graph.eliminate_dead_code()
 
@@ -235,20 +211,20 @@ def _number_dropouts(graph: fx.Graph) -> None:
 
 
 def _dropout_arguments(node: fx.Node) -> tuple[fx.Node, float, bool]:
-    arguments = _named(node)
+    arguments = arguments_by_name(node)
     return arguments["input"], float(arguments["p"]), bool(arguments["train"])
 
 
 def _expand_attention(graph: fx.Graph, node: fx.Node, key: fx.Node) -> None:
     """Write attention with dropout out: the fused operator draws its own, unrepeatable bits."""
-    arguments = _named(node)
+    arguments = arguments_by_name(node)
     query, keys, values = arguments["query"], arguments["key"], arguments["value"]
     mask, scale = arguments.get("attn_mask"), arguments.get("scale")
     head_width = value_of(query).shape[-1]
     with graph.inserting_before(node):
 
         def call(target: Callable[..., Any], *args: Any) -> fx.Node:
-            return _call(graph, node, target, args)
+            return insert_call(graph, node, target, args)
 
         if arguments.get("enable_gqa", False):
             groups = value_of(query).shape[-3] // value_of(keys).shape[-3]
@@ -260,7 +236,7 @@ def _expand_attention(graph: fx.Graph, node: fx.Node, key: fx.Node) -> None:
             length, width = value_of(query).shape[-2], value_of(arguments["key"]).shape[-2]
             device = value_of(query).device
             options = {"dtype": torch.bool, "device": device}
-            ones = _call(graph, node, aten.ones.default, ([length, width],), options)
+            ones = insert_call(graph, node, aten.ones.default, ([length, width],), options)
             mask = call(aten.tril.default, ones)
         if mask is not None:
             if value_of(mask).dtype == torch.bool:

@@ -11,6 +11,7 @@ from torch import nn
 from penstock.errors import CompileError, ConfigError, did_you_mean
 from penstock.models.deferred import TensorNames
 from penstock.models.recording import SharedFakeTensorMode
+from penstock.models.shared_memory import refuse_shared_memory
 
 
 class Built:
@@ -22,6 +23,7 @@ class Built:
     """
 
     def __init__(self, module: nn.Module) -> None:
+        refuse_shared_memory(module)
         names = TensorNames.of(module)
         tensors = {**names.parameters, **names.buffers}
         for name, tensor in tensors.items():
