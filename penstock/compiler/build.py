@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,11 @@ import torch
 from torch import fx, nn
 
 from penstock.compiler.capture import STREAM_DTYPE, Capture, Precision, capture
+from penstock.compiler.custom_gradients import CustomGradient, fold_custom_gradients
 from penstock.compiler.cut import Piece, cut, weight_free_nodes
+from penstock.compiler.devices import move, on_device
+from penstock.compiler.digests import digest_of, lines_of
+from penstock.compiler.hooks import refuse_gradient_hooks
 from penstock.compiler.joint import StageSignature, make_kind
 from penstock.compiler.nodes import source_line, value_of
 from penstock.compiler.rewrites import count_dropouts_from_first, rewrite, share_equal
@@ -58,8 +62,78 @@ def compile_module(
     matches nothing, `NoTrainingError` for trainable weights that the result does not depend
     on, `BudgetError` for a stage that does not fit `slot_bytes`.
     """
-    captured, key = rewrite(capture(module, inputs, options.precision))
-    return verify(_Assembly(module, captured, key, options, name, buffers).program())
+    names = WeightNames.of(module, options.weight_prefix)
+    trainable = names.trainable(options) if options.training else frozenset()
+    if options.training:
+        refuse_gradient_hooks(module, options.weight_prefix)
+    with _gradients_of(module, names, trainable) if options.training else nullcontext():
+        captured = capture(module, inputs, options.precision, options.training)
+    if options.training:  # the forward may have registered some
+        refuse_gradient_hooks(module, options.weight_prefix)
+    captured, key = rewrite(captured)
+    fold_custom_gradients(captured.graph)
+    assembly = _Assembly(module, captured, key, options, name, buffers, names, trainable)
+    return verify(assembly.program())
+
+
+@dataclass(frozen=True)
+class WeightNames:
+    """The names of a module's parameters as the user's module has them, tied ones once.
+
+    `first` maps every name in an export to the weight's first name, `aliases` each weight to its
+    further names, `differentiable` are those whose `requires_grad` the model has set.
+    """
+
+    first: Mapping[str, str]
+    aliases: Mapping[str, Sequence[str]]
+    differentiable: frozenset[str]
+
+    @classmethod
+    def of(cls, module: nn.Module, prefix: str) -> WeightNames:
+        """Collect the names of `module`, whose own begin with `prefix`."""
+        known: dict[int, str] = {}
+        first: dict[str, str] = {}
+        aliases: dict[str, list[str]] = {}
+        differentiable = set()
+        for full, parameter in module.named_parameters(remove_duplicate=False):
+            name = full.removeprefix(prefix)
+            if id(parameter) in known:
+                aliases[known[id(parameter)]].append(name)
+            else:
+                aliases[known.setdefault(id(parameter), name)] = []
+            first[full] = known[id(parameter)]
+            if parameter.requires_grad:
+                differentiable.add(name)
+        return cls(first, aliases, frozenset(differentiable))
+
+    def trainable(self, options: CompileOptions) -> frozenset[str]:
+        """Return the weights that `options` let train."""
+        return select_trainable(
+            self.aliases,
+            self.differentiable,
+            train=options.train,
+            freeze=options.freeze,
+            adapters=options.adapters,
+        )
+
+
+@contextmanager
+def _gradients_of(
+    module: nn.Module, names: WeightNames, trainable: frozenset[str]
+) -> Iterator[None]:
+    """Let only weights that train require gradients: a forward and a backward may ask for it."""
+    fixed = [
+        parameter
+        for full, parameter in module.named_parameters()
+        if parameter.requires_grad and names.first[full] not in trainable
+    ]
+    for parameter in fixed:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in fixed:
+            parameter.requires_grad_(True)
 
 
 @dataclass
@@ -72,6 +146,8 @@ class _Assembly:
     options: CompileOptions
     name: str
     buffers: Callable[[], Mapping[str, torch.Tensor]] | None
+    names: WeightNames
+    trainable: frozenset[str]
     values: dict[str, ValueSpec] = field(default_factory=dict)
     weights: dict[str, WeightSpec] = field(default_factory=dict)
     kinds: dict[str, Kind] = field(default_factory=dict)
@@ -115,19 +191,9 @@ class _Assembly:
     def _collect_weights(self) -> None:
         """Name the weights as the user's module does; tied ones once, by their first name."""
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
-        first: dict[int, str] = {}
-        aliases: dict[str, list[str]] = {}
-        for full, parameter in parameters.items():
-            name = self._public(full)
-            if id(parameter) in first:
-                aliases[first[id(parameter)]].append(name)
-            else:
-                first[id(parameter)] = name
-                aliases[name] = []
-        trainable = self._trainable(parameters, aliases)
         nodes = {n.name: n for n in self.captured.graph.nodes if n.op == "placeholder"}
         for placeholder, full in self.captured.weights.items():
-            name = first[id(parameters[full])]
+            name = self.names.first[full]
             self.weight_names[placeholder] = name
             if placeholder not in nodes or name in self.weights:
                 continue
@@ -141,8 +207,8 @@ class _Assembly:
                 name=name,
                 shape=tuple(parameter.shape),
                 stream_dtype=STREAM_DTYPE[self.options.precision],
-                trainable=name in trainable,
-                aliases=tuple(aliases[name]),
+                trainable=name in self.trainable,
+                aliases=tuple(self.names.aliases[name]),
             )
         if self.options.training and not any(w.trainable for w in self.weights.values()):
             raise NoTrainingError(
@@ -152,20 +218,6 @@ class _Assembly:
 
     def _public(self, full: str) -> str:
         return full.removeprefix(self.options.weight_prefix)
-
-    def _trainable(
-        self, parameters: Mapping[str, nn.Parameter], aliases: Mapping[str, Sequence[str]]
-    ) -> frozenset[str]:
-        if not self.options.training:
-            return frozenset()
-        differentiable = {self._public(n) for n, p in parameters.items() if p.requires_grad}
-        return select_trainable(
-            aliases,
-            differentiable,
-            train=self.options.train,
-            freeze=self.options.freeze,
-            adapters=self.options.adapters,
-        )
 
     def _weight(self, node: fx.Node) -> WeightSpec:
         return self.weights[self.weight_names[node.name]]
@@ -250,7 +302,7 @@ class _Assembly:
                 env[names[placeholder]] = tensor
         with torch.no_grad():
             for node in constants:
-                args, kwargs = fx.node.map_arg(_on_device(node, "cpu"), lambda n: env[n])
+                args, kwargs = fx.node.map_arg(on_device(node, "cpu"), lambda n: env[n])
                 env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
         return {
             node.name: value.to(self.options.device).contiguous()
@@ -280,7 +332,7 @@ class _Assembly:
         made = {node: graph.placeholder(node.name) for node in given}
         for node in per_batch:
             made[node] = graph.node_copy(node, lambda n: made[n])
-            _move(made[node], self.options.device)
+            move(made[node], self.options.device)
         # Stages are traced for values without gaps.
         dense = [
             graph.call_function(torch.ops.aten.contiguous.default, (made[n],)) for n in outputs
@@ -328,7 +380,7 @@ class _Assembly:
         graph, signature, first_dropout = self._stage_graph(
             piece, list(weights), placeholders, list(inputs), outputs
         )
-        digest = _digest(graph, signature)
+        digest = digest_of([repr(signature), *lines_of(graph)])
         if digest not in self.kinds:
             label = _kind_name(piece.name, {k.name for k in self.kinds.values()})
             self.kinds[digest] = make_kind(label, digest, graph, signature, self.options.device)
@@ -362,7 +414,9 @@ class _Assembly:
         for i, node in enumerate(piece.nodes):
             made[node] = graph.node_copy(node, lambda n: made[n])
             made[node].name = f"n{i}"
-            _move(made[node], self.options.device)
+            move(made[node], self.options.device)
+            if isinstance(node.target, CustomGradient):
+                made[node].target = node.target.moved(self.options.device)
         graph.output(tuple(made[n] for n in outputs))
         first_dropout = count_dropouts_from_first(graph)
         signature = StageSignature(
@@ -374,43 +428,6 @@ class _Assembly:
             inputs_grad=tuple(self.values[n.name].requires_grad for n in inputs),
         )
         return graph, signature, first_dropout
-
-
-def _on_device(node: fx.Node, device: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a node's arguments, any device among them replaced by the engine's."""
-
-    def replaced(value: Any) -> Any:
-        return torch.device(device) if isinstance(value, torch.device) else value
-
-    return (
-        tuple(map(replaced, node.args)),
-        {name: replaced(value) for name, value in node.kwargs.items()},
-    )
-
-
-def _move(node: fx.Node, device: str) -> None:
-    """Let a node make its tensors on the engine's device."""
-    node.args, node.kwargs = _on_device(node, device)
-
-
-def _digest(graph: fx.Graph, signature: StageSignature) -> str:
-    """Hash a stage's graph with its names removed: equal digests share one kind."""
-    place: dict[fx.Node, str] = {}
-    lines = [repr(signature)]
-    for number, node in enumerate(graph.nodes):
-        place[node] = f"%{number}"
-        args = fx.node.map_arg((node.args, node.kwargs), lambda n: _Reference(place[n]))
-        lines.append(f"{node.op} {node.target if node.op == 'call_function' else ''} {args!r}")
-    return hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
-
-
-class _Reference(str):
-    """The place of a node within its graph, printed bare."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return str(self)
 
 
 def _kind_name(stage: str, taken: set[str]) -> str:

@@ -24,8 +24,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.overrides import TorchFunctionMode
 
+from penstock.compiler.custom_functions import Context, custom_functions_traced
+from penstock.compiler.hooks import gradient_hooks_refused
 from penstock.compiler.nodes import arguments_by_name, source_line
 from penstock.compiler.regions import inline_regions
+from penstock.compiler.unsupported import Unsupported
 from penstock.errors import CompileError
 
 Precision = Literal["fp32", "bf16"]
@@ -120,10 +123,10 @@ def _raise(value: Any) -> Any:
 class Capture:
     """A flat ATen graph and the meaning of its placeholders.
 
-    `weights` maps placeholder names to parameter names, `buffers` to names of buffers and of tensors
-    that are plain attributes, `inputs` to the keyword arguments of the module's forward;
-    `constants` maps placeholder names to tensors that the forward made literally. `differentiable` are the placeholders of weights that require
-    a gradient.
+    `weights` maps placeholder names to parameter names, `buffers` to names of buffers and of
+    tensors that are plain attributes, `inputs` to the keyword arguments of the module's forward;
+    `constants` maps placeholder names to tensors that the forward made literally.
+    `differentiable` are the placeholders of weights that require a gradient.
     """
 
     graph: fx.Graph
@@ -141,27 +144,31 @@ class Capture:
 
 
 def capture(
-    module: nn.Module, inputs: Mapping[str, torch.Tensor], precision: Precision = "fp32"
+    module: nn.Module,
+    inputs: Mapping[str, torch.Tensor],
+    precision: Precision = "fp32",
+    training: bool = True,
 ) -> Capture:
     """Export `module(**inputs)` to a graph.
 
     **Arguments:** `module` with fake (or real) parameters; `inputs` by keyword, fake or real;
     `precision`: with "bf16", floating parameters take part as bfloat16 and products whose
-    operands mix types run in bfloat16, as under autocast.
+    operands mix types run in bfloat16, as under autocast; `training`: gradients are wanted, so
+    that the backwards of the module's custom functions are traced and hooks on gradients refused.
 
     **Raises:** `CompileError` naming the module and line that cannot be captured.
     """
     lowered = _lowered_parameters(module) if precision == "bf16" else nullcontext()
     mode = _OneType() if precision == "bf16" else nullcontext()
     try:
-        with lowered, mode, _quiet_torch(), _collector_at_rest():
+        with lowered, mode, _gradients(training), _quiet_torch(), _collector_at_rest():
             exported = torch.export.export(module, (), dict(inputs), strict=False)
     except CompileError:
         raise
     except Exception as error:  # whatever the user's forward raised is what we must explain
         raise CompileError(_explain(module, error)) from error
     parameters = module.named_parameters(remove_duplicate=False)
-    differentiable = {name for name, value in parameters if value.requires_grad}
+    differentiable = {name for name, value in parameters if value.requires_grad and training}
     return _read_signature(exported, differentiable, _tensor_attributes(module))
 
 
@@ -250,6 +257,16 @@ def refused_buffer_write(buffer: str) -> CompileError:
 
 
 @contextmanager
+def _gradients(training: bool) -> Iterator[None]:
+    """Trace what the user's code does to gradients; a program without any just runs the forward."""
+    if training:
+        with gradient_hooks_refused(), custom_functions_traced():
+            yield
+    else:
+        yield
+
+
+@contextmanager
 def _quiet_torch() -> Iterator[None]:
     """Keep PyTorch from printing, as graphs and tracebacks, what the error says in a sentence."""
     loggers = [
@@ -314,9 +331,11 @@ def _explain(module: nn.Module, error: Exception) -> str:
         first = frame.f_code.co_varnames[:1] if frame.f_code.co_argcount else ()
         owner = frame.f_locals.get(*first) if first else None
         inside_torch = "/torch/" in frame.f_code.co_filename.replace("\\", "/")
-        if isinstance(owner, nn.Module) and id(owner) in names and not inside_torch:
+        known = isinstance(owner, nn.Module) and id(owner) in names
+        if (known or isinstance(owner, Context)) and not inside_torch:
             file = frame.f_code.co_filename
-            where = f"{names[id(owner)]} ({type(owner).__name__})"
+            if known:
+                where = f"{names[id(owner)]} ({type(owner).__name__})"
             line = f" at {file}:{number}: {linecache.getline(file, number).strip()!r}"
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     reason = reason.strip().rstrip(".")
@@ -326,6 +345,8 @@ def _explain(module: nn.Module, error: Exception) -> str:
 
 
 def _advice(error: Exception) -> str:
+    if isinstance(error, Unsupported):
+        return error.advice
     text = f"{type(error).__name__} {error}"
     signs = ("data-dependent", "DataDependent", "unbacked", "for tensor subclasses")
     if any(sign in text for sign in signs):

@@ -102,6 +102,10 @@ class _EagerRun(fx.Interpreter):
             if _storage(tensor) in storages and not _announces_views(n):
                 self.unannounced_views.add(n.name)
             self._aliases.setdefault(_storage(tensor), []).append(tensor)
+        if n.target is torch.ops.penstock.custom_gradient.default:
+            # To its user, a custom function returns what its forward made, which may be a view.
+            for made, returned in zip(args[1], result, strict=True):
+                self._aliases[_storage(made)].append(returned)
         return result
 
     def _arguments(self, node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -1,0 +1,231 @@
+"""Trace the forward and the backward of every `torch.autograd.Function` that a model calls.
+
+An export follows a forward only, so the backward of a custom function would be lost in silence.
+While `custom_functions_traced` holds, a call runs the function's forward and then its backward on
+the exporter's tensors, and marks both for `custom_gradients.py`. What PyTorch does around the two
+(which outputs are differentiable, what `ctx` says, which gradients are accepted) is done here as
+`torch/csrc/autograd/python_function.cpp` does it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import function as autograd_function
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.nn.modules._functions import BackwardHookFunction
+from torch.utils.checkpoint import CheckpointFunction
+
+from penstock.compiler import custom_gradients  # noqa: F401  (registers its operators)
+from penstock.compiler.unsupported import Unsupported
+
+_ops = torch.ops.penstock
+_Function = type[torch.autograd.Function]
+
+
+class Context(autograd_function.FunctionCtx):
+    """The `ctx` of a call that is traced: attributes are the user's to set."""
+
+    to_save: Sequence[Tensor | None] = ()
+    dirty_tensors: Sequence[Tensor] = ()
+    non_differentiable: Sequence[Tensor] = ()
+    materialize_grads = True
+
+    def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
+        self.needs_input_grad = needs_input_grad
+
+    @property
+    def saved_tensors(self) -> tuple[Tensor | None, ...]:
+        return tuple(self.to_save)
+
+
+@contextmanager
+def custom_functions_traced() -> Iterator[None]:
+    """Within it, calls of custom functions in a forward that is exported are traced whole."""
+    # `Function.apply` ends in that of its base class, also where a model took it as a name of its
+    # own (`round_through = RoundThrough.apply`) before.
+    base = autograd_function._SingleLevelFunction
+    numbers = itertools.count()
+
+    def apply(cls: _Function, *args: Any, **kwargs: Any) -> Any:
+        # What an operator does inside itself is not traced, only the operator.
+        if get_proxy_mode() is None or not torch.is_grad_enabled():
+            return super(base, cls).apply(*args, **kwargs)
+        if cls is CheckpointFunction:
+            return _checkpointed(*args)
+        if cls is BackwardHookFunction:
+            raise Unsupported(
+                "a backward hook of a module is at work",
+                "Remove it, or write what it does as a torch.autograd.Function.",
+            )
+        return _traced(cls, args, kwargs, numbers)
+
+    transformed = autograd_function.custom_function_call
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        if get_proxy_mode() is None:
+            return transformed(*args, **kwargs)
+        raise Unsupported(
+            "a torch.autograd.Function is called under a transform of torch.func",
+            "Call it outside of torch.func.vmap and its like.",
+        )
+
+    base.apply = classmethod(apply)  # type: ignore[method-assign,assignment]
+    autograd_function.custom_function_call = refuse
+    try:
+        yield
+    finally:
+        del base.apply
+        autograd_function.custom_function_call = transformed
+
+
+def _checkpointed(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+    """Run what `torch.utils.checkpoint` with `use_reentrant=True` wraps.
+
+    It only decides what is kept in memory, which the engine's plan does here. But where no
+    argument requires a gradient, nothing inside gets one.
+    """
+    connected = any(isinstance(value, Tensor) and value.requires_grad for value in args)
+    with torch.set_grad_enabled(connected):
+        return function(*args)
+
+
+def _traced(
+    cls: _Function, args: tuple[Any, ...], kwargs: dict[str, Any], numbers: Iterator[int]
+) -> Any:
+    """Call a function, trace its backward, and return its outputs, connected with its inputs."""
+    inputs = [*args, *kwargs.values()]
+    context = Context(tuple(isinstance(v, Tensor) and v.requires_grad for v in inputs))
+    with torch.no_grad():
+        result = _forward(cls, context, inputs, args, kwargs)
+        outputs = result if isinstance(result, tuple) else (result,)
+        connected = _connected_outputs(cls, context, outputs)
+        if connected:
+            call = next(numbers)
+            given = [_ops.output_gradient(outputs[place], call) for place in connected]
+            found = _gradients(
+                cls, context, inputs, outputs, dict(zip(connected, given, strict=True))
+            )
+    if not connected:
+        return result
+    places = [place for place, needed in enumerate(context.needs_input_grad) if needed]
+    returned = list(outputs)
+    for place, output in zip(
+        connected,
+        _ops.custom_gradient(
+            [inputs[place] for place in places],
+            [outputs[place] for place in connected],
+            [found[place] for place in places],
+            given,
+            call,
+        ),
+        strict=True,
+    ):
+        returned[place] = output
+    return tuple(returned) if isinstance(result, tuple) else returned[0]
+
+
+def _forward(
+    cls: _Function,
+    context: Context,
+    inputs: Sequence[Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    versions = [value._version if isinstance(value, Tensor) else 0 for value in inputs]
+    if autograd_function._is_setup_context_defined(cls.setup_context):
+        result = cls.forward(*args, **kwargs)
+        cls.setup_context(context, args, result)
+    else:
+        result = cls.forward(context, *args, **kwargs)
+    written = [v for v, was in zip(inputs, versions, strict=True) if _version(v) != was]
+    if written or context.dirty_tensors:
+        raise Unsupported(
+            f"the forward of {cls.__name__} writes one of its inputs in place",
+            "Write to a clone of it, and leave ctx.mark_dirty out.",
+        )
+    return result
+
+
+def _version(value: Any) -> int:
+    return value._version if isinstance(value, Tensor) else 0
+
+
+def _connected_outputs(cls: _Function, context: Context, outputs: Sequence[Any]) -> list[int]:
+    """Return the places of the outputs that require a gradient."""
+    if not any(context.needs_input_grad):
+        return []
+    fixed = {id(tensor) for tensor in context.non_differentiable}
+    connected = [
+        place
+        for place, value in enumerate(outputs)
+        if isinstance(value, Tensor)
+        and (value.is_floating_point() or value.is_complex())
+        and id(value) not in fixed
+    ]
+    if len(connected) > 1 and not context.materialize_grads:
+        raise Unsupported(
+            f"{cls.__name__} has {len(connected)} differentiable outputs and calls "
+            "ctx.set_materialize_grads(False): which gradients are None depends on the rest of the "
+            "model, and its backward is traced apart from it",
+            "Leave ctx.set_materialize_grads(False) out, or return one differentiable output.",
+        )
+    return connected
+
+
+def _gradients(
+    cls: _Function,
+    context: Context,
+    inputs: Sequence[Any],
+    outputs: Sequence[Any],
+    given: dict[int, Tensor],
+) -> list[Tensor | None]:
+    """Run a function's backward; return a gradient or None per input, checked as PyTorch does."""
+    gradients: list[Any] = []
+    for place, output in enumerate(outputs):
+        zero = isinstance(output, Tensor) and context.materialize_grads and place not in given
+        gradients.append(torch.zeros_like(output) if zero else given.get(place))
+    own = cls.backward is not torch.autograd.Function.backward
+    backward: Callable[..., Any] = cls.backward if own else cls.vjp
+    boxed = getattr(cls, "boxed_grads_call", False)
+    found = backward(context, gradients) if boxed else backward(context, *gradients)
+    found = list(found) if isinstance(found, tuple) else [found]
+    name = f"the backward of {cls.__name__}"
+    advice = "Check that the module trains with these inputs in plain PyTorch."
+    if len(found) < len(inputs) or any(extra is not None for extra in found[len(inputs) :]):
+        raise Unsupported(
+            f"{name} returns {len(found)} gradients, its forward takes {len(inputs)} inputs", advice
+        )
+    checked: list[Tensor | None] = []
+    for place, (value, gradient) in enumerate(zip(inputs, found, strict=False)):
+        if gradient is not None and not (
+            isinstance(gradient, Tensor) and isinstance(value, Tensor)
+        ):
+            raise Unsupported(
+                f"{name} returns {type(gradient).__name__} as the gradient of input {place}, a "
+                f"{type(value).__name__}",
+                advice,
+            )
+        if gradient is not None and context.needs_input_grad[place]:
+            gradient = _like(value, gradient, f"{name} returns, for input {place},", advice)
+        checked.append(gradient if context.needs_input_grad[place] else None)
+    return checked
+
+
+def _like(value: Tensor, gradient: Tensor, what: str, advice: str) -> Tensor:
+    """Return a gradient in the shape and type of its input, as the autograd engine does."""
+    if gradient.shape != value.shape:
+        try:
+            gradient = gradient.sum_to_size(value.shape)
+        except RuntimeError:
+            raise Unsupported(
+                f"{what} a gradient of shape {tuple(gradient.shape)}; the input has shape "
+                f"{tuple(value.shape)}",
+                advice,
+            ) from None
+    return gradient if gradient.dtype == value.dtype else gradient.to(value.dtype)

@@ -1,0 +1,192 @@
+"""Gradients that the user's code defines: `torch.autograd.Function` in a captured graph.
+
+While a model is captured, the forward of such a function is traced like any other code, and its
+backward right behind it. Two operators mark in the graph what belongs together:
+
+- `penstock::output_gradient` stands for the gradient of one output; the backward begins there;
+- `penstock::custom_gradient` returns the outputs. Towards autograd it is what connects them with
+  the inputs, whose gradients it takes from the traced backward.
+
+Both are ordinary operators without side effects, so every rewrite of the graph holds within the
+backward too. `fold_custom_gradients` then moves each backward into the one node that returns the
+outputs, a `CustomGradient`. When the joint graph of a stage is traced, autograd runs through that
+node and through the backward in it; in what an engine runs, nothing of this is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from penstock.compiler.digests import digest_of, lines_of
+from penstock.compiler.devices import move
+from penstock.compiler.nodes import source_line
+from penstock.errors import CompileError
+
+
+@torch.library.custom_op("penstock::output_gradient", mutates_args=())
+def output_gradient(output: Tensor, call: int) -> Tensor:
+    """Stand for the gradient of `output`; `call` numbers the calls of custom functions."""
+    return torch.zeros_like(output, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("penstock::custom_gradient", mutates_args=())
+def custom_gradient(
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    gradients: Sequence[Tensor | None],
+    output_gradients: Sequence[Tensor],
+    call: int,
+) -> list[Tensor]:
+    """Return `outputs`; `gradients` are those of `inputs`, made of `output_gradients`."""
+    return [output.clone() for output in outputs]
+
+
+@output_gradient.register_fake
+def _(output: Tensor, call: int) -> Tensor:
+    return torch.empty_like(output, memory_format=torch.contiguous_format)
+
+
+@custom_gradient.register_fake
+def _(
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    gradients: Sequence[Tensor | None],
+    output_gradients: Sequence[Tensor],
+    call: int,
+) -> list[Tensor]:
+    return [torch.empty_like(output) for output in outputs]
+
+
+def _never(ctx: Any, *gradients: Tensor) -> Any:
+    raise AssertionError("a custom gradient is folded before autograd runs")
+
+
+# Outputs of the captured call require a gradient, as those of the user's function do.
+custom_gradient.register_autograd(_never)
+
+_ops = torch.ops.penstock
+
+
+class CustomGradient:
+    """The target of a node that returns a function's outputs and knows the function's backward.
+
+    The node's arguments are the differentiable inputs, the outputs, and the values that the
+    backward reads. `backward` takes these values and the outputs' gradients, and returns the
+    inputs' gradients, None where there is none.
+    """
+
+    __module__ = __name__
+    __name__ = "custom_gradient"
+
+    def __init__(self, backward: fx.Graph) -> None:
+        self.backward = backward
+        self._run = fx.Interpreter(fx.GraphModule(nn.Module(), backward)).run
+        self._digest = digest_of(lines_of(backward))
+
+    def __repr__(self) -> str:
+        return f"{self.__name__} {self._digest}"
+
+    def __call__(
+        self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], saved: Sequence[Tensor]
+    ) -> Any:
+        return _Connected.apply(self._run, len(inputs), tuple(saved), *inputs, *outputs)
+
+    def moved(self, device: str) -> CustomGradient:
+        """Return the same for an engine's device."""
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(self.backward, {}))
+        for node in graph.nodes:
+            move(node, device)
+        return CustomGradient(graph)
+
+
+class _Connected(torch.autograd.Function):
+    """Returns its last arguments as they are; gradients go to its first ones."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Any, count: int, saved: Sequence[Tensor], *tensors: Tensor) -> Any:
+        ctx.run, ctx.saved, ctx.outputs = run, saved, len(tensors) - count
+        return tensors[count:]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        # Dense, as the backward was traced: a sum hands on a gradient that is one number, expanded.
+        found = ctx.run(*ctx.saved, *(gradient.contiguous() for gradient in gradients))
+        return (None, None, None, *found, *[None] * ctx.outputs)
+
+
+def fold_custom_gradients(graph: fx.Graph) -> None:
+    """Move every traced backward of `graph` into the node that returns the outputs, in place.
+
+    **Raises:** `CompileError` for a backward whose values leave it, or that draws random numbers.
+    """
+    for node in list(graph.nodes):
+        if node.target is _ops.custom_gradient.default:
+            _fold(graph, node)
+    graph.eliminate_dead_code()
+    for node in graph.nodes:
+        if node.target is _ops.output_gradient.default:
+            raise CompileError(
+                f"{source_line(node)}: the backward of a torch.autograd.Function keeps a gradient "
+                "for code outside of it, which would never see a value: what it computes may only "
+                "be returned."
+            )
+
+
+def _fold(graph: fx.Graph, call: fx.Node) -> None:
+    inputs, outputs, gradients, output_gradients, _ = call.args
+    given = [_origin(node) for node in output_gradients]  # type: ignore[union-attr]
+    region = _backward_nodes(given, gradients)  # type: ignore[arg-type]
+    for node in region:
+        if node.target is _ops.dropout.default:
+            raise CompileError(
+                f"{source_line(node)} draws random numbers in the backward of a "
+                "torch.autograd.Function, which a replayed step could not repeat: draw them in its "
+                "forward with torch.nn.functional.dropout, and save them."
+            )
+    made: dict[fx.Node, fx.Node] = {}
+    saved: dict[fx.Node, None] = {}
+    inside = {*given, *region}
+    for node in [*region, *gradients]:  # type: ignore[misc]
+        for source in [node] if node not in inside else node.all_input_nodes if node else ():
+            if source is not None and source not in inside:
+                saved[source] = None
+    backward = fx.Graph()
+    for number, node in enumerate(saved):
+        made[node] = backward.placeholder(f"saved_{number}")
+    for number, node in enumerate(given):
+        made[node] = backward.placeholder(f"gradient_{number}")
+    for node in region:
+        made[node] = backward.node_copy(node, lambda n: made[n])
+    backward.output(tuple(None if n is None else made[n] for n in gradients))  # type: ignore[union-attr,misc]
+    call.target = CustomGradient(backward)
+    call.args = (inputs, outputs, list(saved))
+
+
+def _origin(node: fx.Node) -> fx.Node:
+    """Return the output gradient that a node is, detached where it left a region."""
+    while node.target is not _ops.output_gradient.default:
+        (node,) = node.all_input_nodes
+    return node
+
+
+def _backward_nodes(given: Sequence[fx.Node], gradients: Sequence[fx.Node | None]) -> list[fx.Node]:
+    """Return, in order, the nodes between the outputs' gradients and those of the inputs."""
+    wanted: set[fx.Node] = set()
+    stack = [node for node in gradients if node is not None]
+    while stack:
+        node = stack.pop()
+        if node not in wanted:
+            wanted.add(node)
+            stack.extend(node.all_input_nodes)
+    bound = {*given}
+    region = []
+    for node in sorted(wanted):
+        if node not in bound and any(source in bound for source in node.all_input_nodes):
+            bound.add(node)
+            region.append(node)
+    return region

@@ -1,0 +1,25 @@
+"""The device that a captured graph makes tensors on is replaced by the engine's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+
+def on_device(node: fx.Node, device: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return a node's arguments, any device among them replaced by the engine's."""
+
+    def replaced(value: Any) -> Any:
+        return torch.device(device) if isinstance(value, torch.device) else value
+
+    return (
+        tuple(map(replaced, node.args)),
+        {name: replaced(value) for name, value in node.kwargs.items()},
+    )
+
+
+def move(node: fx.Node, device: str) -> None:
+    """Let a node make its tensors on the engine's device."""
+    node.args, node.kwargs = on_device(node, device)

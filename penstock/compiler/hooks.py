@@ -1,0 +1,148 @@
+"""Hooks on gradients, and backward passes within a forward, are refused by name.
+
+PyTorch calls a hook while its engine walks back through the graph that one process has recorded.
+A program has no such walk: each stage's backward is compiled before the first step and runs where
+and as often as the engine's plan says. A hook would be dropped in silence, so it is refused. Hooks
+on a module's forward are code like any other, and are captured.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import autograd, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.nn.modules import module as every_module
+from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
+
+from penstock.compiler.unsupported import Unsupported
+from penstock.errors import CompileError
+
+_CHANGE = (
+    "To change a gradient, apply a torch.autograd.Function with that backward in the forward; to "
+    "watch one, remove the hook."
+)
+_Hooks = Mapping[int, Callable[..., Any]] | None
+
+
+def refuse_gradient_hooks(module: nn.Module, prefix: str = "") -> None:
+    """Refuse a module that has hooks on the gradients of its parameters or of itself.
+
+    **Arguments:** `prefix` is left out where names begin with it.
+
+    **Raises:** `CompileError` naming the parameter or module, the hook and the line that defines it.
+    """
+    for kind, hooks in (
+        ("backward hook", every_module._global_backward_hooks),
+        ("backward pre-hook", every_module._global_backward_pre_hooks),
+    ):
+        _refuse(f"torch.nn has a {kind} for all modules", hooks)
+    for path, child in module.named_modules():
+        owner = f"{path.removeprefix(prefix) or 'the model'} ({type(child).__name__}) has a"
+        full = "full " if child._is_full_backward_hook else ""
+        _refuse(f"{owner} {full}backward hook", child._backward_hooks)
+        _refuse(f"{owner} full backward pre-hook", child._backward_pre_hooks)
+    for name, parameter in module.named_parameters():
+        owner = f"parameter {name.removeprefix(prefix)} has a"
+        _refuse(f"{owner} hook on its gradient (register_hook)", parameter._backward_hooks)
+        after = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+        _refuse(f"{owner} hook (register_post_accumulate_grad_hook)", after)
+
+
+def _refuse(what: str, hooks: _Hooks) -> None:
+    if not hooks:
+        return
+    hook: Any = next(iter(hooks.values()))
+    while isinstance(hook, functools.partial) or hasattr(hook, "__wrapped__"):
+        hook = hook.func if isinstance(hook, functools.partial) else hook.__wrapped__
+    code = getattr(hook, "__code__", None)
+    name = getattr(hook, "__qualname__", type(hook).__name__)
+    place = f" at {code.co_filename}:{code.co_firstlineno}" if code else ""
+    raise CompileError(f"{what}, {name}{place}, which no compiled program calls. {_CHANGE}")
+
+
+_REFUSED = {
+    torch.Tensor.register_hook: "registers a hook on the gradient of a tensor",
+    torch.Tensor.register_post_accumulate_grad_hook: "registers a hook on a gradient",
+    torch.Tensor.retain_grad: "asks to keep the gradient of a tensor (retain_grad)",
+}
+_GRAD_FN = torch.Tensor.grad_fn.__get__  # type: ignore[attr-defined]
+
+
+class _NoHooks(TorchFunctionMode):
+    """Refuses what puts a hook on a tensor of a forward that is captured."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in _REFUSED:
+            raise Unsupported(f"it {_REFUSED[func]}, which no compiled program calls", _CHANGE)
+        if func == _GRAD_FN and _asked_by_the_model():
+            raise Unsupported(
+                "it reads grad_fn, which has no counterpart in a compiled program",
+                f"To know whether a tensor takes part in training, read requires_grad. {_CHANGE}",
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def _asked_by_the_model() -> bool:
+    """Tell whether the attribute is read outside PyTorch, or where PyTorch makes hooks of it."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_name == "__torch_function__":
+        frame = frame.f_back
+    file = frame.f_code.co_filename.replace("\\", "/")
+    return "/torch/" not in file or file.endswith("/autograd/graph.py")
+
+
+@contextmanager
+def gradient_hooks_refused() -> Iterator[None]:
+    """Within it, a forward that is exported may neither hook gradients nor compute any."""
+    run, enter, leave = (
+        autograd._engine_run_backward,  # type: ignore[attr-defined]
+        saved_tensors_hooks.__enter__,
+        saved_tensors_hooks.__exit__,
+    )
+    passing: list[saved_tensors_hooks] = []
+
+    def refuse_backward(*args: Any, **kwargs: Any) -> Any:
+        if get_proxy_mode() is None:
+            return run(*args, **kwargs)
+        raise Unsupported(
+            "it computes gradients itself (backward, torch.autograd.grad or torch.func)",
+            "A program's backward is that of its loss alone: write the derivative as a formula, or "
+            "remove it from the forward; whether activations are kept or made again is the "
+            "engine's to decide (engine.memory).",
+        )
+
+    def pass_or_refuse(self: saved_tensors_hooks) -> None:
+        if get_proxy_mode() is None:
+            return enter(self)
+        # Where saved values are kept or made again decides no value.
+        if not isinstance(self, (save_on_cpu, checkpoint._checkpoint_hook)):
+            raise Unsupported("it enters torch.autograd.graph.saved_tensors_hooks", _CHANGE)
+        passing.append(self)
+        return None
+
+    def pass_out(self: saved_tensors_hooks, *args: object) -> None:
+        if self in passing:
+            passing.remove(self)
+        else:
+            leave(self, *args)
+
+    autograd._engine_run_backward = refuse_backward  # type: ignore[attr-defined]
+    saved_tensors_hooks.__enter__ = pass_or_refuse  # type: ignore[method-assign]
+    saved_tensors_hooks.__exit__ = pass_out  # type: ignore[method-assign]
+    try:
+        with _NoHooks():
+            yield
+    finally:
+        autograd._engine_run_backward = run  # type: ignore[attr-defined]
+        saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]
+        saved_tensors_hooks.__exit__ = leave  # type: ignore[method-assign]

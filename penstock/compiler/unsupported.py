@@ -1,0 +1,14 @@
+"""What a model's forward does that no program can do exactly."""
+
+from __future__ import annotations
+
+
+class Unsupported(Exception):
+    """Raised inside a forward that is being captured; `capture` adds the module and the line.
+
+    `reason` says what the forward does, `advice` what to do instead.
+    """
+
+    def __init__(self, reason: str, advice: str) -> None:
+        super().__init__(reason)
+        self.advice = advice
