@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import fx, nn
 
 from penstock.compiler.capture import STREAM_DTYPE, Capture, Precision, capture
 from penstock.compiler.cut import Piece, cut, weight_free_nodes
+from penstock.compiler.graph_digest import graph_digest, graph_lines
 from penstock.compiler.joint import StageSignature, make_kind
 from penstock.compiler.rewrites import (
     count_dropouts_from_first,
@@ -52,20 +53,26 @@ def compile_module(
     *,
     name: str = "model",
     buffers: Callable[[], Mapping[str, torch.Tensor]] | None = None,
+    known: Program | None = None,
 ) -> Program:
     """Compile `module(**inputs)` into a program.
 
     **Arguments:** `module`, whose parameters may be fake; `inputs`, one micro-batch by keyword,
     fake or real; `buffers` returns the real values of the module's buffers by name, and may be
-    left out for a program that is only looked at.
+    left out for a program that is only looked at; `known` is returned as it is where it was
+    compiled from the same graph.
 
     **Raises:** `CompileError` for what cannot be captured, `ConfigError` for a pattern that
     matches nothing, `NoTrainingError` for trainable weights that the result does not depend
     on, `BudgetError` for a stage that does not fit `slot_bytes`.
     """
     captured = capture(module, inputs, options.precision)
+    digest = graph_digest(captured, options.weight_prefix)
+    if known is not None and known.graph_digest == digest:
+        return known
     key = rewrite(captured.graph)
-    return verify(_Assembly(module, captured, key, options, name, buffers).program())
+    made = _Assembly(module, captured, key, options, name, buffers).program()
+    return verify(replace(made, graph_digest=digest))
 
 
 @dataclass
@@ -408,22 +415,8 @@ def _move(node: fx.Node, device: str) -> None:
 
 def _digest(graph: fx.Graph, signature: StageSignature) -> str:
     """Hash a stage's graph with its names removed: equal digests share one kind."""
-    place: dict[fx.Node, str] = {}
-    lines = [repr(signature)]
-    for number, node in enumerate(graph.nodes):
-        place[node] = f"%{number}"
-        args = fx.node.map_arg((node.args, node.kwargs), lambda n: _Reference(place[n]))
-        lines.append(f"{node.op} {node.target if node.op == 'call_function' else ''} {args!r}")
+    lines = [repr(signature), *graph_lines(graph)]
     return hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
-
-
-class _Reference(str):
-    """The place of a node within its graph, printed bare."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return str(self)
 
 
 def _kind_name(stage: str, taken: set[str]) -> str:

@@ -1,0 +1,60 @@
+"""What tells one graph from another, whatever its nodes are called."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+from penstock.compiler.capture import Capture
+
+
+def graph_lines(graph: fx.Graph) -> Iterator[str]:
+    """Yield a line per node: what it calls, and on which nodes before it."""
+    place: dict[fx.Node, str] = {}
+    for number, node in enumerate(graph.nodes):
+        place[node] = f"%{number}"
+        args = fx.node.map_arg((node.args, node.kwargs), lambda n: _Reference(place[n]))
+        yield f"{node.op} {node.target if node.op == 'call_function' else ''} {args!r}"
+
+
+def graph_digest(captured: Capture, weight_prefix: str = "") -> str:
+    """Return a hash of a captured graph, and of what its placeholders stand for.
+
+    Weights and buffers count by name, shape and type, tensors that the forward makes literally by
+    value. It depends on the sizes of the inputs, and on the version of PyTorch.
+    """
+    stands_for = {
+        **{n: f"weight {t.removeprefix(weight_prefix)}" for n, t in captured.weights.items()},
+        **{n: f"buffer {t.removeprefix(weight_prefix)}" for n, t in captured.buffers.items()},
+        **{n: f"input {t}" for n, t in captured.inputs.items()},
+        **{n: f"constant {_digest_of(t)}" for n, t in captured.constants.items()},
+    }
+    digest = hashlib.blake2b(digest_size=16)
+    for node in captured.graph.nodes:
+        if node.op == "placeholder":
+            value = node.meta.get("val")
+            kind = (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else value
+            digest.update(f"{stands_for.get(node.name)} {kind}\n".encode())
+    for line in graph_lines(captured.graph):
+        digest.update(f"{line}\n".encode())
+    return digest.hexdigest()
+
+
+def _digest_of(tensor: torch.Tensor) -> str:
+    if isinstance(tensor, FakeTensor):
+        return f"{tuple(tensor.shape)} {tensor.dtype}"
+    values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return f"{tuple(tensor.shape)} {tensor.dtype} {hashlib.blake2b(values.tobytes()).hexdigest()}"
+
+
+class _Reference(str):
+    """The place of a node within its graph, printed bare."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
