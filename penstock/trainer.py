@@ -282,7 +282,7 @@ class Trainer:
         self._tell = broadcast([report, recorder(config), self._listener])
         self._announce()
         if self.resumed_from is None:
-            for text in cautions(self.model, self.program):
+            for text in cautions(self.config, self.model, self._layout):
                 self._notice(text)
         if self._evaluator is not None and config.evaluation.every:
             self._evaluator.refuse_nothing()

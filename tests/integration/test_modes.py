@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from penstock.data import ArraySource
 from penstock.errors import CompileError
-from penstock.events import Notice, StepDone
+from penstock.events import Evaluated, Notice, StepDone
 from penstock.models import ModelSource
 from penstock.trainer import Trainer
 
@@ -67,6 +67,17 @@ class Branches(nn.Module):
 
     def forward(self, x):
         return self.head(self.linear(x) * (2.0 if self.training else 1.0))
+
+
+class Plain(nn.Module):
+    """The same in either mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 2)
+
+    def forward(self, x):
+        return torch.tanh(self.linear(x))
 
 
 def loss(output, y):
@@ -256,3 +267,42 @@ def test_a_batch_norm_in_train_mode_is_refused_with_advice_that_holds(tmp_path):
         trainer_of(module, tmp_path / "a")
     module.backbone.norm.eval()
     trainer_of(module, tmp_path / "b")[0].close()
+
+
+def test_the_mode_decides_the_best_checkpoint_and_early_stop(tmp_path):
+    """Without dropout: only a branch on the mode makes evaluation differ from training."""
+
+    class Noisy(nn.Module):
+        """In train mode the weight's gradient leads away from what eval mode measures."""
+
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(6, 2)
+
+        def forward(self, x):
+            return self.linear(x) + (10.0 if self.training else 0.0)
+
+    module, reference = built(Noisy), built(Noisy)
+    trainer, events = trainer_of(
+        module,
+        tmp_path,
+        evaluation={"every": 1, "early_stop_patience": 2},
+        optimizer={"learning_rate": 0.05},
+        run={"dir": str(tmp_path), "steps": STEPS},
+    )
+    y = torch.from_numpy(rows(1)["y"])
+    with torch.no_grad():
+        expected = float(loss(reference.eval()(torch.from_numpy(rows(1)["x"])), y))
+    assert trainer.evaluate(batches=8)["loss"] == pytest.approx(expected, rel=1e-5)  # not 100 more
+    trainer.train()
+    found = [event for event in events if isinstance(event, Evaluated)]
+    # The bias falls to make up for the 10 of train mode, so that eval mode only gets worse.
+    assert [event.best for event in found] == [True, False, False]
+    assert trainer.step == 3
+
+
+def test_a_model_without_a_branch_is_evaluated_by_the_program_of_training(tmp_path):
+    trainer, _ = trainer_of(built(Plain), tmp_path)
+    trainer.evaluate(batches=1)
+    (engine,) = trainer._evaluator._engines.values()
+    assert engine.program is trainer.program
