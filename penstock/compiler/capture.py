@@ -252,7 +252,8 @@ def refused_buffer_write(buffer: str) -> CompileError:
     return CompileError(
         f"the forward writes its buffer {buffer!r} (running statistics of a norm, a cache): an "
         "engine keeps no state between steps, so a replayed step would differ. Use LayerNorm "
-        "or GroupNorm, or call .eval() on that module."
+        "or GroupNorm, or call .eval() on that module alone: a whole model in eval mode is put in "
+        "train mode to train."
     )
 
 

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from penstock.compiler.digests import digest_of, lines_of
 from penstock.compiler.devices import move
+from penstock.compiler.digests import digest_of, lines_of
 from penstock.compiler.nodes import source_line
 from penstock.errors import CompileError
 

@@ -9,6 +9,7 @@ from penstock.models.folder import KEPT, keep_small_files, other_files, tokenize
 
 if TYPE_CHECKING:
     from penstock.models.lora import Adapter
+    from penstock.models.modes import parts_in_eval_mode
     from penstock.models.source import InputSpec, ModelSource
     from penstock.models.weight_files import WeightFiles
 
@@ -20,6 +21,7 @@ __all__ = [
     "WeightFiles",
     "keep_small_files",
     "other_files",
+    "parts_in_eval_mode",
     "tokenizer_files",
 ]
 
@@ -29,6 +31,10 @@ def __getattr__(name: str) -> Any:
         from penstock.models import source
 
         return getattr(source, name)
+    if name == "parts_in_eval_mode":
+        from penstock.models.modes import parts_in_eval_mode
+
+        return parts_in_eval_mode
     if name == "WeightFiles":
         from penstock.models.weight_files import WeightFiles
 

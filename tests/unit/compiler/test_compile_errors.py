@@ -138,7 +138,8 @@ VALUE = (
 )
 BUFFER = (
     "(running statistics of a batch norm, a cache): an engine keeps no state between steps, so a "
-    "replayed step would differ. Use LayerNorm or GroupNorm, or call .eval() on that module."
+    "replayed step would differ. Use LayerNorm or GroupNorm, or call .eval() on that module "
+    "alone: a whole model in eval mode is put in train mode to train."
 )
 IN_PLACE = (
     "to a tensor that is an input or that other views share; use the operator's functional form."
