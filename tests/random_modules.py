@@ -1,9 +1,9 @@
 """Random small modules that do what users' forwards do: made from a seed, twice the same.
 
-A module is a stack of blocks over rows of `WIDTH` numbers; each block has one or two *actions*, and
-every action belongs to a feature of PyTorch that a compiler may get wrong without a word: views that
-are written, custom backward functions, hooks, modes, shared storage. `RandomModule.features` says
-which ones a module has.
+A module is a stack of blocks over rows of `WIDTH` numbers. Each block has one or two *actions*, and
+every action belongs to a feature of PyTorch that a compiler may get wrong without a word: views
+that are written, custom backward functions, hooks, modes, shared storage.
+`RandomModule.features` says which ones a module has.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class WritesAView(Action):
         self.base = dice.choice(self.BASES)
         needs_gradient = self.base in ("hidden", "product")
         views = SINGLE_VIEWS if needs_gradient else {**SINGLE_VIEWS, **MULTIPLE_VIEWS}
-        if dice.random() < 0.06:
+        if dice.random() < 0.04:
             views = DETACHED_VIEWS
         self.view = dice.choice([*views])
         self.write = dice.choice([*WRITES])
@@ -420,7 +420,7 @@ class BranchesOnMode(Action):
         if self.norm == "dropout":
             self.part = nn.Dropout(0.0)
         elif self.norm == "batch norm":
-            self.part = nn.BatchNorm1d(WIDTH, track_running_stats=dice.random() < 0.5)
+            self.part = nn.BatchNorm1d(WIDTH, track_running_stats=dice.random() < 0.4)
         elif self.norm == "instance norm":
             self.part = nn.InstanceNorm1d(
                 WIDTH, affine=True, track_running_stats=dice.random() < 0.5
@@ -458,7 +458,9 @@ class SharesStorage(Action):
         super().__init__(dice)
         exact = dice.random() < 0.7
         self.kind = dice.choice(
-            ["tied", "same storage"] if exact else ["transposed", "part", "buffer of a weight"]
+            ["tied", "tied", "same storage"]
+            if exact
+            else ["transposed", "part", "buffer of a weight"]
         )
         self.other = nn.Linear(WIDTH, WIDTH, bias=False)
         weight = self.linear.weight
@@ -491,7 +493,7 @@ class HasBuffers(Action):
         self.register_buffer("table", torch.rand(ROWS, WIDTH))
         self.register_buffer("hidden_table", torch.rand(WIDTH), persistent=False)
         self.attribute = torch.rand(WIDTH)
-        written = dice.random() < 0.25
+        written = dice.random() < 0.2
         self.written = dice.choice(["buffer", "view", "attribute", "weight"]) if written else ""
         self.features = {f"{self.written} written" if written else "buffer read"}
 

@@ -235,6 +235,8 @@ def _retraced(graph: fx.Graph, unannounced_views: set[str]) -> fx.Graph:
         node.name, node.target, node.meta = before.name, before.target, dict(before.meta)
     for node in new.find_nodes(op="call_function", target=aten.copy.default):
         _make_copy_differentiable(new, node)
+    for node in new.find_nodes(op="call_function", target=aten.view.default):
+        node.target = aten.reshape.default  # strides may be others once the graph is cut
     new.eliminate_dead_code()
     return new
 

@@ -28,6 +28,9 @@ def inline_regions(module: fx.GraphModule) -> fx.Graph:
     What `torch.no_grad()` means for its operators is left to `detach_reads`.
     """
     graph = module.graph
+    for node in graph.nodes:
+        for source in node.all_input_nodes:
+            source.users.setdefault(node)  # an export that makes regions may forget a reader
     again = True
     while again:
         again = False

@@ -39,6 +39,7 @@ def rewrite(captured: Capture) -> tuple[Capture, fx.Node]:
     _refuse_regions(graph)
     _drop_checks(graph)
     _refuse_shapes_from_values(graph)
+    _refuse_strides_of_others(graph)
     _key_dropouts(graph, _key_placeholder(graph))
     captured = functionalise(captured)
     graph = captured.graph
@@ -95,6 +96,23 @@ def _refuse_shapes_from_values(graph: fx.Graph) -> None:
                 f"({node.target}), which no ahead-of-time graph can hold: use torch.where or a "
                 "mask instead."
             )
+
+
+def _refuse_strides_of_others(graph: fx.Graph) -> None:
+    """Refuse `as_strided` of what does not fill a memory of its own in order.
+
+    It reads memory, not elements, and a value that crosses stages is stored anew.
+    """
+    for node in graph.nodes:
+        if node.target in (aten.as_strided.default, aten.as_strided_.default):
+            source = value_of(node.args[0])
+            filled = source.untyped_storage().nbytes() == source.numel() * source.element_size()
+            if not (source.is_contiguous() and filled):
+                raise CompileError(
+                    f"{source_line(node)} reads a tensor by as_strided that is itself a view or "
+                    "not contiguous: make it contiguous (.contiguous().clone()) first, or use "
+                    "slices and permute."
+                )
 
 
 def fuse_heads(graph: fx.Graph) -> int:

@@ -26,7 +26,7 @@ def refuse_shared_memory(module: nn.Module) -> None:
     **Raises:** `CompileError` naming both tensors and what to do.
     """
     known: set[int] = set()
-    parameters: dict[int, list[tuple[str, torch.Tensor]]] = {}  # by storage
+    parameters: dict[int, list[tuple[str, nn.Parameter]]] = {}  # by storage
     for name, parameter in module.named_parameters():
         known.add(id(parameter))
         here = parameters.setdefault(_storage(parameter), [])
@@ -42,8 +42,8 @@ def refuse_shared_memory(module: nn.Module) -> None:
     for name, tensor in _other_tensors(module):
         if id(tensor) in known:
             continue
-        for weight, parameter in parameters.get(_storage(tensor), ()):
-            if _overlap(parameter, tensor):
+        for weight, over in parameters.get(_storage(tensor), ()):
+            if _overlap(over, tensor):
                 raise CompileError(
                     f"{name!r} shares memory with the weight {weight!r}, and would keep its first "
                     "values while the weight trains. Compute it in forward, or register a copy "
@@ -95,7 +95,7 @@ def _range(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the first byte of a tensor in its storage, and the one behind its last."""
     reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     start = tensor.storage_offset() * tensor.element_size()
-    return start, start + (reach + 1) * tensor.element_size()
+    return int(start), int(start + (reach + 1) * tensor.element_size())
 
 
 def _bytes_of(memory: np.ndarray, tensor: torch.Tensor) -> np.ndarray:
