@@ -8,9 +8,21 @@ import warnings
 from dataclasses import dataclass
 
 import numpy as np
+import pytest
 import torch
 from plain_training import Recipe
-from random_modules import ROWS, WIDTH, RandomModule
+from random_modules import (
+    DETACHED_VIEWS,
+    MULTIPLE_VIEWS,
+    ROWS,
+    SINGLE_VIEWS,
+    WIDTH,
+    WRITES,
+    CustomBackward,
+    Hooked,
+    RandomModule,
+    WithoutGradients,
+)
 from torch import nn
 from torch.nn import functional as F
 
@@ -22,8 +34,8 @@ from penstock.models import InputSpec, ModelSource
 
 STEPS, MICRO_BATCHES = 3, 2
 RATE, MOMENTUM, DECAY, CLIP = 0.1, 0.9, 0.05, 0.5
-FAST = range(60)
-SLOW = range(60, 2060)
+FAST = range(40)
+SLOW = range(40, 2040)
 
 # What rounding may do, as a share of how far a weight has moved. The least defect that
 # these modules can have is some hundred times larger.
@@ -154,10 +166,73 @@ def check(seeds, folder) -> list[Outcome]:
     found = []
     for seed in seeds:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+            warnings.simplefilter("ignore")  # of PyTorch, about the modules themselves
             found.append(outcome(seed, folder / str(seed)))
-    different = [
-        f"seed {o.seed}: {o.said}, {sorted(o.features)}" for o in found if o.kind == "different"
-    ]
-    assert not different, "\n".join(different)
+    different = [o for o in found if o.kind == "different"]
+    assert not different, "\n".join(
+        f"seed {o.seed}: {o.said}; {sorted(o.features)}" for o in different
+    )
     return found
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    return check(FAST, tmp_path_factory.mktemp("random_modules"))
+
+
+def test_random_modules_train_as_in_pytorch_or_are_refused(outcomes):
+    """Of what PyTorch trains, most is trained: else nothing would have been compared."""
+    trained = [o for o in outcomes if o.kind == "equal"]
+    refused = [o for o in outcomes if o.kind == "refused"]
+    assert len(trained) >= 0.6 * len([*trained, *refused]), [o.said for o in refused]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(SLOW.start, SLOW.stop, 100))
+def test_many_random_modules_train_as_in_pytorch_or_are_refused(first, tmp_path):
+    check(range(first, first + 100), tmp_path)
+
+
+# What must occur among the modules that both sides train, and among those that are refused.
+TRAINED = {
+    "in-place write",
+    "custom function",
+    "hook",
+    "branch on training",
+    "part in eval mode",
+    "tied",
+    "buffer read",
+    "dropout of nothing",
+    "no_grad or detach",
+    "several inputs",
+    "frozen layer",
+    "equal blocks",
+}
+REFUSED = {"shared storage", "in-place write"}
+
+
+def test_every_feature_occurs_among_the_seeds(outcomes):
+    trained = set().union(*(o.features for o in outcomes if o.kind == "equal"))
+    refused = set().union(*(o.features for o in outcomes if o.kind == "refused"))
+    assert trained >= TRAINED
+    assert refused >= REFUSED
+    written = {feature for feature in trained if feature.startswith("view ")}
+    assert len(written) >= 10, written
+
+
+def test_every_view_and_every_write_occurs_among_all_seeds():
+    found = set().union(*(RandomModule(seed).features for seed in [*FAST, *SLOW][:1000]))
+    views = {*SINGLE_VIEWS, *MULTIPLE_VIEWS, *DETACHED_VIEWS}
+    assert {f"view {name}" for name in views} <= found
+    assert {f"write {name}" for name in WRITES} <= found
+    assert {f"no_grad {kind}" for kind in WithoutGradients.KINDS} <= found
+    assert {f"custom {kind}" for kind in CustomBackward.KINDS} <= found
+    assert {*Hooked.FORWARD, *Hooked.BACKWARD} <= found
+
+
+def test_a_wrong_module_would_be_found(tmp_path):
+    """The least that a module can do otherwise is far beyond the tolerance."""
+    losses, weights = plain(1)
+    start = dict(RandomModule(1).named_parameters())
+    wrong = {name: w + 1e-3 * (w - start[name]) for name, w in weights.items()}
+    assert difference(losses, weights, losses, wrong, start)[0] > TOLERANCE
