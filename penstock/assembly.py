@@ -154,11 +154,13 @@ def compile_source(
     goal: Literal["train", "evaluate", "logits"] = "train",
     with_buffers: bool = True,
     slot_bytes: int | None = None,
+    known: Program | None = None,
 ) -> Program:
     """Compile a model for one micro-batch of sequences.
 
     `evaluate` returns the loss without dropout and, of language models, the most likely label of
-    each token; `logits` what comes before the loss. Both are only run forward.
+    each token; `logits` what comes before the loss. Both are only run forward, with every module
+    in eval mode. `known` is returned where the model's graph is the one that it was compiled from.
     """
     inputs = source.example_inputs(micro_batch, length)
     module = source.module
@@ -188,6 +190,7 @@ def compile_source(
             ),
             name=source.name,
             buffers=(lambda: _buffers(source)) if with_buffers else None,
+            known=known,
         )
     finally:
         for child, training in modes:

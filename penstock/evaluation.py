@@ -1,16 +1,16 @@
-"""What a model makes of held-out data: the forward sweep alone, without dropout.
+"""What a model makes of held-out data: the forward sweep alone, every module in eval mode.
 
-The loss is the mean over all labelled tokens, perplexity its exponential. Of language models,
-`accuracy` is the share of labelled tokens that the model thinks most likely, given all the right
-ones before; of records, `exact_match` is the share whose whole completion, its end included, is
-predicted so.
+The loss is the mean over all labelled tokens, of other models over the rows. Of language models,
+`perplexity` is its exponential, and `accuracy` the share of labelled tokens that the model thinks
+most likely, given all the right ones before; of records, `exact_match` is the share whose whole
+completion, its end included, is predicted so.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sized
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 
@@ -68,40 +68,40 @@ class Evaluator:
         self._store = store
         self._held_out = held_out
         self._device = device
+        self._engines: dict[int, TorchEngine] = {}
 
     def evaluate(self, batches: int) -> dict[str, float]:
         """Return the figures of the first `batches` held-out batches, by name.
 
-        These are `loss`, `perplexity`, `tokens`; with a language model `accuracy`; with records
-        `exact_match` and `records`.
+        These are `loss` and `tokens` (rows, where a model reads none); with a language model
+        `perplexity` and `accuracy`; with records `exact_match` and `records`.
 
-        **Raises:** `DataError` if they do not fill one micro-batch.
+        **Raises:** `DataError` if there is nothing in them.
         """
         counts = _Counts()
         micro = self._layout.micro_batch
         for rows in self._held_out.evaluation_batches(micro, batches * self._config.batch.size):
             self._add(counts, assembly.to_tensors(rows))
         if counts.weight == 0:
-            raise DataError("the held-out split is smaller than one micro-batch")
+            what = "labelled tokens" if self._predicts else "rows"
+            raise DataError(f"the held-out data has no {what}: there is nothing to evaluate")
         loss = counts.loss / counts.weight
-        found = {"loss": loss, "perplexity": _exp(loss), "tokens": counts.weight}
+        found = {"loss": loss, "tokens": counts.weight}
         if self._predicts:
+            found["perplexity"] = _exp(loss)
             found["accuracy"] = counts.right_tokens / counts.weight
         if isinstance(self._held_out, RecordSource):
             found["exact_match"] = counts.right_rows / counts.rows
             found["records"] = counts.rows
         return found
 
-    def refuse_too_little(self) -> None:
-        """A held-out set that cannot fill one micro-batch must not stop a run in its middle."""
-        if self._predicts:
-            return  # rows that lack are filled up, and count nothing
+    def refuse_nothing(self) -> None:
+        """Held-out data without a row must not stop a run in its middle."""
         micro = self._layout.micro_batch
         first = next(iter(self._held_out.evaluation_batches(micro, micro)), {})
-        if not first or len(next(iter(first.values()))) < micro:
+        if not first or _row_count(first) == 0:
             raise DataError(
-                f"the held-out data has fewer rows than a micro-batch of {micro}: give more, "
-                "lower batch.micro, or set evaluation.every to null"
+                "the held-out data has no rows: give some, or set evaluation.every to null"
             )
 
     @property
@@ -110,11 +110,12 @@ class Evaluator:
         return self._model.loss_reduction == "sum"
 
     def _add(self, counts: _Counts, rows: Rows) -> None:
-        engine = self._engine
-        padded, weight = self._fill_up(rows, self._layout.micro_batch)
+        weight = _labelled(rows) if self._predicts else _row_count(rows)
         if weight == 0:
             return
-        engine.begin(Batch([padded], 0, 1, self._config.run.seed, 0))
+        whole = _filled_up(rows, self._layout.micro_batch) if self._predicts else rows
+        engine = self._engine(_row_count(whole))
+        engine.begin(Batch([whole], 0, 1, self._config.run.seed, 0))
         for stage in engine.program.stages:
             engine.load(stage.index, self._store.stream(stage.weights))
             engine.infer(stage.index)
@@ -126,41 +127,48 @@ class Evaluator:
             have = rows["labels"].numel()
             counts.add_predictions(rows["labels"], predictions.cpu()[:have])
 
-    @cached_property
-    def _engine(self) -> TorchEngine:
-        return TorchEngine(
-            self._program(),
-            EnginePlan(),
-            device=self._device,
-            budget_bytes=self._layout.budget_bytes,
-        )
+    def _engine(self, rows: int) -> TorchEngine:
+        """Return an engine for micro-batches of so many rows: a whole one, or what is left over."""
+        if rows not in self._engines:
+            self._engines[rows] = TorchEngine(
+                self._program(rows),
+                EnginePlan(),
+                device=self._device,
+                budget_bytes=self._layout.budget_bytes,
+            )
+        return self._engines[rows]
 
-    def _program(self) -> Program:
-        """Return the program that predicts; of other models that of training will mostly do."""
-        if not self._predicts and not self._layout.program.draws_dropout:
-            return self._layout.program
+    def _program(self, rows: int) -> Program:
+        """Return the program in eval mode; that of training where eval mode changes nothing."""
         return assembly.compile_source(
             self._model,
-            micro_batch=self._layout.micro_batch,
+            micro_batch=rows,
             length=self._layout.sequence_length,
             precision=self._config.precision,
             device=self._device,
             goal="evaluate",
             slot_bytes=self._layout.slot_bytes,
+            known=self._layout.program,
         )
 
-    def _fill_up(self, rows: Rows, micro: int) -> tuple[Rows, int]:
-        """Return a whole micro-batch and what it counts; rows that are made up count nothing."""
-        have = len(next(iter(rows.values())))
-        if not self._predicts:
-            return rows, have if have == micro else 0
-        filled = {}
-        for name, value in rows.items():
-            padding = value[:1].expand(micro - have, *value.shape[1:]).clone()
-            if name == "labels":
-                padding.fill_(IGNORED_LABEL)
-            filled[name] = torch.cat([value, padding])
-        return filled, int((rows["labels"] != IGNORED_LABEL).sum())
+
+def _filled_up(rows: Rows, micro: int) -> Rows:
+    """Return a whole micro-batch; the rows that are made up have no labels and count nothing."""
+    filled = {}
+    for name, value in rows.items():
+        padding = value[:1].expand(micro - len(value), *value.shape[1:]).clone()
+        if name == "labels":
+            padding.fill_(IGNORED_LABEL)
+        filled[name] = torch.cat([value, padding])
+    return filled
+
+
+def _labelled(rows: Rows) -> int:
+    return int((rows["labels"] != IGNORED_LABEL).sum())
+
+
+def _row_count(rows: Mapping[str, Sized]) -> int:
+    return len(next(iter(rows.values())))
 
 
 def _exp(loss: float) -> float:

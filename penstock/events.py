@@ -84,13 +84,14 @@ class StepDone:
 class Evaluated:
     """The loss on held-out text after `step`; `best` when it is the least so far.
 
-    `accuracy` is the share of labelled tokens that the model thought most likely, None where it
-    predicts none; `exact_match` that of records whose whole completion it had right.
+    Of language models, `perplexity`, and `accuracy`, the share of labelled tokens that the model
+    thought most likely; None of others. `exact_match` is the share of records whose whole
+    completion it had right.
     """
 
     step: int
     loss: float
-    perplexity: float
+    perplexity: float | None
     seconds: float
     best: bool
     accuracy: float | None = None
@@ -100,7 +101,7 @@ class Evaluated:
     def of(cls, found: Mapping[str, float], step: int, seconds: float, best: bool) -> Evaluated:
         """Return the event of what `Trainer.evaluate` found after `step`."""
         shares = found.get("accuracy"), found.get("exact_match")
-        return cls(step, found["loss"], found["perplexity"], seconds, best, *shares)
+        return cls(step, found["loss"], found.get("perplexity"), seconds, best, *shares)
 
 
 @dataclass(frozen=True)

@@ -177,7 +177,8 @@ class Program:
     `constants` are computed once, from nothing; `prelude(*inputs in order of prelude_inputs) ->
     values named prelude_outputs` runs once per micro-batch, before the first stage, and depends
     on no weight. `results` are the values that the model returns: the scalar loss of a training
-    program, the logits of an inference program.
+    program, the logits of an inference program. `graph_digest` tells the captured graphs of two
+    programs apart; it is empty where there was none.
     """
 
     name: str
@@ -190,6 +191,7 @@ class Program:
     prelude_inputs: tuple[str, ...]
     prelude_outputs: tuple[str, ...]
     results: tuple[str, ...]
+    graph_digest: str = ""
 
     def home(self, weight: str) -> int:
         """Return the index of the first stage that uses a weight: where the store keeps it."""

@@ -21,8 +21,9 @@ class Resumption:
 
     `trajectory` is the part of the configuration that decides the result; `micro_batch`
     decides in which order sums are taken, `slot_bytes` how stages are cut, by which files on flash
-    are laid out; `data` and `weights` are fingerprints of what
-    the run began with, None where there is none.
+    are laid out. `data`, `weights` (of a folder) and `values` (of a module) are fingerprints of
+    what the run began with, None where there is none; `architecture` is what a model of the user's
+    own code computes (`same_run.Architecture`).
     """
 
     trajectory: Mapping[str, Any]
@@ -32,6 +33,8 @@ class Resumption:
     weights: str | None
     best_loss: float | None
     evaluations_since_best: int
+    values: str | None = None
+    architecture: Mapping[str, str] | None = None
 
     @classmethod
     def read(cls, found: Mapping[str, Any], place: Path) -> Resumption:
@@ -53,6 +56,9 @@ class Resumption:
                 "slot_bytes": slot_bytes,
                 "data": None | str(),
                 "weights": None | str(),
+                "values": None | str(),
+                "architecture": None
+                | {"class_name": str(), "graph": str(), "captured_with": str()},
                 "best_loss": None | float() | int(),
                 "evaluations_since_best": int(evaluations),
             } if _is_count(micro_batch) and _is_count(slot_bytes) and 0 <= evaluations < 2**63:

@@ -52,6 +52,7 @@ class StepRunner:
         self._seed = seed
         self._tokens = tokens
         self._store_seconds = 0.0  # of the step that is being made
+        self.commit: Commit | None = None  # of the last step
 
     @property
     def engine_peak_bytes(self) -> int:
@@ -87,7 +88,7 @@ class StepRunner:
             waiting = (stage, parts)
         self._return_gradients(*waiting)
         with self._at_the_store():
-            commit = self._store.commit()
+            commit = self.commit = self._store.commit()
         return step_done(
             commit,
             self._store,

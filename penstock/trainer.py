@@ -15,8 +15,10 @@ from torch import nn
 
 from penstock import assembly
 from penstock.batches import Batches
+from penstock.cautions import cautions
 from penstock.config import Config, cluster_keys, load, write_record
 from penstock.data import Source
+from penstock.early_stop import EarlyStop
 from penstock.engine import Engine
 from penstock.engines_here import EnginesHere, choose_devices, counted, engines_here, kind_of
 from penstock.errors import ConfigError, DataError, NonFiniteError
@@ -32,14 +34,15 @@ from penstock.events import (
     broadcast,
 )
 from penstock.export import export, export_adapters
-from penstock.first_updates import FirstUpdates
 from penstock.generation import Writer, make_writer
+from penstock.gradient_check import GradientCheck
 from penstock.keeper import make_keeper
 from penstock.models import KEPT, ModelSource, keep_small_files
 from penstock.program import Program
 from penstock.recording import recorder
 from penstock.report import RunReport
 from penstock.resumption import Resumption
+from penstock.same_run import own_architecture, require_same_beginning, require_same_model
 from penstock.saving import Saver
 from penstock.step import StepRunner
 from penstock.step_layout import lay_out
@@ -58,7 +61,9 @@ class Trainer:
     `model`, a built `nn.Module` in place of `config.model`; `source`, batches in place of
     `config.data` (any object with the methods of `penstock.data.Source`); `on_event` is told
     what happens (`penstock.events`); `must_exist` refuses a run without a checkpoint; `cluster` is
-    "local", "ray", a Ray cluster's address, or "none": all in this process, and one of each shard.
+    "local", "ray", a Ray cluster's address, or "none": all in this process, and one of each shard;
+    `ignore_initial_values` resumes a run with its own weights though `model` has other values than
+    the run began with.
     """
 
     def __init__(
@@ -71,6 +76,7 @@ class Trainer:
         on_event: Listener | None = None,
         must_exist: bool = False,
         cluster: str | None = None,
+        ignore_initial_values: bool = False,
     ) -> None:
         self.config = _as_config(config, cluster)
         self._listener: Listener = on_event or (lambda event: None)
@@ -108,6 +114,9 @@ class Trainer:
         self._initial_weights = recorded.weights if recorded else None
         if self._initial_weights is None:
             self._initial_weights = self.model.weights_fingerprint()
+        self._initial_values = recorded.values if recorded else self.model.values_fingerprint()
+        self._ignore_initial_values = ignore_initial_values
+        self._architecture = own_architecture(self.config, self.model, self._layout, self._brought)
         self._stop_reason: str | None = None
         self._here: EnginesHere | None = None
         self._lock: FolderLock | None = None  # from before the first process to `close`
@@ -128,6 +137,8 @@ class Trainer:
 
     def _make_the_rest(self, recorded: Resumption | None) -> None:
         """Make what stands around the store: engines, the step, evaluation."""
+        if recorded is not None:
+            require_same_model(self.config, recorded, self._architecture, self._notice)
         self.resumed_from = self.store.step if recorded else None
         batches = Batches(
             self.model, self._data.training, self.config.batch.size, self._layout.micro_batch
@@ -138,12 +149,14 @@ class Trainer:
             self._run_here(batches)
         else:
             self._run_elsewhere(self._hall, batches)
-        self._first_updates = FirstUpdates(self.model, self._notice) if recorded is None else None
+        self._gradient_check = GradientCheck(self._notice)
         self._evaluator = self._make_evaluator()
         self._writer: Writer | None = None
-        self._best_loss = recorded.best_loss if recorded else None
-        self._evaluations_since_best = recorded.evaluations_since_best if recorded else 0
-        self._judged_step = -1
+        self._early_stop = EarlyStop(
+            self.config.evaluation.early_stop_patience,
+            recorded.best_loss if recorded else None,
+            recorded.evaluations_since_best if recorded else 0,
+        )
         self._saver = Saver(
             self._keeper,
             self.config.checkpoint,
@@ -222,7 +235,14 @@ class Trainer:
 
     def train(self) -> dict[str, Any]:
         """Run to the configured number of steps and return a summary of the run's figures."""
-        self._check_resumable()
+        if self._recorded is not None:
+            require_same_beginning(
+                self.config,
+                self._recorded,
+                self.model,
+                self._data.dataset,
+                ignore_values=self._ignore_initial_values,
+            )
         lock = self._lock or self._lock_folder()
         try:
             self._refuse_stale()
@@ -258,11 +278,14 @@ class Trainer:
         recording = recorder(config, self.request_stop)
         self._tell = broadcast([report, recording, self._listener])
         self._announce()
+        if self.resumed_from is None:
+            for text in cautions(self.config, self.model, self._layout):
+                self._notice(text)
         if self._evaluator is not None and config.evaluation.every:
-            self._evaluator.refuse_too_little()
+            self._evaluator.refuse_nothing()
         first_step = self.step
         last_loss: float | None = None
-        if self._out_of_patience():
+        if self._early_stop.is_due:
             self._notice("the run has stopped early; raise evaluation.early_stop_patience to go on")
             self._stop_reason = "no better held-out loss"
         while self.step < config.run.steps and self._stop_reason is None:
@@ -278,6 +301,7 @@ class Trainer:
                 self._evaluate_and_judge()
             if self._saver.is_due(self.step):
                 self._saver.begin(self.step)
+        self._gradient_check.end(self.store)
         if self.step == first_step and self.step >= config.run.steps:
             self._notice(
                 f"the run already has its {config.run.steps} steps; nothing to do. To train on: "
@@ -285,10 +309,11 @@ class Trainer:
             )
         self.save()
         report.add_behind(self.store.take_flash_traffic())
+        best_loss = self._early_stop.best_loss
         summary = {
             "steps": self.step - first_step,
             **({} if last_loss is None else {"loss": last_loss}),
-            **({} if self._best_loss is None else {"best_held_out_loss": self._best_loss}),
+            **({} if best_loss is None else {"best_held_out_loss": best_loss}),
             "seconds": time.perf_counter() - started,
             "engine_peak_bytes": self._runner.engine_peak_bytes,
             "store_bytes": sum(self.store.memory_bytes.values()),
@@ -307,12 +332,12 @@ class Trainer:
         return summary
 
     def run_step(self) -> StepDone:
-        """Do one step, tell of it, and check once that every weight trains."""
+        """Do one step, tell of it, and see whether every weight trains."""
         self.store.remember(self._extra())
         done = self._runner.run()
         self._tell(done)
-        if self._first_updates is not None and done.learning_rate > 0:
-            self._first_updates.check(self.store)
+        assert self._runner.commit is not None
+        self._gradient_check.look(self._runner.commit, self.store)
         return done
 
     # Beside the steps
@@ -320,8 +345,8 @@ class Trainer:
     def evaluate(self, batches: int | None = None) -> dict[str, float]:
         """Return what the model makes of `batches` held-out batches.
 
-        **Returns:** `loss`, `perplexity` and `tokens`; of language models `accuracy`; of records
-        `exact_match` and `records` (see `penstock.evaluation`).
+        **Returns:** `loss` and `tokens` (rows, where a model reads none); of language models
+        `perplexity` and `accuracy`; of records `exact_match` and `records` (`penstock.evaluation`).
         """
         if self._evaluator is None:
             raise DataError(
@@ -347,27 +372,18 @@ class Trainer:
 
     def _evaluate_and_judge(self) -> None:
         """Evaluate, keep the best checkpoint, and stop when nothing has improved for long."""
-        if self._evaluator is None or self.step <= self._judged_step:
+        early_stop = self._early_stop
+        if self._evaluator is None or self.step <= early_stop.judged_step:
             return  # a step that is made again has been judged, by the same bits
-        self._judged_step = self.step
         started = time.perf_counter()
         found = self.evaluate()
-        best = self._best_loss is None or found["loss"] < self._best_loss
-        if best:
-            self._best_loss, self._evaluations_since_best = found["loss"], 0
-        else:
-            self._evaluations_since_best += 1
+        best = early_stop.judge(self.step, found["loss"])
         seconds = time.perf_counter() - started
         self._tell(Evaluated.of(found, self.step, seconds, best))
         if best and self.config.checkpoint.best:
             self._saver.begin(self.step, best=True)
-        patience = self.config.evaluation.early_stop_patience
-        if self._out_of_patience():
-            self.request_stop(f"no better held-out loss in {patience} evaluations")
-
-    def _out_of_patience(self) -> bool:
-        patience = self.config.evaluation.early_stop_patience
-        return patience is not None and self._evaluations_since_best >= patience
+        if early_stop.is_due:
+            self.request_stop(f"no better held-out loss in {early_stop.patience} evaluations")
 
     def save(self) -> None:
         """Make the last committed step survive; as a checkpoint, if the store is in memory."""
@@ -382,8 +398,10 @@ class Trainer:
             slot_bytes=self._layout.slot_bytes,
             data=dataset.fingerprint if dataset else None,
             weights=self._initial_weights,
-            best_loss=self._best_loss,
-            evaluations_since_best=self._evaluations_since_best,
+            values=self._initial_values,
+            architecture=self._architecture,
+            best_loss=self._early_stop.best_loss,
+            evaluations_since_best=self._early_stop.evaluations_since_best,
         ).to_mapping()
 
     def close(self) -> None:
@@ -439,25 +457,6 @@ class Trainer:
 
     def _notice(self, text: str) -> None:
         self._tell(Notice(text))
-
-    def _check_resumable(self) -> None:
-        recorded = self._recorded
-        if recorded is None:
-            return
-        self.config.check_resumable(recorded.trajectory)
-        dataset = self._data.dataset
-        if dataset is not None and recorded.data not in (None, dataset.fingerprint):
-            raise DataError(
-                f"{self.config.run.dir} was trained on another data set than {dataset.path}; "
-                "point data.path at the one it was started with, or choose another run.dir"
-            )
-        weights = assembly.folder_fingerprint(self.config, self.model)
-        if weights not in (None, self._initial_weights):
-            raise ConfigError(
-                f"{self.config.run.dir} was started from other weights than are in model.hf now; "
-                "point model.hf at those it was started from (they may also be gone), or choose "
-                "another run.dir"
-            )
 
     def _announce(self) -> None:
         layout, program = self._layout, self.program

@@ -124,6 +124,78 @@ def language_model(family: str, **changes: Any) -> Case:
     )
 
 
+_DEEPSEEK = {
+    **_SIZES,
+    **_NO_TOKENS,
+    "num_key_value_heads": 4,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
+
+
+def deepseek() -> Case:
+    """Return a DeepSeek-V3, whose attention and experts write tensors in place."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model("deepseek_v3", **_DEEPSEEK)
+    return Case(
+        "deepseek_v3",
+        lambda: AutoModelForCausalLM.from_config(config, dtype=torch.float32),
+        lambda seed: ModelSource.from_hf_config({"model_type": "deepseek_v3", **_DEEPSEEK}),
+        _token_loss,
+        _texts,
+    )
+
+
+class Translator(nn.Module):
+    """A T5 with the loss that it computes itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import T5Config, T5ForConditionalGeneration
+
+        config = T5Config(
+            vocab_size=VOCABULARY,
+            d_model=32,
+            d_kv=8,
+            d_ff=48,
+            num_layers=2,
+            num_decoder_layers=2,
+            num_heads=4,
+            dropout_rate=0.0,
+            decoder_start_token_id=0,
+        )
+        self.model = T5ForConditionalGeneration(config)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return the mean loss [] of tokens and labels, both [rows, tokens]."""
+        return self.model(input_ids=input_ids, labels=labels, use_cache=False).loss
+
+
+def t5() -> Case:
+    """Return a T5, which adds its position bias in place."""
+    tokens = InputSpec((LENGTH,), torch.int64)
+    return Case(
+        "t5",
+        Translator,
+        _built(Translator, inputs={"input_ids": tokens, "labels": tokens}),
+        lambda model, rows: model(**rows),
+        _texts,
+        summed=False,
+    )
+
+
 class Perceptron(nn.Module):
     """A plain stack of layers, without containers that repeat."""
 

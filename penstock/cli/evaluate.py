@@ -29,9 +29,13 @@ def evaluate(
 
     trainer = Trainer(settings, must_exist=True, cluster="none")
     result = trainer.evaluate(batches)
+    text = f"step {trainer.step}  loss {result['loss']:.6f}"
+    if "perplexity" not in result:  # not of a language model
+        typer.echo(f"{text}  ({result['tokens']} rows)")
+        return
     shares = show_shares(result.get("accuracy"), result.get("exact_match"))
     records = f" of {result['records']} records" if "records" in result else ""
     typer.echo(
-        f"step {trainer.step}  loss {result['loss']:.6f}  perplexity {result['perplexity']:.6g}"
-        f"{shares}  ({result['tokens']} tokens{records})"
+        f"{text}  perplexity {result['perplexity']:.6g}{shares}  "
+        f"({result['tokens']} tokens{records})"
     )

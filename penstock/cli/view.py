@@ -279,10 +279,8 @@ def event_lines(event: Event) -> list[str]:
     if isinstance(event, Evaluated):
         best = "  best so far" if event.best else ""
         shares = show_shares(event.accuracy, event.exact_match)
-        return [
-            f"step {event.step}  held-out loss {event.loss:.4f}  perplexity "
-            f"{event.perplexity:.4g}{shares}{best}"
-        ]
+        perplexity = "" if event.perplexity is None else f"  perplexity {event.perplexity:.4g}"
+        return [f"step {event.step}  held-out loss {event.loss:.4f}{perplexity}{shares}{best}"]
     if isinstance(event, Saved):
         return [
             f"step {event.step}  saved {event.path} ({show_bytes(event.bytes)}, "

@@ -146,7 +146,7 @@ def report(answer: Answer, holding: Holding) -> GradientReport:
     if not stages <= {*range(len(holding.stages))}:
         raise answer.refuse(f"names stages {sorted(stages)[:8]} of {len(holding.stages)}")
     named = (*said.missing, *(n for names in (said.non_finite or {}).values() for n in names))
-    _require_known(answer, named, holding)
+    _require_known(answer, (*named, *said.zero), holding)
     return said
 
 
@@ -158,11 +158,11 @@ def commit(answer: Answer, step: int) -> Commit:
     return said
 
 
-def unchanged(answer: Answer, holding: Holding) -> dict[str, str]:
-    """Return the weights that no update has changed, and why."""
-    said = answer.get("unchanged", _mapping_to(lambda why: isinstance(why, str)))
+def unchanged(answer: Answer, holding: Holding) -> tuple[str, ...]:
+    """Return the weights that no update has changed."""
+    said = answer.get("unchanged", _is_names)
     _require_known(answer, said, holding)
-    return dict(said)
+    return tuple(said)
 
 
 def traffic(answer: Answer) -> Traffic:
@@ -212,6 +212,10 @@ def _is_bool(value: Any) -> bool:
 
 def _is_count(value: Any) -> bool:
     return type(value) is int and value >= 0
+
+
+def _is_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
 def _is_seconds(value: Any) -> bool:

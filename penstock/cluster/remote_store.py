@@ -29,7 +29,7 @@ from penstock.store import (
     GradientReport,
     Holding,
     Traffic,
-    global_norm,
+    prepare_and_decide,
 )
 from penstock.store.incoming import fill
 from penstock.store.roles import MASTER, Stored
@@ -228,7 +228,7 @@ class RemoteShard:
 
     def commit(self) -> Commit:
         """Decide the step by this shard's gradients alone (`DramStore.commit`)."""
-        return self.decide(global_norm(self.program, self.step + 1, self.prepare()))
+        return prepare_and_decide(self)
 
     def prepare(self) -> GradientReport:
         """Return what is known of the step's gradients; the shard is then ready to decide."""
@@ -248,7 +248,7 @@ class RemoteShard:
         """Make all updates that are still awaited, now."""
         self._tell("flush", answers.nothing)
 
-    def unchanged(self) -> dict[str, str]:
+    def unchanged(self) -> tuple[str, ...]:
         """Return the trainable weights that no update has changed (`DramStore.unchanged`)."""
         return self._ask("unchanged", lambda said: answers.unchanged(said, self.program))
 

@@ -10,6 +10,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from penstock import assembly
@@ -26,7 +27,7 @@ from penstock.fabric.nodes import Outcome, Part, Phase, TroubleError, WentBackEr
 from penstock.program import Program
 from penstock.step import step_done
 from penstock.step_layout import Layout
-from penstock.store import Commit, Store, global_norm, merged
+from penstock.store import Commit, Store, global_norm, merged, zero_gradients
 from penstock.tracing import NonFiniteLossError, require_finite, trace
 
 _GIVING_UP = 60.0  # seconds in which a step that is decided must end
@@ -58,6 +59,7 @@ class ClusterRunner:
         self._stragglers = Stragglers(config.cluster.slow)
         self._computing = Computing()
         self._has_begun = False
+        self.commit: Commit | None = None  # of the last step
 
     @property
     def engine_peak_bytes(self) -> int:
@@ -149,7 +151,8 @@ class ClusterRunner:
         return isinstance(error, WentBackError)
 
     def _done(self, order: _Order, outcome: Outcome, started: float) -> StepDone:
-        commit: Commit = outcome.answers[0]
+        commit: Commit = replace(outcome.answers[0], zero_gradients=order.zero_gradients)
+        self.commit = commit
         self.hall.news.step = commit.step
         seconds = time.perf_counter() - started
         return step_done(
@@ -190,6 +193,7 @@ class _Order:
         self.step = done + 1
         self.micro_batches = batches.micro_batches
         self.scale = 1.0
+        self.zero_gradients: tuple[str, ...] = ()
         self._batches, self._done, self._seed = batches, done, seed
 
     def parts(self, engines: int) -> Sequence[Part]:
@@ -236,6 +240,7 @@ class _Order:
         require_finite(self.step, losses)
         gradients = merged(self._program, [report.gradients for report in reports])
         norm = global_norm(self._program, self.step, gradients)
+        self.zero_gradients = zero_gradients(self._program, gradients)
         return {"norm": norm.hex()}
 
 

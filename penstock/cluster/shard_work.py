@@ -202,6 +202,7 @@ def body_of_report(report: GradientReport) -> dict[str, Any]:
         "non_finite": {
             str(stage): list(names) for stage, names in (report.non_finite or {}).items()
         },
+        "zero": dict(report.zero),
     }
 
 
@@ -216,6 +217,7 @@ def report_of(said: Mapping[str, Any]) -> GradientReport:
             tuple(map(int, said["silent"])),
             tuple(map(_name, said["missing"])),
             {int(stage): tuple(map(_name, names)) for stage, names in said["non_finite"].items()},
+            {_name(name): int(elements) for name, elements in said["zero"].items()},
         )
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise _none("a report on gradients", said, error) from None

@@ -129,7 +129,7 @@ def _flush(place: Place, given: Mapping[str, Any], arrays: Arrays) -> Said:
 
 
 def _unchanged(place: Place, given: Mapping[str, Any], arrays: Arrays) -> Said:
-    return Said({"unchanged": place.store.unchanged()})
+    return Said({"unchanged": list(place.store.unchanged())})
 
 
 def _take_traffic(place: Place, given: Mapping[str, Any], arrays: Arrays) -> Said:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,15 +15,11 @@ from penstock.compiler.custom_gradients import CustomGradient, fold_custom_gradi
 from penstock.compiler.cut import Piece, cut, weight_free_nodes
 from penstock.compiler.devices import move, on_device
 from penstock.compiler.digests import digest_of, lines_of
+from penstock.compiler.graph_digest import graph_digest
 from penstock.compiler.hooks import refuse_gradient_hooks
 from penstock.compiler.joint import StageSignature, make_kind
-from penstock.compiler.rewrites import (
-    count_dropouts_from_first,
-    rewrite,
-    share_equal,
-    source_line,
-    value_of,
-)
+from penstock.compiler.nodes import source_line, value_of
+from penstock.compiler.rewrites import count_dropouts_from_first, rewrite, share_equal
 from penstock.compiler.selection import select_trainable
 from penstock.errors import CompileError, NoTrainingError, few
 from penstock.program import Kind, Program, Stage, TensorSpec, ValueSpec, WeightSpec, verify
@@ -56,12 +52,14 @@ def compile_module(
     *,
     name: str = "model",
     buffers: Callable[[], Mapping[str, torch.Tensor]] | None = None,
+    known: Program | None = None,
 ) -> Program:
     """Compile `module(**inputs)` into a program.
 
     **Arguments:** `module`, whose parameters may be fake; `inputs`, one micro-batch by keyword,
     fake or real; `buffers` returns the real values of the module's buffers by name, and may be
-    left out for a program that is only looked at.
+    left out for a program that is only looked at; `known` is returned as it is where it was
+    compiled from the same graph.
 
     **Raises:** `CompileError` for what cannot be captured, `ConfigError` for a pattern that
     matches nothing, `NoTrainingError` for trainable weights that the result does not depend
@@ -75,10 +73,13 @@ def compile_module(
         captured = capture(module, inputs, options.precision, options.training)
     if options.training:  # the forward may have registered some
         refuse_gradient_hooks(module, options.weight_prefix)
-    key = rewrite(captured.graph)
+    digest = graph_digest(captured, options.weight_prefix)
+    if known is not None and known.graph_digest == digest:
+        return known
+    captured, key = rewrite(captured)
     fold_custom_gradients(captured.graph)
     assembly = _Assembly(module, captured, key, options, name, buffers, names, trainable)
-    return verify(assembly.program())
+    return verify(replace(assembly.program(), graph_digest=digest))
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,7 @@ class _Assembly:
         self._collect_weights()
         weight_nodes = {n for n in graph.nodes if n.name in self.weight_names}
         free = share_equal(graph, weight_free_nodes(graph, weight_nodes, self.key))
-        results = tuple(self._result_node(node) for node in self._results())
+        results = self._results()
         for result in results:
             if result in free or result.op == "placeholder":
                 raise NoTrainingError(
@@ -254,13 +255,6 @@ class _Assembly:
                     "Reduce it (mean or sum), or name a loss function in model.loss."
                 )
         return self.captured.results
-
-    def _result_node(self, node: fx.Node) -> fx.Node:
-        (output,) = [n for n in self.captured.graph.nodes if n.op == "output"]
-        position = self.captured.results.index(node)
-        current = output.args[0][position]
-        assert isinstance(current, fx.Node)
-        return current
 
     def _split_prelude(self, free: set[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
         """Divide weight-free nodes into those of no input (constants) and those of the batch."""

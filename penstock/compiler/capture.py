@@ -13,18 +13,20 @@ import linecache
 import logging
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.overrides import TorchFunctionMode
 
 from penstock.compiler.custom_functions import Context, custom_functions_traced
 from penstock.compiler.hooks import gradient_hooks_refused
+from penstock.compiler.nodes import arguments_by_name, source_line
 from penstock.compiler.regions import inline_regions
 from penstock.compiler.unsupported import Unsupported
 from penstock.errors import CompileError
@@ -70,6 +72,8 @@ _IN_FLOAT32 = {
     nn.functional.smooth_l1_loss,
     nn.functional.soft_margin_loss,
 }
+# The arguments that make a norm update the running statistics that it is given.
+_UPDATES_STATISTICS = ("training", "train", "use_input_stats")
 
 
 class _OneType(TorchFunctionMode):
@@ -119,9 +123,10 @@ def _raise(value: Any) -> Any:
 class Capture:
     """A flat ATen graph and the meaning of its placeholders.
 
-    `weights` maps placeholder names to parameter names, `buffers` to buffer names, `inputs` to
-    the keyword arguments of the module's forward; `constants` maps placeholder names to tensors
-    that the forward made literally. `results` are the nodes that the module returns.
+    `weights` maps placeholder names to parameter names, `buffers` to names of buffers and of
+    tensors that are plain attributes, `inputs` to the keyword arguments of the module's forward;
+    `constants` maps placeholder names to tensors that the forward made literally.
+    `differentiable` are the placeholders of weights that require a gradient.
     """
 
     graph: fx.Graph
@@ -129,7 +134,13 @@ class Capture:
     buffers: Mapping[str, str]
     inputs: Mapping[str, str]
     constants: Mapping[str, torch.Tensor]
-    results: tuple[fx.Node, ...]
+    differentiable: frozenset[str]
+
+    @property
+    def results(self) -> tuple[fx.Node, ...]:
+        """The nodes that the module returns."""
+        (output,) = self.graph.find_nodes(op="output")
+        return tuple(output.args[0])
 
 
 def capture(
@@ -156,10 +167,26 @@ def capture(
         raise
     except Exception as error:  # whatever the user's forward raised is what we must explain
         raise CompileError(_explain(module, error)) from error
-    return _read_signature(exported)
+    parameters = module.named_parameters(remove_duplicate=False)
+    differentiable = {name for name, value in parameters if value.requires_grad and training}
+    return _read_signature(exported, differentiable, _tensor_attributes(module))
 
 
-def _read_signature(exported: torch.export.ExportedProgram) -> Capture:
+def _tensor_attributes(module: nn.Module) -> set[str]:
+    """Return the names of tensors that are plain attributes of modules."""
+    return {
+        f"{path}.{name}" if path else name
+        for path, owner in module.named_modules()
+        for name, value in vars(owner).items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def _read_signature(
+    exported: torch.export.ExportedProgram,
+    differentiable: Collection[str],
+    attributes: Collection[str],
+) -> Capture:
     signature = exported.graph_signature
     weights: dict[str, str] = {}
     buffers: dict[str, str] = {}
@@ -172,46 +199,61 @@ def _read_signature(exported: torch.export.ExportedProgram) -> Capture:
         elif spec.kind is InputKind.BUFFER:
             buffers[name] = str(target)
         elif spec.kind is InputKind.CONSTANT_TENSOR:
-            constants[name] = exported.constants[str(target)]
+            value = exported.constants[str(target)]
+            if not isinstance(value, FakeTensor):
+                constants[name] = value
+            elif target in attributes:
+                buffers[name] = str(target)
+            else:
+                raise _refused_data(exported.graph, name)
         elif spec.kind is InputKind.USER_INPUT:
             inputs[name] = name
         else:
             raise CompileError(f"the model takes an input of kind {spec.kind.name} ({name})")
     graph = inline_regions(exported.graph_module)
     nodes = {node.name: node for node in graph.nodes}
-    for buffer in _written_buffers(graph, buffers):
-        raise _refused_write(buffer)
-    results = []
+    for buffer in _written_statistics(graph, buffers):
+        raise refused_buffer_write(buffer)
     for out in signature.output_specs:
         if out.kind is OutputKind.BUFFER_MUTATION:
-            raise _refused_write(str(out.target))
-        if out.kind in (OutputKind.USER_OUTPUT, OutputKind.LOSS_OUTPUT):
-            if out.arg.name not in nodes:
-                raise CompileError(f"the model must return tensors; it returns {out.arg}")
-            results.append(nodes[out.arg.name])
-    return Capture(graph, weights, buffers, inputs, constants, tuple(results))
+            raise refused_buffer_write(str(out.target))
+        returned = out.kind in (OutputKind.USER_OUTPUT, OutputKind.LOSS_OUTPUT)
+        if returned and out.arg.name not in nodes:
+            raise CompileError(f"the model must return tensors; it returns {out.arg}")
+    trained = frozenset(name for name, weight in weights.items() if weight in differentiable)
+    return Capture(graph, weights, buffers, inputs, constants, trained)
 
 
-def _written_buffers(graph: fx.Graph, buffers: Mapping[str, str]) -> Iterator[str]:
-    """Yield the buffers that operators write, by their schema or, as batch norm does, beside it."""
+def _written_statistics(graph: fx.Graph, buffers: Mapping[str, str]) -> Iterator[str]:
+    """Yield the running statistics that norms write, which the schemas of norms do not tell."""
     for node in graph.nodes:
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
             continue
-        written = [
-            value
-            for argument, value in zip(node.target._schema.arguments, node.args, strict=False)
-            if argument.alias_info is not None and argument.alias_info.is_write
-        ]
-        if node.target is torch.ops.aten.batch_norm.default and node.args[5]:
-            written += node.args[3:5]
-        yield from (buffers[n.name] for n in written if getattr(n, "name", None) in buffers)
+        arguments = arguments_by_name(node)
+        if any(arguments.get(flag) for flag in _UPDATES_STATISTICS):
+            statistics = (arguments.get("running_mean"), arguments.get("running_var"))
+            given = [n.name for n in statistics if isinstance(n, fx.Node)]
+            yield from (buffers[name] for name in given if name in buffers)
 
 
-def _refused_write(buffer: str) -> CompileError:
+def _refused_data(graph: fx.Graph, name: str) -> CompileError:
+    """Return the error for a tensor that the forward computed unseen."""
+    reader = next((n for n in graph.nodes if any(i.name == name for i in n.all_input_nodes)), None)
+    place = source_line(reader) if reader is not None else "the forward"
     return CompileError(
-        f"the forward writes its buffer {buffer!r} (running statistics of a batch norm, a cache): "
-        "an engine keeps no state between steps, so a replayed step would differ. Use LayerNorm "
-        "or GroupNorm, or call .eval() on that module."
+        f"{place} reads a tensor whose making a capture does not see, such as that of "
+        "weight.data: the program would go on with one value for ever. Use .detach() instead of "
+        ".data."
+    )
+
+
+def refused_buffer_write(buffer: str) -> CompileError:
+    """Return the error of a forward that writes a buffer."""
+    return CompileError(
+        f"the forward writes its buffer {buffer!r} (running statistics of a norm, a cache): an "
+        "engine keeps no state between steps, so a replayed step would differ. Use LayerNorm "
+        "or GroupNorm, or call .eval() on that module alone: a whole model in eval mode is put in "
+        "train mode to train."
     )
 
 
@@ -299,6 +341,8 @@ def _explain(module: nn.Module, error: Exception) -> str:
             line = f" at {file}:{number}: {linecache.getline(file, number).strip()!r}"
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     reason = reason.strip().rstrip(".")
+    if "doesn't match mode" in reason:
+        reason = "it writes a tensor that is neither its input nor made in the forward"
     return f"cannot capture {where}{line}: {reason}. {_advice(error)}"
 
 
@@ -312,6 +356,8 @@ def _advice(error: Exception) -> str:
             "The forward needs the value of a tensor, which no ahead-of-time graph can hold: "
             "use torch.where or masking, or take the decision outside the model."
         )
+    if "doesn't match mode" in text:
+        return "An engine keeps no state between steps: write to a copy (.clone())."
     if isinstance(error, NotImplementedError) or "fake" in text.lower():
         return (
             "An operator has no shape rule for tensors without data: use a built-in PyTorch "

@@ -23,7 +23,7 @@ from torch import Tensor, fx, nn
 
 from penstock.compiler.devices import move
 from penstock.compiler.digests import digest_of, lines_of
-from penstock.compiler.rewrites import source_line
+from penstock.compiler.nodes import source_line
 from penstock.errors import CompileError
 
 

@@ -1,22 +1,36 @@
 """Inline the regions that export wraps around `torch.no_grad()` and `torch.autocast(...)`.
 
 Export keeps such a region as a call of a submodule. For a program it is only noise: the region's
-operators are put in the caller's graph, and what leaves a region without gradients is detached.
+operators are put in the caller's graph, and what a region without gradients reads is detached.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Container
 
 import torch
 from torch import fx
 
 from penstock.errors import CompileError
 
+_RECORDS = "records_gradients"  # in a node's meta: whether the innermost region around it does
+
+
+def records_gradients(node: fx.Node) -> bool:
+    """Tell whether autograd is on where the user's forward runs this operator."""
+    return bool(node.meta.get(_RECORDS, True))
+
 
 def inline_regions(module: fx.GraphModule) -> fx.Graph:
-    """Return the module's graph with every wrapped region inlined, in place."""
+    """Return the module's graph with every wrapped region inlined, in place.
+
+    What `torch.no_grad()` means for its operators is left to `detach_reads`.
+    """
     graph = module.graph
+    for node in graph.nodes:
+        for source in node.all_input_nodes:
+            source.users.setdefault(node)  # an export that makes regions may forget a reader
     again = True
     while again:
         again = False
@@ -26,7 +40,7 @@ def inline_regions(module: fx.GraphModule) -> fx.Graph:
                 continue
             if name == "wrap_with_set_grad_enabled":
                 enabled, body, *args = node.args
-                detach = not enabled
+                records = bool(enabled)
             elif name == "wrap_with_autocast":
                 _, _, enabled, _, body, *args = node.args
                 if enabled:
@@ -34,16 +48,43 @@ def inline_regions(module: fx.GraphModule) -> fx.Graph:
                         "the forward enters torch.autocast itself: remove it and set "
                         "precision: bf16 in the configuration instead"
                     )
-                detach = False
+                records = records_gradients(node)
             else:
                 raise CompileError(f"the forward uses {name}, which Penstock does not compile")
             assert isinstance(body, fx.Node)
-            _inline(graph, node, _graph_of(module, body), args, detach)
+            _inline(graph, node, _graph_of(module, body), args, records)
             again = True
     for node in list(graph.nodes):
         if node.op == "get_attr" and not node.users:
             graph.erase_node(node)
     return graph
+
+
+def detach_reads(graph: fx.Graph, weights: Container[str]) -> None:
+    """Detach what depends on a weight where an operator without gradients reads it.
+
+    **Arguments:** `graph`, which writes no tensor in place; `weights`, the names of placeholders.
+    """
+    differentiable: set[fx.Node] = set()
+    for node in list(graph.nodes):
+        sources = [n for n in node.all_input_nodes if n in differentiable]
+        is_weight = node.op == "placeholder" and node.name in weights
+        hands_on = records_gradients(node) or node.target is operator.getitem
+        if is_weight or (sources and hands_on):
+            differentiable.add(node)
+        elif node.op == "call_function":
+            for source in sources:
+                detach_read(graph, node, source)
+
+
+def detach_read(graph: fx.Graph, reader: fx.Node, source: fx.Node) -> None:
+    """Let one reader of a value read it detached."""
+    value = source.meta.get("val")
+    if isinstance(value, torch.Tensor) and value.is_floating_point():
+        with graph.inserting_before(reader):
+            node = graph.call_function(torch.ops.aten.detach.default, (source,))
+        node.meta = dict(source.meta)
+        reader.replace_input_with(source, node)
 
 
 def _graph_of(module: fx.GraphModule, body: fx.Node) -> fx.Graph:
@@ -53,7 +94,7 @@ def _graph_of(module: fx.GraphModule, body: fx.Node) -> fx.Graph:
 
 
 def _inline(
-    graph: fx.Graph, call: fx.Node, body: fx.Graph, args: list[object], detach: bool
+    graph: fx.Graph, call: fx.Node, body: fx.Graph, args: list[object], records: bool
 ) -> None:
     given = iter(args)
     made: dict[fx.Node, object] = {}
@@ -69,19 +110,10 @@ def _inline(
             else:
                 made[node] = graph.node_copy(node, lambda n: made[n])  # type: ignore[arg-type,return-value]
                 made[node].meta.setdefault("nn_module_stack", call.meta.get("nn_module_stack"))  # type: ignore[attr-defined]
-        if detach:
-            results = tuple(_detached(graph, result) for result in results)
+                made[node].meta[_RECORDS] = records  # type: ignore[attr-defined]
     for user in list(call.users):
         if user.target is not operator.getitem:
             raise CompileError(f"{user.name} takes the result of a region whole")
         user.replace_all_uses_with(results[int(user.args[1])])  # type: ignore[arg-type]
         graph.erase_node(user)
     graph.erase_node(call)
-
-
-def _detached(graph: fx.Graph, result: object) -> object:
-    if not isinstance(result, fx.Node):
-        return result
-    node = graph.call_function(torch.ops.aten.detach.default, (result,))
-    node.meta = dict(result.meta)
-    return node

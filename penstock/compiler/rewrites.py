@@ -3,7 +3,7 @@
 - composed activations become the fused operator (`recognise.py` proves them equal);
 - a linear layer that feeds only a cross-entropy becomes one operator (`fused_head.py`);
 - dropout is keyed, so that replay and recomputation see the same bits (`keyed_dropout.py`);
-- in-place operators become their functional twins, since a stage may not write its inputs.
+- writes in place become new values, since a stage may not write its inputs (`functional.py`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ import torch
 from torch import fx
 
 from penstock.compiler import ops  # noqa: F401  (registers the penstock operators)
+from penstock.compiler.capture import Capture
+from penstock.compiler.functional import functionalise
+from penstock.compiler.nodes import arguments_by_name, insert_call, source_line, value_of
 from penstock.compiler.recognise import fuse_activations
 from penstock.errors import CompileError
 
@@ -23,41 +26,30 @@ aten = torch.ops.aten
 KEY = "penstock_key"
 
 _VIEWS = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
-_PASS_THROUGH = {aten.alias.default, aten.contiguous.default, aten.detach_.default}
+_PASS_THROUGH = {aten.alias.default, aten.contiguous.default}
 _CHECKS = {aten._assert_tensor_metadata.default}
 _SUM = 2  # the reduction code of aten losses: 0 none, 1 mean, 2 sum
 _MEAN = 1
 _NUMBER = 2  # which argument of a keyed dropout says which one of the model it is
 
 
-def rewrite(graph: fx.Graph) -> fx.Node:
-    """Apply every rewrite to `graph` in place; return the placeholder of the dropout key."""
+def rewrite(captured: Capture) -> tuple[Capture, fx.Node]:
+    """Apply every rewrite; return the capture with its new graph, and the dropout key in it."""
+    graph = captured.graph
     _refuse_regions(graph)
     _drop_checks(graph)
     _refuse_shapes_from_values(graph)
-    _functionalise(graph)
+    _refuse_strides_of_others(graph)
+    _key_dropouts(graph, _key_placeholder(graph))
+    captured = functionalise(captured)
+    graph = captured.graph
     fuse_activations(graph)
     fuse_heads(graph)
-    key = _key_placeholder(graph)
-    _key_dropouts(graph, key)
+    _number_dropouts(graph)
     _refuse_random(graph)
     graph.eliminate_dead_code()
-    return key
-
-
-def value_of(node: fx.Node) -> torch.Tensor:
-    """Return the fake tensor that a node computes."""
-    return node.meta["val"]
-
-
-def source_line(node: fx.Node) -> str:
-    """Say where in the user's model a node comes from: module path, and file and line if known."""
-    stack = node.meta.get("nn_module_stack", {})
-    path = list(stack.values())[-1][0] if stack else ""
-    trace = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
-    places = [line for line in trace if line.startswith("File ") and "/torch/" not in line]
-    line = f" at {places[-1]}" if places else ""
-    return f"{path or 'the model'}{line}"
+    (key,) = (n for n in graph.find_nodes(op="placeholder") if n.name == KEY)
+    return captured, key
 
 
 def share_equal(graph: fx.Graph, among: set[fx.Node]) -> set[fx.Node]:
@@ -106,58 +98,21 @@ def _refuse_shapes_from_values(graph: fx.Graph) -> None:
             )
 
 
-def _functionalise(graph: fx.Graph) -> None:
-    """Replace `relu_(x)` and its like by `relu(x)`, later readers of x reading the new value."""
-    order = {node: number for number, node in enumerate(graph.nodes)}
-    for node in list(graph.nodes):
-        target = node.target
-        if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
-            continue
-        if not target._schema.is_mutable:
-            continue
-        packet, overload = target._schema.name.split("::")[1], target._overloadname
-        twin = getattr(getattr(aten, packet.rstrip("_"), None), overload, None)
-        written = node.args[0] if node.args else None
-        if twin is None or not packet.endswith("_") or not isinstance(written, fx.Node):
-            raise CompileError(
-                f"{source_line(node)} writes a tensor in place with {target}, which a stage may "
-                "not do; use the operator's functional form."
-            )
-        if written.op == "placeholder" or _has_views(written):
-            raise CompileError(
-                f"{source_line(node)} writes in place ({target}) to a tensor that is an input or "
-                "that other views share; use the operator's functional form."
-            )
-        node.target = twin
-        result, after = node, [u for u in written.users if order[u] > order[node]]
-        if _widens(node, written):
-            # In place, the result keeps the type of what is written.
-            users = list(node.users)
-            with graph.inserting_after(node):
-                result = _call(graph, written, aten.to.dtype, (node, value_of(written).dtype))
-            for user in users:
-                user.replace_input_with(node, result)
-        for user in after:
-            user.replace_input_with(written, result)
+def _refuse_strides_of_others(graph: fx.Graph) -> None:
+    """Refuse `as_strided` of what does not fill a memory of its own in order.
 
-
-def _widens(node: fx.Node, written: fx.Node) -> bool:
-    """Tell whether the functional twin promotes to another type than the in-place operator."""
-    with value_of(written).fake_mode:  # type: ignore[attr-defined]
-        result = node.target(  # type: ignore[operator]
-            *fx.node.map_arg(node.args, value_of), **fx.node.map_arg(node.kwargs, value_of)
-        )
-    return bool(result.dtype != value_of(written).dtype)
-
-
-def _has_views(node: fx.Node) -> bool:
-    def is_view(n: fx.Node) -> bool:
-        target = n.target
-        return isinstance(target, torch._ops.OpOverload) and any(
-            a.alias_info is not None and not a.alias_info.is_write for a in target._schema.arguments
-        )
-
-    return is_view(node) or any(is_view(user) for user in node.users)
+    It reads memory, not elements, and a value that crosses stages is stored anew.
+    """
+    for node in graph.nodes:
+        if node.target in (aten.as_strided.default, aten.as_strided_.default):
+            source = value_of(node.args[0])
+            filled = source.untyped_storage().nbytes() == source.numel() * source.element_size()
+            if not (source.is_contiguous() and filled):
+                raise CompileError(
+                    f"{source_line(node)} reads a tensor by as_strided that is itself a view or "
+                    "not contiguous: make it contiguous (.contiguous().clone()) first, or use "
+                    "slices and permute."
+                )
 
 
 def fuse_heads(graph: fx.Graph) -> int:
@@ -171,7 +126,7 @@ def fuse_heads(graph: fx.Graph) -> int:
 
 
 def _fuse_head(graph: fx.Graph, loss: fx.Node) -> bool:
-    arguments = _named(loss)
+    arguments = arguments_by_name(loss)
     if arguments.get("weight") is not None or arguments.get("label_smoothing", 0.0):
         return False
     reduction = arguments.get("reduction", _MEAN)
@@ -191,30 +146,34 @@ def _fuse_head(graph: fx.Graph, loss: fx.Node) -> bool:
         if not (only and keeps_rows and (at.target in _VIEWS | _PASS_THROUGH or casts)):
             return False
         at = at.all_input_nodes[0]
-    linear = _named(at)
+    linear = arguments_by_name(at)
     hidden, weight = linear["input"], linear["weight"]
     only = len(at.users) == 1 or (at is logits and prediction is not None)
     if not only or value_of(weight).shape[0] != vocabulary:
         return False
     with graph.inserting_before(loss):
-        flat = _call(graph, loss, aten.reshape.default, (hidden, [-1, value_of(hidden).shape[-1]]))
+        flat = insert_call(
+            graph, loss, aten.reshape.default, (hidden, [-1, value_of(hidden).shape[-1]])
+        )
         ignore = arguments.get("ignore_index", -100)
         operands = (flat, weight, linear.get("bias"), labels, ignore)
         fused = torch.ops.penstock
         if prediction is None:
-            total = _call(graph, loss, fused.linear_cross_entropy.default, operands)
+            total = insert_call(graph, loss, fused.linear_cross_entropy.default, operands)
         else:
-            both = _call(graph, loss, fused.linear_cross_entropy_predictions.default, operands)
-            total = _call(graph, loss, operator.getitem, (both, 0))
-            likeliest = _call(graph, loss, operator.getitem, (both, 1))
+            both = insert_call(
+                graph, loss, fused.linear_cross_entropy_predictions.default, operands
+            )
+            total = insert_call(graph, loss, operator.getitem, (both, 0))
+            likeliest = insert_call(graph, loss, operator.getitem, (both, 1))
             prediction.replace_all_uses_with(likeliest)
         result = total
         if reduction == _MEAN:
-            kept = _call(graph, loss, aten.ne.Scalar, (labels, ignore))
-            count = _call(graph, loss, aten.sum.default, (kept,))
-            result = _call(graph, loss, aten.div.Tensor, (total, count))
+            kept = insert_call(graph, loss, aten.ne.Scalar, (labels, ignore))
+            count = insert_call(graph, loss, aten.sum.default, (kept,))
+            result = insert_call(graph, loss, aten.div.Tensor, (total, count))
         if value_of(loss).dtype != torch.float32:
-            result = _call(graph, loss, aten.to.dtype, (result, value_of(loss).dtype))
+            result = insert_call(graph, loss, aten.to.dtype, (result, value_of(loss).dtype))
     loss.replace_all_uses_with(result)
     return True
 
@@ -227,33 +186,9 @@ def _prediction_beside(loss: fx.Node, logits: fx.Node) -> fx.Node | None:
     others = [node for node in logits.users if node is not loss]
     if len(others) != 1 or others[0].target is not aten.argmax.default or others[0] < loss:
         return None
-    arguments = _named(others[0])
+    arguments = arguments_by_name(others[0])
     over_vocabulary = arguments.get("dim") in (1, -1) and not arguments.get("keepdim", False)
     return others[0] if over_vocabulary else None
-
-
-def _call(
-    graph: fx.Graph,
-    like: fx.Node,
-    target: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any] | None = None,
-) -> fx.Node:
-    """Insert an operator that stands where `like` stands in the user's model."""
-    node = graph.call_function(target, args, kwargs)
-    node.meta = dict(like.meta)
-    with value_of(like).fake_mode:  # type: ignore[attr-defined]
-        node.meta["val"] = target(
-            *fx.node.map_arg(args, value_of), **fx.node.map_arg(kwargs or {}, value_of)
-        )
-    return node
-
-
-def _named(node: fx.Node) -> dict[str, Any]:
-    """Return an operator's arguments by their schema names."""
-    assert isinstance(node.target, torch._ops.OpOverload)
-    names = [a.name for a in node.target._schema.arguments]
-    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 
 def _key_placeholder(graph: fx.Graph) -> fx.Node:
@@ -266,7 +201,7 @@ def _key_placeholder(graph: fx.Graph) -> fx.Node:
 
 
 def _key_dropouts(graph: fx.Graph, key: fx.Node) -> None:
-    """Key every dropout, and number them 0, 1, ... in the order of the model, yet uncut."""
+    """Key every dropout. One that drops nothing is its argument itself, as in PyTorch."""
     for node in list(graph.nodes):
         if node.target is aten.dropout.default:
             value, probability, training = _dropout_arguments(node)
@@ -275,35 +210,39 @@ def _key_dropouts(graph: fx.Graph, key: fx.Node) -> None:
                 graph.erase_node(node)
                 continue
             with graph.inserting_before(node):
-                keyed = _call(
+                keyed = insert_call(
                     graph, node, torch.ops.penstock.dropout.default, (value, key, 0, probability)
                 )
             node.replace_all_uses_with(keyed)
             graph.erase_node(node)
-        elif node.target is aten.scaled_dot_product_attention.default and _named(node).get(
-            "dropout_p", 0.0
-        ):
+        elif node.target is aten.scaled_dot_product_attention.default and arguments_by_name(
+            node
+        ).get("dropout_p", 0.0):
             _expand_attention(graph, node, key)
     graph.eliminate_dead_code()
+
+
+def _number_dropouts(graph: fx.Graph) -> None:
+    """Number the dropouts 0, 1, ... in the order of the model, yet uncut."""
     for number, node in enumerate(_dropouts(graph)):
         node.update_arg(_NUMBER, number)
 
 
 def _dropout_arguments(node: fx.Node) -> tuple[fx.Node, float, bool]:
-    arguments = _named(node)
+    arguments = arguments_by_name(node)
     return arguments["input"], float(arguments["p"]), bool(arguments["train"])
 
 
 def _expand_attention(graph: fx.Graph, node: fx.Node, key: fx.Node) -> None:
     """Write attention with dropout out: the fused operator draws its own, unrepeatable bits."""
-    arguments = _named(node)
+    arguments = arguments_by_name(node)
     query, keys, values = arguments["query"], arguments["key"], arguments["value"]
     mask, scale = arguments.get("attn_mask"), arguments.get("scale")
     head_width = value_of(query).shape[-1]
     with graph.inserting_before(node):
 
         def call(target: Callable[..., Any], *args: Any) -> fx.Node:
-            return _call(graph, node, target, args)
+            return insert_call(graph, node, target, args)
 
         if arguments.get("enable_gqa", False):
             groups = value_of(query).shape[-3] // value_of(keys).shape[-3]
@@ -315,7 +254,7 @@ def _expand_attention(graph: fx.Graph, node: fx.Node, key: fx.Node) -> None:
             length, width = value_of(query).shape[-2], value_of(arguments["key"]).shape[-2]
             device = value_of(query).device
             options = {"dtype": torch.bool, "device": device}
-            ones = _call(graph, node, aten.ones.default, ([length, width],), options)
+            ones = insert_call(graph, node, aten.ones.default, ([length, width],), options)
             mask = call(aten.tril.default, ones)
         if mask is not None:
             if value_of(mask).dtype == torch.bool:

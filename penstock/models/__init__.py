@@ -11,6 +11,7 @@ from penstock.models.kept import KEPT, keep_small_files, verify_kept
 if TYPE_CHECKING:
     from penstock.models.inputs import InputSpec
     from penstock.models.lora import Adapter
+    from penstock.models.modes import parts_in_eval_mode
     from penstock.models.source import ModelSource
     from penstock.models.weight_files import WeightFiles
 
@@ -22,6 +23,7 @@ __all__ = [
     "WeightFiles",
     "keep_small_files",
     "other_files",
+    "parts_in_eval_mode",
     "tokenizer_files",
     "verify_kept",
 ]
@@ -32,6 +34,10 @@ def __getattr__(name: str) -> Any:
         from penstock.models import source
 
         return getattr(source, name)
+    if name == "parts_in_eval_mode":
+        from penstock.models.modes import parts_in_eval_mode
+
+        return parts_in_eval_mode
     if name == "WeightFiles":
         from penstock.models.weight_files import WeightFiles
 

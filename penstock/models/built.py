@@ -12,6 +12,7 @@ from penstock.errors import CompileError, ConfigError, did_you_mean
 from penstock.models.deferred import TensorNames
 from penstock.models.finite import refuse_non_finite
 from penstock.models.recording import SharedFakeTensorMode
+from penstock.models.shared_memory import refuse_shared_memory
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -26,6 +27,7 @@ class Built:
     """
 
     def __init__(self, module: nn.Module) -> None:
+        refuse_shared_memory(module)
         names = TensorNames.of(module)
         tensors = {**names.parameters, **names.buffers}
         for name, tensor in tensors.items():

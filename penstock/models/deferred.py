@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import (
 from penstock.errors import CompileError, ConfigError, did_you_mean
 from penstock.models.recording import recording
 from penstock.models.replay import Replay, plan
+from penstock.models.shared_memory import refuse_shared_memory
 from penstock.models.tape import Operation, Window
 
 
@@ -165,6 +166,7 @@ def record(build: Callable[[], nn.Module]) -> Deferred:
                 f"expected a constructor that returns a torch.nn.Module, it returned "
                 f"{type(module).__name__}"
             )
+        refuse_shared_memory(module)
         names = TensorNames.of(module)
         windows = {}
         for name, tensor in {**names.parameters, **names.buffers}.items():

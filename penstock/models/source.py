@@ -27,6 +27,7 @@ from penstock.models.huggingface import (
 )
 from penstock.models.inputs import SEQUENCE, TOKENS, Inputs, InputSpec, specs_of
 from penstock.models.lora import Adapter, adapt
+from penstock.models.modes import put_in_train_mode
 from penstock.models.objective import (
     WEIGHT_PREFIX,
     CausalLMLoss,
@@ -73,8 +74,8 @@ class ModelSource:
         task: `causal_lm`, `masked_lm` or `custom`.
         module: on fake tensors; `module(**example_inputs(...))` is the scalar loss.
         logits_module: shares `module`'s tensors; the same inputs without the labels give logits
-            (or what a custom module returns). `.eval()` it for evaluation, and `.train()` after:
-            the mode is that of the shared modules.
+            (or what a custom module returns). Who puts it in eval mode puts each shared module
+            back in its own mode.
         evaluation_module: shares `module`'s tensors and takes its inputs; of language models it
             returns the loss and each token's most likely label, else it is `module`.
         loss_reduction: `sum` over labelled tokens (language models) or `mean` (custom).
@@ -357,7 +358,8 @@ class ModelSource:
         The module is neither changed nor copied: weights are handed out as its own tensors.
 
         Args:
-            module: on the CPU.
+            module: on the CPU. In a model in train mode, parts in eval mode stay so; one in eval
+                mode is trained in train mode as a whole.
             task: `causal_lm`, `masked_lm` (forward takes `input_ids` and returns logits) or
                 `custom`; by default `custom`, unless it is a `transformers` language model.
             loss: for custom: a function `loss(output, **targets)` or its `package.module:function`;
@@ -398,7 +400,7 @@ def _language_model(
     max_sequence_length: int | None = None,
 ) -> ModelSource:
     """The source of a model that maps `input_ids` to logits."""
-    origin.module.train()
+    put_in_train_mode(origin.module)
     causal = task == "causal_lm"
     hugging_face = config is not None
     options: dict[str, Any] = {"use_cache": False} if hugging_face and causal else {}
@@ -459,7 +461,7 @@ def _from_origin(
         given, labels = {**given, **labels}, {}
     if both := given.keys() & labels.keys():
         raise ConfigError(f"{', '.join(sorted(both))} cannot be both an input and a target")
-    module.train()
+    put_in_train_mode(module)
     objective = CustomLoss(module, loss, labels)
     return ModelSource(
         name=name,

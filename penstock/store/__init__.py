@@ -14,6 +14,7 @@ from penstock.store.checkpoint import (
     save_checkpoint,
     verify_checkpoint,
 )
+from penstock.store.commit import prepare_and_decide
 from penstock.store.comparing import Compared
 from penstock.store.dram import DramStore
 from penstock.store.gradients import trainable_weights
@@ -28,7 +29,7 @@ from penstock.store.interface import (
     WeightReader,
 )
 from penstock.store.lock import FolderLock
-from penstock.store.norm import GradientReport, global_norm, merged
+from penstock.store.norm import GradientReport, global_norm, merged, zero_gradients
 from penstock.store.optimizers import (
     OPTIMIZER_NAMES,
     SGD,
@@ -91,8 +92,10 @@ __all__ = [
     "load_checkpoint",
     "make_optimizer",
     "merged",
+    "prepare_and_decide",
     "read_state",
     "save_checkpoint",
     "trainable_weights",
     "verify_checkpoint",
+    "zero_gradients",
 ]

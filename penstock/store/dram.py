@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from penstock.errors import StorageError
+from penstock.store.commit import prepare_and_decide
 from penstock.store.comparing import Compared, Rotation
 from penstock.store.content_hash import hash_read
 from penstock.store.gradients import Gradients
@@ -22,7 +23,7 @@ from penstock.store.incoming import fill
 from penstock.store.interface import Commit, FlashTraffic, Traffic
 from penstock.store.layout import allocate_role, slabs_of
 from penstock.store.masters import Masters
-from penstock.store.norm import GradientReport, clip_scale, global_norm
+from penstock.store.norm import GradientReport, clip_scale
 from penstock.store.optimizers import GroupSettings, Optimizer, rounding_key
 from penstock.store.portions import SlabPortions
 from penstock.store.roles import MASTER, Stored, stored_of
@@ -87,9 +88,7 @@ class DramStore:
         self._updating: str | None = None
         self._snapshot: Snapshot | None = None
         self._rotation: Rotation | None = None
-        self._unchanged = UnchangedWeights(
-            self._trainable, lambda name: self._require_optimizer().zero_everywhere(name)
-        )
+        self._unchanged = UnchangedWeights(self._trainable)
         # Kernels are parallel inside; Numba does not promise that two may run side by side.
         self._compute = threading.Lock()
         self._count = threading.Lock()
@@ -223,7 +222,7 @@ class DramStore:
             NonFiniteError: a gradient is NaN or infinite. Nothing is committed; after `discard`
                 the step may be replayed.
         """
-        return self.decide(global_norm(self.program, self.step + 1, self.prepare()))
+        return prepare_and_decide(self)
 
     def prepare(self) -> GradientReport:
         """Return what is known of the step's gradients, ready to decide: nothing can fail then."""
@@ -297,13 +296,13 @@ class DramStore:
                 position=self.program.weights[name].begin,
             )
 
-    def unchanged(self) -> dict[str, str]:
-        """Return the trainable weights that no update has changed in any bit, with the reason.
+    def unchanged(self) -> tuple[str, ...]:
+        """Return the trainable weights that no update has changed in any bit.
 
         Only updates with a learning rate above zero count, and only those since the weights were
         loaded or restored; a weight that has had none of these is not listed. Flush first.
         """
-        return self._unchanged.reasons()
+        return self._unchanged.names()
 
     def take_traffic(self) -> Traffic:
         """Return what was streamed and received, and what was waited for, since the last call."""

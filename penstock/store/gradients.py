@@ -19,8 +19,6 @@ from penstock.store.holding import HeldStage, Holding, homes
 from penstock.store.layout import allocate_role
 from penstock.store.norm import GradientReport
 
-"""Why an update has not changed a weight, in words."""
-
 
 class Gradients:
     """The gradient slabs, and the account of what has arrived in this step.
@@ -46,7 +44,6 @@ class Gradients:
         self._order = tuple(name for name in homes(holding) if name in uses)
         self._received: set[int] = set()
         self._squares: dict[str, tuple[float, ...]] = {}
-        self._zero: frozenset[str] = frozenset()
         self._non_finite: dict[int, list[str]] = {}
 
     def trainable(self, stage: int) -> tuple[str, ...]:
@@ -97,15 +94,15 @@ class Gradients:
             tuple(s for s, names in self._trainable.items() if names and s not in self._received),
             tuple(name for name in self._order if name not in self._squares),
             {stage: tuple(names) for stage, names in self._non_finite.items()},
+            {
+                name: self._holding.weights[name].elements
+                for name, squares in self._squares.items()
+                if not any(squares)
+            },
         )
-
-    def zero_everywhere(self, name: str) -> bool:
-        """Whether the gradient of a weight was zero in every element when it was decided."""
-        return name in self._zero
 
     def decided(self) -> None:
         """Begin anew: the step is committed. The slabs keep their bytes for its updates."""
-        self._zero = frozenset(name for name, squares in self._squares.items() if not any(squares))
         self.clear()
 
     def clear(self) -> None:

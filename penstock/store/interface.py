@@ -18,12 +18,15 @@ class Commit:
 
     `step` counts from 1. `grad_norm` is the global norm before clipping, `clip_scale` what every
     gradient is multiplied by, `learning_rate` the schedule's value for this step's update.
+    `zero_gradients` are the weights whose gradient was zero in every element, as far as whoever
+    decided knows: a shard alone does not.
     """
 
     step: int
     grad_norm: float
     clip_scale: float
     learning_rate: float
+    zero_gradients: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,7 @@ class Store(Protocol):
 
     def flush(self) -> None: ...
 
-    def unchanged(self) -> dict[str, str]: ...
+    def unchanged(self) -> tuple[str, ...]: ...
 
     def take_traffic(self) -> Traffic: ...
 

@@ -8,8 +8,9 @@ on exactly, so that the norm is the same to the bit however the weights are divi
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -24,18 +25,23 @@ class GradientReport:
 
     `squares` add up, exactly, to the sum of the squares of all elements; not finite if one is not.
     `silent` are stages with trainable weights that have sent nothing, `missing` weights without a
-    gradient, `non_finite` weights with NaN or infinity in theirs, by stage.
+    gradient, `non_finite` weights with NaN or infinity in theirs, by stage. `zero` are weights
+    whose gradient is zero in every element here, with the number of these elements.
     """
 
     squares: tuple[float, ...]
     silent: tuple[int, ...] = ()
     missing: tuple[str, ...] = ()
     non_finite: Mapping[int, tuple[str, ...]] | None = None
+    zero: Mapping[str, int] = field(default_factory=dict)
 
 
 def merged(holding: Holding, reports: Sequence[GradientReport]) -> GradientReport:
     """Return the report on all of a holding, from those of its shards."""
     missing = {name for report in reports for name in report.missing}
+    zero = Counter[str]()
+    for report in reports:
+        zero.update(report.zero)
     non_finite: dict[int, set[str]] = {}
     for report in reports:
         for stage, names in (report.non_finite or {}).items():
@@ -49,7 +55,14 @@ def merged(holding: Holding, reports: Sequence[GradientReport]) -> GradientRepor
             stage: tuple(n for n in holding.stages[stage].weights if n in names)
             for stage, names in non_finite.items()
         },
+        dict(zero),
     )
+
+
+def zero_gradients(holding: Holding, report: GradientReport) -> tuple[str, ...]:
+    """Return the weights whose gradient is zero in every element, wherever its pieces are."""
+    weights = holding.weights
+    return tuple(n for n in homes(holding) if 0 < weights[n].elements == report.zero.get(n))
 
 
 def global_norm(holding: Holding, step: int, report: GradientReport) -> float:

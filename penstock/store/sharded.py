@@ -17,16 +17,16 @@ import torch
 
 from penstock.errors import StorageError
 from penstock.kernels.memory import allocate, page_lock
+from penstock.store.commit import prepare_and_decide
 from penstock.store.content_hash import hash_read
 from penstock.store.gradients import require_gradients, trainable_weights
 from penstock.store.holding import Holding, homes
 from penstock.store.incoming import fill
 from penstock.store.interface import Commit, FlashTraffic, Store, Traffic
 from penstock.store.layout import ALIGNMENT_BYTES
-from penstock.store.norm import GradientReport, global_norm, merged
+from penstock.store.norm import GradientReport, merged
 from penstock.store.roles import MASTER, Role, Stored, stored_of
 from penstock.store.sharding import ShardMap, Span
-from penstock.store.unchanged import reason_of_pieces
 
 
 class ShardedStore:
@@ -152,7 +152,7 @@ class ShardedStore:
 
     def commit(self) -> Commit:
         """Decide the step in all shards (`DramStore.commit`)."""
-        return self.decide(global_norm(self.program, self.step + 1, self.prepare()))
+        return prepare_and_decide(self)
 
     def prepare(self) -> GradientReport:
         """Return what is known of the step's gradients; every shard is then ready to decide."""
@@ -183,17 +183,14 @@ class ShardedStore:
         for shard in self.shards:
             shard.flush()
 
-    def unchanged(self) -> dict[str, str]:
+    def unchanged(self) -> tuple[str, ...]:
         """Return the trainable weights that no update has changed (`DramStore.unchanged`)."""
-        found = [shard.unchanged() for shard in self.shards]
-        unchanged = {}
-        for name in self._trainable:
-            reason = reason_of_pieces(
-                [found[piece.shard].get(name) for piece in self.shard_map.pieces[name]]
-            )
-            if reason is not None:
-                unchanged[name] = reason
-        return unchanged
+        found = [frozenset(shard.unchanged()) for shard in self.shards]
+        return tuple(
+            name
+            for name in self._trainable
+            if all(name in found[piece.shard] for piece in self.shard_map.pieces[name])
+        )
 
     def take_traffic(self) -> Traffic:
         """Return what was streamed, received and waited for, since the last call."""

@@ -1,15 +1,13 @@
-"""Which trainable weights no update has changed yet, and why: no run trains nothing unnoticed."""
+"""Which trainable weights no update has changed yet: updates that are lost to rounding."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 import xxhash
 
 from penstock.kernels.split_master import Weight
-
-ZERO_GRADIENT = "its gradient was zero in every element"
 
 
 class UnchangedWeights:
@@ -19,17 +17,16 @@ class UnchangedWeights:
 
     Args:
         trainable: the weights that are to change, by name.
-        is_gradient_zero: tells of a weight whether its gradient is zero in every element.
     """
 
-    def __init__(self, trainable: Collection[str], is_gradient_zero: Callable[[str], bool]) -> None:
-        self._trainable, self._is_gradient_zero = trainable, is_gradient_zero
+    def __init__(self, trainable: Collection[str]) -> None:
+        self._trainable = trainable
         self.begin()
 
     def begin(self) -> None:
         """Forget all updates."""
         self._never_changed = set(self._trainable)
-        self._reasons: dict[str, str] = {}
+        self._updated: set[str] = set()
 
     @contextmanager
     def watching(self, name: str, weight: Weight, learning_rate: float) -> Iterator[None]:
@@ -39,25 +36,14 @@ class UnchangedWeights:
             return
         before = _digests(weight)
         yield
+        self._updated.add(name)
         if _digests(weight) != before:
             self._never_changed.discard(name)
-            self._reasons.pop(name, None)
-        elif self._is_gradient_zero(name):
-            self._reasons[name] = ZERO_GRADIENT
-        else:
-            self._reasons[name] = f"no update was large enough, at learning rate {learning_rate:g}"
 
-    def reasons(self) -> dict[str, str]:
-        """Return why, of the weights that were updated and are in every bit what they were."""
-        return {name: self._reasons[name] for name in self._trainable if name in self._reasons}
-
-
-def reason_of_pieces(reasons: Sequence[str | None]) -> str | None:
-    """Return why a weight has not changed whose pieces have these reasons; None if one has."""
-    if None in reasons:
-        return None
-    # A gradient is zero everywhere only if it is so in every piece.
-    return next((reason for reason in reasons if reason != ZERO_GRADIENT), ZERO_GRADIENT)
+    def names(self) -> tuple[str, ...]:
+        """Return the weights that were updated and are in every bit what they were."""
+        still = self._never_changed & self._updated
+        return tuple(name for name in self._trainable if name in still)
 
 
 def _digests(weight: Weight) -> list[bytes]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from grids import thinned
 from plain_training import Recipe, assert_same_training, streamed
-from tiny_models import CASES, language_model
+from tiny_models import CASES, deepseek, language_model, t5
 
 
 @pytest.mark.parametrize(("name", "seed"), thinned([*CASES], [0, 1]))
@@ -18,6 +18,12 @@ def test_a_gpt2_whose_head_is_its_own_weight(tmp_path):
     ours = streamed(case, recipe, tmp_path)
     assert "lm_head.weight" in ours.weights
     assert_same_training(ours, case, recipe)
+
+
+@pytest.mark.parametrize("case", [deepseek, t5], ids=lambda case: case.__name__)
+def test_families_that_write_in_place_agree_with_plain_pytorch(case, tmp_path):
+    case, recipe = case(), Recipe(seed=4, steps=6)
+    assert_same_training(streamed(case, recipe, tmp_path), case, recipe)
 
 
 @pytest.mark.parametrize(

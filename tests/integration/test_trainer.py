@@ -45,9 +45,9 @@ def with_losses(trainer, losses):
 
 @pytest.mark.parametrize("name", ["gpt2", "bert", "perceptron", "classifier"])
 def test_evaluation_is_that_of_plain_pytorch(name, tmp_path):
-    """On weights that were trained, over the same rows, an odd number that fills no batch."""
+    """On weights that were trained, over the same rows, of which the last fills no micro-batch."""
     case = CASES[name]()
-    rows = {field: value[:22] for field, value in case.arrays(9).items()}
+    rows = {field: value[:23] for field, value in case.arrays(9).items()}
     recipe = Recipe(steps=5, warmup_steps=0)
     trainer, _ = trainer_of(case, recipe, tmp_path, held_out=with_rows(case, rows).data(0))
     trainer.train()
@@ -63,8 +63,12 @@ def test_evaluation_is_that_of_plain_pytorch(name, tmp_path):
         count = int((tensors["labels"] != IGNORED).sum())
         assert found["tokens"] == count
         loss /= count
+        assert found["perplexity"] == pytest.approx(np.exp(loss), rel=1e-4)
+        assert 0 <= found["accuracy"] <= 1
+    else:
+        assert found["tokens"] == 23
+        assert found.keys() == {"loss", "tokens"}
     assert found["loss"] == pytest.approx(loss, rel=2e-6)
-    assert found["perplexity"] == pytest.approx(np.exp(loss), rel=1e-4)
 
 
 def test_evaluation_changes_no_bit_of_training(tmp_path):
@@ -165,33 +169,21 @@ def test_weights_that_no_gradient_reaches_are_named_and_nothing_is_committed(tmp
     assert trainer.store.content_hash() == before
 
 
-@pytest.mark.parametrize("warmup", [0, 3])
-def test_weights_whose_gradient_is_zero_are_named_after_the_first_update(warmup, tmp_path):
-    recipe = Recipe(warmup_steps=warmup, weight_decay=0.0)
-    trainer, _ = listening(contrastive_with(HalfZero), recipe, tmp_path)
-    with pytest.raises(NoTrainingError) as caught:
-        trainer.train()
-    assert str(caught.value) == (
-        "2 trainable weight(s) did not change in the first step, their gradient was zero in every "
-        "element: idle.weight, idle.bias. Freeze them by name, or see why the loss does not "
-        "depend on them."
-    )
-    assert trainer.step == (1 if warmup == 0 else 2)  # the first rate above zero
-
-
 @pytest.mark.parametrize("frozen", ["idle.*", "used.*"])
 def test_frozen_weights_are_nobodys_mistake(frozen, tmp_path):
     case = contrastive_with(HalfZero)
-    trainer, events = listening(case, Recipe(steps=5, weight_decay=0.0, freeze=(frozen,)), tmp_path)
-    if frozen == "used.*":  # and what is left does not train
-        with pytest.raises(NoTrainingError, match=r"idle\.weight, idle\.bias"):
-            trainer.train()
-        return
+    trainer, events = listening(case, Recipe(steps=6, freeze=(frozen,)), tmp_path)
     trainer.train()
+    notices = [event.text for event in of_kind(events, Notice)]
     start = case.plain(0).state_dict()
+    if frozen == "used.*":  # and what is left does not train
+        assert len(notices) == 1
+        assert "2 weight(s) do not train" in notices[0]
+        assert "idle.weight, idle.bias" in notices[0]
+        return
     assert torch.equal(trainer.store.master("idle.weight"), start["idle.weight"])
     assert not torch.equal(trainer.store.master("used.weight"), start["used.weight"])
-    assert not of_kind(events, Notice)
+    assert not notices
 
 
 # Losses and gradients that are not numbers

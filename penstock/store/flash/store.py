@@ -25,6 +25,7 @@ import torch
 from penstock import durable, fault
 from penstock.errors import BudgetError
 from penstock.store import files
+from penstock.store.commit import prepare_and_decide
 from penstock.store.comparing import Compared
 from penstock.store.flash.block_updates import BlockUpdates
 from penstock.store.flash.blocks import StateBlocks
@@ -45,7 +46,7 @@ from penstock.store.holding import Holding
 from penstock.store.incoming import fill
 from penstock.store.interface import Commit, FlashTraffic, Traffic
 from penstock.store.lock import FolderLock
-from penstock.store.norm import GradientReport, clip_scale, global_norm
+from penstock.store.norm import GradientReport, clip_scale
 from penstock.store.optimizers import GroupSettings, Optimizer
 from penstock.store.roles import MASTER, Stored, stored_of
 from penstock.store.schedules import Schedule, learning_rate
@@ -112,8 +113,7 @@ class FlashStore:
         elsewhere = {name for unit in spilled for name in unit.names}
         self._gradients = Gradients(program, gradient_dtype, elsewhere)
         self._unchanged = UnchangedWeights(
-            [name for name in program.weights if program.weights[name].trainable],
-            self._gradients.zero_everywhere,
+            [name for name in program.weights if program.weights[name].trainable]
         )
         self._updates = BlockUpdates(program, optimizer, groups, self._gradients, self._unchanged)
         self._durable_every = durable_every
@@ -308,7 +308,7 @@ class FlashStore:
 
     def commit(self) -> Commit:
         """Decide the step; its updates begin at once, in the background (`DramStore.commit`)."""
-        return self.decide(global_norm(self.program, self.step + 1, self.prepare()))
+        return prepare_and_decide(self)
 
     def prepare(self) -> GradientReport:
         """Return what is known of the step's gradients, ready to decide (`DramStore.prepare`)."""
@@ -364,9 +364,9 @@ class FlashStore:
     def _is_due(self) -> bool:
         return self.step % self._durable_every == 0
 
-    def unchanged(self) -> dict[str, str]:
+    def unchanged(self) -> tuple[str, ...]:
         """Return the trainable weights that no update has changed (`DramStore.unchanged`)."""
-        return self._unchanged.reasons()
+        return self._unchanged.names()
 
     def take_traffic(self) -> Traffic:
         """Return the bytes that were streamed and received since the last call."""

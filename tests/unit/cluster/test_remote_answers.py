@@ -159,8 +159,8 @@ LIES: list[tuple[str, Lie, Callable[[RemoteShard], Any], str]] = [
     ("fetch", gives(lambda a: None), lambda s: s.fetch(0), "has no array '0'"),
     ("fetch", gives(lambda a: a[:-1]), lambda s: s.fetch(0), "values of uint16 as '0' where"),
     ("stream", gives(lambda a: a.view(np.int16)), lambda s: s.stream([NAME]), "of int16 as '0'"),
-    ("unchanged", says(unchanged=[NAME]), lambda s: s.unchanged(), "for 'unchanged'"),
-    ("unchanged", says(unchanged={"x": "y"}), lambda s: s.unchanged(), "names a weight 'x' that"),
+    ("unchanged", says(unchanged=[1]), lambda s: s.unchanged(), "for 'unchanged'"),
+    ("unchanged", says(unchanged=["x"]), lambda s: s.unchanged(), "names a weight 'x' that"),
     ("take_traffic", says(bytes=[1, -1]), lambda s: None if s.take_traffic() else 0, "for 'bytes'"),
     (
         "take_traffic",
@@ -226,6 +226,8 @@ REPORTS = [
     ("prepare", says(silent=[99]), "names stages [99] of"),
     ("prepare", says(missing=["x"]), "names a weight 'x' that it does not hold"),
     ("prepare", says(non_finite={"0": ["x"]}), "names a weight 'x' that it does not hold"),
+    ("prepare", says(zero={"x": 1}), "names a weight 'x' that it does not hold"),
+    ("prepare", says(zero={NAME: "all"}), "for a report on gradients"),
     ("decide", says(learning_rate=...), "for a commit"),
     ("decide", says(step=9), "commits step 9, it was told to commit 1"),
 ]

@@ -57,17 +57,40 @@ class Misshapen(Linear):
         return self.linear(x.T).sum()
 
 
-class WritesItsInput(Linear):
+class WritesItsWeight(Linear):
     def forward(self, x):
-        x.add_(1)
+        with torch.no_grad():
+            self.linear.weight.chunk(2)[0].mul_(0.5)
         return self.linear(x).sum()
 
 
-class WritesAView(Linear):
+class RenormalisesItsTable(Linear):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(8, 4, max_norm=1.0)
+
+    def forward(self, x):
+        return self.linear(self.table(x.long())).sum()
+
+
+class WritesUnseen(Linear):
     def forward(self, x):
         y = self.linear(x)
-        y[:, 0].mul_(2)
+        with torch.no_grad():
+            y[:, 0].mul_(2)
         return y.sum()
+
+
+class WritesDetached(Linear):
+    def forward(self, x):
+        y = self.linear(x)
+        y.detach().mul_(2)
+        return y.sum()
+
+
+class ReadsMemory(Linear):
+    def forward(self, x):
+        return self.linear(x).t().as_strided((2, 2), (1, 2)).sum()
 
 
 class Normalises(Linear):
@@ -83,6 +106,25 @@ class NormalisesByFunction(Normalises):
     def forward(self, x):
         mean, variance = self.norm.running_mean, self.norm.running_var
         return F.batch_norm(self.linear(x), mean, variance, training=True).square().sum()
+
+
+class NormalisesInstances(Linear):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.InstanceNorm1d(4, track_running_stats=True)
+
+    def forward(self, x):
+        return self.norm(self.linear(x)[..., None].expand(-1, -1, 3)).square().sum()
+
+
+class RemembersThroughAView(Linear):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(4))
+
+    def forward(self, x):
+        self.seen.split(2)[1].add_(x[0, 2:])
+        return (self.linear(x) + self.seen).sum()
 
 
 class Remembers(Linear):
@@ -137,11 +179,17 @@ VALUE = (
     "torch.where or masking, or take the decision outside the model."
 )
 BUFFER = (
-    "(running statistics of a batch norm, a cache): an engine keeps no state between steps, so a "
-    "replayed step would differ. Use LayerNorm or GroupNorm, or call .eval() on that module."
+    "(running statistics of a norm, a cache): an engine keeps no state between steps, so a "
+    "replayed step would differ. Use LayerNorm or GroupNorm, or call .eval() on that module alone: "
+    "a whole model in eval mode is put in train mode to train."
 )
-IN_PLACE = (
-    "to a tensor that is an input or that other views share; use the operator's functional form."
+WEIGHT = (
+    "only the optimizer changes weights. Write to a copy (.clone()), or leave out what "
+    "renormalises the weight (max_norm)."
+)
+UNSEEN = (
+    "to a tensor that needs a gradient, through a detached view of it or under torch.no_grad(): "
+    "autograd does not see that write. Write to a copy (.clone()), or let autograd see it."
 )
 
 
@@ -164,8 +212,37 @@ IN_PLACE = (
             "self.linear(x.T)",
             "Check that the module runs with these inputs: forward(**inputs) in plain PyTorch.",
         ),
-        (WritesItsInput, "the model at ", "x.add_(1)", f"(aten.add_.Tensor) {IN_PLACE}"),
-        (WritesAView, "the model at ", "y[:, 0].mul_(2)", f"(aten.mul_.Tensor) {IN_PLACE}"),
+        (
+            WritesItsWeight,
+            "the model at ",
+            "self.linear.weight.chunk(2)[0].mul_(0.5)",
+            f"writes the weight 'linear.weight' in place (aten.mul_.Tensor): {WEIGHT}",
+        ),
+        (
+            RenormalisesItsTable,
+            "table at ",
+            "return self.linear(self.table(x.long())).sum()",
+            "writes the weight 'table.weight' in place (aten.embedding_renorm_.default): " + WEIGHT,
+        ),
+        (
+            WritesUnseen,
+            "the model at ",
+            "y[:, 0].mul_(2)",
+            f"writes in place (aten.mul_.Tensor) {UNSEEN}",
+        ),
+        (
+            WritesDetached,
+            "the model at ",
+            "y.detach().mul_(2)",
+            f"writes in place (aten.mul_.Tensor) {UNSEEN}",
+        ),
+        (
+            ReadsMemory,
+            "the model at ",
+            "self.linear(x).t().as_strided((2, 2), (1, 2)).sum()",
+            "reads a tensor by as_strided that is itself a view or not contiguous: make it "
+            "contiguous (.contiguous().clone()) first, or use slices and permute.",
+        ),
         (
             DrawsNoise,
             "the model at ",
@@ -195,14 +272,20 @@ def test_the_place_and_the_way_out_are_named(module, start, line, end, capfd):
         (
             Normalises,
             CompileError,
-            f"the forward writes its buffer 'norm.num_batches_tracked' {BUFFER}",
+            f"the forward writes its buffer 'norm.running_mean' {BUFFER}",
         ),
         (
             NormalisesByFunction,
             CompileError,
             f"the forward writes its buffer 'norm.running_mean' {BUFFER}",
         ),
+        (
+            NormalisesInstances,
+            CompileError,
+            f"the forward writes its buffer 'norm.running_mean' {BUFFER}",
+        ),
         (Remembers, CompileError, f"the forward writes its buffer 'seen' {BUFFER}"),
+        (RemembersThroughAView, CompileError, f"the forward writes its buffer 'seen' {BUFFER}"),
         (
             EntersAutocast,
             CompileError,

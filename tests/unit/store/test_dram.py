@@ -126,7 +126,7 @@ def test_the_other_optimizers_keep_the_bits_too(optimizer):
     train(halves, 4, seed=1)
     assert_same_bits(masters(whole), masters(halves))
     assert set(whole.state("norm")) == {role.name for role in optimizer.roles}
-    assert whole.unchanged() == {}
+    assert whole.unchanged() == ()
 
 
 def test_groups_scale_the_learning_rate_and_set_the_decay():
@@ -149,7 +149,7 @@ def test_groups_scale_the_learning_rate_and_set_the_decay():
     expected = slow - 5e-3 * (gradient.double() + 0.2 * slow)
     np.testing.assert_allclose(store.master("slow"), expected, rtol=1e-6)
     assert torch.equal(store.master("still"), weights["still"])
-    assert store.unchanged() == {}  # nobody meant it to move
+    assert store.unchanged() == ()  # nobody meant it to move
 
 
 def test_gradients_kept_in_bfloat16_are_rounded_once():
@@ -298,24 +298,18 @@ def test_weights_without_a_gradient_are_named():
     assert store.step == 0
 
 
-def test_weights_that_did_not_change_are_named_with_the_reason():
+def test_a_commit_names_the_weights_whose_gradient_is_zero_everywhere():
     program = make_program(LAYERS)
-    schedule = Schedule("constant", peak=1e-2, warmup_steps=1)  # nothing moves at first
-    store = loaded(program, weight_decay=0.0, schedule=schedule)
+    store = loaded(program)
     gradients = random_gradients(program, np.random.default_rng(0))
     gradients[1][1].zero_()
-    for number in range(3):
+    for _ in range(3):
         forward_sweep(store)
         send(store, gradients)
-        store.commit()
-        store.flush()
-        expected = {"block.0.bias": "its gradient was zero in every element"} if number else {}
-        assert store.unchanged() == expected
-    gradients[1][1][7] = 1e-3  # a single element is enough, as for the rows of an embedding
+        assert store.commit().zero_gradients == ("block.0.bias",)
+    gradients[1][1][7] = 1e-30  # a single element is enough, as for the rows of an embedding
     send(store, gradients)
-    store.commit()
-    store.flush()
-    assert store.unchanged() == {}
+    assert store.commit().zero_gradients == ()
 
 
 def test_an_update_that_is_lost_to_rounding_is_named():
@@ -325,7 +319,7 @@ def test_an_update_that_is_lost_to_rounding_is_named():
     send(store, {0: [torch.ones(8), torch.ones(8)]})
     store.commit()
     store.flush()
-    assert store.unchanged() == {"large": "no update was large enough, at learning rate 1e-09"}
+    assert store.unchanged() == ("large",)
 
 
 def test_gradients_that_cannot_be_right_are_refused():

@@ -66,7 +66,7 @@ def test_it_trains_to_the_bits_of_the_store_in_memory(flash, kind, seed):
     assert train(ours, 6, seed) == train(theirs, 6, seed)
     for name, view in forward_sweep(theirs).items():
         assert torch.equal(forward_sweep(ours)[name], view)
-    assert ours.unchanged() == theirs.unchanged() == {}
+    assert ours.unchanged() == theirs.unchanged() == ()
     same(ours, theirs)
 
 

@@ -1,0 +1,304 @@
+"""Writes in place become new values, so that a graph can be cut into stages.
+
+A stage may write none of its inputs, and a value that crosses stages shares no memory with another.
+The writes are replaced by PyTorch's own functionalisation, the one that `torch.export` uses: the
+graph runs once more, before autograd, and every view of a written tensor is made anew from it.
+Composite operators (a linear layer, attention) stay whole.
+
+Functionalisation keeps values; autograd must find the same history in the new graph. So the graph
+first runs on fake tensors with autograd on, and what would differ is refused: a write to what lives
+longer than a step, and a write that autograd does not see to a tensor that needs a gradient.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.fx import traceback
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+from penstock.compiler.capture import Capture, refused_buffer_write
+from penstock.compiler.nodes import insert_call, source_line
+from penstock.compiler.regions import detach_read, detach_reads, records_gradients
+from penstock.errors import CompileError
+
+aten = torch.ops.aten
+
+
+def functionalise(captured: Capture) -> Capture:
+    """Return the capture with every write in place replaced, and detached reads made plain.
+
+    **Raises:** `CompileError` naming the weight, buffer or attribute that the forward writes, or
+    the line whose write autograd does not see.
+    """
+    graph = captured.graph
+    if not any(writes(node) for node in graph.nodes):
+        detach_reads(graph, captured.weights)
+        return captured
+    run = _EagerRun(captured)
+    run.run()
+    for reader, source in run.detached_reads:
+        detach_read(graph, reader, source)
+    _drop_in_place_detaches(graph, run.detached)
+    return replace(captured, graph=_retraced(graph, run.unannounced_views))
+
+
+def writes(node: fx.Node) -> bool:
+    """Tell whether a node is an operator that writes one of its arguments."""
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+
+
+class _EagerRun(fx.Interpreter):
+    """Runs a graph on fake tensors with autograd on, and looks at every write.
+
+    `detached_reads` are pairs (reader, source) where a reader under `torch.no_grad()` reads what
+    needs a gradient. `unannounced_views` are the nodes whose operator returns a view without saying
+    so in its schema (`einsum`, `meshgrid`, `atleast_1d`): they must be taken apart to be seen.
+    `detached` are the nodes that `detach_` cut off from a gradient.
+    """
+
+    def __init__(self, captured: Capture) -> None:
+        super().__init__(fx.GraphModule(nn.Module(), captured.graph), garbage_collect_values=False)
+        self.extra_traceback = False  # errors of ours say all in one line
+        self.detached_reads: list[tuple[fx.Node, fx.Node]] = []
+        self.unannounced_views: set[str] = set()
+        self.detached: set[fx.Node] = set()
+        self._captured = captured
+        self._aliases: dict[int, list[torch.Tensor]] = {}  # by storage; keeps them alive
+        self._owners: dict[int, str] = {}  # name of the placeholder, by storage
+
+    def run(self) -> None:  # type: ignore[override]
+        """Run the graph on its placeholders' fake tensors."""
+        placeholders = self.graph.find_nodes(op="placeholder")
+        with placeholders[0].meta["val"].fake_mode, torch.enable_grad(), _explained(self.graph):
+            super().run(*(self._leaf(node) for node in placeholders), enable_io_processing=False)
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run one node, and refuse it if its write cannot be kept."""
+        if n.op in ("placeholder", "output"):
+            return super().run_node(n)
+        args, kwargs = self._arguments(n)
+        if n.target is aten.detach_.default:
+            result = self._detach(n, args[0])
+        else:
+            written = list(_written(n, args, kwargs))
+            for tensor in written:
+                if _storage(tensor) in self._owners:
+                    raise _refused_write(n, self._owners[_storage(tensor)], self._captured)
+            result = n.target(*args, **kwargs)  # type: ignore[operator]
+            for tensor in written:
+                self._refuse_unseen(n, tensor)
+        storages = {_storage(tensor) for tensor in _tensors((args, kwargs))}
+        for tensor in _tensors(result):
+            if _storage(tensor) in storages and not _announces_views(n):
+                self.unannounced_views.add(n.name)
+            self._aliases.setdefault(_storage(tensor), []).append(tensor)
+        if n.target is torch.ops.penstock.custom_gradient.default:
+            # To its user, a custom function returns what its forward made, which may be a view.
+            for made, returned in zip(args[1], result, strict=True):
+                self._aliases[_storage(made)].append(returned)
+        return result
+
+    def _arguments(self, node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return a node's arguments, detached where the node records no gradients."""
+        blind = not records_gradients(node) and node.target is not operator.getitem
+
+        def value(source: fx.Node) -> Any:
+            found = self.env[source]
+            if blind and isinstance(found, torch.Tensor) and found.requires_grad:
+                self.detached_reads.append((node, source))
+                return found.detach()
+            return found
+
+        return fx.node.map_arg(node.args, value), fx.node.map_arg(node.kwargs, value)
+
+    def _detach(self, node: fx.Node, tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.requires_grad:
+            return tensor
+        self.detached.add(node)
+        return tensor.detach()
+
+    def _leaf(self, node: fx.Node) -> torch.Tensor:
+        leaf = node.meta["val"].detach().clone()
+        leaf.requires_grad_(node.name in self._captured.differentiable)
+        if node.name not in self._captured.inputs:
+            self._owners[_storage(leaf)] = node.name
+        self._aliases[_storage(leaf)] = [leaf]
+        return leaf
+
+    def _refuse_unseen(self, node: fx.Node, written: torch.Tensor) -> None:
+        """Refuse a write that changes the value of a tensor beside that tensor's history.
+
+        A tensor and its views share one history; a detached view of it has another.
+        """
+        for alias in self._aliases.get(_storage(written), ()):
+            if _history(alias) is _history(written):
+                continue
+            if alias.requires_grad or written.requires_grad:
+                raise CompileError(
+                    f"{source_line(node)} writes in place ({node.target}) to a tensor that needs "
+                    "a gradient, through a detached view of it or under torch.no_grad(): autograd "
+                    "does not see that write. Write to a copy (.clone()), or let autograd see it."
+                )
+
+
+def _written(
+    node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Iterator[torch.Tensor]:
+    """Yield the tensors that an operator writes, by its schema."""
+    if not writes(node):
+        return
+    assert isinstance(node.target, torch._ops.OpOverload)
+    for position, argument in enumerate(node.target._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            yield from _tensors(value)
+
+
+def _announces_views(node: fx.Node) -> bool:
+    """Tell whether a node's results may share memory with its arguments by its own account."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return True  # operator.getitem, which takes a tensor out of a tuple
+    return any(argument.alias_info is not None for argument in target._schema.arguments)
+
+
+def _refused_write(node: fx.Node, placeholder: str, captured: Capture) -> CompileError:
+    if placeholder in captured.buffers:
+        return refused_buffer_write(captured.buffers[placeholder])
+    if placeholder in captured.weights:
+        return CompileError(
+            f"{source_line(node)} writes the weight {captured.weights[placeholder]!r} in place "
+            f"({node.target}): only the optimizer changes weights. Write to a copy (.clone()), or "
+            "leave out what renormalises the weight (max_norm)."
+        )
+    return CompileError(
+        f"{source_line(node)} writes a tensor in place ({node.target}) that exists before the "
+        "forward begins (an attribute of a module, a global): an engine keeps no state between "
+        "steps, so a replayed step would differ. Write to a copy (.clone())."
+    )
+
+
+def _drop_in_place_detaches(graph: fx.Graph, detached: set[fx.Node]) -> None:
+    """Make `detach_` an ordinary detach where it cuts off a gradient, and drop it elsewhere."""
+    for node in graph.find_nodes(op="call_function", target=aten.detach_.default):
+        if node in detached:
+            node.target = aten.detach.default
+        else:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+
+
+@contextmanager
+def _explained(graph: fx.Graph) -> Iterator[None]:
+    """Raise what the body raises as a `CompileError`."""
+    try:
+        yield
+    except CompileError:
+        raise
+    except Exception as error:  # whatever PyTorch says of the user's write is what we must explain
+        first = next(node for node in graph.nodes if writes(node))
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        raise CompileError(
+            f"{source_line(first)} writes in place ({first.target}), and the writes of this "
+            f"forward cannot be replaced: {reason}. Use the operators' functional forms."
+        ) from error
+
+
+def _retraced(graph: fx.Graph, unannounced_views: set[str]) -> fx.Graph:
+    """Return what the graph computes, as operators that write nothing."""
+    placeholders = graph.find_nodes(op="placeholder")
+    replay = _Replay(fx.GraphModule(nn.Module(), graph), unannounced_views)
+    functionalise_key = torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)
+
+    def run(*values: torch.Tensor) -> list[Any]:
+        mode = FunctionalTensorMode(pre_dispatch=True, export=True)
+        with torch._C._ExcludeDispatchKeyGuard(functionalise_key), mode:
+            given = [FunctionalTensor.to_functional(value) for value in values]
+            results = replay.run(*given, enable_io_processing=False)
+            return [_plain(result) for result in results]
+
+    values = [node.meta["val"] for node in placeholders]
+    preserved = traceback.preserve_node_meta()
+    with values[0].fake_mode, torch.no_grad(), preserved, _explained(graph):
+        new = make_fx(run, pre_dispatch=True)(*values).graph
+    for node, before in zip(new.find_nodes(op="placeholder"), placeholders, strict=True):
+        node.name, node.target, node.meta = before.name, before.target, dict(before.meta)
+    for node in new.find_nodes(op="call_function", target=aten.copy.default):
+        _make_copy_differentiable(new, node)
+    for node in new.find_nodes(op="call_function", target=aten.view.default):
+        node.target = aten.reshape.default  # strides may be others once the graph is cut
+    new.eliminate_dead_code()
+    return new
+
+
+def _make_copy_differentiable(graph: fx.Graph, copy: fx.Node) -> None:
+    """Write `copy(to, source)`, of which autograd knows no derivative, with operators it knows."""
+    to, source = copy.args[:2]
+    assert isinstance(to, fx.Node)
+    assert isinstance(source, fx.Node)
+    like = to.meta["val"]
+    with graph.inserting_before(copy):
+        value = insert_call(graph, copy, aten.to.dtype, (source, like.dtype))
+        value = insert_call(graph, copy, aten.expand.default, (value, list(like.shape)))
+        if like.is_contiguous():
+            options = {"memory_format": torch.contiguous_format}
+            value = insert_call(graph, copy, aten.clone.default, (value,), options)
+        else:  # the result has the strides of `to`
+            value = insert_call(graph, copy, aten.slice_scatter.default, (to, value))
+    copy.replace_all_uses_with(value)
+    graph.erase_node(copy)
+
+
+class _Replay(fx.Interpreter):
+    """Runs a graph node by node, and takes operators apart that return views unannounced."""
+
+    def __init__(self, module: fx.GraphModule, unannounced_views: set[str]) -> None:
+        super().__init__(module)
+        self.extra_traceback = False
+        self._unannounced_views = unannounced_views
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run one node."""
+        if n.name not in self._unannounced_views:
+            return super().run_node(n)
+        assert isinstance(n.target, torch._ops.OpOverload)
+        with self._set_current_node(n):
+            args, kwargs = self.fetch_args_kwargs_from_env(n)
+            result = n.target.decompose(*args, **kwargs)
+        if result is NotImplemented:
+            raise CompileError(
+                f"{source_line(n)} makes a view ({n.target}) in a forward that writes in place, "
+                "and the view cannot be followed: add .clone()"
+            )
+        return result
+
+
+def _plain(result: Any) -> Any:
+    if not isinstance(result, FunctionalTensor):
+        return result
+    torch._sync(result)
+    return torch._from_functional_tensor(result.elem)
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    return (value for value in pytree.tree_leaves(values) if isinstance(value, torch.Tensor))
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _history(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor whose autograd history a view belongs to."""
+    base = tensor._base
+    return tensor if base is None else base

@@ -1,0 +1,41 @@
+"""What tells one graph from another, whatever its nodes are called."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from penstock.compiler.capture import Capture
+from penstock.compiler.digests import lines_of
+
+
+def graph_digest(captured: Capture, weight_prefix: str = "") -> str:
+    """Return a hash of a captured graph, and of what its placeholders stand for.
+
+    Weights and buffers count by name, shape and type, tensors that the forward makes literally by
+    value. It depends on the sizes of the inputs, and on the version of PyTorch.
+    """
+    stands_for = {
+        **{n: f"weight {t.removeprefix(weight_prefix)}" for n, t in captured.weights.items()},
+        **{n: f"buffer {t.removeprefix(weight_prefix)}" for n, t in captured.buffers.items()},
+        **{n: f"input {t}" for n, t in captured.inputs.items()},
+        **{n: f"constant {_digest_of(t)}" for n, t in captured.constants.items()},
+    }
+    digest = hashlib.blake2b(digest_size=16)
+    for node in captured.graph.nodes:
+        if node.op == "placeholder":
+            value = node.meta.get("val")
+            kind = (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else value
+            digest.update(f"{stands_for.get(node.name)} {kind}\n".encode())
+    for line in lines_of(captured.graph):
+        digest.update(f"{line}\n".encode())
+    return digest.hexdigest()
+
+
+def _digest_of(tensor: torch.Tensor) -> str:
+    if isinstance(tensor, FakeTensor):
+        return f"{tuple(tensor.shape)} {tensor.dtype}"
+    values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return f"{tuple(tensor.shape)} {tensor.dtype} {hashlib.blake2b(values.tobytes()).hexdigest()}"

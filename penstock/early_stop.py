@@ -1,0 +1,32 @@
+"""The best held-out loss of a run, and when to stop for want of a better one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class EarlyStop:
+    """Judges the evaluations of a run, each step once.
+
+    `patience` is how many evaluations in a row may bring no better loss, None for any number.
+    """
+
+    patience: int | None
+    best_loss: float | None = None
+    evaluations_since_best: int = 0
+    judged_step: int = -1
+
+    def judge(self, step: int, loss: float) -> bool:
+        """Take the loss after a step into account, and return whether it is the best so far."""
+        self.judged_step = step
+        if self.best_loss is None or loss < self.best_loss:
+            self.best_loss, self.evaluations_since_best = loss, 0
+            return True
+        self.evaluations_since_best += 1
+        return False
+
+    @property
+    def is_due(self) -> bool:
+        """Whether nothing has improved for long."""
+        return self.patience is not None and self.evaluations_since_best >= self.patience

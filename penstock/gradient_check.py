@@ -1,0 +1,66 @@
+"""That every weight trains: judged by the gradients of a trainer's first steps, once.
+
+A gradient that is zero in the first step is no sign: those of an adapter's A, of a block that
+begins as the identity (ReZero, adaLN-Zero) or behind a projection that begins at zero are, until
+the first updates have been made. One that is zero in several steps in a row belongs to a weight
+that the loss does not depend on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from penstock.errors import few
+from penstock.store import Commit, Store
+
+STEPS = 5
+_LEAST_STEPS = 2  # a run of one step has no gradient that was taken after an update
+
+
+class GradientCheck:
+    """Names, once, the weights that do not train; a resumed run is judged anew.
+
+    Steps whose learning rate is zero, as in the beginning of a warm-up, do not count.
+
+    **Arguments:** `notice` is told.
+    """
+
+    def __init__(self, notice: Callable[[str], None]) -> None:
+        self._notice = notice
+        self._zero: frozenset[str] = frozenset()
+        self._seen = 0  # steps that counted
+        self._newest = -1
+        self._is_done = False
+
+    def look(self, commit: Commit, store: Store) -> None:
+        """Take a step's gradients into account; a step that is made again counts once."""
+        if self._is_done or commit.learning_rate <= 0 or commit.step <= self._newest:
+            return
+        zero = frozenset(commit.zero_gradients)
+        self._zero = zero & self._zero if self._seen else zero
+        self._newest = commit.step
+        self._seen += 1
+        if self._seen == STEPS:
+            self._tell(store)
+
+    def end(self, store: Store) -> None:
+        """Judge by the steps that there were: the run ends."""
+        if not self._is_done and self._seen >= _LEAST_STEPS:
+            self._tell(store)
+
+    def _tell(self, store: Store) -> None:
+        self._is_done = True
+        if self._zero:
+            in_order = [name for name in store.program.weights if name in self._zero]
+            self._notice(
+                f"{len(in_order)} weight(s) do not train: their gradient was zero in every element "
+                f"in {self._seen} steps, weight decay alone changes them: {few(in_order)}. Freeze "
+                "them by name, or see why the loss does not depend on them"
+            )
+        store.flush()
+        lost = [name for name in store.unchanged() if name not in self._zero]
+        if lost:
+            self._notice(
+                f"{len(lost)} weight(s) have not changed in {self._seen} steps, every update was "
+                f"too small for their precision: {few(lost)}; raise optimizer.learning_rate"
+            )

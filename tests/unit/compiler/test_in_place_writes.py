@@ -1,0 +1,152 @@
+"""Writes in place reach every view, and gradients are those of PyTorch."""
+
+import pytest
+import torch
+from random_modules import MULTIPLE_VIEWS, ROWS, SINGLE_VIEWS, WIDTH
+from sweeps import one_step
+from torch import nn
+
+from penstock.assembly import compile_source
+from penstock.errors import CompileError
+from penstock.models import InputSpec, ModelSource
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+
+class WritesAView(Layer):
+    """Writes a view of what needs a gradient or not, and reads the whole."""
+
+    def __init__(self, view, base):
+        super().__init__()
+        self.view, self.base = view, base
+
+    def forward(self, x):
+        y = torch.tanh(self.linear(x))
+        base = {"input": lambda: x, "zeros": lambda: torch.zeros(ROWS, WIDTH)}.get(
+            self.base, y.clone
+        )()
+        early = base[:, 1:3]
+        self.view(base).mul_(3).add_(1)
+        return (base * y).sum() + (early * y[:, :2]).sum()
+
+
+class FillsWithoutGradients(Layer):
+    def forward(self, x):
+        filled = torch.zeros(ROWS, WIDTH)
+        with torch.no_grad():
+            filled[:, :4] = self.linear(x)[:, 4:]
+            with torch.enable_grad():
+                scale = self.linear(x).mean()
+            filled.mul_(2)
+        return (filled * self.linear(x) * scale).sum()
+
+
+class FillsWithGradients(Layer):
+    def forward(self, x):
+        filled = torch.zeros(WIDTH, ROWS).t()  # strides of its own
+        filled.copy_(self.linear(x))
+        filled[1, :2] = 5.0
+        return filled.square().sum()
+
+
+class CutsOff(Layer):
+    def forward(self, x):
+        gate = self.linear(x)
+        gate.detach_()
+        gate.add_(1)
+        return (self.linear(x) * gate).sum()
+
+
+class KeepsATable(Layer):
+    """Has a tensor that is a plain attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.rand(WIDTH)
+
+    def forward(self, x):
+        return (self.linear(x) * self.table).square().sum()
+
+
+def assert_as_plain(module, x):
+    step = one_step(module, [{"x": x.clone()}])
+    loss = module(x.clone())
+    loss.backward()
+    assert step.losses[0] == pytest.approx(float(loss.detach()), rel=1e-5)
+    for name, parameter in module.named_parameters():
+        scale = float(parameter.grad.abs().max())
+        worst = float((step.gradients[name] - parameter.grad).abs().max())
+        assert worst <= 1e-5 * scale, name
+
+
+@pytest.mark.parametrize(
+    ("view", "base"),
+    [
+        *((name, "input") for name in MULTIPLE_VIEWS),  # autograd refuses to write these otherwise
+        *((name, "zeros") for name in ("chunk", "einsum", "atleast_3d", "broadcast_tensors")),
+        *((name, "hidden") for name in ("slice", "diagonal", "unfold", "permute", "einsum")),
+    ],
+)
+def test_a_write_to_a_view_reaches_its_tensor(view, base):
+    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
+    assert_as_plain(WritesAView({**SINGLE_VIEWS, **MULTIPLE_VIEWS}[view], base), x)
+
+
+@pytest.mark.parametrize("module", [FillsWithoutGradients, FillsWithGradients, CutsOff])
+def test_gradients_flow_past_writes_as_in_pytorch(module):
+    assert_as_plain(module(), torch.randn(ROWS, WIDTH))
+
+
+def test_a_chunk_of_the_input_that_is_doubled_counts_double():
+    """The published form of the defect: 0.521 came out for 0.372."""
+
+    class Model(Layer):
+        def forward(self, x):
+            first, _ = x.chunk(2, -1)
+            first.mul_(2)
+            return self.linear(x).square().mean()
+
+    assert_as_plain(Model(), torch.randn(ROWS, WIDTH))
+
+
+def compiled_from_source(module):
+    source = ModelSource.from_module(module, inputs={"x": InputSpec((WIDTH,))})
+    return compile_source(source, micro_batch=ROWS, length=1, precision="fp32")
+
+
+def test_a_tensor_attribute_has_its_value_in_the_program():
+    module = KeepsATable()
+    constants = compiled_from_source(module).constants
+    assert any(torch.equal(value, module.table) for value in constants.values())
+
+
+def test_a_read_of_weight_data_is_refused_since_it_would_be_read_once():
+    class ReadsData(Layer):
+        def forward(self, x):
+            return (self.linear(x) * self.linear.weight.data.mean()).sum()
+
+    with pytest.raises(CompileError) as caught:
+        compiled_from_source(ReadsData())
+    assert str(caught.value).endswith(
+        "reads a tensor whose making a capture does not see, such as that of weight.data: the "
+        "program would go on with one value for ever. Use .detach() instead of .data."
+    )
+
+
+def test_a_tensor_attribute_that_the_forward_writes_is_refused():
+    class Counts(KeepsATable):
+        def forward(self, x):
+            self.table.add_(1)
+            return super().forward(x)
+
+    with pytest.raises(CompileError) as caught:
+        compiled_from_source(Counts())
+    assert str(caught.value).endswith(
+        "it writes a tensor that is neither its input nor made in the forward. An engine keeps no "
+        "state between steps: write to a copy (.clone())."
+    )

@@ -1,0 +1,86 @@
+"""Tensors that share memory with a weight are one parameter, neighbours, or refused."""
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.errors import CompileError
+from penstock.models import InputSpec, ModelSource
+from penstock.models.deferred import record
+
+WEIGHTS = (
+    "the weights 'a.weight' and 'b.weight' share memory without being one parameter, so that an "
+    "optimizer would update it once for each. To tie them, assign the parameter itself (b.weight = "
+    "a.weight, without .data); otherwise give one of them a copy (.clone())."
+)
+STALE = (
+    "'table' shares memory with the weight 'a.weight', and would keep its first values while the "
+    "weight trains. Compute it in forward, or register a copy (.clone())."
+)
+
+
+class Pair(nn.Module):
+    def __init__(self, change):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        change(self)
+
+    def forward(self, x):
+        return self.b(self.a(x)).sum()
+
+
+def built(change):
+    ModelSource.from_module(Pair(change), inputs={"x": InputSpec((4,))})
+
+
+def deferred(change):
+    record(lambda: Pair(change))
+
+
+def weight(view):
+    return lambda pair: setattr(pair.b, "weight", nn.Parameter(view(pair.a.weight.data)))
+
+
+def halves_of_one_memory(pair):
+    both = torch.rand(4, 8)
+    pair.a.weight, pair.b.weight = nn.Parameter(both[:, :4]), nn.Parameter(both[:, 4:])
+
+
+def one_flat_memory(pair):
+    nn.utils.vector_to_parameters(torch.rand(40), pair.parameters())
+
+
+@pytest.mark.parametrize("make", [built, deferred])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (weight(lambda w: w), WEIGHTS),
+        (weight(lambda w: w.t()), WEIGHTS),
+        (weight(lambda w: w[1:3]), WEIGHTS),
+        (weight(lambda w: w[:, ::2]), WEIGHTS),
+        (lambda pair: pair.register_buffer("table", pair.a.weight.data[0]), STALE),
+        (lambda pair: setattr(pair, "table", pair.a.weight.detach()), STALE),
+        (lambda pair: setattr(pair, "table", [pair.a.weight.detach()[0]]), STALE),
+    ],
+    ids=["same", "transposed", "rows", "columns", "buffer", "attribute", "list"],
+)
+def test_memory_shared_with_a_weight_is_refused(make, change, message):
+    with pytest.raises(CompileError) as caught:
+        make(change)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("make", [built, deferred])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda pair: setattr(pair.b, "weight", pair.a.weight),
+        lambda pair: setattr(pair, "flat", [pair.a.weight, pair.b.weight]),
+        lambda pair: setattr(pair, "rnn", nn.LSTM(4, 4)),
+        halves_of_one_memory,
+        one_flat_memory,
+    ],
+    ids=["tied", "listed", "lstm", "interleaved", "flat"],
+)
+def test_tied_weights_and_neighbours_in_one_memory_are_taken(make, change):
+    make(change)
