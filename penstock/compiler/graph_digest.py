@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator
 
 import torch
@@ -10,6 +11,8 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from penstock.compiler.capture import Capture
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # in the name of a Python function, another per process
 
 
 def graph_lines(graph: fx.Graph) -> Iterator[str]:
@@ -40,7 +43,7 @@ def graph_digest(captured: Capture, weight_prefix: str = "") -> str:
             kind = (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else value
             digest.update(f"{stands_for.get(node.name)} {kind}\n".encode())
     for line in graph_lines(captured.graph):
-        digest.update(f"{line}\n".encode())
+        digest.update(f"{_ADDRESS.sub('', line)}\n".encode())
     return digest.hexdigest()
 
 
