@@ -1,9 +1,9 @@
 """What a model makes of held-out data: the forward sweep alone, without dropout.
 
-The loss is the mean over all labelled tokens, perplexity its exponential. Of language models,
-`accuracy` is the share of labelled tokens that the model thinks most likely, given all the right
-ones before; of records, `exact_match` is the share whose whole completion, its end included, is
-predicted so.
+The loss is the mean over all labelled tokens, perplexity its exponential, `bits_per_byte` the loss
+of plain text per byte, which no tokenizer decides. Of language models, `accuracy` is the share of
+labelled tokens that the model thinks most likely, given all the right ones before; of records,
+`exact_match` is the share whose whole completion, its end included, is predicted so.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from penstock import assembly
 from penstock.config import Config
-from penstock.data import IGNORED_LABEL, RecordSource, Source
+from penstock.data import IGNORED_LABEL, LanguageModelSource, RecordSource, Source
 from penstock.engine import Batch, EnginePlan, TorchEngine
 from penstock.errors import DataError
 from penstock.models import ModelSource
@@ -72,8 +72,8 @@ class Evaluator:
     def evaluate(self, batches: int) -> dict[str, float]:
         """Return the figures of the first `batches` held-out batches, by name.
 
-        These are `loss`, `perplexity`, `tokens`; with a language model `accuracy`; with records
-        `exact_match` and `records`.
+        These are `loss`, `perplexity`, `tokens`; with a language model `accuracy`, and on plain
+        text `bits_per_byte`; with records `exact_match` and `records`.
 
         **Raises:** `DataError` if they do not fill one micro-batch.
         """
@@ -87,6 +87,8 @@ class Evaluator:
         found = {"loss": loss, "perplexity": _exp(loss), "tokens": counts.weight}
         if self._predicts:
             found["accuracy"] = counts.right_tokens / counts.weight
+        if isinstance(self._held_out, LanguageModelSource):
+            found["bits_per_byte"] = bits_per_byte(loss, self._held_out.dataset.bytes_per_token)
         if isinstance(self._held_out, RecordSource):
             found["exact_match"] = counts.right_rows / counts.rows
             found["records"] = counts.rows
@@ -161,6 +163,11 @@ class Evaluator:
                 padding.fill_(IGNORED_LABEL)
             filled[name] = torch.cat([value, padding])
         return filled, int((rows["labels"] != IGNORED_LABEL).sum())
+
+
+def bits_per_byte(loss: float, bytes_per_token: float) -> float:
+    """Return a loss in nats per token as bits per byte of text."""
+    return loss / math.log(2) / bytes_per_token
 
 
 def _exp(loss: float) -> float:

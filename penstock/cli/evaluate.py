@@ -20,18 +20,19 @@ def evaluate(
     ] = None,
 ) -> None:
     """Evaluate the newest checkpoint of RUN on its held-out text or records."""
-    from penstock.cli.figures import show_shares
     from penstock.config import load_run
+    from penstock.events import Evaluated
+    from penstock.progress.log import show_evaluation
 
     settings = load_run(run, overrides or ())
 
     from penstock.trainer import Trainer
 
-    trainer = Trainer(settings, must_exist=True, cluster="none")
+    trainer = Trainer(settings, must_exist=True, cluster="none", quiet=True)
     result = trainer.evaluate(batches)
-    shares = show_shares(result.get("accuracy"), result.get("exact_match"))
+    found = Evaluated.of(result, trainer.step, 0.0, best=False)
     records = f" of {result['records']} records" if "records" in result else ""
     typer.echo(
-        f"step {trainer.step}  loss {result['loss']:.6f}  perplexity {result['perplexity']:.6g}"
-        f"{shares}  ({result['tokens']} tokens{records})"
+        f"step {trainer.step}  {show_evaluation(found, digits=6)}  "
+        f"({result['tokens']} tokens{records})"
     )

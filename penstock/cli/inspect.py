@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.cli.figures import show_bytes, show_count, show_shares
+from penstock.progress.figures import show_bytes, show_count, show_shares
 
 if TYPE_CHECKING:
     from penstock.config import Config

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from penstock.progress.view import show_on_stderr
+
 if TYPE_CHECKING:
-    from penstock.cli.view import View
     from penstock.config import Config
     from penstock.events import Event, Listener
+    from penstock.progress import View
 
 
 def train(
@@ -50,11 +52,9 @@ def train(
 
     from rich.console import Console
 
-    from penstock.cli.view import LineView, LiveView
+    from penstock.progress import view_for_command
 
-    console = Console()
-    live = console.is_terminal and not quiet
-    view: View = LiveView(console) if live else LineView(console, settings.logging.every, quiet)
+    view = view_for_command(Console(), settings.logging.every, quiet)
     command = shlex.join(["penstock", "train", str(config), *(overrides or ())])
     _run(settings, view, command)
 
@@ -62,9 +62,9 @@ def train(
 def _run(settings: Config, view: View, resume_command: str) -> None:
     from penstock.trainer import Trainer
 
-    stop = GracefulStop()
+    stop = GracefulStop(view.interrupt)
     with view:
-        trainer = Trainer(settings, on_event=naming_command(view, resume_command))
+        trainer = Trainer(settings, on_event=naming_command(view, resume_command), quiet=True)
         with closing(trainer), stop.handling(trainer.request_stop):
             trainer.train()
     if stop.signal is not None:
@@ -89,9 +89,12 @@ class GracefulStop:
     """The first SIGINT, SIGTERM or SIGHUP asks for a stop; the second raises `KeyboardInterrupt`.
 
     A SIGHUP that is ignored, as under `nohup`, stays ignored.
+
+    **Arguments:** `show` shows a line from within a signal handler; by default on stderr.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, show: Callable[[str], None] = show_on_stderr) -> None:
+        self._show = show
         self.signal: int | None = None
 
     @contextmanager
@@ -104,8 +107,7 @@ class GracefulStop:
             self.signal = number
             if number == signal.SIGHUP:
                 _leave(terminals)
-            # Written at once and by no view: the step in flight may take minutes.
-            os.write(2, b"\nstopping after this step; again to stop now, without saving\n")
+            self._show("stopping after this step; again to stop now, without saving")
             request_stop("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
 
         terminals = [descriptor for descriptor in (0, 1, 2) if os.isatty(descriptor)]
