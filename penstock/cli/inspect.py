@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from penstock.config import Config
     from penstock.errors import CorruptionError
     from penstock.store import CheckpointState
+    from penstock.store.flash import Repaired
 
 
 def inspect(
@@ -87,7 +88,22 @@ def _repair(flash: Path | None) -> None:
 
     if flash is None:
         raise ConfigError("--repair: this run has no store on flash; its checkpoints are separate")
-    typer.echo(f"{flash} stands at step {repair(flash)}, all checksums match")
+    found = repair(flash)
+    typer.echo(f"{flash} stands at step {found.step}, all checksums match")
+    typer.echo(f"discarded: {_discarded(found)}")
+
+
+def _discarded(found: Repaired) -> str:
+    damaged = [step for step in found.discarded if step > found.step]
+    older = [step for step in found.discarded if step < found.step]
+    parts = []
+    for steps, why in ((damaged, "damaged"), (older, "older, their space is written next")):
+        if steps:
+            name = "step" if len(steps) == 1 else "steps"
+            parts.append(f"{name} {', '.join(map(str, steps))} ({why})")
+    if found.damaged_journal:
+        parts.append("damaged records of the journal")
+    return "; ".join(parts) or "nothing, no byte is damaged"
 
 
 def _flash_hash(flash: Path) -> str:
