@@ -5,6 +5,8 @@ from __future__ import annotations
 from penstock.config import Config
 from penstock.events import RunStarted
 from penstock.models import ModelSource
+from penstock.program import Program
+from penstock.progress.figures import show_count
 from penstock.step_layout import Layout
 from penstock.store import Store
 from penstock.training_data import TrainingData
@@ -51,6 +53,14 @@ def run_started(
         row_name="tokens" if _reads_tokens(model) else "rows",
         loss_unit="nats per token" if model.loss_reduction == "sum" else "",
         steps_per_epoch=samples / config.batch.size if samples else None,
+    )
+
+
+def describe(config: Config, model: ModelSource, program: Program, step: int, devices: str) -> str:
+    """Return a line that tells one trainer from another."""
+    return (
+        f"<Trainer of {model.name}: {show_count(program.parameters)} parameters, step {step} of "
+        f"{config.run.steps}, in {config.run.dir}, {config.precision} on {devices}>"
     )
 
 

@@ -19,11 +19,7 @@ from penstock.config import Config, to_config, write_record
 from penstock.data import Source
 from penstock.engine import Engine
 from penstock.engines_here import EnginesHere, choose_devices, counted, engines_here, kind_of
-from penstock.errors import (
-    ConfigError,
-    DataError,
-    NonFiniteError,
-)
+from penstock.errors import ConfigError, DataError, NonFiniteError
 from penstock.evaluation import Evaluator
 from penstock.events import (
     Evaluated,
@@ -42,10 +38,9 @@ from penstock.metrics import recorder
 from penstock.models import KEPT, ModelSource, keep_small_files
 from penstock.program import Program
 from penstock.progress import view_from_python
-from penstock.progress.figures import show_count
 from penstock.report import RunReport
 from penstock.resumption import Resumption
-from penstock.run_start import rows_per_step, run_started
+from penstock.run_start import describe, rows_per_step, run_started
 from penstock.saving import Saver
 from penstock.step import StepRunner
 from penstock.step_layout import lay_out
@@ -73,17 +68,11 @@ class Trainer:
         cluster: "local", "ray", a Ray cluster's address, or "none": all in this process, and one
             of each shard.
 
-    Attributes:
-        step: the number of steps that are committed.
-        resumed_from: the step that the run goes on from, None for a new one.
-        config, model, program, store: what the run is made of.
-
     Raises:
         ConfigError: a configuration, or a model, that cannot be used; says what to change.
         DataError: data that is missing, broken, or does not fit the model.
         CompileError: a model that cannot be made into a program.
         BudgetError: what must be held at once does not fit; says which budget to raise.
-        CorruptionError, StorageError: what the run has stored is damaged, or cannot be stored.
     """
 
     def __init__(
@@ -242,16 +231,12 @@ class Trainer:
         """The number of steps that are committed."""
         return self.store.step
 
+    def __repr__(self) -> str:
+        return describe(self.config, self.model, self.program, self.step, self._device_names)
+
     @property
     def _device_names(self) -> str:
         return ", ".join(self._devices) or self.device
-
-    def __repr__(self) -> str:
-        return (
-            f"<Trainer of {self.model.name}: {show_count(self.program.parameters)} parameters, "
-            f"step {self.step} of {self.config.run.steps}, in {self.config.run.dir}, "
-            f"{self.config.precision} on {self._device_names}>"
-        )
 
     def request_stop(self, reason: str = "a stop was asked for") -> None:
         """Finish the step in flight, save and return from `train`; callable from anywhere."""
@@ -260,7 +245,12 @@ class Trainer:
     # The run
 
     def train(self) -> dict[str, Any]:
-        """Run to the configured number of steps and return a summary of the run's figures."""
+        """Run to the configured number of steps and return a summary of the run's figures.
+
+        Raises:
+            NonFiniteError, NoTrainingError: a loss is not finite; a weight does not train.
+            CorruptionError, StorageError: what is stored is damaged, or cannot be stored.
+        """
         self._check_resumable()
         lock = self._lock or self._lock_folder()
         try:
@@ -443,9 +433,9 @@ class Trainer:
     def export(
         self, folder: str | Path, dtype: str = "fp32", max_shard_bytes: int = MAX_SHARD_BYTES
     ) -> list[Path]:
-        """Write the weights as a Hugging Face folder, loadable by `from_pretrained`.
+        """Write the weights as a Hugging Face folder, loadable by `from_pretrained`; return files.
 
-        Adapters are merged into the weights beside which they stand.
+        Adapters are merged into their weights. `dtype` is fp32, bf16 or fp16.
         """
         dataset = self._data.dataset
         return export(self.store, self.model, dataset, Path(folder), dtype, max_shard_bytes)
@@ -463,7 +453,10 @@ class Trainer:
         top_k: int | None = 50,
         seed: int = 0,
     ) -> Iterator[str]:
-        """Yield the text that the model writes after `prompt`, piece by piece."""
+        """Yield the text that the model writes after `prompt`, piece by piece.
+
+        `temperature` 0 takes the most likely token; `top_k` None chooses among all of them.
+        """
         if self._writer is None:
             self._writer = make_writer(
                 self.config, self.model, self._layout, self.store, self._data.dataset, self.device

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.models.folder import KEPT, keep_small_files, other_files, tokenizer_files
 
 if TYPE_CHECKING:
+    from penstock.models.given import require_clear
     from penstock.models.lora import Adapter
     from penstock.models.source import InputSpec, ModelSource
     from penstock.models.weight_files import WeightFiles
@@ -20,6 +21,7 @@ __all__ = [
     "WeightFiles",
     "keep_small_files",
     "other_files",
+    "require_clear",
     "tokenizer_files",
 ]
 
@@ -29,6 +31,10 @@ def __getattr__(name: str) -> Any:
         from penstock.models import source
 
         return getattr(source, name)
+    if name == "require_clear":
+        from penstock.models.given import require_clear
+
+        return require_clear
     if name == "WeightFiles":
         from penstock.models.weight_files import WeightFiles
 
