@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.progress.view import show_on_stderr
+from penstock.progress import show_on_stderr
 
 if TYPE_CHECKING:
     from penstock.config import Config
