@@ -221,7 +221,8 @@ def _share(row: dict, name: str) -> float | None:
 
 def _loss(row: dict) -> str:
     value = row.get("loss")
-    return "not finite" if value is None else f"{value:.4f}"
+    unit = " nats per token" if row.get("accuracy") is not None else ""  # of language models
+    return "not finite" if value is None else f"{value:.4f}{unit}"
 
 
 def _or_infinity(value: float | None) -> float:

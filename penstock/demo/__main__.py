@@ -168,7 +168,7 @@ def hand_on(trainer: Trainer, exported: Path, console: Console) -> None:
     aside.replace(exported)
     console.print(
         f"\n{exported} loads with transformers' AutoModelForCausalLM. The same held-out tokens, "
-        f"in {precision}:\nloss {theirs:.5f} there, {ours:.5f} in Penstock, "
+        f"in {precision}:\nloss {theirs:.5f} nats per token there, {ours:.5f} in Penstock, "
         f"{abs(ours - theirs):.1e} apart.\n",
         soft_wrap=True,
     )
