@@ -1,6 +1,7 @@
 """A `Trainer` that a script makes: what it shows, what it is shown as, and what it refuses."""
 
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -68,7 +69,7 @@ def test_a_script_gets_log_lines_on_stderr_and_keeps_its_stdout(tmp_path, capsys
     assert " rows/s  " in steps[-1]
     assert sum("held-out loss" in line for line in lines) >= 2
     assert "nats" not in shown.err  # a loss of the user's own
-    assert lines[-1].startswith("finished: steps 12, loss 0.")
+    assert re.match(r"finished: steps 12, loss [\d.]+, best held-out loss [\d.]+, time ", lines[-1])
     assert [e.step for e in told if isinstance(e, StepDone)] == list(range(1, 13))
 
 
