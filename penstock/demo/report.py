@@ -58,7 +58,9 @@ def figures(config: Config, exported: Path) -> Table:
         "activations of a step, and the stages on their way",
     )
     table.add_row(
-        "time", show_duration(training_seconds(rows)), f"{show_duration(step_seconds)} of it steps"
+        "time",
+        show_duration(training_seconds(rows)),
+        f"{show_duration(step_seconds)} of it in steps",
     )
     return table
 
