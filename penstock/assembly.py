@@ -39,7 +39,7 @@ from penstock.engine import (
     return_freed_pages,
 )
 from penstock.errors import ConfigError, DataError
-from penstock.models import KEPT, ModelSource, WeightFiles, verify_kept
+from penstock.models import KEPT, ModelSource, WeightFiles, require_clear, verify_kept
 from penstock.program import Program
 
 _FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -109,6 +109,7 @@ def _base_of(
             f"Trainer(model=...): expected an nn.Module or a ModelSource, got {model!r}"
         )
     if model is not None:
+        require_clear(model)
         return ModelSource.from_module(model)
     if config.model is None:
         raise ConfigError("model: expected a preset or a mapping; from Python, Trainer(model=...)")

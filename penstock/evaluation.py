@@ -1,9 +1,10 @@
 """What a model makes of held-out data: the forward sweep alone, every module in eval mode.
 
 The loss is the mean over all labelled tokens, of other models over the rows. Of language models,
-`perplexity` is its exponential, and `accuracy` the share of labelled tokens that the model thinks
-most likely, given all the right ones before; of records, `exact_match` is the share whose whole
-completion, its end included, is predicted so.
+`perplexity` is its exponential, `bits_per_byte` the loss of plain text per byte, which no tokenizer
+decides, and `accuracy` the share of labelled tokens that the model thinks most likely, given all
+the right ones before; of records, `exact_match` is the share whose whole completion, its end
+included, is predicted so.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 
 from penstock import assembly
 from penstock.config import Config
-from penstock.data import IGNORED_LABEL, RecordSource, Source
+from penstock.data import IGNORED_LABEL, LanguageModelSource, RecordSource, Source
 from penstock.engine import Batch, EnginePlan, TorchEngine
 from penstock.errors import CompileError, DataError
 from penstock.models import ModelSource
@@ -74,7 +75,8 @@ class Evaluator:
         """Return the figures of the first `batches` held-out batches, by name.
 
         These are `loss` and `tokens` (rows, where a model reads none); with a language model
-        `perplexity` and `accuracy`; with records `exact_match` and `records`.
+        `perplexity` and `accuracy`, and on plain text `bits_per_byte`; with records `exact_match`
+        and `records`.
 
         **Raises:** `DataError` if there is nothing in them.
         """
@@ -90,6 +92,8 @@ class Evaluator:
         if self._predicts:
             found["perplexity"] = _exp(loss)
             found["accuracy"] = counts.right_tokens / counts.weight
+        if self._predicts and isinstance(self._held_out, LanguageModelSource):
+            found["bits_per_byte"] = bits_per_byte(loss, self._held_out.dataset.bytes_per_token)
         if self._predicts and isinstance(self._held_out, RecordSource):
             found["exact_match"] = counts.right_rows / counts.rows
             found["records"] = counts.rows
@@ -180,6 +184,11 @@ def _labelled(rows: Rows) -> int:
 
 def _row_count(rows: Mapping[str, Sized]) -> int:
     return len(next(iter(rows.values())))
+
+
+def bits_per_byte(loss: float, bytes_per_token: float) -> float:
+    """Return a loss in nats per token as bits per byte of text."""
+    return loss / math.log(2) / bytes_per_token
 
 
 def _exp(loss: float) -> float:

@@ -16,10 +16,13 @@ from typing import Any
 class RunStarted:
     """The run is about to do its first step.
 
-    `trainable_parameters` of `parameters` are not frozen. `weight_bytes` is what one forward sweep
-    streams; `state_bytes` what the store takes of memory (masters, gradients, moments),
-    `flash_bytes` what of flash; `engine_bytes` the engine's budget. `resumed_from` is the step that
-    the run goes on from. `recompute_stages` of `stages` are computed again in the backward sweep.
+    `trainable_parameters` of `parameters` are not frozen. `weight_bytes` is the size of all weights
+    as they are streamed; `state_bytes` what the store takes of memory (masters, gradients,
+    moments), `flash_bytes` what of flash; `engine_bytes` the engine's budget. `resumed_from` is the
+    step that the run goes on from. `recompute_stages` of `stages` are computed again in the
+    backward sweep. A step trains on `tokens_per_step` of `row_name`: tokens, or rows where a model
+    does not read tokens. `loss_unit` is empty for a loss of the user's own, `steps_per_epoch` None
+    where nothing says how large the training data is.
     `flash_rule_read_bytes` and `flash_rule_written_bytes` are what a step should move at most:
     state once each way, weights in twice and out once.
     """
@@ -43,6 +46,9 @@ class RunStarted:
     flash_bytes: int = 0
     flash_rule_read_bytes: int = 0
     flash_rule_written_bytes: int = 0
+    row_name: str = "tokens"
+    loss_unit: str = "nats per token"
+    steps_per_epoch: float | None = None
 
 
 @dataclass(frozen=True)
@@ -86,7 +92,8 @@ class Evaluated:
 
     Of language models, `perplexity`, and `accuracy`, the share of labelled tokens that the model
     thought most likely; None of others. `exact_match` is the share of records whose whole
-    completion it had right.
+    completion it had right; `bits_per_byte` the loss per byte of text, None where the loss is not
+    that of text.
     """
 
     step: int
@@ -96,12 +103,13 @@ class Evaluated:
     best: bool
     accuracy: float | None = None
     exact_match: float | None = None
+    bits_per_byte: float | None = None
 
     @classmethod
     def of(cls, found: Mapping[str, float], step: int, seconds: float, best: bool) -> Evaluated:
         """Return the event of what `Trainer.evaluate` found after `step`."""
-        shares = found.get("accuracy"), found.get("exact_match")
-        return cls(step, found["loss"], found.get("perplexity"), seconds, best, *shares)
+        more = (found.get(name) for name in ("accuracy", "exact_match", "bits_per_byte"))
+        return cls(step, found["loss"], found.get("perplexity"), seconds, best, *more)
 
 
 @dataclass(frozen=True)
@@ -139,7 +147,8 @@ class RunMeasured:
     """What a run's steps cost, all together, told before it ends.
 
     `seconds` is the whole run, with evaluations and checkpoints; `step_seconds` its steps, and the
-    other seconds are their parts as in `StepDone`. `memory_bytes` is the cap on the process, if
+    other seconds are their parts as in `StepDone`; `streamed_bytes` and `gradient_bytes` are those
+    of all steps. `memory_bytes` is the cap on the process, if
     there is one.
     """
 
@@ -159,6 +168,8 @@ class RunMeasured:
     checkpoint_bytes: int
     peak_rss_bytes: int
     memory_bytes: int | None = None
+    streamed_bytes: int = 0
+    gradient_bytes: int = 0
 
 
 @dataclass(frozen=True)

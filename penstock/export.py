@@ -150,5 +150,5 @@ def _tokenizer(source: ModelSource, dataset: TokenDataset | None, scratch: Path)
     is_fast = any(path.name == "tokenizer.json" for path in own)
     if is_fast and load_tokenizer(str(source.folder)).to_json() == tokenizer.to_json():
         return own
-    export_tokenizer(tokenizer, scratch)
+    export_tokenizer(tokenizer, scratch, source.max_sequence_length)
     return sorted(scratch.iterdir())

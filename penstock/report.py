@@ -55,4 +55,6 @@ class RunReport:
             checkpoint_bytes=self._checkpoint_bytes,
             peak_rss_bytes=process_memory.peak_resident_bytes(),
             memory_bytes=self._limit_bytes,
+            streamed_bytes=sum(s.streamed_bytes for s in steps),
+            gradient_bytes=sum(s.gradient_bytes for s in steps),
         )

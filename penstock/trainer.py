@@ -16,7 +16,7 @@ from torch import nn
 from penstock import assembly
 from penstock.batches import Batches
 from penstock.cautions import cautions
-from penstock.config import Config, cluster_keys, load, write_record
+from penstock.config import Config, to_config, write_record
 from penstock.data import Source
 from penstock.early_stop import EarlyStop
 from penstock.engine import Engine
@@ -28,7 +28,6 @@ from penstock.events import (
     Finished,
     Listener,
     Notice,
-    RunStarted,
     StepDone,
     Stopped,
     broadcast,
@@ -39,9 +38,11 @@ from penstock.gradient_check import GradientCheck
 from penstock.keeper import make_keeper
 from penstock.models import KEPT, ModelSource, keep_small_files
 from penstock.program import Program
+from penstock.progress import view_from_python
 from penstock.recording import recorder
 from penstock.report import RunReport
 from penstock.resumption import Resumption
+from penstock.run_start import describe, rows_per_step, run_started
 from penstock.same_run import own_architecture, require_same_beginning, require_same_model
 from penstock.saving import Saver
 from penstock.step import StepRunner
@@ -57,13 +58,26 @@ if TYPE_CHECKING:
 class Trainer:
     """Trains a model as a configuration says; resumes by itself where the run already is.
 
-    **Arguments:** `config`, a `Config`, a mapping of its keys, or the path of a YAML file;
-    `model`, a built `nn.Module` in place of `config.model`; `source`, batches in place of
-    `config.data` (any object with the methods of `penstock.data.Source`); `on_event` is told
-    what happens (`penstock.events`); `must_exist` refuses a run without a checkpoint; `cluster` is
-    "local", "ray", a Ray cluster's address, or "none": all in this process, and one of each shard;
-    `ignore_initial_values` resumes a run with its own weights though `model` has other values than
-    the run began with.
+    Args:
+        config: a `Config`, a mapping of its keys, or the path of a YAML file.
+        model: a built `nn.Module` or a `ModelSource`, in place of `config.model`.
+        source: batches in place of `config.data`: an `ArraySource`, or any object with the methods
+            of `penstock.data.Source`.
+        held_out: the same, for evaluations.
+        on_event: called with each event (`penstock.events`), beside what is shown.
+        quiet: show nothing. Otherwise progress is a panel in a terminal, a line that is updated in
+            a notebook, and lines of text elsewhere; it goes to stderr.
+        must_exist: refuse a run without a checkpoint.
+        cluster: "local", "ray", a Ray cluster's address, or "none": all in this process, and one
+            of each shard.
+        ignore_initial_values: resume a run with its own weights though `model` has other values
+            than the run began with.
+
+    Raises:
+        ConfigError: a configuration, or a model, that cannot be used; says what to change.
+        DataError: data that is missing, broken, or does not fit the model.
+        CompileError: a model that cannot be made into a program.
+        BudgetError: what must be held at once does not fit; says which budget to raise.
     """
 
     def __init__(
@@ -74,12 +88,14 @@ class Trainer:
         source: Source | None = None,
         held_out: Source | None = None,
         on_event: Listener | None = None,
+        quiet: bool = False,
         must_exist: bool = False,
         cluster: str | None = None,
         ignore_initial_values: bool = False,
     ) -> None:
-        self.config = _as_config(config, cluster)
-        self._listener: Listener = on_event or (lambda event: None)
+        self.config = to_config(config, cluster)
+        self._view = view_from_python(self.config.logging.every, quiet)
+        self._listener = broadcast([self._view, *([on_event] if on_event else [])])
         self._tell = self._listener
         assembly.set_threads(self.config.engine.threads)
         self._keeper = make_keeper(self.config)
@@ -175,7 +191,7 @@ class Trainer:
             self.engines,
             batches,
             seed=self.config.run.seed,
-            tokens=self._tokens_per_step(),
+            tokens=rows_per_step(self.config, self.model, self._layout),
         )
 
     def _open_hall(self) -> Hall | None:
@@ -218,14 +234,22 @@ class Trainer:
         if self.config.cluster.shards == "here":
             store = self.store
             hall.seat_shards(store.shards if isinstance(store, ShardedStore) else [store])
+        tokens = rows_per_step(self.config, self.model, self._layout)
         self._runner = ClusterRunner(
-            self.config, self._layout, self.store, batches, hall, tokens=self._tokens_per_step()
+            self.config, self._layout, self.store, batches, hall, tokens=tokens
         )
 
     @property
     def step(self) -> int:
         """The number of steps that are committed."""
         return self.store.step
+
+    def __repr__(self) -> str:
+        return describe(self.config, self.model, self.program, self.step, self._device_names)
+
+    @property
+    def _device_names(self) -> str:
+        return ", ".join(self._devices) or self.device
 
     def request_stop(self, reason: str = "a stop was asked for") -> None:
         """Finish the step in flight, save and return from `train`; callable from anywhere."""
@@ -234,7 +258,12 @@ class Trainer:
     # The run
 
     def train(self) -> dict[str, Any]:
-        """Run to the configured number of steps and return a summary of the run's figures."""
+        """Run to the configured number of steps and return a summary of the run's figures.
+
+        Raises:
+            NonFiniteError, NoTrainingError: a loss is not finite; a weight does not train.
+            CorruptionError, StorageError: what is stored is damaged, or cannot be stored.
+        """
         if self._recorded is not None:
             require_same_beginning(
                 self.config,
@@ -248,7 +277,8 @@ class Trainer:
             self._refuse_stale()
             write_record(self.config)
             self._keep_small_files()
-            return self._train()
+            with self._view:
+                return self._train()
         except BaseException as error:
             self._saver.end(error)
             raise
@@ -277,7 +307,17 @@ class Trainer:
         report = RunReport(None if config.memory is None else int(config.memory))
         recording = recorder(config, self.request_stop)
         self._tell = broadcast([report, recording, self._listener])
-        self._announce()
+        self._tell(
+            run_started(
+                config,
+                self.model,
+                self._layout,
+                self.store,
+                self._data,
+                devices=self._device_names,
+                resumed_from=self.resumed_from,
+            )
+        )
         if self.resumed_from is None:
             for text in cautions(self.config, self.model, self._layout):
                 self._notice(text)
@@ -365,11 +405,6 @@ class Trainer:
             return None
         return Evaluator(self.config, self.model, self._layout, self.store, held_out, self.device)
 
-    def _tokens_per_step(self) -> int:
-        """Return the tokens of a step, or its rows where a model does not read tokens."""
-        has_tokens = "input_ids" in self.model.inputs
-        return self.config.batch.size * (self._layout.sequence_length if has_tokens else 1)
-
     def _evaluate_and_judge(self) -> None:
         """Evaluate, keep the best checkpoint, and stop when nothing has improved for long."""
         early_stop = self._early_stop
@@ -419,9 +454,9 @@ class Trainer:
     def export(
         self, folder: str | Path, dtype: str = "fp32", max_shard_bytes: int = MAX_SHARD_BYTES
     ) -> list[Path]:
-        """Write the weights as a Hugging Face folder, loadable by `from_pretrained`.
+        """Write the weights as a Hugging Face folder, loadable by `from_pretrained`; return files.
 
-        Adapters are merged into the weights beside which they stand.
+        Adapters are merged into their weights. `dtype` is fp32, bf16 or fp16.
         """
         dataset = self._data.dataset
         return export(self.store, self.model, dataset, Path(folder), dtype, max_shard_bytes)
@@ -439,7 +474,10 @@ class Trainer:
         top_k: int | None = 50,
         seed: int = 0,
     ) -> Iterator[str]:
-        """Yield the text that the model writes after `prompt`, piece by piece."""
+        """Yield the text that the model writes after `prompt`, piece by piece.
+
+        `temperature` 0 takes the most likely token; `top_k` None chooses among all of them.
+        """
         if self._writer is None:
             self._writer = make_writer(
                 self.config, self.model, self._layout, self.store, self._data.dataset, self.device
@@ -457,42 +495,3 @@ class Trainer:
 
     def _notice(self, text: str) -> None:
         self._tell(Notice(text))
-
-    def _announce(self) -> None:
-        layout, program = self._layout, self.program
-        self._tell(
-            RunStarted(
-                run_dir=self.config.run.dir,
-                model=self.model.name,
-                parameters=program.parameters,
-                trainable_parameters=program.trainable_parameters,
-                weight_bytes=sum(program.stage_stream_bytes(s) for s in program.stages),
-                state_bytes=sum(self.store.memory_bytes.values()),
-                flash_bytes=self.store.flash_bytes,
-                flash_rule_read_bytes=self.store.flash_rule.read_bytes,
-                flash_rule_written_bytes=self.store.flash_rule.written_bytes,
-                engine_bytes=layout.budget_bytes,
-                steps=self.config.run.steps,
-                tokens_per_step=self._tokens_per_step(),
-                resumed_from=self.resumed_from,
-                precision=self.config.precision,
-                device=", ".join(self._devices) or self.device,
-                micro_batch=layout.micro_batch,
-                micro_batches=layout.micro_batches,
-                recompute_stages=len(layout.plan.recompute),
-                stages=len(program.stages),
-            )
-        )
-
-
-def _as_config(config: Config | Mapping[str, Any] | str | Path, cluster: str | None) -> Config:
-    if isinstance(config, Mapping):
-        config = Config.from_mapping(config)
-    elif not isinstance(config, Config):
-        config = load(config)
-    if cluster is None:
-        return config
-    whole = config.to_mapping()
-    for section, keys in cluster_keys(cluster).items():
-        whole[section] |= keys
-    return Config.from_mapping(whole)

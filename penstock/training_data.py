@@ -23,7 +23,7 @@ from penstock.data import (
 from penstock.errors import ConfigError, DataError
 from penstock.models import ModelSource
 
-_SPARE_VOCABULARY = 2  # times what is used; beyond, it was not meant
+_SPARE_VOCABULARY = 1 / 8  # of the model's ids; with more to spare, it was not meant
 _MASK_TOKENS = ("[MASK]", "<mask>")
 
 
@@ -57,6 +57,7 @@ def open_data(config: Config, source: ModelSource, notice: Callable[[str], None]
             validation=config.data.validation,
             seed=config.data.seed,
             content=config.data.content,
+            field=config.data.text_field,
             prompt_field=config.data.prompt_field,
             completion_field=config.data.completion_field,
         )
@@ -68,11 +69,13 @@ def open_data(config: Config, source: ModelSource, notice: Callable[[str], None]
     _check_tokenizer(config, source, dataset)
     if source.vocab_size is not None:
         check_vocabulary(dataset, source.vocab_size)
-        if source.vocab_size > _SPARE_VOCABULARY * dataset.vocab_size:
+        spare = source.vocab_size - dataset.vocab_size
+        if spare > _SPARE_VOCABULARY * source.vocab_size:
             notice(
-                f"the model has a vocabulary of {source.vocab_size}, the data set uses "
-                f"{dataset.vocab_size}: most rows of its embedding never train; set the model's "
-                f"vocab_size to {dataset.vocab_size}, or a little more"
+                f"the model has a vocabulary of {source.vocab_size}, the data set's tokenizer, "
+                f"{dataset.manifest.tokenizer.name}, has {dataset.vocab_size} ids: {spare} rows of "
+                "the embedding are never used; set the model's vocab_size to "
+                f"{dataset.vocab_size}, or a little more"
             )
     length = sequence_length(config, source, dataset)
 
@@ -128,6 +131,7 @@ def _check_build(config: Config, dataset: TokenDataset) -> None:
             data.input,
             files,
             data.content,
+            data.text_field,
             data.prompt_field,
             data.completion_field,
             data.validation,

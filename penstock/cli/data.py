@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from penstock.progress.figures import show_bytes, show_rate
+
 if TYPE_CHECKING:
     from penstock.data import TokenDataset
 
@@ -152,7 +154,7 @@ def inspect(
         checked = opened.verify(lambda done, total: on_progress("checking", done, total))
     if not quiet:
         typer.echo(
-            f"all checksums match: {_bytes(checked)} in {len(opened.manifest.files())} files"
+            f"all checksums match: {show_bytes(checked)} in {len(opened.manifest.files())} files"
         )
 
 
@@ -189,15 +191,6 @@ def _documents(dataset: "TokenDataset", split: str) -> str:
     return f"{records} of at most {index.longest() + 1:,} ({share:.0%} completion)"
 
 
-def _bytes(count: int) -> str:
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
-
-
 @contextmanager
 def _progress(quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
     """A progress bar on a terminal, one line per phase in a log, nothing when quiet."""
@@ -210,7 +203,7 @@ def _progress(quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
         def line(phase: str, done: int, total: int) -> None:
             if phase not in begun:
                 begun.add(phase)
-                typer.echo(f"{phase} {_bytes(total)}", err=True)
+                typer.echo(f"{phase} {show_bytes(total)}", err=True)
 
         yield line
         return
@@ -219,16 +212,24 @@ def _progress(quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
         BarColumn,
         DownloadColumn,
         Progress,
+        ProgressColumn,
+        Task,
         TextColumn,
         TimeRemainingColumn,
-        TransferSpeedColumn,
     )
+    from rich.text import Text
+
+    class SpeedColumn(ProgressColumn):
+        """Input per second, in the units of all other sizes."""
+
+        def render(self, task: Task) -> Text:
+            return Text(show_rate(task.speed) if task.speed else "", "progress.data.speed")
 
     columns = (
         TextColumn("{task.description:<22}"),
         BarColumn(),
         DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
+        SpeedColumn(),
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=Console(stderr=True)) as bar:

@@ -20,22 +20,24 @@ def evaluate(
     ] = None,
 ) -> None:
     """Evaluate the newest checkpoint of RUN on its held-out text or records."""
-    from penstock.cli.figures import show_shares
     from penstock.config import load_run
+    from penstock.events import Evaluated
+    from penstock.progress.log import show_evaluation
 
     settings = load_run(run, overrides or ())
 
     from penstock.trainer import Trainer
 
-    trainer = Trainer(settings, must_exist=True, cluster="none")
+    trainer = Trainer(settings, must_exist=True, cluster="none", quiet=True)
     result = trainer.evaluate(batches)
-    text = f"step {trainer.step}  loss {result['loss']:.6f}"
+    found = Evaluated.of(result, trainer.step, 0.0, best=False)
     if "perplexity" not in result:  # not of a language model
-        typer.echo(f"{text}  ({result['tokens']} rows)")
+        typer.echo(
+            f"step {trainer.step}  {show_evaluation(found, digits=6)}  ({result['tokens']} rows)"
+        )
         return
-    shares = show_shares(result.get("accuracy"), result.get("exact_match"))
     records = f" of {result['records']} records" if "records" in result else ""
     typer.echo(
-        f"{text}  perplexity {result['perplexity']:.6g}{shares}  "
+        f"step {trainer.step}  {show_evaluation(found, digits=6)}  "
         f"({result['tokens']} tokens{records})"
     )

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli.figures import show_bytes
+from penstock.progress.figures import show_bytes
 
 
 class Dtype(StrEnum):

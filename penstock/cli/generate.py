@@ -28,7 +28,7 @@ def generate(
     from penstock.trainer import Trainer
 
     typer.echo(prompt, nl=False)
-    pieces = Trainer(settings, must_exist=True, cluster="none").generate(
+    pieces = Trainer(settings, must_exist=True, cluster="none", quiet=True).generate(
         prompt,
         max_new_tokens=max_new_tokens,
         temperature=temperature,

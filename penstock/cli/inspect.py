@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.figures import show_bytes, show_count, show_shares
+from penstock.progress.figures import show_bytes, show_count, show_shares
 
 if TYPE_CHECKING:
     from penstock.config import Config
     from penstock.errors import CorruptionError
     from penstock.store import CheckpointState
+    from penstock.store.flash import Repaired
 
 
 def inspect(
@@ -153,7 +154,22 @@ def _repair(flash: Path | None) -> None:
 
     if flash is None:
         raise ConfigError("--repair: this run has no store on flash; its checkpoints are separate")
-    typer.echo(f"{flash} stands at step {repair(flash)}, all checksums match")
+    found = repair(flash)
+    typer.echo(f"{flash} stands at step {found.step}, all checksums match")
+    typer.echo(f"discarded: {_discarded(found)}")
+
+
+def _discarded(found: Repaired) -> str:
+    damaged = [step for step in found.discarded if step > found.step]
+    older = [step for step in found.discarded if step < found.step]
+    parts = []
+    for steps, why in ((damaged, "damaged"), (older, "older, their space is written next")):
+        if steps:
+            name = "step" if len(steps) == 1 else "steps"
+            parts.append(f"{name} {', '.join(map(str, steps))} ({why})")
+    if found.damaged_journal:
+        parts.append("damaged records of the journal")
+    return "; ".join(parts) or "nothing, no byte is damaged"
 
 
 def _flash_hash(flash: Path) -> str:
@@ -275,7 +291,8 @@ def _share(row: dict, name: str) -> float | None:
 
 def _loss(row: dict) -> str:
     value = row.get("loss")
-    return "not finite" if value is None else f"{value:.4f}"
+    unit = " nats per token" if row.get("accuracy") is not None else ""  # of language models
+    return "not finite" if value is None else f"{value:.4f}{unit}"
 
 
 def _or_infinity(value: float | None) -> float:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.cli.figures import show_bytes, show_count, show_flops
+from penstock.progress.figures import show_bytes, show_count, show_flops
 
 if TYPE_CHECKING:
     from rich.table import Table

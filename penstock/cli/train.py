@@ -17,11 +17,12 @@ import typer
 
 from penstock.cli import output
 from penstock.cli.output import surviving_loss
+from penstock.progress import show_on_stderr
 
 if TYPE_CHECKING:
-    from penstock.cli.view import View
     from penstock.config import Config
     from penstock.events import Event, Listener
+    from penstock.progress import View
 
 
 def train(
@@ -54,21 +55,19 @@ def train(
 
     from rich.console import Console
 
-    from penstock.cli.view import LineView, LiveView
+    from penstock.progress import view_for_command
 
-    console = Console()
-    live = console.is_terminal and not quiet
-    view: View = LiveView(console) if live else LineView(console, settings.logging.every, quiet)
+    view = view_for_command(Console(), settings.logging.every, quiet)
     command = shlex.join(["penstock", "train", str(config), *(overrides or ())])
     _run(settings, view, command)
 
 
 def _run(settings: Config, view: View, resume_command: str) -> None:
-    stop = GracefulStop()
+    stop = GracefulStop(view.interrupt)
     with surviving_loss(stop.lose_output), view:
         from penstock.trainer import Trainer
 
-        trainer = Trainer(settings, on_event=naming_command(view, resume_command))
+        trainer = Trainer(settings, on_event=naming_command(view, resume_command), quiet=True)
         with closing(trainer), stop.handling(trainer.request_stop):
             if stop.signal is None:
                 trainer.train()
@@ -95,9 +94,12 @@ class GracefulStop:
 
     A SIGHUP that is ignored, as under `nohup`, stays ignored. A pipe that has lost its reader asks
     for a stop too, as SIGPIPE would; a log whose disk is full does not: the run goes on without it.
+
+    **Arguments:** `show` shows a line from within a signal handler; by default on stderr.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, show: Callable[[str], None] = show_on_stderr) -> None:
+        self._show = show
         self.signal: int | None = None
         self._request_stop: Callable[[str], Any] | None = None
 
@@ -124,8 +126,7 @@ class GracefulStop:
             self.signal = number
             if number == signal.SIGHUP:
                 output.leave(terminals)
-            # Past every view: the step in flight may take minutes.
-            output.tell("\nstopping after this step; again to stop now, without saving\n")
+            self._show("stopping after this step; again to stop now, without saving")
             request_stop("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
 
         terminals = [descriptor for descriptor in (0, 1, 2) if os.isatty(descriptor)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import queue
 import secrets
@@ -17,7 +18,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,8 @@ _OWN_DEATH = 0.25  # seconds in which a node that is well says that a process ha
 _GRACE = 10.0  # seconds in which actors that are killed should be gone
 _PATIENCE = 5.0  # seconds for a first connection to the cluster's address
 _LONGEST_REASON = 300
-_NO_ROOM = 15.0  # seconds after which it is said that actors wait; where there is room they begin
+_LATE = 15.0  # seconds after which it is said that actors have not begun, and why
+_LOOK_AGAIN = 1.0  # seconds between two looks at what is free in the cluster
 
 
 class RayConnection:
@@ -126,6 +128,36 @@ class _Actor:
     asked_at: float = field(default_factory=time.monotonic)
 
 
+@dataclass(frozen=True)
+class _Rooms:
+    """The nodes of a cluster, and what is free of all of them together."""
+
+    nodes: Sequence[Mapping[str, Any]]
+    free: Mapping[str, float]
+
+    def lets_in(self, wants: Sequence[Mapping[str, int]]) -> bool:
+        """Tell whether what each asks for is free, and some node is large enough for it."""
+        return all(_covers(self.free, each) for each in wants) and self._have_nodes_for(wants)
+
+    def hold(self, wants: Sequence[Mapping[str, int]]) -> bool:
+        """Tell whether the cluster, if it had nothing else to do, would hold all together."""
+        alive = [node["Resources"] for node in self.nodes if node["Alive"]]
+        there = {name: sum(node.get(name, 0) for node in alive) for name in ("CPU", "GPU")}
+        total = {name: sum(each[name] for each in wants) for name in ("num_cpus", "num_gpus")}
+        return _covers(there, total) and self._have_nodes_for(wants)
+
+    def _have_nodes_for(self, wants: Sequence[Mapping[str, int]]) -> bool:
+        alive = [node["Resources"] for node in self.nodes if node["Alive"]]
+        return all(any(_covers(node, each) for node in alive) for each in wants)
+
+
+def _covers(resources: Mapping[str, float], wants: Mapping[str, int]) -> bool:
+    return (
+        resources.get("CPU", 0) >= wants["num_cpus"]
+        and resources.get("GPU", 0) >= wants["num_gpus"]
+    )
+
+
 class RayLauncher:
     """Starts workers as actors, spread over the nodes of a Ray cluster.
 
@@ -148,6 +180,8 @@ class RayLauncher:
         self._asked: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._ended: queue.SimpleQueue[Ended] = queue.SimpleQueue()
         self._lost: str | None = None  # why Ray does not answer any more
+        self._rooms: _Rooms | None = None  # as last looked at, while actors have not begun
+        self._looked_at = -math.inf
         self._thread = threading.Thread(target=self._supervise, name="penstock ray", daemon=True)
         self._thread.start()
 
@@ -176,20 +210,35 @@ class RayLauncher:
         return ended
 
     def waits_for(self) -> str | None:
-        """Say how many actors have not begun after some seconds, and what each asks for."""
-        late = time.monotonic() - _NO_ROOM
-        waiting = [a for a in list(self._actors.values()) if a.place is None and a.asked_at < late]
+        """Say how many actors have not begun after some seconds, and why, as far as Ray tells."""
+        waiting = self._late()
         if not waiting or self._lost is not None:
             return None
-        wants = " and ".join(
-            f"each {role} for {_in_words(self._connection.wants[role])}"
-            for role in dict.fromkeys(actor.role for actor in waiting)
-        )
+        late = f"{len(waiting)} of {len(self._actors)} workers have not begun in {_LATE:.0f} s"
+        wants = self._connection.wants
+        roles = list(dict.fromkeys(actor.role for actor in waiting))
+        everyone = [wants[actor.role] for actor in list(self._actors.values())]
+        rooms = self._rooms
+        if rooms is None or rooms.lets_in([wants[role] for role in roles]):
+            return (
+                f"{late}: their processes are still starting, which takes long on a busy machine, "
+                "or where Python's packages are read for the first time"
+            )
+        each = " and ".join(f"each {role} for {_in_words(wants[role])}" for role in roles)
+        if rooms.hold(everyone):
+            return (
+                f"{late}: they ask the Ray cluster, {each} (engine.threads), and are still "
+                "starting, or wait for a place that other work has: see `ray status`"
+            )
         return (
-            f"{len(waiting)} of {len(self._actors)} workers have not begun in {_NO_ROOM:.0f} s; "
-            f"they ask the Ray cluster, {wants} (engine.threads), and come when there is room: "
-            "see `ray status`; add nodes, or lower engines, cluster.spare or engine.threads"
+            f"{late}: the Ray cluster is too small for all. They ask it, {each} "
+            "(engine.threads), and come when there is room: see `ray status`; add nodes, or lower "
+            "engines, cluster.spare or engine.threads"
         )
+
+    def _late(self) -> list[_Actor]:
+        late = time.monotonic() - _LATE
+        return [a for a in list(self._actors.values()) if a.place is None and a.asked_at < late]
 
     def starves(self, worker: str) -> bool:
         """Tell whether it would run if it had a processor, where it can only be on this machine."""
@@ -212,6 +261,7 @@ class RayLauncher:
         try:
             while self._do_what_was_asked():
                 self._watch()
+                self._look_for_room()
             self._end_all()
         except Exception as error:  # Ray raises many kinds; the engines that there are go on
             self._lost = f"Ray does not answer any more: {_reason(error)}"
@@ -249,6 +299,13 @@ class RayLauncher:
         died, _ = self._ray.wait([actor.serving], num_returns=1, timeout=_OWN_DEATH)
         actor.is_ended = not died
         self._ray.kill(actor.handle)
+
+    def _look_for_room(self) -> None:
+        """Ask what there is and what is free, from time to time, while workers do not begin."""
+        now = time.monotonic()
+        if self._late() and now - self._looked_at >= _LOOK_AGAIN:
+            self._rooms = _Rooms(self._ray.nodes(), self._ray.available_resources())
+            self._looked_at = now
 
     def _watch(self) -> None:
         """Wait a little for what happens to actors, and take note of it."""

@@ -6,7 +6,7 @@ Nothing here imports torch, so that a mistake in a file is answered at once.
 from penstock.config.checkpoint import CheckpointConfig
 from penstock.config.cluster import ClusterConfig, cluster_keys
 from penstock.config.engine import EngineConfig
-from penstock.config.load import check_data, load
+from penstock.config.load import check_data, load, to_config
 from penstock.config.lora import LoraConfig
 from penstock.config.model import (
     FactoryModel,
@@ -49,6 +49,7 @@ __all__ = [
     "load_run",
     "recorded_flash",
     "size_above",
+    "to_config",
     "verify_record",
     "write_record",
 ]

@@ -34,6 +34,7 @@ class DataConfig(Section):
         "what those files hold: text, or records of a prompt and a completion, of which only "
         "the completion is trained on",
     )
+    text_field: str = setting("text", "field or column of JSONL and Parquet files with the text")
     prompt_field: str = setting("prompt", "field or column of a record with its prompt")
     completion_field: str = setting("completion", "field or column of a record with its completion")
     validation: float = setting(0.05, "share of the text that the build holds out", ge=0, lt=1)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import glob
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from penstock.config.cluster import cluster_keys
 from penstock.config.document import read
 from penstock.config.problems import Origin
 from penstock.config.root import Config
@@ -31,6 +33,20 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, training: bool = Fa
     if training:
         check_data(config, origin)
     return config
+
+
+def to_config(config: Config | Mapping[str, Any] | str | Path, cluster: str | None) -> Config:
+    """Return the configuration that `Trainer(config, cluster=...)` stands for."""
+    if isinstance(config, Mapping):
+        config = Config.from_mapping(config)
+    elif not isinstance(config, Config):
+        config = load(config)
+    if cluster is None:
+        return config
+    whole = config.to_mapping()
+    for section, keys in cluster_keys(cluster).items():
+        whole[section] |= keys
+    return Config.from_mapping(whole)
 
 
 def check_data(config: Config, origin: Origin | None = None) -> None:

@@ -6,6 +6,7 @@ One line per problem: place, key, what was expected, what came, what to do. The 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
@@ -97,7 +98,24 @@ def _unknown_key(path: KeyPath, root: type[BaseModel], place: tuple[str | int, .
         owner = FORM_CLASSES.get(str(place[1]))
     known = list(owner.model_fields) if owner else []
     name = dotted(path[:-1]) if len(path) > 1 else "a configuration"
-    return f"unknown key{did_you_mean(str(path[-1]), known)}; {name} has {', '.join(known)}"
+    hint = _elsewhere(str(path[-1]), root) or did_you_mean(str(path[-1]), known)
+    return f"unknown key{hint}; {name} has {', '.join(known)}"
+
+
+def _elsewhere(word: str, root: type[BaseModel]) -> str:
+    """Return ` (did you mean 'run.steps'?)` if a key of another section has this name."""
+    found = [repr(dotted(path)) for path in _keys(root) if path[-1] == word]
+    return f" (did you mean {' or '.join(found)}?)" if found else ""
+
+
+def _keys(owner: type[BaseModel], prefix: KeyPath = ()) -> Iterator[KeyPath]:
+    """Yield the paths of all keys with a plain value, but for those of items of lists."""
+    for name, info in owner.model_fields.items():
+        annotation = info.annotation
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            yield from _keys(annotation, (*prefix, name))
+        elif _inner_section(annotation) is None:
+            yield (*prefix, name)
 
 
 def _expected(kind: str, context: dict[str, Any]) -> str | None:

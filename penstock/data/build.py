@@ -138,7 +138,7 @@ def build_dataset(
             manifest = packer.finish(corpus.where)
             named = inputs if chosen_from is None else chosen_from
             made_from = BuiltFrom.of(
-                named, files, content, prompt_field, completion_field, validation
+                named, files, content, field, prompt_field, completion_field, validation
             )
             made_from.write(folder)
         finally:

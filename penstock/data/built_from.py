@@ -22,6 +22,7 @@ from penstock.plain_file import NotPlainError, read_plain
 BUILT_FROM_NAME = "built_from.json"
 _MOST_BYTES = 16 << 20
 _SAMPLE_BYTES = 1 << 16
+_RECORD_FIELDS = ("prompt_field", "completion_field")
 
 
 class BuiltFrom(BaseModel):
@@ -36,6 +37,7 @@ class BuiltFrom(BaseModel):
     paths: list[str]
     sample: str
     content: Content
+    text_field: str = "text"  # older releases, which do not say it, had no other
     prompt_field: str
     completion_field: str
     validation: float
@@ -46,6 +48,7 @@ class BuiltFrom(BaseModel):
         inputs: Sequence[str | os.PathLike[str]],
         files: Sequence[Path],
         content: Content,
+        text_field: str,
         prompt_field: str,
         completion_field: str,
         validation: float,
@@ -56,6 +59,7 @@ class BuiltFrom(BaseModel):
             paths=[os.path.abspath(path) for path in inputs],
             sample=sample_of(files),
             content=content,
+            text_field=text_field,
             prompt_field=prompt_field,
             completion_field=completion_field,
             validation=float(validation),
@@ -74,9 +78,10 @@ class BuiltFrom(BaseModel):
         """
         if not self.is_named_as(wanted.input) and wanted.sample != self.sample:
             return "input", ", ".join(self.input), ", ".join(wanted.input)
-        for name in ("content", "prompt_field", "completion_field", "validation"):
+        fields = ("text_field",) if wanted.content == "text" else _RECORD_FIELDS
+        for name in ("content", *fields, "validation"):
             was, wants = getattr(self, name), getattr(wanted, name)
-            if was != wants and not (name.endswith("_field") and wanted.content == "text"):
+            if was != wants:
                 return name, was, wants
         return None
 

@@ -89,6 +89,11 @@ class RecordSource:
         for rows in evaluation_rows(self.records, batch_size, limit):
             yield self._rows(rows)
 
+    @property
+    def samples_per_epoch(self) -> int:
+        """Samples in which every record in use comes once."""
+        return self.records
+
     def describe(self) -> str:
         """Return one line for people."""
         return (

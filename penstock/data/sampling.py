@@ -22,7 +22,10 @@ _ORDER, _OFFSET, _CHOICE, _FATE, _WORD = range(5)
 
 
 class Source(Protocol):
-    """What the trainer asks of training data; any class with these methods will do."""
+    """What the trainer asks of training data; any class with these methods will do.
+
+    One that also has the attribute `samples_per_epoch` has its epochs counted.
+    """
 
     def batch(self, step: int, indices: Sequence[int], global_batch: int) -> Batch:
         """Return rows `indices` of the global batch of `step`, each field [len(indices), ...].
@@ -160,6 +163,11 @@ class LanguageModelSource:
         """Return one line for people."""
         return _describe(self.dataset, self.split, self.windows_per_epoch, self.sequence_length)
 
+    @property
+    def samples_per_epoch(self) -> int:
+        """Samples in which every window comes once."""
+        return self.windows_per_epoch
+
     @staticmethod
     def _shifted(tokens: np.ndarray) -> Batch:
         return {
@@ -232,6 +240,11 @@ class MaskedLanguageModelSource:
         line = _describe(self.dataset, self.split, self.windows_per_epoch, self.sequence_length)
         return f"{line}, {self.mask_share:.0%} masked"
 
+    @property
+    def samples_per_epoch(self) -> int:
+        """Samples in which every window comes once."""
+        return self.windows_per_epoch
+
     def _masked(self, tokens: np.ndarray, numbers: np.ndarray, seed: int) -> Batch:
         eligible = tokens != self.dataset.end_of_document  # [rows, T]
         wanted = np.maximum(1, np.rint(self.mask_share * eligible.sum(axis=1)))
@@ -300,6 +313,14 @@ class ArraySource:
             f"{name} {array.dtype}{list(array.shape[1:])}" for name, array in self.arrays.items()
         )
         return f"{self.rows} rows in memory: {fields}"
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """Samples in which every row comes once."""
+        return self.rows
+
+    def __repr__(self) -> str:
+        return f"<ArraySource: {self.describe()}, seed {self.seed}>"
 
 
 def _describe(dataset: TokenDataset, split: str, windows: int, length: int) -> str:

@@ -70,7 +70,7 @@ class Field:
     """A field of JSON objects or a column: its name, and what names another one."""
 
     name: str
-    option: str = "--field"
+    option: str = "--field or data.text_field"
 
 
 def find_files(

@@ -168,10 +168,11 @@ def _rules(content: str) -> dict[str, Any]:
     return {key: found.get(key) for key in _ENCODING_RULES}
 
 
-def export_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+def export_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int | None = None) -> None:
     """Write `tokenizer` into `folder` so that `AutoTokenizer.from_pretrained` loads it.
 
-    Byte tokens come out as a byte-level BPE without merges: the same ids for the same text.
+    Byte tokens come out as a byte-level BPE without merges: the same ids for the same text. With
+    `max_length`, it truncates to the tokens that the model takes, and warns beyond them.
     """
     (folder / TOKENIZER_NAME).write_text(tokenizer.to_json(), encoding="utf-8")
     end = tokenizer.decode([tokenizer.end_of_document])
@@ -180,6 +181,7 @@ def export_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
         "eos_token": end,
         "bos_token": end,
         "clean_up_tokenization_spaces": False,
+        **({} if max_length is None else {"model_max_length": max_length}),
     }
     (folder / CONFIG_FILES[0]).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 

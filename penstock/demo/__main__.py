@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from penstock.cli.train import GracefulStop, naming_command
-from penstock.cli.view import LineView, LiveView, View
 from penstock.config import Config, check_run, load, load_run
 from penstock.errors import ConfigError, PenstockError, ProgramError
+from penstock.progress import View, view_for_command
 
 if TYPE_CHECKING:
     from penstock.trainer import Trainer
@@ -109,12 +109,10 @@ def train(config: Config, console: Console, again: str) -> Trainer:
     from penstock.trainer import Trainer
 
     build_data(config, console)
-    view: View = LineView(console, config.logging.every)
-    if console.is_terminal:
-        view = LiveView(console)
-    stop = GracefulStop()
+    view = view_for_command(console, config.logging.every)
+    stop = GracefulStop(view.interrupt)
     with view:
-        trainer = Trainer(config, on_event=naming_command(view, again))
+        trainer = Trainer(config, on_event=naming_command(view, again), quiet=True)
         if getattr(trainer.model.hf_config, "model_type", None) != "gpt2":
             raise ConfigError(
                 f"model: the demo trains a GPT-2 of any size, got {trainer.model.name}; "
@@ -170,7 +168,7 @@ def hand_on(trainer: Trainer, exported: Path, console: Console) -> None:
     aside.replace(exported)
     console.print(
         f"\n{exported} loads with transformers' AutoModelForCausalLM. The same held-out tokens, "
-        f"in {precision}:\nloss {theirs:.5f} there, {ours:.5f} in Penstock, "
+        f"in {precision}:\nloss {theirs:.5f} nats per token there, {ours:.5f} in Penstock, "
         f"{abs(ours - theirs):.1e} apart.\n",
         soft_wrap=True,
     )

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
-from penstock.cli.figures import show_bytes, show_duration
 from penstock.config import Config
 from penstock.data import TokenDataset
+from penstock.evaluation import bits_per_byte
 from penstock.metrics import read_metrics
+from penstock.progress.figures import show_bytes, show_duration
 
 
 def figures(config: Config, exported: Path) -> Table:
@@ -20,11 +23,8 @@ def figures(config: Config, exported: Path) -> Table:
     evaluations = [row for row in rows if row["event"] == "evaluation"]
     last = steps[-1]
     step_seconds = sum(row["seconds"] for row in steps)
-    seconds = sum(row["seconds"] for row in rows)
     speed = sum(row["tokens"] for row in steps) / step_seconds
-    most_out, back = traffic_by_the_rule(exported, 2 if config.precision == "bf16" else 4)
-    micro = config.batch.micro
-    many = f", for {config.batch.size // micro} micro-batches" if micro != "auto" else ""
+    most_out, _ = traffic_by_the_rule(exported, 2 if config.precision == "bf16" else 4)
     bytes_per_token = TokenDataset.open(config.data_dir).bytes_per_token
 
     table = Table(title=f"{config.run.dir}, {last['step']} steps", show_header=False)
@@ -36,29 +36,49 @@ def figures(config: Config, exported: Path) -> Table:
     for row in (evaluations[0], evaluations[-1]) if evaluations else ():
         table.add_row(
             f"held-out loss, step {row['step']}",
-            f"{row['loss']:.3f} nats/token",
-            f"{row['loss'] / math.log(2) / bytes_per_token:.3f} bits/byte",
+            f"{row['loss']:.3f} nats per token",
+            f"{bits_per_byte(row['loss'], bytes_per_token):.3f} bits per byte",
         )
     table.add_row(
-        "weights out per step",
-        _megabytes(last["streamed_bytes"]),
-        f"twice, the last stage once: at most {_megabytes(most_out)}{many}",
-    )
-    table.add_row(
-        "gradients in per step", _megabytes(last["gradient_bytes"]), f"once: {_megabytes(back)}"
+        "traffic per step",
+        show_bytes(last["streamed_bytes"] + last["gradient_bytes"]),
+        f"{show_bytes(last['streamed_bytes'])} of weights go to the engine, each for the forward "
+        f"and again for the backward pass ({show_bytes(most_out)} at most), and "
+        f"{show_bytes(last['gradient_bytes'])} of gradients come back once, however many "
+        "micro-batches a step has",
     )
     table.add_row(
         "store",
         show_bytes(last["store_bytes"]),
-        "model, gradients and optimizer state",
+        "weights, gradients and optimizer state",
     )
     table.add_row(
         "engine at its peak",
         show_bytes(max(row["engine_bytes"] for row in steps)),
         "activations of a step, and the stages on their way",
     )
-    table.add_row("time", show_duration(seconds), f"{show_duration(step_seconds)} of it in steps")
+    table.add_row(
+        "time",
+        show_duration(training_seconds(rows)),
+        f"{show_duration(step_seconds)} of it in steps",
+    )
     return table
+
+
+def training_seconds(rows: Sequence[Mapping[str, Any]]) -> float:
+    """Return how long a run has trained, with evaluations and checkpoints, from its metrics.
+
+    Each start of the run reports at its end how long it took. Steps and evaluations of one that was
+    killed, and so reported nothing, count by themselves.
+    """
+    reports = [row for row in rows if row["event"] == "report"]
+    reported = {step for r in reports for step in range(r["step"] - r["steps"] + 1, r["step"] + 1)}
+    alone = [
+        row["seconds"]
+        for row in rows
+        if row["event"] in ("step", "evaluation") and row["step"] not in reported
+    ]
+    return sum(row["seconds"] for row in reports) + sum(alone)
 
 
 def traffic_by_the_rule(exported: Path, bytes_per_number: int) -> tuple[int, int]:
@@ -81,7 +101,3 @@ def traffic_by_the_rule(exported: Path, bytes_per_number: int) -> tuple[int, int
     all_but_last = numbers["wte"] + numbers["wpe"] + numbers["h"]
     last = numbers["ln_f"] + numbers["wte"]
     return (2 * all_but_last + last) * bytes_per_number, (all_but_last + last) * 4
-
-
-def _megabytes(count: int) -> str:
-    return f"{count / 1e6:.2f} MB"

@@ -9,6 +9,7 @@ from penstock.models.folder import other_files, tokenizer_files
 from penstock.models.kept import KEPT, keep_small_files, verify_kept
 
 if TYPE_CHECKING:
+    from penstock.models.given import require_clear
     from penstock.models.inputs import InputSpec
     from penstock.models.lora import Adapter
     from penstock.models.modes import parts_in_eval_mode
@@ -24,6 +25,7 @@ __all__ = [
     "keep_small_files",
     "other_files",
     "parts_in_eval_mode",
+    "require_clear",
     "tokenizer_files",
     "verify_kept",
 ]
@@ -38,6 +40,10 @@ def __getattr__(name: str) -> Any:
         from penstock.models.modes import parts_in_eval_mode
 
         return parts_in_eval_mode
+    if name == "require_clear":
+        from penstock.models.given import require_clear
+
+        return require_clear
     if name == "WeightFiles":
         from penstock.models.weight_files import WeightFiles
 

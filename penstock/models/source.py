@@ -106,6 +106,12 @@ class ModelSource:
     _files: WeightFiles | None = field(default=None, repr=False)
     _built: Built | None = field(default=None, repr=False)
 
+    def __repr__(self) -> str:
+        inputs = ", ".join(self.inputs)
+        return (
+            f"<ModelSource {self.name}: {self.task} of {inputs}; {self.parameter_count():,} values>"
+        )
+
     @property
     def class_name(self) -> str:
         """The class of the user's model."""

@@ -14,6 +14,7 @@ import pytest
 from command_line import penstock
 
 from penstock.data import LanguageModelSource, TokenDataset, build_dataset
+from penstock.progress.figures import show_bytes
 
 PENSTOCK = [sys.executable, "-c", "from penstock.cli import main; main()", "data"]
 
@@ -74,8 +75,8 @@ def test_build_then_inspect_read_well_in_a_log(texts):
     assert done.returncode == 0, done.stderr
     size = sum((texts / name).stat().st_size for name in ("a.txt", "b.txt", "c d.txt"))
     assert done.stderr.splitlines() == [
-        f"training the tokenizer {size / 1024:.1f} KiB",
-        f"tokenising {size / 1024:.1f} KiB",
+        f"training the tokenizer {show_bytes(size)}",
+        f"tokenising {show_bytes(size)}",
     ]
     dataset = TokenDataset.open(texts / "set")
     assert f"{dataset.tokens('train'):,} tokens" in done.stdout

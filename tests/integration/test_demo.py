@@ -17,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from penstock.demo.__main__ import main
+from penstock.demo.report import training_seconds
 from penstock.demo.text import python_files
 
 STDLIB = Path(sysconfig.get_paths()["stdlib"])
@@ -72,13 +73,29 @@ def test_it_trains_writes_exports_and_reports(finished):
     out = result.stdout
     assert "given 'class Stack: def', the model writes" in out
     before, after = (
-        float(re.search(rf"held-out loss, step {step} +│ ([\d.]+) nats/token", out)[1])
+        float(re.search(rf"held-out loss, step {step} +│ ([\d.]+) nats per token", out)[1])
         for step in (0, 8)
     )
     assert after < before
     assert steps_recorded(folder) == list(range(1, 9))
     for command in ("generate", "inspect", "train", "program", "init"):
         assert f"penstock {command} " in out.split("next:")[1]
+
+
+def test_the_time_is_that_of_the_run_and_no_part_counts_twice(finished):
+    """The run says at its end how long it took; the table says the same."""
+    _, result = finished
+    told = re.search(r"finished: .*time ([^,]+),", result.stdout)[1]
+    assert re.search(rf"│ time +│ {told} +│", result.stdout), result.stdout
+
+
+def test_the_time_of_a_run_that_was_killed_and_went_on_has_each_step_once():
+    step = [{"event": "step", "step": n, "seconds": 1.0} for n in range(1, 9)]
+    evaluation = [{"event": "evaluation", "step": n, "seconds": 10.0} for n in (0, 4, 8)]
+    report = {"event": "report", "step": 8, "steps": 4, "seconds": 20.0}
+    assert training_seconds([*step, *evaluation, report]) == 4 + 10 + 10 + 20
+    first = {"event": "report", "step": 4, "steps": 4, "seconds": 15.0}
+    assert training_seconds([*step, *evaluation[1:], first, report]) == 35
 
 
 def test_the_bytes_are_within_the_rule_and_near_it(finished):
@@ -92,12 +109,17 @@ def test_the_bytes_are_within_the_rule_and_near_it(finished):
     outer, blocks = numbers(exported.wte, exported.wpe), numbers(exported.h)
     last = numbers(exported.wte, exported.ln_f)
     row = json.loads((folder / "runs/demo/metrics.jsonl").read_text().splitlines()[1])
-    width = {"bf16": 2, "fp32": 4}[re.search(r"parameters, (\w+) on", result.stdout)[1]]
+    width = {"bf16": 2, "fp32": 4}[re.search(r"of weights in (\w+),", result.stdout)[1]]
     assert row["gradient_bytes"] == 4 * (outer + blocks + last)
     most = width * (2 * (outer + blocks) + last)
     assert width * (outer + 1.9 * blocks + last) <= row["streamed_bytes"] <= most
-    assert f"at most {most / 1e6:.2f} MB" in result.stdout
-    assert f"once: {row['gradient_bytes'] / 1e6:.2f} MB" in result.stdout
+    table = " ".join(re.findall(r"│ ([^│]*) │$", result.stdout, re.MULTILINE))
+    assert (
+        f"{row['streamed_bytes'] / 1024:.0f} KiB of weights go to the engine, each for the forward "
+        f"and again for the backward pass ({most / 1024:.0f} KiB at most), and "
+        f"{row['gradient_bytes'] / 1024:.0f} KiB of gradients come back once, however many "
+        "micro-batches a step has"
+    ) in re.sub(" +", " ", table)
 
 
 def test_the_export_is_a_model_with_its_tokenizer(finished):
@@ -131,7 +153,7 @@ def test_other_numbers_for_a_run_that_is_there_are_refused(finished, monkeypatch
 def test_ctrl_c_in_a_terminal_saves_and_the_next_time_goes_on(tmp_path):
     """A real terminal: the panel is drawn, and Ctrl-C arrives as it does from a keyboard."""
     arguments = ["run.steps=2000", "evaluation.every=500"]
-    seen, code = in_a_terminal(tmp_path, arguments, until="left", send=b"\x03")
+    seen, code = in_a_terminal(tmp_path, arguments, until=" left", send=b"\x03")
     assert code == 130
     assert "held-out loss" in seen
     assert "tokens/s" in seen

@@ -99,6 +99,10 @@ def test_damage_is_named_and_repair_goes_back_to_what_is_whole(in_memory, tmp_pa
     repaired = inspected(tmp_path / "run", "--repair")
     assert repaired.output == (
         f"{tmp_path / 'run' / 'flash'} stands at step 6, all checksums match\n"
+        "discarded: step 7 (damaged)\n"
+    )
+    assert inspected(tmp_path / "run", "--repair").output.endswith(
+        "discarded: nothing, no byte is damaged\n"
     )
     again = Trainer(settings)
     assert again.step == 6

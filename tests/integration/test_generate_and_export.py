@@ -93,6 +93,15 @@ def test_the_exported_model_has_the_held_out_loss_of_the_run(trained):
     assert ours["loss"] == pytest.approx(total / count, rel=tolerance)
 
 
+def test_the_exported_tokenizer_has_the_models_length(trained):
+    """What is longer than the model takes is cut by those who ask for truncation."""
+    trainer, folder = trained
+    model, tokenizer = loaded(folder)
+    assert tokenizer.model_max_length == model.config.max_position_embeddings
+    ids = tokenizer("water " * 1000, truncation=True)["input_ids"]
+    assert len(ids) == trainer.model.max_sequence_length
+
+
 @pytest.mark.parametrize("prompt", ["water", "weights str", "\nlayers water layers"])
 def test_greedy_text_is_that_of_transformers(trained, prompt):
     trainer, folder = trained

@@ -14,9 +14,10 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = ["README.md", "docs/tour.md", "docs/assumptions.md"]
 
 
-def blocks(language):
-    found = re.findall(rf"^```{language}\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
-    assert found, f"the README has no {language} block"
+def blocks(language, page="README.md"):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    found = re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    assert found, f"{page} has no {language} block"
     return found
 
 
@@ -43,6 +44,20 @@ def test_python_blocks_run_and_train(number, folder, capsys):
     if losses:
         assert losses[-1] < 0.7 * losses[0]
     assert list((folder / "runs").glob("*/checkpoints/step-*/state.json"))
+
+
+def test_the_python_blocks_of_the_reference_run(folder, capsys):
+    for number, block in enumerate(blocks("python", "docs/reference.md"), start=1):
+        exec(compile(block, f"docs/reference.md, Python block {number}", "exec"), {})
+    out = capsys.readouterr().out
+    assert "<Trainer of Sequential: 321 parameters, step 0 of 20, in runs/reference, " in out
+    assert list((folder / "runs/reference/checkpoints").glob("step-*/state.json"))
+
+
+@pytest.mark.parametrize("name", ["Trainer", "ModelSource", "ArraySource", "errors", "events"])
+def test_the_reference_documents_what_users_import(name):
+    text = (ROOT / "docs/reference.md").read_text(encoding="utf-8")
+    assert re.search(rf"^::: penstock\.[\w.]*\b{name}$", text, re.MULTILINE)
 
 
 @pytest.mark.parametrize("block", blocks("yaml"))

@@ -295,7 +295,8 @@ def test_the_recipe_learns_to_answer_what_it_was_not_asked(tmp_path, monkeypatch
     assert after["exact_match"] > 0.2
     done = CliRunner().invoke(app, ["eval", str(run)])
     assert done.output == (
-        f"step 100  loss {after['loss']:.6f}  perplexity {after['perplexity']:.6g}  accuracy "
-        f"{after['accuracy']:.1%}  exact match {after['exact_match']:.1%}  "
+        f"step 100  loss {after['loss']:.6f} nats per token  "
+        f"perplexity {after['perplexity']:.6g}  accuracy {after['accuracy']:.1%}  "
+        f"exact match {after['exact_match']:.1%}  "
         f"({after['tokens']} tokens of {after['records']} records)\n"
     )

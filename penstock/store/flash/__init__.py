@@ -3,6 +3,7 @@
 from penstock.store.flash.description import OtherStoreError
 from penstock.store.flash.division import least_dram_bytes
 from penstock.store.flash.folder import (
+    Repaired,
     discard_untrained,
     holds_store,
     open_reader,
@@ -19,6 +20,7 @@ __all__ = [
     "FlashReader",
     "FlashStore",
     "OtherStoreError",
+    "Repaired",
     "ShardedFlashStore",
     "discard_untrained",
     "forget",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,21 @@ def holds_store(folder: Path) -> bool:
     return any((folder / name).exists() for name in (JOURNAL, SHARDS))
 
 
-def repair(folder: Path) -> int:
-    """Go back to the newest durable step that is whole; return it. What is whole stays.
+@dataclass(frozen=True)
+class Repaired:
+    """The step that a store went back to, and what was discarded.
+
+    `discarded` are the steps that were listed and are no longer; `damaged_journal` says whether
+    records of the journal were unreadable, of steps that nothing can name any more.
+    """
+
+    step: int
+    discarded: tuple[int, ...]
+    damaged_journal: bool
+
+
+def repair(folder: Path) -> Repaired:
+    """Go back to the newest durable step that is whole. What is whole stays.
 
     Raises:
         ConfigError: there is no durable step yet.
@@ -53,7 +67,10 @@ def repair(folder: Path) -> int:
         StorageError: a process has the store open for writing.
     """
     with open_reader(folder, despite_damage=True) as reader:
-        return reader.repair()
+        before, damaged_journal = reader.steps, reader.has_damaged_journal
+        step = reader.repair()
+        discarded = tuple(sorted(set(before) - set(reader.steps)))
+        return Repaired(step, discarded, damaged_journal)
 
 
 def discard_untrained(folder: Path) -> None:

@@ -132,7 +132,7 @@ class FlashReader(StepsReader):
             if self._version_of(record).places_behind(newest) > len(whole):
                 break
             whole.insert(0, record)
-        if whole != self._records[-self._keep :] or self._is_damaged():
+        if whole != self._records[-self._keep :] or self.has_damaged_journal:
             with files.storage_errors(self.folder, 0):
                 begin_anew(self._journal, [self._first, *whole], "journal.drop")
         self._records = whole
@@ -148,7 +148,8 @@ class FlashReader(StepsReader):
                 whole.insert(0, record)
         return whole
 
-    def _is_damaged(self) -> bool:
+    @property
+    def has_damaged_journal(self) -> bool:
         try:
             read_records(self._journal)
         except CorruptionError:

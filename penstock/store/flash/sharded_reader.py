@@ -92,6 +92,10 @@ class ShardedReader(StepsReader):
         for reader in self._readers:
             reader.verify(step)
 
+    @property
+    def has_damaged_journal(self) -> bool:
+        return any(reader.has_damaged_journal for reader in self._readers)
+
     def repair(self) -> int:
         """As every `repair`, in all shards: to the newest durable step that is whole in each."""
         whole = set.intersection(*(set(reader.whole_steps) for reader in self._readers))

@@ -114,6 +114,11 @@ class StepsReader(ABC):
             lambda name, begin, end: self.read_step(step, name, MASTER, begin, end),
         )
 
+    @property
+    @abstractmethod
+    def has_damaged_journal(self) -> bool:
+        """Whether bytes of a journal have changed."""
+
     @abstractmethod
     def repair(self) -> int:
         """Go back to the newest durable step that is whole; return it.

@@ -22,7 +22,8 @@ class PretendTrainer:
     on_step = staticmethod(lambda number: None)
     made: list = []  # noqa: RUF012 - the test reads what the command gave to the constructor
 
-    def __init__(self, config, on_event):
+    def __init__(self, config, on_event, quiet):
+        assert quiet, "the command shows the run itself"
         self.config, self.on_event, self.reason = config, on_event, None
         self.is_closed = False
         PretendTrainer.made.append(self)

@@ -102,6 +102,8 @@ class FullRay:
     """A Ray whose actors wait for room until there is some."""
 
     def __init__(self) -> None:
+        self.resources = {"CPU": 16.0, "GPU": 1.0}
+        self.free: dict[str, float] = {}
         self.has_room = False
         self.made = 0
         self.options: list[dict] = []
@@ -129,28 +131,66 @@ class FullRay:
         return ("a-node", 7, "its id")
 
     def nodes(self):
-        return [{"NodeID": "its id", "Alive": True, "Resources": {"CPU": 16.0, "GPU": 1.0}}]
+        return [{"NodeID": "its id", "Alive": True, "Resources": self.resources}]
+
+    def available_resources(self):
+        return self.free
 
     def kill(self, handle) -> None:
         """It is gone."""
 
 
-def test_what_actors_without_room_ask_for_is_said_after_some_seconds(monkeypatch):
+STARTING = (
+    "their processes are still starting, which takes long on a busy machine, or where Python's "
+    "packages are read for the first time"
+)
+EACH = "each shard for 1 CPU(s) and each engine for 16 CPU(s) and 1 GPU(s) (engine.threads)"
+
+
+@pytest.mark.parametrize(
+    ("there", "free", "wants", "expected"),
+    [
+        (
+            {"CPU": 16.0, "GPU": 1.0},
+            {"CPU": 0.0},
+            None,
+            f"the Ray cluster is too small for all. They ask it, {EACH}, and come when there is "
+            "room: see `ray status`; add nodes, or lower engines, cluster.spare or engine.threads",
+        ),
+        ({"CPU": 64.0, "GPU": 4.0}, {"CPU": 32.0, "GPU": 2.0}, None, STARTING),
+        (
+            {"CPU": 64.0, "GPU": 4.0},
+            {"CPU": 8.0},  # taken by others, or by these while their processes start
+            None,
+            f"they ask the Ray cluster, {EACH}, and are still starting, or wait for a place that "
+            "other work has: see `ray status`",
+        ),
+        # Started here for the run alone: nobody asks for anything, and there is always room.
+        ({"CPU": 1.0}, {}, {"num_cpus": 0, "num_gpus": 0}, STARTING),
+    ],
+)
+def test_why_actors_have_not_begun_is_said_after_some_seconds(
+    there, free, wants, expected, monkeypatch
+):
     ray = FullRay()
+    ray.resources, ray.free = there, free
     connection = pretended(ray)
+    if wants is not None:
+        connection.wants = {"engine": wants, "shard": wants}
+    now, later = time.monotonic, [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now() + later[0])
     launcher = RayLauncher(connection, ("10.0.0.1", 1), "token")
     try:
         assert launcher.start("shard") == "worker-1"
         assert launcher.start("engine") == "worker-2"
         wait_until(lambda: ray.made == 2)
         assert launcher.waits_for() is None
-        later = SimpleNamespace(monotonic=lambda: time.monotonic() + 20)
-        monkeypatch.setattr(on_ray, "time", later)
-        text = launcher.waits_for()
-        assert text is not None
-        assert text.startswith("2 of 2 workers have not begun in 15 s; they ask the Ray cluster, ")
-        assert "each shard for 1 CPU(s) and each engine for 16 CPU(s) and 1 GPU(s) (eng" in text
-        assert [(o["num_cpus"], o["num_gpus"]) for o in ray.options] == [(1, 0), (16, 1)]
+        later[0] = 20.0
+        expected = f"2 of 2 workers have not begun in 15 s: {expected}"
+        # The launcher's thread looks at what is free.
+        wait_until(lambda: launcher.waits_for() == expected, expected)
+        if wants is None:
+            assert [(o["num_cpus"], o["num_gpus"]) for o in ray.options] == [(1, 0), (16, 1)]
         ray.has_room = True
         wait_until(lambda: launcher.waits_for() is None)
     finally:

@@ -206,6 +206,26 @@ def test_every_mistake_is_named_at_once_in_the_order_of_the_file(tmp_path, monke
             f"a configuration has {_KEYS}",
         ),
         (
+            "steps=5",
+            "command line, steps=5: steps: unknown key (did you mean 'run.steps'?); "
+            f"a configuration has {_KEYS}",
+        ),
+        (
+            "learning_rate=1e-3",
+            "command line, learning_rate=1e-3: learning_rate: unknown key (did you mean "
+            f"'optimizer.learning_rate'?); a configuration has {_KEYS}",
+        ),
+        (
+            "path=x",
+            "command line, path=x: path: unknown key (did you mean 'data.path' or "
+            f"'store.flash.path'?); a configuration has {_KEYS}",
+        ),
+        (
+            "run.learning_rate=1",
+            "command line, run.learning_rate=1: run.learning_rate: unknown key (did you mean "
+            "'optimizer.learning_rate'?); run has dir, steps, seed",
+        ),
+        (
             "engines",
             "command line: engines: expected key=value, for example engine.memory=4GiB",
         ),

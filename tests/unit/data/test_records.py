@@ -192,8 +192,8 @@ def test_text_asked_of_records_names_the_way(tmp_path):
         build_dataset([file], "bytes", tmp_path / "set")
     assert str(error.value) == (
         f"{file}:1: no field 'text'; the fields are 'prompt', 'completion'; name another one with "
-        "--field, or build records of prompt and completion: --content records, or "
-        "data.content: records"
+        "--field or data.text_field, or build records of prompt and completion: --content "
+        "records, or data.content: records"
     )
 
 

@@ -120,7 +120,7 @@ def test_text_that_ends_inside_a_character(tmp_path, lead):
     )
 
 
-FIELDS = "the fields are 'txt', 'id'; name another one with --field"
+FIELDS = "the fields are 'txt', 'id'; name another one with --field or data.text_field"
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,11 @@ FIELDS = "the fields are 'txt', 'id'; name another one with --field"
         (b'["text"]', "wanted a JSON object with a field 'text', got a list"),
         (b'"text"', "wanted a JSON object with a field 'text', got text"),
         (b'{"txt": "a", "id": 1}', f"no field 'text' (did you mean 'txt'?); {FIELDS}"),
-        (b"{}", "no field 'text'; the fields are none; name another one with --field"),
+        (
+            b"{}",
+            "no field 'text'; the fields are none; name another one with --field or "
+            "data.text_field",
+        ),
         (b'{"text": 5}', "field 'text' must be text, got a number"),
         (b'{"text": null}', "field 'text' must be text, got null"),
         (b'{"text": true}', "field 'text' must be text, got a boolean"),
@@ -185,7 +189,7 @@ def test_parquet_columns(tmp_path):
     pq.write_table(pa.table({"txt": ["a"], "id": [1]}), file)
     assert refusal(file) == (
         f"{file}: no column 'text' (did you mean 'txt'?); the columns are 'txt', 'id'; name "
-        "another one with --field"
+        "another one with --field or data.text_field"
     )
     assert refusal(file, "id") == f"{file}: column 'id' must be text, it is int64"
     pq.write_table(pa.table({"text": ["a", None]}), file)

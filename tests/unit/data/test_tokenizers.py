@@ -110,8 +110,9 @@ def test_exported_tokenizers_encode_the_same_in_transformers(tokenizer, tmp_path
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from transformers import AutoTokenizer
 
-    export_tokenizer(tokenizer, tmp_path)
+    export_tokenizer(tokenizer, tmp_path, max_length=48)
     theirs = AutoTokenizer.from_pretrained(tmp_path)
+    assert theirs.model_max_length == 48
     for text in [*WORDS[:3], "".join(map(chr, range(1, 0x250)))]:
         ids = theirs(text, add_special_tokens=False)["input_ids"]
         assert ids == tokenizer.encode_batch([text])[0].tolist()

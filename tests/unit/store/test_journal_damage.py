@@ -8,7 +8,7 @@ from sharded_stores import sharded_flash
 from store_programs import flash_store, make_program, random_weights, train
 
 from penstock.errors import CorruptionError
-from penstock.store.flash import FlashReader, open_reader, recorded_extra, repair
+from penstock.store.flash import FlashReader, Repaired, open_reader, recorded_extra, repair
 from penstock.store.flash import journal as journal_module
 from penstock.store.flash.journal import SECTOR_BYTES, read_records, whole_records
 
@@ -69,7 +69,7 @@ def test_repair_finds_the_newest_step_that_is_whole_behind_any_damage(trained, f
             repair(folder)
         assert journal.read_bytes() == before
         return
-    assert repair(folder) == left[-1], f"seed {seed}, records {hit}"
+    assert repair(folder).step == left[-1], f"seed {seed}, records {hit}"
     listed = left[-1:]
     while listed[0] - 1 in left:
         listed.insert(0, listed[0] - 1)
@@ -84,7 +84,7 @@ def test_repair_finds_the_newest_step_that_is_whole_behind_any_damage(trained, f
 def test_a_step_that_was_kept_is_not_written_over_while_it_is_listed(folder):
     sizes = lengths(folder / "journal")
     damaged(folder / "journal", [sum(sizes[:5])])  # step 4, between two that are whole
-    assert repair(folder) == 5
+    assert repair(folder) == Repaired(step=5, discarded=(2, 3), damaged_journal=True)
     for _ in range(4):
         store = opened(folder)
         train(store, 1, seed=store.step)
@@ -145,7 +145,7 @@ def test_shards_go_back_together_to_a_step_that_is_whole_in_all(tmp_path, hit, s
             repair(folder)
         assert {path: path.read_bytes() for path in journals} == journals
         return
-    assert repair(folder) == stands_at
+    assert repair(folder).step == stands_at
     with open_reader(folder) as reader:
         assert reader.newest == stands_at
         assert reader.content_hash(stands_at) == hashes[stands_at]

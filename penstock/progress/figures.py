@@ -1,4 +1,7 @@
-"""Numbers for people: bytes, counts, durations, and a line chart one row high."""
+"""Numbers for people: bytes, counts, durations, and a line chart one row high.
+
+Sizes and rates are in units of 1024 everywhere: KiB, MiB, GiB, TiB, and MiB/s.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,6 @@ import math
 from collections.abc import Sequence
 
 _BARS = "▁▂▃▄▅▆▇█"
-
-
 _YEAR_SECONDS = 365 * 86400
 
 
@@ -21,12 +22,8 @@ def show_bytes(count: float) -> str:
 
 
 def show_rate(bytes_per_second: float) -> str:
-    """Return `1.50 GB/s` and the like; rates are in powers of ten, as links are."""
-    for unit in ("B/s", "kB/s", "MB/s", "GB/s"):
-        if abs(bytes_per_second) < 1000 or unit == "GB/s":
-            return f"{_three(bytes_per_second)} {unit}"
-        bytes_per_second /= 1000
-    raise AssertionError("unreachable: GB/s ends the loop")
+    """Return `1.50 GiB/s` and the like, in the units of `show_bytes`."""
+    return f"{show_bytes(bytes_per_second)}/s"
 
 
 def show_count(count: float) -> str:
@@ -89,6 +86,12 @@ def _three(value: float) -> str:
 
 
 def show_shares(accuracy: float | None, exact_match: float | None) -> str:
-    """Write what an evaluation had right, to follow its loss; nothing for what it has not."""
+    """Return what an evaluation had right, to follow its loss; nothing for what it has not."""
     shares = {"accuracy": accuracy, "exact match": exact_match}
     return "".join(f"  {name} {share:.1%}" for name, share in shares.items() if share is not None)
+
+
+def show_bar(done: float, total: float, width: int) -> tuple[str, str]:
+    """Return a bar as its full and its empty part; it is full where `done` is beyond `total`."""
+    full = round(width * min(max(done / total, 0.0), 1.0)) if total > 0 else 0
+    return "━" * full, "─" * (width - full)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from penstock.cli.figures import (
+from penstock.progress.figures import (
     show_bytes,
     show_count,
     show_duration,
@@ -23,8 +23,9 @@ from penstock.cli.figures import (
         (show_bytes(1536 * 2**20), "1.50 GiB"),
         (show_bytes(350 * 2**30), "350 GiB"),
         (show_bytes(5000 * 2**40), "5000 TiB"),
-        (show_rate(1.5e9), "1.50 GB/s"),
-        (show_rate(796e6), "796 MB/s"),
+        (show_rate(1.5 * 2**30), "1.50 GiB/s"),
+        (show_rate(796 * 2**20), "796 MiB/s"),
+        (show_rate(500), "500 B/s"),
         (show_count(12), "12"),
         (show_count(124_439_808), "124M"),
         (show_count(16384), "16.4k"),

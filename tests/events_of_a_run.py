@@ -23,6 +23,7 @@ def started(run_dir="runs/x", steps=100, resumed_from=None):
         micro_batches=8,
         recompute_stages=3,
         stages=14,
+        steps_per_epoch=80.0,
     )
 
 

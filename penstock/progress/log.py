@@ -1,0 +1,249 @@
+"""A run as lines of text, for logs and pipes: one every few steps, one per other event."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+
+from penstock.events import (
+    ClusterEvent,
+    Evaluated,
+    Event,
+    Finished,
+    Notice,
+    RunMeasured,
+    RunStarted,
+    Saved,
+    StepDone,
+    Stopped,
+)
+from penstock.progress.figures import (
+    show_bytes,
+    show_count,
+    show_duration,
+    show_rate,
+    show_shares,
+)
+from penstock.progress.state import Progress
+from penstock.progress.view import ALWAYS_TOLD, show_on_stderr
+
+# What most makers rate a consumer's disk of 1 TB for; others are rated in proportion.
+RATED_BYTES = 600 * 10**12
+
+
+class LineView:
+    """Writes readable lines: one every `every` steps, and one per other event."""
+
+    def __init__(self, console: Console, every: int, quiet: bool = False) -> None:
+        self._console = console
+        self._every = every
+        self._quiet = quiet
+        self._progress = Progress()
+
+    def __enter__(self) -> LineView:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        return None
+
+    def __call__(self, event: Event) -> None:
+        self._progress(event)
+        started = self._progress.started
+        if isinstance(event, StepDone):
+            if started is None or self._quiet:
+                return  # a step made by hand, outside of a run
+            if event.step % self._every == 0 or event.step in (1, started.steps):
+                self._print(step_line(self._progress))
+        elif not self._quiet or isinstance(event, ALWAYS_TOLD):
+            for line in event_lines(event, self._progress.loss_unit):
+                self._print(line)
+
+    def interrupt(self, text: str) -> None:
+        """Write it to stderr at once."""
+        show_on_stderr(text)
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def step_line(progress: Progress) -> str:
+    """Return the line of the last step."""
+    started, last = progress.started, progress.last
+    assert started is not None
+    assert last is not None
+    parts = [
+        f"step {last.step}/{started.steps}",
+        f"loss {show_loss(last.loss, started.loss_unit)}",
+        f"learning rate {last.learning_rate:.3g}",
+        f"gradient norm {last.grad_norm:.3g}",
+        f"{show_count(progress.tokens_per_second)} {started.row_name}/s",
+        f"{show_rate(progress.streamed_per_second)} of weights",
+        f"engine {show_bytes(last.engine_bytes)}",
+    ]
+    if last.flash_written_bytes:
+        parts.append(f"flash {flash_traffic(last)}")
+    if progress.epochs is not None:
+        parts.append(f"epoch {progress.epochs:.2f}")
+    parts.append(f"{show_duration(progress.seconds_elapsed)} elapsed")
+    if progress.seconds_left is not None:
+        parts.append(f"{show_duration(progress.seconds_left)} left")
+    return "  ".join(parts)
+
+
+def show_loss(loss: float, unit: str, digits: int = 4) -> str:
+    """Return a loss with its unit; a loss of the user's own has none."""
+    return f"{loss:.{digits}f} {unit}".rstrip()
+
+
+def show_held_out_loss(event: Evaluated, digits: int = 4) -> str:
+    """Return the loss of an evaluation with its units; that of a language model is in nats."""
+    bits = f", {event.bits_per_byte:.4f} bits per byte" if event.bits_per_byte is not None else ""
+    return show_loss(event.loss, "nats per token" if _is_of_text(event) else "", digits) + bits
+
+
+def show_evaluation(event: Evaluated, digits: int = 4) -> str:
+    """Return all figures of an evaluation."""
+    perplexity = f"  perplexity {event.perplexity:.{digits}g}" if _is_of_text(event) else ""
+    shares = show_shares(event.accuracy, event.exact_match)
+    return f"loss {show_held_out_loss(event, digits)}{perplexity}{shares}"
+
+
+def _is_of_text(event: Evaluated) -> bool:
+    return event.accuracy is not None
+
+
+def parameters(started: RunStarted) -> str:
+    """Return the number of parameters, and how many are trained where that is not all."""
+    trained = started.trainable_parameters
+    part = f", {show_count(trained)} of them trained" if trained < started.parameters else ""
+    return f"{show_count(started.parameters)} parameters{part}"
+
+
+def flash_traffic(step: StepDone) -> str:
+    """Return what a step read and wrote on flash, and what share of its time it waited."""
+    share = step.flash_wait_seconds / step.seconds
+    return (
+        f"{show_bytes(step.flash_read_bytes)} read, {show_bytes(step.flash_written_bytes)} written "
+        f"per step, {share:.0%} waiting"
+    )
+
+
+def event_lines(event: Event, loss_unit: str = "") -> list[str]:
+    """Return the lines that an event other than a step puts into a log."""
+    if isinstance(event, RunStarted):
+        return started_lines(event)
+    if isinstance(event, Evaluated):
+        best = "  best so far" if event.best else ""
+        return [f"step {event.step}  held-out {show_evaluation(event)}{best}"]
+    if isinstance(event, Saved):
+        return [
+            f"step {event.step}  saved {event.path} ({show_bytes(event.bytes)}, "
+            f"{show_duration(event.seconds)})"
+        ]
+    if isinstance(event, Notice):
+        return [f"note: {event.text}"]
+    if isinstance(event, ClusterEvent):
+        return [f"cluster: {event.kind}: {event.text}"]
+    if isinstance(event, RunMeasured):
+        return measured_lines(event)
+    if isinstance(event, Stopped):
+        return [
+            f"stopped after step {event.step}: {event.reason}",
+            f"resume with: {event.resume_command}",
+        ]
+    if isinstance(event, Finished):
+        if event.summary.get("steps") == 0:
+            return []  # a notice has said so
+        return ["finished: " + _summary(event.summary, loss_unit)]
+    return []
+
+
+def started_lines(run: RunStarted) -> list[str]:
+    """Return the three lines at the head of a log: the model, the run, its memory."""
+    epochs = ""
+    if run.steps_per_epoch is not None:
+        epochs = f", {run.steps / run.steps_per_epoch:.2f} epochs of the training data"
+    resumed = f", resumed from step {run.resumed_from}" if run.resumed_from else ""
+    many = "micro-batch" if run.micro_batches == 1 else "micro-batches"
+    flash = f" and {show_bytes(run.flash_bytes)} of flash" if run.flash_bytes else ""
+    return [
+        f"{run.model}: {parameters(run)}, {show_bytes(run.weight_bytes)} of weights in "
+        f"{run.precision}, computed on {run.device}",
+        f"{run.steps} steps of {show_count(run.tokens_per_step)} {run.row_name} "
+        f"({run.micro_batches} {many} of {run.micro_batch}){epochs}, in {run.run_dir}{resumed}",
+        f"store: {show_bytes(run.state_bytes)} of memory{flash} for weights, gradients and "
+        f"optimizer state; engine: at most {show_bytes(run.engine_bytes)}, {run.recompute_stages} "
+        f"of {run.stages} stages recomputed in the backward pass",
+    ]
+
+
+def measured_lines(run: RunMeasured) -> list[str]:
+    """Return what bound a run, what it moved, and what that costs the disk."""
+    parts = {
+        "compute": run.compute_seconds,
+        "waiting for flash": run.flash_wait_seconds,
+        "weights and gradients": run.weight_seconds,
+        "updates": run.update_seconds,
+        "waiting for a checkpoint": run.snapshot_seconds,
+    }
+    shares = {name: seconds / run.step_seconds for name, seconds in parts.items()}
+    shown = ", ".join(
+        f"{name} {share:.0%}"
+        for name, share in sorted(shares.items(), key=lambda item: -item[1])
+        if share >= 0.005
+    )
+    lines = [f"a step's time: {shown}", "a step's traffic: " + traffic(run)]
+    if run.flash_rule_written_bytes:
+        lines.append(
+            f"flash per step: {show_bytes(run.flash_read_bytes / run.steps)} read (the rule: at "
+            f"most {show_bytes(run.flash_rule_read_bytes / run.steps)}), "
+            f"{show_bytes(run.flash_written_bytes / run.steps)} written (the rule: "
+            f"{show_bytes(run.flash_rule_written_bytes / run.steps)})"
+        )
+    written = run.flash_written_bytes + run.checkpoint_bytes
+    if written:
+        per_day = written / run.seconds * 86400
+        lines.append(
+            f"disk: {show_bytes(written)} written; at this rate {show_bytes(per_day)} per day, and "
+            f"a disk rated for {show_bytes(RATED_BYTES)} written (its maker says "
+            f"{RATED_BYTES // 10**12} TB) lasts {show_duration(RATED_BYTES / per_day * 86400)}"
+        )
+    of = f" of {show_bytes(run.memory_bytes)} (memory)" if run.memory_bytes else ""
+    lines.append(f"memory: the process had {show_bytes(run.peak_rss_bytes)}{of} at its peak")
+    if run.memory_bytes and run.peak_rss_bytes > run.memory_bytes:
+        lines.append(
+            "note: that is more than `memory` allows; lower store.dram or engine.memory by the rest"
+        )
+    return lines
+
+
+def traffic(run: RunMeasured) -> str:
+    """Return, as a sentence, what streamed between the store and the engines in a step."""
+    return (
+        f"{show_bytes(run.streamed_bytes / run.steps)} of weights went from the store to the "
+        "engine, for the forward and again for the backward pass, and "
+        f"{show_bytes(run.gradient_bytes / run.steps)} of gradients came back once"
+    )
+
+
+def _summary(summary: Mapping[str, Any], loss_unit: str) -> str:
+    return ", ".join(_figure(name, value, loss_unit) for name, value in summary.items())
+
+
+def _figure(name: str, value: Any, loss_unit: str) -> str:
+    if name.endswith("_bytes"):
+        return f"{name.removesuffix('_bytes').replace('_', ' ')} {show_bytes(value)}"
+    if name == "seconds":
+        return f"time {show_duration(value)}"
+    shown = f"{value:.4f}" if isinstance(value, float) else f"{value}"
+    if name.endswith("loss"):
+        shown = show_loss(value, loss_unit)
+    return f"{name.replace('_', ' ').replace('held out', 'held-out')} {shown}"

@@ -1,0 +1,81 @@
+"""A run in a notebook: one line that is updated in place, and lines that stay for the rest."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from penstock.events import Evaluated, Event, RunStarted, StepDone
+from penstock.progress.log import event_lines, step_line
+from penstock.progress.state import Progress
+from penstock.progress.view import ALWAYS_TOLD
+
+_SECONDS = 0.25  # between two updates: each is a message to the browser
+_STAYS = (RunStarted, Evaluated, *ALWAYS_TOLD)
+
+
+class NotebookView:
+    """Shows the last step in an output of its own that IPython updates.
+
+    **Arguments:** `display`, as `IPython.display.display`; `clock` gives seconds.
+    """
+
+    def __init__(
+        self,
+        display: Callable[..., Any] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._display = display
+        self._clock = clock
+        self._progress = Progress(clock)
+        self._handle: Any = None
+        self._shown_at = 0.0
+        self._is_behind = False
+
+    def __enter__(self) -> NotebookView:
+        self._handle = None  # each call of `train` has an output of its own
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._is_behind:
+            self._show()
+
+    def __call__(self, event: Event) -> None:
+        self._progress(event)
+        if isinstance(event, StepDone):
+            if self._progress.started is None:
+                return  # a step made by hand, outside of a run
+            self._is_behind = True
+            if self._handle is None or self._clock() - self._shown_at >= _SECONDS:
+                self._show()
+        elif isinstance(event, _STAYS):
+            for line in event_lines(event, self._progress.loss_unit):
+                print(line)
+
+    def interrupt(self, text: str) -> None:
+        """Print that a stop was asked for."""
+        print(text)
+
+    def _show(self) -> None:
+        content = {"text/plain": step_line(self._progress)}
+        if self._handle is None:
+            self._handle = self._displayed(content)
+        else:
+            self._handle.update(content, raw=True)
+        self._shown_at, self._is_behind = self._clock(), False
+
+    def _displayed(self, content: dict[str, str]) -> Any:
+        display = self._display
+        if display is None:
+            from IPython.display import display  # type: ignore[no-redef]
+
+            self._display = display
+        assert display is not None
+        return display(content, raw=True, display_id=True)

@@ -1,0 +1,197 @@
+"""Lines at the bottom of a terminal that are drawn again in place, below what is printed.
+
+Between two drawings the cursor rests at the beginning of the first of these lines. To erase them is
+then to erase what is below the cursor, however the terminal has wrapped them after its width has
+changed; and a `^C` that it echoes stands where the next drawing begins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType, TracebackType
+from typing import TextIO, cast
+
+from rich.console import Console, RenderableType
+
+_SECONDS = 0.25  # between two drawings
+_WIDTH = 80
+_ERASE = "\r\x1b[J"
+_HIDE_CURSOR, _SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
+# A line must not wrap if the terminal has become narrower since its width was asked for.
+_CUT_LINES, _WRAP_LINES = "\x1b[?7l", "\x1b[?7h"
+
+
+class RedrawnLines:
+    """Draws what `render` returns four times a second; a context manager.
+
+    Within it, what this process prints to a terminal goes above the lines.
+    """
+
+    def __init__(self, console: Console, render: Callable[[], RenderableType]) -> None:
+        self._console = console
+        self._render = render
+        self._lock = threading.RLock()
+        self._height = 0  # lines that are on the terminal
+        self._is_shown = False
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._around = contextlib.ExitStack()
+
+    def __enter__(self) -> RedrawnLines:
+        self._around.enter_context(self._printing_above())
+        self._around.enter_context(self._pausing())
+        self._ended.clear()
+        self._show()
+        self._thread = threading.Thread(target=self._redraw, name="penstock view", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+        self._leave()
+        self._around.close()
+
+    def draw(self) -> None:
+        """Draw the lines anew."""
+        self.print("")
+
+    def print(self, text: str) -> None:
+        """Write text that ends with a newline above the lines; just write it outside of them."""
+        with self._lock:
+            if not self._is_shown:
+                self._write(text)
+                return
+            lines = self._lines()
+            self._height = len(lines)
+            self._write(f"{_ERASE}{text}{_CUT_LINES}" + "\r\n".join(lines) + _WRAP_LINES + self._up)
+
+    @property
+    def _up(self) -> str:
+        return f"\r\x1b[{self._height - 1}A" if self._height > 1 else "\r"
+
+    def _lines(self) -> list[str]:
+        """Return the lines with their styles, as many as fit the terminal."""
+        # Into a file of its own: what this one writes to may be gone, or another's to print to.
+        drawing = Console(
+            file=io.StringIO(),
+            force_terminal=True,
+            color_system=self._console.color_system,  # type: ignore[arg-type]
+            width=min(self._console.width, _WIDTH),
+        )
+        drawing.print(self._render())
+        text = cast(io.StringIO, drawing.file).getvalue()
+        return text.splitlines()[: max(self._console.height - 1, 1)]
+
+    def _show(self) -> None:
+        with self._lock:
+            self._is_shown = True
+            self._write(_HIDE_CURSOR)
+            self.draw()
+
+    def _leave(self) -> None:
+        """Draw the lines for the last time and put the cursor below them."""
+        with self._lock:
+            self.draw()
+            self._is_shown = False
+            self._write("\n" * self._height + _SHOW_CURSOR)
+
+    def _write(self, text: str) -> None:
+        # What stands for stdout is not asked: it would print above the lines.
+        file = getattr(self._console.file, "rich_proxied_file", self._console.file)
+        try:
+            file.write(text)
+            file.flush()
+        except OSError:
+            self._ended.set()  # the terminal is gone; SIGHUP ends the run, and saves it
+
+    def _redraw(self) -> None:
+        while not self._ended.wait(_SECONDS):
+            self.draw()
+
+    @contextlib.contextmanager
+    def _printing_above(self) -> Iterator[None]:
+        """Have what is printed to a terminal printed above the lines."""
+        streams = sys.stdout, sys.stderr
+        above = [_Above(self, stream) if stream.isatty() else None for stream in streams]
+        sys.stdout, sys.stderr = (
+            stream if stand_in is None else cast(TextIO, stand_in)
+            for stream, stand_in in zip(streams, above, strict=True)
+        )
+        try:
+            yield
+        finally:
+            sys.stdout, sys.stderr = streams
+            for stand_in in above:
+                if stand_in is not None:
+                    stand_in.end()
+
+    @contextlib.contextmanager
+    def _pausing(self) -> Iterator[None]:
+        """On Ctrl-Z leave the lines to the shell, and draw others when the process goes on."""
+        if threading.current_thread() is not threading.main_thread():
+            yield  # only the main thread may say what signals do
+            return
+
+        def pause(number: int, frame: FrameType | None) -> None:
+            self._leave()
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)  # stops here
+            signal.signal(number, pause)
+            self._show()
+
+        previous = signal.signal(signal.SIGTSTP, pause)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTSTP, previous)
+
+
+class _Above(io.TextIOBase):
+    """Stands for stdout or stderr: whole lines are printed above redrawn ones."""
+
+    def __init__(self, lines: RedrawnLines, stream: TextIO) -> None:
+        self._lines = lines
+        self._held = ""
+        self.rich_proxied_file = stream  # a console that finds this writes to the stream itself
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        """That of the terminal."""
+        return self.rich_proxied_file.encoding
+
+    def isatty(self) -> bool:
+        """It is a terminal that stands behind it."""
+        return True
+
+    def fileno(self) -> int:
+        """Return the terminal's descriptor."""
+        return self.rich_proxied_file.fileno()
+
+    def writable(self) -> bool:
+        """It is there to be written to."""
+        return True
+
+    def write(self, text: str) -> int:
+        """Print the lines that are whole; the rest waits for its end."""
+        *whole, self._held = (self._held + text).split("\n")
+        if whole:
+            self._lines.print("".join(f"{line}\n" for line in whole))
+        return len(text)
+
+    def end(self) -> None:
+        """Write what never got its end."""
+        self.rich_proxied_file.write(self._held)
+        self._held = ""

@@ -1,0 +1,90 @@
+"""What views derive from events: recent speeds, time left, epochs, the losses so far."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+from penstock.events import Evaluated, Event, RunStarted, Saved, StepDone
+
+# Speeds are means over this many steps: steady enough to read, quick enough to see a change.
+_RECENT_STEPS = 20
+# The first two steps compile kernels, the second those of the updates: no later step takes as long.
+_FIRST_STEPS = 2
+
+
+class Progress:
+    """How far a run is. **Arguments:** `clock` gives seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.started: RunStarted | None = None
+        self.last: StepDone | None = None
+        self.evaluated: Evaluated | None = None
+        self.best: Evaluated | None = None
+        self.saved: Saved | None = None
+        self.losses: list[float] = []
+        self._clock = clock
+        self._began = clock()
+        self._recent: deque[StepDone] = deque(maxlen=_RECENT_STEPS)
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, RunStarted):
+            self.started, self._began = event, self._clock()
+            self.last, self.losses = None, []
+            self._recent.clear()
+        elif isinstance(event, StepDone):
+            self.last = event
+            self.losses.append(event.loss)
+            if len(self.losses) == _FIRST_STEPS + 1:
+                self._recent.clear()
+            self._recent.append(event)
+        elif isinstance(event, Evaluated):
+            self.evaluated = event
+            self.best = event if event.best else self.best
+        elif isinstance(event, Saved):
+            self.saved = event
+
+    @property
+    def loss_unit(self) -> str:
+        """That of the training loss; empty where it is not known."""
+        return self.started.loss_unit if self.started else ""
+
+    @property
+    def seconds_per_step(self) -> float:
+        """Mean of recent steps, without the first two as soon as there are others."""
+        return sum(s.seconds for s in self._recent) / max(len(self._recent), 1)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Mean of recent steps; rows where a model does not read tokens."""
+        return self._per_second(sum(s.tokens for s in self._recent))
+
+    @property
+    def streamed_per_second(self) -> float:
+        """Bytes of weights per second of recent steps."""
+        return self._per_second(sum(s.streamed_bytes for s in self._recent))
+
+    @property
+    def seconds_elapsed(self) -> float:
+        """Since this run, or this part of a resumed one, began."""
+        return self._clock() - self._began
+
+    @property
+    def seconds_left(self) -> float | None:
+        """What the remaining steps will take; None until a step has repeated, and at the end."""
+        if self.started is None or self.last is None or len(self.losses) <= _FIRST_STEPS:
+            return None
+        steps = self.started.steps - self.last.step
+        return steps * self.seconds_per_step if steps else None
+
+    @property
+    def epochs(self) -> float | None:
+        """How often the training data has been seen; None where its size is not known."""
+        if self.started is None or self.started.steps_per_epoch is None:
+            return None
+        step = self.last.step if self.last else self.started.resumed_from or 0
+        return step / self.started.steps_per_epoch
+
+    def _per_second(self, amount: float) -> float:
+        return amount / max(sum(s.seconds for s in self._recent), 1e-9)

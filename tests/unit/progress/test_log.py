@@ -1,0 +1,175 @@
+"""What a log shows of a run."""
+
+import io
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from events_of_a_run import started, step
+from rich.console import Console
+
+from penstock.events import Evaluated, Finished, Notice, RunMeasured, Saved, Stopped
+from penstock.progress import LineView
+from penstock.progress.log import event_lines, step_line
+from penstock.progress.state import Progress
+
+
+class Clock:
+    """Seconds that pass when they are told to."""
+
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    given = Clock()
+    monkeypatch.setattr("penstock.progress.log.Progress", lambda: Progress(given))
+    return given
+
+
+def lines_of(every, events, quiet=False, clock=None):
+    console = Console(record=True, width=40, file=io.StringIO())
+    with LineView(console, every, quiet) as view:
+        for event in events:
+            if clock is not None and hasattr(event, "learning_rate"):
+                clock.now += event.seconds
+            view(event)
+    return console.export_text().splitlines()
+
+
+def test_a_log_has_one_line_every_few_steps_and_one_per_event(clock):
+    events = [
+        started(),
+        *(step(number) for number in range(1, 24)),
+        Evaluated(23, 3.1, 22.198, 1.0, best=True),
+        Evaluated(24, 3.2, 24.53, 1.0, best=False, accuracy=0.3333, bits_per_byte=1.28),
+        Evaluated(25, 3.2, 24.53, 1.0, best=False, accuracy=0.5, exact_match=0.125),
+        Saved(23, Path("runs/x/checkpoints/step-00000023"), 3.0, 1 << 30),
+        Notice("7 texts were [empty]"),
+        Stopped(23, "SIGTERM", "penstock train x.yaml"),
+    ]
+    assert lines_of(10, events, clock=clock) == [
+        "gpt2: 124M parameters, 475 MiB of weights in fp32, computed on cpu",
+        "100 steps of 16.4k tokens (8 micro-batches of 4), 1.25 epochs of the training data, in "
+        "runs/x",
+        "store: 2.00 GiB of memory for weights, gradients and optimizer state; engine: at most "
+        "4.00 GiB, 3 of 14 stages recomputed in the backward pass",
+        "step 1/100  loss 10.0000 nats per token  learning rate 0.0003  gradient norm 2  8.19k "
+        "tokens/s  477 MiB/s of weights  engine 3.00 GiB  epoch 0.01  2.0 s elapsed",
+        "step 10/100  loss 1.0000 nats per token  learning rate 0.0003  gradient norm 2  8.19k "
+        "tokens/s  477 MiB/s of weights  engine 3.00 GiB  epoch 0.12  20.0 s elapsed  "
+        "3 min 00 s left",
+        "step 20/100  loss 0.5000 nats per token  learning rate 0.0003  gradient norm 2  8.19k "
+        "tokens/s  477 MiB/s of weights  engine 3.00 GiB  epoch 0.25  40.0 s elapsed  "
+        "2 min 40 s left",
+        "step 23  held-out loss 3.1000  best so far",
+        "step 24  held-out loss 3.2000 nats per token, 1.2800 bits per byte  perplexity 24.53  "
+        "accuracy 33.3%",
+        "step 25  held-out loss 3.2000 nats per token  perplexity 24.53  accuracy 50.0%  "
+        "exact match 12.5%",
+        "step 23  saved runs/x/checkpoints/step-00000023 (1.00 GiB, 3.0 s)",
+        "note: 7 texts were [empty]",
+        "stopped after step 23: SIGTERM",
+        "resume with: penstock train x.yaml",
+    ]
+
+
+def test_a_resumed_run_says_from_where_and_a_loss_of_the_users_own_has_no_unit():
+    own = replace(
+        started(resumed_from=30), loss_unit="", row_name="rows", steps_per_epoch=None,
+        micro_batches=1, flash_bytes=3 << 30,
+    )  # fmt: skip
+    lines = lines_of(10, [own, step(31), step(40)])
+    assert lines[1] == (
+        "100 steps of 16.4k rows (1 micro-batch of 4), in runs/x, resumed from step 30"
+    )
+    assert lines[2].startswith("store: 2.00 GiB of memory and 3.00 GiB of flash for weights, ")
+    assert lines[3].startswith("step 40/100  loss 0.2500  learning rate 0.0003  ")
+    assert " rows/s  " in lines[3]
+    assert "epoch" not in lines[3]
+
+
+def test_how_many_parameters_are_trained_is_said_where_it_is_not_all():
+    tuned = replace(started(), trainable_parameters=294_912)
+    expected = "gpt2: 124M parameters, 295k of them trained, 475 MiB of weights in fp32, "
+    assert lines_of(10, [tuned])[0].startswith(expected)
+
+
+def test_what_a_step_moved_on_flash_and_waited_for_it():
+    on_flash = replace(
+        step(10), flash_read_bytes=3 << 20, flash_written_bytes=2 << 20, flash_wait_seconds=0.5
+    )
+    *_, line = lines_of(10, [started(), on_flash])
+    assert "  flash 3.00 MiB read, 2.00 MiB written per step, 25% waiting  " in line
+
+
+def test_the_last_step_always_has_a_line():
+    lines = lines_of(10, [started(steps=3), step(1), step(2), step(3)])
+    assert [line.split()[1] for line in lines[3:]] == ["1/3", "3/3"]
+    assert "left" not in lines[-1]
+
+
+def test_steps_outside_of_a_run_have_no_line():
+    assert lines_of(1, [step(1), step(2)]) == []
+
+
+def test_quiet_says_only_what_must_be_read():
+    events = [
+        started(),
+        step(1),
+        step(10),
+        Evaluated(10, 3.1, 22.2, 1.0, best=True),
+        Notice("read me"),
+        Finished({"loss": 3.14159265, "best_held_out_loss": 3.5, "steps": 10, "store_bytes": 2048}),
+    ]
+    assert lines_of(10, events, quiet=True) == [
+        "note: read me",
+        "finished: loss 3.1416 nats per token, best held-out loss 3.5000 nats per token, steps 10, "
+        "store 2.00 KiB",
+    ]
+
+
+def test_time_left_is_not_shown_before_steps_repeat_and_leaves_compilation_out():
+    progress = Progress()
+    progress(started(steps=100))
+    for number, seconds in ((1, 60.0), (2, 30.0)):
+        progress(step(number, seconds=seconds))
+        assert progress.seconds_left is None
+        assert " left" not in step_line(progress)
+    progress(step(3, seconds=1.0))
+    assert progress.seconds_left == 97
+    assert step_line(progress).endswith("  1 min 37 s left")
+
+
+def test_speed_is_that_of_recent_steps():
+    progress = Progress()
+    progress(started(steps=1000))
+    for number in range(1, 101):
+        progress(step(number, seconds=100.0))
+    for number in range(101, 131):
+        progress(step(number, seconds=1.0))
+    assert progress.seconds_per_step == 1.0
+    assert progress.tokens_per_second == 16384
+    assert progress.seconds_left == 870
+
+
+def test_a_runs_end_says_its_traffic_in_one_sentence_and_all_sizes_in_binary_units():
+    measured = RunMeasured(
+        step=10, steps=10, seconds=86400.0, step_seconds=10.0, compute_seconds=9.0,
+        flash_wait_seconds=0.0, weight_seconds=1.0, update_seconds=0.0, snapshot_seconds=0.0,
+        flash_read_bytes=0, flash_written_bytes=0, flash_rule_read_bytes=0,
+        flash_rule_written_bytes=0, checkpoint_bytes=2**40, peak_rss_bytes=2**30,
+        streamed_bytes=240 * 2**20, gradient_bytes=290 * 2**20,
+    )  # fmt: skip
+    assert event_lines(measured) == [
+        "a step's time: compute 90%, weights and gradients 10%",
+        "a step's traffic: 24.0 MiB of weights went from the store to the engine, for the forward "
+        "and again for the backward pass, and 29.0 MiB of gradients came back once",
+        "disk: 1.00 TiB written; at this rate 1.00 TiB per day, and a disk rated for 546 TiB "
+        "written (its maker says 600 TB) lasts 545 d 16 h",
+        "memory: the process had 1.00 GiB at its peak",
+    ]

@@ -1,0 +1,76 @@
+"""What a notebook shows of a run."""
+
+import sys
+from types import SimpleNamespace
+
+from events_of_a_run import started, step
+
+from penstock.events import Evaluated, Finished
+from penstock.progress import LineView, LiveView, NotebookView, SilentView, view_from_python
+from penstock.progress.choice import in_notebook
+
+
+class Display:
+    """As `IPython.display.display`: remembers each output and what it was updated to."""
+
+    def __init__(self):
+        self.outputs = []
+
+    def __call__(self, content, *, raw, display_id):
+        assert raw
+        assert display_id
+        shown = [content["text/plain"]]
+        self.outputs.append(shown)
+        return SimpleNamespace(update=lambda new, raw: shown.append(new["text/plain"]))
+
+
+def test_one_output_is_updated_at_most_four_times_a_second_and_other_events_stay(capsys):
+    now = [0.0]
+    display = Display()
+    view = NotebookView(display, lambda: now[0])
+    with view:
+        view(started())
+        for number in range(1, 101):
+            now[0] += 0.1
+            view(step(number))
+        view(Evaluated(100, 3.1, 22.2, 1.0, best=True))
+        view(Finished({"steps": 100}))
+    (shown,) = display.outputs
+    assert shown[0].startswith("step 1/100  loss 10.0000 nats per token  ")
+    assert shown[-1].startswith("step 100/100  loss 0.1000 nats per token  ")
+    assert 30 < len(shown) < 42
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].startswith("gpt2: 124M parameters, ")
+    assert printed[-2:] == [
+        "step 100  held-out loss 3.1000  best so far",
+        "finished: steps 100",
+    ]
+
+
+def test_a_second_call_of_train_has_an_output_of_its_own():
+    display = Display()
+    view = NotebookView(display)
+    for _ in range(2):
+        with view:
+            view(started())
+            view(step(1))
+    assert len(display.outputs) == 2
+
+
+def test_the_view_is_chosen_by_where_the_process_is(monkeypatch):
+    assert isinstance(view_from_python(10, quiet=True), SilentView)
+    assert isinstance(view_from_python(10, quiet=False), LineView)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    assert isinstance(view_from_python(10, quiet=False), LiveView)
+    monkeypatch.setenv("TERM", "dumb")
+    assert isinstance(view_from_python(10, quiet=False), LineView)
+    for shell, expected in (
+        (None, False),
+        (SimpleNamespace(), False),  # IPython in a terminal
+        (SimpleNamespace(kernel=object()), True),
+    ):
+        ipython = SimpleNamespace(get_ipython=lambda shell=shell: shell)
+        monkeypatch.setitem(sys.modules, "IPython", ipython)
+        assert in_notebook() is expected
+    assert isinstance(view_from_python(10, quiet=False), NotebookView)

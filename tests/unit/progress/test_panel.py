@@ -1,0 +1,106 @@
+"""The panel of a run: what it says, and that it fits 80 columns."""
+
+import io
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from events_of_a_run import started, step
+from rich.cells import cell_len
+from rich.console import Console
+
+from penstock.events import Evaluated, Saved
+from penstock.progress.panel import panel
+from penstock.progress.state import Progress
+
+
+def shown(renderable, width=80):
+    console = Console(record=True, width=width, file=io.StringIO())
+    console.print(renderable)
+    return console.export_text()
+
+
+def progress_of(*events, seconds=0.0):
+    now = [0.0]
+    progress = Progress(lambda: now[0])
+    for event in events:
+        progress(event)
+    now[0] += seconds
+    return progress
+
+
+WHOLE = (
+    replace(started(resumed_from=20), flash_bytes=40 << 30),
+    *(step(number) for number in range(21, 61)),
+    Evaluated(60, 3.1, 22.2, 1.0, best=True, accuracy=0.25, bits_per_byte=1.24),
+    Saved(60, Path("runs/x/checkpoints/step-00000060"), 3.0, 1 << 30),
+)
+
+
+def test_the_panel_shows_loss_speed_time_epochs_traffic_and_memory_in_80_columns():
+    text = shown(panel(progress_of(*WHOLE, seconds=125.0)))
+    for part in (
+        "gpt2  124M parameters",
+        "│ step      ━━━━━━━━━━━━────────  60 / 100   resumed from step 20  ",
+        "│ time      2 min 05 s elapsed   1 min 20 s left  ",
+        "│ data      epoch 0.75   983k tokens seen  ",
+        "│ loss      0.1667 nats per token  ██▇▇",
+        "│ held out  3.1000 nats per token, 1.2400 bits per byte  ",
+        "│           accuracy 25.0%  ",
+        "│ best      3.1000 at step 60  ",
+        "│ speed     8.19k tokens/s   2.0 s per step  ",
+        "│ stream    477 MiB/s   954 MiB of weights, 500 MiB of gradients a step │",
+        "│ update    learning rate 0.0003   gradient norm 2, clipped to 1  ",
+        "│ engine    ━━━━━━━━━━━━━━━─────  3.00 GiB of 4.00 GiB  ",
+        "│ store     ━━━━━━━━━━──────────  1.00 GiB of 2.00 GiB  ",
+        "│ flash     40.0 GiB   0 B read, 0 B written per step, 0% waiting  ",
+        "│ saved     step 60, 1.00 GiB  ",
+        "runs/x   fp32 on cpu",
+    ):
+        assert part in text, f"{part!r} is not in\n{text}"
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120])
+def test_labels_are_whole_at_any_width_and_only_values_wrap(width):
+    lines = shown(panel(progress_of(*WHOLE)), width).splitlines()
+    assert max(map(cell_len, lines)) <= min(width, 80)
+    labels = [
+        line.strip("│ ").split("  ")[0] for line in lines if line[2:3].strip() and "│" in line
+    ]
+    assert labels == [
+        "step", "time", "data", "loss", "held out", "best", "speed", "stream", "update", "engine",
+        "store", "flash", "saved",
+    ]  # fmt: skip
+    assert "…" not in "".join(lines)
+
+
+def test_no_line_wraps_at_80_columns_with_the_longest_figures():
+    longest = replace(
+        step(199_999, loss=123.4567), flash_read_bytes=123 << 20, flash_written_bytes=123 << 20,
+        flash_wait_seconds=2.0, learning_rate=1.23e-05, grad_norm=123.0, clip_scale=0.0123,
+        streamed_bytes=123 << 20, gradient_bytes=123 << 20,
+    )  # fmt: skip
+    events = [
+        replace(started(steps=200_000, resumed_from=123_456), flash_bytes=123 << 30),
+        *(replace(longest, step=number) for number in range(199_900, 200_000)),
+    ]
+    text = shown(panel(progress_of(*events, seconds=86399)))
+    assert len(text.splitlines()) == 2 + 10
+    assert len(shown(panel(progress_of(*events, seconds=86399)), 200).splitlines()) == 2 + 10
+
+
+def test_how_many_parameters_are_trained_is_said_where_it_is_not_all():
+    tuned = replace(started(), trainable_parameters=294_912)
+    assert "124M parameters, 295k of them trained" in shown(panel(progress_of(tuned)))
+
+
+def test_the_panel_before_the_first_step():
+    assert shown(panel(Progress())).strip() == "preparing ..."
+    text = shown(panel(progress_of(started(resumed_from=30))))
+    assert "30 / 100   resumed from step 30" in text
+    assert " left" not in text
+
+
+def test_what_is_urgent_stands_at_the_end():
+    text = shown(panel(progress_of(started()), "stopping after this step"))
+    assert "│           stopping after this step" in text.splitlines()[-2]

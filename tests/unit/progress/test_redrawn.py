@@ -1,0 +1,106 @@
+"""Lines that are redrawn at the bottom of a terminal leave no pieces of themselves."""
+
+import sys
+
+import pytest
+from events_of_a_run import started, step
+from rewrapping_terminal import RewrappingTerminal
+from rich.console import Console
+
+from penstock.events import Notice, Stopped
+from penstock.progress import LiveView
+from penstock.progress.redrawn import RedrawnLines
+
+
+@pytest.fixture
+def terminal():
+    return RewrappingTerminal(100)
+
+
+@pytest.fixture
+def console(terminal):
+    class Sized(Console):
+        @property
+        def size(self):
+            return super().size.__class__(terminal.columns, 40)
+
+    return Sized(file=terminal, force_terminal=True, highlight=False)
+
+
+@pytest.fixture(autouse=True)
+def drawn_on_request(monkeypatch):
+    """No thread draws beside the test."""
+    monkeypatch.setattr("penstock.progress.redrawn._SECONDS", 3600.0)
+
+
+def borders(screen):
+    return sum(row.startswith("╭") for row in screen), sum(row.startswith("╰") for row in screen)
+
+
+def test_a_narrower_and_a_wider_terminal_shows_one_panel(terminal, console):
+    terminal.write("$ penstock train x.yaml\n")
+    view = LiveView(console)
+    with view:
+        view(started())
+        for number, columns in enumerate((100, 61, 30, 100, 47, 100), start=1):
+            view(step(number))
+            terminal.resize(columns)
+            view(Notice(f"note {number}"))
+            assert borders(terminal.screen) == (1, 1), "\n".join(terminal.screen)
+    assert terminal.screen[0] == "$ penstock train x.yaml"
+    assert [row for row in terminal.screen if row.startswith("note")] == [
+        f"note: note {number}" for number in range(1, 7)
+    ]
+    assert terminal.screen[-1] == ""
+    assert terminal.shows_cursor
+    assert terminal.wraps
+
+
+def test_an_echoed_ctrl_c_is_drawn_over_and_the_panel_says_that_it_stops(terminal, console):
+    view = LiveView(console)
+    with view:
+        view(started())
+        view(step(1))
+        terminal.write("^C")
+        view.interrupt("stopping after this step; again to stop now, without saving")
+        view(Notice("and so on"))
+        assert borders(terminal.screen) == (1, 1)
+        assert "stopping after this step; again" in terminal.screen[-2]
+        terminal.write("^C")
+        view(Stopped(1, "Ctrl-C", "penstock train x.yaml engines=2"))
+    screen = terminal.screen
+    assert screen[:3] == [
+        "note: and so on",
+        "stopped after step 1: Ctrl-C",
+        "resume with: penstock train x.yaml engines=2",
+    ]
+    assert borders(screen) == (1, 1)
+    assert "^C" not in "".join(screen)
+    assert "stopping after" not in "".join(screen)
+
+
+def test_what_the_process_prints_goes_above_the_lines(terminal, console, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "stdout", terminal)
+    with (tmp_path / "log").open("w") as log:
+        monkeypatch.setattr(sys, "stderr", log)
+        with RedrawnLines(console, lambda: "the last line"):
+            print("one", end=" ")
+            print("and two")
+            print("three\nfour")
+            print("no terminal", file=sys.stderr)
+            print("without an end", end="")
+            assert terminal.screen == ["one and two", "three", "four", "the last line"]
+        assert sys.stdout is terminal
+    assert terminal.screen[-2:] == ["the last line", "without an end"]
+    assert (tmp_path / "log").read_text() == "no terminal\n"
+
+
+def test_a_terminal_that_is_gone_stops_the_drawing_and_nothing_else(terminal, console, monkeypatch):
+    with RedrawnLines(console, lambda: "a line") as lines:
+
+        def gone(text):
+            raise OSError(5, "Input/output error")
+
+        monkeypatch.setattr(terminal, "write", gone)
+        lines.print("said to nobody\n")
+        lines.draw()
