@@ -112,7 +112,11 @@ class Endpoint:
             ) from None
         self.address: Address = listener.getsockname()[:2]
         if not is_loopback(self.address[0]):
-            _ = self._credentials.tls  # now, so that nobody who connects waits for it
+            try:
+                _ = self._credentials.tls  # now, so that nobody who connects waits for it
+            except ClusterError:
+                listener.close()
+                raise
         self._door = Door(listener, self._credentials, self._let_in)
         self._thread = threading.Thread(target=self._loop, name="penstock endpoint", daemon=True)
 
