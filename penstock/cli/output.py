@@ -46,7 +46,9 @@ class _Descriptor(io.RawIOBase):
             try:
                 left = left[os.write(self._descriptor, left) :]
             except BlockingIOError:
-                select.select([], [self._descriptor], [])
+                writable = select.poll()
+                writable.register(self._descriptor, select.POLLOUT)
+                writable.poll()
             except OSError as error:
                 if not self._goes_on_elsewhere(error):
                     break

@@ -128,7 +128,9 @@ class Link:
         if time.monotonic() - self._heard_at < seconds:
             return True
         try:
-            return bool(select.select([self._socket], [], [], 0)[0]) and not self._has_ended
+            unread = select.poll()  # unlike select(), for descriptors of any number
+            unread.register(self._socket, select.POLLIN)
+            return bool(unread.poll(0)) and not self._has_ended
         except (OSError, ValueError):  # it has just been closed
             return False
 

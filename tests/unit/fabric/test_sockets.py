@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import pickle
 import random
+import resource
 import socket
 import threading
 import time
@@ -359,3 +361,31 @@ def test_a_link_is_heard_by_any_byte_of_a_long_message():
         link.close()
         theirs.close()
     assert not link.is_heard(0.0)
+
+
+def test_unread_bytes_count_as_heard_where_the_descriptor_is_above_1024():
+    """`select.select` refuses such descriptors, and a process with many connections has them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        theirs = socket.create_connection(listener.getsockname())
+        accepted, _ = listener.accept()
+    with accepted:
+        ours = socket.socket(fileno=fcntl.fcntl(accepted.fileno(), fcntl.F_DUPFD_CLOEXEC, 2000))
+    is_held, may_go_on = threading.Event(), threading.Event()
+
+    def hold(link, message):
+        is_held.set()
+        may_go_on.wait(SECONDS)
+
+    link = Link(PlainStream(ours), hold, lambda link, error: None)
+    try:
+        frames = b"".join(pack(Message(Kind.BEAT, 0, 1))) * 2
+        theirs.sendall(frames)
+        assert is_held.wait(SECONDS)
+        wait_until(lambda: link.is_heard(0.0))
+    finally:
+        may_go_on.set()
+        link.close()
+        theirs.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
