@@ -15,7 +15,13 @@ import torch
 from torch import nn
 
 from penstock.budget import Shares
-from penstock.compiler import CompileOptions, Precision, compile_module, select_trainable
+from penstock.compiler import (
+    CompileOptions,
+    Precision,
+    compile_module,
+    refuse_gradient_hooks,
+    select_trainable,
+)
 from penstock.config import (
     Config,
     FactoryModel,
@@ -157,6 +163,8 @@ def compile_source(
     elif goal == "evaluate":
         module = source.evaluation_module
     modes = [(child, child.training) for child in module.modules()]
+    if goal == "train":  # on fake tensors, parameters have lost what their owner put on them
+        refuse_gradient_hooks(source.original)
     if goal != "train":  # for training, every module is in the mode that its owner left it in
         module.eval()
     try:

@@ -2,6 +2,13 @@
 
 from penstock.compiler.build import CompileOptions, compile_module
 from penstock.compiler.capture import Precision
+from penstock.compiler.hooks import refuse_gradient_hooks
 from penstock.compiler.selection import select_trainable
 
-__all__ = ["CompileOptions", "Precision", "compile_module", "select_trainable"]
+__all__ = [
+    "CompileOptions",
+    "Precision",
+    "compile_module",
+    "refuse_gradient_hooks",
+    "select_trainable",
+]

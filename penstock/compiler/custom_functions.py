@@ -19,9 +19,10 @@ from torch import Tensor
 from torch.autograd import function as autograd_function
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.modules._functions import BackwardHookFunction
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
-from penstock.compiler import custom_gradients  # noqa: F401  (registers its operators)
+from penstock.compiler.custom_gradients import WITHIN_FUNCTION
 from penstock.compiler.unsupported import Unsupported
 
 _ops = torch.ops.penstock
@@ -31,17 +32,17 @@ _Function = type[torch.autograd.Function]
 class Context(autograd_function.FunctionCtx):
     """The `ctx` of a call that is traced: attributes are the user's to set."""
 
-    to_save: Sequence[Tensor | None] = ()
-    dirty_tensors: Sequence[Tensor] = ()
-    non_differentiable: Sequence[Tensor] = ()
+    to_save: tuple[Tensor, ...] = ()
+    dirty_tensors: tuple[Tensor, ...] = ()
+    non_differentiable: tuple[Tensor, ...] = ()
     materialize_grads = True
 
     def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
         self.needs_input_grad = needs_input_grad
 
     @property
-    def saved_tensors(self) -> tuple[Tensor | None, ...]:
-        return tuple(self.to_save)
+    def saved_tensors(self) -> tuple[Tensor, ...]:
+        return self.to_save
 
 
 @contextmanager
@@ -49,7 +50,8 @@ def custom_functions_traced() -> Iterator[None]:
     """Within it, calls of custom functions in a forward that is exported are traced whole."""
     # `Function.apply` ends in that of its base class, also where a model took it as a name of its
     # own (`round_through = RoundThrough.apply`) before.
-    base = autograd_function._SingleLevelFunction
+    base: Any = autograd_function._SingleLevelFunction
+    module: Any = autograd_function
     numbers = itertools.count()
 
     def apply(cls: _Function, *args: Any, **kwargs: Any) -> Any:
@@ -65,7 +67,7 @@ def custom_functions_traced() -> Iterator[None]:
             )
         return _traced(cls, args, kwargs, numbers)
 
-    transformed = autograd_function.custom_function_call
+    transformed = module.custom_function_call
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         if get_proxy_mode() is None:
@@ -75,13 +77,13 @@ def custom_functions_traced() -> Iterator[None]:
             "Call it outside of torch.func.vmap and its like.",
         )
 
-    base.apply = classmethod(apply)  # type: ignore[method-assign,assignment]
-    autograd_function.custom_function_call = refuse
+    base.apply = classmethod(apply)
+    module.custom_function_call = refuse
     try:
         yield
     finally:
         del base.apply
-        autograd_function.custom_function_call = transformed
+        module.custom_function_call = transformed
 
 
 def _checkpointed(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
@@ -90,8 +92,9 @@ def _checkpointed(function: Callable[..., Any], preserve: bool, *args: Any) -> A
     It only decides what is kept in memory, which the engine's plan does here. But where no
     argument requires a gradient, nothing inside gets one.
     """
-    connected = any(isinstance(value, Tensor) and value.requires_grad for value in args)
-    with torch.set_grad_enabled(connected):
+    if any(isinstance(value, Tensor) and value.requires_grad for value in args):
+        return function(*args)
+    with torch.no_grad():
         return function(*args)
 
 
@@ -101,7 +104,7 @@ def _traced(
     """Call a function, trace its backward, and return its outputs, connected with its inputs."""
     inputs = [*args, *kwargs.values()]
     context = Context(tuple(isinstance(v, Tensor) and v.requires_grad for v in inputs))
-    with torch.no_grad():
+    with _apart():
         result = _forward(cls, context, inputs, args, kwargs)
         outputs = result if isinstance(result, tuple) else (result,)
         connected = _connected_outputs(cls, context, outputs)
@@ -111,23 +114,50 @@ def _traced(
             found = _gradients(
                 cls, context, inputs, outputs, dict(zip(connected, given, strict=True))
             )
-    if not connected:
-        return result
-    places = [place for place, needed in enumerate(context.needs_input_grad) if needed]
-    returned = list(outputs)
-    for place, output in zip(
-        connected,
-        _ops.custom_gradient(
+    returned = [value.detach() if isinstance(value, Tensor) else value for value in outputs]
+    if connected:
+        places = [place for place, needed in enumerate(context.needs_input_grad) if needed]
+        results = _ops.custom_gradient(
             [inputs[place] for place in places],
             [outputs[place] for place in connected],
             [found[place] for place in places],
             given,
             call,
-        ),
-        strict=True,
-    ):
-        returned[place] = output
+        )
+        for place, output in zip(connected, results, strict=True):
+            returned[place] = output
     return tuple(returned) if isinstance(result, tuple) else returned[0]
+
+
+@contextmanager
+def _apart() -> Iterator[None]:
+    """Run a function's code without gradients, and mark the nodes that it adds to the graph.
+
+    The exporter would make a region of its own of every change of the gradient mode, which takes
+    time in proportion to the whole graph; `custom_gradients.py` detaches what leaves instead.
+    """
+    mode = get_proxy_mode()
+    assert mode is not None
+    graph = mode.tracer.graph
+    last = next(reversed(graph.nodes), None)
+    with _GradModeUnrecorded(), torch.no_grad():
+        yield
+    for node in reversed(graph.nodes):
+        if node is last:
+            break
+        node.meta[WITHIN_FUNCTION] = True
+
+
+class _GradModeUnrecorded(TorchFunctionMode):
+    """Keeps changes of the gradient mode out of the graph that is recorded."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch._C._set_grad_enabled:
+            with torch._C.DisableTorchFunction():
+                return func(*args)
+        return func(*args, **(kwargs or {}))
 
 
 def _forward(
@@ -137,7 +167,7 @@ def _forward(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    versions = [value._version if isinstance(value, Tensor) else 0 for value in inputs]
+    versions = list(map(_version, inputs))
     if autograd_function._is_setup_context_defined(cls.setup_context):
         result = cls.forward(*args, **kwargs)
         cls.setup_context(context, args, result)
@@ -207,14 +237,18 @@ def _gradients(
             isinstance(gradient, Tensor) and isinstance(value, Tensor)
         ):
             raise Unsupported(
-                f"{name} returns {type(gradient).__name__} as the gradient of input {place}, a "
-                f"{type(value).__name__}",
+                f"{name} returns {_kind(gradient)} as the gradient of input {place}, which is "
+                f"{_kind(value)}",
                 advice,
             )
         if gradient is not None and context.needs_input_grad[place]:
             gradient = _like(value, gradient, f"{name} returns, for input {place},", advice)
         checked.append(gradient if context.needs_input_grad[place] else None)
     return checked
+
+
+def _kind(value: Any) -> str:
+    return "a tensor" if isinstance(value, Tensor) else f"of type {type(value).__name__}"
 
 
 def _like(value: Tensor, gradient: Tensor, what: str, advice: str) -> Tensor:

@@ -16,7 +16,7 @@ node and through the backward in it; in what an engine runs, nothing of this is 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -68,7 +68,9 @@ def _never(ctx: Any, *gradients: Tensor) -> Any:
 # Outputs of the captured call require a gradient, as those of the user's function do.
 custom_gradient.register_autograd(_never)
 
+aten = torch.ops.aten
 _ops = torch.ops.penstock
+WITHIN_FUNCTION = "within_custom_function"  # in the meta of nodes that a function's code made
 
 
 class CustomGradient:
@@ -124,9 +126,10 @@ def fold_custom_gradients(graph: fx.Graph) -> None:
 
     **Raises:** `CompileError` for a backward whose values leave it, or that draws random numbers.
     """
+    _detach_what_leaves(graph)
     for node in list(graph.nodes):
         if node.target is _ops.custom_gradient.default:
-            _fold(graph, node)
+            _fold(node)
     graph.eliminate_dead_code()
     for node in graph.nodes:
         if node.target is _ops.output_gradient.default:
@@ -137,10 +140,34 @@ def fold_custom_gradients(graph: fx.Graph) -> None:
             )
 
 
-def _fold(graph: fx.Graph, call: fx.Node) -> None:
-    inputs, outputs, gradients, output_gradients, _ = call.args
-    given = [_origin(node) for node in output_gradients]  # type: ignore[union-attr]
-    region = _backward_nodes(given, gradients)  # type: ignore[arg-type]
+def _detach_what_leaves(graph: fx.Graph) -> None:
+    """Detach values of a function's code that other code reads: PyTorch runs it without gradients.
+
+    They are few: outputs leave through `custom_gradient`, or detached already.
+    """
+    for node in list(graph.nodes):
+        if WITHIN_FUNCTION not in node.meta or not isinstance(node.meta.get("val"), Tensor):
+            continue
+        outside = [
+            user
+            for user in node.users
+            if WITHIN_FUNCTION not in user.meta
+            and user.target not in (_ops.custom_gradient.default, aten.detach.default)
+        ]
+        if outside:
+            with graph.inserting_after(node):
+                detached = graph.call_function(aten.detach.default, (node,))
+            detached.meta = dict(node.meta)
+            for user in outside:
+                user.replace_input_with(node, detached)
+
+
+def _fold(call: fx.Node) -> None:
+    inputs, outputs, gradients, marks, _ = cast(
+        tuple[list[fx.Node], list[fx.Node], list[fx.Node | None], list[fx.Node], int], call.args
+    )
+    given = list(map(_mark, marks))
+    region = _between(given, gradients)
     for node in region:
         if node.target is _ops.dropout.default:
             raise CompileError(
@@ -148,33 +175,28 @@ def _fold(graph: fx.Graph, call: fx.Node) -> None:
                 "torch.autograd.Function, which a replayed step could not repeat: draw them in its "
                 "forward with torch.nn.functional.dropout, and save them."
             )
-    made: dict[fx.Node, fx.Node] = {}
-    saved: dict[fx.Node, None] = {}
     inside = {*given, *region}
-    for node in [*region, *gradients]:  # type: ignore[misc]
-        for source in [node] if node not in inside else node.all_input_nodes if node else ():
-            if source is not None and source not in inside:
-                saved[source] = None
+    read = [source for node in region for source in node.all_input_nodes]
+    read += [node for node in gradients if node is not None]
+    saved = list(dict.fromkeys(node for node in read if node not in inside))
     backward = fx.Graph()
-    for number, node in enumerate(saved):
-        made[node] = backward.placeholder(f"saved_{number}")
-    for number, node in enumerate(given):
-        made[node] = backward.placeholder(f"gradient_{number}")
+    made = {node: backward.placeholder(f"saved_{n}") for n, node in enumerate(saved)}
+    made |= {node: backward.placeholder(f"gradient_{n}") for n, node in enumerate(given)}
     for node in region:
         made[node] = backward.node_copy(node, lambda n: made[n])
-    backward.output(tuple(None if n is None else made[n] for n in gradients))  # type: ignore[union-attr,misc]
+    backward.output(tuple(None if node is None else made[node] for node in gradients))
     call.target = CustomGradient(backward)
-    call.args = (inputs, outputs, list(saved))
+    call.args = (inputs, outputs, saved)
 
 
-def _origin(node: fx.Node) -> fx.Node:
+def _mark(node: fx.Node) -> fx.Node:
     """Return the output gradient that a node is, detached where it left a region."""
     while node.target is not _ops.output_gradient.default:
         (node,) = node.all_input_nodes
     return node
 
 
-def _backward_nodes(given: Sequence[fx.Node], gradients: Sequence[fx.Node | None]) -> list[fx.Node]:
+def _between(given: Sequence[fx.Node], gradients: Sequence[fx.Node | None]) -> list[fx.Node]:
     """Return, in order, the nodes between the outputs' gradients and those of the inputs."""
     wanted: set[fx.Node] = set()
     stack = [node for node in gradients if node is not None]

@@ -71,8 +71,8 @@ class _EagerRun(fx.Interpreter):
         self.detached: set[fx.Node] = set()
         self._captured = captured
         self._aliases: dict[int, list[torch.Tensor]] = {}  # by storage; keeps them alive
-        # Nodes whose operator returns a view without saying so in its schema (`einsum`), by storage:
-        # functionalisation takes them for tensors of their own.
+        # By storage, nodes whose operator returns a view and does not say so in its schema, as
+        # `einsum`: functionalisation takes them for tensors of their own.
         self._unannounced: dict[int, fx.Node] = {}
         self._owners: dict[int, str] = {}  # name of the placeholder, by storage
 

@@ -37,7 +37,7 @@ def refuse_gradient_hooks(module: nn.Module, prefix: str = "") -> None:
 
     **Arguments:** `prefix` is left out where names begin with it.
 
-    **Raises:** `CompileError` naming the parameter or module, the hook and the line that defines it.
+    **Raises:** `CompileError` naming the parameter or module, the hook and where it is defined.
     """
     for kind, hooks in (
         ("backward hook", every_module._global_backward_hooks),
@@ -52,7 +52,7 @@ def refuse_gradient_hooks(module: nn.Module, prefix: str = "") -> None:
     for name, parameter in module.named_parameters():
         owner = f"parameter {name.removeprefix(prefix)} has a"
         _refuse(f"{owner} hook on its gradient (register_hook)", parameter._backward_hooks)
-        after = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+        after = parameter._post_accumulate_grad_hooks
         _refuse(f"{owner} hook (register_post_accumulate_grad_hook)", after)
 
 
@@ -73,7 +73,7 @@ _REFUSED = {
     torch.Tensor.register_post_accumulate_grad_hook: "registers a hook on a gradient",
     torch.Tensor.retain_grad: "asks to keep the gradient of a tensor (retain_grad)",
 }
-_GRAD_FN = torch.Tensor.grad_fn.__get__  # type: ignore[attr-defined]
+_GRAD_FN = vars(torch._C.TensorBase)["grad_fn"].__get__
 
 
 class _NoHooks(TorchFunctionMode):
@@ -104,11 +104,9 @@ def _asked_by_the_model() -> bool:
 @contextmanager
 def gradient_hooks_refused() -> Iterator[None]:
     """Within it, a forward that is exported may neither hook gradients nor compute any."""
-    run, enter, leave = (
-        autograd._engine_run_backward,  # type: ignore[attr-defined]
-        saved_tensors_hooks.__enter__,
-        saved_tensors_hooks.__exit__,
-    )
+    engine: Any = autograd
+    saving: Any = saved_tensors_hooks
+    run, enter, leave = engine._engine_run_backward, saving.__enter__, saving.__exit__
     passing: list[saved_tensors_hooks] = []
 
     def refuse_backward(*args: Any, **kwargs: Any) -> Any:
@@ -123,12 +121,12 @@ def gradient_hooks_refused() -> Iterator[None]:
 
     def pass_or_refuse(self: saved_tensors_hooks) -> None:
         if get_proxy_mode() is None:
-            return enter(self)
+            enter(self)
+            return
         # Where saved values are kept or made again decides no value.
         if not isinstance(self, (save_on_cpu, checkpoint._checkpoint_hook)):
             raise Unsupported("it enters torch.autograd.graph.saved_tensors_hooks", _CHANGE)
         passing.append(self)
-        return None
 
     def pass_out(self: saved_tensors_hooks, *args: object) -> None:
         if self in passing:
@@ -136,13 +134,11 @@ def gradient_hooks_refused() -> Iterator[None]:
         else:
             leave(self, *args)
 
-    autograd._engine_run_backward = refuse_backward  # type: ignore[attr-defined]
-    saved_tensors_hooks.__enter__ = pass_or_refuse  # type: ignore[method-assign]
-    saved_tensors_hooks.__exit__ = pass_out  # type: ignore[method-assign]
+    engine._engine_run_backward = refuse_backward
+    saving.__enter__, saving.__exit__ = pass_or_refuse, pass_out
     try:
         with _NoHooks():
             yield
     finally:
-        autograd._engine_run_backward = run  # type: ignore[attr-defined]
-        saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]
-        saved_tensors_hooks.__exit__ = leave  # type: ignore[method-assign]
+        engine._engine_run_backward = run
+        saving.__enter__, saving.__exit__ = enter, leave

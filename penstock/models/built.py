@@ -18,8 +18,8 @@ class Built:
     """A fake twin of a module: same structure, same names, tensors without memory.
 
     The module itself is not changed, and its tensors are not copied: `materialise` hands out the
-    module's own tensors, detached. `module` is the twin; the other attributes are those of
-    `Deferred`.
+    module's own tensors, detached. `module` is the twin of `original`; the other attributes are
+    those of `Deferred`.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -33,6 +33,7 @@ class Built:
                     f"value; move the model to the CPU first (module.cpu()), or on the meta "
                     f"device pass the function that builds it"
                 )
+        self.original = module
         self.fake_mode = SharedFakeTensorMode(allow_non_fake_inputs=True)
         # Every object of the module is copied except its tensors, for which deepcopy finds a
         # fake one in its memo. Ties are kept, since the memo is by identity.

@@ -137,6 +137,11 @@ class ModelSource:
         return type(self._origin.module).__name__
 
     @property
+    def original(self) -> nn.Module:
+        """The user's own module if it came built, else the one on fake tensors."""
+        return self._built.original if self._built is not None else self._origin.module
+
+    @property
     def fake_mode(self) -> FakeTensorMode:
         """The mode of all of the source's fake tensors; further inputs must be made under it."""
         return self._origin.fake_mode
