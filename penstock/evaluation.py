@@ -18,7 +18,7 @@ from penstock import assembly
 from penstock.config import Config
 from penstock.data import IGNORED_LABEL, RecordSource, Source
 from penstock.engine import Batch, EnginePlan, TorchEngine
-from penstock.errors import DataError
+from penstock.errors import CompileError, DataError
 from penstock.models import ModelSource
 from penstock.program import Program
 from penstock.step_layout import Layout
@@ -90,19 +90,25 @@ class Evaluator:
         if self._predicts:
             found["perplexity"] = _exp(loss)
             found["accuracy"] = counts.right_tokens / counts.weight
-        if isinstance(self._held_out, RecordSource):
+        if self._predicts and isinstance(self._held_out, RecordSource):
             found["exact_match"] = counts.right_rows / counts.rows
             found["records"] = counts.rows
         return found
 
-    def refuse_nothing(self) -> None:
-        """Held-out data without a row must not stop a run in its middle."""
+    def check(self) -> None:
+        """Refuse what would stop a run at its first evaluation.
+
+        **Raises:** `DataError` for held-out data without a row, `CompileError` for a model of the
+        user's own that cannot be evaluated.
+        """
         micro = self._layout.micro_batch
         first = next(iter(self._held_out.evaluation_batches(micro, micro)), {})
         if not first or _row_count(first) == 0:
             raise DataError(
                 "the held-out data has no rows: give some, or set evaluation.every to null"
             )
+        if not self._predicts:
+            self._engine(_row_count(first))
 
     @property
     def _predicts(self) -> bool:
@@ -140,16 +146,21 @@ class Evaluator:
 
     def _program(self, rows: int) -> Program:
         """Return the program in eval mode; that of training where eval mode changes nothing."""
-        return assembly.compile_source(
-            self._model,
-            micro_batch=rows,
-            length=self._layout.sequence_length,
-            precision=self._config.precision,
-            device=self._device,
-            goal="evaluate",
-            slot_bytes=self._layout.slot_bytes,
-            known=self._layout.program,
-        )
+        try:
+            return assembly.compile_source(
+                self._model,
+                micro_batch=rows,
+                length=self._layout.sequence_length,
+                precision=self._config.precision,
+                device=self._device,
+                goal="evaluate",
+                slot_bytes=self._layout.slot_bytes,
+                known=self._layout.program,
+            )
+        except CompileError as error:
+            raise CompileError(
+                f"in eval mode, with {rows} rows, as held-out data is evaluated: {error}"
+            ) from error
 
 
 def _filled_up(rows: Rows, micro: int) -> Rows:

@@ -30,6 +30,7 @@ class GradientCheck:
         self._zero: frozenset[str] = frozenset()
         self._seen = 0  # steps that counted
         self._newest = -1
+        self._learning_rate = 0.0
         self._is_done = False
 
     def look(self, commit: Commit, store: Store) -> None:
@@ -38,7 +39,7 @@ class GradientCheck:
             return
         zero = frozenset(commit.zero_gradients)
         self._zero = zero & self._zero if self._seen else zero
-        self._newest = commit.step
+        self._newest, self._learning_rate = commit.step, commit.learning_rate
         self._seen += 1
         if self._seen == STEPS:
             self._tell(store)
@@ -61,6 +62,7 @@ class GradientCheck:
         lost = [name for name in store.unchanged() if name not in self._zero]
         if lost:
             self._notice(
-                f"{len(lost)} weight(s) have not changed in {self._seen} steps, every update was "
-                f"too small for their precision: {few(lost)}; raise optimizer.learning_rate"
+                f"{len(lost)} weight(s) have not changed in {self._seen} steps: every update was "
+                f"too small for their precision, at a learning rate of {self._learning_rate:g}: "
+                f"{few(lost)}. Raise optimizer.learning_rate, unless a warm-up will"
             )

@@ -105,7 +105,7 @@ def require_same_beginning(
             "one it was started with, or choose another run.dir"
         )
     weights = assembly.folder_fingerprint(config, model)
-    if weights not in (None, recorded.weights):
+    if None not in (weights, recorded.weights) and weights != recorded.weights:
         raise ConfigError(
             f"{run} was started from other weights than are in model.hf now; point model.hf at "
             "those it was started from (they may also be gone), or choose another run.dir"

@@ -285,7 +285,7 @@ class Trainer:
             for text in cautions(self.config, self.model, self._layout):
                 self._notice(text)
         if self._evaluator is not None and config.evaluation.every:
-            self._evaluator.refuse_nothing()
+            self._evaluator.check()
         first_step = self.step
         last_loss: float | None = None
         if self._early_stop.is_due:

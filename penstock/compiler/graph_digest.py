@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import re
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from penstock.compiler.capture import Capture
 from penstock.compiler.digests import lines_of
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # in the name of a Python function, another per process
 
 
 def graph_digest(captured: Capture, weight_prefix: str = "") -> str:
@@ -30,7 +33,7 @@ def graph_digest(captured: Capture, weight_prefix: str = "") -> str:
             kind = (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else value
             digest.update(f"{stands_for.get(node.name)} {kind}\n".encode())
     for line in lines_of(captured.graph):
-        digest.update(f"{line}\n".encode())
+        digest.update(f"{_ADDRESS.sub('', line)}\n".encode())
     return digest.hexdigest()
 
 

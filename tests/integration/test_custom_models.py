@@ -53,7 +53,7 @@ def trainer_of(folder, held_out, *, told=None, **changes):
             module, loss=loss, inputs={"x": InputSpec((6,))}, targets={"y": InputSpec((2,))}
         ),
         source=ArraySource(rows(2048)),
-        held_out=ArraySource(held_out),
+        held_out=ArraySource(held_out) if isinstance(held_out, dict) else held_out,
         on_event=(lambda event: None) if told is None else told.append,
     )
     return trainer, module
@@ -72,7 +72,11 @@ def test_every_held_out_row_counts_whatever_fills_a_micro_batch(count, tmp_path)
 
 
 def test_held_out_data_without_a_row_is_refused_before_the_first_step(tmp_path):
-    trainer, _ = trainer_of(tmp_path, rows(0))
+    class Empty(ArraySource):
+        def evaluation_batches(self, batch_size, rows):
+            return iter(())
+
+    trainer, _ = trainer_of(tmp_path, Empty(rows(8)))
     with pytest.raises(DataError) as caught:
         trainer.train()
     assert str(caught.value) == (

@@ -259,3 +259,24 @@ def test_rows_of_an_embedding_that_no_batch_reads_are_nobodys_mistake(tmp_path):
     model = ModelSource.from_module(Sums(), inputs={"ids": torch.zeros(1, 4, dtype=torch.int64)})
     _, told, _ = run(None, tmp_path, model=model, source=data, store={"shards": 3})
     assert told == []
+
+
+def test_updates_that_are_lost_to_rounding_are_named(tmp_path):
+    """1 - 1e-9 is 1 in float32, in plain PyTorch as well."""
+
+    class Normed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.LayerNorm(6)
+
+        def forward(self, x):
+            return self.norm(x)[:, :2]
+
+    rate = {"learning_rate": 1e-9, "schedule": {"name": "constant"}}
+    trainer, told, _ = run(Normed(), tmp_path, optimizer=rate)
+    assert torch.equal(trainer.store.master("norm.weight"), torch.ones(6))
+    assert told == [
+        "1 weight(s) have not changed in 5 steps: every update was too small for their precision, "
+        "at a learning rate of 1e-09: norm.weight. Raise optimizer.learning_rate, unless a warm-up "
+        "will"
+    ]

@@ -306,3 +306,21 @@ def test_a_model_without_a_branch_is_evaluated_by_the_program_of_training(tmp_pa
     trainer.evaluate(batches=1)
     (engine,) = trainer._evaluator._engines.values()
     assert engine.program is trainer.program
+
+
+def test_a_model_that_cannot_be_evaluated_is_refused_before_the_first_step(tmp_path):
+    class TwoResults(nn.Module):
+        """In eval mode the loss function gets something else."""
+
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(6, 2)
+
+        def forward(self, x):
+            found = self.linear(x)
+            return found if self.training else (found, found.softmax(-1))
+
+    trainer, _ = trainer_of(built(TwoResults), tmp_path, evaluation={"every": 100})
+    with pytest.raises(CompileError, match=r"^in eval mode, with 8 rows, as held-out data is eval"):
+        trainer.train()
+    assert trainer.step == 0

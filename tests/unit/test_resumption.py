@@ -8,7 +8,8 @@ import pytest
 from penstock.errors import CorruptionError
 from penstock.resumption import Resumption
 
-KEPT = Resumption({"batch.size": 4}, 2, None, "d", None, 3.25, 1)
+ARCHITECTURE = {"class_name": "Net", "graph": "g", "captured_with": "torch 2"}
+KEPT = Resumption({"batch.size": 4}, 2, None, "d", None, 3.25, 1, "v", ARCHITECTURE)
 
 
 def test_what_was_kept_is_found_again():
@@ -32,6 +33,10 @@ def test_keys_that_older_releases_did_not_keep_may_be_missing():
         ("slot_bytes", 2**70),
         ("data", 7),
         ("weights", {}),
+        ("values", 7),
+        ("architecture", "Net"),
+        ("architecture", {**ARCHITECTURE, "graph": None}),
+        ("architecture", {"class_name": "Net"}),
         ("best_loss", "low"),
         ("evaluations_since_best", None),
         ("evaluations_since_best", -1),
