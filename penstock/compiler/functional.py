@@ -33,6 +33,16 @@ from penstock.errors import CompileError
 aten = torch.ops.aten
 
 
+# The last three return views of real tensors and copies of fake ones; of as_strided the values are
+# followed and the gradient is not.
+_VIEWS_NOT_FOLLOWED = {
+    aten.as_strided.default,
+    aten.broadcast_tensors.default,
+    aten.meshgrid.default,
+    aten.meshgrid.indexing,
+}
+
+
 def functionalise(captured: Capture) -> Capture:
     """Return the capture with every write in place replaced, and detached reads made plain.
 
@@ -100,6 +110,8 @@ class _EagerRun(fx.Interpreter):
             for tensor in written:
                 self._refuse_unseen(n, tensor)
         storages = {_storage(tensor) for tensor in _tensors((args, kwargs))}
+        if n.target in _VIEWS_NOT_FOLLOWED:
+            self._unannounced.update(dict.fromkeys(storages, n))
         for tensor in _tensors(result):
             if _storage(tensor) in storages and not _announces_views(n):
                 self._unannounced[_storage(tensor)] = n
