@@ -33,6 +33,16 @@ from penstock.errors import CompileError
 aten = torch.ops.aten
 
 
+# The last three return views of real tensors and copies of fake ones; of as_strided the values are
+# followed and the gradient is not.
+_VIEWS_NOT_FOLLOWED = {
+    aten.as_strided.default,
+    aten.broadcast_tensors.default,
+    aten.meshgrid.default,
+    aten.meshgrid.indexing,
+}
+
+
 def functionalise(captured: Capture) -> Capture:
     """Return the capture with every write in place replaced, and detached reads made plain.
 
@@ -48,7 +58,7 @@ def functionalise(captured: Capture) -> Capture:
     for reader, source in run.detached_reads:
         detach_read(graph, reader, source)
     _drop_in_place_detaches(graph, run.detached)
-    return replace(captured, graph=_retraced(graph, run.unannounced_views))
+    return replace(captured, graph=_retraced(graph))
 
 
 def writes(node: fx.Node) -> bool:
@@ -61,19 +71,19 @@ class _EagerRun(fx.Interpreter):
     """Runs a graph on fake tensors with autograd on, and looks at every write.
 
     `detached_reads` are pairs (reader, source) where a reader under `torch.no_grad()` reads what
-    needs a gradient. `unannounced_views` are the nodes whose operator returns a view without saying
-    so in its schema (`einsum`, `meshgrid`, `atleast_1d`): they must be taken apart to be seen.
-    `detached` are the nodes that `detach_` cut off from a gradient.
+    needs a gradient. `detached` are the nodes that `detach_` cut off from a gradient.
     """
 
     def __init__(self, captured: Capture) -> None:
         super().__init__(fx.GraphModule(nn.Module(), captured.graph), garbage_collect_values=False)
         self.extra_traceback = False  # errors of ours say all in one line
         self.detached_reads: list[tuple[fx.Node, fx.Node]] = []
-        self.unannounced_views: set[str] = set()
         self.detached: set[fx.Node] = set()
         self._captured = captured
         self._aliases: dict[int, list[torch.Tensor]] = {}  # by storage; keeps them alive
+        # By storage, nodes whose operator returns a view and does not say so in its schema, as
+        # `einsum`: functionalisation takes them for tensors of their own.
+        self._unannounced: dict[int, fx.Node] = {}
         self._owners: dict[int, str] = {}  # name of the placeholder, by storage
 
     def run(self) -> None:  # type: ignore[override]
@@ -94,13 +104,17 @@ class _EagerRun(fx.Interpreter):
             for tensor in written:
                 if _storage(tensor) in self._owners:
                     raise _refused_write(n, self._owners[_storage(tensor)], self._captured)
+                if _storage(tensor) in self._unannounced:
+                    raise _refused_view(self._unannounced[_storage(tensor)], n)
             result = n.target(*args, **kwargs)  # type: ignore[operator]
             for tensor in written:
                 self._refuse_unseen(n, tensor)
         storages = {_storage(tensor) for tensor in _tensors((args, kwargs))}
+        if n.target in _VIEWS_NOT_FOLLOWED:
+            self._unannounced.update(dict.fromkeys(storages, n))
         for tensor in _tensors(result):
             if _storage(tensor) in storages and not _announces_views(n):
-                self.unannounced_views.add(n.name)
+                self._unannounced[_storage(tensor)] = n
             self._aliases.setdefault(_storage(tensor), []).append(tensor)
         if n.target is torch.ops.penstock.custom_gradient.default:
             # To its user, a custom function returns what its forward made, which may be a view.
@@ -188,6 +202,14 @@ def _refused_write(node: fx.Node, placeholder: str, captured: Capture) -> Compil
     )
 
 
+def _refused_view(view: fx.Node, write: fx.Node) -> CompileError:
+    return CompileError(
+        f"{source_line(view)} makes a view ({view.target}) of a tensor that is written in place "
+        f"later ({write.target}), and the write cannot be followed through that view: copy one of "
+        "the two (.clone())."
+    )
+
+
 def _drop_in_place_detaches(graph: fx.Graph, detached: set[fx.Node]) -> None:
     """Make `detach_` an ordinary detach where it cuts off a gradient, and drop it elsewhere."""
     for node in graph.find_nodes(op="call_function", target=aten.detach_.default):
@@ -214,10 +236,11 @@ def _explained(graph: fx.Graph) -> Iterator[None]:
         ) from error
 
 
-def _retraced(graph: fx.Graph, unannounced_views: set[str]) -> fx.Graph:
+def _retraced(graph: fx.Graph) -> fx.Graph:
     """Return what the graph computes, as operators that write nothing."""
     placeholders = graph.find_nodes(op="placeholder")
-    replay = _Replay(fx.GraphModule(nn.Module(), graph), unannounced_views)
+    replay = fx.Interpreter(fx.GraphModule(nn.Module(), graph))
+    replay.extra_traceback = False
     functionalise_key = torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)
 
     def run(*values: torch.Tensor) -> list[Any]:
@@ -257,30 +280,6 @@ def _make_copy_differentiable(graph: fx.Graph, copy: fx.Node) -> None:
             value = insert_call(graph, copy, aten.slice_scatter.default, (to, value))
     copy.replace_all_uses_with(value)
     graph.erase_node(copy)
-
-
-class _Replay(fx.Interpreter):
-    """Runs a graph node by node, and takes operators apart that return views unannounced."""
-
-    def __init__(self, module: fx.GraphModule, unannounced_views: set[str]) -> None:
-        super().__init__(module)
-        self.extra_traceback = False
-        self._unannounced_views = unannounced_views
-
-    def run_node(self, n: fx.Node) -> Any:
-        """Run one node."""
-        if n.name not in self._unannounced_views:
-            return super().run_node(n)
-        assert isinstance(n.target, torch._ops.OpOverload)
-        with self._set_current_node(n):
-            args, kwargs = self.fetch_args_kwargs_from_env(n)
-            result = n.target.decompose(*args, **kwargs)
-        if result is NotImplemented:
-            raise CompileError(
-                f"{source_line(n)} makes a view ({n.target}) in a forward that writes in place, "
-                "and the view cannot be followed: add .clone()"
-            )
-        return result
 
 
 def _plain(result: Any) -> Any:

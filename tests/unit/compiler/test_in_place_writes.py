@@ -26,7 +26,7 @@ class WritesAView(Layer):
         self.view, self.base = view, base
 
     def forward(self, x):
-        y = torch.tanh(self.linear(x))
+        y = torch.tanh(self.linear(x.clone()))
         base = {"input": lambda: x, "zeros": lambda: torch.zeros(ROWS, WIDTH)}.get(
             self.base, y.clone
         )()
@@ -58,8 +58,9 @@ class CutsOff(Layer):
     def forward(self, x):
         gate = self.linear(x)
         gate.detach_()
-        gate.add_(1)
-        return (self.linear(x) * gate).sum()
+        shift = torch.ones(WIDTH)
+        shift.add_(gate[0])
+        return (self.linear(x) * gate * shift).sum()
 
 
 class KeepsATable(Layer):
@@ -88,13 +89,23 @@ def assert_as_plain(module, x):
     ("view", "base"),
     [
         *((name, "input") for name in MULTIPLE_VIEWS),  # autograd refuses to write these otherwise
-        *((name, "zeros") for name in ("chunk", "einsum", "atleast_3d", "broadcast_tensors")),
-        *((name, "hidden") for name in ("slice", "diagonal", "unfold", "permute", "einsum")),
+        *((name, "zeros") for name in ("chunk", "ravel", "unflatten")),
+        *((name, "hidden") for name in ("slice", "diagonal", "unfold", "permute")),
     ],
 )
 def test_a_write_to_a_view_reaches_its_tensor(view, base):
     x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
     assert_as_plain(WritesAView({**SINGLE_VIEWS, **MULTIPLE_VIEWS}[view], base), x)
+
+
+@pytest.mark.parametrize("view", ["einsum", "atleast_3d", "broadcast_tensors", "as_strided"])
+def test_a_view_that_cannot_be_followed_is_refused_if_written(view):
+    with pytest.raises(CompileError) as caught:
+        one_step(WritesAView(SINGLE_VIEWS[view], "zeros"), [{"x": torch.ones(ROWS, WIDTH)}])
+    assert str(caught.value).endswith(
+        "later (aten.mul_.Tensor), and the write cannot be followed through that view: copy one of "
+        "the two (.clone())."
+    )
 
 
 @pytest.mark.parametrize("module", [FillsWithoutGradients, FillsWithGradients, CutsOff])
