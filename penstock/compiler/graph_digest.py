@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from penstock.compiler.capture import Capture
 from penstock.compiler.digests import lines_of
+from penstock.compiler.regions import records_gradients
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # in the name of a Python function, another per process
 
@@ -32,8 +33,10 @@ def graph_digest(captured: Capture, weight_prefix: str = "") -> str:
             value = node.meta.get("val")
             kind = (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else value
             digest.update(f"{stands_for.get(node.name)} {kind}\n".encode())
-    for line in lines_of(captured.graph):
-        digest.update(f"{_ADDRESS.sub('', line)}\n".encode())
+    for node, line in zip(captured.graph.nodes, lines_of(captured.graph), strict=True):
+        # Whether autograd is on is a mark of the node until the graph is rewritten.
+        mode = "" if records_gradients(node) else " without gradients"
+        digest.update(f"{_ADDRESS.sub('', line)}{mode}\n".encode())
     return digest.hexdigest()
 
 
