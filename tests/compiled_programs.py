@@ -22,7 +22,6 @@ from penstock.program import Program
 
 Compile = Callable[..., Program]
 
-
 _NAMES: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 
@@ -34,7 +33,8 @@ def always_the_same(source: ModelSource, name: str) -> ModelSource:
 
 def sharing_programs(compile_source: Compile) -> Compile:
     """Return `compile_source` as one that compiles a configuration once in this process."""
-    programs: dict[str, Program] = {}
+    # What was asked for lies beside the program, so that the identity in a key stays its own.
+    programs: dict[str, tuple[dict[str, Any], Program]] = {}
     one_at_a_time = threading.Lock()  # PyTorch traces in one thread of a process
 
     @functools.wraps(compile_source)
@@ -43,8 +43,8 @@ def sharing_programs(compile_source: Compile) -> Compile:
             if (key := _key(source, asked)) is None:
                 return compile_source(source, **asked)
             if key not in programs:
-                programs[key] = compile_source(source, **asked)
-            return programs[key]
+                programs[key] = asked, compile_source(source, **asked)
+            return programs[key][1]
 
     return compile_once
 
@@ -63,6 +63,6 @@ def _key(source: ModelSource, asked: dict[str, Any]) -> str | None:
         "weights": source.weights_fingerprint(),
         "adapters": repr(source.adapters),
         "trainable": sorted(source.trainable),
-        "asked": asked,
+        "asked": {**asked, "known": id(asked.get("known"))},
     }
     return json.dumps(parts, sort_keys=True, default=repr)
