@@ -21,7 +21,6 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-
 _LOOK_SECONDS = 1.0
 
 

@@ -121,10 +121,14 @@ def test_an_answer_that_an_interrupt_left_unread_is_not_taken_for_the_next():
     """As in a notebook, where the interrupt reaches one process and the next cell goes on."""
     tokenizer = train_bpe(iter(["water over the dam"]), 300)
     before = tokenizer.encode_batch(["dam"])[0].tolist()
-    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
-    with pytest.raises(KeyboardInterrupt):
+
+    def encode_until_interrupted():
         while True:
             tokenizer.encode_batch(["water " * 200_000])
+
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        encode_until_interrupted()
     assert tokenizer.encode_batch(["dam"])[0].tolist() == before
 
 
