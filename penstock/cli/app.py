@@ -88,6 +88,7 @@ def main() -> None:
     """
     arguments = sys.argv[1:]
     debug = "--debug" in arguments
+    output.open_closed_streams()
     try:
         refuse_unreadable_arguments(arguments)
         app(args=[a for a in arguments if a != "--debug"], prog_name="penstock")

@@ -22,7 +22,10 @@ def generate(
 ) -> None:
     """Print text written by the newest checkpoint of RUN, as it is written."""
     from penstock.config import load_run
+    from penstock.errors import ConfigError
 
+    if any("\ud800" <= each <= "\udfff" for each in prompt):
+        raise ConfigError(f"--prompt: expected text in UTF-8, got {prompt!a}")
     settings = load_run(run)
 
     from penstock.trainer import Trainer

@@ -87,6 +87,21 @@ def tell(text: str) -> None:
         os.write(2, text.encode(errors="backslashreplace"))
 
 
+def open_closed_streams() -> None:
+    """Lead standard streams that are closed (`2>&-`) to the null device.
+
+    The next file that is opened would take a free descriptor: a message for standard error would be
+    written into the store.
+    """
+    for descriptor, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            leave([descriptor])
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+
+
 def settle() -> None:
     """Write out what standard output and error hold; what cannot be is given up.
 
@@ -106,7 +121,9 @@ def leave(descriptors: Sequence[int]) -> None:
     nowhere = os.open(os.devnull, os.O_RDWR)
     for descriptor in descriptors:
         os.dup2(nowhere, descriptor)
-    os.close(nowhere)
+        os.set_inheritable(descriptor, True)  # also one that was closed, and so is `nowhere`
+    if nowhere not in descriptors:
+        os.close(nowhere)
 
 
 def _guarded(stream: TextIO, on_loss: OnLoss) -> TextIO:

@@ -57,8 +57,13 @@ class ContainedTokenizer:
                 if self._process is None:
                     self._start()
                 return self._exchange(what, parts, most)
+            except DataError:
+                raise  # it has answered, and takes the next request
             except (OSError, EOFError, ValueError) as error:
                 raise self._died(what, size, most) from error
+            except BaseException:  # such as Ctrl-C: the answer would be taken for that of the next
+                self._leave()
+                raise
 
     def _start(self) -> None:
         self._process = subprocess.Popen(
@@ -69,7 +74,11 @@ class ContainedTokenizer:
             env={**os.environ, "TOKENIZERS_PARALLELISM": "true"},
         )
         weakref.finalize(self, _end, self._process)
-        self._exchange("load", [self._content.encode()], 0)
+        try:
+            self._exchange("load", [self._content.encode()], 0)
+        except DataError:
+            self._leave()  # it has no tokenizer
+            raise
 
     def _exchange(self, what: str, parts: Sequence[bytes], more_bytes: int) -> list[bytes]:
         process = self._process
@@ -88,10 +97,15 @@ class ContainedTokenizer:
             )
         return [_read(process.stdout, size) for size in answer["sizes"]]
 
-    def _died(self, what: str, size: int, most: int) -> DataError:
+    def _leave(self) -> "subprocess.Popen[bytes] | None":
+        """End the process, if there is one, and return it; the next request starts another."""
         process, self._process = self._process, None
         if process is not None:
             _end(process)
+        return process
+
+    def _died(self, what: str, size: int, most: int) -> DataError:
+        process = self._leave()
         how = "did not start" if process is None else f"ended with {process.returncode}"
         return DataError(
             f"tokenizer {self._name} could not {what} {size:,} bytes within {most >> 20:,} MiB of "

@@ -9,17 +9,25 @@ that it announces. A request is `load` with a tokenizer, `encode` with UTF-8 tex
 ids; an answer has the tokens or the text, or an `error`.
 """
 
+import contextlib
 import json
 import os
 import resource
+import signal
 import sys
+import threading
+import time
 from typing import Any, BinaryIO
 
 import numpy as np
 
+_LOOK_SECONDS = 1.0
+
 
 def main() -> None:
     """Answer requests until standard input ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     worker = _Worker()
@@ -33,6 +41,13 @@ def main() -> None:
         except BaseException as error:  # a panic of the library is no `Exception`
             answer, parts = {"error": str(error) or type(error).__name__}, []
         _write(answers, answer, parts)
+
+
+def _end_with(parent: int) -> None:
+    """End this process when the one that asks is gone: a text may take for ever to encode."""
+    while os.getppid() == parent:
+        time.sleep(_LOOK_SECONDS)
+    os._exit(1)
 
 
 class _Worker:
@@ -64,10 +79,14 @@ class _Worker:
 def _limit_memory(more_bytes: int) -> None:
     """Let this process have so much more than it has now; beyond, the library ends it.
 
-    What threads only reserve does not count, unlike with a limit on the address space.
+    What threads only reserve does not count, unlike with a limit on the address space. A system
+    that does not say what a process has sets no limit.
     """
-    with open("/proc/self/status") as status:
-        used = next(int(line.split()[1]) << 10 for line in status if line.startswith("VmData:"))
+    used = None
+    with contextlib.suppress(FileNotFoundError), open("/proc/self/status") as status:
+        used = next((int(line.split()[1]) << 10 for line in status if line[:7] == "VmData:"), None)
+    if used is None:
+        return
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     limit = used + more_bytes
     if hard != resource.RLIM_INFINITY:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from waiting import wait_until
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
 SETTINGS = {
@@ -152,3 +153,27 @@ def test_an_error_that_nobody_can_read_keeps_its_exit_code(folder):
     with open("/dev/full", "w") as full:
         assert train(folder, "run.stepz=1", stdout=full, stderr=full).wait() == 2
     assert not Path(folder / "runs").exists()
+
+
+@pytest.mark.parametrize("closed", ["<&- >&- 2>&-", ">&-", "2>&-"])
+def test_streams_that_are_closed_cost_nothing_and_are_no_files_of_the_run(folder, closed):
+    """The system gives a free descriptor to the next file: standard error would be the store."""
+    command = f"exec {sys.executable} -m penstock train run.yaml run.steps=100000 {closed}"
+    settings = SETTINGS | {"store": {"flash": {"path": "flash"}}}
+    (folder / "run.yaml").write_text(yaml.safe_dump(settings))
+    metrics = folder / "runs/run/metrics.jsonl"
+    with subprocess.Popen(["sh", "-c", command], cwd=folder, env=ENVIRONMENT) as process:
+        try:
+            wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") > 2, "steps")
+            opened = [os.readlink(f"/proc/{process.pid}/fd/{number}") for number in (0, 1, 2)]
+        finally:
+            process.terminate()
+    assert process.returncode == 128 + signal.SIGTERM
+    assert not [name for name in opened if name.startswith(str(folder))]
+    written = [*(folder / "flash").iterdir(), *(folder / "runs/run").iterdir()]
+    assert not [path for path in written if path.is_file() and b"stopping" in path.read_bytes()]
+
+
+def test_an_error_keeps_its_exit_code_where_all_streams_are_closed(folder):
+    command = f"exec {sys.executable} -m penstock train run.yaml run.stepz=1 <&- >&- 2>&-"
+    assert subprocess.run(["sh", "-c", command], cwd=folder, env=ENVIRONMENT).returncode == 2

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from command_line import penstock
 
 from penstock import process_memory
 from penstock.cli.system_errors import explain_system_error
@@ -97,3 +98,9 @@ def test_an_unusable_cache_folder_of_pytorch_stops_a_run_with_one_line(tmp_path)
         "error: TORCHINDUCTOR_CACHE_DIR: expected a folder that can be made and written, got "
         "/proc/nope: No such file or directory; name another, or leave it out\n"
     )
+
+
+def test_a_prompt_that_is_no_text_is_refused_before_the_run_is_looked_at():
+    told = penstock("generate", "nowhere", "--prompt", os.fsdecode(b"a\xffb"))
+    assert told.returncode == 2
+    assert told.stderr == "error: --prompt: expected text in UTF-8, got 'a\\udcffb'\n"

@@ -4,10 +4,15 @@ import gc
 import json
 import os
 import random
+import signal
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from waiting import wait_until
 
 from penstock.data import build_dataset
 from penstock.data.contained_tokenizer import LEAST_BYTES, ContainedTokenizer
@@ -110,3 +115,67 @@ def test_a_process_that_was_killed_is_started_anew():
         "memory: its process ended with -9; use another tokenizer, or shorter documents"
     )
     assert tokenizer.encode_batch(["water over"])[0].tolist() == before
+
+
+def test_an_answer_that_an_interrupt_left_unread_is_not_taken_for_the_next():
+    """As in a notebook, where the interrupt reaches one process and the next cell goes on."""
+    tokenizer = train_bpe(iter(["water over the dam"]), 300)
+    before = tokenizer.encode_batch(["dam"])[0].tolist()
+
+    def encode_until_interrupted():
+        while True:
+            tokenizer.encode_batch(["water " * 200_000])
+
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        encode_until_interrupted()
+    assert tokenizer.encode_batch(["dam"])[0].tolist() == before
+
+
+def test_its_process_leaves_an_interrupt_to_the_one_that_asks():
+    tokenizer = train_bpe(iter(["water over the dam"]), 300)
+    before = tokenizer.encode_batch(["dam"])[0].tolist()
+    tokenizer._contained._process.send_signal(signal.SIGINT)
+    assert tokenizer.encode_batch(["dam"])[0].tolist() == before
+
+
+def test_a_tokenizer_that_was_refused_is_refused_again():
+    contained = ContainedTokenizer(json.dumps({}), "none")
+    told = []
+    for _ in range(2):
+        with pytest.raises(DataError) as caught:
+            contained.encode(["x"])
+        told.append(str(caught.value))
+    assert told[0] == told[1]
+
+
+# Its normaliser takes minutes for the second text.
+_ENDLESS = """
+from tokenizers import Tokenizer, models, normalizers
+from penstock.data.contained_tokenizer import ContainedTokenizer
+tokenizer = Tokenizer(models.BPE(vocab={"a": 0, "b": 1}, merges=[]))
+there_and_back = [normalizers.Replace("a", "b"), normalizers.Replace("b", "a")]
+tokenizer.normalizer = normalizers.Sequence(there_and_back * 2000)
+contained = ContainedTokenizer(tokenizer.to_str(), "endless")
+contained.encode(["a"])
+print(contained._process.pid, flush=True)
+contained.encode(["a" * 400_000])
+"""
+
+
+def test_its_process_ends_with_the_one_that_asks_whatever_it_is_at():
+    with subprocess.Popen([sys.executable, "-c", _ENDLESS], stdout=subprocess.PIPE) as asks:
+        worker = int(asks.stdout.readline())
+        wait_until(lambda: processor_seconds(worker) > 1, "the second text is being encoded")
+        asks.kill()
+    wait_until(lambda: processor_seconds(worker) is None, "its process ends")
+
+
+def processor_seconds(pid):
+    """The seconds for which a process has computed; None once it has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except FileNotFoundError:
+        return None
+    ticks = int(fields[11]) + int(fields[12])
+    return None if fields[0] == "Z" else ticks / os.sysconf("SC_CLK_TCK")
