@@ -9,6 +9,9 @@ the others are run all the same. `make bench` is this.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -54,9 +57,12 @@ def run(script: Path, is_quick: bool) -> str:
     """Run a benchmark, print what it prints, and return how it went in one line."""
     command = [sys.executable, str(script), *(["--quick"] if is_quick else [])]
     last, began = "", time.perf_counter()
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    # In a session of its own: past the limit its worker processes end too.
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
         assert process.stdout is not None
-        timer = threading.Timer(QUICK_LIMIT, process.kill) if is_quick else None
+        timer = threading.Timer(QUICK_LIMIT, end_group, [process.pid]) if is_quick else None
         if timer is not None:
             timer.start()
         try:
@@ -78,6 +84,12 @@ def run(script: Path, is_quick: bool) -> str:
         return f"skipped: {result['skipped']}"
     target = "" if result["target"] is None else f" (target {result['target']:g})"
     return f"{result['value']:g}{target} {result['unit']}"
+
+
+def end_group(leader: int) -> None:
+    """Kill a process and all that it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from penstock.cli import output
+from penstock.cli.output import surviving_loss
 from penstock.cli.train import GracefulStop, naming_command
 from penstock.config import Config, check_run, load, load_run
 from penstock.errors import ConfigError, PenstockError, ProgramError
@@ -111,7 +113,7 @@ def train(config: Config, console: Console, again: str) -> Trainer:
     build_data(config, console)
     view = view_for_command(console, config.logging.every)
     stop = GracefulStop(view.interrupt)
-    with view:
+    with surviving_loss(stop.lose_output), view:
         trainer = Trainer(config, on_event=naming_command(view, again), quiet=True)
         if getattr(trainer.model.hf_config, "model_type", None) != "gpt2":
             raise ConfigError(
@@ -223,4 +225,9 @@ def show_next_commands(config: Config, console: Console, done: bool) -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    output.open_closed_streams()
+    try:
+        code = main(sys.argv[1:])
+    finally:
+        output.settle()
+    raise SystemExit(code)

@@ -59,7 +59,7 @@ def _rows(progress: Progress, started: RunStarted) -> Iterator[tuple[str, str | 
         seen = show_count(step * started.tokens_per_step)
         yield "data", f"epoch {progress.epochs:.2f}   {seen} {started.row_name} seen"
     if last is not None:
-        chart = sparkline(progress.losses, _CHART_WIDTH)
+        chart = sparkline(progress.losses.means, _CHART_WIDTH)
         loss = show_loss(last.loss, started.loss_unit)
         yield "loss", Text.assemble((loss, "bold"), "  ", (chart, "cyan"))
     if progress.evaluated is not None:

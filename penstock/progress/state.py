@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from penstock.events import Evaluated, Event, RunStarted, Saved, StepDone
 
@@ -12,6 +12,28 @@ from penstock.events import Evaluated, Event, RunStarted, Saved, StepDone
 _RECENT_STEPS = 20
 # The first two steps compile kernels, the second those of the updates: no later step takes as long.
 _FIRST_STEPS = 2
+# A chart is less than a hundred characters wide, and a run may have millions of steps.
+_MOST_POINTS = 1024
+
+
+class LossHistory:
+    """Losses of all steps in bounded memory: `means` over equal numbers of steps, oldest first."""
+
+    def __init__(self) -> None:
+        self.means: list[float] = []
+        self._steps_per_point = 1
+        self._pending: list[float] = []  # of the point that is not complete yet
+
+    def add(self, loss: float) -> None:
+        """Add the loss of the next step."""
+        self._pending.append(loss)
+        if len(self._pending) < self._steps_per_point:
+            return
+        self.means.append(_mean(self._pending))
+        self._pending.clear()
+        if len(self.means) == _MOST_POINTS:
+            self.means = [_mean(self.means[i : i + 2]) for i in range(0, _MOST_POINTS, 2)]
+            self._steps_per_point *= 2
 
 
 class Progress:
@@ -23,7 +45,8 @@ class Progress:
         self.evaluated: Evaluated | None = None
         self.best: Evaluated | None = None
         self.saved: Saved | None = None
-        self.losses: list[float] = []
+        self.losses = LossHistory()
+        self._steps = 0  # since the run, or this part of a resumed one, began
         self._clock = clock
         self._began = clock()
         self._recent: deque[StepDone] = deque(maxlen=_RECENT_STEPS)
@@ -31,12 +54,13 @@ class Progress:
     def __call__(self, event: Event) -> None:
         if isinstance(event, RunStarted):
             self.started, self._began = event, self._clock()
-            self.last, self.losses = None, []
+            self.last, self.losses, self._steps = None, LossHistory(), 0
             self._recent.clear()
         elif isinstance(event, StepDone):
             self.last = event
-            self.losses.append(event.loss)
-            if len(self.losses) == _FIRST_STEPS + 1:
+            self.losses.add(event.loss)
+            self._steps += 1
+            if self._steps == _FIRST_STEPS + 1:
                 self._recent.clear()
             self._recent.append(event)
         elif isinstance(event, Evaluated):
@@ -73,7 +97,7 @@ class Progress:
     @property
     def seconds_left(self) -> float | None:
         """What the remaining steps will take; None until a step has repeated, and at the end."""
-        if self.started is None or self.last is None or len(self.losses) <= _FIRST_STEPS:
+        if self.started is None or self.last is None or self._steps <= _FIRST_STEPS:
             return None
         steps = self.started.steps - self.last.step
         return steps * self.seconds_per_step if steps else None
@@ -88,3 +112,7 @@ class Progress:
 
     def _per_second(self, amount: float) -> float:
         return amount / max(sum(s.seconds for s in self._recent), 1e-9)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

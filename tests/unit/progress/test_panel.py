@@ -11,7 +11,7 @@ from rich.console import Console
 
 from penstock.events import Evaluated, Saved
 from penstock.progress.panel import panel
-from penstock.progress.state import Progress
+from penstock.progress.state import LossHistory, Progress
 
 
 def shown(renderable, width=80):
@@ -104,3 +104,13 @@ def test_the_panel_before_the_first_step():
 def test_what_is_urgent_stands_at_the_end():
     text = shown(panel(progress_of(started()), "stopping after this step"))
     assert "│           stopping after this step" in text.splitlines()[-2]
+
+
+def test_the_losses_of_a_long_run_take_little_memory_and_keep_their_shape():
+    history = LossHistory()
+    for number in range(100_000):
+        history.add(100.0 - number / 1000)
+    assert 500 <= len(history.means) <= 1024
+    assert history.means == sorted(history.means, reverse=True)
+    assert history.means[0] == pytest.approx(100.0, abs=0.2)
+    assert history.means[-1] == pytest.approx(0.0, abs=0.3)
