@@ -105,6 +105,12 @@ def _why(config: Config, division: Division) -> str:
     )
 
 
+def _largest_shared(config: Config) -> int:
+    """Return the largest `batch.micro` of which every engine has one; `batch.size` is enough."""
+    size = config.batch.size
+    return next(micro for micro in range(size // config.engines, 0, -1) if size % micro == 0)
+
+
 def _planned(
     config: Config, division: Division, device: str, length: int, devices: Sequence[str]
 ) -> Layout:
@@ -115,7 +121,7 @@ def _planned(
         key, what = ("engine.devices", "devices") if devices else ("engines", "engines")
         raise ConfigError(
             f"{key}: {config.engines} {what} cannot share {micro_batches} micro-batch(es) "
-            f"of {micro_batch}; lower batch.micro or {key}, or raise batch.size"
+            f"of {micro_batch}; set batch.micro to {_largest_shared(config)}, or lower {key}"
         )
     sharing = Sharing(len(devices), micro_batches) if devices else None
     least = _least_engines(config)

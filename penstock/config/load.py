@@ -39,8 +39,13 @@ def to_config(config: Config | Mapping[str, Any] | str | Path, cluster: str | No
     """Return the configuration that `Trainer(config, cluster=...)` stands for."""
     if isinstance(config, Mapping):
         config = Config.from_mapping(config)
-    elif not isinstance(config, Config):
+    elif isinstance(config, str | Path):
         config = load(config)
+    elif not isinstance(config, Config):
+        raise ConfigError(
+            f"expected a configuration: a mapping or the path of a YAML file; got "
+            f"{type(config).__name__}. A model goes into Trainer(configuration, model=...)"
+        )
     if cluster is None:
         return config
     whole = config.to_mapping()

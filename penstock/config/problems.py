@@ -18,6 +18,17 @@ from penstock.config.document import KeyPath, dump_inline
 from penstock.config.model import FORM_CLASSES
 from penstock.errors import did_you_mean
 
+# What other trainers call a key.
+NAMES_ELSEWHERE = {
+    "batch_size": "batch.size",
+    "eval": "evaluation",
+    "lr": "optimizer.learning_rate",
+    "max_grad_norm": "optimizer.clip_norm",
+    "max_length": "data.sequence_length",
+    "max_steps": "run.steps",
+    "output_dir": "run.dir",
+}
+
 
 @dataclass
 class Origin:
@@ -98,13 +109,16 @@ def _unknown_key(path: KeyPath, root: type[BaseModel], place: tuple[str | int, .
         owner = FORM_CLASSES.get(str(place[1]))
     known = list(owner.model_fields) if owner else []
     name = dotted(path[:-1]) if len(path) > 1 else "a configuration"
-    hint = _elsewhere(str(path[-1]), root) or did_you_mean(str(path[-1]), known)
+    word = str(path[-1])
+    hint = _elsewhere(word, root) or did_you_mean(word, known)
     return f"unknown key{hint}; {name} has {', '.join(known)}"
 
 
 def _elsewhere(word: str, root: type[BaseModel]) -> str:
-    """Return ` (did you mean 'run.steps'?)` if a key of another section has this name."""
+    """Return ` (did you mean 'run.steps'?)`: a key of another section, or of another trainer."""
     found = [repr(dotted(path)) for path in _keys(root) if path[-1] == word]
+    if not found and word in NAMES_ELSEWHERE:
+        found = [repr(NAMES_ELSEWHERE[word])]
     return f" (did you mean {' or '.join(found)}?)" if found else ""
 
 

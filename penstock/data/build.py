@@ -95,7 +95,8 @@ def build_dataset(
         content: "text", or "records": a prompt and a completion each, from .jsonl and .parquet
             files alone.
         field: field or column with the text, in .jsonl and .parquet files.
-        prompt_field, completion_field: the same for records.
+        prompt_field: the same for the prompts of records.
+        completion_field: the same for their completions.
         glob: pattern for the names of files inside folders.
         exclude: patterns for files and folders inside folders that are left out.
         chosen_from: what `inputs` were chosen from, if they were: what a run may ask for by name.

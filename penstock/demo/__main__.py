@@ -34,10 +34,11 @@ PROMPT = "class Stack:\n    def"
 LARGEST_DIFFERENCE = {"fp32": 1e-4, "bf16": 1e-2}
 
 WELCOME = """\
-Penstock trains a small GPT on the source of Python's standard library. Weights and optimizer
-state stay in the store; each step streams them, layer by layer, through the engine. It takes some
-{minutes} minutes on two idle cores. Ctrl-C saves and stops; `{again}` goes on from there.
+Penstock trains a small GPT on the source of Python's standard library. Weights and optimizer \
+state stay in the store; in each step the weights stream, layer by layer, through the engine. \
+It takes about {minutes} minutes on two idle cores.
 """
+STOPPING = "Ctrl-C saves and stops. To go on from there: {again}\n"
 MINUTES = {"fp32": "five", "bf16": "four"}
 HELP = """\
 python -m penstock.demo [KEY=VALUE]...
@@ -63,7 +64,8 @@ def main(arguments: Sequence[str]) -> int:
             console.print(f"The demo is done: {config.run.dir} has all its steps.\n")
         else:
             minutes = MINUTES[config.precision]
-            console.print(WELCOME.format(minutes=minutes, again=again), soft_wrap=True)
+            console.print(WELCOME.format(minutes=minutes))
+            console.print(STOPPING.format(again=again), soft_wrap=True)
             trainer = train(config, console, again)
             if trainer.step < config.run.steps:
                 return 130

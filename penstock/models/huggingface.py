@@ -143,7 +143,8 @@ def find_task(config: Any) -> str:
         return "causal_lm"
     raise ConfigError(
         f"transformers has no causal or masked language model for {config.model_type}; "
-        f"give a factory (package.module:function) and a loss instead"
+        "say how its loss is made and what it is given: loss, inputs and targets of "
+        "ModelSource.from_module or of model: {factory: package.module:function}"
     )
 
 

@@ -366,14 +366,18 @@ class ModelSource:
         Args:
             module: on the CPU. In a model in train mode, parts in eval mode stay so; one in eval
                 mode is trained in train mode as a whole.
-            task: `causal_lm`, `masked_lm` (forward takes `input_ids` and returns logits) or
-                `custom`; by default `custom`, unless it is a `transformers` language model.
-            loss: for custom: a function `loss(output, **targets)` or its `package.module:function`;
-                by default the module returns its scalar mean loss.
-            inputs: for custom: what `forward` takes, by name, as `InputSpec`s or example batches;
-                by default `input_ids`, and `labels` too if there is no `loss`.
-            targets: for custom: the same for what `loss` takes; by default `labels`.
-            vocab_size, max_sequence_length: where the module has no configuration that says.
+            options: those below, by name.
+
+        Options:
+
+        - `task`: `causal_lm`, `masked_lm` (forward takes `input_ids` and returns logits) or
+          `custom`; by default `custom`, unless it is a `transformers` language model.
+        - `loss`, for custom: a function `loss(output, **targets)` or its
+          `package.module:function`; by default the module returns its scalar mean loss.
+        - `inputs`, for custom: what `forward` takes, by name, as `InputSpec`s or example batches;
+          by default `input_ids`, and `labels` too if there is no `loss`.
+        - `targets`, for custom: the same for what `loss` takes; by default `labels`.
+        - `vocab_size`, `max_sequence_length`: for a module without a configuration that has them.
 
         Raises:
             ConfigError, CompileError: a name that does not exist, or a module that cannot be used.

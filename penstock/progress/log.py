@@ -32,6 +32,8 @@ from penstock.progress.view import ALWAYS_TOLD, show_on_stderr
 
 # What most makers rate a consumer's disk of 1 TB for; others are rated in proportion.
 RATED_BYTES = 600 * 10**12
+# A disk is replaced after some years whatever is written to it.
+LIFETIME_WORTH_SAYING = 5 * 365 * 86400.0
 
 
 class LineView:
@@ -100,7 +102,8 @@ def step_line(progress: Progress) -> str:
 
 def show_loss(loss: float, unit: str, digits: int = 4) -> str:
     """Return a loss with its unit; a loss of the user's own has none."""
-    return f"{loss:.{digits}f} {unit}".rstrip()
+    shown = f"{loss:.{digits}f}" if abs(loss) >= 0.01 or loss == 0 else f"{loss:.3g}"
+    return f"{shown} {unit}".rstrip()
 
 
 def show_held_out_loss(event: Evaluated, digits: int = 4) -> str:
@@ -190,7 +193,7 @@ def measured_lines(run: RunMeasured) -> list[str]:
     parts = {
         "compute": run.compute_seconds,
         "waiting for flash": run.flash_wait_seconds,
-        "weights and gradients": run.weight_seconds,
+        "moving weights and gradients": run.weight_seconds,
         "updates": run.update_seconds,
         "waiting for a checkpoint": run.snapshot_seconds,
     }
@@ -203,19 +206,22 @@ def measured_lines(run: RunMeasured) -> list[str]:
     lines = [f"a step's time: {shown}", "a step's traffic: " + traffic(run)]
     if run.flash_rule_written_bytes:
         lines.append(
-            f"flash per step: {show_bytes(run.flash_read_bytes / run.steps)} read (the rule: at "
+            f"flash per step: {show_bytes(run.flash_read_bytes / run.steps)} read (predicted: at "
             f"most {show_bytes(run.flash_rule_read_bytes / run.steps)}), "
-            f"{show_bytes(run.flash_written_bytes / run.steps)} written (the rule: "
+            f"{show_bytes(run.flash_written_bytes / run.steps)} written (predicted: "
             f"{show_bytes(run.flash_rule_written_bytes / run.steps)})"
         )
     written = run.flash_written_bytes + run.checkpoint_bytes
     if written:
         per_day = written / run.seconds * 86400
-        lines.append(
-            f"disk: {show_bytes(written)} written; at this rate {show_bytes(per_day)} per day, and "
-            f"a disk rated for {show_bytes(RATED_BYTES)} written (its maker says "
-            f"{RATED_BYTES // 10**12} TB) lasts {show_duration(RATED_BYTES / per_day * 86400)}"
-        )
+        line = f"disk: {show_bytes(written)} written; at this rate {show_bytes(per_day)} per day"
+        seconds = RATED_BYTES / per_day * 86400
+        if seconds < LIFETIME_WORTH_SAYING:
+            line += (
+                f", and a disk rated for {show_bytes(RATED_BYTES)} written (its maker says "
+                f"{RATED_BYTES // 10**12} TB) lasts {show_duration(seconds)}"
+            )
+        lines.append(line)
     of = f" of {show_bytes(run.memory_bytes)} (memory)" if run.memory_bytes else ""
     lines.append(f"memory: the process had {show_bytes(run.peak_rss_bytes)}{of} at its peak")
     if run.memory_bytes and run.peak_rss_bytes > run.memory_bytes:

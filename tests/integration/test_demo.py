@@ -158,7 +158,7 @@ def test_ctrl_c_in_a_terminal_saves_and_the_next_time_goes_on(tmp_path):
     assert "held-out loss" in seen
     assert "tokens/s" in seen
     assert "stopped after step" in seen
-    assert "goes on from there" in seen
+    assert "To go on from there: " in seen
     stopped_at = max(steps_recorded(tmp_path))
     assert stopped_at < 2000
     assert (tmp_path / f"runs/demo/checkpoints/step-{stopped_at:08d}").is_dir()

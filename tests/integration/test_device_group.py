@@ -164,8 +164,8 @@ def test_devices_without_a_micro_batch_are_refused(tmp_path):
     with pytest.raises(ConfigError) as caught:
         trainer_of(case, RECIPE, tmp_path, engine={"devices": ["cpu"] * 6})
     assert str(caught.value) == (
-        "engine.devices: 6 devices cannot share 5 micro-batch(es) of 2; lower batch.micro or "
-        "engine.devices, or raise batch.size"
+        "engine.devices: 6 devices cannot share 5 micro-batch(es) of 2; set batch.micro to 1, "
+        "or lower engine.devices"
     )
 
 

@@ -3,6 +3,8 @@
 import pytest
 
 from penstock.config import Config, load
+from penstock.config.load import to_config
+from penstock.config.problems import NAMES_ELSEWHERE
 from penstock.errors import ConfigError
 
 _KEYS = (
@@ -216,6 +218,16 @@ def test_every_mistake_is_named_at_once_in_the_order_of_the_file(tmp_path, monke
             f"'optimizer.learning_rate'?); a configuration has {_KEYS}",
         ),
         (
+            "lr=1e-3",
+            "command line, lr=1e-3: lr: unknown key (did you mean 'optimizer.learning_rate'?); "
+            f"a configuration has {_KEYS}",
+        ),
+        (
+            "batch_size=4",
+            "command line, batch_size=4: batch_size: unknown key (did you mean 'batch.size'?); "
+            f"a configuration has {_KEYS}",
+        ),
+        (
             "path=x",
             "command line, path=x: path: unknown key (did you mean 'data.path' or "
             f"'store.flash.path'?); a configuration has {_KEYS}",
@@ -292,4 +304,21 @@ def test_a_mapping_from_python_is_explained_without_a_place():
         Config.from_mapping({"run": {"step": 1}})
     assert str(raised.value) == (
         "run.step: unknown key (did you mean 'steps'?); run has dir, steps, seed"
+    )
+
+
+@pytest.mark.parametrize("name", NAMES_ELSEWHERE)
+def test_a_name_of_another_trainer_stands_for_a_key_that_exists(name):
+    found = Config().to_mapping()
+    for part in NAMES_ELSEWHERE[name].split("."):
+        found = found[part]
+
+
+@pytest.mark.parametrize("given", [None, 3, object()])
+def test_what_is_no_configuration_is_refused_with_what_one_is(given):
+    with pytest.raises(ConfigError) as raised:
+        to_config(given, None)
+    assert str(raised.value) == (
+        "expected a configuration: a mapping or the path of a YAML file; got "
+        f"{type(given).__name__}. A model goes into Trainer(configuration, model=...)"
     )

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from penstock.events import Evaluated, Finished, Notice, RunMeasured, Saved, Stopped
 from penstock.progress import LineView
-from penstock.progress.log import event_lines, step_line
+from penstock.progress.log import event_lines, show_loss, step_line
 from penstock.progress.state import Progress
 
 
@@ -166,10 +166,20 @@ def test_a_runs_end_says_its_traffic_in_one_sentence_and_all_sizes_in_binary_uni
         streamed_bytes=240 * 2**20, gradient_bytes=290 * 2**20,
     )  # fmt: skip
     assert event_lines(measured) == [
-        "a step's time: compute 90%, weights and gradients 10%",
+        "a step's time: compute 90%, moving weights and gradients 10%",
         "a step's traffic: 24.0 MiB of weights went from the store to the engine, for the forward "
         "and again for the backward pass, and 29.0 MiB of gradients came back once",
         "disk: 1.00 TiB written; at this rate 1.00 TiB per day, and a disk rated for 546 TiB "
         "written (its maker says 600 TB) lasts 545 d 16 h",
         "memory: the process had 1.00 GiB at its peak",
     ]
+    little = replace(measured, checkpoint_bytes=2**30)  # a disk would last for centuries
+    assert event_lines(little)[2] == "disk: 1.00 GiB written; at this rate 1.00 GiB per day"
+
+
+@pytest.mark.parametrize(
+    ("loss", "shown"),
+    [(6.25, "6.2500"), (0.01, "0.0100"), (0.0003124, "0.000312"), (0.0, "0.0000")],
+)
+def test_a_small_loss_keeps_three_digits(loss, shown):
+    assert show_loss(loss, "") == shown
