@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from penstock.compiler.capture import STREAM_DTYPE, Capture, Precision, capture
+from penstock.compiler.capture import STREAM_DTYPE, Capture, Precision
 from penstock.compiler.custom_gradients import CustomGradient, fold_custom_gradients
 from penstock.compiler.cut import Piece, cut, weight_free_nodes
 from penstock.compiler.devices import move, on_device
 from penstock.compiler.digests import digest_of, lines_of
+from penstock.compiler.forward_state import capture_repeatable
 from penstock.compiler.graph_digest import graph_digest
 from penstock.compiler.hooks import refuse_gradient_hooks
 from penstock.compiler.joint import StageSignature, make_kind
@@ -70,7 +71,7 @@ def compile_module(
     if options.training:
         refuse_gradient_hooks(module, options.weight_prefix)
     with _gradients_of(module, names, trainable) if options.training else nullcontext():
-        captured = capture(module, inputs, options.precision, options.training)
+        captured = capture_repeatable(module, inputs, options.precision, options.training)
     if options.training:  # the forward may have registered some
         refuse_gradient_hooks(module, options.weight_prefix)
     digest = graph_digest(captured, options.weight_prefix)

@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 from penstock.compiler.capture import Capture, refused_buffer_write
 from penstock.compiler.nodes import insert_call, source_line
 from penstock.compiler.regions import detach_read, detach_reads, records_gradients
+from penstock.compiler.strides import index_instead_of_strides, refuse_strides_of_others
 from penstock.errors import CompileError
 
 aten = torch.ops.aten
@@ -50,7 +51,9 @@ def functionalise(captured: Capture) -> Capture:
     the line whose write autograd does not see.
     """
     graph = captured.graph
+    refuse_strides_of_others(graph)
     if not any(writes(node) for node in graph.nodes):
+        index_instead_of_strides(graph)
         detach_reads(graph, captured.weights)
         return captured
     run = _EagerRun(captured)
@@ -254,12 +257,14 @@ def _retraced(graph: fx.Graph) -> fx.Graph:
     preserved = traceback.preserve_node_meta()
     with values[0].fake_mode, torch.no_grad(), preserved, _explained(graph):
         new = make_fx(run, pre_dispatch=True)(*values).graph
+    refuse_strides_of_others(new)  # as_strided may be part of another operator
     for node, before in zip(new.find_nodes(op="placeholder"), placeholders, strict=True):
         node.name, node.target, node.meta = before.name, before.target, dict(before.meta)
     for node in new.find_nodes(op="call_function", target=aten.copy.default):
         _make_copy_differentiable(new, node)
     for node in new.find_nodes(op="call_function", target=aten.view.default):
         node.target = aten.reshape.default  # strides may be others once the graph is cut
+    index_instead_of_strides(new)
     new.eliminate_dead_code()
     return new
 

@@ -39,7 +39,6 @@ def rewrite(captured: Capture) -> tuple[Capture, fx.Node]:
     _refuse_regions(graph)
     _drop_checks(graph)
     _refuse_shapes_from_values(graph)
-    _refuse_strides_of_others(graph)
     _key_dropouts(graph, _key_placeholder(graph))
     captured = functionalise(captured)
     graph = captured.graph
@@ -96,23 +95,6 @@ def _refuse_shapes_from_values(graph: fx.Graph) -> None:
                 f"({node.target}), which no ahead-of-time graph can hold: use torch.where or a "
                 "mask instead."
             )
-
-
-def _refuse_strides_of_others(graph: fx.Graph) -> None:
-    """Refuse `as_strided` of what does not fill a memory of its own in order.
-
-    It reads memory, not elements, and a value that crosses stages is stored anew.
-    """
-    for node in graph.nodes:
-        if node.target in (aten.as_strided.default, aten.as_strided_.default):
-            source = value_of(node.args[0])
-            filled = source.untyped_storage().nbytes() == source.numel() * source.element_size()
-            if not (source.is_contiguous() and filled):
-                raise CompileError(
-                    f"{source_line(node)} reads a tensor by as_strided that is itself a view or "
-                    "not contiguous: make it contiguous (.contiguous().clone()) first, or use "
-                    "slices and permute."
-                )
 
 
 def fuse_heads(graph: fx.Graph) -> int:
@@ -203,7 +185,7 @@ def _key_placeholder(graph: fx.Graph) -> fx.Node:
 def _key_dropouts(graph: fx.Graph, key: fx.Node) -> None:
     """Key every dropout. One that drops nothing is its argument itself, as in PyTorch."""
     for node in list(graph.nodes):
-        if node.target is aten.dropout.default:
+        if node.target in (aten.dropout.default, aten.dropout_.default):
             value, probability, training = _dropout_arguments(node)
             if not training or probability == 0.0:
                 node.replace_all_uses_with(value)
@@ -213,6 +195,9 @@ def _key_dropouts(graph: fx.Graph, key: fx.Node) -> None:
                 keyed = insert_call(
                     graph, node, torch.ops.penstock.dropout.default, (value, key, 0, probability)
                 )
+            if node.target is aten.dropout_.default:  # as any other write, for `functionalise`
+                node.target, node.args, node.kwargs = aten.copy_.default, (value, keyed), {}
+                continue
             node.replace_all_uses_with(keyed)
             graph.erase_node(node)
         elif node.target is aten.scaled_dot_product_attention.default and arguments_by_name(
@@ -230,7 +215,8 @@ def _number_dropouts(graph: fx.Graph) -> None:
 
 def _dropout_arguments(node: fx.Node) -> tuple[fx.Node, float, bool]:
     arguments = arguments_by_name(node)
-    return arguments["input"], float(arguments["p"]), bool(arguments["train"])
+    value = arguments["input"] if "input" in arguments else arguments["self"]
+    return value, float(arguments["p"]), bool(arguments["train"])
 
 
 def _expand_attention(graph: fx.Graph, node: fx.Node, key: fx.Node) -> None:

@@ -9,6 +9,7 @@ import xxhash
 from torch import nn
 
 from penstock.errors import CompileError, ConfigError, did_you_mean
+from penstock.models.bound_functions import refuse_bound_functions
 from penstock.models.deferred import TensorNames
 from penstock.models.finite import refuse_non_finite
 from penstock.models.recording import SharedFakeTensorMode
@@ -28,6 +29,7 @@ class Built:
 
     def __init__(self, module: nn.Module) -> None:
         refuse_shared_memory(module)
+        refuse_bound_functions(module)
         names = TensorNames.of(module)
         tensors = {**names.parameters, **names.buffers}
         for name, tensor in tensors.items():

@@ -113,7 +113,8 @@ class CustomLoss(nn.Module):
     ) -> None:
         super().__init__()
         self.model = model
-        self._loss = loss
+        # Not a part of the model, of which buffers are looked up: tensors of a loss are constants.
+        self._loss = loss.__call__ if isinstance(loss, nn.Module) else loss
         self._target_names = tuple(target_names)
 
     def forward(self, **inputs: torch.Tensor) -> torch.Tensor:

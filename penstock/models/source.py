@@ -16,6 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from penstock.errors import CompileError, ConfigError, PenstockError, did_you_mean
+from penstock.models.bound_functions import refuse_bound_loss
 from penstock.models.built import Built
 from penstock.models.deferred import Deferred, TensorNames, record
 from penstock.models.huggingface import (
@@ -383,6 +384,7 @@ class ModelSource:
             ConfigError, CompileError: a name that does not exist, or a module that cannot be used.
         """
         built = Built(module)
+        refuse_bound_loss(module, options.get("loss"))
         return replace(_from_origin(built, **options), _built=built)
 
 

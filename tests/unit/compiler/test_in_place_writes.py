@@ -161,3 +161,27 @@ def test_a_tensor_attribute_that_the_forward_writes_is_refused():
         "it writes a tensor that is neither its input nor made in the forward. An engine keeps no "
         "state between steps: write to a copy (.clone())."
     )
+
+
+class WritesByStrides(Layer):
+    """Writes elements that no slice names; those beside them keep their gradient."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.write = write
+
+    def forward(self, x):
+        y = self.linear(x).clone()
+        self.write(y)
+        return y.tanh().sum()
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda y: y.fill_diagonal_(0.3),
+        lambda y: y.as_strided((2, 3), (WIDTH, 1), 2).mul_(2.0),
+    ],
+)
+def test_elements_beside_a_strided_write_keep_their_gradient(write):
+    assert_as_plain(WritesByStrides(write), torch.randn(ROWS, WIDTH))
