@@ -211,15 +211,16 @@ def _read_signature(
         else:
             raise CompileError(f"the model takes an input of kind {spec.kind.name} ({name})")
     graph = inline_regions(exported.graph_module)
-    nodes = {node.name: node for node in graph.nodes}
     for buffer in _written_statistics(graph, buffers):
         raise refused_buffer_write(buffer)
-    for out in signature.output_specs:
+    # By place: a region that was inlined has left its results other names than the signature's.
+    (output,) = graph.find_nodes(op="output")
+    for out, result in zip(signature.output_specs, output.args[0], strict=True):
         if out.kind is OutputKind.BUFFER_MUTATION:
             raise refused_buffer_write(str(out.target))
         returned = out.kind in (OutputKind.USER_OUTPUT, OutputKind.LOSS_OUTPUT)
-        if returned and out.arg.name not in nodes:
-            raise CompileError(f"the model must return tensors; it returns {out.arg}")
+        if returned and not isinstance(result, fx.Node):
+            raise CompileError(f"the model must return tensors; it returns {result!r}")
     trained = frozenset(name for name, weight in weights.items() if weight in differentiable)
     return Capture(graph, weights, buffers, inputs, constants, trained)
 

@@ -50,6 +50,7 @@ def index_instead_of_strides(graph: fx.Graph) -> None:
 def _by_index(graph: fx.Graph, node: fx.Node) -> fx.Node:
     arguments = arguments_by_name(node)
     memory = arguments.get("input", arguments.get("self"))
+    assert isinstance(memory, fx.Node)
     like = value_of(memory)
     offset = arguments.get("storage_offset")
     with graph.inserting_before(node):

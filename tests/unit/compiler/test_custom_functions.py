@@ -7,6 +7,7 @@ import pytest
 import torch
 from custom_functions import (
     CALLS,
+    WIDTH,
     Doubled,
     Halves,
     Reverse,
@@ -20,6 +21,7 @@ from sweeps import compiled, one_step
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
 
 from penstock.engine import EnginePlan
 from penstock.errors import CompileError
@@ -140,3 +142,20 @@ def test_spectral_norm_is_refused():
     module, rows = parametrized(parametrizations.spectral_norm)
     with pytest.raises(CompileError, match=r"blocks\.0\.before|_u|buffer"):
         compiled(module, rows)
+
+
+class EndsInACheckpoint(nn.Module):
+    """Returns the very result of a checkpoint, which an export keeps in a region of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.inlet, self.outlet = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2)
+
+    def forward(self, x):
+        return checkpoint(self.outlet, self.inlet(x), use_reentrant=True)
+
+
+def test_evaluation_returns_what_leaves_a_checkpoint():
+    program = compiled(EndsInACheckpoint(), {"x": torch.zeros(5, WIDTH)}, training=False)
+    (result,) = program.results
+    assert program.values[result].tensor.shape == (5, 2)
