@@ -34,10 +34,8 @@ from penstock.errors import CompileError
 aten = torch.ops.aten
 
 
-# The last three return views of real tensors and copies of fake ones; of as_strided the values are
-# followed and the gradient is not.
+# These return views of real tensors and copies of fake ones.
 _VIEWS_NOT_FOLLOWED = {
-    aten.as_strided.default,
     aten.broadcast_tensors.default,
     aten.meshgrid.default,
     aten.meshgrid.indexing,
