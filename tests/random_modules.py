@@ -532,7 +532,7 @@ ACTIONS: list[tuple[type[Action], int]] = [
     (WithoutGradients, 3),
     (CustomBackward, 2),
     (Hooked, 1),
-    (BranchesOnMode, 1),
+    (BranchesOnMode, 2),
     (SharesStorage, 1),
     (HasBuffers, 2),
     (Frozen, 1),
