@@ -42,7 +42,7 @@ class OptimizerConfig(Section):
     """The rule by which the store updates weights."""
 
     name: Literal["adamw", "sgd", "lion"] = setting("adamw", "update rule")
-    learning_rate: float = setting(3e-4, "peak learning rate", gt=0, le=1e6)
+    learning_rate: float = setting(3e-4, "peak learning rate", gt=0, le=1e30)
     betas: Annotated[
         tuple[
             Annotated[float, Field(ge=0, lt=1)],
