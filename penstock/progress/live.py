@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import TracebackType
-
 from rich.console import Console, RenderableType
 
 from penstock.events import Evaluated, Event
@@ -11,10 +9,10 @@ from penstock.progress.log import event_lines
 from penstock.progress.panel import panel
 from penstock.progress.redrawn import RedrawnLines
 from penstock.progress.state import Progress
-from penstock.progress.view import ALWAYS_TOLD
+from penstock.progress.view import ALWAYS_TOLD, View
 
 
-class LiveView:
+class LiveView(View):
     """Redraws a panel of the run; evaluations and what must be read stay above it."""
 
     def __init__(self, console: Console) -> None:
@@ -22,19 +20,13 @@ class LiveView:
         self._message = ""
         self._lines = RedrawnLines(console, self.render)
 
-    def __enter__(self) -> LiveView:
+    def open(self) -> None:
         self._message = ""
-        self._lines.__enter__()
-        return self
+        self._lines.open()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         self._message = ""
-        self._lines.__exit__(kind, error, trace)
+        self._lines.close()
 
     def __call__(self, event: Event) -> None:
         self._progress(event)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console
@@ -28,7 +27,7 @@ from penstock.progress.figures import (
     show_shares,
 )
 from penstock.progress.state import Progress
-from penstock.progress.view import ALWAYS_TOLD, show_on_stderr
+from penstock.progress.view import ALWAYS_TOLD, View, show_on_stderr
 
 # What most makers rate a consumer's disk of 1 TB for; others are rated in proportion.
 RATED_BYTES = 600 * 10**12
@@ -36,7 +35,7 @@ RATED_BYTES = 600 * 10**12
 LIFETIME_WORTH_SAYING = 5 * 365 * 86400.0
 
 
-class LineView:
+class LineView(View):
     """Writes readable lines: one every `every` steps, and one per other event."""
 
     def __init__(self, console: Console, every: int, quiet: bool = False) -> None:
@@ -44,17 +43,6 @@ class LineView:
         self._every = every
         self._quiet = quiet
         self._progress = Progress()
-
-    def __enter__(self) -> LineView:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        return None
 
     def __call__(self, event: Event) -> None:
         self._progress(event)

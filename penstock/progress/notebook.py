@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 from penstock.events import Evaluated, Event, RunStarted, StepDone
 from penstock.progress.log import event_lines, step_line
 from penstock.progress.state import Progress
-from penstock.progress.view import ALWAYS_TOLD
+from penstock.progress.view import ALWAYS_TOLD, View
 
 _SECONDS = 0.25  # between two updates: each is a message to the browser
 _STAYS = (RunStarted, Evaluated, *ALWAYS_TOLD)
 
 
-class NotebookView:
+class NotebookView(View):
     """Shows the last step in an output of its own that IPython updates.
 
     **Arguments:** `display`, as `IPython.display.display`; `clock` gives seconds.
@@ -34,16 +33,10 @@ class NotebookView:
         self._shown_at = 0.0
         self._is_behind = False
 
-    def __enter__(self) -> NotebookView:
+    def open(self) -> None:
         self._handle = None  # each call of `train` has an output of its own
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         if self._is_behind:
             self._show()
 

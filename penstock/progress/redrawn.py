@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import TextIO, cast
 
 from rich.console import Console, RenderableType
@@ -43,21 +43,17 @@ class RedrawnLines:
         self._thread: threading.Thread | None = None
         self._around = contextlib.ExitStack()
 
-    def __enter__(self) -> RedrawnLines:
+    def open(self) -> None:
+        """Show the lines, and redraw them until `close`."""
         self._around.enter_context(self._printing_above())
         self._around.enter_context(self._pausing())
         self._ended.clear()
         self._show()
         self._thread = threading.Thread(target=self._redraw, name="penstock view", daemon=True)
         self._thread.start()
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Leave the lines as they are last drawn."""
         self._ended.set()
         if self._thread is not None:
             self._thread.join()

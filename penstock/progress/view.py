@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from types import TracebackType
-from typing import Protocol
+from abc import ABC, abstractmethod
+from typing import Self
 
 from penstock.events import ClusterEvent, Event, Finished, Notice, RunMeasured, Stopped
 
@@ -22,25 +22,32 @@ def show_on_stderr(text: str) -> None:
         os.write(2, f"\n{text}\n".encode(errors="backslashreplace"))
 
 
-class View(Protocol):
-    """Shows a run; a context manager around it."""
+class View(ABC):
+    """Shows a run; a context manager around it, which may be entered again."""
 
-    def __call__(self, event: Event) -> None: ...
+    @abstractmethod
+    def __call__(self, event: Event) -> None:
+        """Show what has happened."""
 
+    @abstractmethod
     def interrupt(self, text: str) -> None:
         """Show that a stop was asked for; called from within a signal handler."""
 
-    def __enter__(self) -> View: ...
+    def open(self) -> None:  # noqa: B027 (a view that owns nothing opens nothing)
+        """Begin to show a run."""
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
+    def close(self) -> None:  # noqa: B027
+        """Show what is left, and let go of the terminal."""
+
+    def __enter__(self) -> Self:
+        self.open()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
-class SilentView:
+class SilentView(View):
     """Shows nothing: `Trainer(..., quiet=True)`."""
 
     def __call__(self, event: Event) -> None:
@@ -48,14 +55,3 @@ class SilentView:
 
     def interrupt(self, text: str) -> None:
         """Ignore that a stop was asked for; the caller hears of it from `train`."""
-
-    def __enter__(self) -> SilentView:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        return None

@@ -1,6 +1,7 @@
 """Lines that are redrawn at the bottom of a terminal leave no pieces of themselves."""
 
 import sys
+from contextlib import closing
 
 import pytest
 from events_of_a_run import started, step
@@ -31,6 +32,11 @@ def console(terminal):
 def drawn_on_request(monkeypatch):
     """No thread draws beside the test."""
     monkeypatch.setattr("penstock.progress.redrawn._SECONDS", 3600.0)
+
+
+def opened(lines):
+    lines.open()
+    return lines
 
 
 def borders(screen):
@@ -83,7 +89,7 @@ def test_what_the_process_prints_goes_above_the_lines(terminal, console, monkeyp
     monkeypatch.setattr(sys, "stdout", terminal)
     with (tmp_path / "log").open("w") as log:
         monkeypatch.setattr(sys, "stderr", log)
-        with RedrawnLines(console, lambda: "the last line"):
+        with closing(opened(RedrawnLines(console, lambda: "the last line"))):
             print("one", end=" ")
             print("and two")
             print("three\nfour")
@@ -96,7 +102,7 @@ def test_what_the_process_prints_goes_above_the_lines(terminal, console, monkeyp
 
 
 def test_a_terminal_that_is_gone_stops_the_drawing_and_nothing_else(terminal, console, monkeypatch):
-    with RedrawnLines(console, lambda: "a line") as lines:
+    with closing(opened(RedrawnLines(console, lambda: "a line"))) as lines:
 
         def gone(text):
             raise OSError(5, "Input/output error")
