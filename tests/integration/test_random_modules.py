@@ -11,20 +11,10 @@ import numpy as np
 import pytest
 import torch
 from plain_training import Recipe
-from random_modules import (
-    DETACHED_VIEWS,
-    MULTIPLE_VIEWS,
-    ROWS,
-    SINGLE_VIEWS,
-    WIDTH,
-    WRITES,
-    CustomBackward,
-    Hooked,
-    RandomModule,
-    WithoutGradients,
-)
+from random_modules import CustomBackward, Hooked, RandomModule, WithoutGradients
 from torch import nn
 from torch.nn import functional as F
+from views_and_writes import DETACHED_VIEWS, MULTIPLE_VIEWS, ROWS, SINGLE_VIEWS, WIDTH, WRITES
 
 from penstock import Trainer
 from penstock.data import ArraySource

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from random_modules import MULTIPLE_VIEWS, ROWS, SINGLE_VIEWS, WIDTH
 from sweeps import one_step
 from torch import nn
+from views_and_writes import MULTIPLE_VIEWS, ROWS, SINGLE_VIEWS, WIDTH
 
 from penstock.assembly import compile_source
 from penstock.errors import CompileError

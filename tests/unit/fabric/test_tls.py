@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import datetime
 import os
 import socket
 import ssl
@@ -16,47 +14,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives import serialization
 from socket_places import Place, greet, raw
+from tls_peers import (
+    QUESTION_BYTES,
+    contexts_with,
+    receive,
+    refused_with,
+)
 from waiting import SECONDS, wait_until
 
-from penstock.errors import ClusterError, CorruptionError
+from penstock.errors import ClusterError
 from penstock.fabric.messages import Kind, Message, message_with, pack
 from penstock.fabric.sockets import certificates, handshake, new_token, stream
 from penstock.fabric.sockets.certificates import Credentials, tls_contexts
 from penstock.fabric.sockets.tls import TlsStream
-
-QUESTION_BYTES = 16 + handshake.HELLO_BYTES
-ANSWER_BYTES = handshake.HELLO_BYTES + handshake.PROOF_BYTES
-APPLICATION_DATA = 23  # the type of an encrypted record (RFC 8446, 5.1)
-
-
-@pytest.fixture
-def hosts(monkeypatch):
-    """What makes endpoints as if each were on a host of its own."""
-    monkeypatch.setattr(stream, "is_within_host", lambda connection: False)
-    made: list[Place] = []
-
-    def make(token: str, number: int) -> Place:
-        made.append(Place(token, number))
-        return made[-1]
-
-    yield make
-    for place in made:
-        place.endpoint.close()
-        assert not place.failed
-
-
-def receive(connection: socket.socket, size: int) -> bytes:
-    said = b""
-    while len(said) < size:
-        part = connection.recv(size - len(said))
-        if not part:
-            raise EOFError("the connection was closed")
-        said += part
-    return said
-
 
 # What the standard library's own client and server say of a run's connections
 
@@ -88,12 +60,6 @@ def test_a_connection_between_hosts_is_tls_1_3_with_a_fresh_key_exchange(hosts):
         secure.sendall(header + body)
         wait_until(lambda: here.node.messages)
         assert not secure.session_reused
-
-
-def refused_with(place: Place, caplog) -> str:
-    wait_until(lambda: place.endpoint.refused["127.0.0.1"])
-    assert not place.node.messages
-    return caplog.records[-1].message
 
 
 def test_a_client_of_an_older_tls_is_refused(hosts, caplog):
@@ -133,41 +99,6 @@ def test_tls_is_used_when_either_side_sees_the_other_on_another_host(hosts, monk
         assert isinstance(link._stream, TlsStream)
         link.send(Message(Kind.BEAT, 0, 2, to=1))
         wait_until(lambda here=here: here.node.messages)
-
-
-def contexts_with(token: str, kind: str) -> certificates.TlsContexts:
-    """Contexts whose peers are those of the run, and whose own certificate is not good."""
-    good = tls_contexts(token)
-    if kind == "of another run":
-        bad = tls_contexts(new_token())
-    elif kind == "expired":
-        ended = datetime.datetime.now(datetime.UTC) - datetime.timedelta(minutes=1)
-        bad = tls_contexts(token, not_after=ended.replace(tzinfo=None))
-    else:
-        key = ec.generate_private_key(ec.SECP256R1())
-        own = x509.Name([x509.NameAttribute(x509.oid.NameOID.COMMON_NAME, "penstock run")])
-        made = (
-            x509.CertificateBuilder()
-            .subject_name(own)
-            .issuer_name(own)
-            .public_key(key.public_key())
-            .serial_number(1)
-            .not_valid_before(datetime.datetime(2020, 1, 1))
-            .not_valid_after(datetime.datetime(2050, 1, 1))
-            .sign(key, hashes.SHA256())
-        )
-        with tempfile.NamedTemporaryFile() as file:
-            pem = serialization.Encoding.PEM
-            form = serialization.PrivateFormat.PKCS8
-            file.write(key.private_bytes(pem, form, serialization.NoEncryption()))
-            file.write(made.public_bytes(pem))
-            file.flush()
-            for context in (good.server, good.client):
-                context.load_cert_chain(file.name)
-        return good
-    for context in (bad.server, bad.client):
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    return bad
 
 
 SAYS = {
@@ -218,239 +149,6 @@ def test_a_server_whose_certificate_is_not_one_of_the_run_is_refused(hosts, kind
         with pytest.raises(ClusterError, match=SAYS[kind]):
             hosts(token, 2).endpoint.connect(listener.getsockname())
         thread.join()
-
-
-# Who sits between the two
-
-
-class Relay:
-    """Passes bytes on between a node and the one it wants to reach, as a host on the way can.
-
-    Args:
-        there: where the second listens.
-    """
-
-    def __init__(self, there: tuple[str, int]) -> None:
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = self._listener.getsockname()
-        self._there = there
-        self.seen = bytearray()  # all that was passed on
-        self.holds = threading.Event()  # whether records that come from the near end are kept
-        self.held: list[bytes] = []
-        self.failure: list[BaseException] = []
-        self._thread = threading.Thread(target=self._begin, daemon=True)
-        self._thread.start()
-
-    def _begin(self) -> None:
-        try:
-            self.near, _ = self._listener.accept()
-            self.far = socket.create_connection(self._there)
-            self.prove()
-            self.after()
-        except (OSError, EOFError):
-            return  # an end has closed
-        except BaseException as error:
-            self.failure.append(error)
-
-    def prove(self) -> None:
-        """Pass on the challenge and the response."""
-        self._pass(self.far, self.near, QUESTION_BYTES)
-        self._pass(self.near, self.far, ANSWER_BYTES)
-        self._pass(self.far, self.near, handshake.PROOF_BYTES)
-
-    def _pass(self, source: socket.socket, target: socket.socket, size: int) -> None:
-        said = receive(source, size)
-        self.seen += said
-        target.sendall(said)
-
-    def after(self) -> None:
-        """Pass on records, both ways, until an end closes."""
-        threading.Thread(target=self._back, daemon=True).start()
-        while True:
-            record = self.record(self.near)
-            if self.holds.is_set():
-                self.held.append(record)
-            else:
-                self.far.sendall(record)
-
-    def _back(self) -> None:
-        try:
-            while True:
-                self.near.sendall(self.record(self.far))
-        except (OSError, EOFError):
-            return
-
-    def record(self, source: socket.socket) -> bytes:
-        """Take the next record of TLS: type, version, length, and as many bytes."""
-        header = receive(source, 5)
-        record = header + receive(source, int.from_bytes(header[3:], "big"))
-        self.seen += record
-        return record
-
-    def close(self) -> None:
-        for each in (self.near, self.far):
-            with contextlib.suppress(OSError):  # it wakes who reads from it
-                each.shutdown(socket.SHUT_RDWR)
-            each.close()
-        self._listener.close()
-        self._thread.join(timeout=5)
-
-
-@pytest.fixture
-def between(hosts):
-    """Two nodes that have a link, with somebody between them; the link, the other, and who."""
-    token = new_token()
-    one, two = hosts(token, 1), hosts(token, 2)
-    relay = Relay(two.endpoint.address)
-    link = one.endpoint.connect(relay.address)
-    link.send(Message(Kind.HELLO, 0, 1, body={"node": 1}))
-    link.send(Message(Kind.BEAT, 0, 1, to=2))
-    wait_until(lambda: len(two.node.messages) == 1)
-    yield link, two, relay
-    relay.close()
-
-
-def hold(between, count: int) -> list[bytes]:
-    """Have messages sent, and return their records instead of passing them on."""
-    link, _, relay = between
-    relay.holds.set()
-    for number in range(count):
-        link.send(Message(Kind.BEAT, 0, 1, op=number, to=2))
-        wait_until(lambda number=number: len(relay.held) == number + 1)
-    assert all(record[0] == APPLICATION_DATA for record in relay.held)
-    return relay.held
-
-
-def test_records_that_are_passed_on_as_they_are_come(between):
-    _, two, relay = between
-    relay.far.sendall(b"".join(hold(between, 3)))
-    wait_until(lambda: len(two.node.messages) == 4)
-    assert not two.ended
-
-
-@pytest.mark.parametrize(
-    "order",
-    [
-        pytest.param([0, 0], id="sent again"),
-        pytest.param([1, 2], id="left out"),
-        pytest.param([1, 0, 2], id="in another order"),
-    ],
-)
-def test_records_sent_again_left_out_or_moved_end_the_link(between, order):
-    records = hold(between, 3)
-    require_damaged(between, b"".join(records[number] for number in order))
-
-
-@pytest.mark.parametrize("place", [5, 20, -1])
-def test_a_changed_record_ends_the_link_with_a_readable_error(between, place):
-    (record,) = hold(between, 1)
-    changed = bytearray(record)
-    changed[place] ^= 1
-    require_damaged(between, bytes(changed))
-
-
-def test_plain_text_between_records_ends_the_link(between):
-    hold(between, 1)
-    require_damaged(between, b"".join(pack(Message(Kind.BEAT, 0, 1, to=2))))
-
-
-def require_damaged(between, said: bytes) -> None:
-    _, two, relay = between
-    before = len(two.node.messages)
-    relay.far.sendall(said)
-    wait_until(lambda: two.ended)
-    assert isinstance(two.ended[0], CorruptionError)
-    assert "an encrypted record was damaged or changed on the way: " in str(two.ended[0])
-    assert len(two.node.messages) - before <= 1  # what was whole and in its place
-
-
-def test_records_of_one_connection_mean_nothing_in_another(hosts, between):
-    (record,) = hold(between, 1)
-    _, two, _ = between
-    token = two.endpoint._credentials.token
-    other = Relay(two.endpoint.address)
-    three = hosts(token, 3)
-    three.endpoint.connect(other.address).send(Message(Kind.HELLO, 0, 3, body={"node": 3}))
-    wait_until(lambda: len(two.endpoint._all_links) == 2)
-    other.far.sendall(record)
-    wait_until(lambda: two.ended)
-    assert isinstance(two.ended[0], CorruptionError)
-    other.close()
-
-
-def test_nothing_of_a_frame_can_be_read_on_the_way(between):
-    link, two, relay = between
-    payload = np.frombuffer(b"reservoir" * 100_000, np.uint8)
-    body = {"secret": "turbine"}
-    link.send(message_with(payload, kind=Kind.CALL, epoch=0, sender=1, to=2, body=body))
-    wait_until(lambda: len(two.node.messages) == 2)
-    assert two.node.messages[1].payload.tobytes() == payload.tobytes()
-    assert two.node.messages[1].body == body
-    assert len(relay.seen) > payload.nbytes
-    for readable in (b"PNSK", b"secret", b"turbine", b"reservoir"):
-        assert readable not in relay.seen
-
-
-class Impostor(Relay):
-    """Passes the challenge and the response on, and shakes hands with both ends itself.
-
-    Args:
-        contexts: with the certificates that it has.
-    """
-
-    def __init__(self, there: tuple[str, int], contexts: certificates.TlsContexts) -> None:
-        self._contexts = contexts
-        self.told: list[str] = []  # what the handshakes with both came to
-        super().__init__(there)
-
-    def after(self) -> None:
-        ends = ((self.far, self._contexts.client, False), (self.near, self._contexts.server, True))
-        for connection, context, serves in ends:
-            try:
-                with context.wrap_socket(connection, server_side=serves) as secure:
-                    secure.settimeout(5)
-                    self.told.append("let in" if secure.recv(1) else "closed")
-            except OSError as error:
-                self.told.append(str(error).lower())
-
-
-def test_a_relay_that_ends_tls_on_both_sides_is_refused_by_both(hosts, caplog):
-    token = new_token()
-    one, two = hosts(token, 1), hosts(token, 2)
-    impostor = Impostor(two.endpoint.address, contexts_with(token, "of another run"))
-    with pytest.raises(ClusterError, match="its certificate is not one of this run"):
-        one.endpoint.connect(impostor.address)
-    said = refused_with(two, caplog)
-    assert "it has the token, but its certificate is not one of this run" in said
-    wait_until(lambda: len(impostor.told) == 2)
-    assert all("alert unknown ca" in told for told in impostor.told), impostor.told
-    assert not two.strangers
-    impostor.close()
-
-
-class Downgrade(Relay):
-    """Says to both ends that the other wants no TLS."""
-
-    def prove(self) -> None:
-        question = bytearray(receive(self.far, QUESTION_BYTES))
-        assert question[16] == 1
-        question[16] = 0
-        self.near.sendall(question)
-        answer = bytearray(receive(self.near, ANSWER_BYTES))
-        assert answer[0] == 1
-        answer[0] = 0
-        self.far.sendall(answer)
-        self.near.sendall(receive(self.far, handshake.PROOF_BYTES))
-
-
-def test_nobody_can_talk_two_nodes_out_of_tls(hosts, caplog):
-    token = new_token()
-    one, two = hosts(token, 1), hosts(token, 2)
-    relay = Downgrade(two.endpoint.address)
-    with pytest.raises(ClusterError, match="refused this node's token"):
-        one.endpoint.connect(relay.address)
-    assert "it does not have this run's token" in refused_with(two, caplog)
-    relay.close()
 
 
 # Who has the token and does not go on
@@ -567,13 +265,6 @@ def test_who_takes_slowly_holds_the_sender_up(hosts):
     assert sent <= 15 * payload.nbytes  # the system's buffers of both sides
     may_go.set()
     wait_until(lambda: len(two.node.messages) == 51)
-
-
-def test_a_peer_that_closes_ends_the_link_at_once(between):
-    link, two, relay = between
-    relay.close()
-    wait_until(lambda: two.ended and not link.is_open)
-    assert isinstance(two.ended[0], (EOFError, ConnectionError))
 
 
 # Certificates
