@@ -218,9 +218,9 @@ class Door:
         self._forget(stranger)
         stranger.connection.close()
         host, port = stranger.address
+        self._warnings.say(f"refused a connection from {host}:{port}: {why}")
         if len(self.refused) < _MOST_ADDRESSES or host in self.refused:
             self.refused[host] += 1
-        self._warnings.say(f"refused a connection from {host}:{port}: {why}")
 
     def _forget(self, stranger: _Stranger) -> None:
         del self._strangers[stranger.connection]
