@@ -333,7 +333,7 @@ def resident_loop(job: Job) -> Loop:
     """Return a step of the plain PyTorch loop with everything on the device."""
     import torch
 
-    from penstock.labels import IGNORED_LABEL
+    from penstock.constants import IGNORED_LABEL
     from penstock.models import ModelSource
 
     size, micro = job.size, job.micro

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from penstock import durable
 from penstock.errors import StorageError
 from penstock.events import (
     ClusterEvent,
@@ -25,7 +24,8 @@ from penstock.events import (
     Saved,
     StepDone,
 )
-from penstock.plain_file import NotPlainError, open_plain
+from penstock.io import durable
+from penstock.io.safe_open import NotPlainError, open_plain
 
 _PIECE_BYTES = 1 << 16
 _LONGEST_LINE_BYTES = 1 << 20  # a row has less than a thousand; longer lines are not ours

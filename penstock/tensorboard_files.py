@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from penstock import durable
 from penstock.errors import ConfigError, StorageError
 from penstock.events import Evaluated, Event, Finished, RunStarted, StepDone, Stopped
+from penstock.io import durable
 
 
 class TensorBoard:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from penstock import fault
 from penstock.cluster.calls import (
     Asked,
     BadAnswerError,
@@ -22,6 +21,7 @@ from penstock.cluster.calls import (
 )
 from penstock.errors import ClusterError, PenstockError
 from penstock.fabric.sockets import Address
+from penstock.io import failpoints
 
 _Kind = TypeVar("_Kind", int, str)
 
@@ -58,7 +58,7 @@ def copy_shard(
     step = _said(status, "step", int, source, BadAnswerError)
     where = {"source": source, "listens": list(listens), "step": step}
     asked = calls.begin(target, "take_copy", where, {})
-    fault.point("copy.begun")
+    failpoints.point("copy.begun")
     said = _watched(calls, asked, meanwhile).body
     if "failed" in said:
         raise _failure(said, source, target)

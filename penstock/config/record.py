@@ -11,12 +11,12 @@ from pathlib import Path
 
 import xxhash
 
-from penstock import durable
 from penstock.config.document import MAX_BYTES, read
 from penstock.config.problems import Origin
 from penstock.config.root import Config
 from penstock.errors import ConfigError, CorruptionError, StorageError
-from penstock.plain_file import read_plain
+from penstock.io import durable
+from penstock.io.safe_open import read_plain
 
 FILE_NAME = "config.yaml"
 _SEAL = b"# checksum of the lines above: "

@@ -14,10 +14,10 @@ from pathlib import Path
 import xxhash
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from penstock import durable
 from penstock.data.manifest import Content, checksum_of
 from penstock.errors import CorruptionError, DataError
-from penstock.plain_file import NotPlainError, read_plain
+from penstock.io import durable
+from penstock.io.safe_open import NotPlainError, read_plain
 
 BUILT_FROM_NAME = "built_from.json"
 _MOST_BYTES = 16 << 20

@@ -13,7 +13,6 @@ from typing import Generic, Literal, TypeVar
 import numpy as np
 import xxhash
 
-from penstock import durable
 from penstock.data.manifest import (
     MANIFEST_NAME,
     TOKENIZER_NAME,
@@ -30,6 +29,7 @@ from penstock.data.shards import ChecksummedFile, SplitWriter, cut_tail
 from penstock.data.sources import Pair, Piece
 from penstock.data.tokenizers import ByteTokenizer, Tokenizer
 from penstock.errors import DataError
+from penstock.io import durable
 
 BATCH_CHARACTERS = 2**22
 BATCH_PARTS = 4096

@@ -23,7 +23,7 @@ from transformers.pytorch_utils import Conv1D
 
 from penstock.errors import CompileError, ConfigError
 from penstock.models.deferred import TensorNames
-from penstock.patterns import matching
+from penstock.name_patterns import matching
 
 if TYPE_CHECKING:
     from penstock.models.source import _Origin

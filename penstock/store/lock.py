@@ -4,9 +4,9 @@ import fcntl
 import os
 from pathlib import Path
 
-from penstock import durable
 from penstock.errors import StorageError
-from penstock.plain_file import NotPlainError, open_own
+from penstock.io import durable
+from penstock.io.safe_open import NotPlainError, open_own
 from penstock.store import files
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from penstock.io.safetensors_header import Extent
 from penstock.store.files import ChecksummedFile, FileRecord
-from penstock.tensor_header import Extent
 
 DTYPES = {
     torch.float32: "F32",

@@ -14,8 +14,8 @@ import pytest
 import torch
 from store_programs import make_program, random_weights, train, training_store
 
-from penstock import durable, fault
 from penstock.errors import StorageError
+from penstock.io import durable, failpoints
 from penstock.store import files, find_checkpoint, load_checkpoint, save_checkpoint
 
 LAYERS = ({"a": (40, 3), "b": (7,)}, {"c": (5, 5)})  # as in checkpoint_killer.py
@@ -77,7 +77,7 @@ def save_watched(store, checkpoints):
         counts[name] += 1
         visits.append(f"{name}:{counts[name]}")
 
-    with fault.watching(note):
+    with failpoints.watching(note):
         save_checkpoint(store, checkpoints, {"saved_at": store.step})
     return visits
 

@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.patterns import matches, matching
+from penstock.name_patterns import matches, matching
 
 
 def test_patterns_are_those_of_the_shell():

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from penstock.plain_file import NotPlainError, open_own, read_plain
+from penstock.io.safe_open import NotPlainError, open_own, read_plain
 
 pytestmark = pytest.mark.timeout(20)  # to hang is to fail
 

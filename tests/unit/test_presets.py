@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
+from penstock.config.presets import ARCHITECTURES, find_preset, preset_names, resolve_preset
 from penstock.errors import ConfigError
 from penstock.models import ModelSource
-from penstock.presets import ARCHITECTURES, find_preset, preset_names, resolve_preset
 
 PUBLISHED = {
     "gpt2": 124_439_808,
@@ -67,7 +67,7 @@ def test_fields_and_synonyms_exist_in_transformers(model_type: str) -> None:
 
 def test_presets_need_neither_torch_nor_transformers() -> None:
     code = (
-        "import sys, penstock.presets as m; m.preset_names(); m.resolve_preset('gpt2');"
+        "import sys, penstock.config.presets as m; m.preset_names(); m.resolve_preset('gpt2');"
         "assert not {'torch', 'transformers', 'numba'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -15,7 +15,8 @@ import xxhash
 from safetensors import safe_open
 
 from penstock.errors import ConfigError, CorruptionError, StorageError
-from penstock.plain_file import NotPlainError, open_plain
+from penstock.io.safe_open import NotPlainError, open_plain
+from penstock.io.safetensors_header import Extent, header_length, parse_header
 from penstock.store import tensor_file
 from penstock.store.checkpoint.index import read_index
 from penstock.store.checkpoint.state import (
@@ -27,7 +28,6 @@ from penstock.store.content_hash import hash_weights
 from penstock.store.files import CHUNK_BYTES, FileRecord
 from penstock.store.interface import Store
 from penstock.store.roles import MASTER
-from penstock.tensor_header import Extent, header_length, parse_header
 
 Piece = tuple[str, int, np.ndarray]
 """Name of a tensor, number of the first element, some elements (valid until the next piece)."""

@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from penstock.errors import CorruptionError
-from penstock.plain_file import open_plain
+from penstock.io.safe_open import open_plain
+from penstock.io.safetensors_header import ITEM_BYTES
 from penstock.store import tensor_file
 from penstock.store.checkpoint.load import (
     holds_header,
@@ -17,7 +18,6 @@ from penstock.store.checkpoint.load import (
 )
 from penstock.store.checkpoint.state import read_state, tensor_name
 from penstock.store.files import CHUNK_BYTES
-from penstock.tensor_header import ITEM_BYTES
 
 
 class SavedWeights:

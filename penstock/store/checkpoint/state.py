@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import ConfigError, CorruptionError
+from penstock.io.safetensors_header import Extent, is_sound
 from penstock.store import sealed_json, tensor_file
 from penstock.store.files import CHUNK_BYTES, FileRecord
 from penstock.store.roles import MASTER
-from penstock.tensor_header import Extent, is_sound
 
 STATE_NAME = "state.json"
 FORMAT = "penstock checkpoint"

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from penstock import durable
 from penstock.errors import CorruptionError, StorageError
-from penstock.plain_file import NotPlainError, open_own
+from penstock.io import durable
+from penstock.io.safe_open import NotPlainError, open_own
 
 ALIGNMENT_BYTES = 4096
 

@@ -12,9 +12,9 @@ import pytest
 from bounded_memory import bounded_memory
 from events_of_a_run import started, step
 
-from penstock import durable
 from penstock.errors import ConfigError, StorageError
 from penstock.events import Evaluated, Saved
+from penstock.io import durable
 from penstock.metrics import (
     MetricsFile,
     _lines_from,

@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from penstock import fault
+from penstock.io import failpoints
 
 TEMPORARY_PREFIX = ".tmp-"
 """Of the names of what is written aside; a crash may leave it behind."""
@@ -165,4 +165,4 @@ def _new_file(path: Path) -> Iterator[int]:
 
 def _reached(point: str | None, place: str) -> None:
     if point is not None:
-        fault.point(f"{point}.{place}")
+        failpoints.point(f"{point}.{place}")

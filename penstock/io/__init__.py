@@ -1,0 +1,1 @@
+"""Files: durable writes, safe reads, failpoints, safetensors headers."""
