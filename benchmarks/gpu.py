@@ -31,7 +31,7 @@ from contract import describe_machine, print_result
 from side_by_side import Worker, median_ratio, print_table, serve, take_turns
 
 if TYPE_CHECKING:
-    from penstock.events import StepDone
+    from penstock.telemetry.events import StepDone
 
 ROOT = Path(__file__).resolve().parent.parent
 LENGTH, LEARNING_RATE, WEIGHT_DECAY, CLIP, SEED = 1024, 3e-4, 0.1, 1.0, 0

@@ -16,7 +16,6 @@ from typing import NoReturn
 
 import torch
 
-from penstock import process_memory
 from penstock.config import Config, size_above
 from penstock.engine import EnginePlan, Sharing, bytes_of_choice, plan_engine, predict_bytes
 from penstock.engine.host_memory import KEPT_OVER_USED
@@ -27,6 +26,7 @@ from penstock.fabric.topology import ways
 from penstock.program import Program, Stage
 from penstock.store import Role
 from penstock.stores import assembly_of, least_flash_store_bytes
+from penstock.telemetry import process_memory
 
 RESERVE_BYTES = 128 << 20
 """For what no part accounts for: machine code of kernels, scratch of products, Python itself."""

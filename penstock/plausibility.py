@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock import process_memory, stores
+from penstock import stores
 from penstock.config import Config, size_above
 from penstock.errors import BudgetError, CompileError
 from penstock.models import ModelSource
+from penstock.telemetry import process_memory
 
 MOST_TENSORS = 1 << 16
 """Parameters of a model that is traced: 4,096 layers of 16. A layer takes some 50 ms."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from penstock.config import Config
-from penstock.events import RunStarted
 from penstock.models import ModelSource
 from penstock.program import Program
 from penstock.progress.figures import show_count
 from penstock.step_layout import Layout
 from penstock.store import Store
+from penstock.telemetry.events import RunStarted
 from penstock.training_data import TrainingData
 
 

@@ -12,14 +12,14 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from penstock import process_memory
 from penstock.batches import Batches, micro_batches
 from penstock.engine import Batch, Engine, PendingGradients
-from penstock.events import StepDone
 from penstock.fabric import Fabric
 from penstock.program import Stage, backward_fetch
 from penstock.step_layout import Layout
 from penstock.store import Commit, Store
+from penstock.telemetry import process_memory
+from penstock.telemetry.events import StepDone
 from penstock.tracing import NonFiniteLossError, require_finite, trace
 
 Order = list[tuple[Stage, tuple[int, ...] | None]]

@@ -23,7 +23,21 @@ from penstock.engine import Engine
 from penstock.engines_here import EnginesHere, choose_devices, counted, engines_here, kind_of
 from penstock.errors import ConfigError, DataError, NonFiniteError
 from penstock.evaluation import Evaluator
-from penstock.events import (
+from penstock.export import export, export_adapters
+from penstock.generation import Writer, make_writer
+from penstock.gradient_check import GradientCheck
+from penstock.keeper import make_keeper
+from penstock.models import KEPT, ModelSource, keep_small_files
+from penstock.program import Program
+from penstock.progress import view_from_python
+from penstock.resumption import Resumption
+from penstock.run_start import describe, rows_per_step, run_started
+from penstock.same_run import own_architecture, require_same_beginning, require_same_model
+from penstock.saving import Saver
+from penstock.step import StepRunner
+from penstock.step_layout import lay_out
+from penstock.store import MAX_SHARD_BYTES, FolderLock, ShardedStore
+from penstock.telemetry.events import (
     Evaluated,
     Finished,
     Listener,
@@ -32,22 +46,8 @@ from penstock.events import (
     Stopped,
     broadcast,
 )
-from penstock.export import export, export_adapters
-from penstock.generation import Writer, make_writer
-from penstock.gradient_check import GradientCheck
-from penstock.keeper import make_keeper
-from penstock.models import KEPT, ModelSource, keep_small_files
-from penstock.program import Program
-from penstock.progress import view_from_python
-from penstock.recording import recorder
-from penstock.report import RunReport
-from penstock.resumption import Resumption
-from penstock.run_start import describe, rows_per_step, run_started
-from penstock.same_run import own_architecture, require_same_beginning, require_same_model
-from penstock.saving import Saver
-from penstock.step import StepRunner
-from penstock.step_layout import lay_out
-from penstock.store import MAX_SHARD_BYTES, FolderLock, ShardedStore
+from penstock.telemetry.run_files import recorder
+from penstock.telemetry.run_report import RunReport
 from penstock.training_data import TrainingData, open_data, sequence_length
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Trainer:
         source: batches in place of `config.data`: an `ArraySource`, or any object with the methods
             of `penstock.data.Source`.
         held_out: the same, for evaluations.
-        on_event: called with each event (`penstock.events`), beside what is shown.
+        on_event: called with each event (`penstock.telemetry.events`), beside what is shown.
         quiet: show nothing. Otherwise progress is a panel in a terminal, a line that is updated in
             a notebook, and lines of text elsewhere; it goes to stderr.
         must_exist: refuse a run without a checkpoint.

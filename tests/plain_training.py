@@ -26,7 +26,7 @@ from torch import nn
 
 from penstock.assembly import set_threads
 from penstock.data import Source
-from penstock.events import StepDone
+from penstock.telemetry.events import StepDone
 from penstock.trainer import Trainer
 
 # Beyond the yardstick: activations are fused here, which rounds in other places (measured: the

@@ -21,8 +21,8 @@ def evaluate(
 ) -> None:
     """Evaluate the newest checkpoint of RUN on its held-out text or records."""
     from penstock.config import load_run
-    from penstock.events import Evaluated
     from penstock.progress.log import show_evaluation
+    from penstock.telemetry.events import Evaluated
 
     settings = load_run(run, overrides or ())
 

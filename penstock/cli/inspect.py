@@ -240,7 +240,7 @@ def _configuration_lines(settings: Config) -> list[str]:
 
 
 def _progress_lines(run: Path) -> list[str]:
-    from penstock.metrics import stream_metrics
+    from penstock.telemetry.metrics_writer import stream_metrics
 
     step: dict | None = None
     last: dict | None = None

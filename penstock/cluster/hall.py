@@ -30,13 +30,13 @@ from penstock.cluster.shards_apart import House, ShardsApart
 from penstock.cluster.vitals import Vitals
 from penstock.config import Config
 from penstock.errors import ClusterError, CorruptionError, PenstockError
-from penstock.events import ClusterEvent
 from penstock.fabric.messages import Kind, Message
 from penstock.fabric.nodes import CONDUCTOR, Conductor, Happened, Leases, ShardNode
 from penstock.fabric.sockets import Address, Endpoint, Link
 from penstock.step_layout import Layout
 from penstock.store import Store
 from penstock.store.flash import ShardedFlashStore
+from penstock.telemetry.events import ClusterEvent
 
 log = logging.getLogger("penstock.cluster")
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock import process_memory
 from penstock.cluster.bodies import Opens
 from penstock.cluster.engine_work import EngineOfProcess
 from penstock.cluster.plan import engine_digest, placement_of, shard_digest, transfers_of
@@ -26,6 +25,7 @@ from penstock.fabric.nodes import EngineNode, ShardNode
 from penstock.fabric.nodes.runtime import Runtime
 from penstock.fabric.transfers import Transfers
 from penstock.program import Program
+from penstock.telemetry import process_memory
 
 if TYPE_CHECKING:
     from penstock.config import Config

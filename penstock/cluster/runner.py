@@ -21,13 +21,13 @@ from penstock.cluster.hall import Hall
 from penstock.cluster.shard_work import ShardReport, commit_of
 from penstock.cluster.stragglers import Stragglers
 from penstock.config import Config
-from penstock.events import StepDone
 from penstock.fabric.messages import Message
 from penstock.fabric.nodes import Outcome, Part, Phase, TroubleError, WentBackError, checks
 from penstock.program import Program
 from penstock.step import step_done
 from penstock.step_layout import Layout
 from penstock.store import Commit, Store, global_norm, merged, zero_gradients
+from penstock.telemetry.events import StepDone
 from penstock.tracing import NonFiniteLossError, require_finite, trace
 
 _GIVING_UP = 60.0  # seconds in which a step that is decided must end

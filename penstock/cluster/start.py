@@ -9,9 +9,9 @@ from penstock.cluster import record
 from penstock.cluster.hall import Hall
 from penstock.cluster.launch import Launcher, LocalLauncher, NoLauncher
 from penstock.config import Config
-from penstock.events import ClusterEvent
 from penstock.fabric.sockets import Endpoint, new_token
 from penstock.step_layout import Layout
+from penstock.telemetry.events import ClusterEvent
 
 WORKER_LOGS = "workers"
 

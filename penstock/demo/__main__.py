@@ -132,8 +132,8 @@ def train(config: Config, console: Console, again: str) -> Trainer:
 
 def evaluate_untrained(trainer: Trainer, view: View) -> None:
     """Show and record the held-out loss before the first step."""
-    from penstock.events import Evaluated, broadcast
-    from penstock.metrics import MetricsFile
+    from penstock.telemetry.events import Evaluated, broadcast
+    from penstock.telemetry.metrics_writer import MetricsFile
 
     found = trainer.evaluate()
     folder = trainer.config.run.dir

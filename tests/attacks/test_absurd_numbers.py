@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from bounded_memory import bounded_memory
 
-from penstock import Trainer, process_memory
+from penstock import Trainer
 from penstock.config import ByteSize, Config
 from penstock.data import ArraySource
 from penstock.errors import BudgetError, CompileError, ConfigError
 from penstock.models import ModelSource
 from penstock.plausibility import MOST_TENSORS, refuse_implausible
+from penstock.telemetry import process_memory
 
 pytestmark = pytest.mark.timeout(120)  # to hang is to fail; alone a case takes a second
 

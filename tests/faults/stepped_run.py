@@ -144,7 +144,7 @@ class SteppedRun:
 def main() -> None:
     """Be the run."""
     from penstock.errors import PenstockError
-    from penstock.events import ClusterEvent
+    from penstock.telemetry.events import ClusterEvent
     from penstock.trainer import Trainer
 
     def say(**what: object) -> None:

@@ -20,7 +20,7 @@ from test_forks import is_running
 from waiting import wait_until
 
 from penstock.cli import main
-from penstock.events import ClusterEvent, StepDone
+from penstock.telemetry.events import ClusterEvent, StepDone
 from penstock.trainer import Trainer
 
 MODEL = {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 300, "n_positions": 32}

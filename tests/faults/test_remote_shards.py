@@ -21,9 +21,9 @@ from waiting import wait_until
 from penstock.cli.app import app
 from penstock.config import Config
 from penstock.errors import ConfigError, StorageError
-from penstock.events import ClusterEvent, StepDone
 from penstock.fabric.nodes.conductor import Phase
-from penstock.metrics import read_metrics
+from penstock.telemetry.events import ClusterEvent, StepDone
+from penstock.telemetry.metrics_writer import read_metrics
 from penstock.trainer import Trainer
 
 # Wide enough for matrices to be cut between two shards.

@@ -9,7 +9,7 @@ from searching import EXAMPLES, search
 
 from penstock.config import Config, load, load_run
 from penstock.errors import ConfigError
-from penstock.metrics import drop_after, read_metrics
+from penstock.telemetry.metrics_writer import drop_after, read_metrics
 
 STARTER = Config(model="gpt2").commented_yaml()
 WORDS = ["model", "run", "dir", "store", "dram", "&a", "*a", "<<", "!!int", "!!map", "{", "}", "["]

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from penstock.cli.app import app
-from penstock.events import StepDone
+from penstock.telemetry.events import StepDone
 from penstock.trainer import Trainer
 
 MODEL = {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 300, "n_positions": 32}

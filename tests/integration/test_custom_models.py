@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from penstock.cli.app import app
 from penstock.data import ArraySource
 from penstock.errors import DataError
-from penstock.events import Evaluated, Notice
 from penstock.models import InputSpec, ModelSource
+from penstock.telemetry.events import Evaluated, Notice
 from penstock.trainer import Trainer
 
 

@@ -12,8 +12,8 @@ from penstock import Trainer
 from penstock.cli.app import app
 from penstock.data import ArraySource
 from penstock.errors import BudgetError, ConfigError, CorruptionError
-from penstock.events import StepDone
 from penstock.models import InputSpec, ModelSource
+from penstock.telemetry.events import StepDone
 
 ROOT = Path(__file__).parents[2]
 

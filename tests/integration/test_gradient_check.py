@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from penstock.data import ArraySource
-from penstock.events import Notice, StepDone
 from penstock.models import ModelSource
+from penstock.telemetry.events import Notice, StepDone
 from penstock.trainer import Trainer
 
 ROWS, WIDTH = 64, 96  # wide enough for a store in shards to cut the matrices

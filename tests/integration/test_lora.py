@@ -21,9 +21,9 @@ from penstock.assembly import compile_source
 from penstock.cli import main
 from penstock.engine import Batch, EnginePlan, TorchEngine
 from penstock.errors import ConfigError
-from penstock.events import Notice
 from penstock.export import export_adapters
 from penstock.progress.figures import show_count
+from penstock.telemetry.events import Notice
 
 RANK, ALPHA = 4, 6.0
 TARGETS = {

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from penstock.data import ArraySource
 from penstock.errors import CompileError
-from penstock.events import Evaluated, Notice, StepDone
 from penstock.models import ModelSource
+from penstock.telemetry.events import Evaluated, Notice, StepDone
 from penstock.trainer import Trainer
 
 STEPS, ROWS = 6, 64

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from penstock.data import ArraySource
 from penstock.errors import ConfigError
-from penstock.events import Notice
 from penstock.models import InputSpec, ModelSource
+from penstock.telemetry.events import Notice
 from penstock.trainer import Trainer
 
 ACTIVATION = "tanh"  # of the factory below; a test changes it, as a user edits a file

@@ -12,9 +12,9 @@ import yaml
 
 from penstock import Trainer
 from penstock.errors import StorageError
-from penstock.events import Saved, StepDone
 from penstock.io import durable
 from penstock.store import checkpoint_hash, find_checkpoint, read_state
+from penstock.telemetry.events import Saved, StepDone
 
 ROOT = Path(__file__).parents[2]
 STEPS = 6

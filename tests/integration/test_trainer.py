@@ -12,9 +12,9 @@ from tiny_models import CASES, CONTRASTIVE, IGNORED, Case, language_model, with_
 from torch import nn
 
 from penstock.errors import DataError, NonFiniteError, NoTrainingError, StorageError
-from penstock.events import Evaluated, Finished, Notice, Saved, Stopped
 from penstock.models import InputSpec, ModelSource
 from penstock.store import find_checkpoint, read_state
+from penstock.telemetry.events import Evaluated, Finished, Notice, Saved, Stopped
 
 
 def listening(case, recipe, folder, **changes):

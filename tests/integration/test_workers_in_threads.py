@@ -14,7 +14,7 @@ from penstock.cluster.engine_work import EngineOfProcess
 from penstock.cluster.record import read_record
 from penstock.cluster.worker import OwnWorkError, Worker
 from penstock.errors import ClusterError, NonFiniteError
-from penstock.events import ClusterEvent, StepDone
+from penstock.telemetry.events import ClusterEvent, StepDone
 from penstock.trainer import Trainer
 
 MODEL = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 260, "n_positions": 16}

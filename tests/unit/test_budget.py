@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from penstock import assembly, process_memory, stores
+from penstock import assembly, stores
 from penstock.budget import Budget, Room, Shares, bytes_on_the_way
 from penstock.config import Config
 from penstock.engine import EnginePlan, predict_bytes
 from penstock.errors import BudgetError
 from penstock.fabric.nodes import GRADIENTS
 from penstock.program import Program
+from penstock.telemetry import process_memory
 
 MIB = 1 << 20
 MODEL = {

@@ -13,9 +13,9 @@ from bounded_memory import bounded_memory
 from events_of_a_run import started, step
 
 from penstock.errors import ConfigError, StorageError
-from penstock.events import Evaluated, Saved
 from penstock.io import durable
-from penstock.metrics import (
+from penstock.telemetry.events import Evaluated, Saved
+from penstock.telemetry.metrics_writer import (
     MetricsFile,
     _lines_from,
     _lines_from_end,
@@ -23,8 +23,8 @@ from penstock.metrics import (
     read_metrics,
     stream_metrics,
 )
-from penstock.recording import Recorder
-from penstock.tensorboard_files import TensorBoard
+from penstock.telemetry.run_files import Recorder
+from penstock.telemetry.tensorboard_files import TensorBoard
 
 
 def rows(path):

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from penstock.cli.app import app
 from penstock.cli.train import GracefulStop
 from penstock.errors import ConfigError
-from penstock.events import Stopped
+from penstock.telemetry.events import Stopped
 
 
 class PretendTrainer:

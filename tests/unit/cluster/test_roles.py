@@ -6,11 +6,11 @@ import pytest
 import torch
 from hall_guests import config
 
-from penstock import process_memory
 from penstock.cluster.plan import RunPlan
 from penstock.cluster.roles import build_engine, build_shard
 from penstock.cluster.shard_places import Place
 from penstock.errors import UnfitHostError
+from penstock.telemetry import process_memory
 
 
 @pytest.fixture

@@ -25,13 +25,13 @@ from own_process import fork, in_a_process_of_its_own
 from process_files import mapped_files, open_files
 from waiting import SECONDS, wait_until
 
-from penstock import process_memory
 from penstock.errors import CorruptionError, PenstockError, ProtocolError
 from penstock.fabric.messages import Kind, Message, message_with, pack
 from penstock.fabric.sockets import ring
 from penstock.fabric.sockets.link import Link
 from penstock.fabric.sockets.ring import RING_BYTES, SLOTS, PeerRing, Ring
 from penstock.fabric.sockets.stream import PlainStream
+from penstock.telemetry import process_memory
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no memfd_create here")
 

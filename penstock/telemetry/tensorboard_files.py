@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from penstock.errors import ConfigError, StorageError
-from penstock.events import Evaluated, Event, Finished, RunStarted, StepDone, Stopped
 from penstock.io import durable
+from penstock.telemetry.events import Evaluated, Event, Finished, RunStarted, StepDone, Stopped
 
 
 class TensorBoard:

@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from penstock.errors import StorageError
-from penstock.events import (
+from penstock.io import durable
+from penstock.io.safe_open import NotPlainError, open_plain
+from penstock.telemetry.events import (
     ClusterEvent,
     Evaluated,
     Event,
@@ -24,8 +26,6 @@ from penstock.events import (
     Saved,
     StepDone,
 )
-from penstock.io import durable
-from penstock.io.safe_open import NotPlainError, open_plain
 
 _PIECE_BYTES = 1 << 16
 _LONGEST_LINE_BYTES = 1 << 20  # a row has less than a thousand; longer lines are not ours

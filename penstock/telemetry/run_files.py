@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 from penstock.config import Config
 from penstock.errors import StorageError
-from penstock.events import Event, Listener, RunStarted
-from penstock.metrics import MetricsFile
-from penstock.tensorboard_files import TensorBoard
+from penstock.telemetry.events import Event, Listener, RunStarted
+from penstock.telemetry.metrics_writer import MetricsFile
+from penstock.telemetry.tensorboard_files import TensorBoard
 
 
 class Recorder:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from penstock import process_memory
-from penstock.events import Event, RunMeasured, RunStarted, Saved, StepDone
 from penstock.store import FlashTraffic
+from penstock.telemetry import process_memory
+from penstock.telemetry.events import Event, RunMeasured, RunStarted, Saved, StepDone
 
 
 class RunReport:

@@ -1,0 +1,1 @@
+"""Events of a run, and the files written from them."""
