@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 
 from penstock import assembly
+from penstock.collectives import Fabric, GroupFabric, LocalFabric, Meeting
 from penstock.config import Config, EngineConfig
 from penstock.engine import (
     CudaLanes,
@@ -29,7 +30,6 @@ from penstock.engine import (
     TorchEngine,
 )
 from penstock.errors import ConfigError
-from penstock.fabric import Fabric, GroupFabric, LocalFabric, Meeting
 from penstock.kernels.memory import allocate, page_lock
 from penstock.program import Program
 from penstock.step_layout import Layout

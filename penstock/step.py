@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from penstock.batches import Batches, micro_batches
+from penstock.collectives import Fabric
 from penstock.engine import Batch, Engine, PendingGradients
-from penstock.fabric import Fabric
 from penstock.program import Stage, backward_fetch
 from penstock.step_layout import Layout
 from penstock.store import Commit, Store

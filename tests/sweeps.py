@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from penstock.assembly import set_threads
+from penstock.collectives.tree_reduce import TreeNode, TreeSum
 from penstock.compiler import CompileOptions, compile_module
 from penstock.engine import Batch, Engine, EnginePlan, TorchEngine
 from penstock.program import Program, backward_fetch, verify
-from penstock.tree import TreeNode, TreeSum
 
 set_threads(1)  # for tensors this small a second thread is only waited for
 

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from penstock.collectives.tree_reduce import TreeNode
 from penstock.fabric.messages import Message
 from penstock.fabric.nodes import Part
 from penstock.fabric.transfers import GRADIENT_WIDTH, Operation, Piece, Transfers
 from penstock.program import Program
-from penstock.tree import TreeNode
 from simulated_cluster.machines import Machine
 
 UPDATE_BYTES = 32  # AdamW reads and writes three float32 numbers, reads a gradient, writes weights

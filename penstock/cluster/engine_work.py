@@ -12,12 +12,12 @@ import torch
 
 from penstock.batches import micro_batches
 from penstock.cluster.plan import positions_of
+from penstock.collectives.tree_reduce import TreeNode
 from penstock.engine import Batch, Engine
 from penstock.fabric.nodes import WINDOW
 from penstock.fabric.transfers import Operation, Piece, Transfers
 from penstock.kernels.memory import allocate
 from penstock.program import Program
-from penstock.tree import TreeNode
 
 _ALIGNMENT = 64
 

@@ -18,13 +18,13 @@ from typing import Any, Literal
 
 import torch
 
+from penstock.collectives.tree_reduce import TreeNode
 from penstock.engine.interface import Batch, PendingGradients
 from penstock.engine.memory import MemoryAccount
 from penstock.engine.shared_slots import SharedSlots
 from penstock.engine.torch_engine import TorchEngine
 from penstock.errors import GroupError
 from penstock.program import Program
-from penstock.tree import TreeNode
 
 _CLOSING_SECONDS = 10.0
 

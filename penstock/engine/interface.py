@@ -8,9 +8,9 @@ from typing import Protocol
 
 import torch
 
+from penstock.collectives.tree_reduce import TreeNode
 from penstock.engine.memory import MemoryAccount
 from penstock.program import Program
-from penstock.tree import TreeNode
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from penstock.collectives.tree_reduce import TreeNode
 from penstock.engine.interface import Batch, PendingGradients
 from penstock.engine.memory import MemoryAccount
 from penstock.engine.plan import EnginePlan
 from penstock.engine.slots import Arrived
 from penstock.engine.torch_engine import TorchEngine
 from penstock.program import Kind, Program, TensorSpec, backward_fetch
-from penstock.tree import TreeNode
 
 _META = torch.device("meta")
 

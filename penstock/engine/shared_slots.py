@@ -15,13 +15,13 @@ from collections.abc import Sequence
 
 import torch
 
+from penstock.collectives.tree_reduce import TreeNode, TreeSum
 from penstock.engine.interface import PendingGradients
 from penstock.engine.lanes import Lanes
 from penstock.engine.peers import Peers
 from penstock.engine.sharing import FlatSums, Sharing, aligned, sends
 from penstock.engine.slots import Arrived, SlotsInTurn
 from penstock.program import Program
-from penstock.tree import TreeNode, TreeSum
 
 
 class SharedSlots(SlotsInTurn):

@@ -16,8 +16,8 @@ from functools import cached_property
 
 import torch
 
+from penstock.collectives.tree_reduce import held_nodes, root_level, share
 from penstock.program import Kind, Program, Stage
-from penstock.tree import held_nodes, root_level, share
 
 ALIGNMENT = 512  # bytes; what device allocations are aligned to
 _ELEMENTS = ALIGNMENT // 4  # of float32

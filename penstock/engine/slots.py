@@ -15,11 +15,11 @@ from typing import Protocol
 
 import torch
 
+from penstock.collectives.tree_reduce import TreeNode
 from penstock.engine.interface import PendingGradients
 from penstock.engine.lanes import CudaLanes, Lanes, Mark
 from penstock.engine.sharing import aligned
 from penstock.program import Program
-from penstock.tree import TreeNode
 
 
 class WeightSlots(Protocol):

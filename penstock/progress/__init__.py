@@ -1,6 +1,6 @@
 """What people see of a run while it goes on: in a terminal, in a notebook, in a log.
 
-Everything here is made from events (`penstock.telemetry.events`) alone. The command line and the demo ask
+Everything here is made from events (`penstock.telemetry`) alone. The command line and the demo ask
 `view_for_command` for their view, `Trainer` asks `view_from_python`. Both are loaded on first use:
 figures are also for commands that show no run and should start at once.
 """

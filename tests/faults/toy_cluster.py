@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import xxhash
 
+from penstock.collectives.tree_reduce import TreeNode, TreeSum, share
 from penstock.fabric.nodes import (
     WINDOW,
     Conductor,
@@ -30,7 +31,6 @@ from penstock.fabric.nodes import (
 )
 from penstock.fabric.sim import Faults, Links, Network
 from penstock.fabric.transfers import Operation, Piece, Transfers, chunks
-from penstock.tree import TreeNode, TreeSum, share
 
 STAGES, WEIGHTS, MICRO_BATCHES, STEPS = 3, 17, 8, 3
 HELD = 2 * STAGES  # arrays of a shard, and steps until all of them have been compared

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from penstock.tree import TreeNode, TreeSum, share
+from penstock.collectives.tree_reduce import TreeNode, TreeSum, share
 
 
 def leaves(count, seed, dtype=torch.float32):

@@ -10,12 +10,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from penstock.collectives.tree_reduce import share
 from penstock.errors import CorruptionError
 from penstock.fabric.messages import Kind, Message, pack_arrays
 from penstock.fabric.nodes import checks
 from penstock.fabric.nodes.orders import Outcome, StepOrder
 from penstock.fabric.view import View
-from penstock.tree import share
 
 
 class Send(Protocol):

@@ -17,6 +17,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from penstock.collectives.tree_reduce import TreeNode, TreeSum, share
 from penstock.errors import ProtocolError
 from penstock.fabric.messages import Kind, Message, sent_on, unpack_arrays
 from penstock.fabric.nodes import checks
@@ -25,7 +26,6 @@ from penstock.fabric.nodes.runtime import Runtime
 from penstock.fabric.topology import Summing, children, parent, root, summing
 from penstock.fabric.transfers import GRADIENT_WIDTH, Operation, Piece, Transfers
 from penstock.fabric.view import View
-from penstock.tree import TreeNode, TreeSum, share
 
 
 class EngineWork(Protocol):

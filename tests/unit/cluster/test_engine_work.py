@@ -8,8 +8,8 @@ import torch
 
 from penstock.cluster import engine_work
 from penstock.cluster.engine_work import EngineOfProcess
+from penstock.collectives.tree_reduce import TreeNode
 from penstock.fabric.transfers import Operation, Piece, Transfers
-from penstock.tree import TreeNode
 
 
 class RingEngine:

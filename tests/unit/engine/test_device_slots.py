@@ -5,8 +5,8 @@ import pytest
 import torch
 from random_lanes import RandomLanes
 
+from penstock.collectives.tree_reduce import TreeNode
 from penstock.engine.slots import DeviceSlots
-from penstock.tree import TreeNode
 
 
 def weights_of(random, stages):

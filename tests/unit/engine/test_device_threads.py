@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from penstock.collectives.tree_reduce import TreeNode
 from penstock.engine import DeviceThread, Member, MemoryAccount, Rounds
 from penstock.errors import GroupError
-from penstock.tree import TreeNode
 
 SIZE, STAGES = 3, 4
 PATIENCE = 20  # seconds, of a barrier; never reached unless something is wrong

@@ -11,10 +11,10 @@ import pytest
 import torch
 from random_lanes import Crowd, RandomLanes, World
 
+from penstock.collectives.tree_reduce import TreeNode, TreeSum, share
 from penstock.engine.shared_slots import SharedSlots
 from penstock.engine.sharing import Sharing, sends
 from penstock.program import TensorSpec
-from penstock.tree import TreeNode, TreeSum, share
 
 SHAPES = [
     [(7, 3), (), (1,)],

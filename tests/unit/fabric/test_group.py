@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from penstock.collectives import GroupFabric, Meeting
+from penstock.collectives.tree_reduce import TreeNode
 from penstock.errors import GroupError
-from penstock.fabric import GroupFabric, Meeting
-from penstock.tree import TreeNode
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 GROUPS = [("cpu", 1), ("cpu", 2), ("cpu", 3), ("cpu", 5)]

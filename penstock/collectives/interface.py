@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from penstock.tree import TreeNode
+from penstock.collectives.tree_reduce import TreeNode
 
 
 @dataclass

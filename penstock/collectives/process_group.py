@@ -20,9 +20,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from penstock.collectives.interface import Traffic
+from penstock.collectives.tree_reduce import TreeNode, root_level
 from penstock.errors import GroupError
-from penstock.fabric.interface import Traffic
-from penstock.tree import TreeNode, root_level
 
 TIMEOUT = timedelta(minutes=10)
 """How long a device may wait for another: longer than any stage should compute."""

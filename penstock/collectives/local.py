@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from penstock.fabric.interface import Traffic
-from penstock.tree import TreeNode, TreeSum
+from penstock.collectives.interface import Traffic
+from penstock.collectives.tree_reduce import TreeNode, TreeSum
 
 
 class LocalFabric:
