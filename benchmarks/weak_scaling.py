@@ -39,10 +39,10 @@ from simulated_cluster import (
 )
 from simulated_cluster.picture import draw
 
-from penstock.assembly import build_program
 from penstock.config import Config
 from penstock.errors import BudgetError
 from penstock.fabric.sim import Links
+from penstock.planning.builders import build_program
 from penstock.program import Program
 
 ENGINES = [1, 2, 4, 8, 16, 32, 64, 128, 192]

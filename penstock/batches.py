@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock.assembly import to_tensors
 from penstock.collectives.tree_reduce import share
 from penstock.data import IGNORED_LABEL, Source
 from penstock.errors import DataError
 from penstock.models import ModelSource
+from penstock.planning.builders import to_tensors
 
 Rows = Mapping[str, torch.Tensor]
 

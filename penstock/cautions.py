@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from penstock.config import Config
 from penstock.errors import few
 from penstock.models import ModelSource, parts_in_eval_mode
+from penstock.planning.execution_plan import Layout
 from penstock.program import Program
-from penstock.step_layout import Layout
 
 
 def cautions(config: Config, source: ModelSource, layout: Layout) -> Iterator[str]:

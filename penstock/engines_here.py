@@ -14,7 +14,6 @@ from typing import Protocol
 
 import torch
 
-from penstock import assembly
 from penstock.collectives import Fabric, GroupFabric, LocalFabric, Meeting
 from penstock.config import Config, EngineConfig
 from penstock.engine import (
@@ -31,8 +30,9 @@ from penstock.engine import (
 )
 from penstock.errors import ConfigError
 from penstock.kernels.memory import allocate, page_lock
+from penstock.planning import builders
+from penstock.planning.execution_plan import Layout
 from penstock.program import Program
-from penstock.step_layout import Layout
 
 
 def choose_devices(config: EngineConfig) -> tuple[str, ...]:
@@ -90,7 +90,7 @@ def engines_here(
 ) -> EnginesHere:
     """Make the engines of this process: a group, if there are `devices`, else as many on `device`
     as are asked for, one after another."""
-    assembly.settle_pages(layout.shares, device)
+    builders.settle_pages(layout.shares, device)
     if devices:
         return DeviceGroup(
             layout.program,
@@ -101,7 +101,7 @@ def engines_here(
             threads=config.engine.threads,
         )
     return OneDevice(
-        assembly.make_engines(layout.program, layout.plan, layout.shares, config.engines, device)
+        builders.make_engines(layout.program, layout.plan, layout.shares, config.engines, device)
     )
 
 
@@ -181,7 +181,7 @@ class DeviceGroup:
         device = torch.device(name)
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        assembly.set_threads(self._threads)  # Numba has a number for every thread
+        builders.set_threads(self._threads)  # Numba has a number for every thread
         peers = self._meeting.join(rank)
         slots = SharedSlots(
             self._program,

@@ -15,14 +15,14 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock import assembly
 from penstock.config import Config
 from penstock.data import IGNORED_LABEL, LanguageModelSource, RecordSource, Source
 from penstock.engine import Batch, EnginePlan, TorchEngine
 from penstock.errors import CompileError, DataError
 from penstock.models import ModelSource
+from penstock.planning import builders
+from penstock.planning.execution_plan import Layout
 from penstock.program import Program
-from penstock.step_layout import Layout
 from penstock.store import Store
 
 Rows = dict[str, torch.Tensor]
@@ -83,7 +83,7 @@ class Evaluator:
         counts = _Counts()
         micro = self._layout.micro_batch
         for rows in self._held_out.evaluation_batches(micro, batches * self._config.batch.size):
-            self._add(counts, assembly.to_tensors(rows))
+            self._add(counts, builders.to_tensors(rows))
         if counts.weight == 0:
             what = "labelled tokens" if self._predicts else "rows"
             raise DataError(f"the held-out data has no {what}: there is nothing to evaluate")
@@ -151,7 +151,7 @@ class Evaluator:
     def _program(self, rows: int) -> Program:
         """Return the program in eval mode; that of training where eval mode changes nothing."""
         try:
-            return assembly.compile_source(
+            return builders.compile_source(
                 self._model,
                 micro_batch=rows,
                 length=self._layout.sequence_length,

@@ -13,11 +13,12 @@ from pathlib import Path
 
 import torch
 
-from penstock import assembly, store
+from penstock import store
 from penstock.config import Config, HuggingFaceModel, PresetModel
 from penstock.data import TokenDataset, export_tokenizer, load_tokenizer
 from penstock.errors import ConfigError, few
 from penstock.models import KEPT, ModelSource, other_files, tokenizer_files
+from penstock.planning import builders
 from penstock.store import (
     MAX_SHARD_BYTES,
     MergedWeights,
@@ -47,8 +48,8 @@ def export_run(
             "Trainer(config, model=...).export(FOLDER)"
         )
     with _newest(config) as weights:
-        base = assembly.model_source(config.model, config.run.dir / KEPT)
-        source = assembly.with_adapters(base, config.lora)
+        base = builders.model_source(config.model, config.run.dir / KEPT)
+        source = builders.with_adapters(base, config.lora)
         if only_adapters:
             return export_adapters(config, weights, source, folder, dtype)
         data = config.data_dir
@@ -112,7 +113,7 @@ def export_adapters(
         raise ConfigError(
             f"{source.name} was trained without adapters (lora.rank is null); export the model"
         )
-    others = sorted(assembly.trained_weights(config, source) - source.adapter_weights)
+    others = sorted(builders.trained_weights(config, source) - source.adapter_weights)
     if others:
         raise ConfigError(
             f"the adapters alone are not what was trained: {few(others)} changed too; export the "

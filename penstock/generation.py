@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import torch
 
-from penstock import assembly
 from penstock.config import Config
 from penstock.data import TokenDataset, Tokenizer
 from penstock.engine import Batch, EnginePlan, TorchEngine
 from penstock.errors import ConfigError
 from penstock.models import ModelSource
-from penstock.step_layout import Layout
+from penstock.planning import builders
+from penstock.planning.execution_plan import Layout
 from penstock.store import Store
 from penstock.training_data import sequence_length
 
@@ -40,7 +40,7 @@ def make_writer(
         raise ConfigError("generate needs the data set's tokenizer; this run has none")
 
     def make_engine(window: int) -> TorchEngine:
-        program = assembly.compile_source(
+        program = builders.compile_source(
             model,
             micro_batch=1,
             length=window,

@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from penstock import stores
 from penstock.config import Config, recorded_flash
 from penstock.errors import ConfigError
 from penstock.models import ModelSource
+from penstock.planning import store_factory
+from penstock.planning.execution_plan import Layout
 from penstock.resumption import Resumption
-from penstock.step_layout import Layout
 from penstock.store import (
     BackgroundSave,
     MemoryStore,
@@ -57,7 +57,7 @@ class Keeper(Protocol):
         layout: Layout,
         device: str,
         notice: Notice,
-        apart: Sequence[stores.ShardElsewhere] | None = None,
+        apart: Sequence[store_factory.ShardElsewhere] | None = None,
     ) -> Store:
         """Return a store with the newest step in it, or with initial weights.
 
@@ -108,11 +108,11 @@ class CheckpointKeeper:
         layout: Layout,
         device: str,
         notice: Notice,
-        apart: Sequence[stores.ShardElsewhere] | None = None,
+        apart: Sequence[store_factory.ShardElsewhere] | None = None,
     ) -> Store:
         """Return a store in memory."""
         program = layout.program
-        self._store = stores.make_store(self._config, program, device, notice, apart)
+        self._store = store_factory.make_store(self._config, program, device, notice, apart)
         if self._latest is not None:
             load_checkpoint(self._store, self._latest)
         else:
@@ -193,7 +193,7 @@ class FlashKeeper:
         layout: Layout,
         device: str,
         notice: Notice,
-        apart: Sequence[stores.ShardElsewhere] | None = None,
+        apart: Sequence[store_factory.ShardElsewhere] | None = None,
     ) -> Store:
         """Return the store on flash; new weights go there one at a time.
 
@@ -215,8 +215,10 @@ class FlashKeeper:
             raise
         return self._store
 
-    def _made(self, layout: Layout, apart: Sequence[stores.ShardElsewhere] | None) -> DurableStore:
-        return stores.make_flash_store(
+    def _made(
+        self, layout: Layout, apart: Sequence[store_factory.ShardElsewhere] | None
+    ) -> DurableStore:
+        return store_factory.make_flash_store(
             self._config, layout.program, layout.shares.store, self._folder, apart
         )
 
@@ -225,7 +227,7 @@ class FlashKeeper:
         model: ModelSource,
         layout: Layout,
         notice: Notice,
-        apart: Sequence[stores.ShardElsewhere] | None,
+        apart: Sequence[store_factory.ShardElsewhere] | None,
     ) -> DurableStore:
         """Return a store that was never trained: new, or with the weights to begin with."""
         found, start = self._found or {}, _start(self._config, model)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from penstock.config import Config
 from penstock.models import ModelSource
+from penstock.planning.execution_plan import Layout
 from penstock.program import Program
 from penstock.progress.figures import show_count
-from penstock.step_layout import Layout
 from penstock.store import Store
 from penstock.telemetry.events import RunStarted
 from penstock.training_data import TrainingData

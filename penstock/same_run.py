@@ -12,13 +12,13 @@ import torch
 import transformers
 
 import penstock
-from penstock import assembly
 from penstock.config import Config, FactoryModel
 from penstock.data import TokenDataset
 from penstock.errors import ConfigError, DataError
 from penstock.models import ModelSource
+from penstock.planning import builders
+from penstock.planning.execution_plan import Layout
 from penstock.resumption import Resumption
-from penstock.step_layout import Layout
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def require_same_beginning(
             f"{run} was trained on another data set than {dataset.path}; point data.path at the "
             "one it was started with, or choose another run.dir"
         )
-    weights = assembly.folder_fingerprint(config, model)
+    weights = builders.folder_fingerprint(config, model)
     if None not in (weights, recorded.weights) and weights != recorded.weights:
         raise ConfigError(
             f"{run} was started from other weights than are in model.hf now; point model.hf at "

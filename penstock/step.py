@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from penstock.batches import Batches, micro_batches
 from penstock.collectives import Fabric
 from penstock.engine import Batch, Engine, PendingGradients
+from penstock.planning.execution_plan import Layout
 from penstock.program import Stage, backward_fetch
-from penstock.step_layout import Layout
 from penstock.store import Commit, Store
 from penstock.telemetry import process_memory
 from penstock.telemetry.events import StepDone

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from penstock import assembly
 from penstock.batches import Batches
 from penstock.cautions import cautions
 from penstock.config import Config, to_config, write_record
@@ -28,6 +27,8 @@ from penstock.generation import Writer, make_writer
 from penstock.gradient_check import GradientCheck
 from penstock.keeper import make_keeper
 from penstock.models import KEPT, ModelSource, keep_small_files
+from penstock.planning import builders
+from penstock.planning.execution_plan import lay_out
 from penstock.program import Program
 from penstock.progress import view_from_python
 from penstock.resumption import Resumption
@@ -35,7 +36,6 @@ from penstock.run_start import describe, rows_per_step, run_started
 from penstock.same_run import own_architecture, require_same_beginning, require_same_model
 from penstock.saving import Saver
 from penstock.step import StepRunner
-from penstock.step_layout import lay_out
 from penstock.store import MAX_SHARD_BYTES, FolderLock, ShardedStore
 from penstock.telemetry.events import (
     Evaluated,
@@ -97,7 +97,7 @@ class Trainer:
         self._view = view_from_python(self.config.logging.every, quiet)
         self._listener = broadcast([self._view, *([on_event] if on_event else [])])
         self._tell = self._listener
-        assembly.set_threads(self.config.engine.threads)
+        builders.set_threads(self.config.engine.threads)
         self._keeper = make_keeper(self.config)
         recorded = self._keeper.recorded
         if must_exist and recorded is None:
@@ -107,10 +107,10 @@ class Trainer:
             )
         self._recorded = recorded
         self._brought = model is not None
-        self.model = assembly.source_of(self.config, model, recorded is not None, self._notice)
+        self.model = builders.source_of(self.config, model, recorded is not None, self._notice)
         self._devices = choose_devices(self.config.engine)
         wanted = self.config.engine.device
-        self.device = kind_of(self._devices) if self._devices else assembly.choose_device(wanted)
+        self.device = kind_of(self._devices) if self._devices else builders.choose_device(wanted)
         if source is None:
             self._data = open_data(self.config, self.model, self._notice)
         else:

@@ -24,8 +24,8 @@ import torch
 from tiny_models import IGNORED, LENGTH, Case
 from torch import nn
 
-from penstock.assembly import set_threads
 from penstock.data import Source
+from penstock.planning.builders import set_threads
 from penstock.telemetry.events import StepDone
 from penstock.trainer import Trainer
 

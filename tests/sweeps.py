@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from penstock.assembly import set_threads
 from penstock.collectives.tree_reduce import TreeNode, TreeSum
 from penstock.compiler import CompileOptions, compile_module
 from penstock.engine import Batch, Engine, EnginePlan, TorchEngine
+from penstock.planning.builders import set_threads
 from penstock.program import Program, backward_fetch, verify
 
 set_threads(1)  # for tensors this small a second thread is only waited for

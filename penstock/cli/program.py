@@ -56,7 +56,7 @@ def program(
 
     from rich.console import Console
 
-    from penstock.assembly import build_program
+    from penstock.planning.builders import build_program
 
     built = build_program(
         config,

@@ -33,7 +33,7 @@ from penstock.errors import ClusterError, CorruptionError, PenstockError
 from penstock.fabric.messages import Kind, Message
 from penstock.fabric.nodes import CONDUCTOR, Conductor, Happened, Leases, ShardNode
 from penstock.fabric.sockets import Address, Endpoint, Link
-from penstock.step_layout import Layout
+from penstock.planning.execution_plan import Layout
 from penstock.store import Store
 from penstock.store.flash import ShardedFlashStore
 from penstock.telemetry.events import ClusterEvent

@@ -11,8 +11,8 @@ import xxhash
 from penstock.cluster.terms import terms_of
 from penstock.config import Config
 from penstock.fabric.transfers import GRADIENT_WIDTH, Operation, Piece, Sweep, Transfers, chunks
+from penstock.planning.execution_plan import Layout
 from penstock.program import Program, Stage, backward_fetch
-from penstock.step_layout import Layout
 from penstock.store import Holding, ShardMap
 
 Placement = Mapping[str, Sequence[tuple[int, int, int]]]

@@ -83,16 +83,16 @@ class _Compiled:
 
 def _compile(told: Mapping[str, Any], device: str) -> _Compiled:
     """Compile the run's model, as the conductor's process said, for one kind of device."""
-    from penstock import assembly
     from penstock.config import Config
+    from penstock.planning import builders
 
     config = Config.from_mapping(told["config"])
-    assembly.set_threads(told["threads"])
+    builders.set_threads(told["threads"])
     assert config.model is not None
     kept = None if told["kept"] is None else Path(told["kept"])
-    source = assembly.model_source(config.model, kept)
-    program = assembly.compile_source(
-        assembly.with_adapters(source, config.lora),
+    source = builders.model_source(config.model, kept)
+    program = builders.compile_source(
+        builders.with_adapters(source, config.lora),
         micro_batch=told["micro_batch"],
         length=told["length"],
         precision=config.precision,

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from penstock import assembly
 from penstock.batches import Batches
 from penstock.cluster.calls import error_class
 from penstock.cluster.computing import Computing
@@ -23,9 +22,10 @@ from penstock.cluster.stragglers import Stragglers
 from penstock.config import Config
 from penstock.fabric.messages import Message
 from penstock.fabric.nodes import Outcome, Part, Phase, TroubleError, WentBackError, checks
+from penstock.planning import builders
+from penstock.planning.execution_plan import Layout
 from penstock.program import Program
 from penstock.step import step_done
-from penstock.step_layout import Layout
 from penstock.store import Commit, Store, global_norm, merged, zero_gradients
 from penstock.telemetry.events import StepDone
 from penstock.tracing import NonFiniteLossError, require_finite, trace
@@ -168,7 +168,7 @@ class ClusterRunner:
     def _trace(self, error: NonFiniteLossError) -> NoReturn:
         """Find in this process where a loss began that is not a number."""
         layout = self._layout
-        made = assembly.make_engines(layout.program, layout.plan, layout.shares, 1, layout.device)
+        made = builders.make_engines(layout.program, layout.plan, layout.shares, 1, layout.device)
         trace(error, layout.program, made, self._store, self._batches, self._config.run.seed)
 
     def _look_for_stragglers(self) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock import stores
 from penstock.cluster.calls import WRITE_BYTES
 from penstock.cluster.shard_work import require_at
 from penstock.config import Config
 from penstock.errors import StorageError
 from penstock.fabric.transfers import GRADIENT_WIDTH
+from penstock.planning import store_factory
 from penstock.program import Program
 from penstock.store import ShardMap, Store
 from penstock.store.flash import FlashStore, forget, go_back, shard_folder
@@ -59,7 +59,7 @@ class ShardApart:
         self.close()
         config = self._config
         if config.store.flash.path is None:
-            self._open = stores.make_dram_shard(config, self._program, self._part)
+            self._open = store_factory.make_dram_shard(config, self._program, self._part)
             return self._open
         folder = shard_folder(config.store.flash.path, self._shard, self._replica)
         if must_hold and not folder.exists():
@@ -67,8 +67,8 @@ class ShardApart:
                 f"{folder} is not on this host; start the worker where that shard's flash is, or "
                 "put store.flash.path on a file system that all hosts share"
             )
-        each = stores.flash_share(config, self._program, self._store_bytes)
-        self._open = stores.make_flash_shard(config, self._program, self._part, folder, each)
+        each = store_factory.flash_share(config, self._program, self._store_bytes)
+        self._open = store_factory.make_flash_shard(config, self._program, self._part, folder, each)
         return self._open
 
     def open_empty(self) -> Store:

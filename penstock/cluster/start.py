@@ -10,7 +10,7 @@ from penstock.cluster.hall import Hall
 from penstock.cluster.launch import Launcher, LocalLauncher, NoLauncher
 from penstock.config import Config
 from penstock.fabric.sockets import Endpoint, new_token
-from penstock.step_layout import Layout
+from penstock.planning.execution_plan import Layout
 from penstock.telemetry.events import ClusterEvent
 
 WORKER_LOGS = "workers"

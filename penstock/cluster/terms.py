@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.assembly import thread_count
 from penstock.config import Config
 from penstock.models import KEPT
-from penstock.step_layout import Layout
+from penstock.planning.builders import thread_count
+from penstock.planning.execution_plan import Layout
 
 
 def terms_of(config: Config, layout: Layout) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from penstock import Trainer
-from penstock.assembly import compile_source
 from penstock.cli.app import app
 from penstock.config import Config, check_run, load_run
 from penstock.data import build_dataset
@@ -23,6 +22,7 @@ from penstock.engine import Batch, EnginePlan, TorchEngine
 from penstock.errors import ConfigError, CorruptionError, DataError
 from penstock.export import export_run
 from penstock.models import ModelSource
+from penstock.planning.builders import compile_source
 from penstock.store import DramStore
 
 FORMS = {

@@ -17,11 +17,11 @@ from tiny_models import LENGTH, ROWS, language_model, with_rows
 from torch import nn
 from torch.nn import functional as F
 
-from penstock.assembly import compile_source
 from penstock.cli import main
 from penstock.engine import Batch, EnginePlan, TorchEngine
 from penstock.errors import ConfigError
 from penstock.export import export_adapters
+from penstock.planning.builders import compile_source
 from penstock.progress.figures import show_count
 from penstock.telemetry.events import Notice
 

@@ -7,17 +7,17 @@ import functools
 import pytest
 from tiny_models import LENGTH, language_model
 
-from penstock import assembly
-from penstock.batch_division import Division, divide_batch
 from penstock.config import Config
 from penstock.engine import can_fit, predict_bytes
 from penstock.engine.plan import EnginePlan, bytes_of_choice
 from penstock.errors import BudgetError
-from penstock.step_layout import lay_out
+from penstock.planning import builders
+from penstock.planning.execution_plan import lay_out
+from penstock.planning.micro_batching import Division, divide_batch
 
 SIZE = 4
 SOURCE = language_model("gpt2").source(0)
-compile_source = assembly.compile_source
+compile_source = builders.compile_source
 
 
 @functools.cache
@@ -33,7 +33,7 @@ def _compile_once(monkeypatch):
     def compile_again(source, *, micro_batch, slot_bytes, **same):
         return compile_for(micro_batch, slot_bytes)
 
-    monkeypatch.setattr(assembly, "compile_source", compile_again)
+    monkeypatch.setattr(builders, "compile_source", compile_again)
 
 
 @pytest.fixture(scope="module")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from penstock import assembly, stores
-from penstock.budget import Budget, Room, Shares, bytes_on_the_way
 from penstock.config import Config
 from penstock.engine import EnginePlan, predict_bytes
 from penstock.errors import BudgetError
 from penstock.fabric.nodes import GRADIENTS
+from penstock.planning import builders, store_factory
+from penstock.planning.memory_budget import Budget, Room, Shares, bytes_on_the_way
 from penstock.program import Program
 from penstock.telemetry import process_memory
 
@@ -29,8 +29,8 @@ def _machine(monkeypatch):
 
 @pytest.fixture(scope="module")
 def program() -> Program:
-    source = assembly.model_source(Config.from_mapping({"model": MODEL}).model)
-    return assembly.compile_source(source, micro_batch=1, length=32, precision="fp32", device="cpu")
+    source = builders.model_source(Config.from_mapping({"model": MODEL}).model)
+    return builders.compile_source(source, micro_batch=1, length=32, precision="fp32", device="cpu")
 
 
 def shares(program: Program, **changes) -> Shares:
@@ -38,7 +38,7 @@ def shares(program: Program, **changes) -> Shares:
     engine = {"device": "cpu", "memory": "64MiB"}
     mapping = {"model": MODEL, "batch": {"size": 256}, "engines": 2, "engine": engine, **changes}
     config = Config.from_mapping(mapping)
-    budget = Budget(config, program, 2, "cpu", stores.optimizer_of(config).roles)
+    budget = Budget(config, program, 2, "cpu", store_factory.optimizer_of(config).roles)
     engine_bytes = budget.engine_bytes()
     return budget.divide(budget.plan(engine_bytes), engine_bytes)
 
@@ -87,7 +87,7 @@ def test_replicas_count_as_much_as_what_they_hold(program, tmp_path):
     store = {"shards": 4, "replicas": 2, "flash": flash}
     config = Config.from_mapping({"model": MODEL, "cluster": cluster, "store": store})
     with pytest.raises(BudgetError, match=r"in 4 shards with a replica each needs [0-9,]+ bytes"):
-        stores.flash_share(config, program, 10 * MIB)
+        store_factory.flash_share(config, program, 10 * MIB)
 
 
 @pytest.mark.parametrize("cluster", OTHER_HOSTS)
@@ -175,7 +175,7 @@ def test_what_is_on_its_way_counts_where_engines_are_processes(program, monkeypa
         config = Config.from_mapping(
             {"model": MODEL, "engine": engine, "cluster": {"start": start}}
         )
-        budget = Budget(config, program, 2, "cpu", stores.optimizer_of(config).roles)
+        budget = Budget(config, program, 2, "cpu", store_factory.optimizer_of(config).roles)
         return budget.plan(budget.engine_bytes())
 
     least = predict_bytes(program, 2, EnginePlan()).peak_bytes
@@ -212,7 +212,7 @@ def test_more_engines_than_this_machine_has_room_for_are_refused_with_the_sum(pr
         engine = {"device": "cpu", "memory": "64MiB"}
         run = {"model": MODEL, "batch": {"size": 64}, "engines": 2, "engine": engine}
         config = Config.from_mapping({**run, "cluster": {"start": start}})
-        budget = Budget(config, program, 2, "cpu", stores.optimizer_of(config).roles)
+        budget = Budget(config, program, 2, "cpu", store_factory.optimizer_of(config).roles)
         return budget.room(budget.divide(budget.plan(64 * MIB), 64 * MIB))
 
     found = room("local")

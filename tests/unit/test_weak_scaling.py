@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from penstock.assembly import build_program
 from penstock.config import Config
 from penstock.errors import BudgetError
 from penstock.fabric.sim import Links
+from penstock.planning.builders import build_program
 
 LENGTH, SEQUENCES, FLOPS = 32, 3, 1e9
 

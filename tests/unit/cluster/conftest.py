@@ -10,17 +10,17 @@ from hall_guests import Guest, Visited, config
 from replica_play import EIGHT_BIT, PROGRAM, Run
 from store_programs import flash_store, training_store
 
-from penstock import assembly
 from penstock.cluster import copy_ends
 from penstock.fabric.messages import Kind, Message
-from penstock.step_layout import Layout, lay_out
+from penstock.planning import builders
+from penstock.planning.execution_plan import Layout, lay_out
 
 
 @pytest.fixture(scope="session")
 def layout(tmp_path_factory) -> Layout:
     made = config(tmp_path_factory.mktemp("layout"))
     assert made.model is not None
-    return lay_out(made, assembly.model_source(made.model), "cpu", 16)
+    return lay_out(made, builders.model_source(made.model), "cpu", 16)
 
 
 @pytest.fixture

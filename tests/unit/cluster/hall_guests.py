@@ -14,7 +14,7 @@ from penstock.cluster.launch import Ended
 from penstock.config import Config
 from penstock.fabric.messages import Kind, Message
 from penstock.fabric.sockets import Endpoint, Link
-from penstock.step_layout import Layout
+from penstock.planning.execution_plan import Layout
 
 MODEL = {
     "preset": "gpt2",

@@ -11,12 +11,12 @@ import pytest
 from hall_guests import TOKEN, PretendLauncher, config
 from waiting import wait_until
 
-from penstock.budget import Room
 from penstock.cluster.bodies import Role
 from penstock.cluster.hall import Hall
 from penstock.cluster.launch import Ended
 from penstock.errors import BudgetError, ClusterError
 from penstock.fabric.sockets import Endpoint
+from penstock.planning.memory_budget import Room
 
 
 def test_so_many_workers_are_started_as_engines_spare_ones_and_shards_apart(visit):

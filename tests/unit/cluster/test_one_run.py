@@ -9,7 +9,7 @@ import pytest
 from penstock import trainer
 from penstock.cluster import hall, start
 from penstock.errors import ConfigError, StorageError
-from penstock.step_layout import lay_out
+from penstock.planning.execution_plan import lay_out
 from penstock.trainer import Trainer
 
 

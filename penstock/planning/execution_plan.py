@@ -6,14 +6,14 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from penstock import assembly, stores
-from penstock.batch_division import Division, divide_batch, divided_as_recorded
-from penstock.budget import Budget, Room, Shares
 from penstock.config import Config
 from penstock.engine import EnginePlan, Sharing, predict_bytes
 from penstock.errors import BudgetError, ConfigError
 from penstock.models import ModelSource
-from penstock.plausibility import refuse_implausible
+from penstock.planning import builders, store_factory
+from penstock.planning.memory_budget import Budget, Room, Shares
+from penstock.planning.micro_batching import Division, divide_batch, divided_as_recorded
+from penstock.planning.plausibility import refuse_implausible
 from penstock.program import Program
 
 
@@ -63,7 +63,7 @@ def lay_out(
     """
 
     def compile_for(micro_batch: int, slot_bytes: int | None) -> Program:
-        return assembly.compile_source(
+        return builders.compile_source(
             source,
             micro_batch=micro_batch,
             length=length,
@@ -126,7 +126,7 @@ def _planned(
     sharing = Sharing(len(devices), micro_batches) if devices else None
     least = _least_engines(config)
     per_engine = -(-micro_batches // least)
-    roles = stores.optimizer_of(config).roles
+    roles = store_factory.optimizer_of(config).roles
     budget = Budget(config, program, per_engine, device, roles, devices, sharing)
     engine_bytes = budget.engine_bytes()
     plan = budget.plan(engine_bytes)

@@ -23,9 +23,9 @@ from penstock.errors import BudgetError, ConfigError
 from penstock.fabric.nodes import GRADIENTS, WINDOW
 from penstock.fabric.sockets.ring import LEAST_BYTES, RING_BYTES
 from penstock.fabric.topology import ways
+from penstock.planning.store_factory import assembly_of, least_flash_store_bytes
 from penstock.program import Program, Stage
 from penstock.store import Role
-from penstock.stores import assembly_of, least_flash_store_bytes
 from penstock.telemetry import process_memory
 
 RESERVE_BYTES = 128 << 20

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from penstock.budget import Shares
 from penstock.compiler import (
     CompileOptions,
     Precision,
@@ -40,6 +39,7 @@ from penstock.engine import (
 )
 from penstock.errors import ConfigError, DataError
 from penstock.models import KEPT, ModelSource, WeightFiles, require_clear, verify_kept
+from penstock.planning.memory_budget import Shares
 from penstock.program import Program
 
 _FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from penstock import stores
-from penstock.budget import Budget
 from penstock.config import ClusterConfig, Config
 from penstock.engine import can_fit
 from penstock.errors import BudgetError
+from penstock.planning import store_factory
+from penstock.planning.memory_budget import Budget
 from penstock.program import Program
 
 # Beyond this many tokens a micro-batch gains nothing: the products are large enough.
@@ -111,7 +111,7 @@ def _one_engine_bytes(
     """Return the budget that an engine has, or would have if there were one of them."""
     if config.engine.memory != "auto":
         return int(config.engine.memory)
-    cluster, roles = config.cluster, stores.optimizer_of(config).roles
+    cluster, roles = config.cluster, store_factory.optimizer_of(config).roles
     if cluster.shards == "here" or not cluster.has_other_hosts:
         cluster = ClusterConfig()  # as in one process
     alone = config.model_copy(update={"engines": 1, "cluster": cluster})

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock import stores
 from penstock.config import Config, size_above
 from penstock.errors import BudgetError, CompileError
 from penstock.models import ModelSource
+from penstock.planning import store_factory
 from penstock.telemetry import process_memory
 
 MOST_TENSORS = 1 << 16
@@ -82,6 +82,6 @@ def _store_bytes(config: Config, source: ModelSource) -> int:
         return 0
     trains_all = not (config.freeze or config.train or config.lora.rank is not None)
     trained = source.trained_count() if trains_all else 0
-    roles = sum(role.bytes(trained) for role in stores.optimizer_of(config).roles)
+    roles = sum(role.bytes(trained) for role in store_factory.optimizer_of(config).roles)
     once = 4 * source.parameter_count() + _FLOAT_BYTES[config.gradient_precision] * trained + roles
     return config.store.replicas * once

@@ -1,0 +1,1 @@
+"""What a run will need and how it is divided, decided before its first step."""
