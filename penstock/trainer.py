@@ -13,13 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from penstock.batches import Batches
 from penstock.cautions import cautions
 from penstock.config import Config, to_config, write_record
 from penstock.data import Source
 from penstock.early_stop import EarlyStop
 from penstock.engine import Engine
-from penstock.engines_here import EnginesHere, choose_devices, counted, engines_here, kind_of
 from penstock.errors import ConfigError, DataError, NonFiniteError
 from penstock.evaluation import Evaluator
 from penstock.export import export, export_adapters
@@ -35,7 +33,9 @@ from penstock.resumption import Resumption
 from penstock.run_start import describe, rows_per_step, run_started
 from penstock.same_run import own_architecture, require_same_beginning, require_same_model
 from penstock.saving import Saver
-from penstock.step import StepRunner
+from penstock.step.local import StepRunner
+from penstock.step.local_engines import EnginesHere, choose_devices, counted, engines_here, kind_of
+from penstock.step.micro_batches import Batches
 from penstock.store import MAX_SHARD_BYTES, FolderLock, ShardedStore
 from penstock.telemetry.events import (
     Evaluated,
@@ -52,7 +52,7 @@ from penstock.training_data import TrainingData, open_data, sequence_length
 
 if TYPE_CHECKING:
     from penstock.cluster.hall import Hall
-    from penstock.cluster.runner import ClusterRunner
+    from penstock.step.distributed import ClusterRunner
 
 
 class Trainer:
@@ -229,7 +229,7 @@ class Trainer:
             self._lock.release()
 
     def _run_elsewhere(self, hall: Hall, batches: Batches) -> None:
-        from penstock.cluster.runner import ClusterRunner
+        from penstock.step.distributed import ClusterRunner
 
         if self.config.cluster.shards == "here":
             store = self.store

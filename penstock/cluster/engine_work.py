@@ -10,7 +10,6 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from penstock.batches import micro_batches
 from penstock.cluster.plan import positions_of
 from penstock.collectives.tree_reduce import TreeNode
 from penstock.engine import Batch, Engine
@@ -18,6 +17,7 @@ from penstock.fabric.nodes import WINDOW
 from penstock.fabric.transfers import Operation, Piece, Transfers
 from penstock.kernels.memory import allocate
 from penstock.program import Program
+from penstock.step.micro_batches import micro_batches
 
 _ALIGNMENT = 64
 

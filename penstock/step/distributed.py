@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from penstock.batches import Batches
 from penstock.cluster.calls import error_class
 from penstock.cluster.computing import Computing
 from penstock.cluster.hall import Hall
@@ -25,10 +24,11 @@ from penstock.fabric.nodes import Outcome, Part, Phase, TroubleError, WentBackEr
 from penstock.planning import builders
 from penstock.planning.execution_plan import Layout
 from penstock.program import Program
-from penstock.step import step_done
+from penstock.step.local import step_done
+from penstock.step.micro_batches import Batches
+from penstock.step.nonfinite import NonFiniteLossError, require_finite, trace
 from penstock.store import Commit, Store, global_norm, merged, zero_gradients
 from penstock.telemetry.events import StepDone
-from penstock.tracing import NonFiniteLossError, require_finite, trace
 
 _GIVING_UP = 60.0  # seconds in which a step that is decided must end
 _LOOK = 0.05  # seconds between two looks at what has happened

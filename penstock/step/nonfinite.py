@@ -10,10 +10,10 @@ import math
 from collections.abc import Sequence
 from typing import NoReturn
 
-from penstock.batches import Batches, micro_batches
 from penstock.engine import Batch, Engine
 from penstock.errors import NonFiniteError
 from penstock.program import Program
+from penstock.step.micro_batches import Batches, micro_batches
 from penstock.store import Store
 
 

@@ -12,15 +12,15 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from penstock.batches import Batches, micro_batches
 from penstock.collectives import Fabric
 from penstock.engine import Batch, Engine, PendingGradients
 from penstock.planning.execution_plan import Layout
 from penstock.program import Stage, backward_fetch
+from penstock.step.micro_batches import Batches, micro_batches
+from penstock.step.nonfinite import NonFiniteLossError, require_finite, trace
 from penstock.store import Commit, Store
 from penstock.telemetry import process_memory
 from penstock.telemetry.events import StepDone
-from penstock.tracing import NonFiniteLossError, require_finite, trace
 
 Order = list[tuple[Stage, tuple[int, ...] | None]]
 

@@ -1,0 +1,1 @@
+"""One step of training: in this process, or distributed over others."""
