@@ -190,9 +190,9 @@ def take(folder: Path, options: argparse.Namespace) -> dict:
 
     from penstock.config import Config
     from penstock.engine import Batch, EnginePlan, TorchEngine
-    from penstock.export import export
     from penstock.kernels import adamw  # noqa: F401  (compiled kernels count as imports)
     from penstock.planning import builders, store_factory
+    from penstock.training.export import export
 
     memory = Memory()
     # Fine-tuning of the norms alone: frozen weights lie on flash once, without any state.
@@ -245,9 +245,9 @@ def take(folder: Path, options: argparse.Namespace) -> dict:
 def give(folder: Path, options: argparse.Namespace) -> dict:
     """Export the store in folder/flash to folder/given."""
     from penstock.config import HuggingFaceModel
-    from penstock.export import export
     from penstock.planning import builders
     from penstock.store.flash import FlashReader
+    from penstock.training.export import export
 
     memory = Memory()
     started = time.perf_counter()

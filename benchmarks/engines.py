@@ -138,7 +138,7 @@ def training_loop(job: Job) -> Callable[[], float]:
     """Return a step of a trainer with the loop's engines."""
     from side_by_side.gpt import HEADS, SEED, VOCABULARY
 
-    from penstock.trainer import Trainer
+    from penstock.training.trainer import Trainer
 
     engines, start, shared_memory = LOOPS[job.loop]
     text = Path(job.folder) / "text.txt"

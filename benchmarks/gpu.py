@@ -246,7 +246,7 @@ def penstock_loop(job: Job) -> Loop:
 
     from penstock.engine import Sharing, predict_bytes
     from penstock.models import ModelSource
-    from penstock.trainer import Trainer
+    from penstock.training.trainer import Trainer
 
     vocabulary = ModelSource.from_preset(job.model, {}).vocab_size or 2
     trainer = Trainer(settings(job), source=batches(vocabulary))

@@ -27,7 +27,7 @@ from torch import nn
 from penstock.data import Source
 from penstock.planning.builders import set_threads
 from penstock.telemetry.events import StepDone
-from penstock.trainer import Trainer
+from penstock.training.trainer import Trainer
 
 # Beyond the yardstick: activations are fused here, which rounds in other places (measured: the
 # largest excess over all cases and ten seeds was 1.3e-6).

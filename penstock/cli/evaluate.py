@@ -26,7 +26,7 @@ def evaluate(
 
     settings = load_run(run, overrides or ())
 
-    from penstock.trainer import Trainer
+    from penstock.training.trainer import Trainer
 
     trainer = Trainer(settings, must_exist=True, cluster="none", quiet=True)
     result = trainer.evaluate(batches)

@@ -65,7 +65,7 @@ def train(
 def _run(settings: Config, view: View, resume_command: str) -> None:
     stop = GracefulStop(view.interrupt)
     with surviving_loss(stop.lose_output), view:
-        from penstock.trainer import Trainer
+        from penstock.training.trainer import Trainer
 
         trainer = Trainer(settings, on_event=naming_command(view, resume_command), quiet=True)
         with closing(trainer), stop.handling(trainer.request_stop):

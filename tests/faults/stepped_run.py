@@ -145,7 +145,7 @@ def main() -> None:
     """Be the run."""
     from penstock.errors import PenstockError
     from penstock.telemetry.events import ClusterEvent
-    from penstock.trainer import Trainer
+    from penstock.training.trainer import Trainer
 
     def say(**what: object) -> None:
         print(json.dumps(what), flush=True)

@@ -15,7 +15,7 @@ import ray
 from waiting import wait_until
 
 from penstock.telemetry.events import ClusterEvent
-from penstock.trainer import Trainer
+from penstock.training.trainer import Trainer
 
 MODEL = {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 300, "n_positions": 32}
 

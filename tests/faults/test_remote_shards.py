@@ -24,7 +24,7 @@ from penstock.errors import ConfigError, StorageError
 from penstock.fabric.nodes.conductor import Phase
 from penstock.telemetry.events import ClusterEvent, StepDone
 from penstock.telemetry.metrics_writer import read_metrics
-from penstock.trainer import Trainer
+from penstock.training.trainer import Trainer
 
 # Wide enough for matrices to be cut between two shards.
 MODEL = {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 300, "n_positions": 32}
@@ -289,7 +289,7 @@ def test_a_run_whose_own_process_is_killed_during_a_copy_begins_the_copy_anew(
     first = Run({**config, "run": {"dir": str(tmp_path / "run"), "steps": 3}})
     first.train()
     shutil.rmtree(tmp_path / "run" / "flash" / "shard-0-replica-1")
-    code = "import sys, json; from penstock.trainer import Trainer; Trainer(json.load(sys.stdin))"
+    code = "import sys, json; from penstock.training.trainer import Trainer; Trainer(json.load(sys.stdin))"
     killed = subprocess.run(
         [sys.executable, "-c", code],
         input=json.dumps(config),

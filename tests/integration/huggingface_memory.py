@@ -12,9 +12,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from penstock.config import Config
-from penstock.export import export
 from penstock.planning import builders, store_factory
 from penstock.store.flash import FlashReader
+from penstock.training.export import export
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 WIDTH = 512

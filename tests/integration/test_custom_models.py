@@ -16,7 +16,7 @@ from penstock.data import ArraySource
 from penstock.errors import DataError
 from penstock.models import InputSpec, ModelSource
 from penstock.telemetry.events import Evaluated, Notice
-from penstock.trainer import Trainer
+from penstock.training.trainer import Trainer
 
 
 class Net(nn.Module):

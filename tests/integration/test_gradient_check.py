@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from penstock.data import ArraySource
 from penstock.models import ModelSource
 from penstock.telemetry.events import Notice, StepDone
-from penstock.trainer import Trainer
+from penstock.training.trainer import Trainer
 
 ROWS, WIDTH = 64, 96  # wide enough for a store in shards to cut the matrices
 IDLE = (

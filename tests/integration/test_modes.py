@@ -17,7 +17,7 @@ from penstock.data import ArraySource
 from penstock.errors import CompileError
 from penstock.models import ModelSource
 from penstock.telemetry.events import Evaluated, Notice, StepDone
-from penstock.trainer import Trainer
+from penstock.training.trainer import Trainer
 
 STEPS, ROWS = 6, 64
 

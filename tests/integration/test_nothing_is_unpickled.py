@@ -58,7 +58,7 @@ os.register_at_fork(after_in_child=lambda: write(f"process {os.getpid()}"))
 RUN = """
 import pickle, sys
 from pathlib import Path
-from penstock.trainer import Trainer
+from penstock.training.trainer import Trainer
 
 folder = Path(sys.argv[1])
 small = {"n_layer": 1, "n_embd": 16, "n_head": 2, "vocab_size": 300, "n_positions": 16}

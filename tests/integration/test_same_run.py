@@ -14,7 +14,7 @@ from penstock.data import ArraySource
 from penstock.errors import ConfigError
 from penstock.models import InputSpec, ModelSource
 from penstock.telemetry.events import Notice
-from penstock.trainer import Trainer
+from penstock.training.trainer import Trainer
 
 ACTIVATION = "tanh"  # of the factory below; a test changes it, as a user edits a file
 
@@ -155,7 +155,7 @@ def test_a_factory_that_was_edited_is_refused(tmp_path, monkeypatch):
 
 
 def test_a_run_of_an_older_release_goes_on(tmp_path, monkeypatch):
-    from penstock.resumption import Resumption
+    from penstock.training.resume_state import Resumption
 
     whole = Resumption.to_mapping
 

@@ -15,7 +15,7 @@ from penstock.cluster.record import read_record
 from penstock.cluster.worker import OwnWorkError, Worker
 from penstock.errors import ClusterError, NonFiniteError
 from penstock.telemetry.events import ClusterEvent, StepDone
-from penstock.trainer import Trainer
+from penstock.training.trainer import Trainer
 
 MODEL = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 260, "n_positions": 16}
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import CorruptionError
-from penstock.resumption import Resumption
+from penstock.training.resume_state import Resumption
 
 ARCHITECTURE = {"class_name": "Net", "graph": "g", "captured_with": "torch 2"}
 KEPT = Resumption({"batch.size": 4}, 2, None, "d", None, 3.25, 1, "v", ARCHITECTURE)

@@ -48,7 +48,7 @@ class PretendTrainer:
 def run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(
-        sys.modules, "penstock.trainer", types.SimpleNamespace(Trainer=PretendTrainer)
+        sys.modules, "penstock.training.trainer", types.SimpleNamespace(Trainer=PretendTrainer)
     )
     monkeypatch.setattr(PretendTrainer, "on_step", staticmethod(lambda number: None))
     monkeypatch.setattr(PretendTrainer, "made", [])

@@ -6,11 +6,11 @@ import threading
 
 import pytest
 
-from penstock import trainer
 from penstock.cluster import hall, start
 from penstock.errors import ConfigError, StorageError
 from penstock.planning.execution_plan import lay_out
-from penstock.trainer import Trainer
+from penstock.training import trainer
+from penstock.training.trainer import Trainer
 
 
 @pytest.fixture

@@ -13,26 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from penstock.cautions import cautions
 from penstock.config import Config, to_config, write_record
 from penstock.data import Source
-from penstock.early_stop import EarlyStop
 from penstock.engine import Engine
 from penstock.errors import ConfigError, DataError, NonFiniteError
-from penstock.evaluation import Evaluator
-from penstock.export import export, export_adapters
-from penstock.generation import Writer, make_writer
-from penstock.gradient_check import GradientCheck
-from penstock.keeper import make_keeper
 from penstock.models import KEPT, ModelSource, keep_small_files
 from penstock.planning import builders
 from penstock.planning.execution_plan import lay_out
 from penstock.program import Program
 from penstock.progress import view_from_python
-from penstock.resumption import Resumption
-from penstock.run_start import describe, rows_per_step, run_started
-from penstock.same_run import own_architecture, require_same_beginning, require_same_model
-from penstock.saving import Saver
 from penstock.step.local import StepRunner
 from penstock.step.local_engines import EnginesHere, choose_devices, counted, engines_here, kind_of
 from penstock.step.micro_batches import Batches
@@ -48,7 +37,18 @@ from penstock.telemetry.events import (
 )
 from penstock.telemetry.run_files import recorder
 from penstock.telemetry.run_report import RunReport
-from penstock.training_data import TrainingData, open_data, sequence_length
+from penstock.training.cautions import cautions
+from penstock.training.checkpoint_backends import make_keeper
+from penstock.training.checkpoint_scheduler import Saver
+from penstock.training.data_loading import TrainingData, open_data, sequence_length
+from penstock.training.early_stop import EarlyStop
+from penstock.training.evaluation import Evaluator
+from penstock.training.export import export, export_adapters
+from penstock.training.generation import Writer, make_writer
+from penstock.training.gradient_check import GradientCheck
+from penstock.training.resume_state import Resumption
+from penstock.training.run_start import describe, rows_per_step, run_started
+from penstock.training.same_run import own_architecture, require_same_beginning, require_same_model
 
 if TYPE_CHECKING:
     from penstock.cluster.hall import Hall
@@ -386,7 +386,7 @@ class Trainer:
         """Return what the model makes of `batches` held-out batches.
 
         **Returns:** `loss` and `tokens` (rows, where a model reads none); of language models
-        `perplexity` and `accuracy`; of records `exact_match` and `records` (`penstock.evaluation`).
+        `perplexity` and `accuracy`; of records `exact_match` and `records` (`penstock.training.evaluation`).
         """
         if self._evaluator is None:
             raise DataError(

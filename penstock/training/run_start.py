@@ -9,7 +9,7 @@ from penstock.program import Program
 from penstock.progress.figures import show_count
 from penstock.store import Store
 from penstock.telemetry.events import RunStarted
-from penstock.training_data import TrainingData
+from penstock.training.data_loading import TrainingData
 
 
 def rows_per_step(config: Config, model: ModelSource, layout: Layout) -> int:

@@ -15,7 +15,7 @@ from penstock.models import ModelSource
 from penstock.planning import builders
 from penstock.planning.execution_plan import Layout
 from penstock.store import Store
-from penstock.training_data import sequence_length
+from penstock.training.data_loading import sequence_length
 
 FetchWeights = Callable[[Sequence[str]], list[torch.Tensor]]
 

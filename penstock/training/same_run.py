@@ -18,7 +18,7 @@ from penstock.errors import ConfigError, DataError
 from penstock.models import ModelSource
 from penstock.planning import builders
 from penstock.planning.execution_plan import Layout
-from penstock.resumption import Resumption
+from penstock.training.resume_state import Resumption
 
 
 @dataclass(frozen=True)

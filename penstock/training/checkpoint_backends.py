@@ -16,7 +16,6 @@ from penstock.errors import ConfigError
 from penstock.models import ModelSource
 from penstock.planning import store_factory
 from penstock.planning.execution_plan import Layout
-from penstock.resumption import Resumption
 from penstock.store import (
     BackgroundSave,
     MemoryStore,
@@ -34,6 +33,7 @@ from penstock.store.flash import (
     holds_store,
     recorded_extra,
 )
+from penstock.training.resume_state import Resumption
 
 Notice = Callable[[str], None]
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from penstock.config import CheckpointConfig
 from penstock.errors import PenstockError
-from penstock.keeper import Keeper
 from penstock.store import SavedCheckpoint
 from penstock.telemetry.events import Listener, Saved
+from penstock.training.checkpoint_backends import Keeper
 
 Extra = Callable[[], Mapping[str, Any]]
 
