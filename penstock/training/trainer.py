@@ -386,7 +386,8 @@ class Trainer:
         """Return what the model makes of `batches` held-out batches.
 
         **Returns:** `loss` and `tokens` (rows, where a model reads none); of language models
-        `perplexity` and `accuracy`; of records `exact_match` and `records` (`penstock.training.evaluation`).
+        `perplexity` and `accuracy`; of records `exact_match` and `records`
+        (`penstock.training.evaluation`).
         """
         if self._evaluator is None:
             raise DataError(

@@ -289,7 +289,7 @@ def test_a_run_whose_own_process_is_killed_during_a_copy_begins_the_copy_anew(
     first = Run({**config, "run": {"dir": str(tmp_path / "run"), "steps": 3}})
     first.train()
     shutil.rmtree(tmp_path / "run" / "flash" / "shard-0-replica-1")
-    code = "import sys, json; from penstock.training.trainer import Trainer; Trainer(json.load(sys.stdin))"
+    code = "import sys, json; from penstock import Trainer; Trainer(json.load(sys.stdin))"
     killed = subprocess.run(
         [sys.executable, "-c", code],
         input=json.dumps(config),
