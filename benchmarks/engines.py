@@ -255,7 +255,7 @@ class _Sender:
 
     def send(self, source: np.ndarray, parts: list[slice]) -> float:
         """Send all parts; return the receiver's processor time once they have come."""
-        from penstock.fabric.messages import Kind, message_with
+        from penstock.distributed.protocol.messages import Kind, message_with
 
         for part in parts:
             chunk = part.start // CHUNK_BYTES
@@ -271,7 +271,7 @@ class _Sender:
 
 def receive(way: str) -> None:
     """Take chunks over a link, put them in their place, and answer when all have come."""
-    from penstock.fabric.messages import Kind, Message
+    from penstock.distributed.protocol.messages import Kind, Message
     from penstock.fabric.sockets import stream as streams
     from penstock.fabric.sockets.certificates import Credentials
     from penstock.fabric.sockets.handshake import connect

@@ -86,7 +86,7 @@ def measure(size: int, rounds: int, folder: Path | None, shares_memory: bool) ->
     """Take turns; return bytes/s of both ways, medians, and of their ratio in a round."""
     from penstock.cluster.calls import Calls
     from penstock.cluster.copying import copy_shard
-    from penstock.fabric.nodes import CONDUCTOR
+    from penstock.distributed.protocol import CONDUCTOR
 
     run = endpoint_of(os.environ.setdefault(TOKEN, os.urandom(16).hex()), shares_memory)
     calls = Calls(

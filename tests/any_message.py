@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from penstock.fabric.messages import Kind, Message, message_with
+from penstock.distributed.protocol.messages import Kind, Message, message_with
 
 # What is right, of which one part is then something else.
 _RIGHT = (

@@ -7,16 +7,16 @@ import math
 from collections.abc import Collection, Sequence
 
 from penstock.cluster.plan import positions_of
-from penstock.fabric.nodes import Conductor, EngineNode, Leases, Outcome, Phase, ShardNode
-from penstock.fabric.sim import Network
-from penstock.fabric.transfers import (
+from penstock.distributed.protocol import Conductor, EngineNode, Leases, Outcome, Phase, ShardNode
+from penstock.distributed.protocol.transfer_schedule import (
     CHUNK_BYTES,
     GRADIENT_WIDTH,
     Operation,
     Piece,
     Transfers,
 )
-from penstock.fabric.transfers import chunks as cut
+from penstock.distributed.protocol.transfer_schedule import chunks as cut
+from penstock.fabric.sim import Network
 from penstock.program import Program
 from simulated_cluster.machines import Machine
 from simulated_cluster.works import Engine, Order, Shard

@@ -15,9 +15,14 @@ import numpy as np
 import torch
 
 from penstock.collectives.tree_reduce import TreeNode
-from penstock.fabric.messages import Message
-from penstock.fabric.nodes import Part
-from penstock.fabric.transfers import GRADIENT_WIDTH, Operation, Piece, Transfers
+from penstock.distributed.protocol import Part
+from penstock.distributed.protocol.messages import Message
+from penstock.distributed.protocol.transfer_schedule import (
+    GRADIENT_WIDTH,
+    Operation,
+    Piece,
+    Transfers,
+)
 from penstock.program import Program
 from simulated_cluster.machines import Machine
 

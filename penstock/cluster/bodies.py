@@ -13,8 +13,8 @@ from typing import Any, Literal, cast, get_args
 
 from penstock.cluster.shard_places import Place
 from penstock.cluster.terms import are_terms
-from penstock.fabric.messages import Message
-from penstock.fabric.nodes import checks
+from penstock.distributed.protocol import message_validation
+from penstock.distributed.protocol.messages import Message
 from penstock.fabric.sockets import Address
 
 Opens = Literal["when asked", "what was left", "empty"]
@@ -45,11 +45,11 @@ class Join:
         body = message.body
         worker, role, shard = body.get("worker"), body.get("role"), body.get("shard")
         if not isinstance(worker, str) or len(worker) > _LONGEST:
-            raise checks.refuse(message, f"says {str(worker)[:40]!r} for 'worker'")
+            raise message_validation.refuse(message, f"says {str(worker)[:40]!r} for 'worker'")
         if role not in (None, *get_args(Role)):
-            raise checks.refuse(message, f"says {str(role)[:40]!r} for 'role'")
+            raise message_validation.refuse(message, f"says {str(role)[:40]!r} for 'role'")
         if shard is not None:
-            shard = checks.integer(message, "shard", 0)
+            shard = message_validation.integer(message, "shard", 0)
         return cls(worker, address_of(message, body.get("listens")), role, shard)
 
 
@@ -77,10 +77,13 @@ class Welcome:
         body = message.body
         there = body.get("shards_there")
         if not isinstance(there, list) or not all(type(node) is int for node in there):
-            raise checks.refuse(message, f"says {str(there)[:40]!r} for 'shards_there'")
+            raise message_validation.refuse(message, f"says {str(there)[:40]!r} for 'shards_there'")
         if not are_terms(body.get("run")):
-            raise checks.refuse(message, "does not say what the run is")
-        node, place = checks.integer(message, "node", 1), _place_of(message, body.get("place"))
+            raise message_validation.refuse(message, "does not say what the run is")
+        node, place = (
+            message_validation.integer(message, "node", 1),
+            _place_of(message, body.get("place")),
+        )
         return cls(node, place, _opens_of(message), body["run"], tuple(there))
 
 
@@ -104,12 +107,12 @@ class Figures:
         body = message.body
         if "computed" not in body:
             return None
-        peak, computed = checks.integer(message, "peak_bytes", 0), body["computed"]
+        peak, computed = message_validation.integer(message, "peak_bytes", 0), body["computed"]
         if not isinstance(computed, list) or len(computed) != 2:
-            raise checks.refuse(message, f"says {str(computed)[:40]!r} for 'computed'")
+            raise message_validation.refuse(message, f"says {str(computed)[:40]!r} for 'computed'")
         seconds, count = computed
         if not _is_number(seconds) or not _is_number(count) or seconds < 0 or count < 0:
-            raise checks.refuse(message, f"says {str(computed)[:40]!r} for 'computed'")
+            raise message_validation.refuse(message, f"says {str(computed)[:40]!r} for 'computed'")
         return cls(peak, float(seconds), int(count))
 
 
@@ -120,7 +123,7 @@ def addresses_of(message: Message) -> dict[int, Address]:
     """
     said = message.body.get("addresses", {})
     if not isinstance(said, Mapping) or not all(key.isdecimal() for key in said):
-        raise checks.refuse(message, f"says {str(said)[:40]!r} for 'addresses'")
+        raise message_validation.refuse(message, f"says {str(said)[:40]!r} for 'addresses'")
     return {int(key): address_of(message, value) for key, value in said.items()}
 
 
@@ -132,7 +135,7 @@ def address_of(message: Message, said: Any) -> Address:
     match said:
         case [str(host), int(port)] if len(host) <= _LONGEST and 0 < port < 1 << 16:
             return host, port
-    raise checks.refuse(message, f"says {str(said)[:40]!r} for an address")
+    raise message_validation.refuse(message, f"says {str(said)[:40]!r} for an address")
 
 
 def _opens_of(message: Message) -> Opens:
@@ -140,7 +143,7 @@ def _opens_of(message: Message) -> Opens:
     for known in get_args(Opens):
         if said == known:
             return cast(Opens, known)
-    raise checks.refuse(message, f"says {str(said)[:40]!r} for 'opens'")
+    raise message_validation.refuse(message, f"says {str(said)[:40]!r} for 'opens'")
 
 
 def _place_of(message: Message, said: Any) -> Place | None:
@@ -149,7 +152,7 @@ def _place_of(message: Message, said: Any) -> Place | None:
             return None
         case [int(shard), int(replica)] if shard >= 0 and replica >= 0:
             return Place(shard, replica)
-    raise checks.refuse(message, f"says {str(said)[:40]!r} for 'place'")
+    raise message_validation.refuse(message, f"says {str(said)[:40]!r} for 'place'")
 
 
 def _is_number(value: Any) -> bool:

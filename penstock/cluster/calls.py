@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 
 from penstock import errors
+from penstock.distributed.protocol.messages import Kind, Message, pack_arrays, unpack_arrays
+from penstock.distributed.protocol.transfer_schedule import CHUNK_BYTES
 from penstock.errors import (
     ClusterError,
     CorruptionError,
@@ -23,8 +25,6 @@ from penstock.errors import (
     ProtocolError,
     StorageError,
 )
-from penstock.fabric.messages import Kind, Message, pack_arrays, unpack_arrays
-from penstock.fabric.transfers import CHUNK_BYTES
 from penstock.store.flash import OtherStoreError
 
 Arrays = Mapping[str, np.ndarray]

@@ -17,12 +17,12 @@ import numpy as np
 
 from penstock.cluster.bodies import address_of
 from penstock.cluster.calls import Said
+from penstock.distributed.protocol import message_validation
+from penstock.distributed.protocol.messages import Kind, Message, message_with
+from penstock.distributed.protocol.node_context import Runtime
+from penstock.distributed.protocol.transfer_schedule import CHUNK_BYTES
 from penstock.errors import ClusterError
-from penstock.fabric.messages import Kind, Message, message_with
-from penstock.fabric.nodes import checks
-from penstock.fabric.nodes.runtime import Runtime
 from penstock.fabric.sockets import Address
-from penstock.fabric.transfers import CHUNK_BYTES
 from penstock.store import Portions, ReplicatedStore, Store
 
 WINDOW = 4  # portions that are asked for and not written yet
@@ -185,7 +185,9 @@ class Taker:
             self._fail(copy, "source", error, str(message.body["error"]))
             return
         if copy.portions is None or message.op != copy.came or message.op >= copy.asked:
-            raise checks.refuse(message, f"brings portion {message.op} where {copy.came} is next")
+            raise message_validation.refuse(
+                message, f"brings portion {message.op} where {copy.came} is next"
+            )
         if message.step != copy.step:
             text = f"it went from step {copy.step} to step {message.step} while it was copied"
             self._fail(copy, "source", ClusterError(text))

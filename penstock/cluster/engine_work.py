@@ -12,9 +12,9 @@ import torch
 
 from penstock.cluster.plan import positions_of
 from penstock.collectives.tree_reduce import TreeNode
+from penstock.distributed.protocol import WINDOW
+from penstock.distributed.protocol.transfer_schedule import Operation, Piece, Transfers
 from penstock.engine import Batch, Engine
-from penstock.fabric.nodes import WINDOW
-from penstock.fabric.transfers import Operation, Piece, Transfers
 from penstock.kernels.memory import allocate
 from penstock.program import Program
 from penstock.step.micro_batches import micro_batches

@@ -29,9 +29,9 @@ from penstock.cluster.shard_work import ShardHere, StoreOfShard
 from penstock.cluster.shards_apart import House, ShardsApart
 from penstock.cluster.vitals import Vitals
 from penstock.config import Config
+from penstock.distributed.protocol import CONDUCTOR, Conductor, Happened, Leases, ShardNode
+from penstock.distributed.protocol.messages import Kind, Message
 from penstock.errors import ClusterError, CorruptionError, PenstockError
-from penstock.fabric.messages import Kind, Message
-from penstock.fabric.nodes import CONDUCTOR, Conductor, Happened, Leases, ShardNode
 from penstock.fabric.sockets import Address, Endpoint, Link
 from penstock.planning.execution_plan import Layout
 from penstock.store import Store

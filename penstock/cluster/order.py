@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.cluster import record
+from penstock.distributed.protocol.messages import Kind, Message
 from penstock.errors import ClusterError, ConfigError, ProtocolError
-from penstock.fabric.messages import Kind, Message
 from penstock.fabric.sockets import Endpoint, own_host
 
 _SECONDS = 10.0  # in which a run answers

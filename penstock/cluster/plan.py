@@ -10,7 +10,14 @@ import xxhash
 
 from penstock.cluster.terms import terms_of
 from penstock.config import Config
-from penstock.fabric.transfers import GRADIENT_WIDTH, Operation, Piece, Sweep, Transfers, chunks
+from penstock.distributed.protocol.transfer_schedule import (
+    GRADIENT_WIDTH,
+    Operation,
+    Piece,
+    Sweep,
+    Transfers,
+    chunks,
+)
 from penstock.planning.execution_plan import Layout
 from penstock.program import Program, Stage, backward_fetch
 from penstock.store import Holding, ShardMap

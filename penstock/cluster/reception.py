@@ -18,9 +18,9 @@ from penstock.cluster.news import News
 from penstock.cluster.plan import RunPlan
 from penstock.cluster.shard_places import Place
 from penstock.cluster.shards_apart import ShardsApart
+from penstock.distributed.protocol import CONDUCTOR, Conductor
+from penstock.distributed.protocol.messages import Kind, Message
 from penstock.errors import ClusterError, PenstockError, UnfitHostError
-from penstock.fabric.messages import Kind, Message
-from penstock.fabric.nodes import CONDUCTOR, Conductor
 from penstock.fabric.sockets import Link
 
 FIRST_ENGINE = 1000

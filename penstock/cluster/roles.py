@@ -20,10 +20,10 @@ from penstock.cluster.shard_places import Place
 from penstock.cluster.shard_process import ShardApart
 from penstock.cluster.shard_work import StoreOfShard
 from penstock.config import size_above
+from penstock.distributed.protocol import EngineNode, ShardNode
+from penstock.distributed.protocol.node_context import Runtime
+from penstock.distributed.protocol.transfer_schedule import Transfers
 from penstock.errors import UnfitHostError
-from penstock.fabric.nodes import EngineNode, ShardNode
-from penstock.fabric.nodes.runtime import Runtime
-from penstock.fabric.transfers import Transfers
 from penstock.program import Program
 from penstock.telemetry import process_memory
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from penstock.cluster.calls import WRITE_BYTES
 from penstock.cluster.shard_work import require_at
 from penstock.config import Config
+from penstock.distributed.protocol.transfer_schedule import GRADIENT_WIDTH
 from penstock.errors import StorageError
-from penstock.fabric.transfers import GRADIENT_WIDTH
 from penstock.planning import store_factory
 from penstock.program import Program
 from penstock.store import ShardMap, Store

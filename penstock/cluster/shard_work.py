@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from penstock.cluster.plan import positions_of
+from penstock.distributed.protocol.transfer_schedule import Operation
 from penstock.errors import ClusterError, ProtocolError
-from penstock.fabric.transfers import Operation
 from penstock.program import Program
 from penstock.store import (
     Commit,

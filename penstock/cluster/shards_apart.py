@@ -19,8 +19,8 @@ from penstock.cluster.record import NAME
 from penstock.cluster.remote_store import RemoteShard
 from penstock.cluster.shard_places import Place, ShardPlaces
 from penstock.config import Config, size_above
+from penstock.distributed.protocol import Conductor
 from penstock.errors import PenstockError, StorageError
-from penstock.fabric.nodes import Conductor
 from penstock.fabric.sockets import Address
 from penstock.store import Holding
 from penstock.store.flash import DurableStore

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from penstock.cluster.bodies import Figures
-from penstock.fabric.messages import Message
+from penstock.distributed.protocol.messages import Message
 
 
 class Vitals:

@@ -28,6 +28,8 @@ from penstock.cluster.bodies import Role, Welcome
 from penstock.cluster.record import read_record
 from penstock.cluster.roles import Built, ShardRole, build_engine, build_shard
 from penstock.cluster.worker_nodes import WorkerNode, WorkerShard
+from penstock.distributed.protocol import CONDUCTOR, EngineNode, ShardNode
+from penstock.distributed.protocol.messages import Kind, Message
 from penstock.errors import (
     ClusterError,
     ConfigError,
@@ -35,8 +37,6 @@ from penstock.errors import (
     PenstockError,
     ProtocolError,
 )
-from penstock.fabric.messages import Kind, Message
-from penstock.fabric.nodes import CONDUCTOR, EngineNode, ShardNode
 from penstock.fabric.sockets import Endpoint, Link, own_host
 
 log = logging.getLogger("penstock.cluster")

@@ -10,9 +10,9 @@ from penstock.cluster.bodies import addresses_of
 from penstock.cluster.calls import Gathered, Said, frames
 from penstock.cluster.copy_ends import Giver, Taker
 from penstock.cluster.shard_process import ShardApart
+from penstock.distributed.protocol import CONDUCTOR, EngineNode, ShardNode
+from penstock.distributed.protocol.messages import Kind, Message
 from penstock.errors import ClusterError, CorruptionError, PenstockError
-from penstock.fabric.messages import Kind, Message
-from penstock.fabric.nodes import CONDUCTOR, EngineNode, ShardNode
 from penstock.fabric.sockets import Endpoint
 
 

@@ -19,8 +19,15 @@ from penstock.cluster.hall import Hall
 from penstock.cluster.shard_work import ShardReport, commit_of
 from penstock.cluster.stragglers import Stragglers
 from penstock.config import Config
-from penstock.fabric.messages import Message
-from penstock.fabric.nodes import Outcome, Part, Phase, TroubleError, WentBackError, checks
+from penstock.distributed.protocol import (
+    Outcome,
+    Part,
+    Phase,
+    TroubleError,
+    WentBackError,
+    message_validation,
+)
+from penstock.distributed.protocol.messages import Message
 from penstock.planning import builders
 from penstock.planning.execution_plan import Layout
 from penstock.program import Program
@@ -219,7 +226,7 @@ class _Order:
         report, count = ShardReport.read(message.body), len(self._program.stages)
         gradients = report.gradients
         if not all(0 <= n < count for n in (*gradients.silent, *(gradients.non_finite or {}))):
-            raise checks.refuse(message, f"names stages that are none of {count}")
+            raise message_validation.refuse(message, f"names stages that are none of {count}")
         return report
 
     def difference(self, first: ShardReport, other: ShardReport) -> str | None:

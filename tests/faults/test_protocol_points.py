@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from toy_cluster import FIRST_ENGINE, ToyCluster, reference
 
-from penstock.fabric.messages import Kind
+from penstock.distributed.protocol.messages import Kind
 from penstock.fabric.sim import Faults
 from penstock.fabric.sim.faults import Rates
 

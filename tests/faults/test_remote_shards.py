@@ -20,8 +20,8 @@ from waiting import wait_until
 
 from penstock.cli.app import app
 from penstock.config import Config
+from penstock.distributed.protocol.coordinator import Phase
 from penstock.errors import ConfigError, StorageError
-from penstock.fabric.nodes.conductor import Phase
 from penstock.telemetry.events import ClusterEvent, StepDone
 from penstock.telemetry.metrics_writer import read_metrics
 from penstock.training.trainer import Trainer

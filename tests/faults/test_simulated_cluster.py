@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from toy_cluster import FIRST_ENGINE, STEPS, ToyCluster, reference
 
-from penstock.fabric.messages import Kind, Message
+from penstock.distributed.protocol.messages import Kind, Message
+from penstock.distributed.protocol.tree_topology import ways
 from penstock.fabric.sim import Faults
 from penstock.fabric.sim.faults import Rates
-from penstock.fabric.topology import ways
 
 LOSSES, WEIGHTS = reference()
 

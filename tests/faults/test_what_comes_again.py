@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from toy_cluster import FIRST_ENGINE, ToyCluster, ToyEngine, reference
 
+from penstock.distributed.protocol import TroubleError
+from penstock.distributed.protocol.messages import Kind, Message
 from penstock.errors import ClusterError
-from penstock.fabric.messages import Kind, Message
-from penstock.fabric.nodes import TroubleError
 from penstock.fabric.sim import Faults
 
 LOSSES, WEIGHTS = reference()

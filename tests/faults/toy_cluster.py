@@ -17,7 +17,7 @@ import torch
 import xxhash
 
 from penstock.collectives.tree_reduce import TreeNode, TreeSum, share
-from penstock.fabric.nodes import (
+from penstock.distributed.protocol import (
     WINDOW,
     Conductor,
     EngineNode,
@@ -29,8 +29,8 @@ from penstock.fabric.nodes import (
     TroubleError,
     WentBackError,
 )
+from penstock.distributed.protocol.transfer_schedule import Operation, Piece, Transfers, chunks
 from penstock.fabric.sim import Faults, Links, Network
-from penstock.fabric.transfers import Operation, Piece, Transfers, chunks
 
 STAGES, WEIGHTS, MICRO_BATCHES, STEPS = 3, 17, 8, 3
 HELD = 2 * STAGES  # arrays of a shard, and steps until all of them have been compared

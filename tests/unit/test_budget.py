@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from penstock.config import Config
+from penstock.distributed.protocol import GRADIENTS
 from penstock.engine import EnginePlan, predict_bytes
 from penstock.errors import BudgetError
-from penstock.fabric.nodes import GRADIENTS
 from penstock.planning import builders, store_factory
 from penstock.planning.memory_budget import Budget, Room, Shares, bytes_on_the_way
 from penstock.program import Program

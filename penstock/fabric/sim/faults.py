@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from penstock.distributed.protocol.messages import HEADER_BYTES, Message, lengths, pack, unpack
 from penstock.errors import CorruptionError
-from penstock.fabric.messages import HEADER_BYTES, Message, lengths, pack, unpack
 
 _FATES = ("lost", "repeated", "delayed", "flipped")
 _Carried = list[tuple[float, Message | CorruptionError]]

@@ -15,11 +15,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from penstock.distributed.protocol.coordinator import Conductor
+from penstock.distributed.protocol.messages import HEADER_BYTES, Kind, Message, sent_on
+from penstock.distributed.protocol.node_base import CONDUCTOR
+from penstock.distributed.protocol.node_context import RuntimeOf
 from penstock.errors import CorruptionError
-from penstock.fabric.messages import HEADER_BYTES, Kind, Message, sent_on
-from penstock.fabric.nodes.conductor import Conductor
-from penstock.fabric.nodes.frame import CONDUCTOR
-from penstock.fabric.nodes.runtime import RuntimeOf
 from penstock.fabric.sim.faults import Faults
 
 

@@ -18,10 +18,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from penstock.distributed.protocol.messages import Kind, Message
+from penstock.distributed.protocol.node_base import CONDUCTOR
+from penstock.distributed.protocol.node_context import RuntimeOf
 from penstock.errors import ClusterError, CorruptionError, ProtocolError
-from penstock.fabric.messages import Kind, Message
-from penstock.fabric.nodes.frame import CONDUCTOR
-from penstock.fabric.nodes.runtime import RuntimeOf
 from penstock.fabric.sockets import handshake
 from penstock.fabric.sockets.certificates import Credentials
 from penstock.fabric.sockets.door import Door

@@ -23,8 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.errors import ProtocolError
-from penstock.fabric.messages import (
+from penstock.distributed.protocol.messages import (
     HEADER_BYTES,
     Kind,
     Message,
@@ -33,6 +32,7 @@ from penstock.fabric.messages import (
     slot_of,
     unpack,
 )
+from penstock.errors import ProtocolError
 from penstock.fabric.sockets.buffers import Buffers
 from penstock.fabric.sockets.ring import LEAST_BYTES, PeerRing, Ring
 from penstock.fabric.sockets.stream import Stream, read_exactly

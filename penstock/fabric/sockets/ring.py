@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
+from penstock.distributed.protocol.transfer_schedule import CHUNK_BYTES
 from penstock.errors import ProtocolError
-from penstock.fabric.transfers import CHUNK_BYTES
 
 SLOTS = 4  # more would only push each other out of the processor's cache
 RING_BYTES = SLOTS * CHUNK_BYTES  # the memory of one ring

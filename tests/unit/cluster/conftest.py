@@ -11,7 +11,7 @@ from replica_play import EIGHT_BIT, PROGRAM, Run
 from store_programs import flash_store, training_store
 
 from penstock.cluster import copy_ends
-from penstock.fabric.messages import Kind, Message
+from penstock.distributed.protocol.messages import Kind, Message
 from penstock.planning import builders
 from penstock.planning.execution_plan import Layout, lay_out
 

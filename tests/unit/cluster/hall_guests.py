@@ -12,7 +12,7 @@ from penstock.cluster.bodies import Role
 from penstock.cluster.hall import Hall
 from penstock.cluster.launch import Ended
 from penstock.config import Config
-from penstock.fabric.messages import Kind, Message
+from penstock.distributed.protocol.messages import Kind, Message
 from penstock.fabric.sockets import Endpoint, Link
 from penstock.planning.execution_plan import Layout
 

@@ -23,7 +23,7 @@ from penstock.cluster.copy_ends import Giver, Taker
 from penstock.cluster.shard_places import Place
 from penstock.cluster.shards_apart import House, ShardsApart
 from penstock.config import Config
-from penstock.fabric.messages import Kind, Message
+from penstock.distributed.protocol.messages import Kind, Message
 from penstock.store import AdamW
 
 EIGHT_BIT = AdamW(0.9, 0.95, 1e-8, moments="8bit")

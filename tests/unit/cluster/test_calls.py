@@ -20,8 +20,8 @@ from penstock.cluster.calls import (
     frames,
 )
 from penstock.cluster.worker_nodes import WorkerShard
+from penstock.distributed.protocol.messages import Kind, Message
 from penstock.errors import ClusterError, CorruptionError, StorageError
-from penstock.fabric.messages import Kind, Message
 
 PIECE = 1000
 

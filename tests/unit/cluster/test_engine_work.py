@@ -9,7 +9,7 @@ import torch
 from penstock.cluster import engine_work
 from penstock.cluster.engine_work import EngineOfProcess
 from penstock.collectives.tree_reduce import TreeNode
-from penstock.fabric.transfers import Operation, Piece, Transfers
+from penstock.distributed.protocol.transfer_schedule import Operation, Piece, Transfers
 
 
 class RingEngine:

@@ -6,8 +6,8 @@ import pytest
 from waiting import wait_until
 
 from penstock.cluster.plan import engine_digest, placement_of, shard_digest, transfers_of
+from penstock.distributed.protocol.messages import Kind
 from penstock.errors import ClusterError, ConfigError
-from penstock.fabric.messages import Kind
 
 
 def test_places_of_shards_are_given_first_then_those_of_engines(visit):

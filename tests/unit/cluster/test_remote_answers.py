@@ -34,8 +34,8 @@ from waiting import wait_until
 from penstock.cluster import store_calls
 from penstock.cluster.calls import BadAnswerError, Gathered, Said, ShardLostError, frames
 from penstock.cluster.remote_store import RemoteShard
+from penstock.distributed.protocol.messages import Kind
 from penstock.errors import PenstockError
-from penstock.fabric.messages import Kind
 from penstock.store import AdamW, Store
 from penstock.store.flash import FlashStore
 

@@ -15,8 +15,8 @@ from store_programs import (
 from penstock.cluster import copy_ends
 from penstock.cluster.calls import Said
 from penstock.cluster.shard_places import Place
+from penstock.distributed.protocol.messages import Kind, Message
 from penstock.errors import ClusterError, CorruptionError, StorageError
-from penstock.fabric.messages import Kind, Message
 from penstock.store.flash.shards import durable_records
 
 

@@ -17,10 +17,10 @@ from waiting import wait_until
 from penstock.cluster.bodies import Welcome
 from penstock.cluster.hall import Hall
 from penstock.cluster.worker_nodes import WorkerNode, WorkerShard
+from penstock.distributed.protocol import EngineNode, ShardNode
+from penstock.distributed.protocol.messages import Kind, Message
+from penstock.distributed.protocol.node_context import RuntimeOf
 from penstock.errors import CorruptionError, ProtocolError
-from penstock.fabric.messages import Kind, Message
-from penstock.fabric.nodes import EngineNode, ShardNode
-from penstock.fabric.nodes.runtime import RuntimeOf
 
 
 class PretendLink:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from penstock.fabric.messages import Kind, Message
-from penstock.fabric.nodes import (
+from penstock.distributed.protocol import (
     Conductor,
     Happened,
     Leases,
     Outcome,
     Part,
-    checks,
+    message_validation,
 )
+from penstock.distributed.protocol.messages import Kind, Message
 
 SHARDS, ENGINES = (1, 2), (100, 101, 102)
 
@@ -28,7 +28,7 @@ class Order:
         return [Part({"total": self.micro_batches}, {"x": np.zeros(1)})] * engines
 
     def report(self, message) -> dict:
-        checks.integer(message, "shard", 0, {"shard": 0} | dict(message.body))
+        message_validation.integer(message, "shard", 0, {"shard": 0} | dict(message.body))
         return dict(message.body)
 
     answer = report

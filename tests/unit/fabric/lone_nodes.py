@@ -6,9 +6,9 @@ import numpy as np
 import torch
 
 from penstock.collectives.tree_reduce import TreeNode
-from penstock.fabric.messages import Kind, Message, message_with, pack_arrays
-from penstock.fabric.nodes import CONDUCTOR, EngineNode, ShardNode
-from penstock.fabric.transfers import Operation, Piece, Transfers
+from penstock.distributed.protocol import CONDUCTOR, EngineNode, ShardNode
+from penstock.distributed.protocol.messages import Kind, Message, message_with, pack_arrays
+from penstock.distributed.protocol.transfer_schedule import Operation, Piece, Transfers
 
 # Two stages of six weights on two shards; operations: forward of 0, turn of 1, backward of 0.
 PIECES = (Piece(0, 0, 0, 3, 4), Piece(1, 0, 3, 6, 4))

@@ -6,7 +6,7 @@ import socket
 
 from waiting import SECONDS
 
-from penstock.fabric.messages import Kind, Message
+from penstock.distributed.protocol.messages import Kind, Message
 from penstock.fabric.sockets import Endpoint
 
 

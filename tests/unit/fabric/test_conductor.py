@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from conductor_play import ENGINES, SHARDS, Play
 
-from penstock.errors import NonFiniteError
-from penstock.fabric.messages import Kind
-from penstock.fabric.nodes import (
+from penstock.distributed.protocol import (
     TroubleError,
 )
+from penstock.distributed.protocol.messages import Kind
+from penstock.errors import NonFiniteError
 
 
 def test_a_step_is_made_and_told_to_all():

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from conductor_play import ENGINES, Play
 
-from penstock.errors import StorageError
-from penstock.fabric.messages import Kind
-from penstock.fabric.nodes import (
+from penstock.distributed.protocol import (
     TroubleError,
     WentBackError,
 )
+from penstock.distributed.protocol.messages import Kind
+from penstock.errors import StorageError
 
 
 def test_a_silent_engine_is_lost_and_the_step_begins_anew():

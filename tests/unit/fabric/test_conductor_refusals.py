@@ -10,12 +10,12 @@ from conductor_play import ENGINES, SHARDS, Play
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.errors import PenstockError
-from penstock.fabric.messages import Kind
-from penstock.fabric.nodes import (
+from penstock.distributed.protocol import (
     TroubleError,
     WentBackError,
 )
+from penstock.distributed.protocol.messages import Kind
+from penstock.errors import PenstockError
 
 
 @pytest.mark.parametrize(

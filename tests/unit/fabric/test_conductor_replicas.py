@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from conductor_play import ENGINES, Play
 
+from penstock.distributed.protocol import TroubleError
+from penstock.distributed.protocol.membership_view import View
+from penstock.distributed.protocol.messages import Kind
 from penstock.errors import CorruptionError, ProtocolError
-from penstock.fabric.messages import Kind
-from penstock.fabric.nodes import TroubleError
-from penstock.fabric.view import View
 
 SHARDS = ((1, 3), (2, 4))
 

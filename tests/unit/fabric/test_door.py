@@ -13,8 +13,8 @@ import pytest
 from socket_places import greet, raw
 from waiting import SECONDS, wait_until
 
+from penstock.distributed.protocol.messages import Kind, Message
 from penstock.errors import ClusterError
-from penstock.fabric.messages import Kind, Message
 from penstock.fabric.sockets import handshake, new_token
 from penstock.fabric.sockets.certificates import Credentials
 from penstock.fabric.sockets.tls import TlsStream

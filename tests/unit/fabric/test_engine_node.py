@@ -12,9 +12,9 @@ from lone_nodes import (
     weights,
 )
 
+from penstock.distributed.protocol import CONDUCTOR
+from penstock.distributed.protocol.messages import Kind, Message
 from penstock.errors import CorruptionError
-from penstock.fabric.messages import Kind, Message
-from penstock.fabric.nodes import CONDUCTOR
 
 
 def test_weights_pass_on_at_once_and_are_placed_when_no_earlier_job_can_use_their_memory():

@@ -13,7 +13,7 @@ from lone_nodes import (
     view,
 )
 
-from penstock.fabric.messages import Kind, Message
+from penstock.distributed.protocol.messages import Kind, Message
 
 
 @pytest.mark.parametrize("make", [engine, shard])

@@ -25,8 +25,8 @@ from own_process import fork, in_a_process_of_its_own
 from process_files import mapped_files, open_files
 from waiting import SECONDS, wait_until
 
+from penstock.distributed.protocol.messages import Kind, Message, message_with, pack
 from penstock.errors import CorruptionError, PenstockError, ProtocolError
-from penstock.fabric.messages import Kind, Message, message_with, pack
 from penstock.fabric.sockets import ring
 from penstock.fabric.sockets.link import Link
 from penstock.fabric.sockets.ring import RING_BYTES, SLOTS, PeerRing, Ring

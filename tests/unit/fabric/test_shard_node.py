@@ -14,9 +14,9 @@ from lone_nodes import (
     view,
 )
 
-from penstock.fabric.messages import Kind, Message
-from penstock.fabric.nodes import CONDUCTOR, ShardNode
-from penstock.fabric.transfers import Operation, Transfers
+from penstock.distributed.protocol import CONDUCTOR, ShardNode
+from penstock.distributed.protocol.messages import Kind, Message
+from penstock.distributed.protocol.transfer_schedule import Operation, Transfers
 
 
 def whole_step(node: ShardNode, runtime: Runtime, step: int = 1) -> None:

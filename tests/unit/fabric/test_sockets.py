@@ -20,8 +20,7 @@ from hypothesis import strategies as st
 from socket_places import greet
 from waiting import SECONDS, wait_until
 
-from penstock.errors import ClusterError, CorruptionError
-from penstock.fabric.messages import (
+from penstock.distributed.protocol.messages import (
     HEADER_BYTES,
     Kind,
     Message,
@@ -32,6 +31,7 @@ from penstock.fabric.messages import (
     unpack,
     unpack_arrays,
 )
+from penstock.errors import ClusterError, CorruptionError
 from penstock.fabric.sockets import Endpoint, Link, new_token
 from penstock.fabric.sockets.stream import PlainStream
 

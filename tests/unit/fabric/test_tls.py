@@ -24,8 +24,8 @@ from tls_peers import (
 )
 from waiting import SECONDS, wait_until
 
+from penstock.distributed.protocol.messages import Kind, Message, message_with, pack
 from penstock.errors import ClusterError
-from penstock.fabric.messages import Kind, Message, message_with, pack
 from penstock.fabric.sockets import certificates, handshake, new_token, stream
 from penstock.fabric.sockets.certificates import Credentials, tls_contexts
 from penstock.fabric.sockets.tls import TlsStream

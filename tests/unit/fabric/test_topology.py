@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from penstock.fabric.topology import children, parent, root, summing
+from penstock.distributed.protocol.tree_topology import children, parent, root, summing
 
 NUMBERS = [1, 2, 3, 4, 5, 7, 8, 12, 31, 64, 192]
 

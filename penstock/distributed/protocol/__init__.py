@@ -1,10 +1,12 @@
 """The nodes of a run as state machines: what each makes of a message, whoever carries it."""
 
-from penstock.fabric.nodes import checks
-from penstock.fabric.nodes.conductor import Conductor
-from penstock.fabric.nodes.engine import EngineNode, EngineWork
-from penstock.fabric.nodes.frame import CONDUCTOR
-from penstock.fabric.nodes.orders import (
+from penstock.distributed.protocol import message_validation
+from penstock.distributed.protocol.coordinator import Conductor
+from penstock.distributed.protocol.engine_node import EngineNode, EngineWork
+from penstock.distributed.protocol.node_base import CONDUCTOR
+from penstock.distributed.protocol.node_context import Runtime
+from penstock.distributed.protocol.shard_node import GRADIENTS, WINDOW, ShardNode, ShardWork
+from penstock.distributed.protocol.step_request import (
     Happened,
     Leases,
     Outcome,
@@ -14,8 +16,6 @@ from penstock.fabric.nodes.orders import (
     TroubleError,
     WentBackError,
 )
-from penstock.fabric.nodes.runtime import Runtime
-from penstock.fabric.nodes.shard import GRADIENTS, WINDOW, ShardNode, ShardWork
 
 __all__ = [
     "CONDUCTOR",

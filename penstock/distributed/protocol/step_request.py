@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from penstock.fabric.messages import Message
+from penstock.distributed.protocol.messages import Message
 
 
 @dataclass(frozen=True)

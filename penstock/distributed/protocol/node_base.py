@@ -10,10 +10,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, Protocol, TypeVar
 
+from penstock.distributed.protocol.membership_view import View
+from penstock.distributed.protocol.messages import Kind, Message
+from penstock.distributed.protocol.node_context import Runtime
 from penstock.errors import ProtocolError
-from penstock.fabric.messages import Kind, Message
-from penstock.fabric.nodes.runtime import Runtime
-from penstock.fabric.view import View
 
 CONDUCTOR = 0
 

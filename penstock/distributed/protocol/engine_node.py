@@ -18,14 +18,19 @@ import numpy as np
 import torch
 
 from penstock.collectives.tree_reduce import TreeNode, TreeSum, share
+from penstock.distributed.protocol import message_validation
+from penstock.distributed.protocol.membership_view import View
+from penstock.distributed.protocol.messages import Kind, Message, sent_on, unpack_arrays
+from penstock.distributed.protocol.node_base import NodeFrame
+from penstock.distributed.protocol.node_context import Runtime
+from penstock.distributed.protocol.transfer_schedule import (
+    GRADIENT_WIDTH,
+    Operation,
+    Piece,
+    Transfers,
+)
+from penstock.distributed.protocol.tree_topology import Summing, children, parent, root, summing
 from penstock.errors import ProtocolError
-from penstock.fabric.messages import Kind, Message, sent_on, unpack_arrays
-from penstock.fabric.nodes import checks
-from penstock.fabric.nodes.frame import NodeFrame
-from penstock.fabric.nodes.runtime import Runtime
-from penstock.fabric.topology import Summing, children, parent, root, summing
-from penstock.fabric.transfers import GRADIENT_WIDTH, Operation, Piece, Transfers
-from penstock.fabric.view import View
 
 
 class EngineWork(Protocol):
@@ -168,8 +173,8 @@ class EngineNode(NodeFrame[_Step]):
         assert view is not None
         if step.total is not None:
             return
-        total = checks.integer(message, "total", len(view.engines))
-        part = {key: checks.real(message, key) for key in message.body if key != "rows"}
+        total = message_validation.integer(message, "total", len(view.engines))
+        part = {key: message_validation.real(message, key) for key in message.body if key != "rows"}
         step.total = total
         place = self._place.summing
         if place.adds:
@@ -195,7 +200,7 @@ class EngineNode(NodeFrame[_Step]):
 
     def _take_weights(self, message: Message) -> None:
         step = self._step
-        operation, piece = checks.weights_of(self._transfers, message)
+        operation, piece = message_validation.weights_of(self._transfers, message)
         if message.op < step.computed or message.chunk in step.arrived[message.op]:
             return
         step.arrived[message.op].add(message.chunk)
@@ -244,9 +249,11 @@ class EngineNode(NodeFrame[_Step]):
     def _take_release(self, message: Message) -> None:
         shard, count = message.chunk, message.op
         if shard >= self._transfers.shards or message.sender not in self._place.below[shard, 0]:
-            raise checks.refuse(message, f"is not from below in the tree of shard {shard}")
+            raise message_validation.refuse(
+                message, f"is not from below in the tree of shard {shard}"
+            )
         if count > len(self._transfers.operations):
-            raise checks.refuse(message, f"counts {count} operations")
+            raise message_validation.refuse(message, f"counts {count} operations")
         self._release(shard, message.sender, count)
 
     def _release(self, shard: int, sender: int, count: int) -> None:
@@ -280,14 +287,16 @@ class EngineNode(NodeFrame[_Step]):
         if step.total is None:
             step.early.append(message)
             return
-        checks.gradient_of(self._transfers, message)
+        message_validation.gradient_of(self._transfers, message)
         if message.level > step.total.bit_length():
-            raise checks.refuse(message, f"names level {message.level} of a tree over {step.total}")
+            raise message_validation.refuse(
+                message, f"names level {message.level} of a tree over {step.total}"
+            )
         first = message.index << message.level
         node = TreeNode(message.level, message.index, (None,))
         last = first + node.leaves(step.total)
         if not step.sums_begin <= first < last <= step.sums_end:
-            raise checks.refuse(
+            raise message_validation.refuse(
                 message,
                 f"sums micro-batches {first} to {last}; this engine adds those of "
                 f"{step.sums_begin} to {step.sums_end}",

@@ -16,13 +16,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from penstock.fabric.messages import Kind, Message
-from penstock.fabric.nodes import checks
-from penstock.fabric.nodes.frame import NodeFrame
-from penstock.fabric.nodes.runtime import Runtime
-from penstock.fabric.topology import root
-from penstock.fabric.transfers import Operation, Transfers
-from penstock.fabric.view import View
+from penstock.distributed.protocol import message_validation
+from penstock.distributed.protocol.membership_view import View
+from penstock.distributed.protocol.messages import Kind, Message
+from penstock.distributed.protocol.node_base import NodeFrame
+from penstock.distributed.protocol.node_context import Runtime
+from penstock.distributed.protocol.transfer_schedule import Operation, Transfers
+from penstock.distributed.protocol.tree_topology import root
 
 WINDOW = 2  # operations on their way; what a store on flash hands out is good for as many
 GRADIENTS = 4  # operations whose gradients are made or on their way: two computing, two going up
@@ -159,7 +159,7 @@ class ShardNode(NodeFrame[_Step]):
                 lambda steps: self._say(kind, {"steps": [int(held) for held in steps]}),
             )
             return
-        to = checks.integer(message, "to", 0)
+        to = message_validation.integer(message, "to", 0)
         self._run(step, lambda: self._work.go_back(to), lambda _: self._say(kind, {"to": to}))
 
     def _begin(self, message: Message) -> None:
@@ -224,17 +224,19 @@ class ShardNode(NodeFrame[_Step]):
 
     def _take_release(self, message: Message) -> None:
         if message.op > len(self._transfers.operations):
-            raise checks.refuse(message, f"counts {message.op} operations")
+            raise message_validation.refuse(message, f"counts {message.op} operations")
         self._step.released = max(self._step.released, message.op)
         self._pump()
 
     def _take_gradient(self, message: Message) -> None:
         step = self._step
-        _, piece = checks.gradient_of(self._transfers, message)
+        _, piece = message_validation.gradient_of(self._transfers, message)
         if piece.shard != self._shard:
-            raise checks.refuse(message, f"is for shard {piece.shard}, and came to {self._shard}")
+            raise message_validation.refuse(
+                message, f"is for shard {piece.shard}, and came to {self._shard}"
+            )
         if message.index:
-            raise checks.refuse(message, "is no sum over all micro-batches")
+            raise message_validation.refuse(message, "is no sum over all micro-batches")
         came = step.gradients.setdefault(message.op, {})
         if message.chunk in came:
             return  # nothing counts twice
@@ -273,7 +275,9 @@ class ShardNode(NodeFrame[_Step]):
     def _commit(self, message: Message) -> None:
         step = self._step
         if not step.is_prepared:
-            raise checks.refuse(message, "is too early: this shard has not all gradients")
+            raise message_validation.refuse(
+                message, "is too early: this shard has not all gradients"
+            )
         if step.answer is not None:
             self._say(Kind.COMMITTED, step.answer)
             return

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from penstock.fabric.messages import Message
+from penstock.distributed.protocol.messages import Message
 
 
 class Runtime(Protocol):

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from penstock.fabric.messages import Kind, Message
-from penstock.fabric.nodes import checks
-from penstock.fabric.nodes.agreement import Agreement
-from penstock.fabric.nodes.roster import Roster
-from penstock.fabric.view import View
+from penstock.distributed.protocol import message_validation
+from penstock.distributed.protocol.agreement import Agreement
+from penstock.distributed.protocol.membership import Roster
+from penstock.distributed.protocol.membership_view import View
+from penstock.distributed.protocol.messages import Kind, Message
 
 
 class Formation:
@@ -99,7 +99,7 @@ class Formation:
         """
         steps = message.body.get("steps")
         if not isinstance(steps, list) or not all(isinstance(step, int) for step in steps):
-            raise checks.refuse(message, f"holds {str(steps)[:80]!r}")
+            raise message_validation.refuse(message, f"holds {str(steps)[:80]!r}")
         if not self.agreement.hold(message.sender, steps):
             return []
         to = self.agreement.newest(before)

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from penstock.fabric.messages import Message
-from penstock.fabric.nodes import checks
-from penstock.fabric.nodes.holders import Holders
-from penstock.fabric.view import View
+from penstock.distributed.protocol import message_validation
+from penstock.distributed.protocol.holders import Holders
+from penstock.distributed.protocol.membership_view import View
+from penstock.distributed.protocol.messages import Message
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,9 @@ class Beat:
 
         **Raises:** `ProtocolError` if it makes no sense.
         """
-        return cls(checks.integer(message, "progress", 0), message.body.get("busy") is True)
+        return cls(
+            message_validation.integer(message, "progress", 0), message.body.get("busy") is True
+        )
 
 
 class Roster:

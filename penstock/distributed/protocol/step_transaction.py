@@ -11,11 +11,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from penstock.collectives.tree_reduce import share
+from penstock.distributed.protocol import message_validation
+from penstock.distributed.protocol.membership_view import View
+from penstock.distributed.protocol.messages import Kind, Message, pack_arrays
+from penstock.distributed.protocol.step_request import Outcome, StepOrder
 from penstock.errors import CorruptionError
-from penstock.fabric.messages import Kind, Message, pack_arrays
-from penstock.fabric.nodes import checks
-from penstock.fabric.nodes.orders import Outcome, StepOrder
-from penstock.fabric.view import View
 
 
 class Send(Protocol):
@@ -94,7 +94,9 @@ class Attempt:
         engines = self._view.engines
         if message.sender in engines:
             part = share(self.order.micro_batches, len(engines))[engines.index(message.sender)]
-            self._losses[message.sender] = checks.hexadecimals(message, "losses", len(part))
+            self._losses[message.sender] = message_validation.hexadecimals(
+                message, "losses", len(part)
+            )
 
     def prepare(self, message: Message) -> None:
         """Take what a node of a shard says of its gradients.

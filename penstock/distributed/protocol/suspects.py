@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.fabric.nodes.attempt import Attempt
-from penstock.fabric.nodes.formation import Formation
-from penstock.fabric.nodes.orders import Phase
-from penstock.fabric.nodes.roster import Roster
+from penstock.distributed.protocol.epoch import Formation
+from penstock.distributed.protocol.membership import Roster
+from penstock.distributed.protocol.step_request import Phase
+from penstock.distributed.protocol.step_transaction import Attempt
 
 _TRIES = 5
 

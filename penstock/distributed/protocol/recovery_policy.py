@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from penstock.distributed.protocol.membership import Roster
+from penstock.distributed.protocol.retry_budget import Patience
+from penstock.distributed.protocol.step_request import Phase, TroubleError
+from penstock.distributed.protocol.suspects import Standing, who_is_behind
 from penstock.errors import ClusterError
-from penstock.fabric.nodes.orders import Phase, TroubleError
-from penstock.fabric.nodes.patience import Patience
-from penstock.fabric.nodes.roster import Roster
-from penstock.fabric.nodes.suspects import Standing, who_is_behind
 
 _MOST_COMMITS = 4  # to a shard that does not answer
 

@@ -21,14 +21,22 @@ from typing import Any
 
 import numpy as np
 
-from penstock.errors import ClusterError, ProtocolError, StorageError
-from penstock.fabric.messages import Kind, Message, message_with
-from penstock.fabric.nodes import checks
-from penstock.fabric.nodes.attempt import Attempt
-from penstock.fabric.nodes.formation import Formation
-from penstock.fabric.nodes.frame import CONDUCTOR
-from penstock.fabric.nodes.motion import Motion
-from penstock.fabric.nodes.orders import (
+from penstock.distributed.protocol import message_validation
+from penstock.distributed.protocol.epoch import Formation
+from penstock.distributed.protocol.membership import Beat, Roster
+from penstock.distributed.protocol.messages import Kind, Message, message_with
+from penstock.distributed.protocol.motion import Motion
+from penstock.distributed.protocol.node_base import CONDUCTOR
+from penstock.distributed.protocol.node_context import Runtime
+from penstock.distributed.protocol.recovery_policy import (
+    BeginAnew,
+    GiveUp,
+    Lose,
+    Remedies,
+    Remedy,
+    SayAgain,
+)
+from penstock.distributed.protocol.step_request import (
     Happened,
     Leases,
     Outcome,
@@ -37,10 +45,9 @@ from penstock.fabric.nodes.orders import (
     TroubleError,
     WentBackError,
 )
-from penstock.fabric.nodes.remedies import BeginAnew, GiveUp, Lose, Remedies, Remedy, SayAgain
-from penstock.fabric.nodes.roster import Beat, Roster
-from penstock.fabric.nodes.runtime import Runtime
-from penstock.fabric.nodes.suspects import Standing
+from penstock.distributed.protocol.step_transaction import Attempt
+from penstock.distributed.protocol.suspects import Standing
+from penstock.errors import ClusterError, ProtocolError, StorageError
 
 # The attempt can be given up and made again in these.
 _OPEN = (Phase.FORMING, Phase.AGREEING, Phase.RUNNING)
@@ -311,7 +318,7 @@ class Conductor:
             self.lost(node, why)
 
     def _take_gone_back(self, message: Message) -> None:
-        to = checks.integer(message, "to", 0)
+        to = message_validation.integer(message, "to", 0)
         if not self._formation.go_back(message.sender):
             return
         if to + 1 == self._step:

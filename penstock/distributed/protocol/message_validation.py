@@ -10,9 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from penstock.distributed.protocol.messages import Message
+from penstock.distributed.protocol.transfer_schedule import (
+    GRADIENT_WIDTH,
+    Operation,
+    Piece,
+    Transfers,
+)
 from penstock.errors import ProtocolError
-from penstock.fabric.messages import Message
-from penstock.fabric.transfers import GRADIENT_WIDTH, Operation, Piece, Transfers
 
 
 def refuse(message: Message, what: str) -> ProtocolError:
