@@ -227,11 +227,11 @@ class _Sender:
     """A link to a process that puts what comes into its place."""
 
     def __init__(self, way: str) -> None:
-        from penstock.fabric.sockets import new_token
-        from penstock.fabric.sockets.certificates import Credentials
-        from penstock.fabric.sockets.door import Door
-        from penstock.fabric.sockets.link import Link
-        from penstock.fabric.sockets.stream import Stream
+        from penstock.distributed.transport import new_token
+        from penstock.distributed.transport.certificates import Credentials
+        from penstock.distributed.transport.connection import Link
+        from penstock.distributed.transport.listener import Door
+        from penstock.distributed.transport.stream import Stream
 
         credentials = Credentials(new_token())
         listener = socket.create_server(("127.0.0.1", 0))
@@ -272,10 +272,10 @@ class _Sender:
 def receive(way: str) -> None:
     """Take chunks over a link, put them in their place, and answer when all have come."""
     from penstock.distributed.protocol.messages import Kind, Message
-    from penstock.fabric.sockets import stream as streams
-    from penstock.fabric.sockets.certificates import Credentials
-    from penstock.fabric.sockets.handshake import connect
-    from penstock.fabric.sockets.link import Link
+    from penstock.distributed.transport import stream as streams
+    from penstock.distributed.transport.certificates import Credentials
+    from penstock.distributed.transport.connection import Link
+    from penstock.distributed.transport.handshake import connect
 
     if way == "tls":  # either end is enough
         streams.is_within_host = lambda connection: False

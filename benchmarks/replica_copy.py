@@ -149,7 +149,7 @@ def weights_of(size: int) -> dict[str, int]:
 
 def endpoint_of(token: str, shares_memory: bool):
     """Return an endpoint of this machine."""
-    from penstock.fabric.sockets import Endpoint
+    from penstock.distributed.transport import Endpoint
 
     endpoint = Endpoint(
         token,

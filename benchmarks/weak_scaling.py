@@ -40,8 +40,8 @@ from simulated_cluster import (
 from simulated_cluster.picture import draw
 
 from penstock.config import Config
+from penstock.distributed.simulation import Links
 from penstock.errors import BudgetError
-from penstock.fabric.sim import Links
 from penstock.planning.builders import build_program
 from penstock.program import Program
 

@@ -16,7 +16,7 @@ from penstock.distributed.protocol.transfer_schedule import (
     Transfers,
 )
 from penstock.distributed.protocol.transfer_schedule import chunks as cut
-from penstock.fabric.sim import Network
+from penstock.distributed.simulation import Network
 from penstock.program import Program
 from simulated_cluster.machines import Machine
 from simulated_cluster.works import Engine, Order, Shard

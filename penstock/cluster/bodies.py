@@ -15,7 +15,7 @@ from penstock.cluster.shard_places import Place
 from penstock.cluster.terms import are_terms
 from penstock.distributed.protocol import message_validation
 from penstock.distributed.protocol.messages import Message
-from penstock.fabric.sockets import Address
+from penstock.distributed.transport import Address
 
 Opens = Literal["when asked", "what was left", "empty"]
 

@@ -21,8 +21,8 @@ from penstock.distributed.protocol import message_validation
 from penstock.distributed.protocol.messages import Kind, Message, message_with
 from penstock.distributed.protocol.node_context import Runtime
 from penstock.distributed.protocol.transfer_schedule import CHUNK_BYTES
+from penstock.distributed.transport import Address
 from penstock.errors import ClusterError
-from penstock.fabric.sockets import Address
 from penstock.store import Portions, ReplicatedStore, Store
 
 WINDOW = 4  # portions that are asked for and not written yet

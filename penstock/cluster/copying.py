@@ -19,8 +19,8 @@ from penstock.cluster.calls import (
     ShardLostError,
     error_class,
 )
+from penstock.distributed.transport import Address
 from penstock.errors import ClusterError, PenstockError
-from penstock.fabric.sockets import Address
 from penstock.io import failpoints
 
 _Kind = TypeVar("_Kind", int, str)

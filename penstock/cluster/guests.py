@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from penstock.cluster.bodies import Opens
 from penstock.cluster.shard_places import Place
-from penstock.fabric.sockets import Address, Link
+from penstock.distributed.transport import Address, Link
 
 
 @dataclass(frozen=True)

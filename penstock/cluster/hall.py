@@ -31,14 +31,14 @@ from penstock.cluster.vitals import Vitals
 from penstock.config import Config
 from penstock.distributed.protocol import CONDUCTOR, Conductor, Happened, Leases, ShardNode
 from penstock.distributed.protocol.messages import Kind, Message
+from penstock.distributed.transport import Address, Endpoint, Link
 from penstock.errors import ClusterError, CorruptionError, PenstockError
-from penstock.fabric.sockets import Address, Endpoint, Link
 from penstock.planning.execution_plan import Layout
 from penstock.store import Store
 from penstock.store.flash import ShardedFlashStore
 from penstock.telemetry.events import ClusterEvent
 
-log = logging.getLogger("penstock.cluster")
+log = logging.getLogger("penstock.distributed")
 
 _BEAT = 0.1
 _STARVED = 10  # leases for which a worker may wait for a processor

@@ -20,9 +20,9 @@ from typing import Protocol
 from penstock.cluster.bodies import Role
 from penstock.cluster.forks import Forks, needed_modules
 from penstock.cluster.worker import NAME, TOKEN
-from penstock.fabric.sockets import Address
+from penstock.distributed.transport import Address
 
-log = logging.getLogger("penstock.cluster")
+log = logging.getLogger("penstock.distributed")
 
 _MOST_TEMPLATES = 3  # that are lost, until no more are started
 

@@ -28,10 +28,10 @@ from penstock.cluster.launch import Ended, would_run
 from penstock.cluster.spreading import Spreading
 from penstock.cluster.worker import Worker
 from penstock.config import Config
+from penstock.distributed.transport import Address, own_host
 from penstock.errors import ClusterError, ConfigError, PenstockError
-from penstock.fabric.sockets import Address, own_host
 
-log = logging.getLogger("penstock.cluster")
+log = logging.getLogger("penstock.distributed")
 
 _OBJECTS_BYTES = 80 << 20  # the least that Ray takes; nothing of a run is in it
 _TURN = 0.05  # seconds between two looks at what is to be started or ended

@@ -9,8 +9,8 @@ from typing import Any
 
 from penstock.cluster import record
 from penstock.distributed.protocol.messages import Kind, Message
+from penstock.distributed.transport import Endpoint, own_host
 from penstock.errors import ClusterError, ConfigError, ProtocolError
-from penstock.fabric.sockets import Endpoint, own_host
 
 _SECONDS = 10.0  # in which a run answers
 

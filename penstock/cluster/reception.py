@@ -20,8 +20,8 @@ from penstock.cluster.shard_places import Place
 from penstock.cluster.shards_apart import ShardsApart
 from penstock.distributed.protocol import CONDUCTOR, Conductor
 from penstock.distributed.protocol.messages import Kind, Message
+from penstock.distributed.transport import Link
 from penstock.errors import ClusterError, PenstockError, UnfitHostError
-from penstock.fabric.sockets import Link
 
 FIRST_ENGINE = 1000
 

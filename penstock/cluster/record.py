@@ -7,8 +7,8 @@ import json
 import os
 from pathlib import Path
 
+from penstock.distributed.transport import Address
 from penstock.errors import ConfigError
-from penstock.fabric.sockets import Address
 from penstock.io.safe_open import read_plain
 
 NAME = "cluster.json"

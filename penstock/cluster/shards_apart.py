@@ -20,8 +20,8 @@ from penstock.cluster.remote_store import RemoteShard
 from penstock.cluster.shard_places import Place, ShardPlaces
 from penstock.config import Config, size_above
 from penstock.distributed.protocol import Conductor
+from penstock.distributed.transport import Address
 from penstock.errors import PenstockError, StorageError
-from penstock.fabric.sockets import Address
 from penstock.store import Holding
 from penstock.store.flash import DurableStore
 

@@ -9,7 +9,7 @@ from penstock.cluster import record
 from penstock.cluster.hall import Hall
 from penstock.cluster.launch import Launcher, LocalLauncher, NoLauncher
 from penstock.config import Config
-from penstock.fabric.sockets import Endpoint, new_token
+from penstock.distributed.transport import Endpoint, new_token
 from penstock.planning.execution_plan import Layout
 from penstock.telemetry.events import ClusterEvent
 

@@ -30,6 +30,7 @@ from penstock.cluster.roles import Built, ShardRole, build_engine, build_shard
 from penstock.cluster.worker_nodes import WorkerNode, WorkerShard
 from penstock.distributed.protocol import CONDUCTOR, EngineNode, ShardNode
 from penstock.distributed.protocol.messages import Kind, Message
+from penstock.distributed.transport import Endpoint, Link, own_host
 from penstock.errors import (
     ClusterError,
     ConfigError,
@@ -37,9 +38,8 @@ from penstock.errors import (
     PenstockError,
     ProtocolError,
 )
-from penstock.fabric.sockets import Endpoint, Link, own_host
 
-log = logging.getLogger("penstock.cluster")
+log = logging.getLogger("penstock.distributed")
 
 TOKEN = "PENSTOCK_TOKEN"
 NAME = "PENSTOCK_WORKER"

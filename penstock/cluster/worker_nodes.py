@@ -12,8 +12,8 @@ from penstock.cluster.copy_ends import Giver, Taker
 from penstock.cluster.shard_process import ShardApart
 from penstock.distributed.protocol import CONDUCTOR, EngineNode, ShardNode
 from penstock.distributed.protocol.messages import Kind, Message
+from penstock.distributed.transport import Endpoint
 from penstock.errors import ClusterError, CorruptionError, PenstockError
-from penstock.fabric.sockets import Endpoint
 
 
 class WorkerNode:

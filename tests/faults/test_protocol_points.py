@@ -14,8 +14,8 @@ import pytest
 from toy_cluster import FIRST_ENGINE, ToyCluster, reference
 
 from penstock.distributed.protocol.messages import Kind
-from penstock.fabric.sim import Faults
-from penstock.fabric.sim.faults import Rates
+from penstock.distributed.simulation import Faults
+from penstock.distributed.simulation.faults import Rates
 
 ENGINES, SHARDS, STEPS = 3, 2, 2
 LOSSES, WEIGHTS = reference(STEPS + 1)

@@ -9,7 +9,7 @@ from penstock.collectives.tree_reduce import TreeNode, TreeSum
 from penstock.distributed.protocol import GRADIENTS, Conductor, EngineNode, Leases, ShardNode
 from penstock.distributed.protocol.messages import Kind, Message
 from penstock.distributed.protocol.transfer_schedule import Operation, Piece, Transfers, chunks
-from penstock.fabric.sim import Network
+from penstock.distributed.simulation import Network
 
 RATE = 1e6  # bytes per second between engines
 ELEMENTS = 10_000  # of a stage; a weight has one byte, its gradient four

@@ -163,7 +163,7 @@ def test_a_run_in_memory_is_saved_and_goes_on_and_its_weights_do_not_pass_throug
     text, alone, tmp_path, monkeypatch
 ):
     for module in ("ring", "link"):  # the model is small
-        monkeypatch.setattr(f"penstock.fabric.sockets.{module}.LEAST_BYTES", 1 << 10)
+        monkeypatch.setattr(f"penstock.distributed.transport.{module}.LEAST_BYTES", 1 << 10)
     first = Run(settings(text, tmp_path / "run", steps=3, checkpoint={"every": 2}))
     program, carried = first.trainer.program, {}
     first.also = lambda event: carried.update({event.step: first.hall.guests.carried_bytes})

@@ -10,8 +10,8 @@ from toy_cluster import FIRST_ENGINE, STEPS, ToyCluster, reference
 
 from penstock.distributed.protocol.messages import Kind, Message
 from penstock.distributed.protocol.tree_topology import ways
-from penstock.fabric.sim import Faults
-from penstock.fabric.sim.faults import Rates
+from penstock.distributed.simulation import Faults
+from penstock.distributed.simulation.faults import Rates
 
 LOSSES, WEIGHTS = reference()
 

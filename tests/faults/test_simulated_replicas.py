@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from toy_cluster import FIRST_ENGINE, HELD, STAGES, STEPS, WEIGHTS, ToyCluster, reference
 
+from penstock.distributed.simulation import Faults
+from penstock.distributed.simulation.faults import Rates
 from penstock.errors import CorruptionError
-from penstock.fabric.sim import Faults
-from penstock.fabric.sim.faults import Rates
 
 LOSSES, EXPECTED = reference(STEPS + 1)
 SHARDS, REPLICAS, ENGINES = 2, 2, 2

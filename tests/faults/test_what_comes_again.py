@@ -10,8 +10,8 @@ from toy_cluster import FIRST_ENGINE, ToyCluster, ToyEngine, reference
 
 from penstock.distributed.protocol import TroubleError
 from penstock.distributed.protocol.messages import Kind, Message
+from penstock.distributed.simulation import Faults
 from penstock.errors import ClusterError
-from penstock.fabric.sim import Faults
 
 LOSSES, WEIGHTS = reference()
 FIRST, SECOND, THIRD, FOURTH = range(FIRST_ENGINE, FIRST_ENGINE + 4)

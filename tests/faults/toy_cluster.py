@@ -30,7 +30,7 @@ from penstock.distributed.protocol import (
     WentBackError,
 )
 from penstock.distributed.protocol.transfer_schedule import Operation, Piece, Transfers, chunks
-from penstock.fabric.sim import Faults, Links, Network
+from penstock.distributed.simulation import Faults, Links, Network
 
 STAGES, WEIGHTS, MICRO_BATCHES, STEPS = 3, 17, 8, 3
 HELD = 2 * STAGES  # arrays of a shard, and steps until all of them have been compared

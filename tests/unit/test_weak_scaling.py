@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from penstock.config import Config
+from penstock.distributed.simulation import Links
 from penstock.errors import BudgetError
-from penstock.fabric.sim import Links
 from penstock.planning.builders import build_program
 
 LENGTH, SEQUENCES, FLOPS = 32, 3, 1e9

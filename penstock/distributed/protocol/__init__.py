@@ -35,5 +35,5 @@ __all__ = [
     "StepOrder",
     "TroubleError",
     "WentBackError",
-    "checks",
+    "message_validation",
 ]

@@ -13,7 +13,7 @@ from penstock.cluster.hall import Hall
 from penstock.cluster.launch import Ended
 from penstock.config import Config
 from penstock.distributed.protocol.messages import Kind, Message
-from penstock.fabric.sockets import Endpoint, Link
+from penstock.distributed.transport import Endpoint, Link
 from penstock.planning.execution_plan import Layout
 
 MODEL = {

@@ -12,8 +12,8 @@ from waiting import wait_until
 
 from penstock.cluster.launch import thread_states
 from penstock.cluster.worker import Worker
+from penstock.distributed.transport import Endpoint
 from penstock.errors import ClusterError
-from penstock.fabric.sockets import Endpoint
 
 
 def test_a_process_that_would_run_is_told_from_one_that_sleeps_or_is_stopped(tmp_path):

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from socket_places import Place
 
-from penstock.fabric.sockets import stream
+from penstock.distributed.transport import stream
 
 
 @pytest.fixture(params=["within a host", "between hosts"])

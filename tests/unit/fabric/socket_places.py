@@ -7,7 +7,7 @@ import socket
 from waiting import SECONDS
 
 from penstock.distributed.protocol.messages import Kind, Message
-from penstock.fabric.sockets import Endpoint
+from penstock.distributed.transport import Endpoint
 
 
 class Heard:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.fabric.sockets.buffers import Buffers
+from penstock.distributed.transport.buffer_pool import Buffers
 
 SIZE = 1 << 20
 

@@ -14,16 +14,16 @@ from socket_places import greet, raw
 from waiting import SECONDS, wait_until
 
 from penstock.distributed.protocol.messages import Kind, Message
+from penstock.distributed.transport import handshake, new_token
+from penstock.distributed.transport.certificates import Credentials
+from penstock.distributed.transport.tls import TlsStream
 from penstock.errors import ClusterError
-from penstock.fabric.sockets import handshake, new_token
-from penstock.fabric.sockets.certificates import Credentials
-from penstock.fabric.sockets.tls import TlsStream
 
 QUESTION_BYTES = 16 + handshake.HELLO_BYTES
 
 
 def test_who_has_another_token_or_none_is_refused_before_anything_is_read(places, caplog):
-    caplog.set_level(logging.WARNING, "penstock.fabric")
+    caplog.set_level(logging.WARNING, "penstock.distributed")
     here, other = places(new_token(), 1), places(new_token(), 2)
     with pytest.raises(ClusterError, match="refused this node's token"):
         other.endpoint.connect(here.endpoint.address)
@@ -139,7 +139,7 @@ def test_friends_get_in_while_strangers_come_without_end(places):
 
 
 def test_many_who_are_refused_fill_no_log(places, caplog):
-    caplog.set_level(logging.WARNING, "penstock.fabric")
+    caplog.set_level(logging.WARNING, "penstock.distributed")
     here = places(new_token(), 1)
     for _ in range(50):
         raw(here).close()
@@ -186,7 +186,7 @@ def test_who_is_turned_away_comes_again(places):
 
 
 def test_who_is_always_turned_away_is_told_so_and_not_that_its_token_is_wrong(places, monkeypatch):
-    monkeypatch.setattr("penstock.fabric.sockets.endpoint._TRY_SECONDS", 0.1)
+    monkeypatch.setattr("penstock.distributed.transport.endpoint._TRY_SECONDS", 0.1)
     token = new_token()
     here = places(token, 1)
     with (

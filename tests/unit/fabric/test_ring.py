@@ -26,11 +26,11 @@ from process_files import mapped_files, open_files
 from waiting import SECONDS, wait_until
 
 from penstock.distributed.protocol.messages import Kind, Message, message_with, pack
+from penstock.distributed.transport import shared_memory
+from penstock.distributed.transport.connection import Link
+from penstock.distributed.transport.shared_memory import RING_BYTES, SLOTS, PeerRing, Ring
+from penstock.distributed.transport.stream import PlainStream
 from penstock.errors import CorruptionError, PenstockError, ProtocolError
-from penstock.fabric.sockets import ring
-from penstock.fabric.sockets.link import Link
-from penstock.fabric.sockets.ring import RING_BYTES, SLOTS, PeerRing, Ring
-from penstock.fabric.sockets.stream import PlainStream
 from penstock.telemetry import process_memory
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no memfd_create here")
@@ -230,7 +230,7 @@ def test_where_there_is_no_memory_for_a_ring_all_goes_over_the_socket(ends, monk
         raise OSError(28, "No space left on device")
 
     before = open_files(RING)  # of links that are about to end
-    monkeypatch.setattr(ring.os, call, refuse)
+    monkeypatch.setattr(shared_memory.os, call, refuse)
     assert Ring.make() is None
     assert set(open_files(RING)) <= set(before)
     one, two = ends()
@@ -315,7 +315,7 @@ def test_slots_that_are_given_back_and_cannot_be_end_the_link(ends, slots):
 def test_a_peer_that_keeps_all_slots_is_waited_for_no_longer_than_one_that_does_not_read(
     ends, monkeypatch
 ):
-    monkeypatch.setattr("penstock.fabric.sockets.link._CUT_SECONDS", 0.5)
+    monkeypatch.setattr("penstock.distributed.transport.connection._CUT_SECONDS", 0.5)
     one, two = ends()
     one.share(two)
     wait_until(lambda: len(one.link._ring._free) == SLOTS)

@@ -31,9 +31,9 @@ from penstock.distributed.protocol.messages import (
     unpack,
     unpack_arrays,
 )
+from penstock.distributed.transport import Endpoint, Link, new_token
+from penstock.distributed.transport.stream import PlainStream
 from penstock.errors import ClusterError, CorruptionError
-from penstock.fabric.sockets import Endpoint, Link, new_token
-from penstock.fabric.sockets.stream import PlainStream
 
 
 def test_messages_pass_with_their_payload_and_in_order(places):

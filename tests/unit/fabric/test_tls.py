@@ -25,10 +25,10 @@ from tls_peers import (
 from waiting import SECONDS, wait_until
 
 from penstock.distributed.protocol.messages import Kind, Message, message_with, pack
+from penstock.distributed.transport import certificates, handshake, new_token, stream
+from penstock.distributed.transport.certificates import Credentials, tls_contexts
+from penstock.distributed.transport.tls import TlsStream
 from penstock.errors import ClusterError
-from penstock.fabric.sockets import certificates, handshake, new_token, stream
-from penstock.fabric.sockets.certificates import Credentials, tls_contexts
-from penstock.fabric.sockets.tls import TlsStream
 
 # What the standard library's own client and server say of a run's connections
 

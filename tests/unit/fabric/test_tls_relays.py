@@ -16,8 +16,8 @@ from tls_peers import (
 from waiting import wait_until
 
 from penstock.distributed.protocol.messages import Kind, Message, message_with, pack
+from penstock.distributed.transport import certificates, handshake, new_token
 from penstock.errors import ClusterError, CorruptionError
-from penstock.fabric.sockets import certificates, handshake, new_token
 
 
 @pytest.fixture

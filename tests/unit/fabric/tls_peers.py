@@ -15,8 +15,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from socket_places import Place
 from waiting import wait_until
 
-from penstock.fabric.sockets import certificates, handshake, new_token
-from penstock.fabric.sockets.certificates import tls_contexts
+from penstock.distributed.transport import certificates, handshake, new_token
+from penstock.distributed.transport.certificates import tls_contexts
 
 QUESTION_BYTES = 16 + handshake.HELLO_BYTES
 ANSWER_BYTES = handshake.HELLO_BYTES + handshake.PROOF_BYTES

@@ -32,10 +32,10 @@ from penstock.distributed.protocol.messages import (
     slot_of,
     unpack,
 )
+from penstock.distributed.transport.buffer_pool import Buffers
+from penstock.distributed.transport.shared_memory import LEAST_BYTES, PeerRing, Ring
+from penstock.distributed.transport.stream import Stream, read_exactly
 from penstock.errors import ProtocolError
-from penstock.fabric.sockets.buffers import Buffers
-from penstock.fabric.sockets.ring import LEAST_BYTES, PeerRing, Ring
-from penstock.fabric.sockets.stream import Stream, read_exactly
 
 _BUFFER_BYTES = 4 << 20
 _BUFFER_BYTES_HERE = 1 << 20  # within a host: what waits in the kernel stays in the cache

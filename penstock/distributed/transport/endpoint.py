@@ -21,15 +21,15 @@ from typing import Any, Protocol
 from penstock.distributed.protocol.messages import Kind, Message
 from penstock.distributed.protocol.node_base import CONDUCTOR
 from penstock.distributed.protocol.node_context import RuntimeOf
+from penstock.distributed.transport import handshake
+from penstock.distributed.transport.certificates import Credentials
+from penstock.distributed.transport.connection import Link
+from penstock.distributed.transport.handshake import TurnedAwayError
+from penstock.distributed.transport.listener import Door
+from penstock.distributed.transport.stream import Stream, is_loopback
 from penstock.errors import ClusterError, CorruptionError, ProtocolError
-from penstock.fabric.sockets import handshake
-from penstock.fabric.sockets.certificates import Credentials
-from penstock.fabric.sockets.door import Door
-from penstock.fabric.sockets.handshake import TurnedAwayError
-from penstock.fabric.sockets.link import Link
-from penstock.fabric.sockets.stream import Stream, is_loopback
 
-log = logging.getLogger("penstock.fabric")
+log = logging.getLogger("penstock.distributed")
 Address = tuple[str, int]
 _BACKLOG = 1024  # of connections that the system keeps until they are taken
 _TRY_SECONDS = 10.0  # in which one who is turned away tries again

@@ -22,14 +22,14 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from penstock.distributed.transport import handshake
+from penstock.distributed.transport import stream as streams
+from penstock.distributed.transport.certificates import Credentials
+from penstock.distributed.transport.stream import PlainStream, Stream
+from penstock.distributed.transport.tls import TlsStream
 from penstock.errors import ClusterError
-from penstock.fabric.sockets import handshake
-from penstock.fabric.sockets import stream as streams
-from penstock.fabric.sockets.certificates import Credentials
-from penstock.fabric.sockets.stream import PlainStream, Stream
-from penstock.fabric.sockets.tls import TlsStream
 
-log = logging.getLogger("penstock.fabric")
+log = logging.getLogger("penstock.distributed")
 
 _MOST = 256  # strangers at the door
 _AT_ONCE = 16  # of those who come, before those who are there are heard again

@@ -19,11 +19,11 @@ import secrets
 import socket
 import time
 
+from penstock.distributed.transport import stream as streams
+from penstock.distributed.transport.certificates import Credentials
+from penstock.distributed.transport.stream import PlainStream, Stream
+from penstock.distributed.transport.tls import TlsStream
 from penstock.errors import ClusterError
-from penstock.fabric.sockets import stream as streams
-from penstock.fabric.sockets.certificates import Credentials
-from penstock.fabric.sockets.stream import PlainStream, Stream
-from penstock.fabric.sockets.tls import TlsStream
 
 NONCE_BYTES = 32
 HELLO_BYTES = 1 + NONCE_BYTES  # whether TLS is to follow, and a nonce

@@ -1,1 +1,0 @@
-"""The step protocol and what carries its messages."""
