@@ -2,7 +2,7 @@
 
 Two processes hold a shard's store each, in memory or on flash, of a model that streams bfloat16
 (AdamW: 12 bytes per parameter); a third one, as the trainer's, has the second given a copy of the
-first. In turns: straight over a link between the two (`penstock.cluster.copying`), checksums of all
+first. In turns: straight over a link between the two (`penstock.distributed.replication.rebuild`), checksums of all
 of it compared at the end; and read by calls to the one and written by calls to the other, 16 MiB at
 a time, the next being read while one is written, as it was done before.
 
@@ -84,9 +84,9 @@ def main() -> None:
 
 def measure(size: int, rounds: int, folder: Path | None, shares_memory: bool) -> dict:
     """Take turns; return bytes/s of both ways, medians, and of their ratio in a round."""
-    from penstock.cluster.calls import Calls
-    from penstock.cluster.copying import copy_shard
     from penstock.distributed.protocol import CONDUCTOR
+    from penstock.distributed.replication.rebuild import copy_shard
+    from penstock.distributed.rpc.rpc import Calls
 
     run = endpoint_of(os.environ.setdefault(TOKEN, os.urandom(16).hex()), shares_memory)
     calls = Calls(

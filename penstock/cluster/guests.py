@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.cluster.bodies import Opens
-from penstock.cluster.shard_places import Place
+from penstock.distributed.replication.replica_assignment import Place
 from penstock.distributed.transport import Address, Link
 
 

@@ -5,13 +5,13 @@ A shard's node also has its store do what the run's process calls for, and gives
 
 from __future__ import annotations
 
-from penstock.cluster import store_calls
 from penstock.cluster.bodies import addresses_of
-from penstock.cluster.calls import Gathered, Said, frames
-from penstock.cluster.copy_ends import Giver, Taker
 from penstock.cluster.shard_process import ShardApart
 from penstock.distributed.protocol import CONDUCTOR, EngineNode, ShardNode
 from penstock.distributed.protocol.messages import Kind, Message
+from penstock.distributed.replication.state_transfer import Giver, Taker
+from penstock.distributed.rpc import store_server
+from penstock.distributed.rpc.rpc import Gathered, Said, frames
 from penstock.distributed.transport import Endpoint
 from penstock.errors import ClusterError, CorruptionError, PenstockError
 
@@ -95,7 +95,7 @@ class WorkerShard(WorkerNode):
         """Have the store do what a call asks for."""
 
         def pack() -> list[Message]:
-            answer = store_calls.answer(self._place, said)
+            answer = store_server.answer(self._place, said)
             return list(frames(Kind.RETURN, self._node.number, number, answer))
 
         def send(messages: list[Message]) -> None:

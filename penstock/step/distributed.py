@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from penstock.cluster.calls import error_class
 from penstock.cluster.computing import Computing
 from penstock.cluster.hall import Hall
 from penstock.cluster.shard_work import ShardReport, commit_of
@@ -28,6 +27,7 @@ from penstock.distributed.protocol import (
     message_validation,
 )
 from penstock.distributed.protocol.messages import Message
+from penstock.distributed.rpc.rpc import error_class
 from penstock.planning import builders
 from penstock.planning.execution_plan import Layout
 from penstock.program import Program

@@ -10,8 +10,8 @@ from hall_guests import Guest, Visited, config
 from replica_play import EIGHT_BIT, PROGRAM, Run
 from store_programs import flash_store, training_store
 
-from penstock.cluster import copy_ends
 from penstock.distributed.protocol.messages import Kind, Message
+from penstock.distributed.replication import state_transfer
 from penstock.planning import builders
 from penstock.planning.execution_plan import Layout, lay_out
 
@@ -82,4 +82,4 @@ def run(request):
 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch):
-    monkeypatch.setattr(copy_ends, "PORTION_BYTES", 1_000)  # several of the larger weights
+    monkeypatch.setattr(state_transfer, "PORTION_BYTES", 1_000)  # several of the larger weights

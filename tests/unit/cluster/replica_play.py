@@ -17,13 +17,13 @@ from store_programs import (
     train,
 )
 
-from penstock.cluster import store_calls
-from penstock.cluster.calls import Said, ShardLostError, error_class
-from penstock.cluster.copy_ends import Giver, Taker
-from penstock.cluster.shard_places import Place
-from penstock.cluster.shards_apart import House, ShardsApart
 from penstock.config import Config
 from penstock.distributed.protocol.messages import Kind, Message
+from penstock.distributed.replication.replica_assignment import Place
+from penstock.distributed.replication.replica_manager import House, ShardsApart
+from penstock.distributed.replication.state_transfer import Giver, Taker
+from penstock.distributed.rpc import store_server
+from penstock.distributed.rpc.rpc import Said, ShardLostError, error_class
 from penstock.store import AdamW
 
 EIGHT_BIT = AdamW(0.9, 0.95, 1e-8, moments="8bit")
@@ -117,7 +117,7 @@ class Nodes:
                 if node in self.gone:
                     raise ShardLostError(f"node {node} was lost")
                 if method != "take_copy":
-                    self.answers[number] = store_calls.answer(Kept(self.stores, node), said)
+                    self.answers[number] = store_server.answer(Kept(self.stores, node), said)
                 elif self.todo:
                     self.todo.popleft()()
                     meanwhile()

@@ -9,8 +9,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from penstock.cluster import calls
-from penstock.cluster.calls import (
+from penstock.cluster.worker_nodes import WorkerShard
+from penstock.distributed.protocol.messages import Kind, Message
+from penstock.distributed.rpc import rpc as calls
+from penstock.distributed.rpc.rpc import (
     BadAnswerError,
     Calls,
     Gathered,
@@ -19,8 +21,6 @@ from penstock.cluster.calls import (
     error_class,
     frames,
 )
-from penstock.cluster.worker_nodes import WorkerShard
-from penstock.distributed.protocol.messages import Kind, Message
 from penstock.errors import ClusterError, CorruptionError, StorageError
 
 PIECE = 1000

@@ -31,10 +31,10 @@ from store_programs import (
 )
 from waiting import wait_until
 
-from penstock.cluster import store_calls
-from penstock.cluster.calls import BadAnswerError, Gathered, Said, ShardLostError, frames
-from penstock.cluster.remote_store import RemoteShard
 from penstock.distributed.protocol.messages import Kind
+from penstock.distributed.rpc import store_server
+from penstock.distributed.rpc.rpc import BadAnswerError, Gathered, Said, ShardLostError, frames
+from penstock.distributed.rpc.store_client import RemoteShard
 from penstock.errors import PenstockError
 from penstock.store import AdamW, Store
 from penstock.store.flash import FlashStore
@@ -76,7 +76,7 @@ class Nodes:
 
     def begin(self, node, method, arguments, arrays, most=0):
         said = Said({"method": method, "with": arguments}, arrays)
-        done = store_calls.answer(Kept(self.stores[node]), said)
+        done = store_server.answer(Kept(self.stores[node]), said)
         assert "error" not in done.body, done.body
         if node == 1 and method in self.lies:
             done = self.lies[method](done)

@@ -12,10 +12,10 @@ from store_programs import (
     train,
 )
 
-from penstock.cluster import copy_ends
-from penstock.cluster.calls import Said
-from penstock.cluster.shard_places import Place
 from penstock.distributed.protocol.messages import Kind, Message
+from penstock.distributed.replication import state_transfer
+from penstock.distributed.replication.replica_assignment import Place
+from penstock.distributed.rpc.rpc import Said
 from penstock.errors import ClusterError, CorruptionError, StorageError
 from penstock.store.flash.shards import durable_records
 
@@ -131,7 +131,7 @@ def test_a_stop_during_the_copy_ends_it_and_harms_nobody(run):
     asked = run.calls.came[1, "COPY"]
     while run.calls.todo:  # what was on its way comes, and nobody asks for more
         run.calls.todo.popleft()()
-    assert run.calls.came[1, "COPY"] <= asked + copy_ends.WINDOW
+    assert run.calls.came[1, "COPY"] <= asked + state_transfer.WINDOW
     assert run.calls.came[3, "give_up_copy"] == 1
     assert run.shard.content_hash() == run.stores[1].content_hash()
 
@@ -158,8 +158,8 @@ def test_what_is_copied_does_not_come_to_the_run_and_few_portions_are_on_their_w
     assert run.nodes == (2, 3)
     assert run.calls.called_with_arrays == before
     assert not [key for key in run.calls.came if key[1] in ("read",)]
-    assert run.calls.came[2, "COPY"] > 3 * copy_ends.WINDOW  # so that this says something
-    assert run.calls.most_waiting <= copy_ends.WINDOW
+    assert run.calls.came[2, "COPY"] > 3 * state_transfer.WINDOW  # so that this says something
+    assert run.calls.most_waiting <= state_transfer.WINDOW
 
 
 def test_what_came_otherwise_than_it_was_sent_is_copied_again(run, monkeypatch):
@@ -224,7 +224,7 @@ def test_a_copy_of_which_nothing_comes_is_begun_anew(run):
     run.lose(1)
     run.come(3, 0)
     taker = run.calls.of(3)[1]
-    late = time.monotonic() + copy_ends.SILENCE
+    late = time.monotonic() + state_transfer.SILENCE
     run.calls.before[3, "PORTION", 2] = lambda: (taker.tick(late - 30), taker.tick(late + 30))
     run.copy()
     assert run.nodes == (2, 3)

@@ -8,7 +8,7 @@ from hall_guests import config
 
 from penstock.cluster.plan import RunPlan
 from penstock.cluster.roles import build_engine, build_shard
-from penstock.cluster.shard_places import Place
+from penstock.distributed.replication.replica_assignment import Place
 from penstock.errors import UnfitHostError
 from penstock.telemetry import process_memory
 

@@ -11,8 +11,8 @@ from store_programs import (
     train,
 )
 
-from penstock.cluster.shard_places import Place
 from penstock.config import Config
+from penstock.distributed.replication.replica_assignment import Place
 from penstock.errors import ConfigError, StorageError
 
 

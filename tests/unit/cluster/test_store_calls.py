@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.cluster import store_calls
-from penstock.cluster.calls import Said
+from penstock.distributed.rpc import store_server
+from penstock.distributed.rpc.rpc import Said
 from penstock.errors import ClusterError, StorageError
 
 NAMES = ["__class__", "master", "store", "Read", "read ", "", None, 3, ["read"], {}]
@@ -45,7 +45,7 @@ class Place:
 
 
 def call(place: Place, method: object, **arguments) -> Said:
-    return store_calls.answer(place, Said({"method": method, "with": arguments}))
+    return store_server.answer(place, Said({"method": method, "with": arguments}))
 
 
 @pytest.mark.parametrize("name", NAMES, ids=repr)
@@ -91,6 +91,6 @@ def test_arguments_that_make_no_sense_are_an_error_and_not_the_end(arguments):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
 def test_tensors_go_as_their_bytes(dtype):
     values = torch.arange(12).to(dtype).view(3, 4)
-    flat = store_calls.bytes_of(values)
+    flat = store_server.bytes_of(values)
     assert flat.ndim == 1
     assert flat.tobytes() == values.view(torch.uint8).numpy().tobytes()

@@ -19,10 +19,10 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from penstock.cluster import answers
-from penstock.cluster.answers import Answer, Opened, Status
-from penstock.cluster.calls import WRITE_BYTES, Asked, BadAnswerError, Calls, ShardLostError
-from penstock.cluster.store_calls import bytes_of
+from penstock.distributed.rpc import responses
+from penstock.distributed.rpc.responses import Answer, Opened, Status
+from penstock.distributed.rpc.rpc import WRITE_BYTES, Asked, BadAnswerError, Calls, ShardLostError
+from penstock.distributed.rpc.store_server import bytes_of
 from penstock.store import (
     Commit,
     FlashTraffic,
@@ -122,7 +122,7 @@ class RemoteShard:
         """Return what a node has answered, if it makes sense; else the node is lost."""
         try:
             answer = Answer(asked.node, method, asked.answer())
-            step, taken = answers.step_of(answer), read(answer)
+            step, taken = responses.step_of(answer), read(answer)
         except BadAnswerError as error:
             self._refuse(asked.node, error)
             raise ShardLostError(f"{self.program.name} was lost: {error} Then {_AGAIN}") from error
@@ -158,7 +158,7 @@ class RemoteShard:
             return
         self._is_open = False
         try:
-            self._tell("close", answers.nothing)
+            self._tell("close", responses.nothing)
         except ShardLostError:
             return
 
@@ -181,7 +181,7 @@ class RemoteShard:
 
     def make_durable(self) -> None:
         """Return when the present step would be found after a crash."""
-        self._tell("make_durable", answers.nothing)
+        self._tell("make_durable", responses.nothing)
 
     def page_lock(self) -> bool:
         """Nothing streams from here to a GPU: engines have buffers of their own."""
@@ -189,7 +189,7 @@ class RemoteShard:
 
     def remember(self, extra: Mapping[str, Any]) -> None:
         """Keep plain data with the present step."""
-        self._tell("remember", answers.nothing, extra=dict(extra))
+        self._tell("remember", responses.nothing, extra=dict(extra))
 
     # Weights out and in
 
@@ -213,7 +213,7 @@ class RemoteShard:
     ) -> list[torch.Tensor]:
         specs = [self.program.weights[name] for name in names]
         most = sum(spec.stream_bytes for spec in specs)
-        return self._ask(method, lambda said: answers.weights_of(said, specs), most, **asked)
+        return self._ask(method, lambda said: responses.weights_of(said, specs), most, **asked)
 
     def receive(self, stage: int, gradients: Sequence[torch.Tensor | None]) -> None:
         """Take the gradients of one stage (`DramStore.receive`)."""
@@ -224,7 +224,7 @@ class RemoteShard:
             for name, gradient in zip(names, gradients, strict=True)
             if gradient is not None
         }
-        self._tell("receive", answers.nothing, arrays, stage=stage, names=names)
+        self._tell("receive", responses.nothing, arrays, stage=stage, names=names)
 
     def commit(self) -> Commit:
         """Decide the step by this shard's gradients alone (`DramStore.commit`)."""
@@ -232,29 +232,29 @@ class RemoteShard:
 
     def prepare(self) -> GradientReport:
         """Return what is known of the step's gradients; the shard is then ready to decide."""
-        return _first(self._tell("prepare", lambda said: answers.report(said, self.program)))
+        return _first(self._tell("prepare", lambda said: responses.report(said, self.program)))
 
     def decide(self, norm: float) -> Commit:
         """Commit the step with the global norm of all shards."""
         step = self.step + 1
-        decided = self._tell("decide", lambda said: answers.commit(said, step), norm=norm.hex())
+        decided = self._tell("decide", lambda said: responses.commit(said, step), norm=norm.hex())
         return _first(decided)
 
     def discard(self) -> None:
         """Throw away the gradients that came since the last commit."""
-        self._tell("discard", answers.nothing)
+        self._tell("discard", responses.nothing)
 
     def flush(self) -> None:
         """Make all updates that are still awaited, now."""
-        self._tell("flush", answers.nothing)
+        self._tell("flush", responses.nothing)
 
     def unchanged(self) -> tuple[str, ...]:
         """Return the trainable weights that no update has changed (`DramStore.unchanged`)."""
-        return self._ask("unchanged", lambda said: answers.unchanged(said, self.program))
+        return self._ask("unchanged", lambda said: responses.unchanged(said, self.program))
 
     def take_traffic(self) -> Traffic:
         """Return what was streamed, received and waited for, since the last call."""
-        taken = self._tell("take_traffic", answers.traffic).values()
+        taken = self._tell("take_traffic", responses.traffic).values()
         return Traffic(
             sum(each.streamed_bytes for each in taken),
             sum(each.gradient_bytes for each in taken),
@@ -264,7 +264,7 @@ class RemoteShard:
 
     def take_flash_traffic(self) -> FlashTraffic:
         """Return what moved to and from flash, since the last call."""
-        taken = self._tell("take_flash_traffic", answers.flash_traffic).values()
+        taken = self._tell("take_flash_traffic", responses.flash_traffic).values()
         return FlashTraffic(
             sum(each.read_bytes for each in taken),
             sum(each.written_bytes for each in taken),
@@ -278,7 +278,7 @@ class RemoteShard:
         if name not in self._roles:  # they are what the optimizer keeps, as long as it runs
             spec = self.program.weights[name]
             self._roles[name] = self._ask(
-                "roles", lambda said: answers.roles(said, spec), name=name
+                "roles", lambda said: responses.roles(said, spec), name=name
             )
         return dict(self._roles[name])
 
@@ -301,12 +301,12 @@ class RemoteShard:
         most = kind.itemsize * max(0, end - begin)
         where = {"name": name, "role": role, "begin": begin, "end": end}
         return self._ask(
-            "read", lambda said: answers.values_of(said, kind, end - begin), most, **where
+            "read", lambda said: responses.values_of(said, kind, end - begin), most, **where
         )
 
     def begin_restore(self) -> None:
         """Forget everything; the store is of no use until `finish_restore`."""
-        self._tell("begin_restore", answers.nothing)
+        self._tell("begin_restore", responses.nothing)
 
     def write(self, name: str, role: str, begin: int, values: np.ndarray) -> None:
         """Overwrite values of a weight or of its state, while restoring."""
@@ -314,19 +314,19 @@ class RemoteShard:
         for first in range(0, values.size, most):  # the other side has memory for one at a time
             part = values[first : first + most]
             where = {"name": name, "role": role, "begin": begin + first}
-            self._tell("write", answers.nothing, {"values": part}, **where)
+            self._tell("write", responses.nothing, {"values": part}, **where)
 
     def clear_state(self, name: str) -> None:
         """Put the optimizer's state of a weight to zero, while restoring."""
-        self._tell("clear_state", answers.nothing, name=name)
+        self._tell("clear_state", responses.nothing, name=name)
 
     def finish_restore(self, step: int) -> None:
         """Make the store usable: all weights and state are those after `step` commits."""
-        self._tell("finish_restore", lambda said: answers.at(said, step), step=step)
+        self._tell("finish_restore", lambda said: responses.at(said, step), step=step)
 
     def content_hash(self) -> str:
         """Return a hash of what the shard holds of all weights."""
-        return self._ask("content_hash", answers.content_hash)
+        return self._ask("content_hash", responses.content_hash)
 
 
 def _first(taken: Mapping[int, T]) -> T:

@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from penstock.cluster.bodies import Role
-from penstock.cluster.calls import BadAnswerError, Calls, ShardLostError
-from penstock.cluster.copying import BrokenCopyError, NotTakenError, copy_shard
 from penstock.cluster.record import NAME
-from penstock.cluster.remote_store import RemoteShard
-from penstock.cluster.shard_places import Place, ShardPlaces
 from penstock.config import Config, size_above
 from penstock.distributed.protocol import Conductor
+from penstock.distributed.replication.rebuild import BrokenCopyError, NotTakenError, copy_shard
+from penstock.distributed.replication.replica_assignment import Place, ShardPlaces
+from penstock.distributed.rpc.rpc import BadAnswerError, Calls, ShardLostError
+from penstock.distributed.rpc.store_client import RemoteShard
 from penstock.distributed.transport import Address
 from penstock.errors import PenstockError, StorageError
 from penstock.store import Holding

@@ -16,11 +16,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from penstock.cluster.bodies import address_of
-from penstock.cluster.calls import Said
 from penstock.distributed.protocol import message_validation
 from penstock.distributed.protocol.messages import Kind, Message, message_with
 from penstock.distributed.protocol.node_context import Runtime
 from penstock.distributed.protocol.transfer_schedule import CHUNK_BYTES
+from penstock.distributed.rpc.rpc import Said
 from penstock.distributed.transport import Address
 from penstock.errors import ClusterError
 from penstock.store import Portions, ReplicatedStore, Store

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from penstock.cluster.calls import (
+from penstock.distributed.rpc.rpc import (
     Asked,
     BadAnswerError,
     Calls,

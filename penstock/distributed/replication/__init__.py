@@ -1,0 +1,1 @@
+"""Replicas of the store's shards: assignment, loss and rebuild."""

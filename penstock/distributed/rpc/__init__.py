@@ -1,0 +1,1 @@
+"""Remote calls between the trainer and the shards of the store."""
