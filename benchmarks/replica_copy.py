@@ -181,7 +181,7 @@ def be_node(number: int, size: int, folder: str | None, shares_memory: bool, run
     """Hold a store, and do what is called for until the standard input ends."""
     import numpy as np
 
-    from penstock.cluster.worker_nodes import WorkerShard
+    from penstock.distributed.worker.node_adapters import WorkerShard
 
     store = store_of(size, folder)
     if number == 1:

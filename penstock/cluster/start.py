@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from penstock.cluster import record
 from penstock.cluster.hall import Hall
-from penstock.cluster.launch import Launcher, LocalLauncher, NoLauncher
 from penstock.config import Config
+from penstock.distributed.launchers.local import Launcher, LocalLauncher, NoLauncher
 from penstock.distributed.transport import Endpoint, new_token
 from penstock.planning.execution_plan import Layout
 from penstock.telemetry.events import ClusterEvent
@@ -59,7 +59,7 @@ def _place(
     """Return where the run listens, and what makes its launcher."""
     host = config.cluster.host
     if config.cluster.start == "ray":
-        from penstock.cluster.on_ray import RayConnection, RayLauncher
+        from penstock.distributed.launchers.ray import RayConnection, RayLauncher
 
         connection = RayConnection(config, device)
         undo.callback(connection.close)

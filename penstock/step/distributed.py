@@ -15,7 +15,6 @@ from typing import Any, NoReturn
 
 from penstock.cluster.computing import Computing
 from penstock.cluster.hall import Hall
-from penstock.cluster.shard_work import ShardReport, commit_of
 from penstock.cluster.stragglers import Stragglers
 from penstock.config import Config
 from penstock.distributed.protocol import (
@@ -28,6 +27,7 @@ from penstock.distributed.protocol import (
 )
 from penstock.distributed.protocol.messages import Message
 from penstock.distributed.rpc.rpc import error_class
+from penstock.distributed.worker.shard_executor import ShardReport, commit_of
 from penstock.planning import builders
 from penstock.planning.execution_plan import Layout
 from penstock.program import Program

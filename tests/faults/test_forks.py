@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from waiting import wait_until
 
-from penstock.cluster import launch
-from penstock.cluster.launch import LocalLauncher
+from penstock.distributed.launchers import local
+from penstock.distributed.launchers.local import LocalLauncher
 from penstock.errors import ClusterError
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="no pidfd here")
@@ -42,7 +42,7 @@ def deaf(door):
 @pytest.fixture
 def launcher(deaf, tmp_path, monkeypatch):
     """One whose templates import nothing, and so are there at once."""
-    monkeypatch.setattr(launch, "needed_modules", list)
+    monkeypatch.setattr(local, "needed_modules", list)
     launcher = LocalLauncher(deaf, "token", tmp_path)
     yield launcher
     launcher.close()
@@ -81,7 +81,7 @@ def test_a_worker_that_is_killed_or_ended_is_told_of_once(launcher):
 
 
 def test_a_worker_that_ends_by_itself_is_told_of_with_its_exit_code(tmp_path, monkeypatch):
-    monkeypatch.setattr(launch, "needed_modules", list)
+    monkeypatch.setattr(local, "needed_modules", list)
     with socket.socket() as deaf:  # nobody listens, and nobody else comes to
         deaf.bind(("127.0.0.1", 0))
         launcher = LocalLauncher(deaf.getsockname(), "token", tmp_path)
@@ -115,7 +115,7 @@ def test_a_template_that_is_killed_takes_no_worker_with_it_and_is_replaced(launc
     (ended,) = polled(launcher)
     assert f"worker-1 with pid {survivor} ended and nobody knows how" in ended.how
     pids = list(launcher.pids.values())
-    for _ in range(launch._MOST_TEMPLATES):
+    for _ in range(local._MOST_TEMPLATES):
         if launcher.template is not None:
             os.kill(launcher.template.pid, signal.SIGKILL)
             wait_until(lambda pid=launcher.template.pid: not is_running(pid))
@@ -129,7 +129,7 @@ def test_a_template_that_is_killed_takes_no_worker_with_it_and_is_replaced(launc
 
 
 def test_a_template_that_stands_still_does_not_hold_up_the_end(launcher, monkeypatch):
-    monkeypatch.setattr("penstock.cluster.forks._LEAVE", 0.2)
+    monkeypatch.setattr("penstock.distributed.launchers.fork_client._LEAVE", 0.2)
     launcher.start("engine")
     wait_until(lambda: not launcher.poll() and launcher.pids)
     (pid,), template = launcher.pids.values(), launcher.template.pid
@@ -143,7 +143,7 @@ def test_a_template_with_threads_of_its_own_forks_nobody(deaf, tmp_path, monkeyp
     source = "import threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()\n"
     (tmp_path / "starts_a_thread.py").write_text(source)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
-    monkeypatch.setattr(launch, "needed_modules", lambda: ["starts_a_thread"])
+    monkeypatch.setattr(local, "needed_modules", lambda: ["starts_a_thread"])
     launcher = LocalLauncher(deaf, "token", tmp_path)
     try:
         launcher.start("engine")
@@ -167,7 +167,7 @@ def test_without_leave_to_fork_every_worker_is_started_from_nothing(deaf, tmp_pa
 
 TRAINER = (
     "import os, sys, time\n"
-    "from penstock.cluster.forks import Forks\n"
+    "from penstock.distributed.launchers.fork_client import Forks\n"
     "from pathlib import Path\n"
     "logs = Path(sys.argv[3])\n"
     "environment = {**os.environ, 'PENSTOCK_TOKEN': 'token'}\n"
@@ -195,7 +195,7 @@ def test_nobody_is_left_when_the_trainers_process_is_killed(door, tmp_path):
 
 
 def test_what_is_imported_ahead_is_libraries_and_no_module_of_the_users():
-    names = launch.needed_modules()
+    names = local.needed_modules()
     assert "penstock.cluster.worker" in names
     assert "torch" in names
     assert __name__ not in names

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from waiting import SECONDS, wait_until
 
-from penstock.cluster import roles, worker
-from penstock.cluster.engine_work import EngineOfProcess
 from penstock.cluster.record import read_record
-from penstock.cluster.worker import OwnWorkError, Worker
+from penstock.distributed.worker import main, roles
+from penstock.distributed.worker.engine_executor import EngineOfProcess
+from penstock.distributed.worker.main import OwnWorkError, Worker
 from penstock.errors import ClusterError, NonFiniteError
 from penstock.telemetry.events import ClusterEvent, StepDone
 from penstock.training.trainer import Trainer
@@ -88,7 +88,7 @@ class Company:
 
 @pytest.fixture
 def company(text, tmp_path, monkeypatch) -> Iterator[Callable[..., Company]]:
-    monkeypatch.setattr(worker, "_PATIENCE", 0.2)
+    monkeypatch.setattr(main, "_PATIENCE", 0.2)
     monkeypatch.setattr(roles, "_compile", compiled_once)
     made: list[Company] = []
 

@@ -10,8 +10,8 @@ from waiting import SECONDS
 
 from penstock.cluster.bodies import Role
 from penstock.cluster.hall import Hall
-from penstock.cluster.launch import Ended
 from penstock.config import Config
+from penstock.distributed.launchers.local import Ended
 from penstock.distributed.protocol.messages import Kind, Message
 from penstock.distributed.transport import Endpoint, Link
 from penstock.planning.execution_plan import Layout

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from penstock.cluster.worker_nodes import WorkerShard
 from penstock.distributed.protocol.messages import Kind, Message
 from penstock.distributed.rpc import rpc as calls
 from penstock.distributed.rpc.rpc import (
@@ -21,6 +20,7 @@ from penstock.distributed.rpc.rpc import (
     error_class,
     frames,
 )
+from penstock.distributed.worker.node_adapters import WorkerShard
 from penstock.errors import ClusterError, CorruptionError, StorageError
 
 PIECE = 1000

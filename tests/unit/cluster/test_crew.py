@@ -8,7 +8,7 @@ import pytest
 
 from penstock.cluster.bodies import Role
 from penstock.cluster.crew import Crew
-from penstock.cluster.launch import Ended
+from penstock.distributed.launchers.local import Ended
 
 
 class PretendLauncher:

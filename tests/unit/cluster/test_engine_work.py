@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import torch
 
-from penstock.cluster import engine_work
-from penstock.cluster.engine_work import EngineOfProcess
 from penstock.collectives.tree_reduce import TreeNode
 from penstock.distributed.protocol.transfer_schedule import Operation, Piece, Transfers
+from penstock.distributed.worker import engine_executor
+from penstock.distributed.worker.engine_executor import EngineOfProcess
 
 
 class RingEngine:
@@ -33,7 +33,7 @@ NO_WEIGHTS = SimpleNamespace(stages=(SimpleNamespace(weights=()),), weights={})
 
 
 def test_gradients_from_a_gpu_are_not_those_that_come_after_them(monkeypatch):
-    monkeypatch.setattr(engine_work, "positions_of", lambda *_: ())
+    monkeypatch.setattr(engine_executor, "positions_of", lambda *_: ())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     operation = Operation(0, 0, "backward", (), (Piece(0, 0, 0, 3, 4),))
     work = EngineOfProcess(RingEngine(), NO_WEIGHTS, Transfers((operation,), 1), (), "cuda")

@@ -13,7 +13,7 @@ from waiting import wait_until
 
 from penstock.cluster.bodies import Role
 from penstock.cluster.hall import Hall
-from penstock.cluster.launch import Ended
+from penstock.distributed.launchers.local import Ended
 from penstock.distributed.transport import Endpoint
 from penstock.errors import BudgetError, ClusterError
 from penstock.planning.memory_budget import Room

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 from waiting import wait_until
 
-from penstock.cluster import on_ray
-from penstock.cluster.on_ray import RayConnection, RayLauncher, RayWorker
 from penstock.config import Config
+from penstock.distributed.launchers import ray as on_ray
+from penstock.distributed.launchers.ray import RayConnection, RayLauncher, RayWorker
 from penstock.errors import ClusterError, ConfigError
 
 

@@ -7,8 +7,8 @@ import torch
 from hall_guests import config
 
 from penstock.cluster.plan import RunPlan
-from penstock.cluster.roles import build_engine, build_shard
 from penstock.distributed.replication.replica_assignment import Place
+from penstock.distributed.worker.roles import build_engine, build_shard
 from penstock.errors import UnfitHostError
 from penstock.telemetry import process_memory
 

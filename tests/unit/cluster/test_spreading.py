@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from penstock.cluster.spreading import Spreading
+from penstock.distributed.launchers.ray_placement import Spreading
 
 
 def node(name: str, *, cpus: float = 4, gpus: float = 0, alive: bool = True) -> dict:

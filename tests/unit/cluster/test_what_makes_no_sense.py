@@ -16,10 +16,10 @@ from waiting import wait_until
 
 from penstock.cluster.bodies import Welcome
 from penstock.cluster.hall import Hall
-from penstock.cluster.worker_nodes import WorkerNode, WorkerShard
 from penstock.distributed.protocol import EngineNode, ShardNode
 from penstock.distributed.protocol.messages import Kind, Message
 from penstock.distributed.protocol.node_context import RuntimeOf
+from penstock.distributed.worker.node_adapters import WorkerNode, WorkerShard
 from penstock.errors import CorruptionError, ProtocolError
 
 

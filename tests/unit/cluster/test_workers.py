@@ -10,9 +10,9 @@ import pytest
 from hall_guests import TOKEN
 from waiting import wait_until
 
-from penstock.cluster.launch import thread_states
-from penstock.cluster.worker import Worker
+from penstock.distributed.launchers.local import thread_states
 from penstock.distributed.transport import Endpoint
+from penstock.distributed.worker.main import Worker
 from penstock.errors import ClusterError
 
 

@@ -18,7 +18,7 @@ from store_programs import (
     training_store,
 )
 
-from penstock.cluster.shard_work import ShardReport, StoreOfShard
+from penstock.distributed.worker.shard_executor import ShardReport, StoreOfShard
 from penstock.store import AdamW, comparing
 
 PROGRAM = make_program(LAYERS, frozen=("position",), stream_dtype=torch.bfloat16)

@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from penstock.cluster.bodies import Role
-from penstock.cluster.launch import Ended, would_run
-from penstock.cluster.spreading import Spreading
-from penstock.cluster.worker import Worker
 from penstock.config import Config
+from penstock.distributed.launchers.local import Ended, would_run
+from penstock.distributed.launchers.ray_placement import Spreading
 from penstock.distributed.transport import Address, own_host
+from penstock.distributed.worker.main import Worker
 from penstock.errors import ClusterError, ConfigError, PenstockError
 
 log = logging.getLogger("penstock.distributed")

@@ -6,13 +6,13 @@ A shard's node also has its store do what the run's process calls for, and gives
 from __future__ import annotations
 
 from penstock.cluster.bodies import addresses_of
-from penstock.cluster.shard_process import ShardApart
 from penstock.distributed.protocol import CONDUCTOR, EngineNode, ShardNode
 from penstock.distributed.protocol.messages import Kind, Message
 from penstock.distributed.replication.state_transfer import Giver, Taker
 from penstock.distributed.rpc import store_server
 from penstock.distributed.rpc.rpc import Gathered, Said, frames
 from penstock.distributed.transport import Endpoint
+from penstock.distributed.worker.shard_storage import ShardApart
 from penstock.errors import ClusterError, CorruptionError, PenstockError
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.cluster.shard_work import require_at
 from penstock.config import Config
 from penstock.distributed.protocol.transfer_schedule import GRADIENT_WIDTH
 from penstock.distributed.rpc.rpc import WRITE_BYTES
+from penstock.distributed.worker.shard_executor import require_at
 from penstock.errors import StorageError
 from penstock.planning import store_factory
 from penstock.program import Program

@@ -26,11 +26,11 @@ from typing import Any
 
 from penstock.cluster.bodies import Role, Welcome
 from penstock.cluster.record import read_record
-from penstock.cluster.roles import Built, ShardRole, build_engine, build_shard
-from penstock.cluster.worker_nodes import WorkerNode, WorkerShard
 from penstock.distributed.protocol import CONDUCTOR, EngineNode, ShardNode
 from penstock.distributed.protocol.messages import Kind, Message
 from penstock.distributed.transport import Endpoint, Link, own_host
+from penstock.distributed.worker.node_adapters import WorkerNode, WorkerShard
+from penstock.distributed.worker.roles import Built, ShardRole, build_engine, build_shard
 from penstock.errors import (
     ClusterError,
     ConfigError,

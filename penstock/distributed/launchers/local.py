@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Protocol
 
 from penstock.cluster.bodies import Role
-from penstock.cluster.forks import Forks, needed_modules
-from penstock.cluster.worker import NAME, TOKEN
+from penstock.distributed.launchers.fork_client import Forks, needed_modules
 from penstock.distributed.transport import Address
+from penstock.distributed.worker.main import NAME, TOKEN
 
 log = logging.getLogger("penstock.distributed")
 

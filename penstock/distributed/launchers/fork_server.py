@@ -1,6 +1,6 @@
 """A process that has imported what a worker needs, and forks one whenever it is asked to.
 
-    python -m penstock.cluster.template HOST PORT CONTROL
+    python -m penstock.distributed.launchers.fork_server HOST PORT CONTROL
 
 Most of a worker's start is the import of libraries; a fork has them at once. What must not be there
 when a process forks is threads of its libraries, which the fork would lack: nothing is computed
@@ -42,7 +42,7 @@ def main() -> None:
         return
     os.environ["PENSTOCK_TOKEN"], os.environ["PENSTOCK_WORKER"] = token, order["start"]
     sys.argv[1:] = [host, port]
-    from penstock.cluster import worker
+    from penstock.distributed.worker import main as worker
 
     worker.main()
 

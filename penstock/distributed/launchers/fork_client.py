@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.cluster.template import MOST_BYTES
+from penstock.distributed.launchers.fork_server import MOST_BYTES
 
 # Of what the trainer's process has imported to compile the same program, what a worker will need:
 # no module of the user's, which may do anything when it is imported.
@@ -68,7 +68,7 @@ class Forks:
             names.seek(0)
             self._process = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "penstock.cluster.template"),
+                    *(sys.executable, "-m", "penstock.distributed.launchers.fork_server"),
                     *(*command, str(theirs.fileno())),
                 ],
                 env=environment,
