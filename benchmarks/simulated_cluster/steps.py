@@ -6,7 +6,6 @@ import dataclasses
 import math
 from collections.abc import Collection, Sequence
 
-from penstock.cluster.plan import positions_of
 from penstock.distributed.protocol import Conductor, EngineNode, Leases, Outcome, Phase, ShardNode
 from penstock.distributed.protocol.transfer_schedule import (
     CHUNK_BYTES,
@@ -16,6 +15,7 @@ from penstock.distributed.protocol.transfer_schedule import (
     Transfers,
 )
 from penstock.distributed.protocol.transfer_schedule import chunks as cut
+from penstock.distributed.run_spec import positions_of
 from penstock.distributed.simulation import Network
 from penstock.program import Program
 from simulated_cluster.machines import Machine

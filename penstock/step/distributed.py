@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from penstock.cluster.computing import Computing
-from penstock.cluster.hall import Hall
-from penstock.cluster.stragglers import Stragglers
 from penstock.config import Config
+from penstock.distributed.control.cluster_manager import Hall
+from penstock.distributed.control.computing import Computing
+from penstock.distributed.control.stragglers import Stragglers
 from penstock.distributed.protocol import (
     Outcome,
     Part,

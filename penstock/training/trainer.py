@@ -51,7 +51,7 @@ from penstock.training.run_start import describe, rows_per_step, run_started
 from penstock.training.same_run import own_architecture, require_same_beginning, require_same_model
 
 if TYPE_CHECKING:
-    from penstock.cluster.hall import Hall
+    from penstock.distributed.control.cluster_manager import Hall
     from penstock.step.distributed import ClusterRunner
 
 
@@ -198,7 +198,7 @@ class Trainer:
         """Have the run's other processes begin to come, if it has any."""
         if self.config.cluster.start == "none":
             return None
-        from penstock.cluster.start import open_hall
+        from penstock.distributed.control.start import open_hall
 
         if self._brought:
             raise ConfigError(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from waiting import SECONDS, wait_until
 
-from penstock.cluster.record import read_record
+from penstock.distributed.rendezvous_file import read_record
 from penstock.distributed.worker import main, roles
 from penstock.distributed.worker.engine_executor import EngineOfProcess
 from penstock.distributed.worker.main import OwnWorkError, Worker

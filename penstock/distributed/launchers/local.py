@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from penstock.cluster.bodies import Role
+from penstock.distributed.control_messages import Role
 from penstock.distributed.launchers.fork_client import Forks, needed_modules
 from penstock.distributed.transport import Address
 from penstock.distributed.worker.main import NAME, TOKEN

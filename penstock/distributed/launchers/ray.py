@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from penstock.cluster.bodies import Role
 from penstock.config import Config
+from penstock.distributed.control_messages import Role
 from penstock.distributed.launchers.local import Ended, would_run
 from penstock.distributed.launchers.ray_placement import Spreading
 from penstock.distributed.transport import Address, own_host

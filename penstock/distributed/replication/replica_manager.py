@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from penstock.cluster.bodies import Role
-from penstock.cluster.record import NAME
 from penstock.config import Config, size_above
+from penstock.distributed.control_messages import Role
 from penstock.distributed.protocol import Conductor
+from penstock.distributed.rendezvous_file import NAME
 from penstock.distributed.replication.rebuild import BrokenCopyError, NotTakenError, copy_shard
 from penstock.distributed.replication.replica_assignment import Place, ShardPlaces
 from penstock.distributed.rpc.rpc import BadAnswerError, Calls, ShardLostError

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from penstock.cluster.bodies import address_of
+from penstock.distributed.control_messages import address_of
 from penstock.distributed.protocol import message_validation
 from penstock.distributed.protocol.messages import Kind, Message, message_with
 from penstock.distributed.protocol.node_context import Runtime

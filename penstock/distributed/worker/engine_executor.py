@@ -10,10 +10,10 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from penstock.cluster.plan import positions_of
 from penstock.collectives.tree_reduce import TreeNode
 from penstock.distributed.protocol import WINDOW
 from penstock.distributed.protocol.transfer_schedule import Operation, Piece, Transfers
+from penstock.distributed.run_spec import positions_of
 from penstock.engine import Batch, Engine
 from penstock.kernels.memory import allocate
 from penstock.program import Program

@@ -24,10 +24,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.cluster.bodies import Role, Welcome
-from penstock.cluster.record import read_record
+from penstock.distributed.control_messages import Role, Welcome
 from penstock.distributed.protocol import CONDUCTOR, EngineNode, ShardNode
 from penstock.distributed.protocol.messages import Kind, Message
+from penstock.distributed.rendezvous_file import read_record
 from penstock.distributed.transport import Endpoint, Link, own_host
 from penstock.distributed.worker.node_adapters import WorkerNode, WorkerShard
 from penstock.distributed.worker.roles import Built, ShardRole, build_engine, build_shard

@@ -5,7 +5,7 @@ A shard's node also has its store do what the run's process calls for, and gives
 
 from __future__ import annotations
 
-from penstock.cluster.bodies import addresses_of
+from penstock.distributed.control_messages import addresses_of
 from penstock.distributed.protocol import CONDUCTOR, EngineNode, ShardNode
 from penstock.distributed.protocol.messages import Kind, Message
 from penstock.distributed.replication.state_transfer import Giver, Taker

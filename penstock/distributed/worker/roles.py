@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.cluster.bodies import Opens
-from penstock.cluster.plan import engine_digest, placement_of, shard_digest, transfers_of
 from penstock.config import size_above
+from penstock.distributed.control_messages import Opens
 from penstock.distributed.protocol import EngineNode, ShardNode
 from penstock.distributed.protocol.node_context import Runtime
 from penstock.distributed.protocol.transfer_schedule import Transfers
 from penstock.distributed.replication.replica_assignment import Place
+from penstock.distributed.run_spec import engine_digest, placement_of, shard_digest, transfers_of
 from penstock.distributed.worker.engine_executor import EngineOfProcess
 from penstock.distributed.worker.shard_executor import StoreOfShard
 from penstock.distributed.worker.shard_storage import ShardApart

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from penstock.cluster.plan import positions_of
 from penstock.distributed.protocol.transfer_schedule import Operation
+from penstock.distributed.run_spec import positions_of
 from penstock.errors import ClusterError, ProtocolError
 from penstock.program import Program
 from penstock.store import (

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from waiting import SECONDS
 
-from penstock.cluster.bodies import Role
-from penstock.cluster.hall import Hall
 from penstock.config import Config
+from penstock.distributed.control.cluster_manager import Hall
+from penstock.distributed.control_messages import Role
 from penstock.distributed.launchers.local import Ended
 from penstock.distributed.protocol.messages import Kind, Message
 from penstock.distributed.transport import Endpoint, Link

@@ -1,7 +1,7 @@
 """How the seconds of steps are divided between computing and the rest."""
 
-from penstock.cluster.bodies import Figures
-from penstock.cluster.computing import Computing
+from penstock.distributed.control.computing import Computing
+from penstock.distributed.control_messages import Figures
 
 
 def said(**computed: float) -> dict[int, Figures]:

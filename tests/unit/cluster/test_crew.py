@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from penstock.cluster.bodies import Role
-from penstock.cluster.crew import Crew
+from penstock.distributed.control.worker_supervisor import Crew
+from penstock.distributed.control_messages import Role
 from penstock.distributed.launchers.local import Ended
 
 

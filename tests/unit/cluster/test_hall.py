@@ -11,8 +11,8 @@ import pytest
 from hall_guests import TOKEN, PretendLauncher, config
 from waiting import wait_until
 
-from penstock.cluster.bodies import Role
-from penstock.cluster.hall import Hall
+from penstock.distributed.control.cluster_manager import Hall
+from penstock.distributed.control_messages import Role
 from penstock.distributed.launchers.local import Ended
 from penstock.distributed.transport import Endpoint
 from penstock.errors import BudgetError, ClusterError

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from waiting import wait_until
 
-from penstock.cluster.plan import engine_digest, placement_of, shard_digest, transfers_of
 from penstock.distributed.protocol.messages import Kind
+from penstock.distributed.run_spec import engine_digest, placement_of, shard_digest, transfers_of
 from penstock.errors import ClusterError, ConfigError
 
 

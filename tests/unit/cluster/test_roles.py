@@ -6,8 +6,8 @@ import pytest
 import torch
 from hall_guests import config
 
-from penstock.cluster.plan import RunPlan
 from penstock.distributed.replication.replica_assignment import Place
+from penstock.distributed.run_spec import RunPlan
 from penstock.distributed.worker.roles import build_engine, build_shard
 from penstock.errors import UnfitHostError
 from penstock.telemetry import process_memory

@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from waiting import wait_until
 
-from penstock.cluster.bodies import Welcome
-from penstock.cluster.hall import Hall
+from penstock.distributed.control.cluster_manager import Hall
+from penstock.distributed.control_messages import Welcome
 from penstock.distributed.protocol import EngineNode, ShardNode
 from penstock.distributed.protocol.messages import Kind, Message
 from penstock.distributed.protocol.node_context import RuntimeOf

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 
-from penstock.cluster import record
-from penstock.cluster.hall import Hall
 from penstock.config import Config
+from penstock.distributed import rendezvous_file
+from penstock.distributed.control.cluster_manager import Hall
 from penstock.distributed.launchers.local import Launcher, LocalLauncher, NoLauncher
 from penstock.distributed.transport import Endpoint, new_token
 from penstock.planning.execution_plan import Layout
@@ -44,7 +44,9 @@ def open_hall(
 
 def _say_where(config: Config, hall: Hall, tell: Callable[[ClusterEvent], None]) -> None:
     """Say how to start workers, where that is left to people."""
-    command = f"python -m penstock.cluster.worker {config.run.dir.absolute() / record.NAME}"
+    command = (
+        f"python -m penstock.cluster.worker {config.run.dir.absolute() / rendezvous_file.NAME}"
+    )
     text = "at {}:{}; on each engine's host: ".format(*hall.address) + command
     if config.cluster.shards == "apart":
         text += f"; and first, on each shard's, with --shard 0 to {config.store.shards - 1}"

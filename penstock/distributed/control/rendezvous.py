@@ -11,15 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from penstock.cluster.bodies import Join, Opens
-from penstock.cluster.guests import Guest, Guests
-from penstock.cluster.news import News
-from penstock.cluster.plan import RunPlan
+from penstock.distributed.control.event_queue import News
+from penstock.distributed.control.guests import Guest, Guests
+from penstock.distributed.control_messages import Join, Opens
 from penstock.distributed.protocol import CONDUCTOR, Conductor
 from penstock.distributed.protocol.messages import Kind, Message
 from penstock.distributed.replication.replica_assignment import Place
 from penstock.distributed.replication.replica_manager import ShardsApart
 from penstock.distributed.rpc.rpc import error_class
+from penstock.distributed.run_spec import RunPlan
 from penstock.distributed.transport import Link
 from penstock.errors import ClusterError, PenstockError, UnfitHostError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from penstock.cluster.bodies import Figures
+from penstock.distributed.control_messages import Figures
 
 
 class Computing:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.cluster.bodies import Opens
+from penstock.distributed.control_messages import Opens
 from penstock.distributed.replication.replica_assignment import Place
 from penstock.distributed.transport import Address, Link
 

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
-from penstock.cluster.terms import are_terms
 from penstock.distributed.protocol import message_validation
 from penstock.distributed.protocol.messages import Message
 from penstock.distributed.replication.replica_assignment import Place
+from penstock.distributed.terms import are_terms
 from penstock.distributed.transport import Address
 
 Opens = Literal["when asked", "what was left", "empty"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
-from penstock.cluster.bodies import Role
+from penstock.distributed.control_messages import Role
 from penstock.distributed.launchers.local import Ended, Launcher
 
 _MOST_IN_VAIN = 3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from penstock.cluster.bodies import Figures
+from penstock.distributed.control_messages import Figures
 from penstock.distributed.protocol.messages import Message
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from penstock.cluster import record
+from penstock.distributed import rendezvous_file
 from penstock.distributed.protocol.messages import Kind, Message
 from penstock.distributed.transport import Endpoint, own_host
 from penstock.errors import ClusterError, ConfigError, ProtocolError
@@ -24,11 +24,11 @@ def scale(run: Path, engines: int) -> int:
     """
     if not run.is_dir():
         raise ConfigError(f"{run}: no such run; expected the folder that run.dir named")
-    path = run / record.NAME
+    path = run / rendezvous_file.NAME
     if not path.exists():
         raise ConfigError(
             f"{run}: expected a run that trains with cluster.start other than none; it has no "
-            f"{record.NAME}. Another number can be given when it is started: engines={engines}"
+            f"{rendezvous_file.NAME}. Another number can be given when it is started: engines={engines}"
         )
     answer = _ask(run, {"engines": engines})
     if "error" in answer:
@@ -42,7 +42,7 @@ def scale(run: Path, engines: int) -> int:
 
 
 def _ask(run: Path, order: Mapping[str, Any]) -> Mapping[str, Any]:
-    address, token = record.read_record(run / record.NAME)
+    address, token = rendezvous_file.read_record(run / rendezvous_file.NAME)
     answers: queue.SimpleQueue[Mapping[str, Any] | Exception] = queue.SimpleQueue()
     endpoint = Endpoint(
         token,

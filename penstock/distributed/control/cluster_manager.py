@@ -15,21 +15,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.cluster.bodies import Figures, Role
-from penstock.cluster.crew import Crew
-from penstock.cluster.guests import Guest, Guests
-from penstock.cluster.news import News
-from penstock.cluster.plan import RunPlan
-from penstock.cluster.reception import Reception
-from penstock.cluster.record import remove_record, write_record
-from penstock.cluster.vitals import Vitals
 from penstock.config import Config
+from penstock.distributed.control.event_queue import News
+from penstock.distributed.control.guests import Guest, Guests
+from penstock.distributed.control.rendezvous import Reception
+from penstock.distributed.control.worker_stats import Vitals
+from penstock.distributed.control.worker_supervisor import Crew
+from penstock.distributed.control_messages import Figures, Role
 from penstock.distributed.launchers.local import Launcher
 from penstock.distributed.protocol import CONDUCTOR, Conductor, Happened, Leases, ShardNode
 from penstock.distributed.protocol.messages import Kind, Message
+from penstock.distributed.rendezvous_file import remove_record, write_record
 from penstock.distributed.replication.replica_manager import House, ShardsApart
 from penstock.distributed.rpc.rpc import Calls
 from penstock.distributed.rpc.store_client import RemoteShard
+from penstock.distributed.run_spec import RunPlan
 from penstock.distributed.transport import Address, Endpoint, Link
 from penstock.distributed.worker.shard_executor import ShardHere, StoreOfShard
 from penstock.errors import ClusterError, CorruptionError, PenstockError

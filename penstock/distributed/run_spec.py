@@ -8,7 +8,6 @@ from typing import Any
 
 import xxhash
 
-from penstock.cluster.terms import terms_of
 from penstock.config import Config
 from penstock.distributed.protocol.transfer_schedule import (
     GRADIENT_WIDTH,
@@ -18,6 +17,7 @@ from penstock.distributed.protocol.transfer_schedule import (
     Transfers,
     chunks,
 )
+from penstock.distributed.terms import terms_of
 from penstock.planning.execution_plan import Layout
 from penstock.program import Program, Stage, backward_fetch
 from penstock.store import Holding, ShardMap

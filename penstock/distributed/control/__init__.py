@@ -1,0 +1,1 @@
+"""The trainer's side of a distributed run: members, workers, statistics."""
