@@ -2,9 +2,9 @@
 
 Two processes hold a shard's store each, in memory or on flash, of a model that streams bfloat16
 (AdamW: 12 bytes per parameter); a third one, as the trainer's, has the second given a copy of the
-first. In turns: straight over a link between the two (`penstock.distributed.replication.rebuild`), checksums of all
-of it compared at the end; and read by calls to the one and written by calls to the other, 16 MiB at
-a time, the next being read while one is written, as it was done before.
+first. In turns: straight over a link between the two (`penstock.distributed.replication`),
+checksums of all of it compared at the end; and read by calls to the one and written by calls to the
+other, 16 MiB at a time, the next being read while one is written, as it was done before.
 
     python benchmarks/replica_copy.py [--quick] [--rounds N] [--mebibytes N] [--sockets]
         [--folder FOLDER]

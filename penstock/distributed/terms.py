@@ -11,7 +11,7 @@ from penstock.planning.execution_plan import Layout
 
 
 def terms_of(config: Config, layout: Layout) -> dict[str, Any]:
-    """Return it as plain data; `worker.py` makes an engine or a shard of it."""
+    """Return it as plain data; `main.py` makes an engine or a shard of it."""
     return {
         "config": config.to_mapping(),
         "micro_batch": layout.micro_batch,

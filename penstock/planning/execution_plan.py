@@ -53,7 +53,7 @@ def lay_out(
     devices: Sequence[str] = (),
     notice: Callable[[str], None] = lambda text: None,
 ) -> Layout:
-    """Divide the batch (`batch_division.py`), compile, and decide what is recomputed.
+    """Divide the batch (`micro_batching.py`), compile, and decide what is recomputed.
 
     A resumed run keeps the micro-batch and the cut that it was started with, if they fit.
     `devices` are those of a group. `notice` is told what the user should read.

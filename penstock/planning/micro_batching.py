@@ -4,7 +4,7 @@ The first decides bits: the tree of sums has the micro-batches as its leaves. Th
 a store on flash is laid out; and bits only where a stage cannot be cut without another order of
 sums (`compiler/cut.py`). So both are chosen as for one engine that takes the whole batch, and the
 number of engines, where they are, and what there is of the store decide nothing here. Whether the
-engines that there are can do it is another question (`step_layout.py`).
+engines that there are can do it is another question (`execution_plan.py`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The trainer: a run from its first step to its last checkpoint.
 
-What happens within a step is in `step.py`. Here: making or resuming the run, evaluation, saving,
+What happens within a step is in `local.py`. Here: making or resuming the run, evaluation, saving,
 early stop, and what follows training (export, generation). Notebooks use the same class.
 """
 

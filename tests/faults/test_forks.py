@@ -196,7 +196,7 @@ def test_nobody_is_left_when_the_trainers_process_is_killed(door, tmp_path):
 
 def test_what_is_imported_ahead_is_libraries_and_no_module_of_the_users():
     names = local.needed_modules()
-    assert "penstock.cluster.worker" in names
+    assert "penstock.distributed.worker.main" in names
     assert "torch" in names
     assert __name__ not in names
     assert not any(name.startswith(("pytest", "__main__", "penstock.__main__")) for name in names)

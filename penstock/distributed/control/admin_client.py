@@ -28,7 +28,8 @@ def scale(run: Path, engines: int) -> int:
     if not path.exists():
         raise ConfigError(
             f"{run}: expected a run that trains with cluster.start other than none; it has no "
-            f"{rendezvous_file.NAME}. Another number can be given when it is started: engines={engines}"
+            f"{rendezvous_file.NAME}. Another number can be given when it is started: "
+            f"engines={engines}"
         )
     answer = _ask(run, {"engines": engines})
     if "error" in answer:

@@ -1,7 +1,7 @@
 """Where the processes of a run meet, and from where those who are lost are replaced.
 
 The hall is there before the store: shards that are apart must have come before anything can be put
-into them. How a process becomes a node of the run is in `reception.py`, who is who in `guests.py`.
+into them. How a process becomes a node of the run is in `rendezvous.py`, who is who in `guests.py`.
 Who takes part in which step is decided by the conductor, which has its seat here.
 """
 

@@ -1,4 +1,4 @@
-"""Workers that are forked from a template (`template.py`): asking for them, and hearing of them.
+"""Workers that are forked from a template (`fork_server.py`): asking for them, and hearing of them.
 
 The template may be killed as any process may. Workers that it has forked go on, since each is held
 by a file that stands for the process (`pidfd`); how they end is then not known, but that they do.

@@ -9,7 +9,7 @@ starts some when it is loaded, and makes them anew after a fork by itself.) A wo
 never forked: a driver does not survive it.
 
 Which modules to import comes on the standard input, one a line. `CONTROL` is the number of a socket
-that was inherited: requests come over it, and what became of them goes back (`forks.py` is the
+that was inherited: requests come over it, and what became of them goes back (`fork_client.py` is the
 other end). When it ends, so do the workers, and this process.
 """
 
@@ -42,9 +42,9 @@ def main() -> None:
         return
     os.environ["PENSTOCK_TOKEN"], os.environ["PENSTOCK_WORKER"] = token, order["start"]
     sys.argv[1:] = [host, port]
-    from penstock.distributed.worker import main as worker
+    from penstock.distributed.worker.main import main as work
 
-    worker.main()
+    work()
 
 
 class _Template:

@@ -124,7 +124,12 @@ class LocalLauncher:
     def _start_afresh(self, worker: str) -> None:
         with self._log(worker).open("ab") as says:
             self._processes[worker] = subprocess.Popen(
-                [sys.executable, "-m", "penstock.cluster.worker", *map(str, self._address)],
+                [
+                    sys.executable,
+                    "-m",
+                    "penstock.distributed.worker.main",
+                    *map(str, self._address),
+                ],
                 env={**os.environ, TOKEN: self._token, NAME: worker},
                 stdin=subprocess.DEVNULL,
                 stdout=says,

@@ -4,13 +4,13 @@ A step is an attempt in an epoch: everyone has seen the view, begins, and report
 and all shards' gradients are in, the step is decided, and the shards are told until each has
 answered. Whatever is lost before the decision costs the attempt: the epoch rises, and the step
 begins anew with those who are left. After it the engines are not needed. Who there is, is in the
-roster (`roster.py`); who has answered to an epoch, in its formation (`formation.py`).
+roster (`membership.py`); who has answered to an epoch, in its formation (`epoch.py`).
 
 A shard may have several nodes that hold the same and do the same (`holders.py`). As long as one is
 left nothing is lost with the others. When the last is lost the step ends with an error. Another may
 come in its place, with what the lost one had stored; before the next step, then, all shards go back
-to the newest step that all of them hold (`formation.py`). What is done about damage, standstills
-and failures is chosen in `remedies.py`.
+to the newest step that all of them hold (`epoch.py`). What is done about damage, standstills
+and failures is chosen in `recovery_policy.py`.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 To read a message runs no code, whatever bytes come: the header is a packed struct, the body is
 JSON, the payload is the memory of tensors. To do what it says may: a worker compiles the model that
-it is told of. So only who has the run's token is heard (`sockets/handshake.py`), and between hosts
-nobody else can read or change a message (`sockets/tls.py`). The payload follows the body, or lies
-in a slot of memory that both ends see (`sockets/ring.py`), and the header says which. Every frame
+it is told of. So only who has the run's token is heard (`transport/handshake.py`), and between hosts
+nobody else can read or change a message (`transport/tls.py`). The payload follows the body, or lies
+in a slot of memory that both ends see (`transport/shared_memory.py`), and the header says which. Every frame
 carries the epoch in which it was sent, and a checksum (XXH3) over all of it.
 """
 
@@ -70,7 +70,7 @@ class Message:
     """One message. `size` is the bytes of the payload, which a simulation may leave out; `to` is
     filled in where it is sent.
 
-    `op` numbers the operations of a step (`transfers.py`), `chunk` the chunks of an operation;
+    `op` numbers the operations of a step (`transfer_schedule.py`), `chunk` the chunks of an operation;
     `level` and `index` are the place of a gradient in the tree over micro-batches.
     """
 

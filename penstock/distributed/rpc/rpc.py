@@ -1,7 +1,7 @@
 """Calls between processes: a method by its name, plain arguments, arrays; an answer or an error.
 
 Arrays go in pieces of the size that shared memory takes, where there is some. A method is looked up
-by whoever answers in a table of its own (`store_calls.py`); nothing else can be named.
+by whoever answers in a table of its own (`store_server.py`); nothing else can be named.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """The store of a shard in another process, as the trainer's process sees it.
 
-Every method of the store's interface is a call (`calls.py`) that the shard's process answers, in
-the order in which they were made, beside the steps (`store_calls.py`). What goes this way is what
+Every method of the store's interface is a call (`rpc.py`) that the shard's process answers, in
+the order in which they were made, beside the steps (`store_server.py`). What goes this way is what
 the trainer itself does with a store: filling it, saving, evaluating, looking. A step's weights and
 gradients go between shards and engines and never through here.
 
 A shard with a replica is held by two nodes: what changes it goes to both, what is read comes from
 one. As long as one is left, the loss of the other is no error here. What they answer is checked
-(`answers.py`): a node whose answer makes no sense loses its place, and counts as lost.
+(`responses.py`): a node whose answer makes no sense loses its place, and counts as lost.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What another process may have a shard's store do: one fixed table of methods.
 
 Here is the side that answers. Arguments are plain data from a peer that has the run's token; each
-is made what it should be before the store sees it. The side that asks is `remote_store.py`.
+is made what it should be before the store sees it. The side that asks is `store_client.py`.
 """
 
 from __future__ import annotations
