@@ -1,8 +1,9 @@
 """Refusing by arithmetic what no machine at hand can hold, before anything is compiled.
 
-The budget (`memory_budget.py`) is exact, and needs the compiled program. With a number that is wrong by
-orders of magnitude, compiling would take hours, or all memory. What is added up here is less than
-any run can do with: the store, a step's batch, one micro-batch's hidden states, the buffers.
+The budget (`memory_budget.py`) is exact, and needs the compiled program. With a number that is
+wrong by orders of magnitude, compiling would take hours, or all memory. What is added up here is
+less than any run can do with: the store, a step's batch, one micro-batch's hidden states, the
+buffers.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ starts some when it is loaded, and makes them anew after a fork by itself.) A wo
 never forked: a driver does not survive it.
 
 Which modules to import comes on the standard input, one a line. `CONTROL` is the number of a socket
-that was inherited: requests come over it, and what became of them goes back (`fork_client.py` is the
-other end). When it ends, so do the workers, and this process.
+that was inherited: requests come over it, and what became of them goes back (`fork_client.py` is
+the other end). When it ends, so do the workers, and this process.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 To read a message runs no code, whatever bytes come: the header is a packed struct, the body is
 JSON, the payload is the memory of tensors. To do what it says may: a worker compiles the model that
-it is told of. So only who has the run's token is heard (`transport/handshake.py`), and between hosts
-nobody else can read or change a message (`transport/tls.py`). The payload follows the body, or lies
-in a slot of memory that both ends see (`transport/shared_memory.py`), and the header says which. Every frame
-carries the epoch in which it was sent, and a checksum (XXH3) over all of it.
+it is told of. So only who has the run's token is heard (`transport/handshake.py`), and between
+hosts nobody else can read or change a message (`transport/tls.py`). The payload follows the body,
+or lies in a slot of memory that both ends see (`transport/shared_memory.py`), and the header says
+which. Every frame carries the epoch in which it was sent, and a checksum (XXH3) over all of it.
 """
 
 from __future__ import annotations

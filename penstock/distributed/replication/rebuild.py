@@ -1,9 +1,9 @@
 """Giving a process what another one holds of a shard: all weights, all state, and what is kept.
 
 Here is the side of the run's process, which has it done and sees whether it was. What is copied
-goes straight from the one to the other (`state_transfer.py`). All comes from one node, which stands at
-one step the whole time, so that nothing is mixed; and the newcomer counts only when the checksums
-of all that both hold are equal.
+goes straight from the one to the other (`state_transfer.py`). All comes from one node, which stands
+at one step the whole time, so that nothing is mixed; and the newcomer counts only when the
+checksums of all that both hold are equal.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a shard's process answers to the calls of the run's: read from bodies and arrays.
 
-As in `control_messages.py`, an answer that is none of these is a defect, or comes from another version of
-Penstock. It is refused where it is taken, and costs the node that gave it its place.
+As in `control_messages.py`, an answer that is none of these is a defect, or comes from another
+version of Penstock. It is refused where it is taken, and costs the node that gave it its place.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ network, not for Python. What comes damaged is reported and ends the link: after
 where the next frame begins.
 
 Between processes of one host large payloads do not go over the socket: the sender puts them into
-memory that both see (`shared_memory.py`), and the frame says where. Frames stay in the order in which they
-were sent, whichever way their payloads go.
+memory that both see (`shared_memory.py`), and the frame says where. Frames stay in the order in
+which they were sent, whichever way their payloads go.
 """
 
 from __future__ import annotations
