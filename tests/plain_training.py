@@ -25,7 +25,7 @@ from tiny_models import IGNORED, LENGTH, Case
 from torch import nn
 
 from penstock.data import Source
-from penstock.planning.builders import set_threads
+from penstock.engine.threads import set_threads
 from penstock.telemetry.events import StepDone
 from penstock.training.trainer import Trainer
 

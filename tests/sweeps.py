@@ -11,7 +11,7 @@ from torch import nn
 from penstock.collectives.tree_reduce import TreeNode, TreeSum
 from penstock.compiler import CompileOptions, compile_module
 from penstock.engine import Batch, Engine, EnginePlan, TorchEngine
-from penstock.planning.builders import set_threads
+from penstock.engine.threads import set_threads
 from penstock.program import Program, backward_fetch, verify
 
 set_threads(1)  # for tensors this small a second thread is only waited for

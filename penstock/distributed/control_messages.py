@@ -9,12 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 from penstock.distributed.protocol import message_validation
 from penstock.distributed.protocol.messages import Message
-from penstock.distributed.replication.replica_assignment import Place
-from penstock.distributed.terms import are_terms
+from penstock.distributed.run_spec import are_terms
 from penstock.distributed.transport import Address
 
 Opens = Literal["when asked", "what was left", "empty"]
@@ -157,3 +156,10 @@ def _place_of(message: Message, said: Any) -> Place | None:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+class Place(NamedTuple):
+    """One of the places of a shard."""
+
+    shard: int
+    replica: int

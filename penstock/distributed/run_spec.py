@@ -17,7 +17,8 @@ from penstock.distributed.protocol.transfer_schedule import (
     Transfers,
     chunks,
 )
-from penstock.distributed.terms import terms_of
+from penstock.engine.threads import thread_count
+from penstock.models import KEPT
 from penstock.planning.execution_plan import Layout
 from penstock.program import Program, Stage, backward_fetch
 from penstock.store import Holding, ShardMap
@@ -128,3 +129,53 @@ def engine_digest(program: Program, transfers: Transfers, device: str) -> str:
     computed = [(stage.kind.digest, stage.first_dropout) for stage in program.stages]
     state.update(repr((device, computed)).encode())
     return state.hexdigest()
+
+
+def terms_of(config: Config, layout: Layout) -> dict[str, Any]:
+    """Return it as plain data; `main.py` makes an engine or a shard of it."""
+    return {
+        "config": config.to_mapping(),
+        "micro_batch": layout.micro_batch,
+        "length": layout.sequence_length,
+        "slot_bytes": layout.slot_bytes,
+        "device": layout.device,  # chosen once: hosts that differ would round differently
+        "recompute": sorted(layout.plan.recompute),
+        "shards": config.store.shards,
+        "engine_bytes": layout.budget_bytes,
+        "engine_peak": layout.shares.engine_peak,
+        "engine_host": layout.shares.engine_host,
+        "store_bytes": layout.shares.store,
+        "kept": _kept_files(config),
+        # The same for all: PyTorch cuts sums over rows by the number of its threads.
+        "threads": thread_count(config.engine.threads),
+    }
+
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "config": (dict,),
+    "micro_batch": (int,),
+    "length": (int,),
+    "slot_bytes": (int, type(None)),
+    "device": (str,),
+    "recompute": (list,),
+    "shards": (int,),
+    "engine_bytes": (int,),
+    "engine_peak": (int,),
+    "engine_host": (int,),
+    "store_bytes": (int,),
+    "kept": (str, type(None)),
+    "threads": (int,),
+}
+
+
+def are_terms(told: object) -> bool:
+    """Tell whether plain data that came from elsewhere is what `terms_of` makes."""
+    return isinstance(told, dict) and all(
+        isinstance(told.get(key, ...), types) for key, types in _TYPES.items()
+    )
+
+
+def _kept_files(config: Config) -> str | None:
+    """Return where the run keeps what it needs of `model.hf`, which may be gone."""
+    kept = (config.run.dir / KEPT).absolute()
+    return str(kept) if kept.is_dir() else None

@@ -5,12 +5,10 @@ Each function makes one part and nothing else; the trainer puts them together.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -37,7 +35,7 @@ from penstock.engine import (
     keep_freed_pages,
     return_freed_pages,
 )
-from penstock.errors import ConfigError, DataError
+from penstock.errors import ConfigError
 from penstock.models import KEPT, ModelSource, WeightFiles, require_clear, verify_kept
 from penstock.planning.memory_budget import Shares
 from penstock.program import Program
@@ -238,35 +236,3 @@ def settle_pages(shares: Shares, device: str) -> None:
         keep_freed_pages()
     elif device == "cpu":
         return_freed_pages()
-
-
-def to_tensors(batch: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
-    """Return a batch's arrays as tensors over the same memory.
-
-    **Raises:** `DataError` for what is no mapping of arrays, or of types that PyTorch lacks.
-    """
-    if not isinstance(batch, Mapping):
-        raise DataError(
-            f"the source's `batch` must return a mapping of names to arrays, it returned a "
-            f"{type(batch).__name__}"
-        )
-    try:
-        return {n: torch.from_numpy(np.ascontiguousarray(array)) for n, array in batch.items()}
-    except (TypeError, ValueError) as error:
-        raise DataError(f"the source gave an array that PyTorch cannot take: {error}") from None
-
-
-def thread_count(threads: int | None) -> int:
-    """Return the CPU threads of an engine: as configured, or every core of this machine."""
-    return threads or len(os.sched_getaffinity(0))
-
-
-def set_threads(threads: int | None) -> None:
-    """Use this many CPU threads in PyTorch and in Penstock's kernels; None: every core."""
-    import numba
-
-    count = thread_count(threads)
-    numba.set_num_threads(min(count, int(numba.config.NUMBA_NUM_THREADS)))  # type: ignore[attr-defined]
-    # In this order: Numba starts its threads here, which resets OpenMP's number for PyTorch too,
-    # and PyTorch's sums over rows (the gradients of norms) are cut by that number.
-    torch.set_num_threads(count)

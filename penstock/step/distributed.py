@@ -15,8 +15,7 @@ from typing import Any, NoReturn
 
 from penstock.config import Config
 from penstock.distributed.control.cluster_manager import Hall
-from penstock.distributed.control.computing import Computing
-from penstock.distributed.control.stragglers import Stragglers
+from penstock.distributed.control.worker_stats import Computing, Stragglers
 from penstock.distributed.protocol import (
     Outcome,
     Part,
@@ -26,8 +25,8 @@ from penstock.distributed.protocol import (
     message_validation,
 )
 from penstock.distributed.protocol.messages import Message
+from penstock.distributed.rpc.commit_codec import ShardReport, commit_of
 from penstock.distributed.rpc.rpc import error_class
-from penstock.distributed.worker.shard_executor import ShardReport, commit_of
 from penstock.planning import builders
 from penstock.planning.execution_plan import Layout
 from penstock.program import Program

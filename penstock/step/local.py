@@ -14,9 +14,10 @@ from contextlib import contextmanager
 
 from penstock.collectives import Fabric
 from penstock.engine import Batch, Engine, PendingGradients
+from penstock.engine.micro_batches import micro_batches
 from penstock.planning.execution_plan import Layout
 from penstock.program import Stage, backward_fetch
-from penstock.step.micro_batches import Batches, micro_batches
+from penstock.step.micro_batches import Batches
 from penstock.step.nonfinite import NonFiniteLossError, require_finite, trace
 from penstock.store import Commit, Store
 from penstock.telemetry import process_memory

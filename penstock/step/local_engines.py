@@ -27,6 +27,7 @@ from penstock.engine import (
     SharedSlots,
     Sharing,
     TorchEngine,
+    threads,
 )
 from penstock.errors import ConfigError
 from penstock.kernels.memory import allocate, page_lock
@@ -181,7 +182,7 @@ class DeviceGroup:
         device = torch.device(name)
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        builders.set_threads(self._threads)  # Numba has a number for every thread
+        threads.set_threads(self._threads)  # Numba has a number for every thread
         peers = self._meeting.join(rank)
         slots = SharedSlots(
             self._program,

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from penstock.collectives.tree_reduce import share
 from penstock.data import IGNORED_LABEL, Source
+from penstock.engine.micro_batches import Rows
 from penstock.errors import DataError
 from penstock.models import ModelSource
-from penstock.planning.builders import to_tensors
-
-Rows = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -78,9 +77,17 @@ class Batches:
         return 1.0 / count
 
 
-def micro_batches(rows: Rows, count: int) -> list[dict[str, torch.Tensor]]:
-    """Cut rows into so many micro-batches."""
-    return [
-        dict(zip(rows, cut, strict=True))
-        for cut in zip(*(value.chunk(count) for value in rows.values()), strict=True)
-    ]
+def to_tensors(batch: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
+    """Return a batch's arrays as tensors over the same memory.
+
+    **Raises:** `DataError` for what is no mapping of arrays, or of types that PyTorch lacks.
+    """
+    if not isinstance(batch, Mapping):
+        raise DataError(
+            f"the source's `batch` must return a mapping of names to arrays, it returned a "
+            f"{type(batch).__name__}"
+        )
+    try:
+        return {n: torch.from_numpy(np.ascontiguousarray(array)) for n, array in batch.items()}
+    except (TypeError, ValueError) as error:
+        raise DataError(f"the source gave an array that PyTorch cannot take: {error}") from None

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from penstock.engine import Batch, Engine
+from penstock.engine.micro_batches import micro_batches
 from penstock.errors import NonFiniteError
 from penstock.program import Program
-from penstock.step.micro_batches import Batches, micro_batches
+from penstock.step.micro_batches import Batches
 from penstock.store import Store
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from penstock.config import Config, to_config, write_record
 from penstock.data import Source
-from penstock.engine import Engine
+from penstock.engine import Engine, threads
 from penstock.errors import ConfigError, DataError, NonFiniteError
 from penstock.models import KEPT, ModelSource, keep_small_files
 from penstock.planning import builders
@@ -97,7 +97,7 @@ class Trainer:
         self._view = view_from_python(self.config.logging.every, quiet)
         self._listener = broadcast([self._view, *([on_event] if on_event else [])])
         self._tell = self._listener
-        builders.set_threads(self.config.engine.threads)
+        threads.set_threads(self.config.engine.threads)
         self._keeper = make_keeper(self.config)
         recorded = self._keeper.recorded
         if must_exist and recorded is None:
@@ -198,7 +198,7 @@ class Trainer:
         """Have the run's other processes begin to come, if it has any."""
         if self.config.cluster.start == "none":
             return None
-        from penstock.distributed.control.start import open_hall
+        from penstock.distributed.control.cluster_manager import open_cluster
 
         if self._brought:
             raise ConfigError(
@@ -208,7 +208,7 @@ class Trainer:
         # Before anything is written for other processes to find: a run that trains has its own.
         self._lock = self._lock_folder()
         try:
-            return open_hall(
+            return open_cluster(
                 self.config,
                 self._layout,
                 tell=lambda event: self._tell(event),

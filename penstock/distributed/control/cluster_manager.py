@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.config import Config
+from penstock.distributed import rendezvous_file
 from penstock.distributed.control.event_queue import News
-from penstock.distributed.control.guests import Guest, Guests
-from penstock.distributed.control.rendezvous import Reception
+from penstock.distributed.control.rendezvous import Guest, Guests, Reception
 from penstock.distributed.control.worker_stats import Vitals
 from penstock.distributed.control.worker_supervisor import Crew
 from penstock.distributed.control_messages import Figures, Role
-from penstock.distributed.launchers.local import Launcher
+from penstock.distributed.launchers.base import Launcher
+from penstock.distributed.launchers.factory import make_launcher
 from penstock.distributed.protocol import CONDUCTOR, Conductor, Happened, Leases, ShardNode
 from penstock.distributed.protocol.messages import Kind, Message
 from penstock.distributed.rendezvous_file import remove_record, write_record
@@ -30,8 +31,9 @@ from penstock.distributed.replication.replica_manager import House, ShardsApart
 from penstock.distributed.rpc.rpc import Calls
 from penstock.distributed.rpc.store_client import RemoteShard
 from penstock.distributed.run_spec import RunPlan
-from penstock.distributed.transport import Address, Endpoint, Link
-from penstock.distributed.worker.shard_executor import ShardHere, StoreOfShard
+from penstock.distributed.transport import Address, Endpoint, Link, new_token
+from penstock.distributed.worker.shard_executor import StoreOfShard
+from penstock.distributed.worker.shard_storage import ShardHere
 from penstock.errors import ClusterError, CorruptionError, PenstockError
 from penstock.planning.execution_plan import Layout
 from penstock.store import Store
@@ -376,3 +378,42 @@ class _Desk:
 
     handle: Callable[[Message], None]
     progress: int = 0
+
+
+def open_cluster(
+    config: Config,
+    layout: Layout,
+    *,
+    tell: Callable[[ClusterEvent], None],
+    should_stop: Callable[[], bool],
+) -> Hall:
+    """Open the door of a run and start its workers; they come when they can."""
+    token = new_token()
+    with contextlib.ExitStack() as undo:
+        host, launch = make_launcher(config, layout.device, token, undo)
+        hall = Hall(
+            config,
+            layout,
+            host=host,
+            token=token,
+            launch=launch,
+            tell=tell,
+            should_stop=should_stop,
+        )
+        undo.pop_all()  # from here on it is the launcher's to end what was begun
+    if config.cluster.start == "listen":
+        _say_where(config, hall, tell)
+    return hall
+
+
+def _say_where(config: Config, hall: Hall, tell: Callable[[ClusterEvent], None]) -> None:
+    """Say how to start workers, where that is left to people."""
+    command = (
+        f"python -m penstock.cluster.worker {config.run.dir.absolute() / rendezvous_file.NAME}"
+    )
+    text = "at {}:{}; on each engine's host: ".format(*hall.address) + command
+    if config.cluster.shards == "apart":
+        text += f"; and first, on each shard's, with --shard 0 to {config.store.shards - 1}"
+        if config.store.replicas > 1:
+            text += f", each on {config.store.replicas} hosts"
+    tell(ClusterEvent("listening", text))

@@ -13,11 +13,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from penstock.distributed.control_messages import Role
+from penstock.distributed.launchers.base import Ended
 from penstock.distributed.launchers.fork_client import Forks, needed_modules
 from penstock.distributed.transport import Address
 from penstock.distributed.worker.main import NAME, TOKEN
@@ -25,45 +24,6 @@ from penstock.distributed.worker.main import NAME, TOKEN
 log = logging.getLogger("penstock.distributed")
 
 _MOST_TEMPLATES = 3  # that are lost, until no more are started
-
-
-@dataclass(frozen=True)
-class Ended:
-    """A worker that has ended: which it was, and how."""
-
-    worker: str
-    how: str
-
-
-class Launcher(Protocol):
-    """Starts workers, somewhere; called by one thread at a time, which it never makes wait."""
-
-    def start(self, role: Role) -> str:
-        """Start one more worker, which joins by itself when it can; return its name, at once.
-
-        Where a worker may be either, `role` need not bind it.
-        """
-        ...
-
-    def poll(self) -> list[Ended]:
-        """Return the workers that have ended since the last call."""
-        ...
-
-    def waits_for(self) -> str | None:
-        """Say what workers that were started wait for before they can run; None for nothing."""
-        ...
-
-    def starves(self, worker: str) -> bool:
-        """Tell whether a worker would run if it had a processor; False if nobody knows."""
-        ...
-
-    def end(self, worker: str) -> None:
-        """End a worker that is of no use any more, whatever it does; one of others is let be."""
-        ...
-
-    def close(self) -> None:
-        """End all workers."""
-        ...
 
 
 class LocalLauncher:
@@ -219,33 +179,3 @@ def thread_states(pid: int) -> list[str]:
                 # The name of the program, in parentheses, may hold anything.
                 states.append((task / "stat").read_text().rpartition(")")[2].split()[0])
     return states
-
-
-class NoLauncher:
-    """Starts nobody: workers are started by others, and join when they can."""
-
-    def __init__(self) -> None:
-        self._asked = 0
-
-    def start(self, role: Role) -> str:
-        """Leave it to others to start one more."""
-        self._asked += 1
-        return f"of others-{self._asked}"
-
-    def poll(self) -> list[Ended]:
-        """Return nothing: who leaves is known by its link."""
-        return []
-
-    def waits_for(self) -> str | None:
-        """Return nothing: it is said where the run listens."""
-        return None
-
-    def starves(self, worker: str) -> bool:
-        """Return False: it is on another host."""
-        return False
-
-    def end(self, worker: str) -> None:
-        """Leave it alone: it has been cut off, and may join again as a new engine."""
-
-    def close(self) -> None:
-        """Leave them alone: they end by themselves with the run."""

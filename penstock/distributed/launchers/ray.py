@@ -25,7 +25,8 @@ from typing import Any
 
 from penstock.config import Config
 from penstock.distributed.control_messages import Role
-from penstock.distributed.launchers.local import Ended, would_run
+from penstock.distributed.launchers.base import Ended
+from penstock.distributed.launchers.local import would_run
 from penstock.distributed.launchers.ray_placement import Spreading
 from penstock.distributed.transport import Address, own_host
 from penstock.distributed.worker.main import Worker

@@ -3,7 +3,7 @@
 from penstock.distributed.protocol import message_validation
 from penstock.distributed.protocol.coordinator import Conductor
 from penstock.distributed.protocol.engine_node import EngineNode, EngineWork
-from penstock.distributed.protocol.node_base import CONDUCTOR
+from penstock.distributed.protocol.messages import CONDUCTOR
 from penstock.distributed.protocol.node_context import Runtime
 from penstock.distributed.protocol.shard_node import GRADIENTS, WINDOW, ShardNode, ShardWork
 from penstock.distributed.protocol.step_request import (
@@ -11,11 +11,11 @@ from penstock.distributed.protocol.step_request import (
     Leases,
     Outcome,
     Part,
-    Phase,
     StepOrder,
     TroubleError,
     WentBackError,
 )
+from penstock.distributed.protocol.step_transaction import Phase
 
 __all__ = [
     "CONDUCTOR",

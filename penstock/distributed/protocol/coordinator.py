@@ -23,10 +23,9 @@ import numpy as np
 
 from penstock.distributed.protocol import message_validation
 from penstock.distributed.protocol.epoch import Formation
-from penstock.distributed.protocol.membership import Beat, Roster
-from penstock.distributed.protocol.messages import Kind, Message, message_with
-from penstock.distributed.protocol.motion import Motion
-from penstock.distributed.protocol.node_base import CONDUCTOR
+from penstock.distributed.protocol.failure_detector import Beat, FailureDetector, Motion
+from penstock.distributed.protocol.membership import Roster
+from penstock.distributed.protocol.messages import CONDUCTOR, Kind, Message, message_with
 from penstock.distributed.protocol.node_context import Runtime
 from penstock.distributed.protocol.recovery_policy import (
     BeginAnew,
@@ -35,18 +34,17 @@ from penstock.distributed.protocol.recovery_policy import (
     Remedies,
     Remedy,
     SayAgain,
+    Standing,
 )
 from penstock.distributed.protocol.step_request import (
     Happened,
     Leases,
     Outcome,
-    Phase,
     StepOrder,
     TroubleError,
     WentBackError,
 )
-from penstock.distributed.protocol.step_transaction import Attempt
-from penstock.distributed.protocol.suspects import Standing
+from penstock.distributed.protocol.step_transaction import Attempt, Phase
 from penstock.errors import ClusterError, ProtocolError, StorageError
 
 # The attempt can be given up and made again in these.
@@ -90,7 +88,7 @@ class Conductor:
         self._remedies = Remedies(self.roster, leases.attempts, others_come)
         self._attempt: Attempt | None = None  # at the step in flight
         self._done: Callable[[Outcome], None] = lambda outcome: None
-        self._motion = Motion()
+        self._detector, self._motion = FailureDetector(), Motion()
 
     # What the run's process says
 
@@ -121,6 +119,7 @@ class Conductor:
     def joined(self, engine: int) -> None:
         """An engine is ready; it takes part from the next step on, if it is wanted."""
         self.roster.join(engine)
+        self._detector.watch(engine)
         self._happened("joined", f"engine {engine} is ready", engine)
         if self.phase is Phase.GATHERING:
             self._form()
@@ -143,6 +142,7 @@ class Conductor:
     def shard_joined(self, shard: int, node: int) -> None:
         """A new node has taken the place of a shard that was lost, with what that had stored."""
         self.roster.seat(shard, node)
+        self._detector.watch(node)
         self._formation.is_agreed = False
         self._happened("shard joined", f"shard {shard} is node {node} now", node)
         if self.phase is Phase.GATHERING:
@@ -151,6 +151,7 @@ class Conductor:
     def newcomer(self, shard: int, node: int) -> None:
         """A new node has come to hold a shard beside others, as soon as it has a copy of it."""
         self.roster.come(shard, node)
+        self._detector.watch(node)
         self._happened("replica joined", f"shard {shard}: node {node} waits for a copy of it", node)
 
     def whole(self, node: int) -> bool:
@@ -176,6 +177,7 @@ class Conductor:
             return
         shard = self.roster.holders.newcomers.get(node)
         self.roster.lose(node)
+        self._detector.forget(node)
         if shard is not None:
             self._happened("replica lost", f"shard {shard}: node {node}, no copy yet: {why}", node)
             return
@@ -218,9 +220,9 @@ class Conductor:
     def _take(self, message: Message) -> None:
         sender, kind = message.sender, message.kind
         if kind is Kind.BEAT:
-            self.roster.hear(sender, Beat.read(message))
+            self._hear(sender, Beat.read(message))
             return
-        self.roster.hear(sender)
+        self._hear(sender)
         if message.epoch != self.epoch:
             self.counts["stale messages"] += 1
             return
@@ -243,6 +245,10 @@ class Conductor:
         elif kind is Kind.COMMITTED and self.phase is Phase.COMMITTING and sender in self._shards:
             self._take_committed(message)
 
+    def _hear(self, sender: int, beat: Beat | None = None) -> None:
+        if sender in self.roster:  # a node that was lost does not count
+            self._detector.hear(sender, beat)
+
     def damaged(self, text: str, ends: Collection[int] = ()) -> None:
         """Something came whose checksum is wrong: nobody knows what it was to say.
 
@@ -255,9 +261,9 @@ class Conductor:
 
     def tick(self, now: float) -> None:
         """Look whether somebody has been silent, or nothing has moved, for too long."""
-        roster = self.roster
-        self._motion.pause(roster.pass_time(now, self._leases.silence / 4))
-        for node, silent in roster.silent(self._leases.silence):
+        detector = self._detector
+        self._motion.pause(detector.pass_time(now, self._leases.silence / 4))
+        for node, silent in detector.silent(self.roster.all, self._leases.silence):
             if not self._is_there(node, silent):
                 self.lost(node, f"silent for {silent:.1f} s")
         attempt = self._attempt
@@ -265,7 +271,7 @@ class Conductor:
             self._motion.begin(now)
             return
         members = (*self.engines, *self._formation.view.shard_nodes)
-        busy, far = roster.busy(members), tuple(roster.progress(members).values())
+        busy, far = detector.busy(members), tuple(detector.progress(members).values())
         come = (self._formation.seen, *attempt.counts)
         still = self._motion.still(now, (self.phase, self.epoch, come, far))
         if still > self._leases.job and busy:
@@ -415,6 +421,7 @@ class Conductor:
         shard = holders.shard_of(node)
         streamed = holders.shards[shard][0] == node
         self.roster.lose(node)
+        self._detector.forget(node)
         left = holders.shards[shard]
         if not left:
             self._formation.is_at_rest = False
@@ -435,7 +442,7 @@ class Conductor:
 
     @property
     def _standing(self) -> Standing:
-        return Standing(self.phase, self._formation, self._present)
+        return Standing(self.phase, self._formation, self._present, self._detector)
 
     def _mend(self, remedy: Remedy) -> None:
         match remedy:
@@ -462,7 +469,7 @@ class Conductor:
 
     def _phase(self, phase: Phase) -> None:
         self.phase = phase
-        self._motion.begin(self.roster.now)
+        self._motion.begin(self._detector.now)
 
     def _happened(self, kind: str, text: str, node: int | None = None) -> None:
         self.counts[kind] += 1

@@ -1,35 +1,16 @@
-"""Who belongs to a run: shards in their places, engines in the order they came, and their words.
+"""Which nodes belong to a run: the replicas of every shard, and engines in the order they joined.
 
-It is plain state with questions about it; what follows from an answer is decided by the conductor.
+This is plain state with queries; the coordinator decides what follows from an answer. All nodes of
+a shard hold the same bits, because all of them do the same work. A node that joins beside them
+waits until it has been given a copy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Sequence
 
-from penstock.distributed.protocol import message_validation
-from penstock.distributed.protocol.holders import Holders
 from penstock.distributed.protocol.membership_view import View
-from penstock.distributed.protocol.messages import Message
-
-
-@dataclass(frozen=True)
-class Beat:
-    """What a node said when it last said that it is there."""
-
-    progress: int = 0
-    is_busy: bool = False
-
-    @classmethod
-    def read(cls, message: Message) -> Beat:
-        """Return what a `BEAT` says.
-
-        **Raises:** `ProtocolError` if it makes no sense.
-        """
-        return cls(
-            message_validation.integer(message, "progress", 0), message.body.get("busy") is True
-        )
 
 
 class Roster:
@@ -45,10 +26,7 @@ class Roster:
         self.wanted = engines
         self.least = least
         self.holders = Holders(shards)
-        self.now = 0.0
         self._ready: dict[int, None] = {}  # engines that may take part, in the order they came
-        self._heard: dict[int, float] = {}
-        self._beats: dict[int, Beat] = {}
 
     @property
     def wanted(self) -> int:
@@ -71,6 +49,11 @@ class Roster:
         """All nodes that may take part: those of shards, then engines."""
         return (*self.holders.nodes, *self._ready)
 
+    @property
+    def all(self) -> tuple[int, ...]:
+        """Those that may take part, and those that wait for a copy of a shard."""
+        return (*self.here, *self.holders.newcomers)
+
     def __contains__(self, node: int) -> bool:
         return node in self.here or node in self.holders.newcomers
 
@@ -91,61 +74,67 @@ class Roster:
     def join(self, engine: int) -> None:
         """Take an engine among those that may take part."""
         self._ready[engine] = None
-        self._heard[engine] = self.now
 
     def seat(self, shard: int, node: int) -> None:
         """Give the place of a shard that was lost to a new node."""
         self.holders.add(shard, node)
-        self._heard[node] = self.now
 
     def come(self, shard: int, node: int) -> None:
         """Take a newcomer that is to hold a shard beside others."""
         self.holders.newcomers[node] = shard
-        self._heard[node] = self.now
 
     def lose(self, node: int) -> None:
         """Take note that a node is gone."""
         self._ready.pop(node, None)
         self.holders.remove(node)
-        self._forget(node)
 
-    def _forget(self, node: int) -> None:
-        self._heard.pop(node, None)
-        self._beats.pop(node, None)
 
-    # What they say
+class Holders:
+    """The nodes of every shard, the one that streams first.
 
-    def hear(self, node: int, beat: Beat | None = None) -> None:
-        """Take note that a node is there, and of what it says; others do not count."""
-        if node in self:
-            self._heard[node] = self.now
-            if beat is not None:
-                self._beats[node] = beat
+    Args:
+        shards: the nodes of each to begin with, in the order of the shards.
+    """
 
-    def silent(self, seconds: float) -> list[tuple[int, float]]:
-        """Return who has been silent for longer than that, and for how long."""
-        nodes = (*self.here, *self.holders.newcomers)
-        found = [(node, self.now - self._heard.get(node, self.now)) for node in nodes]
-        return [(node, silent) for node, silent in found if silent > seconds]
+    def __init__(self, shards: Sequence[Sequence[int]]) -> None:
+        self._shards = [list(nodes) for nodes in shards]
+        self.newcomers: dict[int, int] = {}  # the shards of which they are to be nodes
 
-    def progress(self, nodes: Iterable[int]) -> dict[int, int]:
-        """Return how far each has got in this epoch, as it has last said."""
-        return {node: self._beats.get(node, Beat()).progress for node in nodes}
+    @property
+    def shards(self) -> tuple[tuple[int, ...], ...]:
+        """The nodes of each shard."""
+        return tuple(map(tuple, self._shards))
 
-    def busy(self, nodes: Iterable[int]) -> list[int]:
-        """Return who of them said that it had something to do."""
-        return [node for node in nodes if self._beats.get(node, Beat()).is_busy]
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """The nodes of all shards."""
+        return tuple(itertools.chain.from_iterable(self._shards))
 
-    # Time
+    @property
+    def lost(self) -> int:
+        """How many shards have no node."""
+        return sum(not nodes for nodes in self._shards)
 
-    def pass_time(self, now: float, most: float) -> float:
-        """Let it be so late; return the time in which nobody can have been heard.
+    def shard_of(self, node: int) -> int:
+        """Return the shard that a node holds."""
+        return next(shard for shard, nodes in enumerate(self._shards) if node in nodes)
 
-        Of a pause longer than `most` the rest is one in which this process itself stood still: what
-        others said meanwhile has yet to be read.
-        """
-        pause, self.now = now - self.now, now
-        still = max(0.0, pause - most)
-        if still:
-            self._heard = {node: heard + still for node, heard in self._heard.items()}
-        return still
+    def is_last(self, node: int) -> bool:
+        """Tell whether a node holds what nobody else does."""
+        return [node] in self._shards
+
+    def add(self, shard: int, node: int) -> None:
+        """Let a node hold a shard beside those that do."""
+        self.newcomers.pop(node, None)
+        self._shards[shard].append(node)
+
+    def remove(self, node: int) -> None:
+        """Take a node out, whether it holds a shard or was to."""
+        self.newcomers.pop(node, None)
+        for nodes in self._shards:
+            if node in nodes:
+                nodes.remove(node)
+
+    def turn(self) -> None:
+        """Let another node of every shard stream, where there is one."""
+        self._shards = [[*nodes[1:], *nodes[:1]] for nodes in self._shards]

@@ -70,8 +70,8 @@ class Message:
     """One message. `size` is the bytes of the payload, which a simulation may leave out; `to` is
     filled in where it is sent.
 
-    `op` numbers the operations of a step (`transfer_schedule.py`), `chunk` the chunks of an operation;
-    `level` and `index` are the place of a gradient in the tree over micro-batches.
+    `op` numbers the operations of a step (`transfer_schedule.py`), `chunk` the chunks of an
+    operation; `level` and `index` are the place of a gradient in the tree over micro-batches.
     """
 
     kind: Kind
@@ -262,3 +262,6 @@ def _array_entry(entry: Any) -> tuple[str, str, str, list[int]]:
     if not isinstance(name, str) or not kinds or not sizes:
         raise CorruptionError(f"an array is described as {str(entry)[:80]!r}")
     return name, kind, sent, shape
+
+
+CONDUCTOR = 0

@@ -11,11 +11,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, Generic, Protocol, TypeVar
 
 from penstock.distributed.protocol.membership_view import View
-from penstock.distributed.protocol.messages import Kind, Message
+from penstock.distributed.protocol.messages import CONDUCTOR, Kind, Message
 from penstock.distributed.protocol.node_context import Runtime
 from penstock.errors import ProtocolError
-
-CONDUCTOR = 0
 
 
 class InFlight(Protocol):

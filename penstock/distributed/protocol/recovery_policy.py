@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from penstock.distributed.protocol.epoch import Formation
+from penstock.distributed.protocol.failure_detector import FailureDetector
 from penstock.distributed.protocol.membership import Roster
 from penstock.distributed.protocol.retry_budget import Patience
-from penstock.distributed.protocol.step_request import Phase, TroubleError
-from penstock.distributed.protocol.suspects import Standing, who_is_behind
+from penstock.distributed.protocol.step_request import TroubleError
+from penstock.distributed.protocol.step_transaction import Attempt, Phase
 from penstock.errors import ClusterError
 
 _MOST_COMMITS = 4  # to a shard that does not answer
@@ -128,3 +130,35 @@ class Remedies:
         """End the step; who tries it again begins to count."""
         self._patience = Patience(0, self._attempts)
         return GiveUp(error)
+
+
+_TRIES = 5
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where the step in flight stands."""
+
+    phase: Phase
+    formation: Formation
+    attempt: Attempt
+    detector: FailureDetector
+
+
+def who_is_behind(standing: Standing, roster: Roster, standstills: int) -> tuple[int, str] | None:
+    """Return who is nearest to what was lost on the way, and why; None if it is too early."""
+    phase, formation, attempt = standing.phase, standing.formation, standing.attempt
+    if phase is Phase.COMMITTING:
+        return attempt.unanswered[0], "it has not answered to the commit"
+    if phase is not Phase.RUNNING:
+        missing, why = formation.unseen, "it has not answered to a new epoch"
+        if phase is Phase.AGREEING:
+            missing, why = formation.agreement.missing, "it has not said at which step it stands"
+        if standstills <= _TRIES:
+            missing = [node for node in missing if not roster.holders.is_last(node)]
+        return (missing[0], why) if missing else None
+    if behind := attempt.behind:
+        return behind[0], "the others of its shard have got on, it has not"
+    # Who has got least is behind the broken link; of equals, the one nearest the root.
+    progress = standing.detector.progress(formation.view.engines)
+    return min(progress, key=lambda n: progress[n]), "the step stands still behind it"

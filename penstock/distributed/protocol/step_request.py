@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -71,17 +70,6 @@ class Leases:
     stall: float = 5.0
     job: float = 600.0
     attempts: int = 32
-
-
-class Phase(enum.Enum):
-    """Where the step in flight stands."""
-
-    IDLE = "no step"
-    GATHERING = "waiting for engines or shards"
-    FORMING = "waiting until all have seen the view"
-    AGREEING = "waiting until all shards stand at one step"
-    RUNNING = "waiting for losses and gradients"
-    COMMITTING = "waiting until the shards have committed"
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ Nothing counts twice, and nothing of one attempt counts for another: each has an
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -173,3 +174,14 @@ class Attempt:
     def counts(self) -> tuple[int, ...]:
         """How much has come: it grows as long as something moves."""
         return len(self._losses), len(self._prepared), len(self._answers)
+
+
+class Phase(enum.Enum):
+    """Where the step in flight stands."""
+
+    IDLE = "no step"
+    GATHERING = "waiting for engines or shards"
+    FORMING = "waiting until all have seen the view"
+    AGREEING = "waiting until all shards stand at one step"
+    RUNNING = "waiting for losses and gradients"
+    COMMITTING = "waiting until the shards have committed"

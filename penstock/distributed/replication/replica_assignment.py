@@ -10,14 +10,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection
-from typing import NamedTuple
 
-
-class Place(NamedTuple):
-    """One of the places of a shard."""
-
-    shard: int
-    replica: int
+from penstock.distributed.control_messages import Place
 
 
 class ShardPlaces:

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from penstock.config import Config, size_above
-from penstock.distributed.control_messages import Role
+from penstock.distributed.control_messages import Place, Role
 from penstock.distributed.protocol import Conductor
 from penstock.distributed.rendezvous_file import NAME
 from penstock.distributed.replication.rebuild import BrokenCopyError, NotTakenError, copy_shard
-from penstock.distributed.replication.replica_assignment import Place, ShardPlaces
+from penstock.distributed.replication.replica_assignment import ShardPlaces
 from penstock.distributed.rpc.rpc import BadAnswerError, Calls, ShardLostError
 from penstock.distributed.rpc.store_client import RemoteShard
 from penstock.distributed.transport import Address

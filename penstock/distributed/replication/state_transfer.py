@@ -19,14 +19,13 @@ from penstock.distributed.control_messages import address_of
 from penstock.distributed.protocol import message_validation
 from penstock.distributed.protocol.messages import Kind, Message, message_with
 from penstock.distributed.protocol.node_context import Runtime
-from penstock.distributed.protocol.transfer_schedule import CHUNK_BYTES
 from penstock.distributed.rpc.rpc import Said
 from penstock.distributed.transport import Address
 from penstock.errors import ClusterError
-from penstock.store import Portions, ReplicatedStore, Store
+from penstock.store import Portions, Store
+from penstock.store.portions import portions_of
 
 WINDOW = 4  # portions that are asked for and not written yet
-PORTION_BYTES = CHUNK_BYTES
 SILENCE = 60.0  # seconds in which a portion that was asked for must come
 
 
@@ -229,13 +228,3 @@ class Taker:
         self._copy = None
         said = {"failed": side, "kind": kind or type(error).__name__, "text": str(error)}
         self._answer(copy.call, Said(said))
-
-
-def portions_of(store: Store) -> Portions:
-    """Return the portions in which a store is copied.
-
-    **Raises:** `ClusterError` if it is none that can be.
-    """
-    if not isinstance(store, ReplicatedStore):
-        raise ClusterError(f"{type(store).__name__}: it cannot be copied")
-    return store.portions(PORTION_BYTES)

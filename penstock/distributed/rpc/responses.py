@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from penstock.distributed.rpc.commit_codec import commit_of, report_of
 from penstock.distributed.rpc.rpc import BadAnswerError, Said
-from penstock.distributed.worker.shard_executor import commit_of, report_of
 from penstock.errors import ProtocolError
 from penstock.program import WeightSpec
 from penstock.store import Commit, FlashTraffic, GradientReport, Holding, Traffic

@@ -12,12 +12,12 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from penstock.distributed.replication.state_transfer import portions_of
+from penstock.distributed.rpc.commit_codec import body_of_commit, body_of_report
 from penstock.distributed.rpc.rpc import Arrays, Said
-from penstock.distributed.worker.shard_executor import body_of_commit, body_of_report
 from penstock.errors import ClusterError, PenstockError
 from penstock.store import Store
 from penstock.store.flash import FlashStore
+from penstock.store.portions import portions_of
 
 
 class Place(Protocol):

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from penstock.distributed.protocol.coordinator import Conductor
-from penstock.distributed.protocol.messages import HEADER_BYTES, Kind, Message, sent_on
-from penstock.distributed.protocol.node_base import CONDUCTOR
+from penstock.distributed.protocol.messages import CONDUCTOR, HEADER_BYTES, Kind, Message, sent_on
 from penstock.distributed.protocol.node_context import RuntimeOf
 from penstock.distributed.simulation.faults import Faults
 from penstock.errors import CorruptionError

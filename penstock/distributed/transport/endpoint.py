@@ -18,8 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from penstock.distributed.protocol.messages import Kind, Message
-from penstock.distributed.protocol.node_base import CONDUCTOR
+from penstock.distributed.protocol.messages import CONDUCTOR, Kind, Message
 from penstock.distributed.protocol.node_context import RuntimeOf
 from penstock.distributed.transport import handshake
 from penstock.distributed.transport.certificates import Credentials

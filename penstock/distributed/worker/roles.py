@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.config import size_above
-from penstock.distributed.control_messages import Opens
+from penstock.distributed.control_messages import Opens, Place
 from penstock.distributed.protocol import EngineNode, ShardNode
 from penstock.distributed.protocol.node_context import Runtime
 from penstock.distributed.protocol.transfer_schedule import Transfers
-from penstock.distributed.replication.replica_assignment import Place
 from penstock.distributed.run_spec import engine_digest, placement_of, shard_digest, transfers_of
 from penstock.distributed.worker.engine_executor import EngineOfProcess
 from penstock.distributed.worker.shard_executor import StoreOfShard
@@ -84,10 +83,11 @@ class _Compiled:
 def _compile(told: Mapping[str, Any], device: str) -> _Compiled:
     """Compile the run's model, as the conductor's process said, for one kind of device."""
     from penstock.config import Config
+    from penstock.engine import threads
     from penstock.planning import builders
 
     config = Config.from_mapping(told["config"])
-    builders.set_threads(told["threads"])
+    threads.set_threads(told["threads"])
     assert config.model is not None
     kept = None if told["kept"] is None else Path(told["kept"])
     source = builders.model_source(config.model, kept)

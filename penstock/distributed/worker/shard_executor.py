@@ -6,65 +6,23 @@ which steps it can go back.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
 from penstock.distributed.protocol.transfer_schedule import Operation
+from penstock.distributed.rpc.commit_codec import body_of_commit, body_of_report
 from penstock.distributed.run_spec import positions_of
-from penstock.errors import ClusterError, ProtocolError
+from penstock.distributed.worker.shard_storage import ShardPlace
+from penstock.errors import ClusterError
 from penstock.program import Program
 from penstock.store import (
-    Commit,
-    Compared,
-    GradientReport,
     ReplicatedStore,
     Store,
     trainable_weights,
 )
-
-
-class ShardPlace(Protocol):
-    """Where a shard's store is."""
-
-    @property
-    def store(self) -> Store: ...
-
-    def held_steps(self) -> Sequence[int]:
-        """Return the steps that it can go back to."""
-        ...
-
-    def go_back(self, step: int) -> None:
-        """Have the store stand at one of them."""
-        ...
-
-
-class ShardHere:
-    """A shard's store in the trainer's process, with which it dies."""
-
-    def __init__(self, store: Store) -> None:
-        self.store = store
-
-    def held_steps(self) -> Sequence[int]:
-        """Return the step at which the store stands."""
-        return [self.store.step]
-
-    def go_back(self, step: int) -> None:
-        """Require that the store stands there."""
-        require_at(self.store, step)
-
-
-def require_at(store: Store, step: int) -> None:
-    """Refuse to go on from a step at which a store does not stand."""
-    if store.step != step:
-        raise ClusterError(
-            f"{store.program.name} stands at step {store.step} and cannot go back to step {step}; "
-            "resume the run"
-        )
 
 
 class StoreOfShard:
@@ -158,105 +116,3 @@ class StoreOfShard:
     def commit(self, step: int, decision: Mapping[str, Any]) -> Mapping[str, Any]:
         """Commit the step with the norm of all shards' gradients."""
         return body_of_commit(self._store.decide(float.fromhex(decision["norm"])))
-
-
-@dataclass(frozen=True)
-class ShardReport:
-    """What a shard says before a step is decided.
-
-    `held` are checksums of a part of what it holds, if it has a replica: the same of both.
-    """
-
-    gradients: GradientReport
-    held: Compared = ()
-
-    @classmethod
-    def read(cls, said: Mapping[str, Any]) -> ShardReport:
-        """Return what a message has said.
-
-        **Raises:** `ProtocolError` if it is no such report.
-        """
-        gradients, held = report_of(said), said.get("held", [])
-        try:
-            return cls(gradients, tuple((_name(what), _name(sum_)) for what, sum_ in held))
-        except (TypeError, ValueError) as error:
-            raise _none("checksums of what it holds", said, error) from None
-
-    def difference(self, other: ShardReport) -> str | None:
-        """Say in what it differs from that of another node of the shard; None if in nothing."""
-        # As they are said: NaN is what it is, though not equal to itself.
-        if body_of_report(self.gradients) != body_of_report(other.gradients):
-            return "a step's gradients"
-        for ours, theirs in itertools.zip_longest(self.held, other.held):
-            if ours != theirs:
-                return str((ours or theirs)[0])
-        return None
-
-
-def body_of_report(report: GradientReport) -> dict[str, Any]:
-    """Return what a message says of a report; figures keep all their bits."""
-    return {
-        "squares": [square.hex() for square in report.squares],
-        "silent": list(report.silent),
-        "missing": list(report.missing),
-        "non_finite": {
-            str(stage): list(names) for stage, names in (report.non_finite or {}).items()
-        },
-        "zero": dict(report.zero),
-    }
-
-
-def report_of(said: Mapping[str, Any]) -> GradientReport:
-    """Return the report that a message has said.
-
-    **Raises:** `ProtocolError` if it is none.
-    """
-    try:
-        return GradientReport(
-            tuple(float.fromhex(square) for square in said["squares"]),
-            tuple(map(int, said["silent"])),
-            tuple(map(_name, said["missing"])),
-            {int(stage): tuple(map(_name, names)) for stage, names in said["non_finite"].items()},
-            {_name(name): int(elements) for name, elements in said["zero"].items()},
-        )
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise _none("a report on gradients", said, error) from None
-
-
-def body_of_commit(commit: Commit) -> dict[str, Any]:
-    """Return what a message says of a commit."""
-    return {
-        "step": commit.step,
-        "grad_norm": commit.grad_norm.hex(),
-        "clip_scale": commit.clip_scale.hex(),
-        "learning_rate": commit.learning_rate.hex(),
-    }
-
-
-def commit_of(said: Mapping[str, Any]) -> Commit:
-    """Return the commit that a message has said.
-
-    **Raises:** `ProtocolError` if it is none.
-    """
-    try:
-        return Commit(
-            int(said["step"]),
-            float.fromhex(said["grad_norm"]),
-            float.fromhex(said["clip_scale"]),
-            float.fromhex(said["learning_rate"]),
-        )
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise _none("a commit", said, error) from None
-
-
-def _name(said: Any) -> str:
-    if not isinstance(said, str):
-        raise TypeError(f"{said!r} is no name")
-    return said
-
-
-def _none(what: str, said: Mapping[str, Any], error: Exception) -> ProtocolError:
-    return ProtocolError(
-        f"a shard says {str(said)[:80]!r} for {what} ({type(error).__name__}: {error}); do all "
-        "nodes run the same version of Penstock?"
-    )

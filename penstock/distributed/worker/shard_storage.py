@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 from penstock.config import Config
 from penstock.distributed.protocol.transfer_schedule import GRADIENT_WIDTH
 from penstock.distributed.rpc.rpc import WRITE_BYTES
-from penstock.distributed.worker.shard_executor import require_at
-from penstock.errors import StorageError
+from penstock.errors import ClusterError, StorageError
 from penstock.planning import store_factory
 from penstock.program import Program
-from penstock.store import ShardMap, Store
+from penstock.store import (
+    ShardMap,
+    Store,
+)
 from penstock.store.flash import FlashStore, forget, go_back, shard_folder
 
 
@@ -103,3 +106,42 @@ class ShardApart:
         self.close()
         go_back(store.folder, step)
         require_at(self.open(must_hold=True), step)
+
+
+class ShardPlace(Protocol):
+    """Where a shard's store is."""
+
+    @property
+    def store(self) -> Store: ...
+
+    def held_steps(self) -> Sequence[int]:
+        """Return the steps that it can go back to."""
+        ...
+
+    def go_back(self, step: int) -> None:
+        """Have the store stand at one of them."""
+        ...
+
+
+class ShardHere:
+    """A shard's store in the trainer's process, with which it dies."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+
+    def held_steps(self) -> Sequence[int]:
+        """Return the step at which the store stands."""
+        return [self.store.step]
+
+    def go_back(self, step: int) -> None:
+        """Require that the store stands there."""
+        require_at(self.store, step)
+
+
+def require_at(store: Store, step: int) -> None:
+    """Refuse to go on from a step at which a store does not stand."""
+    if store.step != step:
+        raise ClusterError(
+            f"{store.program.name} stands at step {store.step} and cannot go back to step {step}; "
+            "resume the run"
+        )

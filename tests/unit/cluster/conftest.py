@@ -11,9 +11,9 @@ from replica_play import EIGHT_BIT, PROGRAM, Run
 from store_programs import flash_store, training_store
 
 from penstock.distributed.protocol.messages import Kind, Message
-from penstock.distributed.replication import state_transfer
 from penstock.planning import builders
 from penstock.planning.execution_plan import Layout, lay_out
+from penstock.store import portions
 
 
 @pytest.fixture(scope="session")
@@ -28,7 +28,7 @@ def visit(tmp_path, layout) -> Iterator:
     made: list[Visited] = []
     guests: list[Guest] = []
 
-    def open_hall(is_in_vain: bool = False, **cluster) -> Visited:
+    def open_cluster(is_in_vain: bool = False, **cluster) -> Visited:
         made.append(Visited(tmp_path, layout, is_in_vain, **cluster))
         return made[-1]
 
@@ -41,8 +41,8 @@ def visit(tmp_path, layout) -> Iterator:
         guest = arrive(visited, **says)
         return guest, guest.hear()
 
-    open_hall.arrive, open_hall.join = arrive, join
-    yield open_hall
+    open_cluster.arrive, open_cluster.join = arrive, join
+    yield open_cluster
     for guest in guests:
         guest.endpoint.close()
         assert not guest.failures
@@ -82,4 +82,4 @@ def run(request):
 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch):
-    monkeypatch.setattr(state_transfer, "PORTION_BYTES", 1_000)  # several of the larger weights
+    monkeypatch.setattr(portions, "PORTION_BYTES", 1_000)  # several of the larger weights

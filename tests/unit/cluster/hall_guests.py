@@ -11,7 +11,7 @@ from waiting import SECONDS
 from penstock.config import Config
 from penstock.distributed.control.cluster_manager import Hall
 from penstock.distributed.control_messages import Role
-from penstock.distributed.launchers.local import Ended
+from penstock.distributed.launchers.base import Ended
 from penstock.distributed.protocol.messages import Kind, Message
 from penstock.distributed.transport import Endpoint, Link
 from penstock.planning.execution_plan import Layout

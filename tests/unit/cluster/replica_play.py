@@ -18,8 +18,8 @@ from store_programs import (
 )
 
 from penstock.config import Config
+from penstock.distributed.control_messages import Place
 from penstock.distributed.protocol.messages import Kind, Message
-from penstock.distributed.replication.replica_assignment import Place
 from penstock.distributed.replication.replica_manager import House, ShardsApart
 from penstock.distributed.replication.state_transfer import Giver, Taker
 from penstock.distributed.rpc import store_server

@@ -1,6 +1,6 @@
 """How the seconds of steps are divided between computing and the rest."""
 
-from penstock.distributed.control.computing import Computing
+from penstock.distributed.control.worker_stats import Computing
 from penstock.distributed.control_messages import Figures
 
 

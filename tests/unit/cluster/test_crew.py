@@ -8,7 +8,7 @@ import pytest
 
 from penstock.distributed.control.worker_supervisor import Crew
 from penstock.distributed.control_messages import Role
-from penstock.distributed.launchers.local import Ended
+from penstock.distributed.launchers.base import Ended
 
 
 class PretendLauncher:

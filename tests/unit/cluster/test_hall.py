@@ -13,7 +13,7 @@ from waiting import wait_until
 
 from penstock.distributed.control.cluster_manager import Hall
 from penstock.distributed.control_messages import Role
-from penstock.distributed.launchers.local import Ended
+from penstock.distributed.launchers.base import Ended
 from penstock.distributed.transport import Endpoint
 from penstock.errors import BudgetError, ClusterError
 from penstock.planning.memory_budget import Room

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from penstock.distributed.control import cluster_manager, start
+from penstock.distributed.control import cluster_manager
 from penstock.errors import ConfigError, StorageError
 from penstock.planning.execution_plan import lay_out
 from penstock.training import trainer
@@ -55,9 +55,9 @@ def test_a_second_run_in_the_folder_is_refused_before_it_writes_where_it_listens
     def refuse(*arguments: object, **named: object) -> None:
         raise ConfigError("it cannot be made")
 
-    for where, name in ((start, "Hall"), (cluster_manager, "StoreOfShard")):
+    for name in ("Hall", "StoreOfShard"):
         with monkeypatch.context() as patch:
-            patch.setattr(where, name, refuse)
+            patch.setattr(cluster_manager, name, refuse)
             with pytest.raises(Exception, match="it cannot be made"):
                 Trainer(settings)
         assert not record.exists()

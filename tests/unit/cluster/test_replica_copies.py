@@ -12,9 +12,9 @@ from store_programs import (
     train,
 )
 
+from penstock.distributed.control_messages import Place
 from penstock.distributed.protocol.messages import Kind, Message
 from penstock.distributed.replication import state_transfer
-from penstock.distributed.replication.replica_assignment import Place
 from penstock.distributed.rpc.rpc import Said
 from penstock.errors import ClusterError, CorruptionError, StorageError
 from penstock.store.flash.shards import durable_records

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hall_guests import config
 
-from penstock.distributed.replication.replica_assignment import Place
+from penstock.distributed.control_messages import Place
 from penstock.distributed.run_spec import RunPlan
 from penstock.distributed.worker.roles import build_engine, build_shard
 from penstock.errors import UnfitHostError

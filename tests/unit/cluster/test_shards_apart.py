@@ -12,7 +12,7 @@ from store_programs import (
 )
 
 from penstock.config import Config
-from penstock.distributed.replication.replica_assignment import Place
+from penstock.distributed.control_messages import Place
 from penstock.errors import ConfigError, StorageError
 
 

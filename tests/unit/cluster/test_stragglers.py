@@ -1,6 +1,6 @@
 """Who is called slow, and who is not."""
 
-from penstock.distributed.control.stragglers import Stragglers
+from penstock.distributed.control.worker_stats import Stragglers
 
 
 def after(steps: int, seconds: dict[int, float], micro_batches: int = 4) -> dict:

@@ -18,7 +18,8 @@ from store_programs import (
     training_store,
 )
 
-from penstock.distributed.worker.shard_executor import ShardReport, StoreOfShard
+from penstock.distributed.rpc.commit_codec import ShardReport
+from penstock.distributed.worker.shard_executor import StoreOfShard
 from penstock.store import AdamW, comparing
 
 PROGRAM = make_program(LAYERS, frozen=("position",), stream_dtype=torch.bfloat16)

@@ -20,8 +20,8 @@ from store_programs import (
     training_store,
 )
 
+from penstock.engine.threads import set_threads
 from penstock.errors import NonFiniteError, NoTrainingError, StorageError
-from penstock.planning.builders import set_threads
 from penstock.store import (
     SGD,
     AdamW,
