@@ -225,6 +225,7 @@ def _verified(folder: Path) -> CheckpointState:
 
 
 def _configuration_lines(settings: Config) -> list[str]:
+    from penstock.config import digest
     from penstock.config.document import dump_inline
 
     model = settings.to_mapping()["model"]
@@ -235,7 +236,7 @@ def _configuration_lines(settings: Config) -> list[str]:
         f"training     {settings.run.steps} steps of {settings.batch.size} sequences, "
         f"{settings.precision}, {settings.optimizer.name} {settings.optimizer.learning_rate:g} "
         f"{schedule}, seed {settings.run.seed}",
-        f"trajectory   {settings.digest()}",
+        f"trajectory   {digest(settings)}",
     ]
 
 

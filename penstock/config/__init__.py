@@ -26,6 +26,8 @@ from penstock.config.record import (
 from penstock.config.root import Config
 from penstock.config.schedule import ScheduleConfig
 from penstock.config.size import ByteSize, size_above
+from penstock.config.starter import commented
+from penstock.config.trajectory import check_resumable, digest, trajectory
 
 __all__ = [
     "ByteSize",
@@ -43,13 +45,17 @@ __all__ = [
     "PresetModel",
     "ScheduleConfig",
     "check_data",
+    "check_resumable",
     "check_run",
     "cluster_keys",
+    "commented",
+    "digest",
     "load",
     "load_run",
     "recorded_flash",
     "size_above",
     "to_config",
+    "trajectory",
     "verify_record",
     "write_record",
 ]

@@ -14,6 +14,7 @@ import xxhash
 from penstock.config.document import MAX_BYTES, read
 from penstock.config.problems import Origin
 from penstock.config.root import Config
+from penstock.config.trajectory import check_resumable, trajectory
 from penstock.errors import ConfigError, CorruptionError, StorageError
 from penstock.io import durable
 from penstock.io.safe_open import read_plain
@@ -44,7 +45,7 @@ def check_run(config: Config, fresh: bool = False) -> bool:
     if not has_checkpoint(folder) and not (flash is not None and _holds_store(flash)):
         return False
     if (folder / FILE_NAME).exists():
-        config.check_resumable(load_run(folder).trajectory())
+        check_resumable(config, trajectory(load_run(folder)))
     return True
 
 

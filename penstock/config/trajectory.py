@@ -5,12 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from penstock.config.root import Config
 from penstock.config.schedule import DECAYING
-
-if TYPE_CHECKING:
-    from penstock.config.root import Config
+from penstock.errors import ConfigError
 
 # The rest (engines, budgets, recomputation, folders, logging, what is evaluated and saved) changes
 # neither weights nor losses: of what budgets choose, the micro-batch of `batch.micro: auto` decides
@@ -23,7 +22,7 @@ _LATER = {"optimizer.moments": "fp32"}
 
 
 def trajectory(config: Config) -> dict[str, Any]:
-    """Return the deciding keys, dotted, with their JSON-able values."""
+    """Return the keys that decide every bit of the run's weights, dotted, with JSON-able values."""
     whole = config.to_mapping()
     flat: dict[str, Any] = {}
     for key in _DECIDING:
@@ -49,10 +48,30 @@ def trajectory(config: Config) -> dict[str, Any]:
     return flat
 
 
-def digest(values: Mapping[str, Any]) -> str:
-    """Return the hash of a trajectory, as 32 hex digits."""
-    text = json.dumps(values, sort_keys=True, separators=(",", ":"))
+def digest(config: Config) -> str:
+    """Return the hash of a run's trajectory, as 32 hex digits: equal digests, equal weights after
+    equal steps."""
+    text = json.dumps(trajectory(config), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def check_resumable(config: Config, recorded: Mapping[str, Any]) -> None:
+    """Raise `ConfigError`, naming the keys, unless a run so recorded can go on with this.
+
+    `recorded` is the `trajectory` that the run's checkpoint holds.
+    """
+    lines = differences(recorded, trajectory(config))
+    if lines:
+        raise ConfigError(
+            "\n".join(
+                [
+                    f"{config.run.dir} holds a run whose configuration differs where it decides "
+                    "the result:",
+                    *(f"  {line}" for line in lines),
+                    "set these back to resume it, or choose another run.dir to start anew",
+                ]
+            )
+        )
 
 
 def differences(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

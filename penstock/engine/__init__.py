@@ -2,11 +2,11 @@
 
 from penstock.engine.device_threads import DeviceThread, Member, Rounds
 from penstock.engine.host_memory import keep_freed_pages, return_freed_pages
-from penstock.engine.interface import Batch, Engine, PendingGradients
+from penstock.engine.interface import Batch, Engine, EnginePlan, PendingGradients
 from penstock.engine.lanes import CudaLanes, HostLanes
 from penstock.engine.memory import MemoryAccount
 from penstock.engine.null_engine import NullEngine
-from penstock.engine.plan import EnginePlan, bytes_of_choice, can_fit, plan_engine, predict_bytes
+from penstock.engine.recompute_planner import bytes_of_choice, can_fit, plan_engine, predict_bytes
 from penstock.engine.shared_slots import SharedSlots
 from penstock.engine.sharing import Sharing
 from penstock.engine.torch_engine import TorchEngine

@@ -84,3 +84,18 @@ class Engine(Protocol):
     def is_finite(self, stage: int) -> bool:
         """Tell, after `infer` of a stage, whether it wrote no NaN and no infinity."""
         ...
+
+
+SLOTS = 2  # the stage that computes, and the one on its way
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """`recompute` are the stages whose forward is made again in the backward sweep.
+
+    `beside_bytes` is what an engine has beside what it computes with: what is on its way.
+    """
+
+    recompute: frozenset[int] = frozenset()
+    slots: int = SLOTS
+    beside_bytes: int = 0

@@ -1,7 +1,7 @@
 """The engine without arithmetic: same calls, same values by shape, same bytes, no work.
 
 It runs `TorchEngine`'s own code on tensors without memory. Schedules, traffic and memory are
-tested with it, and `plan.py` predicts an engine's bytes with it.
+tested with it, and `recompute_planner.py` predicts an engine's bytes with it.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from penstock.collectives.tree_reduce import TreeNode
-from penstock.engine.interface import Batch, PendingGradients
+from penstock.engine.interface import Batch, EnginePlan, PendingGradients
 from penstock.engine.memory import MemoryAccount
-from penstock.engine.plan import EnginePlan
 from penstock.engine.slots import Arrived
 from penstock.engine.torch_engine import TorchEngine
 from penstock.program import Kind, Program, TensorSpec, backward_fetch

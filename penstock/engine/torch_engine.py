@@ -14,9 +14,8 @@ import torch
 
 from penstock.collectives.tree_reduce import TreeNode, TreeSum
 from penstock.engine.flow import Flow, check_inputs
-from penstock.engine.interface import Batch, PendingGradients
+from penstock.engine.interface import Batch, EnginePlan, PendingGradients
 from penstock.engine.memory import MemoryAccount
-from penstock.engine.plan import EnginePlan
 from penstock.engine.repeatable import choose_repeatable_kernels
 from penstock.engine.slots import WeightSlots, make_slots
 from penstock.program import Program, Stage

@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from penstock.config.presets import resolve_preset
 from penstock.errors import CompileError, ConfigError, PenstockError, did_you_mean
 from penstock.models.bound_functions import refuse_bound_loss
 from penstock.models.built import Built
-from penstock.models.deferred import Deferred, TensorNames, record
+from penstock.models.deferred import Deferred, record
 from penstock.models.huggingface import (
     builder,
     find_task,
@@ -39,31 +39,12 @@ from penstock.models.objective import (
     Outputs,
     Scores,
 )
+from penstock.models.origin import WeightSource
 from penstock.models.pretrained import Pretrained
 from penstock.models.reference import load_reference
 from penstock.models.weight_files import WeightFiles
 
 TASKS = ("causal_lm", "masked_lm", "custom")
-
-
-class _Origin(Protocol):
-    """What `Deferred` and `Built` have in common."""
-
-    @property
-    def module(self) -> nn.Module: ...
-
-    @property
-    def fake_mode(self) -> FakeTensorMode: ...
-
-    @property
-    def names(self) -> TensorNames: ...
-
-    @property
-    def aliases(self) -> dict[str, str]: ...
-
-    def materialise(
-        self, seed: int, names: Iterable[str] | None = None
-    ) -> Iterator[tuple[str, torch.Tensor]]: ...
 
 
 @dataclass(frozen=True)
@@ -100,7 +81,7 @@ class ModelSource:
     vocab_size: int | None
     max_sequence_length: int | None
     hf_config: Any
-    _origin: _Origin = field(repr=False)
+    _origin: WeightSource = field(repr=False)
     weight_prefix: str = WEIGHT_PREFIX
     folder: Path | None = None
     adapters: Mapping[str, Adapter] = field(default_factory=dict)
@@ -405,7 +386,7 @@ def _recorded(config: Any, task: str) -> Deferred:
 
 def _language_model(
     name: str,
-    origin: _Origin,
+    origin: WeightSource,
     task: str,
     config: Any,
     vocab_size: int | None = None,
@@ -438,7 +419,7 @@ def _language_model(
 
 
 def _from_origin(
-    origin: _Origin,
+    origin: WeightSource,
     *,
     task: str | None = None,
     loss: str | Callable[..., torch.Tensor] | None = None,

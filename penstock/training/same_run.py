@@ -12,7 +12,7 @@ import torch
 import transformers
 
 import penstock
-from penstock.config import Config, FactoryModel
+from penstock.config import Config, FactoryModel, check_resumable
 from penstock.data import TokenDataset
 from penstock.errors import ConfigError, DataError
 from penstock.models import ModelSource
@@ -97,7 +97,7 @@ def require_same_beginning(
 
     **Raises:** `ConfigError`, `DataError`.
     """
-    config.check_resumable(recorded.trajectory)
+    check_resumable(config, recorded.trajectory)
     run = config.run.dir
     if dataset is not None and recorded.data not in (None, dataset.fingerprint):
         raise DataError(

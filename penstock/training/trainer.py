@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from penstock.config import Config, to_config, write_record
+from penstock.config import Config, to_config, trajectory, write_record
 from penstock.data import Source
 from penstock.engine import Engine, threads
 from penstock.errors import ConfigError, DataError, NonFiniteError
@@ -429,7 +429,7 @@ class Trainer:
         """Return what a resumed run needs to know beside the store."""
         dataset = self._data.dataset
         return Resumption(
-            trajectory=self.config.trajectory(),
+            trajectory=trajectory(self.config),
             micro_batch=self._layout.micro_batch,
             slot_bytes=self._layout.slot_bytes,
             data=dataset.fingerprint if dataset else None,

@@ -15,7 +15,7 @@ from sweeps import gradients_by_weight, sweep
 from tiny_models import FIELDS, LENGTH, language_model
 
 from penstock.engine import EnginePlan, TorchEngine
-from penstock.engine.plan import bytes_of_choice
+from penstock.engine.recompute_planner import bytes_of_choice
 from penstock.planning import builders
 
 PLAN = EnginePlan()

@@ -9,7 +9,8 @@ from tiny_models import LENGTH, language_model
 
 from penstock.config import Config
 from penstock.engine import can_fit, predict_bytes
-from penstock.engine.plan import EnginePlan, bytes_of_choice
+from penstock.engine.interface import EnginePlan
+from penstock.engine.recompute_planner import bytes_of_choice
 from penstock.errors import BudgetError
 from penstock.planning import builders
 from penstock.planning.execution_plan import lay_out

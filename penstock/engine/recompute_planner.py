@@ -11,24 +11,13 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from penstock.config import size_above
+from penstock.engine.interface import EnginePlan
+from penstock.engine.null_engine import dry_run
 from penstock.engine.sharing import Sharing
 from penstock.errors import BudgetError
 from penstock.program import Program, Stage
 
 _TIMES = 8  # as many micro-batches are tried next
-SLOTS = 2  # the stage that computes, and the one on its way
-
-
-@dataclass(frozen=True)
-class EnginePlan:
-    """`recompute` are the stages whose forward is made again in the backward sweep.
-
-    `beside_bytes` is what an engine has beside what it computes with: what is on its way.
-    """
-
-    recompute: frozenset[int] = frozenset()
-    slots: int = SLOTS
-    beside_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -50,8 +39,6 @@ def predict_bytes(
 
     `sharing` is that of the group of devices to which the engine belongs, if to any.
     """
-    from penstock.engine.null_engine import dry_run
-
     memory = dry_run(program, micro_batches, plan)
     if sharing is not None:
         held = sharing.device_bytes(program, plan.slots)
