@@ -43,7 +43,7 @@ QUICK_RUNS = [("gpt2", 16, 8, 2)]
 # A sequence per GPU: so little to compute that weights are waited for.
 GROUP_RUN, QUICK_GROUP_RUN = ("gpt3-1.3b", 5), ("gpt2", 2)
 TESTS = ["integration/test_devices.py", "integration/test_device_group.py"]
-TESTS += ["unit/fabric/test_group.py"]
+TESTS += ["unit/collectives/test_process_group.py"]
 
 
 def main() -> None:

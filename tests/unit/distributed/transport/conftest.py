@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from socket_places import Place
+from endpoint_places import Place
 
 from penstock.distributed.transport import stream
 

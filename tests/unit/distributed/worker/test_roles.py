@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hall_guests import config
+from cluster_visitors import config
 
 from penstock.distributed.control_messages import Place
 from penstock.distributed.run_spec import RunPlan

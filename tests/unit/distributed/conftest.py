@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hall_guests import Guest, Visited, config
-from replica_play import EIGHT_BIT, PROGRAM, Run
+from cluster_visitors import Guest, Visited, config
+from replicated_run import EIGHT_BIT, PROGRAM, Run
 from store_programs import flash_store, training_store
 
 from penstock.distributed.protocol.messages import Kind, Message

@@ -10,7 +10,7 @@ import threading
 import time
 
 import pytest
-from socket_places import greet, raw
+from endpoint_places import greet, raw
 from waiting import SECONDS, wait_until
 
 from penstock.distributed.protocol.messages import Kind, Message

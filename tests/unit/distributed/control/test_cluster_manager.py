@@ -8,7 +8,7 @@ import threading
 import time
 
 import pytest
-from hall_guests import TOKEN, PretendLauncher, config
+from cluster_visitors import TOKEN, PretendLauncher, config
 from waiting import wait_until
 
 from penstock.distributed.control.cluster_manager import Hall

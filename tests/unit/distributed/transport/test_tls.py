@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
-from socket_places import Place, greet, raw
+from endpoint_places import Place, greet, raw
 from tls_peers import (
     QUESTION_BYTES,
     contexts_with,

@@ -12,7 +12,7 @@ import threading
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from socket_places import Place
+from endpoint_places import Place
 from waiting import wait_until
 
 from penstock.distributed.transport import certificates, handshake, new_token

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from conductor_play import ENGINES, Play
+from coordinator_play import ENGINES, Play
 
 from penstock.distributed.protocol import TroubleError
 from penstock.distributed.protocol.membership_view import View

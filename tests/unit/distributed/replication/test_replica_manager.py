@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from replica_play import PROGRAM, trained
+from replicated_run import PROGRAM, trained
 from sharded_stores import assert_same_state
 from store_programs import (
     forward_sweep,

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 from any_message import messages
-from conductor_play import ENGINES, SHARDS, Play
+from coordinator_play import ENGINES, SHARDS, Play
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

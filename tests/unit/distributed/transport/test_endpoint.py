@@ -15,9 +15,9 @@ import time
 
 import numpy as np
 import pytest
+from endpoint_places import greet
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from socket_places import greet
 from waiting import SECONDS, wait_until
 
 from penstock.distributed.protocol.messages import (

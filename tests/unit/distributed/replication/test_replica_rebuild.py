@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 import pytest
-from replica_play import trained
+from replicated_run import trained
 from sharded_stores import assert_same_state
 from store_programs import (
     train,

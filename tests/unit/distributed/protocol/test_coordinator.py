@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from conductor_play import ENGINES, SHARDS, Play
+from coordinator_play import ENGINES, SHARDS, Play
 
 from penstock.distributed.protocol import (
     TroubleError,

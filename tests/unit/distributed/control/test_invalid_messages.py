@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from any_message import messages
-from hall_guests import Guest, Visited
+from cluster_visitors import Guest, Visited
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from waiting import wait_until

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 BENCHMARKS = ROOT / "benchmarks"
 GOOD = {"benchmark": "x", "value": 1.5, "target": None, "unit": "s", "machine": {"processor": "p"}}
 

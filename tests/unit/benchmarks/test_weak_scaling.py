@@ -23,7 +23,7 @@ def program():
 
 @pytest.fixture
 def script(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "benchmarks"))
     return importlib.import_module("weak_scaling")
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from any_message import anything
-from hall_guests import Guest
+from cluster_visitors import Guest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from store_programs import (
