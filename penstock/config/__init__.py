@@ -5,6 +5,7 @@ Nothing here imports torch, so that a mistake in a file is answered at once.
 
 from penstock.config.checkpoint import CheckpointConfig
 from penstock.config.cluster import ClusterConfig, cluster_keys
+from penstock.config.deciding_keys import check_resumable, digest, trajectory
 from penstock.config.engine import EngineConfig
 from penstock.config.load import check_data, load, to_config
 from penstock.config.lora import LoraConfig
@@ -27,7 +28,6 @@ from penstock.config.root import Config
 from penstock.config.schedule import ScheduleConfig
 from penstock.config.size import ByteSize, size_above
 from penstock.config.starter import commented
-from penstock.config.trajectory import check_resumable, digest, trajectory
 
 __all__ = [
     "ByteSize",

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import xxhash
 
+from penstock.config.deciding_keys import check_resumable, trajectory
 from penstock.config.document import MAX_BYTES, read
 from penstock.config.problems import Origin
 from penstock.config.root import Config
-from penstock.config.trajectory import check_resumable, trajectory
 from penstock.errors import ConfigError, CorruptionError, StorageError
 from penstock.io import durable
 from penstock.io.safe_open import read_plain

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 from penstock.collectives import Fabric
 from penstock.engine import Batch, Engine, PendingGradients
-from penstock.engine.micro_batches import micro_batches
+from penstock.engine.row_split import micro_batches
 from penstock.planning.execution_plan import Layout
 from penstock.program import Stage, backward_fetch
 from penstock.step.micro_batches import Batches

@@ -10,7 +10,7 @@ import torch
 
 from penstock.collectives.tree_reduce import share
 from penstock.data import IGNORED_LABEL, Source
-from penstock.engine.micro_batches import Rows
+from penstock.engine.row_split import Rows
 from penstock.errors import DataError
 from penstock.models import ModelSource
 

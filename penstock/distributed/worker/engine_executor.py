@@ -15,7 +15,7 @@ from penstock.distributed.protocol import WINDOW
 from penstock.distributed.protocol.transfer_schedule import Operation, Piece, Transfers
 from penstock.distributed.run_spec import positions_of
 from penstock.engine import Batch, Engine
-from penstock.engine.micro_batches import micro_batches
+from penstock.engine.row_split import micro_batches
 from penstock.kernels.memory import allocate
 from penstock.program import Program
 

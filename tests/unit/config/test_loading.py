@@ -143,7 +143,7 @@ def full_configuration():
 
 
 @pytest.mark.parametrize("config", [Config(), Config(model="gpt2"), full_configuration()])
-@pytest.mark.parametrize("write", [Config.dump_yaml, Config.commented_yaml])
+@pytest.mark.parametrize("write", [Config.dump_yaml, commented])
 def test_what_is_written_loads_as_the_same(config, write):
     again = Config.from_mapping(yaml_mapping(write(config)))
     assert again == config
