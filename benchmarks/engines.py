@@ -229,14 +229,14 @@ class _Sender:
     def __init__(self, way: str) -> None:
         from penstock.distributed.transport import new_token
         from penstock.distributed.transport.certificates import Credentials
-        from penstock.distributed.transport.connection import Link
-        from penstock.distributed.transport.listener import Door
+        from penstock.distributed.transport.connection import Connection
+        from penstock.distributed.transport.listener import ConnectionListener
         from penstock.distributed.transport.stream import Stream
 
         credentials = Credentials(new_token())
         listener = socket.create_server(("127.0.0.1", 0))
         came: queue.SimpleQueue[Stream] = queue.SimpleQueue()
-        door = Door(listener, credentials, came.put)
+        door = ConnectionListener(listener, credentials, came.put)
         door.open()
         command = [sys.executable, __file__, "--receiver", way]
         self._receiver = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
@@ -246,7 +246,7 @@ class _Sender:
         stream = came.get(timeout=60)
         door.close()
         self._answers: queue.SimpleQueue[float] = queue.SimpleQueue()
-        self._link = Link(
+        self._link = Connection(
             stream,
             lambda link, message: self._answers.put(message.body["processor"]),
             lambda link, error: None,
@@ -255,11 +255,13 @@ class _Sender:
 
     def send(self, source: np.ndarray, parts: list[slice]) -> float:
         """Send all parts; return the receiver's processor time once they have come."""
-        from penstock.distributed.protocol.messages import Kind, message_with
+        from penstock.distributed.protocol.messages import MessageType, message_with
 
         for part in parts:
             chunk = part.start // CHUNK_BYTES
-            message = message_with(source[part], kind=Kind.WEIGHTS, epoch=0, sender=0, chunk=chunk)
+            message = message_with(
+                source[part], kind=MessageType.WEIGHTS, epoch=0, sender=0, chunk=chunk
+            )
             self._link.send(message)
         return self._answers.get(timeout=60)
 
@@ -271,10 +273,10 @@ class _Sender:
 
 def receive(way: str) -> None:
     """Take chunks over a link, put them in their place, and answer when all have come."""
-    from penstock.distributed.protocol.messages import Kind, Message
+    from penstock.distributed.protocol.messages import Message, MessageType
     from penstock.distributed.transport import stream as streams
     from penstock.distributed.transport.certificates import Credentials
-    from penstock.distributed.transport.connection import Link
+    from penstock.distributed.transport.connection import Connection
     from penstock.distributed.transport.handshake import connect
 
     if way == "tls":  # either end is enough
@@ -285,7 +287,7 @@ def receive(way: str) -> None:
     ended = threading.Event()
     count, began = 0, 0.0
 
-    def take(link: Link, message: Message) -> None:
+    def take(link: Connection, message: Message) -> None:
         nonlocal count, began
         assert message.payload is not None
         at = message.chunk * CHUNK_BYTES
@@ -293,10 +295,10 @@ def receive(way: str) -> None:
         count += 1
         if count % (LINK_BYTES // CHUNK_BYTES) == 0:
             now = time.process_time()
-            link.send(Message(Kind.RELEASED, 0, 1, body={"processor": now - began}))
+            link.send(Message(MessageType.WEIGHT_CREDIT, 0, 1, body={"processor": now - began}))
             began = now
 
-    Link(stream, take, lambda link, error: ended.set(), lambda: way == "shared")
+    Connection(stream, take, lambda link, error: ended.set(), lambda: way == "shared")
     ended.wait()
 
 

@@ -84,15 +84,15 @@ def main() -> None:
 
 def measure(size: int, rounds: int, folder: Path | None, shares_memory: bool) -> dict:
     """Take turns; return bytes/s of both ways, medians, and of their ratio in a round."""
-    from penstock.distributed.protocol import CONDUCTOR
+    from penstock.distributed.protocol import COORDINATOR
     from penstock.distributed.replication.rebuild import copy_shard
-    from penstock.distributed.rpc.rpc import Calls
+    from penstock.distributed.rpc.rpc import RpcClient
 
     run = endpoint_of(os.environ.setdefault(TOKEN, os.urandom(16).hex()), shares_memory)
-    calls = Calls(
-        lambda node, message: run.call(lambda: run.send(CONDUCTOR, node, message)), lambda: None
+    calls = RpcClient(
+        lambda node, message: run.call(lambda: run.send(COORDINATOR, node, message)), lambda: None
     )
-    run.add(CONDUCTOR, SimpleNamespace(progress=0, handle=calls.take))
+    run.add(COORDINATOR, SimpleNamespace(progress=0, handle=calls.take))
     run.start()
     nodes = []
     try:

@@ -1,7 +1,14 @@
 """Broadcast of weights and reduction of gradients between engines; nothing here knows models."""
 
-from penstock.collectives.interface import Fabric, Traffic
+from penstock.collectives.interface import CollectiveTraffic, Fabric
 from penstock.collectives.local import LocalFabric
-from penstock.collectives.process_group import GroupFabric, GroupMember, Meeting
+from penstock.collectives.process_group import DeviceRendezvous, GroupFabric, GroupMember
 
-__all__ = ["Fabric", "GroupFabric", "GroupMember", "LocalFabric", "Meeting", "Traffic"]
+__all__ = [
+    "CollectiveTraffic",
+    "DeviceRendezvous",
+    "Fabric",
+    "GroupFabric",
+    "GroupMember",
+    "LocalFabric",
+]

@@ -8,11 +8,11 @@ from typing import Protocol
 
 import torch
 
-from penstock.collectives.tree_reduce import TreeNode
+from penstock.collectives.tree_reduce import PartialSum
 
 
 @dataclass
-class Traffic:
+class CollectiveTraffic:
     """Bytes that left the store (`broadcast_bytes`) and that reached it (`reduced_bytes`)."""
 
     broadcast_bytes: int = 0
@@ -22,14 +22,14 @@ class Traffic:
 class Fabric(Protocol):
     """Moves a stage's weights to every engine and its gradients, summed, back."""
 
-    traffic: Traffic
+    traffic: CollectiveTraffic
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
         """Hand the same tensors to every engine; one entry per engine."""
         ...
 
     def reduce(
-        self, parts: Sequence[Sequence[TreeNode]], leaves: int
+        self, parts: Sequence[Sequence[PartialSum]], leaves: int
     ) -> tuple[torch.Tensor | None, ...]:
         """Finish the sum over `leaves` micro-batches from each engine's part; float32."""
         ...

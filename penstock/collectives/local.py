@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from penstock.collectives.interface import Traffic
-from penstock.collectives.tree_reduce import TreeNode, TreeSum
+from penstock.collectives.interface import CollectiveTraffic
+from penstock.collectives.tree_reduce import PartialSum, TreeReduction
 
 
 class LocalFabric:
@@ -15,7 +15,7 @@ class LocalFabric:
 
     def __init__(self, engines: int = 1) -> None:
         self._engines = engines
-        self.traffic = Traffic()
+        self.traffic = CollectiveTraffic()
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
         """Hand the same tensors to every engine; the store sends each byte once."""
@@ -23,10 +23,10 @@ class LocalFabric:
         return [tensors] * self._engines
 
     def reduce(
-        self, parts: Sequence[Sequence[TreeNode]], leaves: int
+        self, parts: Sequence[Sequence[PartialSum]], leaves: int
     ) -> tuple[torch.Tensor | None, ...]:
         """Finish the sum over all micro-batches; only the root travels to the store."""
-        total = TreeSum(leaves)
+        total = TreeReduction(leaves)
         for nodes in parts:
             for node in nodes:
                 total.add(node)

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from penstock.collectives.interface import Traffic
-from penstock.collectives.tree_reduce import TreeNode, root_level
+from penstock.collectives.interface import CollectiveTraffic
+from penstock.collectives.tree_reduce import PartialSum, root_level
 from penstock.errors import GroupError
 
 TIMEOUT = timedelta(minutes=10)
@@ -30,7 +30,7 @@ TIMEOUT = timedelta(minutes=10)
 _LOOK_SECONDS = 1e-4
 
 
-class Meeting:
+class DeviceRendezvous:
     """Where the devices of one group find each other, by memory of this process.
 
     Args:
@@ -90,9 +90,9 @@ class Meeting:
 
 
 class GroupMember:
-    """One device of a group, as its own thread sees the others. Made by `Meeting.join`."""
+    """One device of a group, as its own thread sees the others. Made by `DeviceRendezvous.join`."""
 
-    def __init__(self, meeting: Meeting, group: Any, rank: int) -> None:
+    def __init__(self, meeting: DeviceRendezvous, group: Any, rank: int) -> None:
         self.rank, self.size = rank, meeting.size
         self._meeting, self._group = meeting, group
 
@@ -148,7 +148,7 @@ class GroupFabric:
 
     def __init__(self, devices: int) -> None:
         self._devices = devices
-        self.traffic = Traffic()
+        self.traffic = CollectiveTraffic()
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
         """Hand the same tensors to every engine; each byte leaves host memory once."""
@@ -156,7 +156,7 @@ class GroupFabric:
         return [tensors] * self._devices
 
     def reduce(
-        self, parts: Sequence[Sequence[TreeNode]], leaves: int
+        self, parts: Sequence[Sequence[PartialSum]], leaves: int
     ) -> tuple[torch.Tensor | None, ...]:
         """Return the sum that the devices have made, each of them its part of the same memory."""
         roots = [node for nodes in parts for node in nodes]

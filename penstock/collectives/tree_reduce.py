@@ -16,7 +16,7 @@ import torch
 
 
 @dataclass(frozen=True)
-class TreeNode:
+class PartialSum:
     """The sum over micro-batches `index * 2**level` up to, not including, the next node's first.
 
     `tensors` are float32 once anything was added; a leaf may still be in the stream's type. None
@@ -32,7 +32,7 @@ class TreeNode:
         return min((self.index + 1) << self.level, total) - (self.index << self.level)
 
 
-class TreeSum:
+class TreeReduction:
     """Adds nodes of the tree as they come; a sum is made as soon as both its parts are there.
 
     At most one node per level waits when leaves come in order, so that summing M micro-batches
@@ -41,9 +41,9 @@ class TreeSum:
 
     def __init__(self, leaves: int) -> None:
         self._leaves = leaves
-        self._waiting: dict[tuple[int, int], TreeNode] = {}
+        self._waiting: dict[tuple[int, int], PartialSum] = {}
 
-    def add(self, node: TreeNode) -> None:
+    def add(self, node: PartialSum) -> None:
         """Add a node, whose tensors this object may overwrite from now on."""
         level, index, tensors = node.level, node.index, node.tensors
         while (1 << level) < self._leaves:
@@ -57,9 +57,9 @@ class TreeSum:
                 )
                 tensors = tuple(map(_add, left, right))
             level, index = level + 1, index >> 1
-        self._waiting[(level, index)] = TreeNode(level, index, tensors)
+        self._waiting[(level, index)] = PartialSum(level, index, tensors)
 
-    def nodes(self) -> list[TreeNode]:
+    def nodes(self) -> list[PartialSum]:
         """Return the sums that are left: the root alone once every leaf was added."""
         return [self._waiting[key] for key in sorted(self._waiting)]
 
@@ -77,11 +77,11 @@ def root_level(leaves: int) -> int:
     return (leaves - 1).bit_length()
 
 
-def held_nodes(numbers: range, leaves: int) -> list[tuple[int, int]]:
+def partial_sums(numbers: range, leaves: int) -> list[tuple[int, int]]:
     """Return level and index of the sums that are left when the leaves `numbers` are added."""
-    total = TreeSum(leaves)
+    total = TreeReduction(leaves)
     for number in numbers:
-        total.add(TreeNode(0, number, ()))
+        total.add(PartialSum(0, number, ()))
     return [(node.level, node.index) for node in total.nodes()]
 
 
@@ -93,7 +93,7 @@ def _add(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tensor 
     return left.add_(right)
 
 
-def share(leaves: int, parts: int) -> Sequence[range]:
+def partition(leaves: int, parts: int) -> Sequence[range]:
     """Divide micro-batches over engines: contiguous, as even as can be, aligned when powers of 2.
 
     **Raises:** `ValueError` when there are more parts than leaves.

@@ -53,7 +53,7 @@ class Join:
 
 
 @dataclass(frozen=True)
-class Welcome:
+class Assignment:
     """What a process is to be: its node, its place as a shard or None, of which run (`terms.py`).
 
     `opens` says what it does with a shard's store: `when asked` in a run's beginning; `what was
@@ -62,13 +62,13 @@ class Welcome:
     """
 
     node: int
-    place: Place | None
+    place: ReplicaSlot | None
     opens: Opens
     run: Mapping[str, Any]
     shards_there: tuple[int, ...]
 
     @classmethod
-    def read(cls, message: Message) -> Welcome:
+    def read(cls, message: Message) -> Assignment:
         """Return what a `WELCOME` says.
 
         **Raises:** `ProtocolError` if it makes no sense.
@@ -87,7 +87,7 @@ class Welcome:
 
 
 @dataclass(frozen=True)
-class Figures:
+class WorkerMetrics:
     """What an engine says of itself with every beat: its memory, and how long it has computed.
 
     `computed` is in seconds, over `micro_batches`, both since it was made.
@@ -98,7 +98,7 @@ class Figures:
     micro_batches: int = 0
 
     @classmethod
-    def read(cls, message: Message) -> Figures | None:
+    def read(cls, message: Message) -> WorkerMetrics | None:
         """Return what a `BEAT` says; None for a shard's, which says nothing of the kind.
 
         **Raises:** `ProtocolError` if it makes no sense.
@@ -145,12 +145,12 @@ def _opens_of(message: Message) -> Opens:
     raise message_validation.refuse(message, f"says {str(said)[:40]!r} for 'opens'")
 
 
-def _place_of(message: Message, said: Any) -> Place | None:
+def _place_of(message: Message, said: Any) -> ReplicaSlot | None:
     match said:
         case None:
             return None
         case [int(shard), int(replica)] if shard >= 0 and replica >= 0:
-            return Place(shard, replica)
+            return ReplicaSlot(shard, replica)
     raise message_validation.refuse(message, f"says {str(said)[:40]!r} for 'place'")
 
 
@@ -158,7 +158,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-class Place(NamedTuple):
+class ReplicaSlot(NamedTuple):
     """One of the places of a shard."""
 
     shard: int

@@ -11,15 +11,15 @@ import xxhash
 from penstock.config import Config
 from penstock.distributed.protocol.transfer_schedule import (
     GRADIENT_WIDTH,
-    Operation,
-    Piece,
+    Chunk,
     Sweep,
-    Transfers,
+    TransferOperation,
+    TransferSchedule,
     chunks,
 )
 from penstock.engine.threads import thread_count
 from penstock.models import KEPT
-from penstock.planning.execution_plan import Layout
+from penstock.planning.execution_plan import ExecutionPlan
 from penstock.program import Program, Stage, backward_fetch
 from penstock.store import Holding, ShardMap
 
@@ -28,7 +28,7 @@ Placement = Mapping[str, Sequence[tuple[int, int, int]]]
 
 
 @dataclass(frozen=True)
-class RunPlan:
+class RunSpec:
     """What the processes of a run must agree on, and what each is told of it.
 
     `engine_digest` is of all that engines must have in common, `shard_digest` of what shards must
@@ -36,7 +36,7 @@ class RunPlan:
     its first nodes; `is_apart` says whether these are processes of their own.
     """
 
-    transfers: Transfers
+    transfers: TransferSchedule
     engine_digest: str
     shard_digest: str
     terms: Mapping[str, Any]
@@ -45,7 +45,7 @@ class RunPlan:
     is_apart: bool
 
     @classmethod
-    def of(cls, config: Config, layout: Layout) -> RunPlan:
+    def of(cls, config: Config, layout: ExecutionPlan) -> RunSpec:
         """Return the plan of a run."""
         program, recompute = layout.program, layout.plan.recompute
         shards, replicas = config.store.shards, config.store.replicas
@@ -63,7 +63,7 @@ class RunPlan:
 
 def transfers_of(
     program: Program, recompute: Collection[int], placement: Placement, shards: int
-) -> Transfers:
+) -> TransferSchedule:
     """Return the operations of a step: all stages forward, the last of them turning, and back.
 
     Args:
@@ -78,12 +78,12 @@ def transfers_of(
     for number, (stage, sweep) in enumerate(order):
         names = [stage.weights[position] for position in positions_of(stage, sweep, recompute)]
         weights = _pieces(program, names, placement, None)
-        gradients: tuple[Piece, ...] = ()
+        gradients: tuple[Chunk, ...] = ()
         if sweep != "forward" and any(stage.kind.outputs_grad):
             trained = [name for name in stage.weights if program.weights[name].trainable]
             gradients = _pieces(program, trained, placement, GRADIENT_WIDTH)
-        operations.append(Operation(number, stage.index, sweep, weights, gradients))
-    return Transfers(tuple(operations), shards)
+        operations.append(TransferOperation(number, stage.index, sweep, weights, gradients))
+    return TransferSchedule(tuple(operations), shards)
 
 
 def placement_of(program: Program, shards: int) -> Placement:
@@ -103,16 +103,16 @@ def positions_of(stage: Stage, sweep: Sweep, recompute: Collection[int]) -> tupl
 
 def _pieces(
     program: Program, names: Sequence[str], placement: Placement, width: int | None
-) -> tuple[Piece, ...]:
+) -> tuple[Chunk, ...]:
     pieces = [
-        Piece(shard, tensor, begin, end, width or program.weights[name].stream_dtype.itemsize)
+        Chunk(shard, tensor, begin, end, width or program.weights[name].stream_dtype.itemsize)
         for tensor, name in enumerate(names)
         for shard, begin, end in placement[name]
     ]
     return chunks(pieces)
 
 
-def shard_digest(program: Program, transfers: Transfers) -> str:
+def shard_digest(program: Program, transfers: TransferSchedule) -> str:
     """Return what a shard must agree on with engines: stages, weights, chunks; on no device."""
     state = xxhash.xxh3_128()
     for stage in program.stages:
@@ -123,7 +123,7 @@ def shard_digest(program: Program, transfers: Transfers) -> str:
     return state.hexdigest()
 
 
-def engine_digest(program: Program, transfers: Transfers, device: str) -> str:
+def engine_digest(program: Program, transfers: TransferSchedule, device: str) -> str:
     """Return what two engines must agree on: that, what every stage computes, and on what."""
     state = xxhash.xxh3_128(shard_digest(program, transfers).encode())
     computed = [(stage.kind.digest, stage.first_dropout) for stage in program.stages]
@@ -131,7 +131,7 @@ def engine_digest(program: Program, transfers: Transfers, device: str) -> str:
     return state.hexdigest()
 
 
-def terms_of(config: Config, layout: Layout) -> dict[str, Any]:
+def terms_of(config: Config, layout: ExecutionPlan) -> dict[str, Any]:
     """Return it as plain data; `main.py` makes an engine or a shard of it."""
     return {
         "config": config.to_mapping(),

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import torch
 
-from penstock.collectives.tree_reduce import TreeNode
+from penstock.collectives.tree_reduce import PartialSum
 from penstock.engine.interface import Batch, PendingGradients
 from penstock.engine.memory import MemoryAccount
 from penstock.engine.shared_slots import SharedSlots
@@ -302,7 +302,7 @@ class _Coming:
     def __init__(self, pending: Future[PendingGradients]) -> None:
         self._pending = pending
 
-    def wait(self) -> list[TreeNode]:
+    def wait(self) -> list[PartialSum]:
         """Return the sums; raise what the device met."""
         return self._pending.result().wait()
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from penstock.collectives.tree_reduce import TreeNode
+from penstock.collectives.tree_reduce import PartialSum
 from penstock.engine.memory import MemoryAccount
 from penstock.program import Program
 
@@ -33,7 +33,7 @@ class Batch:
 class PendingGradients(Protocol):
     """A stage's gradients on their way from the device."""
 
-    def wait(self) -> list[TreeNode]:
+    def wait(self) -> list[PartialSum]:
         """Return the sums of the tree that this engine holds, in host memory."""
         ...
 

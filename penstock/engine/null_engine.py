@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from penstock.collectives.tree_reduce import TreeNode
+from penstock.collectives.tree_reduce import PartialSum
 from penstock.engine.interface import Batch, EnginePlan, PendingGradients
 from penstock.engine.memory import MemoryAccount
 from penstock.engine.slots import Arrived
@@ -37,9 +37,9 @@ class NullEngine(TorchEngine):
         """Nothing is computed, so nothing is infinite."""
         return True
 
-    def _send(self, stage: int, nodes: list[TreeNode]) -> PendingGradients:
+    def _send(self, stage: int, nodes: list[PartialSum]) -> PendingGradients:
         zeros = [
-            TreeNode(
+            PartialSum(
                 node.level,
                 node.index,
                 tuple(

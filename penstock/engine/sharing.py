@@ -16,7 +16,7 @@ from functools import cached_property
 
 import torch
 
-from penstock.collectives.tree_reduce import held_nodes, root_level, share
+from penstock.collectives.tree_reduce import partial_sums, partition, root_level
 from penstock.program import Kind, Program, Stage
 
 ALIGNMENT = 512  # bytes; what device allocations are aligned to
@@ -63,8 +63,8 @@ class Sharing:
     @cached_property
     def held(self) -> Sequence[Sequence[tuple[int, int]]]:
         """By device, level and index of the sums that it has when it has computed its part."""
-        parts = share(self.micro_batches, self.devices)
-        return [held_nodes(numbers, self.micro_batches) for numbers in parts]
+        parts = partition(self.micro_batches, self.devices)
+        return [partial_sums(numbers, self.micro_batches) for numbers in parts]
 
     @property
     def root(self) -> tuple[int, int]:

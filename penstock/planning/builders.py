@@ -37,7 +37,7 @@ from penstock.engine import (
 )
 from penstock.errors import ConfigError
 from penstock.models import KEPT, ModelSource, WeightFiles, require_clear, verify_kept
-from penstock.planning.memory_budget import Shares
+from penstock.planning.memory_budget import MemoryShares
 from penstock.program import Program
 
 _FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -221,7 +221,7 @@ def build_program(
 
 
 def make_engines(
-    program: Program, plan: EnginePlan, shares: Shares, engines: int, device: str
+    program: Program, plan: EnginePlan, shares: MemoryShares, engines: int, device: str
 ) -> list[Engine]:
     """Return that many engines of this process, each with its own budget."""
     return [
@@ -230,7 +230,7 @@ def make_engines(
     ]
 
 
-def settle_pages(shares: Shares, device: str) -> None:
+def settle_pages(shares: MemoryShares, device: str) -> None:
     """Let the C library keep the pages of tensors that die, or give them back, as there is room."""
     if device == "cpu" and shares.keep_pages:
         keep_freed_pages()

@@ -11,14 +11,14 @@ from penstock.engine import EnginePlan, Sharing, predict_bytes
 from penstock.errors import BudgetError, ConfigError
 from penstock.models import ModelSource
 from penstock.planning import builders, store_factory
-from penstock.planning.memory_budget import Budget, Room, Shares
-from penstock.planning.micro_batching import Division, divide_batch, divided_as_recorded
+from penstock.planning.memory_budget import Budget, HostCapacity, MemoryShares
+from penstock.planning.micro_batching import MicroBatchPlan, divide_batch, divided_as_recorded
 from penstock.planning.plausibility import refuse_implausible
 from penstock.program import Program
 
 
 @dataclass(frozen=True)
-class Layout:
+class ExecutionPlan:
     """How a step's batch is divided, what an engine keeps of it, and what every part may use.
 
     `device` is "cpu" or "cuda", for all engines. `slot_bytes` is what the program's stages had to
@@ -32,10 +32,10 @@ class Layout:
     sequence_length: int
     micro_batch: int
     micro_batches: int
-    shares: Shares
+    shares: MemoryShares
     slot_bytes: int | None
     least_engines: int = 1
-    room: Room | None = None
+    room: HostCapacity | None = None
 
     @property
     def budget_bytes(self) -> int:
@@ -43,7 +43,7 @@ class Layout:
         return self.shares.engine - self.plan.beside_bytes
 
 
-def lay_out(
+def plan_execution(
     config: Config,
     source: ModelSource,
     device: str,
@@ -52,7 +52,7 @@ def lay_out(
     recorded_slot_bytes: int | None = None,
     devices: Sequence[str] = (),
     notice: Callable[[str], None] = lambda text: None,
-) -> Layout:
+) -> ExecutionPlan:
     """Divide the batch (`micro_batching.py`), compile, and decide what is recomputed.
 
     A resumed run keeps the micro-batch and the cut that it was started with, if they fit.
@@ -91,7 +91,7 @@ def lay_out(
     return layout
 
 
-def _why(config: Config, division: Division) -> str:
+def _why(config: Config, division: MicroBatchPlan) -> str:
     """Say why the micro-batch is what it is, and what else may be done."""
     text = "as for one engine, so that the number of engines changes no bit"
     if division.is_for_many:
@@ -112,8 +112,8 @@ def _largest_shared(config: Config) -> int:
 
 
 def _planned(
-    config: Config, division: Division, device: str, length: int, devices: Sequence[str]
-) -> Layout:
+    config: Config, division: MicroBatchPlan, device: str, length: int, devices: Sequence[str]
+) -> ExecutionPlan:
     """Return the layout of a division for the engines that there are."""
     program, micro_batch = division.program, division.micro_batch
     micro_batches = config.batch.size // micro_batch
@@ -133,7 +133,7 @@ def _planned(
     shares = budget.divide(plan, engine_bytes)
     least = _fewest(program, plan, micro_batches, least, device, engine_bytes)
     slots = division.slot_bytes
-    return Layout(
+    return ExecutionPlan(
         program,
         device,
         plan,

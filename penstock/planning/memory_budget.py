@@ -44,7 +44,7 @@ _FLOAT_BYTES = {"fp32": 4, "bf16": 2}
 
 
 @dataclass(frozen=True)
-class Shares:
+class MemoryShares:
     """What the parts of the process may take, in bytes.
 
     `engine` is the budget of one engine, of which it will use `engine_peak`, and `engine_host` of
@@ -62,7 +62,7 @@ class Shares:
 
 
 @dataclass(frozen=True)
-class Room:
+class HostCapacity:
     """What engines of this machine find room in: a limit, less the parts that they do not change.
 
     `engine` is what one takes of it, its process included.
@@ -139,13 +139,13 @@ class Budget:
         if self._here(self._need) >= self._rest:
             self._refuse(self._need, self._least())
 
-    def room(self, shares: Shares) -> Room | None:
+    def room(self, shares: MemoryShares) -> HostCapacity | None:
         """Return what bounds the number of engines; None where they are on other hosts."""
         if not self._engines_here:
             return None
         one = shares.engine_host + self._process
         here = self._limit - self._rest - self._engines_here * self._process
-        return Room(self._limit, here + self._here(shares.store), one)
+        return HostCapacity(self._limit, here + self._here(shares.store), one)
 
     @property
     def _are_forked(self) -> bool:
@@ -239,7 +239,7 @@ class Budget:
                 raise
             self._refuse(self._rest - self._engines_here * engine_bytes, self._least())
 
-    def divide(self, plan: EnginePlan, engine_bytes: int) -> Shares:
+    def divide(self, plan: EnginePlan, engine_bytes: int) -> MemoryShares:
         """Return what every part gets, once it is known what the engines will use.
 
         **Raises:** `BudgetError` where the sum is above the limit.
@@ -262,7 +262,7 @@ class Budget:
             self._refuse(store, shown)
         self._require_loading(store, shown)
         keep_pages = self._here(store) + kept <= self._rest
-        return Shares(engine_bytes, peak, one, engines, store, keep_pages)
+        return MemoryShares(engine_bytes, peak, one, engines, store, keep_pages)
 
     def _peak_bytes(self, plan: EnginePlan) -> int:
         """Return what one engine will have of the memory that it computes in."""

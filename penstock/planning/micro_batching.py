@@ -30,7 +30,7 @@ Compile = Callable[[int, int | None], Program]
 
 
 @dataclass(frozen=True)
-class Division:
+class MicroBatchPlan:
     """A micro-batch, and the program for it.
 
     `slot_bytes` is what the program's stages had to fit, if anything; `is_for_many` says that one
@@ -45,7 +45,7 @@ class Division:
 
 def divided_as_recorded(
     config: Config, compile_for: Compile, micro_batch: int | None, slot_bytes: int | None
-) -> Division | None:
+) -> MicroBatchPlan | None:
     """Return the division that a run was started with; None if it has none, or another is asked.
 
     **Raises:** `BudgetError` where a stage cannot be cut so small.
@@ -54,7 +54,7 @@ def divided_as_recorded(
         return None
     if config.batch.size % micro_batch:
         return None
-    return Division(compile_for(micro_batch, slot_bytes), micro_batch, slot_bytes)
+    return MicroBatchPlan(compile_for(micro_batch, slot_bytes), micro_batch, slot_bytes)
 
 
 def divide_batch(
@@ -64,7 +64,7 @@ def divide_batch(
     length: int,
     recorded_micro_batch: int | None = None,
     devices: Sequence[str] = (),
-) -> Division:
+) -> MicroBatchPlan:
     """Choose the micro-batch of sequences of `length`, and cut the stages where they are too large.
 
     With `batch.micro: auto` it is the largest divisor of the batch that is not beyond what helps,
@@ -75,7 +75,7 @@ def divide_batch(
     **Raises:** `BudgetError` where a stage cannot be cut so small, or nothing is left for engines.
     """
     problem: BudgetError | None = None
-    tried: list[Division] = []
+    tried: list[MicroBatchPlan] = []
     budget_bytes = 0
     slot_bytes: int | None
     for micro_batch in _candidates(config, length, device, recorded_micro_batch):
@@ -88,7 +88,7 @@ def divide_batch(
             except BudgetError as error:
                 problem = problem or error
                 break
-            division = Division(program, micro_batch, slot_bytes)
+            division = MicroBatchPlan(program, micro_batch, slot_bytes)
             if can_fit(program, micro_batches, budget_bytes, config.engine.recompute, device):
                 return division
             tried.append(division)
@@ -102,7 +102,7 @@ def divide_batch(
         if can_fit(division.program, 1, budget_bytes, config.engine.recompute, device)
     ]
     chosen = (*fits_any, tried[-1])[0]
-    return Division(chosen.program, chosen.micro_batch, chosen.slot_bytes, is_for_many=True)
+    return MicroBatchPlan(chosen.program, chosen.micro_batch, chosen.slot_bytes, is_for_many=True)
 
 
 def _one_engine_bytes(

@@ -39,10 +39,10 @@ from penstock.store.flash import (
 _FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-class ShardElsewhere(DurableStore, Protocol):
+class RemoteShardStore(DurableStore, Protocol):
     """The store of one shard in another process, in memory or on flash."""
 
-    def open(self) -> ShardElsewhere:
+    def open(self) -> RemoteShardStore:
         """Have that process open it."""
         ...
 
@@ -52,7 +52,7 @@ def make_store(
     program: Program,
     device: str = "cpu",
     notice: Callable[[str], None] = lambda text: None,
-    apart: Sequence[ShardElsewhere] | None = None,
+    apart: Sequence[RemoteShardStore] | None = None,
 ) -> Store:
     """Return an empty store with the configured optimizer and schedule, for engines on `device`.
 
@@ -102,7 +102,7 @@ def make_flash_store(
     program: Program,
     dram_bytes: int,
     folder: Path,
-    apart: Sequence[ShardElsewhere] | None = None,
+    apart: Sequence[RemoteShardStore] | None = None,
 ) -> DurableStore:
     """Return the store in a folder on flash, new or as it was left, with that much of memory.
 
@@ -140,7 +140,7 @@ def make_flash_store(
         ) from None
 
 
-def _open_in(shard: ShardElsewhere, folder: Path) -> ShardElsewhere:
+def _open_in(shard: RemoteShardStore, folder: Path) -> RemoteShardStore:
     """Have another process open a shard; it knows the folder's name by itself."""
     return shard.open()
 

@@ -14,21 +14,21 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from penstock.config import Config
-from penstock.distributed.control.cluster_manager import Hall
-from penstock.distributed.control.worker_stats import Computing, Stragglers
+from penstock.distributed.control.cluster_manager import ClusterManager
+from penstock.distributed.control.worker_stats import ComputeTimer, StragglerDetector
 from penstock.distributed.protocol import (
-    Outcome,
-    Part,
+    EngineInput,
     Phase,
-    TroubleError,
-    WentBackError,
+    RolledBackError,
+    StepResult,
+    UnrecoverableError,
     message_validation,
 )
 from penstock.distributed.protocol.messages import Message
 from penstock.distributed.rpc.commit_codec import ShardReport, commit_of
 from penstock.distributed.rpc.rpc import error_class
 from penstock.planning import builders
-from penstock.planning.execution_plan import Layout
+from penstock.planning.execution_plan import ExecutionPlan
 from penstock.program import Program
 from penstock.step.local import step_done
 from penstock.step.micro_batches import Batches
@@ -40,8 +40,8 @@ _GIVING_UP = 60.0  # seconds in which a step that is decided must end
 _LOOK = 0.05  # seconds between two looks at what has happened
 
 
-class ClusterRunner:
-    """Runs steps of one layout over a store and the processes of a hall.
+class DistributedStepRunner:
+    """Runs steps of one layout over a store and the processes of a cluster manager.
 
     Args:
         store: the whole store, wherever its shards are.
@@ -52,25 +52,25 @@ class ClusterRunner:
     def __init__(
         self,
         config: Config,
-        layout: Layout,
+        layout: ExecutionPlan,
         store: Store,
         batches: Batches,
-        hall: Hall,
+        manager: ClusterManager,
         *,
         tokens: int,
     ) -> None:
         self._config, self._layout, self._store = config, layout, store
         self._batches, self._tokens = batches, tokens
-        self.hall = hall
-        self._stragglers = Stragglers(config.cluster.slow)
-        self._computing = Computing()
+        self.manager = manager
+        self._straggler_detector = StragglerDetector(config.cluster.slow)
+        self._compute_timer = ComputeTimer()
         self._has_begun = False
         self.commit: Commit | None = None  # of the last step
 
     @property
     def engine_peak_bytes(self) -> int:
         """The most that any engine has said to have held."""
-        return self.hall.vitals.peak_bytes
+        return self.manager.heartbeat_stats.peak_bytes
 
     def run(self) -> StepDone:
         """Do one step and commit it, whoever is lost meanwhile.
@@ -88,87 +88,87 @@ class ClusterRunner:
         started = time.perf_counter()
         self._store.take_traffic()
         if not self._has_begun:
-            self.hall.await_engines()
+            self.manager.await_engines()
             self._has_begun = True
         while True:
-            self.hall.copy_to_newcomers(self._store)
-            self.hall.news.step = self._store.step  # as the shards have last said
-            order = _Order(
+            self.manager.copy_to_learners(self._store)
+            self.manager.event_queue.step = self._store.step  # as the shards have last said
+            request = _TrainingStepRequest(
                 self._layout.program, self._batches, self._store.step, self._config.run.seed
             )
-            outcome = self._attempt(order)
+            outcome = self._attempt(request)
             if outcome.error is None:
                 break
             if not self._begins_anew(outcome.error):
-                self.hall.news.require_sound()
+                self.manager.event_queue.require_sound()
                 if isinstance(outcome.error, NonFiniteLossError):
                     self._trace(outcome.error)
                 raise _as_ours(outcome.error)
             self._store.take_traffic()  # what shards say with it is where they stand
-        self.hall.call(self._look_for_stragglers)
-        return self._done(order, outcome, started)
+        self.manager.call(self._look_for_stragglers)
+        return self._done(request, outcome, started)
 
-    def _attempt(self, order: _Order) -> Outcome:
-        """Have the conductor make a step, and wait for how it ends."""
+    def _attempt(self, request: _TrainingStepRequest) -> StepResult:
+        """Have the coordinator make a step, and wait for how it ends."""
         ended = threading.Event()
-        outcomes: list[Outcome] = []
+        outcomes: list[StepResult] = []
 
-        def done(outcome: Outcome) -> None:
+        def done(outcome: StepResult) -> None:
             outcomes.append(outcome)
             ended.set()
 
-        hall = self.hall
-        hall.call(lambda: hall.conductor.start(order, done))
+        manager = self.manager
+        manager.call(lambda: manager.coordinator.start(request, done))
         try:
             while not ended.wait(timeout=_LOOK):
-                hall.news.look()
-                if hall.conductor.phase is Phase.GATHERING and hall.should_stop():
+                manager.event_queue.look()
+                if manager.coordinator.phase is Phase.GATHERING and manager.should_stop():
                     raise InterruptedError("stopped while waiting for engines or shards")
-        except BaseException:  # the next step must find the conductor at rest
+        except BaseException:  # the next step must find the coordinator at rest
             self._give_up(ended)
             raise
-        hall.news.look()
+        manager.event_queue.look()
         if outcomes[0].error is not None:
             self._give_up(ended)
         return outcomes[0]
 
     def _give_up(self, ended: threading.Event) -> None:
         """Return when nobody works for the step any more, be it given up or failed."""
-        hall, deadline = self.hall, time.monotonic() + _GIVING_UP
+        manager, deadline = self.manager, time.monotonic() + _GIVING_UP
 
         def is_over(seen: Callable[[], bool]) -> bool:
-            return seen() or hall.news.has_failed or time.monotonic() > deadline
+            return seen() or manager.event_queue.has_failed or time.monotonic() > deadline
 
-        hall.call(hall.conductor.cancel)
+        manager.call(manager.coordinator.cancel)
         while not is_over(ended.is_set):
             ended.wait(timeout=_LOOK)
         told = threading.Event()
-        hall.call(hall.conductor.disband)
-        hall.call(told.set)
+        manager.call(manager.coordinator.advance_epoch)
+        manager.call(told.set)
         while not is_over(told.is_set):
             told.wait(timeout=_LOOK)
-        while not is_over(hall.is_at_rest):
+        while not is_over(manager.is_quiescent):
             time.sleep(0.002)
 
     def _begins_anew(self, error: BaseException) -> bool:
         """Tell whether the shards go on, or will, from a step that all of them hold."""
-        if isinstance(error, TroubleError):
-            return self.hall.comes_back(error.node)
-        return isinstance(error, WentBackError)
+        if isinstance(error, UnrecoverableError):
+            return self.manager.is_replaced(error.node)
+        return isinstance(error, RolledBackError)
 
-    def _done(self, order: _Order, outcome: Outcome, started: float) -> StepDone:
-        commit: Commit = replace(outcome.answers[0], zero_gradients=order.zero_gradients)
+    def _done(self, request: _TrainingStepRequest, outcome: StepResult, started: float) -> StepDone:
+        commit: Commit = replace(outcome.answers[0], zero_gradients=request.zero_gradients)
         self.commit = commit
-        self.hall.news.step = commit.step
+        self.manager.event_queue.step = commit.step
         seconds = time.perf_counter() - started
         return step_done(
             commit,
             self._store,
-            loss=math.fsum(outcome.losses) * order.scale,
+            loss=math.fsum(outcome.losses) * request.scale,
             seconds=seconds,
-            store_seconds=seconds - self._computing.of_step(self.hall.figures(), seconds),
+            store_seconds=seconds - self._compute_timer.of_step(self.manager.figures(), seconds),
             tokens=self._tokens,
-            engine_bytes=self.hall.vitals.peak_bytes,
+            engine_bytes=self.manager.heartbeat_stats.peak_bytes,
         )
 
     def _trace(self, error: NonFiniteLossError) -> NoReturn:
@@ -178,21 +178,22 @@ class ClusterRunner:
         trace(error, layout.program, made, self._store, self._batches, self._config.run.seed)
 
     def _look_for_stragglers(self) -> None:
-        """Name engines that are slow, and replace those that stay so; in the hall's thread."""
-        conductor = self.hall.conductor
-        said = self.hall.figures().items()
+        """Name engines that are slow, and replace those that stay so; in the cluster manager's
+        thread."""
+        coordinator = self.manager.coordinator
+        said = self.manager.figures().items()
         computed = {engine: (each.computed, each.micro_batches) for engine, each in said}
         patience = self._config.cluster.evict_slow
-        for slow in self._stragglers.look(computed):
+        for slow in self._straggler_detector.look(computed):
             text = f"engine {slow.engine} takes {slow.times:.1f} times as long as the others"
-            self.hall.news.say("slow", text, slow.engine)
-            spare = len(conductor.ready) > conductor.wanted
+            self.manager.event_queue.say("slow", text, slow.engine)
+            spare = len(coordinator.ready) > coordinator.wanted
             if patience is not None and slow.looks >= patience and spare:
-                conductor.lost(slow.engine, f"it was slow {slow.looks} times in a row")
+                coordinator.lost(slow.engine, f"it was slow {slow.looks} times in a row")
 
 
-class _Order:
-    """One step, as the conductor has it made."""
+class _TrainingStepRequest:
+    """One step, as the coordinator has it made."""
 
     def __init__(self, program: Program, batches: Batches, done: int, seed: int) -> None:
         self._program = program
@@ -202,12 +203,12 @@ class _Order:
         self.zero_gradients: tuple[str, ...] = ()
         self._batches, self._done, self._seed = batches, done, seed
 
-    def parts(self, engines: int) -> Sequence[Part]:
+    def parts(self, engines: int) -> Sequence[EngineInput]:
         """Return what each engine begins with."""
         parts = self._batches.parts(self._done, engines)
         self.scale = self._batches.loss_scale(self._done, parts)
         return [
-            Part(
+            EngineInput(
                 {
                     "first": part.numbers.start,
                     "count": len(part.numbers),
@@ -252,6 +253,6 @@ class _Order:
 
 def _as_ours(error: BaseException) -> BaseException:
     """Return a node's trouble as the error that it was there."""
-    if isinstance(error, TroubleError):
+    if isinstance(error, UnrecoverableError):
         return error_class(error.kind)(str(error))
     return error

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from penstock.collectives import Fabric
 from penstock.engine import Batch, Engine, PendingGradients
 from penstock.engine.row_split import micro_batches
-from penstock.planning.execution_plan import Layout
+from penstock.planning.execution_plan import ExecutionPlan
 from penstock.program import Stage, backward_fetch
 from penstock.step.micro_batches import Batches
 from penstock.step.nonfinite import NonFiniteLossError, require_finite, trace
@@ -35,7 +35,7 @@ class StepRunner:
 
     def __init__(
         self,
-        layout: Layout,
+        layout: ExecutionPlan,
         store: Store,
         fabric: Fabric,
         engines: Sequence[Engine],

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from penstock.collectives import Fabric, GroupFabric, LocalFabric, Meeting
+from penstock.collectives import DeviceRendezvous, Fabric, GroupFabric, LocalFabric
 from penstock.config import Config, EngineConfig
 from penstock.engine import (
     CudaLanes,
@@ -32,7 +32,7 @@ from penstock.engine import (
 from penstock.errors import ConfigError
 from penstock.kernels.memory import allocate, page_lock
 from penstock.planning import builders
-from penstock.planning.execution_plan import Layout
+from penstock.planning.execution_plan import ExecutionPlan
 from penstock.program import Program
 
 
@@ -75,7 +75,7 @@ def counted(config: Config, devices: Sequence[str]) -> Config:
     return config.model_copy(update={"engines": len(devices)}) if devices else config
 
 
-class EnginesHere(Protocol):
+class LocalEngines(Protocol):
     """The engines of this process, and the fabric that goes with them."""
 
     engines: list[Engine]
@@ -86,9 +86,9 @@ class EnginesHere(Protocol):
         ...
 
 
-def engines_here(
-    config: Config, layout: Layout, devices: Sequence[str], device: str
-) -> EnginesHere:
+def make_local_engines(
+    config: Config, layout: ExecutionPlan, devices: Sequence[str], device: str
+) -> LocalEngines:
     """Make the engines of this process: a group, if there are `devices`, else as many on `device`
     as are asked for, one after another."""
     builders.settle_pages(layout.shares, device)
@@ -101,12 +101,12 @@ def engines_here(
             budget_bytes=layout.budget_bytes,
             threads=config.engine.threads,
         )
-    return OneDevice(
+    return SingleDevice(
         builders.make_engines(layout.program, layout.plan, layout.shares, config.engines, device)
     )
 
 
-class OneDevice:
+class SingleDevice:
     """Engines that take turns on one device."""
 
     def __init__(self, engines: list[Engine]) -> None:
@@ -143,7 +143,7 @@ class DeviceGroup:
         self._program, self._plan = program, plan
         self._budget_bytes, self._threads = budget_bytes, threads
         self._sharing = Sharing(len(devices), micro_batches)
-        self._meeting = Meeting(kind_of(devices), len(devices))
+        self._meeting = DeviceRendezvous(kind_of(devices), len(devices))
         self._returns = self._make_returns()
         self._rounds = Rounds(self._meeting.abort)
         members = [

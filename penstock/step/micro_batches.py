@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from penstock.collectives.tree_reduce import share
+from penstock.collectives.tree_reduce import partition
 from penstock.data import IGNORED_LABEL, Source
 from penstock.engine.row_split import Rows
 from penstock.errors import DataError
@@ -45,7 +45,7 @@ class Batches:
         """
         return [
             EngineRows(numbers, self._draw(step, numbers))
-            for numbers in share(self.micro_batches, engines)
+            for numbers in partition(self.micro_batches, engines)
         ]
 
     def micro_batch(self, step: int, number: int) -> Rows:

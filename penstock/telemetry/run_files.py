@@ -11,7 +11,7 @@ from penstock.telemetry.metrics_writer import MetricsFile
 from penstock.telemetry.tensorboard_files import TensorBoard
 
 
-class Recorder:
+class RunFiles:
     """Passes events on to those who write them into the run's folder. A listener for events.
 
     Where one of them fails, the run is asked to stop, which saves it: a full disk under the figures
@@ -36,7 +36,7 @@ class Recorder:
                 self._request_stop(str(error))
 
 
-def recorder(config: Config, request_stop: Callable[[str], None]) -> Recorder:
+def open_run_files(config: Config, request_stop: Callable[[str], None]) -> RunFiles:
     """Return the listener that writes what a configuration asks for into its run's folder.
 
     Raises `ConfigError` at once if TensorBoard is asked for and not installed.
@@ -44,4 +44,4 @@ def recorder(config: Config, request_stop: Callable[[str], None]) -> Recorder:
     listeners: list[Listener] = [MetricsFile(config.run.dir / "metrics.jsonl")]
     if config.logging.tensorboard:
         listeners.append(TensorBoard(config.run.dir / "tensorboard"))
-    return Recorder(listeners, request_stop)
+    return RunFiles(listeners, request_stop)

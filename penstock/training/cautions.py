@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from penstock.config import Config
 from penstock.errors import few
 from penstock.models import ModelSource, parts_in_eval_mode
-from penstock.planning.execution_plan import Layout
+from penstock.planning.execution_plan import ExecutionPlan
 from penstock.program import Program
 
 
-def cautions(config: Config, source: ModelSource, layout: Layout) -> Iterator[str]:
+def cautions(config: Config, source: ModelSource, layout: ExecutionPlan) -> Iterator[str]:
     """Yield what may not be what the author of a model meant."""
     yield from _trained_in_eval_mode(source, layout.program)
     yield from _mean_of_means(config, source, layout)
@@ -28,7 +28,7 @@ def _trained_in_eval_mode(source: ModelSource, program: Program) -> Iterator[str
         )
 
 
-def _mean_of_means(config: Config, source: ModelSource, layout: Layout) -> Iterator[str]:
+def _mean_of_means(config: Config, source: ModelSource, layout: ExecutionPlan) -> Iterator[str]:
     """A loss that is a mean is taken per micro-batch, and how large these are was not asked for."""
     divided = config.batch.micro == "auto" and layout.micro_batches > 1
     if divided and source.loss_reduction == "mean":

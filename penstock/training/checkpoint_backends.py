@@ -15,7 +15,7 @@ from penstock.config import Config, recorded_flash, trajectory
 from penstock.errors import ConfigError
 from penstock.models import ModelSource
 from penstock.planning import store_factory
-from penstock.planning.execution_plan import Layout
+from penstock.planning.execution_plan import ExecutionPlan
 from penstock.store import (
     BackgroundSave,
     MemoryStore,
@@ -33,16 +33,16 @@ from penstock.store.flash import (
     holds_store,
     recorded_extra,
 )
-from penstock.training.resume_state import Resumption
+from penstock.training.resume_state import ResumeState
 
 Notice = Callable[[str], None]
 
 
-class Keeper(Protocol):
+class CheckpointBackend(Protocol):
     """Knows where a run's state is, and how it gets there."""
 
     @property
-    def recorded(self) -> Resumption | None:
+    def recorded(self) -> ResumeState | None:
         """What the trainer kept with the newest step; None where there is none."""
         ...
 
@@ -54,10 +54,10 @@ class Keeper(Protocol):
     def open(
         self,
         model: ModelSource,
-        layout: Layout,
+        layout: ExecutionPlan,
         device: str,
         notice: Notice,
-        apart: Sequence[store_factory.ShardElsewhere] | None = None,
+        apart: Sequence[store_factory.RemoteShardStore] | None = None,
     ) -> Store:
         """Return a store with the newest step in it, or with initial weights.
 
@@ -82,7 +82,7 @@ class Keeper(Protocol):
         ...
 
 
-class CheckpointKeeper:
+class FileCheckpoints:
     """A store in memory, saved as safetensors under `run.dir/checkpoints`."""
 
     def __init__(self, config: Config) -> None:
@@ -90,7 +90,7 @@ class CheckpointKeeper:
         self._folder = config.run.dir / "checkpoints"
         self._latest = find_checkpoint(self._folder, "latest")
         self.recorded = (
-            Resumption.read(read_state(self._latest).extra, self._latest) if self._latest else None
+            ResumeState.read(read_state(self._latest).extra, self._latest) if self._latest else None
         )
         self._store: Store | None = None
         self._saving: BackgroundSave | None = None
@@ -105,10 +105,10 @@ class CheckpointKeeper:
     def open(
         self,
         model: ModelSource,
-        layout: Layout,
+        layout: ExecutionPlan,
         device: str,
         notice: Notice,
-        apart: Sequence[store_factory.ShardElsewhere] | None = None,
+        apart: Sequence[store_factory.RemoteShardStore] | None = None,
     ) -> Store:
         """Return a store in memory."""
         program = layout.program
@@ -167,7 +167,7 @@ class CheckpointKeeper:
             self._saving = None
 
 
-class FlashKeeper:
+class FlashCheckpoints:
     """A store on flash, which is durable by itself; only the best step is saved apart."""
 
     def __init__(self, config: Config, folder: Path) -> None:
@@ -175,7 +175,7 @@ class FlashKeeper:
         self._folder = folder
         self._found = recorded_extra(folder)
         self.recorded = (
-            Resumption.read(self._found, folder)
+            ResumeState.read(self._found, folder)
             if self._found and "trajectory" in self._found
             else None
         )
@@ -190,10 +190,10 @@ class FlashKeeper:
     def open(
         self,
         model: ModelSource,
-        layout: Layout,
+        layout: ExecutionPlan,
         device: str,
         notice: Notice,
-        apart: Sequence[store_factory.ShardElsewhere] | None = None,
+        apart: Sequence[store_factory.RemoteShardStore] | None = None,
     ) -> Store:
         """Return the store on flash; new weights go there one at a time.
 
@@ -216,7 +216,7 @@ class FlashKeeper:
         return self._store
 
     def _made(
-        self, layout: Layout, apart: Sequence[store_factory.ShardElsewhere] | None
+        self, layout: ExecutionPlan, apart: Sequence[store_factory.RemoteShardStore] | None
     ) -> DurableStore:
         return store_factory.make_flash_store(
             self._config, layout.program, layout.shares.store, self._folder, apart
@@ -225,9 +225,9 @@ class FlashKeeper:
     def _begun(
         self,
         model: ModelSource,
-        layout: Layout,
+        layout: ExecutionPlan,
         notice: Notice,
-        apart: Sequence[store_factory.ShardElsewhere] | None,
+        apart: Sequence[store_factory.RemoteShardStore] | None,
     ) -> DurableStore:
         """Return a store that was never trained: new, or with the weights to begin with."""
         found, start = self._found or {}, _start(self._config, model)
@@ -291,7 +291,7 @@ def _start(config: Config, model: ModelSource) -> dict[str, Any]:
     return dict(json.loads(json.dumps(start)))
 
 
-def make_keeper(config: Config) -> Keeper:
+def make_checkpoint_backend(config: Config) -> CheckpointBackend:
     """Return what keeps the state of the run that a configuration describes.
 
     **Raises:** `ConfigError` where the run has a state elsewhere: it would begin anew, unasked.
@@ -299,9 +299,9 @@ def make_keeper(config: Config) -> Keeper:
     flash, before = config.store.flash.path, recorded_flash(config.run.dir)
     if flash is not None and flash.exists() and not flash.is_dir():
         raise ConfigError(f"store.flash.path: expected a folder, {flash} is a file; name another")
-    keeper = CheckpointKeeper(config) if flash is None else FlashKeeper(config, flash)
+    checkpoints = FileCheckpoints(config) if flash is None else FlashCheckpoints(config, flash)
     if before is not None and not _is_same(before, flash):
-        if flash is None or keeper.recorded is None:
+        if flash is None or checkpoints.recorded is None:
             raise ConfigError(
                 f"store.flash.path: expected {before}, where {config.run.dir} has its state, got "
                 f"{flash or 'null'}; set it back, move the folder there, or choose another run.dir"
@@ -311,9 +311,9 @@ def make_keeper(config: Config) -> Keeper:
             f"store.flash.path: {before} holds no store, and {config.run.dir} had its state there; "
             "see whether its disk is mounted, or choose another run.dir to start anew"
         )
-    elif flash is not None and keeper.recorded is None:
+    elif flash is not None and checkpoints.recorded is None:
         _require_place(config, flash)
-    return keeper
+    return checkpoints
 
 
 def _require_place(config: Config, flash: Path) -> None:

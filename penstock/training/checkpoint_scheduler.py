@@ -10,12 +10,12 @@ from penstock.config import CheckpointConfig
 from penstock.errors import PenstockError
 from penstock.store import SavedCheckpoint
 from penstock.telemetry.events import Listener, Saved
-from penstock.training.checkpoint_backends import Keeper
+from penstock.training.checkpoint_backends import CheckpointBackend
 
 Extra = Callable[[], Mapping[str, Any]]
 
 
-class Saver:
+class CheckpointScheduler:
     """Begins and completes what a keeper does, one after the other, and tells of it.
 
     **Arguments:** `extra` gives what a resumed run needs to know beside the store, `tell` is told
@@ -24,13 +24,13 @@ class Saver:
 
     def __init__(
         self,
-        keeper: Keeper,
+        checkpoints: CheckpointBackend,
         config: CheckpointConfig,
         extra: Extra,
         tell: Listener,
         saved_step: int | None,
     ) -> None:
-        self._keeper, self._config = keeper, config
+        self._checkpoints, self._config = checkpoints, config
         self._extra, self._tell = extra, tell
         self._saved_step = saved_step
         self._begun_at = time.monotonic()
@@ -47,16 +47,16 @@ class Saver:
         if self._saved_step == step and not best:
             return
         self.finish()
-        self._keeper.begin_save(self._extra(), best)
+        self._checkpoints.begin_save(self._extra(), best)
         self._saved_step, self._begun_at = step, time.monotonic()
 
     def poll(self) -> None:
         """Tell of a checkpoint that has become complete; raise if it failed."""
-        self._tell_saved(self._keeper.poll)
+        self._tell_saved(self._checkpoints.poll)
 
     def finish(self) -> None:
         """Return when the step that was begun survives."""
-        self._tell_saved(self._keeper.finish)
+        self._tell_saved(self._checkpoints.finish)
 
     def save(self, step: int) -> None:
         """Make `step`, the last one committed, survive; what fails leaves nothing on its way."""
@@ -64,7 +64,7 @@ class Saver:
             self.begin(step)
             self.finish()
         except BaseException:
-            self._keeper.abandon()
+            self._checkpoints.abandon()
             raise
 
     def end(self, error: BaseException) -> None:
@@ -81,7 +81,7 @@ class Saver:
                 f"{str(second) or type(second).__name__}"
             )
         finally:
-            self._keeper.abandon()
+            self._checkpoints.abandon()
 
     def _tell_saved(self, get: Callable[[], SavedCheckpoint | None]) -> None:
         try:

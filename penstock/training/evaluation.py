@@ -21,7 +21,7 @@ from penstock.engine import Batch, EnginePlan, TorchEngine
 from penstock.errors import CompileError, DataError
 from penstock.models import ModelSource
 from penstock.planning import builders
-from penstock.planning.execution_plan import Layout
+from penstock.planning.execution_plan import ExecutionPlan
 from penstock.program import Program
 from penstock.step import micro_batches
 from penstock.store import Store
@@ -59,7 +59,7 @@ class Evaluator:
         self,
         config: Config,
         model: ModelSource,
-        layout: Layout,
+        layout: ExecutionPlan,
         store: Store,
         held_out: Source,
         device: str,

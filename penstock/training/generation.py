@@ -13,7 +13,7 @@ from penstock.engine import Batch, EnginePlan, TorchEngine
 from penstock.errors import ConfigError
 from penstock.models import ModelSource
 from penstock.planning import builders
-from penstock.planning.execution_plan import Layout
+from penstock.planning.execution_plan import ExecutionPlan
 from penstock.store import Store
 from penstock.training.data_loading import sequence_length
 
@@ -23,11 +23,11 @@ FetchWeights = Callable[[Sequence[str]], list[torch.Tensor]]
 def make_writer(
     config: Config,
     model: ModelSource,
-    layout: Layout,
+    layout: ExecutionPlan,
     store: Store,
     dataset: TokenDataset | None,
     device: str,
-) -> Writer:
+) -> TextGenerator:
     """Return what writes text with the weights of a store.
 
     **Raises:** `ConfigError` where there is nothing that writes text, or no tokenizer.
@@ -50,10 +50,12 @@ def make_writer(
         )
         return TorchEngine(program, EnginePlan(), device=device, budget_bytes=layout.budget_bytes)
 
-    return Writer(make_engine, store.stream, dataset.tokenizer(), sequence_length(config, model))
+    return TextGenerator(
+        make_engine, store.stream, dataset.tokenizer(), sequence_length(config, model)
+    )
 
 
-class Writer:
+class TextGenerator:
     """Writes text with a model; keeps the engines that it makes, one per length of the window.
 
     **Arguments:** `make_engine` returns an engine whose program gives logits [1, window,

@@ -16,7 +16,7 @@ from penstock.errors import CorruptionError
 
 
 @dataclass(frozen=True)
-class Resumption:
+class ResumeState:
     """What the trainer keeps with every step that survives.
 
     `trajectory` is the part of the configuration that decides the result; `micro_batch`
@@ -37,7 +37,7 @@ class Resumption:
     architecture: Mapping[str, str] | None = None
 
     @classmethod
-    def read(cls, found: Mapping[str, Any], place: Path) -> Resumption:
+    def read(cls, found: Mapping[str, Any], place: Path) -> ResumeState:
         """Return what was kept at `place`; keys that older releases did not keep may be missing.
 
         Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from penstock.config import Config
 from penstock.models import ModelSource
-from penstock.planning.execution_plan import Layout
+from penstock.planning.execution_plan import ExecutionPlan
 from penstock.program import Program
 from penstock.progress.figures import show_count
 from penstock.store import Store
@@ -12,7 +12,7 @@ from penstock.telemetry.events import RunStarted
 from penstock.training.data_loading import TrainingData
 
 
-def rows_per_step(config: Config, model: ModelSource, layout: Layout) -> int:
+def rows_per_step(config: Config, model: ModelSource, layout: ExecutionPlan) -> int:
     """Return the tokens of a step, or its rows where a model does not read tokens."""
     return config.batch.size * (layout.sequence_length if _reads_tokens(model) else 1)
 
@@ -20,7 +20,7 @@ def rows_per_step(config: Config, model: ModelSource, layout: Layout) -> int:
 def run_started(
     config: Config,
     model: ModelSource,
-    layout: Layout,
+    layout: ExecutionPlan,
     store: Store,
     data: TrainingData,
     *,

@@ -17,8 +17,8 @@ from penstock.data import TokenDataset
 from penstock.errors import ConfigError, DataError
 from penstock.models import ModelSource
 from penstock.planning import builders
-from penstock.planning.execution_plan import Layout
-from penstock.training.resume_state import Resumption
+from penstock.planning.execution_plan import ExecutionPlan
+from penstock.training.resume_state import ResumeState
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Architecture:
     captured_with: str
 
     @classmethod
-    def of(cls, model: ModelSource, layout: Layout, precision: str) -> Architecture:
+    def of(cls, model: ModelSource, layout: ExecutionPlan, precision: str) -> Architecture:
         """Return that of the model that a step was laid out for."""
         versions = (
             f"torch {torch.__version__.split('+')[0]}, transformers {transformers.__version__}, "
@@ -44,7 +44,7 @@ class Architecture:
 
 
 def own_architecture(
-    config: Config, model: ModelSource, layout: Layout, is_given: bool
+    config: Config, model: ModelSource, layout: ExecutionPlan, is_given: bool
 ) -> dict[str, str] | None:
     """Return what a run records of a model that is given from Python or made by a factory.
 
@@ -57,7 +57,7 @@ def own_architecture(
 
 def require_same_model(
     config: Config,
-    recorded: Resumption,
+    recorded: ResumeState,
     now: dict[str, str] | None,
     notice: Callable[[str], None],
 ) -> None:
@@ -85,7 +85,7 @@ def require_same_model(
 
 def require_same_beginning(
     config: Config,
-    recorded: Resumption,
+    recorded: ResumeState,
     model: ModelSource,
     dataset: TokenDataset | None,
     *,

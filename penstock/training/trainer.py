@@ -19,11 +19,17 @@ from penstock.engine import Engine, threads
 from penstock.errors import ConfigError, DataError, NonFiniteError
 from penstock.models import KEPT, ModelSource, keep_small_files
 from penstock.planning import builders
-from penstock.planning.execution_plan import lay_out
+from penstock.planning.execution_plan import plan_execution
 from penstock.program import Program
 from penstock.progress import view_from_python
 from penstock.step.local import StepRunner
-from penstock.step.local_engines import EnginesHere, choose_devices, counted, engines_here, kind_of
+from penstock.step.local_engines import (
+    LocalEngines,
+    choose_devices,
+    counted,
+    kind_of,
+    make_local_engines,
+)
 from penstock.step.micro_batches import Batches
 from penstock.store import MAX_SHARD_BYTES, FolderLock, ShardedStore
 from penstock.telemetry.events import (
@@ -35,24 +41,24 @@ from penstock.telemetry.events import (
     Stopped,
     broadcast,
 )
-from penstock.telemetry.run_files import recorder
+from penstock.telemetry.run_files import open_run_files
 from penstock.telemetry.run_report import RunReport
 from penstock.training.cautions import cautions
-from penstock.training.checkpoint_backends import make_keeper
-from penstock.training.checkpoint_scheduler import Saver
+from penstock.training.checkpoint_backends import make_checkpoint_backend
+from penstock.training.checkpoint_scheduler import CheckpointScheduler
 from penstock.training.data_loading import TrainingData, open_data, sequence_length
 from penstock.training.early_stop import EarlyStop
 from penstock.training.evaluation import Evaluator
 from penstock.training.export import export, export_adapters
-from penstock.training.generation import Writer, make_writer
+from penstock.training.generation import TextGenerator, make_writer
 from penstock.training.gradient_check import GradientCheck
-from penstock.training.resume_state import Resumption
+from penstock.training.resume_state import ResumeState
 from penstock.training.run_start import describe, rows_per_step, run_started
 from penstock.training.same_run import own_architecture, require_same_beginning, require_same_model
 
 if TYPE_CHECKING:
-    from penstock.distributed.control.cluster_manager import Hall
-    from penstock.step.distributed import ClusterRunner
+    from penstock.distributed.control.cluster_manager import ClusterManager
+    from penstock.step.distributed import DistributedStepRunner
 
 
 class Trainer:
@@ -98,8 +104,8 @@ class Trainer:
         self._listener = broadcast([self._view, *([on_event] if on_event else [])])
         self._tell = self._listener
         threads.set_threads(self.config.engine.threads)
-        self._keeper = make_keeper(self.config)
-        recorded = self._keeper.recorded
+        self._checkpoints = make_checkpoint_backend(self.config)
+        recorded = self._checkpoints.recorded
         if must_exist and recorded is None:
             raise ConfigError(
                 f"{self.config.run.dir} holds no checkpoint: nothing was trained there yet; "
@@ -116,7 +122,7 @@ class Trainer:
         else:
             length = sequence_length(self.config, self.model)
             self._data = TrainingData(source, held_out, None, length)
-        self._layout = lay_out(
+        self._layout = plan_execution(
             counted(self.config, self._devices),
             self.model,
             self.device,
@@ -134,12 +140,12 @@ class Trainer:
         self._ignore_initial_values = ignore_initial_values
         self._architecture = own_architecture(self.config, self.model, self._layout, self._brought)
         self._stop_reason: str | None = None
-        self._here: EnginesHere | None = None
+        self._here: LocalEngines | None = None
         self._lock: FolderLock | None = None  # from before the first process to `close`
-        self._hall = self._open_hall()
+        self._manager = self._open_hall()
         try:
-            apart = self._hall.remote_shards() if self._hall else None
-            self.store = self._keeper.open(
+            apart = self._manager.remote_shards() if self._manager else None
+            self.store = self._checkpoints.open(
                 self.model, self._layout, self.device, self._notice, apart
             )
         except BaseException:
@@ -151,7 +157,7 @@ class Trainer:
             self.close()
             raise
 
-    def _make_the_rest(self, recorded: Resumption | None) -> None:
+    def _make_the_rest(self, recorded: ResumeState | None) -> None:
         """Make what stands around the store: engines, the step, evaluation."""
         if recorded is not None:
             require_same_model(self.config, recorded, self._architecture, self._notice)
@@ -160,21 +166,21 @@ class Trainer:
             self.model, self._data.training, self.config.batch.size, self._layout.micro_batch
         )
         self.engines: list[Engine] = []
-        self._runner: StepRunner | ClusterRunner
-        if self._hall is None:
+        self._runner: StepRunner | DistributedStepRunner
+        if self._manager is None:
             self._run_here(batches)
         else:
-            self._run_elsewhere(self._hall, batches)
+            self._run_elsewhere(self._manager, batches)
         self._gradient_check = GradientCheck(self._notice)
         self._evaluator = self._make_evaluator()
-        self._writer: Writer | None = None
+        self._writer: TextGenerator | None = None
         self._early_stop = EarlyStop(
             self.config.evaluation.early_stop_patience,
             recorded.best_loss if recorded else None,
             recorded.evaluations_since_best if recorded else 0,
         )
-        self._saver = Saver(
-            self._keeper,
+        self._checkpoint_scheduler = CheckpointScheduler(
+            self._checkpoints,
             self.config.checkpoint,
             self._extra,
             lambda event: self._tell(event),
@@ -182,7 +188,7 @@ class Trainer:
         )
 
     def _run_here(self, batches: Batches) -> None:
-        self._here = engines_here(self.config, self._layout, self._devices, self.device)
+        self._here = make_local_engines(self.config, self._layout, self._devices, self.device)
         self.engines, self.fabric = self._here.engines, self._here.fabric
         self._runner = StepRunner(
             self._layout,
@@ -194,7 +200,7 @@ class Trainer:
             tokens=rows_per_step(self.config, self.model, self._layout),
         )
 
-    def _open_hall(self) -> Hall | None:
+    def _open_hall(self) -> ClusterManager | None:
         """Have the run's other processes begin to come, if it has any."""
         if self.config.cluster.start == "none":
             return None
@@ -223,20 +229,20 @@ class Trainer:
 
     def _leave_hall(self) -> None:
         """End the run's other processes, if it has any, and let others train in its folder."""
-        if self._hall is not None:
-            self._hall.close()
+        if self._manager is not None:
+            self._manager.close()
         if self._lock is not None:
             self._lock.release()
 
-    def _run_elsewhere(self, hall: Hall, batches: Batches) -> None:
-        from penstock.step.distributed import ClusterRunner
+    def _run_elsewhere(self, manager: ClusterManager, batches: Batches) -> None:
+        from penstock.step.distributed import DistributedStepRunner
 
         if self.config.cluster.shards == "here":
             store = self.store
-            hall.seat_shards(store.shards if isinstance(store, ShardedStore) else [store])
+            manager.add_local_shards(store.shards if isinstance(store, ShardedStore) else [store])
         tokens = rows_per_step(self.config, self.model, self._layout)
-        self._runner = ClusterRunner(
-            self.config, self._layout, self.store, batches, hall, tokens=tokens
+        self._runner = DistributedStepRunner(
+            self.config, self._layout, self.store, batches, manager, tokens=tokens
         )
 
     @property
@@ -280,7 +286,7 @@ class Trainer:
             with self._view:
                 return self._train()
         except BaseException as error:
-            self._saver.end(error)
+            self._checkpoint_scheduler.end(error)
             raise
         finally:
             if lock is not self._lock:
@@ -295,7 +301,7 @@ class Trainer:
 
     def _refuse_stale(self) -> None:
         """Two trainers of one run must not overtake each other."""
-        newest = self._keeper.newest_step
+        newest = self._checkpoints.newest_step
         if newest is not None and newest > self.step:
             raise ConfigError(
                 f"{self.config.run.dir} has been trained to step {newest} by another trainer, this "
@@ -305,7 +311,7 @@ class Trainer:
     def _train(self) -> dict[str, Any]:
         config, started = self.config, time.perf_counter()
         report = RunReport(None if config.memory is None else int(config.memory))
-        recording = recorder(config, self.request_stop)
+        recording = open_run_files(config, self.request_stop)
         self._tell = broadcast([report, recording, self._listener])
         self._tell(
             run_started(
@@ -331,7 +337,7 @@ class Trainer:
         while self.step < config.run.steps and self._stop_reason is None:
             try:
                 last_loss = self.run_step().loss
-                self._saver.poll()
+                self._checkpoint_scheduler.poll()
             except NonFiniteError:
                 self.save()  # what is committed is good
                 raise
@@ -339,8 +345,8 @@ class Trainer:
                 break
             if config.evaluation.every and self.step % config.evaluation.every == 0:
                 self._evaluate_and_judge()
-            if self._saver.is_due(self.step):
-                self._saver.begin(self.step)
+            if self._checkpoint_scheduler.is_due(self.step):
+                self._checkpoint_scheduler.begin(self.step)
         self._gradient_check.end(self.store)
         if self.step == first_step and self.step >= config.run.steps:
             self._notice(
@@ -417,18 +423,18 @@ class Trainer:
         seconds = time.perf_counter() - started
         self._tell(Evaluated.of(found, self.step, seconds, best))
         if best and self.config.checkpoint.best:
-            self._saver.begin(self.step, best=True)
+            self._checkpoint_scheduler.begin(self.step, best=True)
         if early_stop.is_due:
             self.request_stop(f"no better held-out loss in {early_stop.patience} evaluations")
 
     def save(self) -> None:
         """Make the last committed step survive; as a checkpoint, if the store is in memory."""
-        self._saver.save(self.step)
+        self._checkpoint_scheduler.save(self.step)
 
     def _extra(self) -> dict[str, Any]:
         """Return what a resumed run needs to know beside the store."""
         dataset = self._data.dataset
-        return Resumption(
+        return ResumeState(
             trajectory=trajectory(self.config),
             micro_batch=self._layout.micro_batch,
             slot_bytes=self._layout.slot_bytes,
@@ -449,7 +455,7 @@ class Trainer:
                 self.store.close()  # while there are those who can
         finally:
             self._leave_hall()
-        self._keeper.abandon()
+        self._checkpoints.abandon()
         self.store.close()
 
     def export(

@@ -167,7 +167,7 @@ def test_without_leave_to_fork_every_worker_is_started_from_nothing(deaf, tmp_pa
 
 TRAINER = (
     "import os, sys, time\n"
-    "from penstock.distributed.launchers.fork_client import Forks\n"
+    "from penstock.distributed.launchers.fork_client import ForkClient\n"
     "from pathlib import Path\n"
     "logs = Path(sys.argv[3])\n"
     "environment = {**os.environ, 'PENSTOCK_TOKEN': 'token'}\n"

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from toy_cluster import FIRST_ENGINE, ToyCluster, reference
 
-from penstock.distributed.protocol.messages import Kind
+from penstock.distributed.protocol.messages import MessageType
 from penstock.distributed.simulation import Faults
 from penstock.distributed.simulation.faults import Rates
 
@@ -33,8 +33,8 @@ class OneFault(Faults):
         self.number, self.what, self.sent = number, what, 0
 
     def carry(self, now, sender, to, message):
-        is_it = message.kind is not Kind.BEAT and self.sent == self.number
-        self.sent += message.kind is not Kind.BEAT
+        is_it = message.kind is not MessageType.HEARTBEAT and self.sent == self.number
+        self.sent += message.kind is not MessageType.HEARTBEAT
         if is_it and self.what == "cut":
             self._cuts = {(min(sender, to), max(sender, to)): (now, now + 5.0)}
         self._until = float("inf") if is_it else now

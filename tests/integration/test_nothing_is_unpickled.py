@@ -72,7 +72,7 @@ trainer = Trainer({
     "cluster": {"start": "local", "spare": 0, "shards": "apart"},
     "run": {"dir": str(folder / "run"), "steps": 2},
 })
-workers = list(trainer._runner.hall.launcher.pids.values())
+workers = list(trainer._runner.manager.launcher.pids.values())
 trainer.train()
 trainer.store.content_hash()  # the weights come from their shard, by calls
 trainer.close()

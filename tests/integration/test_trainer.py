@@ -397,7 +397,7 @@ def test_closing_a_trainer_ends_its_writer(tmp_path, monkeypatch):
     writers = slow_disk(monkeypatch)
     trainer, _ = trainer_of(CONTRASTIVE, Recipe(steps=6), tmp_path)
     trainer.run_step()
-    trainer._saver.begin(trainer.step)
+    trainer._checkpoint_scheduler.begin(trainer.step)
     assert writers()
     trainer.close()
     assert not writers()

@@ -11,7 +11,7 @@ from waiting import SECONDS, wait_until
 
 from penstock.distributed.rendezvous_file import read_record
 from penstock.distributed.worker import main, roles
-from penstock.distributed.worker.engine_executor import EngineOfProcess
+from penstock.distributed.worker.engine_executor import LocalEngineExecutor
 from penstock.distributed.worker.main import OwnWorkError, Worker
 from penstock.errors import ClusterError, NonFiniteError
 from penstock.telemetry.events import ClusterEvent, StepDone
@@ -71,7 +71,7 @@ class Company:
         for thread in self.threads:
             thread.start()
         # The trainer compiles too when it begins.
-        wait_until(lambda: len(self.trainer._runner.hall.conductor.ready) == 2, self.ended)
+        wait_until(lambda: len(self.trainer._runner.manager.coordinator.ready) == 2, self.ended)
 
     def steps(self) -> list[StepDone]:
         return [event for event in self.events if isinstance(event, StepDone)]
@@ -118,7 +118,7 @@ def alone(text: Path, folder: Path, **changes) -> list[float]:
 
 def fail_at(monkeypatch, step: int, first_only: bool) -> None:
     """Have the work of engines fail at a step: that of whoever comes to it first, or of all."""
-    began, computed, failed = EngineOfProcess.begin, EngineOfProcess.compute, []
+    began, computed, failed = LocalEngineExecutor.begin, LocalEngineExecutor.compute, []
     lock = threading.Lock()
 
     def begin(self, number, part, rows):
@@ -133,8 +133,8 @@ def fail_at(monkeypatch, step: int, first_only: bool) -> None:
                     raise RuntimeError("CUDA error: device-side assert triggered")
         return computed(self, operation)
 
-    monkeypatch.setattr(EngineOfProcess, "begin", begin)
-    monkeypatch.setattr(EngineOfProcess, "compute", compute)
+    monkeypatch.setattr(LocalEngineExecutor, "begin", begin)
+    monkeypatch.setattr(LocalEngineExecutor, "compute", compute)
 
 
 def test_an_engine_whose_work_fails_costs_no_bit_and_its_worker_says_why(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.distributed import rendezvous_file
-from penstock.distributed.protocol.messages import Kind, Message
+from penstock.distributed.protocol.messages import Message, MessageType
 from penstock.distributed.transport import Endpoint, own_host
 from penstock.errors import ClusterError, ConfigError, ProtocolError
 
@@ -55,7 +55,7 @@ def _ask(run: Path, order: Mapping[str, Any]) -> Mapping[str, Any]:
     endpoint.start()
     try:
         link = endpoint.connect(address)
-        link.send(Message(Kind.ORDER, 0, 0, body=order))
+        link.send(Message(MessageType.ADMIN_REQUEST, 0, 0, body=order))
         answer = answers.get(timeout=_SECONDS)
     except ClusterError as error:
         raise ClusterError(

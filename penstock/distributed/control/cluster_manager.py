@@ -1,8 +1,8 @@
 """Where the processes of a run meet, and from where those who are lost are replaced.
 
-The hall is there before the store: shards that are apart must have come before anything can be put
-into them. How a process becomes a node of the run is in `rendezvous.py`, who is who in `guests.py`.
-Who takes part in which step is decided by the conductor, which has its seat here.
+The cluster manager is there before the store: shards that are apart must have come before anything
+can be put into them. How a process becomes a node of the run is in `rendezvous.py`, who is who in
+`guests.py`. Who takes part in which step is decided by the coordinator, which has its seat here.
 """
 
 from __future__ import annotations
@@ -17,25 +17,31 @@ from typing import Any
 
 from penstock.config import Config
 from penstock.distributed import rendezvous_file
-from penstock.distributed.control.event_queue import News
-from penstock.distributed.control.rendezvous import Guest, Guests, Reception
-from penstock.distributed.control.worker_stats import Vitals
-from penstock.distributed.control.worker_supervisor import Crew
-from penstock.distributed.control_messages import Figures, Role
+from penstock.distributed.control.event_queue import EventQueue
+from penstock.distributed.control.rendezvous import ClusterMember, Rendezvous, WorkerRegistry
+from penstock.distributed.control.worker_stats import HeartbeatStats
+from penstock.distributed.control.worker_supervisor import WorkerSupervisor
+from penstock.distributed.control_messages import Role, WorkerMetrics
 from penstock.distributed.launchers.base import Launcher
 from penstock.distributed.launchers.factory import make_launcher
-from penstock.distributed.protocol import CONDUCTOR, Conductor, Happened, Leases, ShardNode
-from penstock.distributed.protocol.messages import Kind, Message
+from penstock.distributed.protocol import (
+    COORDINATOR,
+    Coordinator,
+    ProtocolEvent,
+    ShardNode,
+    Timeouts,
+)
+from penstock.distributed.protocol.messages import Message, MessageType
 from penstock.distributed.rendezvous_file import remove_record, write_record
-from penstock.distributed.replication.replica_manager import House, ShardsApart
-from penstock.distributed.rpc.rpc import Calls
-from penstock.distributed.rpc.store_client import RemoteShard
-from penstock.distributed.run_spec import RunPlan
-from penstock.distributed.transport import Address, Endpoint, Link, new_token
-from penstock.distributed.worker.shard_executor import StoreOfShard
-from penstock.distributed.worker.shard_storage import ShardHere
+from penstock.distributed.replication.replica_manager import ManagerHooks, ReplicaManager
+from penstock.distributed.rpc.rpc import RpcClient
+from penstock.distributed.rpc.store_client import StoreClient
+from penstock.distributed.run_spec import RunSpec
+from penstock.distributed.transport import Address, Connection, Endpoint, new_token
+from penstock.distributed.worker.shard_executor import LocalShardExecutor
+from penstock.distributed.worker.shard_storage import InProcessShard
 from penstock.errors import ClusterError, CorruptionError, PenstockError
-from penstock.planning.execution_plan import Layout
+from penstock.planning.execution_plan import ExecutionPlan
 from penstock.store import Store
 from penstock.store.flash import ShardedFlashStore
 from penstock.telemetry.events import ClusterEvent
@@ -47,7 +53,7 @@ _STARVED = 10  # leases for which a worker may wait for a processor
 _PATIENCE = 120.0  # seconds in which all engines should have come
 
 
-class Hall:
+class ClusterManager:
     """The processes of one run.
 
     Args:
@@ -60,7 +66,7 @@ class Hall:
     def __init__(
         self,
         config: Config,
-        layout: Layout,
+        layout: ExecutionPlan,
         *,
         host: str,
         token: str,
@@ -70,8 +76,8 @@ class Hall:
     ) -> None:
         self._config, self._layout, self._token = config, layout, token
         self.should_stop = should_stop
-        self.news, self.vitals = News(tell), Vitals()
-        self.plan, self.guests = RunPlan.of(config, layout), Guests()
+        self.event_queue, self.heartbeat_stats = EventQueue(tell), HeartbeatStats()
+        self.plan, self.registry = RunSpec.of(config, layout), WorkerRegistry()
         self._local: list[ShardNode] = []
         with contextlib.ExitStack() as undo:
             self._open(host, launch, undo)
@@ -94,27 +100,27 @@ class Hall:
         )
         undo.callback(self._endpoint.close)
         self._endpoint.shares_memory = config.cluster.shared_memory == "auto"
-        self.conductor = Conductor(
-            self._endpoint.runtime(CONDUCTOR),
+        self.coordinator = Coordinator(
+            self._endpoint.runtime(COORDINATOR),
             self.plan.first_nodes,
             config.engines,
-            Leases(config.cluster.lease, config.cluster.stall, config.cluster.longest_job),
+            Timeouts(config.cluster.lease, config.cluster.stall, config.cluster.longest_job),
             self._happened,
             least=layout.least_engines,
-            addresses=self.guests.addresses,
-            others_come=self._others_come,
+            addresses=self.registry.addresses,
+            others_come=self._can_replace_engine,
             is_there=self._is_there,
         )
-        self._endpoint.add(CONDUCTOR, _Desk(self._take))
-        self._calls = Calls(self._send, self.news.require_sound)
-        self._apart = self._make_shards()
-        self._places = self._apart.places
-        self._reception = Reception(
+        self._endpoint.add(COORDINATOR, _CoordinatorAdapter(self._take))
+        self._calls = RpcClient(self._send, self.event_queue.require_sound)
+        self._replicas = self._make_shards()
+        self._places = self._replicas.places
+        self._rendezvous = Rendezvous(
             self.plan,
-            self.guests,
-            self.conductor,
-            self._apart,
-            self.news,
+            self.registry,
+            self.coordinator,
+            self._replicas,
+            self.event_queue,
             let_in=self._let_in,
             engines_wanted=lambda: self._wanted_engines,
         )
@@ -122,22 +128,22 @@ class Hall:
         undo.callback(remove_record, self._record, token)
         self.launcher = launch(self._endpoint)
         undo.callback(self.launcher.close)
-        self._crew = Crew(self.launcher, self.news.say)
-        self._crew.fill(self._wanted_workers)
+        self._supervisor = WorkerSupervisor(self.launcher, self.event_queue.say)
+        self._supervisor.fill(self._wanted_workers)
         self._endpoint.start()
 
-    def _make_shards(self) -> ShardsApart:
-        news, parts = self.news, self.plan.parts if self.plan.is_apart else []
-        house = House(
-            self.conductor,
-            news.say,
-            news.fail,
-            news.look,
+    def _make_shards(self) -> ReplicaManager:
+        event_queue, parts = self.event_queue, self.plan.parts if self.plan.is_apart else []
+        house = ManagerHooks(
+            self.coordinator,
+            event_queue.say,
+            event_queue.fail,
+            event_queue.look,
             self._do,
             lambda: self.should_stop(),
-            self.guests.addresses.get,
+            self.registry.addresses.get,
         )
-        return ShardsApart(self._config, parts, self._calls, house)
+        return ReplicaManager(self._config, parts, self._calls, house)
 
     @property
     def _wanted_workers(self) -> Mapping[Role, int]:
@@ -147,23 +153,23 @@ class Hall:
 
     @property
     def _wanted_engines(self) -> int:
-        return self.conductor.wanted + self._config.cluster.spare
+        return self.coordinator.wanted + self._config.cluster.spare
 
     @property
     def address(self) -> Address:
         """Where the run listens."""
         return self._endpoint.address
 
-    def figures(self) -> dict[int, Figures]:
+    def figures(self) -> dict[int, WorkerMetrics]:
         """Return what the engines of the present view have last said of themselves."""
-        return self.vitals.figures(self.conductor.engines)
+        return self.heartbeat_stats.figures(self.coordinator.engines)
 
     def worker_of(self, node: int) -> str:
         """Return the name of the worker that a node runs in."""
-        guest = self.guests.find(node)
-        if guest is None:
+        member = self.registry.find(node)
+        if member is None:
             raise KeyError(node)
-        return guest.worker
+        return member.worker
 
     def call(self, action: Callable[[], None]) -> None:
         """Do something in the thread in which all else happens here."""
@@ -171,30 +177,30 @@ class Hall:
 
     # The store's shards
 
-    def remote_shards(self) -> list[RemoteShard] | None:
+    def remote_shards(self) -> list[StoreClient] | None:
         """Return the shards that are apart, once all have come; None if they are not apart.
 
         Raises:
             PenstockError: one cannot be made.
         """
-        return self._apart.remote() if self.plan.is_apart else None
+        return self._replicas.remote() if self.plan.is_apart else None
 
-    def copy_to_newcomers(self, store: Store) -> None:
+    def copy_to_learners(self, store: Store) -> None:
         """Give those who have come to hold a shard beside others, between two steps, what it holds.
 
         Raises:
             InterruptedError: a stop was asked for.
         """
-        self._apart.copy_to_newcomers(store if isinstance(store, ShardedFlashStore) else None)
+        self._replicas.copy_to_learners(store if isinstance(store, ShardedFlashStore) else None)
 
-    def seat_shards(self, stores: Sequence[Store]) -> None:
+    def add_local_shards(self, stores: Sequence[Store]) -> None:
         """Have the shards of a store in this process take part."""
         recompute, program = self._layout.plan.recompute, self._layout.program
 
         def seat() -> None:
             for shard, store in enumerate(stores):
                 number = self.plan.first_nodes[shard][0]
-                work = StoreOfShard(program, ShardHere(store), shard, recompute)
+                work = LocalShardExecutor(program, InProcessShard(store), shard, recompute)
                 runtime = self._endpoint.runtime(number)
                 node = ShardNode(number, shard, runtime, self.plan.transfers, work)
                 self._endpoint.add(number, node)
@@ -202,15 +208,15 @@ class Hall:
 
         self._do(seat)
 
-    def comes_back(self, node: int) -> bool:
+    def is_replaced(self, node: int) -> bool:
         """Tell whether a node was that of a shard whose place another takes, or has taken."""
-        return self._places.comes_back(node)
+        return self._places.is_replaced(node)
 
-    def is_at_rest(self) -> bool:
+    def is_quiescent(self) -> bool:
         """Tell whether no shard works any more for a step of an epoch before the present one."""
         if not self.plan.is_apart:
             return not any(node.is_busy for node in self._local)
-        return self.vitals.have_rested(self._places.all_nodes, self.conductor.epoch)
+        return self.heartbeat_stats.are_idle(self._places.all_nodes, self.coordinator.epoch)
 
     # Engines
 
@@ -221,29 +227,31 @@ class Hall:
             InterruptedError: a stop was asked for.
         """
         wanted, deadline = self._config.engines, time.monotonic() + _PATIENCE
-        while len(self.conductor.ready) < wanted:
-            self.news.look()
+        while len(self.coordinator.ready) < wanted:
+            self.event_queue.look()
             if self.should_stop():
                 raise InterruptedError("stopped while waiting for engines")
             if time.monotonic() > deadline:
-                text = f"{len(self.conductor.ready)} of {wanted} engines have come"
-                self.news.say("waiting", f"{text} in {_PATIENCE:.0f} s; beginning with those")
+                text = f"{len(self.coordinator.ready)} of {wanted} engines have come"
+                self.event_queue.say(
+                    "waiting", f"{text} in {_PATIENCE:.0f} s; beginning with those"
+                )
                 return
             time.sleep(0.02)
 
-    def _others_come(self) -> bool:
+    def _can_replace_engine(self) -> bool:
         """Tell whether another engine is started in the place of one that is lost."""
         is_ours = self._config.cluster.start != "listen"
-        return bool(self.guests.joining) or (is_ours and self._crew.given_up is None)
+        return bool(self.registry.joining) or (is_ours and self._supervisor.given_up is None)
 
     def _is_there(self, node: int, silent: float) -> bool:
         """Tell whether a silent node only waits its turn: on its link, or for a processor."""
-        guest, lease = self.guests.find(node), self._config.cluster.lease
-        if guest is None:
+        member, lease = self.registry.find(node), self._config.cluster.lease
+        if member is None:
             return False
-        if guest.link.is_heard(lease):
+        if member.link.is_heard(lease):
             return True
-        return silent < _STARVED * lease and self.launcher.starves(guest.worker)
+        return silent < _STARVED * lease and self.launcher.starves(member.worker)
 
     def scale(self, engines: int) -> None:
         """Go on with so many engines from the next step on, as soon as they are there.
@@ -261,25 +269,27 @@ class Hall:
                 f"engines: expected {least} (with fewer, a step does not fit engine.memory) to "
                 f"{most} (one micro-batch each), got {wanted!r}"
             )
-        if self._layout.room is not None and wanted > self.conductor.wanted:
+        if self._layout.room is not None and wanted > self.coordinator.wanted:
             self._layout.room.require(wanted)
         return wanted
 
     def _scale(self, engines: int) -> int:
-        before, self.conductor.wanted = self.conductor.wanted, engines
-        self._crew.fill(self._wanted_workers)
-        self.news.say("scaled", f"{before} engine(s) so far, {engines} from the next step on")
+        before, self.coordinator.wanted = self.coordinator.wanted, engines
+        self._supervisor.fill(self._wanted_workers)
+        self.event_queue.say(
+            "scaled", f"{before} engine(s) so far, {engines} from the next step on"
+        )
         return before
 
     def close(self) -> None:
         """End the workers and close the door."""
-        if self.news.is_over:
+        if self.event_queue.is_over:
             return
-        self.news.is_over = True
+        self.event_queue.is_over = True
         remove_record(self._record, self._token)
         self._endpoint.close()
         self.launcher.close()
-        self.news.tell_all()
+        self.event_queue.tell_all()
 
     def _do(self, action: Callable[[], object]) -> None:
         """Do something in the endpoint's thread, and wait for it."""
@@ -291,36 +301,40 @@ class Hall:
 
         self._endpoint.call(act)
         while not done.wait(timeout=0.5):
-            self.news.require_sound()
+            self.event_queue.require_sound()
 
     def _send(self, node: int, message: Message) -> None:
-        self._endpoint.call(lambda: self._endpoint.send(CONDUCTOR, node, message))
+        self._endpoint.call(lambda: self._endpoint.send(COORDINATOR, node, message))
 
     # In the endpoint's thread
 
     def _every(self, now: float) -> None:
         for node in self._local:
             body = {"progress": node.progress, "busy": node.is_busy}
-            self.conductor.handle(Message(Kind.BEAT, 0, node.number, body=body))
-        self.conductor.tick(now)
-        self._reception.look()
-        self._crew.replace(self._wanted_workers)
-        few = len(self.conductor.ready) < self._layout.least_engines
-        given_up, joining = self._crew.given_up, self.guests.joining
+            self.coordinator.handle(Message(MessageType.HEARTBEAT, 0, node.number, body=body))
+        self.coordinator.tick(now)
+        self._rendezvous.look()
+        self._supervisor.replace(self._wanted_workers)
+        few = len(self.coordinator.ready) < self._layout.least_engines
+        given_up, joining = self._supervisor.given_up, self.registry.joining
         if given_up is not None and (few or self._places.are_missing) and not joining:
-            self.news.fail(ClusterError(given_up))
+            self.event_queue.fail(ClusterError(given_up))
 
     def _endpoint_failed(self, error: Exception) -> None:
         text = f"the run's network failed: {type(error).__name__}: {error}"
-        self.news.fail(ClusterError(text))
+        self.event_queue.fail(ClusterError(text))
         log.error("the endpoint failed", exc_info=error)
 
-    def _take_stranger(self, link: Link, message: Message) -> None:
+    def _take_stranger(self, link: Connection, message: Message) -> None:
         """Take what a peer says before it is somebody, which it may never become."""
-        if message.kind is Kind.ORDER:
-            link.send(Message(Kind.ANSWER, 0, CONDUCTOR, body=self._take_order(message.body)))
+        if message.kind is MessageType.ADMIN_REQUEST:
+            link.send(
+                Message(
+                    MessageType.ADMIN_REPLY, 0, COORDINATOR, body=self._take_order(message.body)
+                )
+            )
         else:
-            self._reception.take(link, message)
+            self._rendezvous.take(link, message)
 
     def _take_order(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Change the number of engines, as a command asks; return what to answer."""
@@ -330,51 +344,51 @@ class Hall:
             return {"error": str(error)}
         return {"engines": wanted, "before": self._scale(wanted)}
 
-    def _let_in(self, guest: Guest) -> None:
-        self._endpoint.attach(guest.number, guest.link)
-        self._crew.is_of_use(guest.worker)
+    def _let_in(self, member: ClusterMember) -> None:
+        self._endpoint.attach(member.number, member.link)
+        self._supervisor.is_of_use(member.worker)
 
-    def _link_ended(self, link: Link, error: Exception) -> None:
-        self._reception.left(link)
-        guest = self.guests.at(link)
-        if guest is None:
+    def _link_ended(self, link: Connection, error: Exception) -> None:
+        self._rendezvous.left(link)
+        member = self.registry.at(link)
+        if member is None:
             return
-        number = guest.number
+        number = member.number
         if isinstance(error, CorruptionError):
-            self.conductor.damaged(f"node {number}: {error}", [number])
-        self.conductor.lost(number, f"its connection ended ({error})")
+            self.coordinator.damaged(f"node {number}: {error}", [number])
+        self.coordinator.lost(number, f"its connection ended ({error})")
 
-    def _happened(self, happened: Happened) -> None:
+    def _happened(self, happened: ProtocolEvent) -> None:
         is_loss = happened.kind in ("engine lost", "shard lost", "replica lost")
-        self.news.say(happened.kind, happened.text, happened.node)
+        self.event_queue.say(happened.kind, happened.text, happened.node)
         if is_loss and happened.node is not None:
             self._lose(happened.node)
 
     def _lose(self, number: int) -> None:
         """Let nothing of a node come back."""
-        guest = self.guests.lose(number)
-        self.vitals.forget(number)
-        if guest is None:
+        member = self.registry.lose(number)
+        self.heartbeat_stats.forget(number)
+        if member is None:
             return
-        guest.link.close()
-        self.launcher.end(guest.worker)
-        if guest.place is not None:
-            self._apart.lost(guest.place, number)
+        member.link.close()
+        self.launcher.end(member.worker)
+        if member.place is not None:
+            self._replicas.lost(member.place, number)
 
     def _take(self, message: Message) -> None:
-        """Take what a node says to this process: to the conductor, or in answer to a call."""
-        if message.kind is Kind.RETURN:
+        """Take what a node says to this process: to the coordinator, or in answer to a call."""
+        if message.kind is MessageType.RPC_REPLY:
             self._calls.take(message)
             return
-        if message.kind is Kind.BEAT and self.guests.find(message.sender) is not None:
+        if message.kind is MessageType.HEARTBEAT and self.registry.find(message.sender) is not None:
             self._calls.heard(message.sender)
-            self.vitals.take(message)
-        self.conductor.handle(message)
+            self.heartbeat_stats.take(message)
+        self.coordinator.handle(message)
 
 
 @dataclass(frozen=True)
-class _Desk:
-    """The conductor as a node of its process."""
+class _CoordinatorAdapter:
+    """The coordinator as a node of its process."""
 
     handle: Callable[[Message], None]
     progress: int = 0
@@ -382,16 +396,16 @@ class _Desk:
 
 def open_cluster(
     config: Config,
-    layout: Layout,
+    layout: ExecutionPlan,
     *,
     tell: Callable[[ClusterEvent], None],
     should_stop: Callable[[], bool],
-) -> Hall:
+) -> ClusterManager:
     """Open the door of a run and start its workers; they come when they can."""
     token = new_token()
     with contextlib.ExitStack() as undo:
         host, launch = make_launcher(config, layout.device, token, undo)
-        hall = Hall(
+        manager = ClusterManager(
             config,
             layout,
             host=host,
@@ -402,16 +416,18 @@ def open_cluster(
         )
         undo.pop_all()  # from here on it is the launcher's to end what was begun
     if config.cluster.start == "listen":
-        _say_where(config, hall, tell)
-    return hall
+        _say_where(config, manager, tell)
+    return manager
 
 
-def _say_where(config: Config, hall: Hall, tell: Callable[[ClusterEvent], None]) -> None:
+def _say_where(
+    config: Config, manager: ClusterManager, tell: Callable[[ClusterEvent], None]
+) -> None:
     """Say how to start workers, where that is left to people."""
     command = (
         f"python -m penstock.cluster.worker {config.run.dir.absolute() / rendezvous_file.NAME}"
     )
-    text = "at {}:{}; on each engine's host: ".format(*hall.address) + command
+    text = "at {}:{}; on each engine's host: ".format(*manager.address) + command
     if config.cluster.shards == "apart":
         text += f"; and first, on each shard's, with --shard 0 to {config.store.shards - 1}"
         if config.store.replicas > 1:

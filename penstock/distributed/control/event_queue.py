@@ -10,7 +10,7 @@ from penstock.errors import ClusterError, PenstockError
 from penstock.telemetry.events import ClusterEvent
 
 
-class News:
+class EventQueue:
     """Written in any thread, told in the trainer's.
 
     Args:

@@ -6,16 +6,16 @@ import statistics
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from penstock.distributed.control_messages import Figures
+from penstock.distributed.control_messages import WorkerMetrics
 from penstock.distributed.protocol.messages import Message
 
 
-class Vitals:
+class HeartbeatStats:
     """The last words of every node."""
 
     def __init__(self) -> None:
         self.peak_bytes = 0  # the most that any engine has said to have held
-        self._figures: dict[int, Figures] = {}
+        self._figures: dict[int, WorkerMetrics] = {}
         self._rested: dict[int, int] = {}  # the epoch in which a node was last without work
 
     def take(self, message: Message) -> None:
@@ -23,7 +23,7 @@ class Vitals:
 
         **Raises:** `ProtocolError` if it makes no sense.
         """
-        figures = Figures.read(message)
+        figures = WorkerMetrics.read(message)
         if not message.body.get("busy"):
             self._rested[message.sender] = message.epoch
         if figures is not None:
@@ -35,16 +35,16 @@ class Vitals:
         self._figures.pop(node, None)
         self._rested.pop(node, None)
 
-    def figures(self, engines: Iterable[int]) -> dict[int, Figures]:
+    def figures(self, engines: Iterable[int]) -> dict[int, WorkerMetrics]:
         """Return what engines have last said of themselves."""
-        return {engine: self._figures.get(engine, Figures()) for engine in engines}
+        return {engine: self._figures.get(engine, WorkerMetrics()) for engine in engines}
 
-    def have_rested(self, nodes: Collection[int], epoch: int) -> bool:
+    def are_idle(self, nodes: Collection[int], epoch: int) -> bool:
         """Tell whether all of them have been without work in this epoch, or a later one."""
         return all(self._rested.get(node, -1) >= epoch for node in nodes)
 
 
-class Computing:
+class ComputeTimer:
     """Divides what engines have computed over the steps.
 
     A beat is up to a tenth of a second old: what it does not say yet counts for the next step, so
@@ -55,7 +55,7 @@ class Computing:
         self._before: dict[int, float] = {}
         self._left = 0.0  # computed in steps that had fewer seconds
 
-    def of_step(self, said: Mapping[int, Figures], seconds: float) -> float:
+    def of_step(self, said: Mapping[int, WorkerMetrics], seconds: float) -> float:
         """Return in how many seconds of a step its slowest engine has computed.
 
         Args:
@@ -73,7 +73,7 @@ _LEAST_SECONDS = 1.0  # of computing, over which speeds are compared; less is no
 
 
 @dataclass(frozen=True)
-class Slow:
+class Straggler:
     """An engine that is slow now: how many times as long it takes, and for how many looks."""
 
     engine: int
@@ -81,7 +81,7 @@ class Slow:
     looks: int
 
 
-class Stragglers:
+class StragglerDetector:
     """Compares engines' speeds from what each has computed so far.
 
     Args:
@@ -93,7 +93,7 @@ class Stragglers:
         self._before: dict[int, tuple[float, int]] = {}
         self._slow: dict[int, int] = {}
 
-    def look(self, computed: Mapping[int, tuple[float, int]]) -> list[Slow]:
+    def look(self, computed: Mapping[int, tuple[float, int]]) -> list[Straggler]:
         """Return who is slow, after a step.
 
         Args:
@@ -121,5 +121,5 @@ class Stragglers:
                 self._slow.pop(engine, None)
                 continue
             self._slow[engine] = self._slow.get(engine, 0) + 1
-            found.append(Slow(engine, own / usual, self._slow[engine]))
+            found.append(Straggler(engine, own / usual, self._slow[engine]))
         return found

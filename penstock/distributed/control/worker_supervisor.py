@@ -11,13 +11,13 @@ import time
 from collections.abc import Callable, Mapping
 
 from penstock.distributed.control_messages import Role
-from penstock.distributed.launchers.base import Ended, Launcher
+from penstock.distributed.launchers.base import Launcher, WorkerExit
 
 _MOST_IN_VAIN = 3
 _NEXT_TRY = 5.0  # seconds after a worker could not be started: memory may be short for a moment
 
 
-class Crew:
+class WorkerSupervisor:
     """Keeps as many workers running as are wanted.
 
     Args:
@@ -70,7 +70,7 @@ class Crew:
         text = "workers in a row ended before they could compute, or could not be started"
         return f"{self._in_vain} {text}; {self._last_words}"
 
-    def _take_leave(self, ended: Ended) -> None:
+    def _take_leave(self, ended: WorkerExit) -> None:
         self._say("worker ended", ended.how)
         self._running.pop(ended.worker, None)
         if ended.worker in self._useful:

@@ -9,7 +9,7 @@ from penstock.distributed.control_messages import Role
 
 
 @dataclass(frozen=True)
-class Ended:
+class WorkerExit:
     """A worker that has ended: which it was, and how."""
 
     worker: str
@@ -26,7 +26,7 @@ class Launcher(Protocol):
         """
         ...
 
-    def poll(self) -> list[Ended]:
+    def poll(self) -> list[WorkerExit]:
         """Return the workers that have ended since the last call."""
         ...
 
@@ -47,7 +47,7 @@ class Launcher(Protocol):
         ...
 
 
-class NoLauncher:
+class ExternalLauncher:
     """Starts nobody: workers are started by others, and join when they can."""
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class NoLauncher:
         self._asked += 1
         return f"of others-{self._asked}"
 
-    def poll(self) -> list[Ended]:
+    def poll(self) -> list[WorkerExit]:
         """Return nothing: who leaves is known by its link."""
         return []
 

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable
 
 from penstock.config import Config
-from penstock.distributed.launchers.base import Launcher, NoLauncher
+from penstock.distributed.launchers.base import ExternalLauncher, Launcher
 from penstock.distributed.launchers.local import LocalLauncher
 from penstock.distributed.transport import Endpoint
 
@@ -29,7 +29,7 @@ def make_launcher(
         )
     host = "127.0.0.1" if host == "auto" else host
     if config.cluster.start == "listen":
-        return host, lambda endpoint: NoLauncher()
+        return host, lambda endpoint: ExternalLauncher()
     logs = config.run.dir / WORKER_LOGS
     forks = device != "cuda"  # whose driver survives no fork
     return host, lambda endpoint: LocalLauncher(endpoint.address, token, logs, forks=forks)

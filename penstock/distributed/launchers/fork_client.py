@@ -45,7 +45,7 @@ class _Fork:
     is_unwanted: bool = False  # before it was there
 
 
-class Forks:
+class ForkClient:
     """A template and its workers; its methods never wait, but for `close`.
 
     Args:

@@ -37,7 +37,7 @@ def main() -> None:
     host, port, control = sys.argv[1:]
     token = os.environ.pop("PENSTOCK_TOKEN")
     names = sys.stdin.read().split()
-    order = _Template(socket.socket(fileno=int(control)), names).serve()
+    order = _ForkServer(socket.socket(fileno=int(control)), names).serve()
     if order is None:
         return
     os.environ["PENSTOCK_TOKEN"], os.environ["PENSTOCK_WORKER"] = token, order["start"]
@@ -47,7 +47,7 @@ def main() -> None:
     work()
 
 
-class _Template:
+class _ForkServer:
     """Forks workers, and tells what becomes of them."""
 
     def __init__(self, control: socket.socket, names: Iterable[str]) -> None:

@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from penstock.distributed.control_messages import Role
-from penstock.distributed.launchers.base import Ended
-from penstock.distributed.launchers.fork_client import Forks, needed_modules
+from penstock.distributed.launchers.base import WorkerExit
+from penstock.distributed.launchers.fork_client import ForkClient, needed_modules
 from penstock.distributed.transport import Address
 from penstock.distributed.worker.main import NAME, TOKEN
 
@@ -30,7 +30,7 @@ class LocalLauncher:
     """Starts workers as processes of this machine.
 
     Args:
-        address: where the conductor's process listens.
+        address: where the coordinator's process listens.
         token: of the run; it goes to the workers through their environment, which other users
             cannot read.
         logs: the folder into which each writes what it has to say.
@@ -41,7 +41,9 @@ class LocalLauncher:
         self._address, self._token, self._logs = address, token, logs
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._may_fork = forks and hasattr(os, "pidfd_open")
-        self._templates: list[Forks] = []  # those before the last are gone, but not their workers
+        self._templates: list[
+            ForkClient
+        ] = []  # those before the last are gone, but not their workers
         self._started = 0
 
     @property
@@ -57,7 +59,7 @@ class LocalLauncher:
         return running
 
     @property
-    def template(self) -> Forks | None:
+    def template(self) -> ForkClient | None:
         """From which workers are forked, if they are."""
         return self._templates[-1] if self._templates and self._templates[-1].is_there else None
 
@@ -78,7 +80,7 @@ class LocalLauncher:
     def _make_template(self) -> None:
         name = f"template-{len(self._templates) + 1}"
         where, modules = [str(part) for part in self._address], needed_modules()
-        template = Forks(where, {**os.environ, TOKEN: self._token}, self._log(name), modules)
+        template = ForkClient(where, {**os.environ, TOKEN: self._token}, self._log(name), modules)
         self._templates.append(template)
 
     def _start_afresh(self, worker: str) -> None:
@@ -97,21 +99,23 @@ class LocalLauncher:
                 start_new_session=True,  # an interrupt at the terminal is the trainer's to answer
             )
 
-    def poll(self) -> list[Ended]:
+    def poll(self) -> list[WorkerExit]:
         """Return the workers that have ended since the last call."""
         ended = []
         for name in [name for name, p in self._processes.items() if p.poll() is not None]:
             process = self._processes.pop(name)
-            ended.append(Ended(name, self._how(name, process.pid, process.returncode)))
+            ended.append(WorkerExit(name, self._how(name, process.pid, process.returncode)))
         for template in self._templates:
             for worker in template.look():
                 self._start_afresh(worker)
-            ended += [Ended(n, self._how(n, pid, code)) for n, pid, code in template.take_ended()]
+            ended += [
+                WorkerExit(n, self._how(n, pid, code)) for n, pid, code in template.take_ended()
+            ]
         if self._templates and not self._templates[-1].is_there:
             self._replace_template(self._templates[-1])
         return ended
 
-    def _replace_template(self, lost: Forks) -> None:
+    def _replace_template(self, lost: ForkClient) -> None:
         if not self._may_fork:
             return
         if lost.why_not is not None or len(self._templates) >= _MOST_TEMPLATES:

@@ -25,9 +25,9 @@ from typing import Any
 
 from penstock.config import Config
 from penstock.distributed.control_messages import Role
-from penstock.distributed.launchers.base import Ended
+from penstock.distributed.launchers.base import WorkerExit
 from penstock.distributed.launchers.local import would_run
-from penstock.distributed.launchers.ray_placement import Spreading
+from penstock.distributed.launchers.ray_placement import PlacementPolicy
 from penstock.distributed.transport import Address, own_host
 from penstock.distributed.worker.main import Worker
 from penstock.errors import ClusterError, ConfigError, PenstockError
@@ -162,12 +162,12 @@ def _covers(resources: Mapping[str, float], wants: Mapping[str, int]) -> bool:
 class RayLauncher:
     """Starts workers as actors, spread over the nodes of a Ray cluster.
 
-    A thread of its own talks with Ray, which may take its time to answer: the conductor waits for
+    A thread of its own talks with Ray, which may take its time to answer: the coordinator waits for
     nobody.
 
     Args:
         connection: to Ray; the launcher closes it.
-        address: where the conductor's process listens.
+        address: where the coordinator's process listens.
         token: of the run; it goes to the actors as an argument, over Ray's own connections.
     """
 
@@ -175,11 +175,11 @@ class RayLauncher:
         self._connection, self._ray = connection, connection.ray
         self._address, self._token = address, token
         self._kind = self._ray.remote(RayWorker)
-        self._spreading = Spreading()
+        self._spreading = PlacementPolicy()
         self._started = 0
         self._actors: dict[str, _Actor] = {}  # the thread's own
         self._asked: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._ended: queue.SimpleQueue[Ended] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[WorkerExit] = queue.SimpleQueue()
         self._lost: str | None = None  # why Ray does not answer any more
         self._rooms: _Rooms | None = None  # as last looked at, while actors have not begun
         self._looked_at = -math.inf
@@ -197,12 +197,12 @@ class RayLauncher:
         self._started += 1
         worker = f"worker-{self._started}"
         if self._lost is not None:
-            self._ended.put(Ended(worker, f"{worker} was not started: {self._lost}"))
+            self._ended.put(WorkerExit(worker, f"{worker} was not started: {self._lost}"))
         else:
             self._asked.put(lambda: self._start(worker, role))
         return worker
 
-    def poll(self) -> list[Ended]:
+    def poll(self) -> list[WorkerExit]:
         """Return the workers that have ended since the last call."""
         ended = []
         with contextlib.suppress(queue.Empty):
@@ -339,7 +339,7 @@ class RayLauncher:
         actor = self._actors.pop(worker)
         self._spreading.gone(actor.node, was_ended=actor.is_ended)
         place = "{} with pid {}".format(*actor.place) if actor.place else "a node"
-        self._ended.put(Ended(worker, f"{worker} on {place} ended: {reason}"))
+        self._ended.put(WorkerExit(worker, f"{worker} on {place} ended: {reason}"))
 
     def _end_all(self) -> None:
         for actor in self._actors.values():

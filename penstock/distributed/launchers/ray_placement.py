@@ -18,7 +18,7 @@ from typing import Any
 _DOUBT = 60.0  # seconds; Ray takes about 30 to find that a node is dead
 
 
-class Spreading:
+class PlacementPolicy:
     """Chooses nodes."""
 
     def __init__(self) -> None:

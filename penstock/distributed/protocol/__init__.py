@@ -1,39 +1,39 @@
 """The nodes of a run as state machines: what each makes of a message, whoever carries it."""
 
 from penstock.distributed.protocol import message_validation
-from penstock.distributed.protocol.coordinator import Conductor
-from penstock.distributed.protocol.engine_node import EngineNode, EngineWork
-from penstock.distributed.protocol.messages import CONDUCTOR
-from penstock.distributed.protocol.node_context import Runtime
-from penstock.distributed.protocol.shard_node import GRADIENTS, WINDOW, ShardNode, ShardWork
+from penstock.distributed.protocol.coordinator import Coordinator
+from penstock.distributed.protocol.engine_node import EngineExecutor, EngineNode
+from penstock.distributed.protocol.messages import COORDINATOR
+from penstock.distributed.protocol.node_context import NodeContext
+from penstock.distributed.protocol.shard_node import GRADIENTS, WINDOW, ShardExecutor, ShardNode
 from penstock.distributed.protocol.step_request import (
-    Happened,
-    Leases,
-    Outcome,
-    Part,
-    StepOrder,
-    TroubleError,
-    WentBackError,
+    EngineInput,
+    ProtocolEvent,
+    RolledBackError,
+    StepRequest,
+    StepResult,
+    Timeouts,
+    UnrecoverableError,
 )
 from penstock.distributed.protocol.step_transaction import Phase
 
 __all__ = [
-    "CONDUCTOR",
+    "COORDINATOR",
     "GRADIENTS",
     "WINDOW",
-    "Conductor",
+    "Coordinator",
+    "EngineExecutor",
+    "EngineInput",
     "EngineNode",
-    "EngineWork",
-    "Happened",
-    "Leases",
-    "Outcome",
-    "Part",
+    "NodeContext",
     "Phase",
-    "Runtime",
+    "ProtocolEvent",
+    "RolledBackError",
+    "ShardExecutor",
     "ShardNode",
-    "ShardWork",
-    "StepOrder",
-    "TroubleError",
-    "WentBackError",
+    "StepRequest",
+    "StepResult",
+    "Timeouts",
+    "UnrecoverableError",
     "message_validation",
 ]

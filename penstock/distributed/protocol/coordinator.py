@@ -1,4 +1,4 @@
-"""The conductor's part of the step protocol: when a step counts.
+"""The coordinator's part of the step protocol: when a step counts.
 
 A step is an attempt in an epoch: everyone has seen the view, begins, and reports; when all losses
 and all shards' gradients are in, the step is decided, and the shards are told until each has
@@ -22,36 +22,36 @@ from typing import Any
 import numpy as np
 
 from penstock.distributed.protocol import message_validation
-from penstock.distributed.protocol.epoch import Formation
-from penstock.distributed.protocol.failure_detector import Beat, FailureDetector, Motion
-from penstock.distributed.protocol.membership import Roster
-from penstock.distributed.protocol.messages import CONDUCTOR, Kind, Message, message_with
-from penstock.distributed.protocol.node_context import Runtime
+from penstock.distributed.protocol.epoch import EpochManager
+from penstock.distributed.protocol.failure_detector import FailureDetector, Heartbeat, StallTimer
+from penstock.distributed.protocol.membership import Membership
+from penstock.distributed.protocol.messages import COORDINATOR, Message, MessageType, message_with
+from penstock.distributed.protocol.node_context import NodeContext
 from penstock.distributed.protocol.recovery_policy import (
-    BeginAnew,
-    GiveUp,
-    Lose,
-    Remedies,
-    Remedy,
-    SayAgain,
-    Standing,
+    AbortStep,
+    EvictNode,
+    RecoveryAction,
+    RecoveryPolicy,
+    ResendDecision,
+    RetryStep,
+    StepStatus,
 )
 from penstock.distributed.protocol.step_request import (
-    Happened,
-    Leases,
-    Outcome,
-    StepOrder,
-    TroubleError,
-    WentBackError,
+    ProtocolEvent,
+    RolledBackError,
+    StepRequest,
+    StepResult,
+    Timeouts,
+    UnrecoverableError,
 )
-from penstock.distributed.protocol.step_transaction import Attempt, Phase
+from penstock.distributed.protocol.step_transaction import Phase, StepTransaction
 from penstock.errors import ClusterError, ProtocolError, StorageError
 
 # The attempt can be given up and made again in these.
 _OPEN = (Phase.FORMING, Phase.AGREEING, Phase.RUNNING)
 
 
-class Conductor:
+class Coordinator:
     """Drives one step at a time.
 
     Args:
@@ -68,57 +68,57 @@ class Conductor:
 
     def __init__(
         self,
-        runtime: Runtime,
+        runtime: NodeContext,
         shards: Sequence[Sequence[int]],
         engines: int,
-        leases: Leases,
-        tell: Callable[[Happened], None],
+        timeouts: Timeouts,
+        tell: Callable[[ProtocolEvent], None],
         least: int = 1,
         addresses: Mapping[int, Any] | None = None,
         others_come: Callable[[], bool] = lambda: True,
         is_there: Callable[[int, float], bool] = lambda node, silent: False,
     ) -> None:
-        self.roster = Roster(shards, engines, least)
+        self.membership = Membership(shards, engines, least)
         self.phase = Phase.IDLE
         self.counts: Counter[str] = Counter()
-        self._runtime, self._leases, self._tell = runtime, leases, tell
+        self._runtime, self._timeouts, self._tell = runtime, timeouts, tell
         self._is_there = is_there
         addresses = addresses if addresses is not None else {}
-        self._formation = Formation(self.roster, addresses, self._send)
-        self._remedies = Remedies(self.roster, leases.attempts, others_come)
-        self._attempt: Attempt | None = None  # at the step in flight
-        self._done: Callable[[Outcome], None] = lambda outcome: None
-        self._detector, self._motion = FailureDetector(), Motion()
+        self._epochs = EpochManager(self.membership, addresses, self._send)
+        self._recovery = RecoveryPolicy(self.membership, timeouts.attempts, others_come)
+        self._transaction: StepTransaction | None = None  # at the step in flight
+        self._done: Callable[[StepResult], None] = lambda outcome: None
+        self._detector, self._stall_timer = FailureDetector(), StallTimer()
 
     # What the run's process says
 
     @property
     def ready(self) -> Sequence[int]:
         """The engines that may take part, spare ones too."""
-        return self.roster.engines
+        return self.membership.engines
 
     @property
     def engines(self) -> tuple[int, ...]:
         """The engines of the present view."""
-        return self._formation.view.engines
+        return self._epochs.view.engines
 
     @property
     def epoch(self) -> int:
         """The present epoch."""
-        return self._formation.epoch
+        return self._epochs.epoch
 
     @property
     def wanted(self) -> int:
         """How many engines are to take part, from the next step on."""
-        return self.roster.wanted
+        return self.membership.wanted
 
     @wanted.setter
     def wanted(self, engines: int) -> None:
-        self.roster.wanted = engines
+        self.membership.wanted = engines
 
     def joined(self, engine: int) -> None:
         """An engine is ready; it takes part from the next step on, if it is wanted."""
-        self.roster.join(engine)
+        self.membership.join(engine)
         self._detector.watch(engine)
         self._happened("joined", f"engine {engine} is ready", engine)
         if self.phase is Phase.GATHERING:
@@ -127,40 +127,40 @@ class Conductor:
     @property
     def holders(self) -> Sequence[Sequence[int]]:
         """The nodes of every shard, the one that streams first."""
-        return self.roster.holders.shards
+        return self.membership.holders.shards
 
     @property
-    def newcomers(self) -> Sequence[int]:
+    def learners(self) -> Sequence[int]:
         """The nodes that wait for a copy of a shard."""
-        return tuple(self.roster.holders.newcomers)
+        return tuple(self.membership.holders.learners)
 
     @property
     def is_agreed(self) -> bool:
         """Whether all nodes of all shards are known to stand at one step."""
-        return self._formation.is_agreed
+        return self._epochs.is_agreed
 
     def shard_joined(self, shard: int, node: int) -> None:
         """A new node has taken the place of a shard that was lost, with what that had stored."""
-        self.roster.seat(shard, node)
+        self.membership.assign_shard(shard, node)
         self._detector.watch(node)
-        self._formation.is_agreed = False
+        self._epochs.is_agreed = False
         self._happened("shard joined", f"shard {shard} is node {node} now", node)
         if self.phase is Phase.GATHERING:
             self._form()
 
-    def newcomer(self, shard: int, node: int) -> None:
+    def learner_joined(self, shard: int, node: int) -> None:
         """A new node has come to hold a shard beside others, as soon as it has a copy of it."""
-        self.roster.come(shard, node)
+        self.membership.come(shard, node)
         self._detector.watch(node)
         self._happened("replica joined", f"shard {shard}: node {node} waits for a copy of it", node)
 
-    def whole(self, node: int) -> bool:
-        """A newcomer has been given, between two steps, all that the nodes of its shard hold.
+    def promote(self, node: int) -> bool:
+        """A learner has been given, between two steps, all that the nodes of its shard hold.
 
         Returns whether it is one of them now: it is not if it was lost, or they all were.
         """
-        holders = self.roster.holders
-        shard = holders.newcomers.get(node)
+        holders = self.membership.holders
+        shard = holders.learners.get(node)
         if shard is None or not holders.shards[shard]:
             return False
         if self.phase is not Phase.IDLE:
@@ -170,13 +170,13 @@ class Conductor:
 
     def lost(self, node: int, why: str) -> None:
         """A node is gone, or counts as gone."""
-        if node not in self.roster:
+        if node not in self.membership:
             return
         if node in self._shards:
             self._lose_holder(node, why)
             return
-        shard = self.roster.holders.newcomers.get(node)
-        self.roster.lose(node)
+        shard = self.membership.holders.learners.get(node)
+        self.membership.lose(node)
         self._detector.forget(node)
         if shard is not None:
             self._happened("replica lost", f"shard {shard}: node {node}, no copy yet: {why}", node)
@@ -185,14 +185,14 @@ class Conductor:
         if node in self.engines and self.phase in _OPEN:
             self._form()
 
-    def start(self, order: StepOrder, done: Callable[[Outcome], None]) -> None:
+    def start(self, request: StepRequest, done: Callable[[StepResult], None]) -> None:
         """Have a step made; `done` is called once, with how it ended."""
         if self.phase is not Phase.IDLE:
             raise RuntimeError(f"a step is in flight: {self.phase.value}")
-        view = self.roster.view(order.micro_batches)
-        self._attempt, self._done = Attempt(view, order, self._send), done
-        self._remedies.begin(order.step)
-        if self._formation.is_ready(view):
+        view = self.membership.view(request.micro_batches)
+        self._transaction, self._done = StepTransaction(view, request, self._send), done
+        self._recovery.begin(request.step)
+        if self._epochs.is_ready(view):
             self._begin()
         else:
             self._form()
@@ -200,13 +200,13 @@ class Conductor:
     def cancel(self) -> None:
         """Give the step in flight up, unless it is decided: then it ends by itself."""
         if self.phase in (Phase.GATHERING, *_OPEN):
-            self._formation.is_at_rest = False
-            self._end(Outcome(self._step, error=InterruptedError("the step was given up")))
+            self._epochs.is_quiescent = False
+            self._end(StepResult(self._step, error=InterruptedError("the step was given up")))
 
-    def disband(self) -> None:
+    def advance_epoch(self) -> None:
         """After a step that ended with an error: let nobody go on with it."""
         if self.phase is Phase.IDLE and self.engines:  # else nobody has begun anything
-            self._formation.disband()
+            self._epochs.advance_epoch()
 
     # What nodes say
 
@@ -219,34 +219,46 @@ class Conductor:
 
     def _take(self, message: Message) -> None:
         sender, kind = message.sender, message.kind
-        if kind is Kind.BEAT:
-            self._hear(sender, Beat.read(message))
+        if kind is MessageType.HEARTBEAT:
+            self._hear(sender, Heartbeat.read(message))
             return
         self._hear(sender)
         if message.epoch != self.epoch:
             self.counts["stale messages"] += 1
             return
-        if kind is Kind.DAMAGED:
+        if kind is MessageType.CORRUPT_FRAME:
             self._take_damaged(message)
-        elif kind is Kind.SEEN and self.phase is Phase.FORMING:
+        elif kind is MessageType.VIEW_ACK and self.phase is Phase.FORMING:
             self._take_seen(sender)
-        elif kind is Kind.HOLDS and self.phase is Phase.AGREEING and sender in self._shards:
+        elif (
+            kind is MessageType.HELD_STEPS
+            and self.phase is Phase.AGREEING
+            and sender in self._shards
+        ):
             self._take_held(message)
-        elif kind is Kind.GO_BACK and self.phase is Phase.AGREEING and sender in self._shards:
+        elif (
+            kind is MessageType.ROLLBACK and self.phase is Phase.AGREEING and sender in self._shards
+        ):
             self._take_gone_back(message)
-        elif kind is Kind.TROUBLE and message.step in (0, self._step):
+        elif kind is MessageType.FAILURE and message.step in (0, self._step):
             self._take_trouble(message)
         elif message.step != self._step:
             self.counts["stale messages"] += 1
-        elif kind is Kind.LOSSES and self.phase is Phase.RUNNING:
+        elif kind is MessageType.LOSSES and self.phase is Phase.RUNNING:
             self._take_losses(message)
-        elif kind is Kind.PREPARED and self.phase is Phase.RUNNING and sender in self._shards:
+        elif (
+            kind is MessageType.PREPARED and self.phase is Phase.RUNNING and sender in self._shards
+        ):
             self._take_prepared(message)
-        elif kind is Kind.COMMITTED and self.phase is Phase.COMMITTING and sender in self._shards:
+        elif (
+            kind is MessageType.COMMITTED
+            and self.phase is Phase.COMMITTING
+            and sender in self._shards
+        ):
             self._take_committed(message)
 
-    def _hear(self, sender: int, beat: Beat | None = None) -> None:
-        if sender in self.roster:  # a node that was lost does not count
+    def _hear(self, sender: int, beat: Heartbeat | None = None) -> None:
+        if sender in self.membership:  # a node that was lost does not count
             self._detector.hear(sender, beat)
 
     def damaged(self, text: str, ends: Collection[int] = ()) -> None:
@@ -257,97 +269,97 @@ class Conductor:
         """
         self.counts["damaged"] += 1
         if self.phase in (Phase.COMMITTING, *_OPEN):
-            self._mend(self._remedies.of_damage(self._standing, text, ends))
+            self._mend(self._recovery.of_damage(self._status, text, ends))
 
     def tick(self, now: float) -> None:
         """Look whether somebody has been silent, or nothing has moved, for too long."""
         detector = self._detector
-        self._motion.pause(detector.pass_time(now, self._leases.silence / 4))
-        for node, silent in detector.silent(self.roster.all, self._leases.silence):
+        self._stall_timer.pause(detector.pass_time(now, self._timeouts.silence / 4))
+        for node, silent in detector.silent(self.membership.all, self._timeouts.silence):
             if not self._is_there(node, silent):
                 self.lost(node, f"silent for {silent:.1f} s")
-        attempt = self._attempt
-        if attempt is None or self.phase is Phase.GATHERING:
-            self._motion.begin(now)
+        transaction = self._transaction
+        if transaction is None or self.phase is Phase.GATHERING:
+            self._stall_timer.begin(now)
             return
-        members = (*self.engines, *self._formation.view.shard_nodes)
+        members = (*self.engines, *self._epochs.view.shard_nodes)
         busy, far = detector.busy(members), tuple(detector.progress(members).values())
-        come = (self._formation.seen, *attempt.counts)
-        still = self._motion.still(now, (self.phase, self.epoch, come, far))
-        if still > self._leases.job and busy:
-            self._motion.begin(now)
+        come = (self._epochs.seen, *transaction.counts)
+        still = self._stall_timer.still(now, (self.phase, self.epoch, come, far))
+        if still > self._timeouts.job and busy:
+            self._stall_timer.begin(now)
             self._blame(busy[0], ClusterError.__name__, _took_too_long(still))
-        elif still > self._leases.stall and not busy:
-            self._motion.begin(now)
-            self._mend(self._remedies.of_standstill(self._standing))
+        elif still > self._timeouts.stall and not busy:
+            self._stall_timer.begin(now)
+            self._mend(self._recovery.of_standstill(self._status))
 
     # The epoch
 
     @property
     def _step(self) -> int:
-        return self._attempt.order.step if self._attempt is not None else 0
+        return self._transaction.request.step if self._transaction is not None else 0
 
     @property
     def _shards(self) -> tuple[int, ...]:
-        return self.roster.holders.nodes
+        return self.membership.holders.nodes
 
     def _form(self) -> None:
         """Raise the epoch and tell everybody who takes part."""
-        order = self._present.order
-        view = self.roster.view(order.micro_batches)
-        self._formation.is_at_rest = False
-        lacks = self.roster.lacks(view)
+        request = self._present.request
+        view = self.membership.view(request.micro_batches)
+        self._epochs.is_quiescent = False
+        lacks = self.membership.lacks(view)
         if lacks is not None:
             self._phase(Phase.GATHERING)
             self._happened("waiting", f"{lacks}; waiting")
             return
-        self._attempt = Attempt(view, order, self._send)
+        self._transaction = StepTransaction(view, request, self._send)
         self._phase(Phase.FORMING)
-        self._formation.form(view)
+        self._epochs.form(view)
 
     def _take_seen(self, sender: int) -> None:
-        if not self._formation.see(sender):
+        if not self._epochs.see(sender):
             return
         if self.is_agreed:
             self._begin()
             return
         self._phase(Phase.AGREEING)
-        self._formation.ask_what_is_held()
+        self._epochs.ask_what_is_held()
 
     def _take_held(self, message: Message) -> None:
         try:
-            without = self._formation.hold(message, self._step)
+            without = self._epochs.hold(message, self._step)
         except StorageError as error:
-            self._end(Outcome(self._step, error=error))
+            self._end(StepResult(self._step, error=error))
             return
         for node, why in without:
             self.lost(node, why)
 
     def _take_gone_back(self, message: Message) -> None:
         to = message_validation.integer(message, "to", 0)
-        if not self._formation.go_back(message.sender):
+        if not self._epochs.go_back(message.sender):
             return
         if to + 1 == self._step:
             self._begin()
             return
         self._happened("went back", f"all shards stand at step {to}")
-        self._end(Outcome(self._step, error=WentBackError(to)))
+        self._end(StepResult(self._step, error=RolledBackError(to)))
 
     # The attempt
 
     @property
-    def _present(self) -> Attempt:
-        assert self._attempt is not None
-        return self._attempt
+    def _present(self) -> StepTransaction:
+        assert self._transaction is not None
+        return self._transaction
 
     def _begin(self) -> None:
         # Until this step has come to its end, nobody may begin another.
-        self._formation.is_at_rest = False
+        self._epochs.is_quiescent = False
         self._phase(Phase.RUNNING)
         try:
             self._present.begin()
-        except Exception as error:  # the data's: it ends the step, not the conductor
-            self._end(Outcome(self._step, error=error))
+        except Exception as error:  # the data's: it ends the step, not the coordinator
+            self._end(StepResult(self._step, error=error))
 
     def _take_losses(self, message: Message) -> None:
         self._present.lose(message)
@@ -358,16 +370,16 @@ class Conductor:
         self._decide_if_whole()
 
     def _decide_if_whole(self) -> None:
-        attempt = self._present
-        if not attempt.is_whole:
+        transaction = self._present
+        if not transaction.is_whole:
             return
         try:
-            attempt.decide()
+            transaction.decide()
         except Exception as error:  # not committed, for a reason that the caller is told
-            self._end(Outcome(self._step, error=error))
+            self._end(StepResult(self._step, error=error))
             return
         self._phase(Phase.COMMITTING)
-        attempt.commit()
+        transaction.commit()
 
     def _take_committed(self, message: Message) -> None:
         self._present.answer(message)
@@ -375,14 +387,14 @@ class Conductor:
 
     def _end_if_committed(self) -> None:
         if not self._present.unanswered:
-            self._formation.is_at_rest = True
+            self._epochs.is_quiescent = True
             self._end(self._present.outcome)
 
     # What goes wrong
 
     def _take_damaged(self, message: Message) -> None:
         sender, peer = message.sender, message.body.get("peer")
-        if sender not in self.roster:
+        if sender not in self.membership:
             return
         ends = [sender, peer] if type(peer) is int else [sender]
         self.damaged(f"node {sender}: {str(message.body.get('text'))[:200]}", ends)
@@ -401,8 +413,8 @@ class Conductor:
             self._fail(about, kind, text)  # it has sent what makes no sense
         elif sender in self.engines:
             self._fail(sender, kind, text)
-        elif self.roster.holders.is_last(sender):
-            self._end(Outcome(self._step, error=TroubleError(sender, kind, text)))
+        elif self.membership.holders.is_last_replica(sender):
+            self._end(StepResult(self._step, error=UnrecoverableError(sender, kind, text)))
         else:
             self.lost(sender, f"it cannot go on: {text}")
 
@@ -414,25 +426,25 @@ class Conductor:
             self.lost(node, text)
 
     def _fail(self, engine: int, kind: str, text: str) -> None:
-        self._mend(self._remedies.of_failure(engine, kind, text))
+        self._mend(self._recovery.of_failure(engine, kind, text))
 
     def _lose_holder(self, node: int, why: str) -> None:
-        holders = self.roster.holders
+        holders = self.membership.holders
         shard = holders.shard_of(node)
         streamed = holders.shards[shard][0] == node
-        self.roster.lose(node)
+        self.membership.lose(node)
         self._detector.forget(node)
         left = holders.shards[shard]
         if not left:
-            self._formation.is_at_rest = False
+            self._epochs.is_quiescent = False
             self._happened("shard lost", f"shard {shard}: {why}", node)
-            self._end(Outcome(self._step, error=TroubleError(node, "StorageError", why)))
+            self._end(StepResult(self._step, error=UnrecoverableError(node, "StorageError", why)))
             return
         others = " and ".join(f"node {other}" for other in left)
         text = f"shard {shard}: node {node}: {why}; {others} goes on with it"
         self._happened("replica lost", text, node)
-        if self._attempt is not None:
-            self._attempt.leave(node)
+        if self._transaction is not None:
+            self._transaction.leave(node)
         if self.phase is Phase.COMMITTING:
             self._end_if_committed()
         elif self.phase is Phase.RUNNING and not streamed:
@@ -441,48 +453,48 @@ class Conductor:
             self._form()
 
     @property
-    def _standing(self) -> Standing:
-        return Standing(self.phase, self._formation, self._present, self._detector)
+    def _status(self) -> StepStatus:
+        return StepStatus(self.phase, self._epochs, self._present, self._detector)
 
-    def _mend(self, remedy: Remedy) -> None:
+    def _mend(self, remedy: RecoveryAction) -> None:
         match remedy:
-            case Lose(node, why):
+            case EvictNode(node, why):
                 self.lost(node, why)
-            case GiveUp(error):
-                self._end(Outcome(self._step, error=error))
-            case SayAgain():
+            case AbortStep(error):
+                self._end(StepResult(self._step, error=error))
+            case ResendDecision():
                 self._present.commit()
-            case BeginAnew(why):
+            case RetryStep(why):
                 self._happened("retry", f"{why}: the step begins anew in a new epoch")
-                self.roster.holders.turn()  # it may be that the one that streams is not reached
+                self.membership.holders.turn()  # it may be that the one that streams is not reached
                 self._form()
 
-    def _end(self, outcome: Outcome) -> None:
+    def _end(self, outcome: StepResult) -> None:
         if self.phase is Phase.IDLE:
             return
         if self.phase is Phase.COMMITTING and outcome.error is not None:
-            self._formation.is_agreed = False  # some shards may have committed
+            self._epochs.is_agreed = False  # some shards may have committed
         done, self._done = self._done, lambda outcome: None
         self._phase(Phase.IDLE)
-        self._attempt = None
+        self._transaction = None
         done(outcome)
 
     def _phase(self, phase: Phase) -> None:
         self.phase = phase
-        self._motion.begin(self._detector.now)
+        self._stall_timer.begin(self._detector.now)
 
     def _happened(self, kind: str, text: str, node: int | None = None) -> None:
         self.counts[kind] += 1
-        self._tell(Happened(kind, text, node))
+        self._tell(ProtocolEvent(kind, text, node))
 
     def _send(
         self,
         to: int,
-        kind: Kind,
+        kind: MessageType,
         body: Mapping[str, Any] | None = None,
         payload: np.ndarray | None = None,
     ) -> None:
-        said = {"epoch": self.epoch, "sender": CONDUCTOR, "step": self._step, "body": body or {}}
+        said = {"epoch": self.epoch, "sender": COORDINATOR, "step": self._step, "body": body or {}}
         self._runtime.send(to, message_with(payload, kind=kind, **said))
 
 

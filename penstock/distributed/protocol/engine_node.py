@@ -17,23 +17,23 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from penstock.collectives.tree_reduce import TreeNode, TreeSum, share
+from penstock.collectives.tree_reduce import PartialSum, TreeReduction, partition
 from penstock.distributed.protocol import message_validation
-from penstock.distributed.protocol.membership_view import View
-from penstock.distributed.protocol.messages import Kind, Message, sent_on, unpack_arrays
-from penstock.distributed.protocol.node_base import NodeFrame
-from penstock.distributed.protocol.node_context import Runtime
+from penstock.distributed.protocol.membership_view import MembershipView
+from penstock.distributed.protocol.messages import Message, MessageType, sent_on, unpack_arrays
+from penstock.distributed.protocol.node_base import ProtocolNode
+from penstock.distributed.protocol.node_context import NodeContext
 from penstock.distributed.protocol.transfer_schedule import (
     GRADIENT_WIDTH,
-    Operation,
-    Piece,
-    Transfers,
+    Chunk,
+    TransferOperation,
+    TransferSchedule,
 )
 from penstock.distributed.protocol.tree_topology import Summing, children, parent, root, summing
 from penstock.errors import ProtocolError
 
 
-class EngineWork(Protocol):
+class EngineExecutor(Protocol):
     """What an engine does between the messages. `place` is called by the node's own thread, the
     others by the runtime's worker; never while a job of an earlier step is still being done."""
 
@@ -41,11 +41,11 @@ class EngineWork(Protocol):
         """Begin a step with these rows; forget the one before."""
         ...
 
-    def place(self, operation: Operation, piece: Piece, payload: np.ndarray | None) -> None:
+    def place(self, operation: TransferOperation, piece: Chunk, payload: np.ndarray | None) -> None:
         """Put a chunk of weights where the operation will find it."""
         ...
 
-    def compute(self, operation: Operation) -> Sequence[TreeNode]:
+    def compute(self, operation: TransferOperation) -> Sequence[PartialSum]:
         """Compute an operation whose weights are placed; return its gradients' sums.
 
         Their tensors are the node's from then on: it adds to them, and sends them.
@@ -61,13 +61,13 @@ class EngineWork(Protocol):
 class _Sum:
     """A chunk of gradients that this engine adds up, and over how many micro-batches still."""
 
-    tree: TreeSum
+    tree: TreeReduction
     missing: int
     seen: set[tuple[int, int]] = field(default_factory=set)
 
 
 @dataclass
-class _Place:
+class _TreePosition:
     """What a view means for one engine: whom it hands weights to, and what it adds."""
 
     number: int
@@ -76,7 +76,7 @@ class _Place:
     summing: Summing
 
     @classmethod
-    def of(cls, view: View, engine: int) -> _Place:
+    def of(cls, view: MembershipView, engine: int) -> _TreePosition:
         """Return the place of an engine by its number."""
         place, engines, shards = view.engines.index(engine), view.engines, len(view.shards)
         below, above = {}, []
@@ -91,7 +91,7 @@ class _Place:
 
 
 @dataclass
-class _Step:
+class _EngineStep:
     """What an engine knows of the step in flight."""
 
     number: int
@@ -100,7 +100,7 @@ class _Step:
     sums_end: int = 0
     is_ready: bool = False  # whether the engine has taken its rows
     arrived: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
-    waiting: list[tuple[Operation, Piece, np.ndarray | None]] = field(default_factory=list)
+    waiting: list[tuple[TransferOperation, Chunk, np.ndarray | None]] = field(default_factory=list)
     computed: int = 0
     is_busy: bool = False
     released: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -125,7 +125,7 @@ def _bytes_of(tensor: torch.Tensor | None) -> tuple[np.ndarray | None, int]:
     return tensor.contiguous().numpy().view(np.uint8), tensor.nbytes
 
 
-class EngineNode(NodeFrame[_Step]):
+class EngineNode(ProtocolNode[_EngineStep]):
     """One engine among others.
 
     Args:
@@ -136,17 +136,17 @@ class EngineNode(NodeFrame[_Step]):
     """
 
     def __init__(
-        self, number: int, runtime: Runtime, transfers: Transfers, work: EngineWork
+        self, number: int, runtime: NodeContext, transfers: TransferSchedule, work: EngineExecutor
     ) -> None:
-        super().__init__(number, runtime, _Step)
+        super().__init__(number, runtime, _EngineStep)
         self._transfers, self._work = transfers, work
-        self._place = _Place(0, {}, (), Summing(None, 0, 0, None))
+        self._place = _TreePosition(0, {}, (), Summing(None, 0, 0, None))
 
-    def _takes_part(self, view: View) -> bool:
+    def _takes_part(self, view: MembershipView) -> bool:
         return self.number in view.engines
 
-    def _enter(self, view: View) -> None:
-        self._place = _Place.of(view, self.number)
+    def _enter(self, view: MembershipView) -> None:
+        self._place = _TreePosition.of(view, self.number)
 
     def _take(self, message: Message) -> None:
         if message.step < self._step.number:
@@ -154,14 +154,14 @@ class EngineNode(NodeFrame[_Step]):
             return
         if message.step > self._step.number:
             # The step before is over everywhere, or nobody would have begun this one.
-            self._step = _Step(message.step)
-        if message.kind is Kind.BEGIN:
+            self._step = _EngineStep(message.step)
+        if message.kind is MessageType.BEGIN:
             self._begin(message)
-        elif message.kind is Kind.WEIGHTS:
+        elif message.kind is MessageType.WEIGHTS:
             self._take_weights(message)
-        elif message.kind is Kind.GRADIENT:
+        elif message.kind is MessageType.GRADIENT:
             self._take_gradient(message)
-        elif message.kind is Kind.RELEASED:
+        elif message.kind is MessageType.WEIGHT_CREDIT:
             self._take_release(message)
         else:
             self.refused += 1
@@ -178,7 +178,7 @@ class EngineNode(NodeFrame[_Step]):
         step.total = total
         place = self._place.summing
         if place.adds:
-            shares = share(total, len(view.engines))
+            shares = partition(total, len(view.engines))
             step.sums_begin, step.sums_end = shares[place.begin].start, shares[place.end - 1].stop
 
         def begin() -> None:
@@ -212,7 +212,7 @@ class EngineNode(NodeFrame[_Step]):
             return
         try:
             self._work.place(operation, piece, message.payload)
-        except Exception as error:  # the work's: the conductor decides what becomes of the step
+        except Exception as error:  # the work's: the coordinator decides what becomes of the step
             self._report(self.epoch, step.number, error)
             return
         self._compute_next()
@@ -227,11 +227,11 @@ class EngineNode(NodeFrame[_Step]):
             return
         step.is_busy = True
 
-        def compute() -> tuple[Sequence[TreeNode], Sequence[float] | None]:
+        def compute() -> tuple[Sequence[PartialSum], Sequence[float] | None]:
             nodes = self._work.compute(operation)
             return nodes, self._work.losses() if operation.sweep == "turn" else None
 
-        def done(made: tuple[Sequence[TreeNode], Sequence[float] | None]) -> None:
+        def done(made: tuple[Sequence[PartialSum], Sequence[float] | None]) -> None:
             nodes, losses = made
             step.is_busy = False
             step.computed += 1
@@ -239,7 +239,7 @@ class EngineNode(NodeFrame[_Step]):
             for shard in range(self._transfers.shards):
                 self._release(shard, self.number, step.computed)
             if losses is not None:
-                self._say(Kind.LOSSES, {"losses": [loss.hex() for loss in losses]})
+                self._say(MessageType.LOSSES, {"losses": [loss.hex() for loss in losses]})
             for node in nodes:
                 self._send_own(operation, node)
             self._compute_next()
@@ -265,12 +265,14 @@ class EngineNode(NodeFrame[_Step]):
         if least <= step.announced.get(shard, 0):
             return
         step.announced[shard] = least
-        message = Message(Kind.RELEASED, self.epoch, self.number, step.number, least, shard)
+        message = Message(
+            MessageType.WEIGHT_CREDIT, self.epoch, self.number, step.number, least, shard
+        )
         self._runtime.send(self._place.above[shard], message)
 
     # Gradients go
 
-    def _send_own(self, operation: Operation, node: TreeNode) -> None:
+    def _send_own(self, operation: TransferOperation, node: PartialSum) -> None:
         for number, piece in enumerate(operation.gradients):
             tensor = node.tensors[piece.tensor]
             part = None if tensor is None else tensor.view(-1)[piece.begin : piece.end].float()
@@ -278,7 +280,7 @@ class EngineNode(NodeFrame[_Step]):
                 self._place.summing.own_target,
                 operation.number,
                 number,
-                TreeNode(node.level, node.index, (part,)),
+                PartialSum(node.level, node.index, (part,)),
             )
 
     def _take_gradient(self, message: Message) -> None:
@@ -293,7 +295,7 @@ class EngineNode(NodeFrame[_Step]):
                 message, f"names level {message.level} of a tree over {step.total}"
             )
         first = message.index << message.level
-        node = TreeNode(message.level, message.index, (None,))
+        node = PartialSum(message.level, message.index, (None,))
         last = first + node.leaves(step.total)
         if not step.sums_begin <= first < last <= step.sums_end:
             raise message_validation.refuse(
@@ -302,16 +304,16 @@ class EngineNode(NodeFrame[_Step]):
                 f"{step.sums_begin} to {step.sums_end}",
             )
         if message.size:
-            node = TreeNode(message.level, message.index, (_tensor_of(message),))
+            node = PartialSum(message.level, message.index, (_tensor_of(message),))
         self._add(message.op, message.chunk, node)
 
-    def _add(self, op: int, chunk: int, node: TreeNode) -> None:
+    def _add(self, op: int, chunk: int, node: PartialSum) -> None:
         step = self._step
         assert step.total is not None
         total = step.sums.get((op, chunk))
         if total is None:
             missing = step.sums_end - step.sums_begin
-            total = step.sums[op, chunk] = _Sum(TreeSum(step.total), missing)
+            total = step.sums[op, chunk] = _Sum(TreeReduction(step.total), missing)
         if (node.level, node.index) in total.seen:
             return  # nothing counts twice
         total.seen.add((node.level, node.index))
@@ -326,11 +328,11 @@ class EngineNode(NodeFrame[_Step]):
         if total.missing:
             return
         nodes = total.tree.nodes()
-        total.tree = TreeSum(step.total)  # what is sent needs no memory here
+        total.tree = TreeReduction(step.total)  # what is sent needs no memory here
         for whole in nodes:
             self._send_sum(self._place.summing.target, op, chunk, whole)
 
-    def _send_sum(self, target: int | None, op: int, chunk: int, node: TreeNode) -> None:
+    def _send_sum(self, target: int | None, op: int, chunk: int, node: PartialSum) -> None:
         view = self._view
         assert view is not None
         if target == self._place.number:
@@ -343,7 +345,7 @@ class EngineNode(NodeFrame[_Step]):
             to = (view.engines[target],)
         payload, size = _bytes_of(node.tensors[0])
         message = Message(
-            Kind.GRADIENT,
+            MessageType.GRADIENT,
             self.epoch,
             self.number,
             self._step.number,

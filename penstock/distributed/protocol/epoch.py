@@ -11,40 +11,40 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from penstock.distributed.protocol import message_validation
-from penstock.distributed.protocol.membership import Roster
-from penstock.distributed.protocol.membership_view import View
-from penstock.distributed.protocol.messages import Kind, Message
+from penstock.distributed.protocol.membership import Membership
+from penstock.distributed.protocol.membership_view import MembershipView
+from penstock.distributed.protocol.messages import Message, MessageType
 from penstock.errors import StorageError
 
 
-class Formation:
+class EpochManager:
     """The present epoch, and who has answered to it.
 
     Args:
-        roster: who there is.
+        membership: the nodes of the run.
         addresses: where nodes listen, by number; those of a view's nodes are sent with it.
         send: sends a node a kind of message with a body, in the present epoch.
     """
 
     def __init__(
         self,
-        roster: Roster,
+        membership: Membership,
         addresses: Mapping[int, Any],
-        send: Callable[[int, Kind, Mapping[str, Any]], None],
+        send: Callable[[int, MessageType, Mapping[str, Any]], None],
     ) -> None:
-        self._roster, self._addresses, self._send = roster, addresses, send
+        self._membership, self._addresses, self._send = membership, addresses, send
         self.epoch = 0
-        self.view = View(roster.holders.shards, ())
-        self.is_at_rest = False  # whether the view's members have seen it, and none is in a step
+        self.view = MembershipView(membership.holders.shards, ())
+        self.is_quiescent = False  # whether the view's members have seen it, and none is in a step
         self.is_agreed = False  # whether all shards are known to stand at one step
-        self.agreement = Agreement(())
+        self.agreement = RollbackPoint(())
         self._seen: set[int] = set()
 
-    def is_ready(self, view: View) -> bool:
+    def is_ready(self, view: MembershipView) -> bool:
         """Tell whether those of a view may begin a step at once, in the present epoch."""
-        return self.is_at_rest and self.is_agreed and self.view == view
+        return self.is_quiescent and self.is_agreed and self.view == view
 
-    def form(self, view: View) -> None:
+    def form(self, view: MembershipView) -> None:
         """Raise the epoch and tell everybody who takes part; spare ones forget what they held."""
         self.view = view
         self._seen.clear()
@@ -52,21 +52,21 @@ class Formation:
         listening = {str(n): self._addresses[n] for n in nodes if n in self._addresses}
         self._raise_epoch({**view.as_body(), "addresses": listening})
 
-    def disband(self) -> None:
+    def advance_epoch(self) -> None:
         """Raise the epoch without a step, so that nobody goes on with the last one."""
         self._raise_epoch(self.view.as_body())
 
     def _raise_epoch(self, body: Mapping[str, Any]) -> None:
         self.epoch += 1
-        self.is_at_rest = False
-        for node in self._roster.here:
-            self._send(node, Kind.VIEW, body)
+        self.is_quiescent = False
+        for node in self._membership.here:
+            self._send(node, MessageType.VIEW, body)
 
     def see(self, node: int) -> bool:
         """Take note that a node has seen the view; return whether all have."""
         self._seen.add(node)
-        self.is_at_rest = not self.unseen
-        return self.is_at_rest
+        self.is_quiescent = not self.unseen
+        return self.is_quiescent
 
     @property
     def unseen(self) -> list[int]:
@@ -81,9 +81,9 @@ class Formation:
 
     def ask_what_is_held(self) -> None:
         """Ask all nodes of shards which steps they hold."""
-        self.agreement = Agreement(self._roster.holders.shards)
-        for node in self._roster.holders.nodes:
-            self._send(node, Kind.HOLDS, {})
+        self.agreement = RollbackPoint(self._membership.holders.shards)
+        for node in self._membership.holders.nodes:
+            self._send(node, MessageType.HELD_STEPS, {})
 
     def hold(self, message: Message, before: int) -> list[tuple[int, str]]:
         """Take which steps a node of a shard holds; once all have said so, have them go back.
@@ -106,8 +106,8 @@ class Formation:
         to = self.agreement.newest(before)
         without = self.agreement.without(to)
         if not without:
-            for node in self._roster.holders.nodes:
-                self._send(node, Kind.GO_BACK, {"to": to})
+            for node in self._membership.holders.nodes:
+                self._send(node, MessageType.ROLLBACK, {"to": to})
         return [(node, f"it does not hold step {to}, to which all go back") for node in without]
 
     def go_back(self, node: int) -> bool:
@@ -116,7 +116,7 @@ class Formation:
         return self.is_agreed
 
 
-class Agreement:
+class RollbackPoint:
     """What shards have said of the steps that they hold.
 
     Args:

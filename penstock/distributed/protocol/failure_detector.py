@@ -11,14 +11,14 @@ from penstock.distributed.protocol.messages import Message
 
 
 @dataclass(frozen=True)
-class Beat:
+class Heartbeat:
     """What a node said when it last said that it is there."""
 
     progress: int = 0
     is_busy: bool = False
 
     @classmethod
-    def read(cls, message: Message) -> Beat:
+    def read(cls, message: Message) -> Heartbeat:
         """Return what a `BEAT` says.
 
         **Raises:** `ProtocolError` if it makes no sense.
@@ -34,7 +34,7 @@ class FailureDetector:
     def __init__(self) -> None:
         self.now = 0.0
         self._heard: dict[int, float] = {}
-        self._beats: dict[int, Beat] = {}
+        self._beats: dict[int, Heartbeat] = {}
 
     def watch(self, node: int) -> None:
         """Begin to count the silence of a node that has joined."""
@@ -45,7 +45,7 @@ class FailureDetector:
         self._heard.pop(node, None)
         self._beats.pop(node, None)
 
-    def hear(self, node: int, beat: Beat | None = None) -> None:
+    def hear(self, node: int, beat: Heartbeat | None = None) -> None:
         """Record that a node has sent something, and its heartbeat if it was one."""
         self._heard[node] = self.now
         if beat is not None:
@@ -58,11 +58,11 @@ class FailureDetector:
 
     def progress(self, nodes: Iterable[int]) -> dict[int, int]:
         """Return each node's progress in this epoch, as its last heartbeat says."""
-        return {node: self._beats.get(node, Beat()).progress for node in nodes}
+        return {node: self._beats.get(node, Heartbeat()).progress for node in nodes}
 
     def busy(self, nodes: Iterable[int]) -> list[int]:
         """Return the nodes whose last heartbeat says that they have work."""
-        return [node for node in nodes if self._beats.get(node, Beat()).is_busy]
+        return [node for node in nodes if self._beats.get(node, Heartbeat()).is_busy]
 
     def pass_time(self, now: float, most: float) -> float:
         """Advance the clock; return the time in which this process cannot have heard anybody.
@@ -77,7 +77,7 @@ class FailureDetector:
         return unheard
 
 
-class Motion:
+class StallTimer:
     """Compares what is seen of a step at one time and the next."""
 
     def __init__(self) -> None:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from penstock.distributed.protocol.membership_view import View
+from penstock.distributed.protocol.membership_view import MembershipView
 
 
-class Roster:
+class Membership:
     """The nodes of a run by their numbers.
 
     Args:
@@ -25,7 +25,7 @@ class Roster:
     def __init__(self, shards: Sequence[Sequence[int]], engines: int, least: int) -> None:
         self.wanted = engines
         self.least = least
-        self.holders = Holders(shards)
+        self.holders = ReplicaSets(shards)
         self._ready: dict[int, None] = {}  # engines that may take part, in the order they came
 
     @property
@@ -52,16 +52,16 @@ class Roster:
     @property
     def all(self) -> tuple[int, ...]:
         """Those that may take part, and those that wait for a copy of a shard."""
-        return (*self.here, *self.holders.newcomers)
+        return (*self.here, *self.holders.learners)
 
     def __contains__(self, node: int) -> bool:
-        return node in self.here or node in self.holders.newcomers
+        return node in self.here or node in self.holders.learners
 
-    def view(self, micro_batches: int) -> View:
+    def view(self, micro_batches: int) -> MembershipView:
         """Return who would take part in a step of so many micro-batches."""
-        return View(self.holders.shards, self.engines[: min(self.wanted, micro_batches)])
+        return MembershipView(self.holders.shards, self.engines[: min(self.wanted, micro_batches)])
 
-    def lacks(self, view: View) -> str | None:
+    def lacks(self, view: MembershipView) -> str | None:
         """Say what a step of a view would lack; None if it can be made."""
         if self.holders.lost:
             return f"{self.holders.lost} of {len(view.shards)} shards are lost"
@@ -75,13 +75,13 @@ class Roster:
         """Take an engine among those that may take part."""
         self._ready[engine] = None
 
-    def seat(self, shard: int, node: int) -> None:
+    def assign_shard(self, shard: int, node: int) -> None:
         """Give the place of a shard that was lost to a new node."""
         self.holders.add(shard, node)
 
     def come(self, shard: int, node: int) -> None:
-        """Take a newcomer that is to hold a shard beside others."""
-        self.holders.newcomers[node] = shard
+        """Take a learner that is to hold a shard beside others."""
+        self.holders.learners[node] = shard
 
     def lose(self, node: int) -> None:
         """Take note that a node is gone."""
@@ -89,7 +89,7 @@ class Roster:
         self.holders.remove(node)
 
 
-class Holders:
+class ReplicaSets:
     """The nodes of every shard, the one that streams first.
 
     Args:
@@ -98,7 +98,7 @@ class Holders:
 
     def __init__(self, shards: Sequence[Sequence[int]]) -> None:
         self._shards = [list(nodes) for nodes in shards]
-        self.newcomers: dict[int, int] = {}  # the shards of which they are to be nodes
+        self.learners: dict[int, int] = {}  # the shards of which they are to be nodes
 
     @property
     def shards(self) -> tuple[tuple[int, ...], ...]:
@@ -119,18 +119,18 @@ class Holders:
         """Return the shard that a node holds."""
         return next(shard for shard, nodes in enumerate(self._shards) if node in nodes)
 
-    def is_last(self, node: int) -> bool:
+    def is_last_replica(self, node: int) -> bool:
         """Tell whether a node holds what nobody else does."""
         return [node] in self._shards
 
     def add(self, shard: int, node: int) -> None:
         """Let a node hold a shard beside those that do."""
-        self.newcomers.pop(node, None)
+        self.learners.pop(node, None)
         self._shards[shard].append(node)
 
     def remove(self, node: int) -> None:
         """Take a node out, whether it holds a shard or was to."""
-        self.newcomers.pop(node, None)
+        self.learners.pop(node, None)
         for nodes in self._shards:
             if node in nodes:
                 nodes.remove(node)

@@ -11,7 +11,7 @@ from penstock.errors import ProtocolError
 
 
 @dataclass(frozen=True)
-class View:
+class MembershipView:
     """The nodes of every shard, and the engines of an epoch, by their numbers.
 
     The order of shards and engines is their place. All nodes of a shard hold the same and do the
@@ -31,7 +31,7 @@ class View:
         return {"shards": [list(nodes) for nodes in self.shards], "engines": list(self.engines)}
 
     @classmethod
-    def read(cls, body: Mapping[str, Any]) -> View:
+    def read(cls, body: Mapping[str, Any]) -> MembershipView:
         """Return the view that a body says.
 
         **Raises:** `ProtocolError` if it says none.

@@ -13,9 +13,9 @@ from typing import Any
 from penstock.distributed.protocol.messages import Message
 from penstock.distributed.protocol.transfer_schedule import (
     GRADIENT_WIDTH,
-    Operation,
-    Piece,
-    Transfers,
+    Chunk,
+    TransferOperation,
+    TransferSchedule,
 )
 from penstock.errors import ProtocolError
 
@@ -28,7 +28,7 @@ def refuse(message: Message, what: str) -> ProtocolError:
     )
 
 
-def weights_of(transfers: Transfers, message: Message) -> tuple[Operation, Piece]:
+def weights_of(transfers: TransferSchedule, message: Message) -> tuple[TransferOperation, Chunk]:
     """Return the operation and the piece of a chunk of weights."""
     operation = _operation(transfers, message)
     if message.chunk >= len(operation.weights):
@@ -38,7 +38,7 @@ def weights_of(transfers: Transfers, message: Message) -> tuple[Operation, Piece
     return operation, piece
 
 
-def gradient_of(transfers: Transfers, message: Message) -> tuple[Operation, Piece]:
+def gradient_of(transfers: TransferSchedule, message: Message) -> tuple[TransferOperation, Chunk]:
     """Return the operation and the piece of a chunk of gradients."""
     operation = _operation(transfers, message)
     if message.chunk >= len(operation.gradients):
@@ -76,7 +76,7 @@ def hexadecimals(message: Message, key: str, count: int) -> list[float]:
         raise refuse(message, f"has other than numbers as {key!r}") from None
 
 
-def _operation(transfers: Transfers, message: Message) -> Operation:
+def _operation(transfers: TransferSchedule, message: Message) -> TransferOperation:
     if message.op >= len(transfers.operations):
         raise refuse(message, f"names operation {message.op} of {len(transfers.operations)}")
     return transfers.operations[message.op]

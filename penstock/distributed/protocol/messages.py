@@ -31,38 +31,42 @@ _WHOLE_TYPES = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64",
 _ARRAY_TYPES = ("bool", *_WHOLE_TYPES, "float16", "float32", "float64")
 
 
-class Kind(enum.IntEnum):
+class MessageType(enum.IntEnum):
     """What a message is. Of the data: weights go out, gradients come back, room is given back."""
 
-    VIEW = 1  # conductor: who takes part from this epoch on
-    SEEN = 2  # to the conductor: the epoch's view has come
-    BEGIN = 3  # conductor: a step begins; an engine's rows are with it
+    VIEW = 1  # coordinator: who takes part from this epoch on
+    VIEW_ACK = 2  # to the coordinator: the epoch's view has come
+    BEGIN = 3  # coordinator: a step begins; an engine's rows are with it
     WEIGHTS = 4  # shard to engine, engine to engine
-    RELEASED = 5  # engine to engine, engine to shard: so many operations need no weights any more
+    WEIGHT_CREDIT = (
+        5  # engine to engine, engine to shard: so many operations need no weights any more
+    )
     GRADIENT = 6  # engine to engine, engine to shard: a node of the sum
-    LOSSES = 7  # engine to conductor
-    PREPARED = 8  # shard to conductor: all gradients are here
-    COMMIT = 9  # conductor to shards: the step is decided
-    COMMITTED = 10  # shard to conductor
-    TROUBLE = 11  # to the conductor: what went wrong
-    BEAT = 12  # to the conductor: still here, and how far
-    DAMAGED = 13  # to the conductor: a frame has come whose checksum is wrong
-    HOLDS = 14  # conductor to shard: which steps do you hold? And the answer
-    GO_BACK = 15  # conductor to shard: go back to a step that all hold. And the answer
+    LOSSES = 7  # engine to coordinator
+    PREPARED = 8  # shard to coordinator: all gradients are here
+    COMMIT = 9  # coordinator to shards: the step is decided
+    COMMITTED = 10  # shard to coordinator
+    FAILURE = 11  # to the coordinator: what went wrong
+    HEARTBEAT = 12  # to the coordinator: still here, and how far
+    CORRUPT_FRAME = 13  # to the coordinator: a frame has come whose checksum is wrong
+    HELD_STEPS = 14  # coordinator to shard: which steps do you hold? And the answer
+    ROLLBACK = 15  # coordinator to shard: go back to a step that all hold. And the answer
     # Between processes, beside the step:
     HELLO = 16  # which node is at this end of a link
-    JOIN = 17  # to the conductor's process: a process that would take part
-    WELCOME = 18  # what it is to be, and of which run
+    JOIN = 17  # to the coordinator's process: a process that would take part
+    ASSIGN = 18  # what it is to be, and of which run
     READY = 19  # it is
-    ORDER = 20  # from a command: change the run (`penstock scale`)
-    ANSWER = 21  # to a command
-    CALL = 22  # from the run's process: have a shard's store do something
-    RETURN = 23  # what came of it
-    COPY = 24  # shard to shard, which hold the same: give me this portion of what you hold
-    PORTION = 25  # here it is
+    ADMIN_REQUEST = 20  # from a command: change the run (`penstock scale`)
+    ADMIN_REPLY = 21  # to a command
+    RPC_REQUEST = 22  # from the run's process: have a shard's store do something
+    RPC_REPLY = 23  # what came of it
+    SNAPSHOT_REQUEST = (
+        24  # shard to shard, which hold the same: give me this portion of what you hold
+    )
+    SNAPSHOT_CHUNK = 25  # here it is
     # Between the two ends of a link:
-    RING = 100  # here is memory that you may see too
-    ROOM = 101  # these slots of yours may be used again; none: it is not seen here
+    SHM_OFFER = 100  # here is memory that you may see too
+    BUFFER_CREDIT = 101  # these slots of yours may be used again; none: it is not seen here
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +78,7 @@ class Message:
     operation; `level` and `index` are the place of a gradient in the tree over micro-batches.
     """
 
-    kind: Kind
+    kind: MessageType
     epoch: int
     sender: int
     step: int = 0
@@ -186,7 +190,7 @@ def unpack(header: bytes, body: bytes, payload: np.ndarray | None) -> Message:
         )
     try:
         said = json.loads(body) if body else {}
-        known = Kind(kind)
+        known = MessageType(kind)
     except (ValueError, RecursionError) as error:
         raise CorruptionError(f"a frame from node {sender} makes no sense: {error}") from None
     if not isinstance(said, dict):
@@ -264,4 +268,4 @@ def _array_entry(entry: Any) -> tuple[str, str, str, list[int]]:
     return name, kind, sent, shape
 
 
-CONDUCTOR = 0
+COORDINATOR = 0

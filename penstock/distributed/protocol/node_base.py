@@ -10,22 +10,22 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, Protocol, TypeVar
 
-from penstock.distributed.protocol.membership_view import View
-from penstock.distributed.protocol.messages import CONDUCTOR, Kind, Message
-from penstock.distributed.protocol.node_context import Runtime
+from penstock.distributed.protocol.membership_view import MembershipView
+from penstock.distributed.protocol.messages import COORDINATOR, Message, MessageType
+from penstock.distributed.protocol.node_context import NodeContext
 from penstock.errors import ProtocolError
 
 
-class InFlight(Protocol):
+class StepState(Protocol):
     """What a node knows of the step in flight; its number is 0 before the epoch's first."""
 
     number: int
 
 
-Step = TypeVar("Step", bound=InFlight)
+Step = TypeVar("Step", bound=StepState)
 
 
-class NodeFrame(ABC, Generic[Step]):
+class ProtocolNode(ABC, Generic[Step]):
     """One engine or shard among the nodes of a run.
 
     Args:
@@ -34,7 +34,7 @@ class NodeFrame(ABC, Generic[Step]):
         step: makes what is known of a step, given its number.
     """
 
-    def __init__(self, number: int, runtime: Runtime, step: Callable[[int], Step]) -> None:
+    def __init__(self, number: int, runtime: NodeContext, step: Callable[[int], Step]) -> None:
         self.number = number
         self.epoch = 0
         self.refused = 0  # messages of another epoch or step
@@ -42,7 +42,7 @@ class NodeFrame(ABC, Generic[Step]):
         self.failure: Exception | None = None  # what its own work ran into last
         self._runtime, self._new_step = runtime, step
         self._step = step(0)
-        self._view: View | None = None  # of the epoch; None if this node takes no part
+        self._view: MembershipView | None = None  # of the epoch; None if this node takes no part
         self._jobs = 0
 
     @property
@@ -51,9 +51,9 @@ class NodeFrame(ABC, Generic[Step]):
         return self._jobs > 0
 
     def handle(self, message: Message) -> None:
-        """Take a message; one that makes no sense is reported to the conductor."""
+        """Take a message; one that makes no sense is reported to the coordinator."""
         try:
-            if message.kind is Kind.VIEW:
+            if message.kind is MessageType.VIEW:
                 self._take_view(message)
             elif self._view is None or message.epoch != self.epoch:
                 self.refused += 1
@@ -67,15 +67,15 @@ class NodeFrame(ABC, Generic[Step]):
         """Take a message of this epoch, in which the node takes part."""
 
     @abstractmethod
-    def _takes_part(self, view: View) -> bool:
+    def _takes_part(self, view: MembershipView) -> bool:
         """Tell whether a view names this node."""
 
-    def _enter(self, view: View) -> None:
+    def _enter(self, view: MembershipView) -> None:
         """Begin an epoch in which the node takes part."""
 
     def _take_view(self, message: Message) -> None:
         if message.epoch > self.epoch:
-            view = View.read(message.body)
+            view = MembershipView.read(message.body)
             self.epoch = message.epoch
             self.progress = 0
             self._step = self._new_step(0)
@@ -83,12 +83,12 @@ class NodeFrame(ABC, Generic[Step]):
             if self._view is not None:
                 self._enter(view)
         if message.epoch == self.epoch:
-            self._say(Kind.SEEN)
+            self._say(MessageType.VIEW_ACK)
 
-    def _say(self, kind: Kind, body: Mapping[str, Any] | None = None) -> None:
-        """Say something of the step in flight to the conductor."""
+    def _say(self, kind: MessageType, body: Mapping[str, Any] | None = None) -> None:
+        """Say something of the step in flight to the coordinator."""
         message = Message(kind, self.epoch, self.number, self._step.number, body=body or {})
-        self._runtime.send(CONDUCTOR, message)
+        self._runtime.send(COORDINATOR, message)
 
     def _report(self, epoch: int, step: int, error: Exception, sender: int | None = None) -> None:
         """Say what went wrong, in the node's own work or with what a sender has sent."""
@@ -97,7 +97,9 @@ class NodeFrame(ABC, Generic[Step]):
             self.failure = error
         else:
             body["about"] = sender
-        self._runtime.send(CONDUCTOR, Message(Kind.TROUBLE, epoch, self.number, step, body=body))
+        self._runtime.send(
+            COORDINATOR, Message(MessageType.FAILURE, epoch, self.number, step, body=body)
+        )
 
     def _run(self, step: Step, job: Callable[[], Any], then: Callable[[Any], None]) -> None:
         """Have a job done; what comes of it counts for its own step only."""

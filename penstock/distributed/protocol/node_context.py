@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from penstock.distributed.protocol.messages import Message
 
 
-class Runtime(Protocol):
+class NodeContext(Protocol):
     """Carries a node's messages and does its work. A node is only ever called from one thread."""
 
     def send(self, to: int, message: Message) -> None:
@@ -26,7 +26,7 @@ class Runtime(Protocol):
         ...
 
 
-class Carrier(Protocol):
+class NodeHost(Protocol):
     """What carries the messages and does the work of several nodes."""
 
     def send(self, sender: int, to: int, message: Message) -> None:
@@ -45,10 +45,10 @@ class Carrier(Protocol):
 
 
 @dataclass(frozen=True)
-class RuntimeOf:
+class BoundContext:
     """A carrier as one of its nodes sees it."""
 
-    carrier: Carrier
+    carrier: NodeHost
     number: int
 
     def send(self, to: int, message: Message) -> None:

@@ -18,7 +18,7 @@ _FAILURES = 3  # of different engines at one step, with whatever errors
 _OF_THE_MODEL = NonFiniteError.__name__
 
 
-class Patience:
+class RetryBudget:
     """Counts what went wrong with one step.
 
     Args:
@@ -72,7 +72,7 @@ class Patience:
         self._damaged.clear()
         return worst
 
-    def begins_anew(self, why: str, last: str) -> None:
+    def count_retry(self, why: str, last: str) -> None:
         """Take note that the step begins anew.
 
         Args:

@@ -17,18 +17,18 @@ from typing import Any, Protocol
 import numpy as np
 
 from penstock.distributed.protocol import message_validation
-from penstock.distributed.protocol.membership_view import View
-from penstock.distributed.protocol.messages import Kind, Message
-from penstock.distributed.protocol.node_base import NodeFrame
-from penstock.distributed.protocol.node_context import Runtime
-from penstock.distributed.protocol.transfer_schedule import Operation, Transfers
+from penstock.distributed.protocol.membership_view import MembershipView
+from penstock.distributed.protocol.messages import Message, MessageType
+from penstock.distributed.protocol.node_base import ProtocolNode
+from penstock.distributed.protocol.node_context import NodeContext
+from penstock.distributed.protocol.transfer_schedule import TransferOperation, TransferSchedule
 from penstock.distributed.protocol.tree_topology import root
 
 WINDOW = 2  # operations on their way; what a store on flash hands out is good for as many
 GRADIENTS = 4  # operations whose gradients are made or on their way: two computing, two going up
 
 
-class ShardWork(Protocol):
+class ShardExecutor(Protocol):
     """What a shard does between the messages; called by the runtime's worker, one at a time."""
 
     def held_steps(self) -> Sequence[int]:
@@ -50,7 +50,7 @@ class ShardWork(Protocol):
         """Make whatever is still awaited of the step before: no fetch will ask for it."""
         ...
 
-    def fetch(self, operation: Operation) -> Sequence[np.ndarray | None]:
+    def fetch(self, operation: TransferOperation) -> Sequence[np.ndarray | None]:
         """Return, for every chunk of this shard's in the operation, its bytes.
 
         The memory stays as it is until so many more operations are fetched as there are on their
@@ -58,12 +58,14 @@ class ShardWork(Protocol):
         """
         ...
 
-    def receive(self, operation: Operation, gradients: Mapping[int, np.ndarray | None]) -> None:
+    def receive(
+        self, operation: TransferOperation, gradients: Mapping[int, np.ndarray | None]
+    ) -> None:
         """Take this shard's gradients of an operation: by chunk, float32; None for no gradient."""
         ...
 
     def prepare(self) -> Mapping[str, Any]:
-        """Say what the conductor must know of the gradients, as JSON."""
+        """Say what the coordinator must know of the gradients, as JSON."""
         ...
 
     def commit(self, step: int, decision: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -72,7 +74,7 @@ class ShardWork(Protocol):
 
 
 @dataclass
-class _Step:
+class _ShardStep:
     """What a shard knows of the step in flight; its number is 0 before the epoch's first."""
 
     number: int
@@ -88,7 +90,7 @@ class _Step:
     answer: Mapping[str, Any] | None = None  # to the commit
 
 
-class ShardNode(NodeFrame[_Step]):
+class ShardNode(ProtocolNode[_ShardStep]):
     """One shard of the store among others.
 
     Args:
@@ -105,13 +107,13 @@ class ShardNode(NodeFrame[_Step]):
         self,
         number: int,
         shard: int,
-        runtime: Runtime,
-        transfers: Transfers,
-        work: ShardWork,
+        runtime: NodeContext,
+        transfers: TransferSchedule,
+        work: ShardExecutor,
         window: int = WINDOW,
         gradients: int = GRADIENTS,
     ) -> None:
-        super().__init__(number, runtime, _Step)
+        super().__init__(number, runtime, _ShardStep)
         self._shard, self._transfers, self._work = shard, transfers, work
         self._window, self._most_gradients = window, gradients
         operations = transfers.operations
@@ -119,28 +121,28 @@ class ShardNode(NodeFrame[_Step]):
         wanted = [(op, op.gradients_of(shard)) for op in operations]
         self._wanted = [(op, numbers) for op, numbers in wanted if numbers]
         self._streams = False  # whether it is this node of the shard that does
-        self._asked: set[Kind] = set()  # what the conductor has asked in this epoch
+        self._asked: set[MessageType] = set()  # what the coordinator has asked in this epoch
         self.sent_bytes = 0  # of weights, since the node was made
 
-    def _takes_part(self, view: View) -> bool:
+    def _takes_part(self, view: MembershipView) -> bool:
         return self._shard < len(view.shards) and self.number in view.shards[self._shard]
 
-    def _enter(self, view: View) -> None:
+    def _enter(self, view: MembershipView) -> None:
         self._asked.clear()
         self._streams = view.shards[self._shard][0] == self.number
 
     def _take(self, message: Message) -> None:
-        if message.kind is Kind.BEGIN:
+        if message.kind is MessageType.BEGIN:
             self._begin(message)
-        elif message.kind in (Kind.HOLDS, Kind.GO_BACK):
+        elif message.kind in (MessageType.HELD_STEPS, MessageType.ROLLBACK):
             self._take_question(message)
         elif message.step != self._step.number:
             self.refused += 1
-        elif message.kind is Kind.COMMIT:
+        elif message.kind is MessageType.COMMIT:
             self._commit(message)
-        elif message.kind is Kind.RELEASED:
+        elif message.kind is MessageType.WEIGHT_CREDIT:
             self._take_release(message)
-        elif message.kind is Kind.GRADIENT:
+        elif message.kind is MessageType.GRADIENT:
             self._take_gradient(message)
         else:
             self.refused += 1
@@ -152,7 +154,7 @@ class ShardNode(NodeFrame[_Step]):
             return
         self._asked.add(message.kind)
         step, kind = self._step, message.kind
-        if kind is Kind.HOLDS:
+        if kind is MessageType.HELD_STEPS:
             self._run(
                 step,
                 self._work.held_steps,
@@ -165,7 +167,7 @@ class ShardNode(NodeFrame[_Step]):
     def _begin(self, message: Message) -> None:
         if message.step <= self._step.number:
             return
-        step = self._step = _Step(message.step)
+        step = self._step = _ShardStep(message.step)
 
         def ready(_: object) -> None:
             step.begun = True
@@ -202,14 +204,16 @@ class ShardNode(NodeFrame[_Step]):
 
         self._run(step, lambda: self._work.fetch(operation), fetched)
 
-    def _send_weights(self, operation: Operation, parts: Sequence[np.ndarray | None]) -> None:
+    def _send_weights(
+        self, operation: TransferOperation, parts: Sequence[np.ndarray | None]
+    ) -> None:
         view = self._view
         assert view is not None
         engines, shards = view.engines, len(view.shards)
         for chunk, part in zip(self._sends[operation.number], parts, strict=True):
             size = operation.weights[chunk].size
             message = Message(
-                Kind.WEIGHTS,
+                MessageType.WEIGHTS,
                 self.epoch,
                 self.number,
                 self._step.number,
@@ -265,10 +269,10 @@ class ShardNode(NodeFrame[_Step]):
         if step.is_prepared:
             return
         step.is_prepared = True
-        self._run(step, self._work.prepare, lambda body: self._say(Kind.PREPARED, body))
+        self._run(step, self._work.prepare, lambda body: self._say(MessageType.PREPARED, body))
 
     def _receiving(
-        self, operation: Operation, came: Mapping[int, np.ndarray | None]
+        self, operation: TransferOperation, came: Mapping[int, np.ndarray | None]
     ) -> Callable[[], None]:
         return lambda: self._work.receive(operation, came)
 
@@ -279,7 +283,7 @@ class ShardNode(NodeFrame[_Step]):
                 message, "is too early: this shard has not all gradients"
             )
         if step.answer is not None:
-            self._say(Kind.COMMITTED, step.answer)
+            self._say(MessageType.COMMITTED, step.answer)
             return
         if step.commit_began:
             return  # the answer is on its way
@@ -288,6 +292,6 @@ class ShardNode(NodeFrame[_Step]):
 
         def committed(answer: Mapping[str, Any]) -> None:
             step.answer = answer
-            self._say(Kind.COMMITTED, answer)
+            self._say(MessageType.COMMITTED, answer)
 
         self._run(step, lambda: self._work.commit(step.number, decision), committed)

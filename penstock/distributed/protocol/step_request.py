@@ -1,4 +1,4 @@
-"""What the conductor is given to do, and what it says of it: steps, outcomes, events."""
+"""What the coordinator is given to do, and what it says of it: steps, outcomes, events."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from penstock.distributed.protocol.messages import Message
 
 
 @dataclass(frozen=True)
-class Part:
+class EngineInput:
     """What one engine begins a step with: which micro-batches (`BEGIN`'s body), and their rows."""
 
     body: Mapping[str, Any]
     rows: Mapping[str, np.ndarray]
 
 
-class StepOrder(Protocol):
-    """What the conductor needs to know of a step that it is to have made."""
+class StepRequest(Protocol):
+    """What the coordinator needs to know of a step that it is to have made."""
 
     step: int
     micro_batches: int
 
-    def parts(self, engines: int) -> Sequence[Part]:
+    def parts(self, engines: int) -> Sequence[EngineInput]:
         """Return, for so many engines, what each begins with."""
         ...
 
@@ -47,7 +47,7 @@ class StepOrder(Protocol):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StepResult:
     """How a step ended: with the decision and the shards' answers, or with an error."""
 
     step: int
@@ -58,7 +58,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Leases:
+class Timeouts:
     """Seconds: `silence` without a word is a loss; `stall` in which nobody gets on is a retry.
 
     While somebody computes, nobody need get on for as long as `job`, the longest that one job of a
@@ -73,7 +73,7 @@ class Leases:
 
 
 @dataclass(frozen=True)
-class Happened:
+class ProtocolEvent:
     """Something that people should know of: what kind of thing, and a line about it."""
 
     kind: str
@@ -81,7 +81,7 @@ class Happened:
     node: int | None = None
 
 
-class TroubleError(Exception):
+class UnrecoverableError(Exception):
     """A node could not do its work, for a reason that trying again would not mend."""
 
     def __init__(self, node: int, kind: str, text: str) -> None:
@@ -89,7 +89,7 @@ class TroubleError(Exception):
         self.node, self.kind = node, kind
 
 
-class WentBackError(Exception):
+class RolledBackError(Exception):
     """All shards stand at `step`, which is not the one before the step that was to be made.
 
     Nothing is wrong: the run goes on with the step after it.

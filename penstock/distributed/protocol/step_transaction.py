@@ -11,11 +11,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from penstock.collectives.tree_reduce import share
+from penstock.collectives.tree_reduce import partition
 from penstock.distributed.protocol import message_validation
-from penstock.distributed.protocol.membership_view import View
-from penstock.distributed.protocol.messages import Kind, Message, pack_arrays
-from penstock.distributed.protocol.step_request import Outcome, StepOrder
+from penstock.distributed.protocol.membership_view import MembershipView
+from penstock.distributed.protocol.messages import Message, MessageType, pack_arrays
+from penstock.distributed.protocol.step_request import StepRequest, StepResult
 from penstock.errors import CorruptionError
 
 
@@ -25,13 +25,13 @@ class Send(Protocol):
     def __call__(
         self,
         to: int,
-        kind: Kind,
+        kind: MessageType,
         body: Mapping[str, Any] | None = None,
         payload: np.ndarray | None = None,
     ) -> None: ...
 
 
-class Attempt:
+class StepTransaction:
     """One attempt.
 
     Args:
@@ -40,8 +40,8 @@ class Attempt:
         send: sends to a node.
     """
 
-    def __init__(self, view: View, order: StepOrder, send: Send) -> None:
-        self.order = order
+    def __init__(self, view: MembershipView, request: StepRequest, send: Send) -> None:
+        self.request = request
         self._view, self._send = view, send
         self._losses: dict[int, list[float]] = {}
         self._prepared: dict[int, Any] = {}
@@ -58,29 +58,29 @@ class Attempt:
         engines = self._view.engines
         parts = [
             (engine, part.body, *pack_arrays(part.rows))
-            for engine, part in zip(engines, self.order.parts(len(engines)), strict=True)
+            for engine, part in zip(engines, self.request.parts(len(engines)), strict=True)
         ]
         for node in self._nodes:
-            self._send(node, Kind.BEGIN)
+            self._send(node, MessageType.BEGIN)
         for engine, body, described, payload in parts:
-            self._send(engine, Kind.BEGIN, {**body, "rows": described}, payload)
+            self._send(engine, MessageType.BEGIN, {**body, "rows": described}, payload)
 
     def decide(self) -> None:
         """Decide by what has come how the step is committed.
 
         **Raises:** whatever forbids it; nothing is committed then.
         """
-        self._decision = self.order.decide(self.losses, self.reports)
+        self._decision = self.request.decide(self.losses, self.reports)
 
     def commit(self) -> None:
         """Say the decision to all nodes of shards that have not answered to it."""
         for node in self.unanswered:
-            self._send(node, Kind.COMMIT, self._decision)
+            self._send(node, MessageType.COMMIT, self._decision)
 
     @property
-    def outcome(self) -> Outcome:
+    def outcome(self) -> StepResult:
         """How the step has ended, once all have committed."""
-        return Outcome(self.order.step, self.losses, self._decision, self.answers)
+        return StepResult(self.request.step, self.losses, self._decision, self.answers)
 
     def leave(self, node: int) -> None:
         """Do without a node of a shard that has others, which do the same."""
@@ -94,7 +94,9 @@ class Attempt:
         """
         engines = self._view.engines
         if message.sender in engines:
-            part = share(self.order.micro_batches, len(engines))[engines.index(message.sender)]
+            part = partition(self.request.micro_batches, len(engines))[
+                engines.index(message.sender)
+            ]
             self._losses[message.sender] = message_validation.hexadecimals(
                 message, "losses", len(part)
             )
@@ -104,14 +106,14 @@ class Attempt:
 
         **Raises:** `ProtocolError` if it makes no sense.
         """
-        self._prepared[message.sender] = self.order.report(message)
+        self._prepared[message.sender] = self.request.report(message)
 
     def answer(self, message: Message) -> None:
         """Take the answer of a node of a shard to the commit.
 
         **Raises:** `ProtocolError` if it makes no sense.
         """
-        self._answers[message.sender] = self.order.answer(message)
+        self._answers[message.sender] = self.request.answer(message)
 
     @property
     def is_whole(self) -> bool:
@@ -149,11 +151,11 @@ class Attempt:
         """
         for shard, (first, *others) in enumerate(self._shards):
             for other in others:
-                what = self.order.difference(self._prepared[first], self._prepared[other])
+                what = self.request.difference(self._prepared[first], self._prepared[other])
                 if what is not None:
                     raise CorruptionError(
                         f"shard {shard}: node {first} and its replica, node {other}, should hold "
-                        f"the same and do not say the same of {what}; step {self.order.step} was "
+                        f"the same and do not say the same of {what}; step {self.request.step} was "
                         "not committed: the memory or the processor of one of their hosts is "
                         "faulty. Test them, and give the same command again; the run goes on from "
                         "the last step that is safe"

@@ -19,7 +19,7 @@ Sweep = Literal["forward", "turn", "backward"]
 
 
 @dataclass(frozen=True)
-class Piece:
+class Chunk:
     """Elements `begin` to `end` of a flat tensor, as one shard holds them.
 
     `tensor` is the tensor's place in its operation; `width` the bytes of an element.
@@ -38,14 +38,14 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Operation:
+class TransferOperation:
     """One stage in one sweep: the chunks of its weights, and those of its gradients."""
 
     number: int
     stage: int
     sweep: Sweep
-    weights: tuple[Piece, ...]
-    gradients: tuple[Piece, ...]
+    weights: tuple[Chunk, ...]
+    gradients: tuple[Chunk, ...]
 
     def of_shard(self, shard: int) -> list[int]:
         """Return the numbers of the weights' chunks that a shard sends."""
@@ -57,10 +57,10 @@ class Operation:
 
 
 @dataclass(frozen=True)
-class Transfers:
+class TransferSchedule:
     """The operations of a step in their order, between so many shards and any engines."""
 
-    operations: tuple[Operation, ...]
+    operations: tuple[TransferOperation, ...]
     shards: int
 
     @property
@@ -74,14 +74,14 @@ class Transfers:
         return sum(piece.size for op in self.operations for piece in op.gradients)
 
 
-def chunks(pieces: Sequence[Piece], chunk_bytes: int = CHUNK_BYTES) -> tuple[Piece, ...]:
+def chunks(pieces: Sequence[Chunk], chunk_bytes: int = CHUNK_BYTES) -> tuple[Chunk, ...]:
     """Cut pieces into chunks of at most so many bytes."""
-    result: list[Piece] = []
+    result: list[Chunk] = []
     for piece in pieces:
         step = max(1, chunk_bytes // piece.width)
         bounds = [*range(piece.begin, piece.end, step), piece.end]
         result.extend(
-            Piece(piece.shard, piece.tensor, begin, end, piece.width)
+            Chunk(piece.shard, piece.tensor, begin, end, piece.width)
             for begin, end in itertools.pairwise(bounds)
         )
     return tuple(result)

@@ -2,7 +2,7 @@
 
 Here is the side of the run's process, which has it done and sees whether it was. What is copied
 goes straight from the one to the other (`state_transfer.py`). All comes from one node, which stands
-at one step the whole time, so that nothing is mixed; and the newcomer counts only when the
+at one step the whole time, so that nothing is mixed; and the learner counts only when the
 checksums of all that both hold are equal.
 """
 
@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from penstock.distributed.rpc.rpc import (
-    Asked,
-    BadAnswerError,
-    Calls,
-    Said,
+    InvalidResponseError,
+    PendingCall,
+    RpcClient,
+    RpcMessage,
     ShardLostError,
     error_class,
 )
@@ -26,7 +26,7 @@ from penstock.io import failpoints
 _Kind = TypeVar("_Kind", int, str)
 
 
-class NotTakenError(ClusterError):
+class ReplicaRejectedError(ClusterError):
     """The process that was to be given a copy could not take it."""
 
 
@@ -35,7 +35,7 @@ class BrokenCopyError(ClusterError):
 
 
 def copy_shard(
-    calls: Calls, source: int, listens: Address, target: int, meanwhile: Callable[[], None]
+    calls: RpcClient, source: int, listens: Address, target: int, meanwhile: Callable[[], None]
 ) -> int:
     """Give node `target` all that node `source` holds, while it stands still.
 
@@ -48,26 +48,26 @@ def copy_shard(
 
     Raises:
         ShardLostError: either was lost.
-        NotTakenError: `target` cannot hold it.
+        ReplicaRejectedError: `target` cannot hold it.
         BrokenCopyError: the connection broke, or what came is not what was sent.
-        BadAnswerError: `source` says what makes no sense.
+        InvalidResponseError: `source` says what makes no sense.
         PenstockError: `source` cannot say what it holds.
     """
     _watched(calls, calls.begin(source, "flush", {}, {}), meanwhile)
     status = calls.ask(source, "status", {}, {}).body
-    step = _said(status, "step", int, source, BadAnswerError)
+    step = _said(status, "step", int, source, InvalidResponseError)
     where = {"source": source, "listens": list(listens), "step": step}
     asked = calls.begin(target, "take_copy", where, {})
     failpoints.point("copy.begun")
     said = _watched(calls, asked, meanwhile).body
     if "failed" in said:
         raise _failure(said, source, target)
-    copied = _said(said, "copied", int, target, NotTakenError)
+    copied = _said(said, "copied", int, target, ReplicaRejectedError)
     ours, theirs = (calls.begin(node, "checksum", {}, {}) for node in (source, target))
     said = _watched(calls, ours, meanwhile).body
-    wanted = _said(said, "checksum", str, source, BadAnswerError)
+    wanted = _said(said, "checksum", str, source, InvalidResponseError)
     said = _given(calls, theirs, meanwhile).body
-    found = _said(said, "checksum", str, target, NotTakenError)
+    found = _said(said, "checksum", str, target, ReplicaRejectedError)
     if wanted != found:
         raise BrokenCopyError(
             f"what node {target} was given has checksum {found}, what node {source} holds "
@@ -93,7 +93,7 @@ def _said(
     return value
 
 
-def _watched(calls: Calls, asked: Asked, meanwhile: Callable[[], None]) -> Said:
+def _watched(calls: RpcClient, asked: PendingCall, meanwhile: Callable[[], None]) -> RpcMessage:
     """Wait for an answer; have a copy given up that nobody waits for any more."""
     try:
         return asked.answer(meanwhile)
@@ -103,14 +103,14 @@ def _watched(calls: Calls, asked: Asked, meanwhile: Callable[[], None]) -> Said:
         raise
 
 
-def _given(calls: Calls, asked: Asked, meanwhile: Callable[[], None]) -> Said:
+def _given(calls: RpcClient, asked: PendingCall, meanwhile: Callable[[], None]) -> RpcMessage:
     """Wait for an answer of the one that is given a copy."""
     try:
         return _watched(calls, asked, meanwhile)
     except ShardLostError:
         raise
     except PenstockError as error:
-        raise NotTakenError(str(error)) from error
+        raise ReplicaRejectedError(str(error)) from error
 
 
 def _failure(said: Mapping[str, Any], source: int, target: int) -> PenstockError:
@@ -119,5 +119,5 @@ def _failure(said: Mapping[str, Any], source: int, target: int) -> PenstockError
     if side == "source":
         return error_class(str(said.get("kind")))(f"node {source}: {text}")
     if side == "target":
-        return NotTakenError(text)
+        return ReplicaRejectedError(text)
     return BrokenCopyError(f"from node {source} to node {target}: {text}")

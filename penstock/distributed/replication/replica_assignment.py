@@ -1,7 +1,7 @@
 """The places of a run's shards that are processes of their own: who has each, and who comes next.
 
 A shard has as many places as there are to be replicas of it. All who have one hold the same. Who
-comes while others hold the shard is a newcomer until it has been given a copy; who comes when all
+comes while others hold the shard is a learner until it has been given a copy; who comes when all
 are lost takes the place of the one that was lost last, since what that had stored is the newest. A
 node that was lost is not a node again: whoever takes its place is another one.
 """
@@ -11,10 +11,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection
 
-from penstock.distributed.control_messages import Place
+from penstock.distributed.control_messages import ReplicaSlot
 
 
-class ShardPlaces:
+class ReplicaAssignment:
     """Written in the endpoint's thread, waited for in the trainer's.
 
     Args:
@@ -23,10 +23,12 @@ class ShardPlaces:
     """
 
     def __init__(self, shards: int, replicas: int = 1) -> None:
-        self._vacant = {Place(s, r) for s in range(shards) for r in range(replicas)}
-        self._holders: list[dict[int, Place]] = [{} for _ in range(shards)]
-        self._newcomers: dict[int, Place] = {}
-        self._newest: dict[int, Place] = {}  # of shards that nobody holds, the place lost last
+        self._vacant = {ReplicaSlot(s, r) for s in range(shards) for r in range(replicas)}
+        self._holders: list[dict[int, ReplicaSlot]] = [{} for _ in range(shards)]
+        self._learners: dict[int, ReplicaSlot] = {}
+        self._newest: dict[
+            int, ReplicaSlot
+        ] = {}  # of shards that nobody holds, the place lost last
         self._left: set[int] = set()  # the nodes that have held a shard, and were lost
         self._changed = threading.Condition()
         self.have_come = not shards  # whether all were there at once
@@ -38,12 +40,12 @@ class ShardPlaces:
         return not self.have_come or not all(self._holders)
 
     @property
-    def newcomers(self) -> list[tuple[int, int]]:
+    def learners(self) -> list[tuple[int, int]]:
         """Shard and node of those who wait for a copy."""
         with self._changed:
-            return [(place.shard, node) for node, place in self._newcomers.items()]
+            return [(place.shard, node) for node, place in self._learners.items()]
 
-    def free(self, taken: Collection[Place | None]) -> list[Place]:
+    def free(self, taken: Collection[ReplicaSlot | None]) -> list[ReplicaSlot]:
         """Return the vacant places that nobody is about to take, every shard's first place first.
 
         Of a shard that is lost only the place of the node that was lost last.
@@ -55,7 +57,7 @@ class ShardPlaces:
         """Tell whether any node holds a shard."""
         return bool(self._holders[shard])
 
-    def take(self, place: Place, node: int) -> None:
+    def take(self, place: ReplicaSlot, node: int) -> None:
         """Give a place to a node that holds what is to be held there."""
         with self._changed:
             self._holders[place.shard][node] = place
@@ -64,20 +66,20 @@ class ShardPlaces:
             self.have_come = self.have_come or not self._vacant
             self._changed.notify_all()
 
-    def wait_for_copy(self, place: Place, node: int) -> None:
-        """Give a place to a newcomer."""
+    def wait_for_copy(self, place: ReplicaSlot, node: int) -> None:
+        """Give a place to a learner."""
         with self._changed:
-            self._newcomers[node] = place
+            self._learners[node] = place
             self._vacant.discard(place)
 
-    def become_whole(self, node: int) -> None:
-        """Let a newcomer that has its copy be one of those who hold the shard."""
-        self.take(self._newcomers.pop(node), node)
+    def promote(self, node: int) -> None:
+        """Let a learner that has its copy be one of those who hold the shard."""
+        self.take(self._learners.pop(node), node)
 
     def lose(self, node: int) -> None:
         """Make the place of a node vacant."""
         with self._changed:
-            place = self._newcomers.pop(node, None)
+            place = self._learners.pop(node, None)
             for shard, holders in enumerate(self._holders):
                 if node in holders:
                     place = holders.pop(node)
@@ -88,12 +90,12 @@ class ShardPlaces:
                 self._vacant.add(place)
 
     def give_up(self, node: int) -> None:
-        """Let nobody take a newcomer's place again."""
+        """Let nobody take a learner's place again."""
         with self._changed:
-            if self._newcomers.pop(node, None) is not None:
+            if self._learners.pop(node, None) is not None:
                 self.given_up += 1
 
-    def comes_back(self, node: int) -> bool:
+    def is_replaced(self, node: int) -> bool:
         """Tell whether the shard that a node held, and was the last to hold, is held again."""
         with self._changed:
             return node in self._left

@@ -13,33 +13,37 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from penstock.config import Config, size_above
-from penstock.distributed.control_messages import Place, Role
-from penstock.distributed.protocol import Conductor
+from penstock.distributed.control_messages import ReplicaSlot, Role
+from penstock.distributed.protocol import Coordinator
 from penstock.distributed.rendezvous_file import NAME
-from penstock.distributed.replication.rebuild import BrokenCopyError, NotTakenError, copy_shard
-from penstock.distributed.replication.replica_assignment import ShardPlaces
-from penstock.distributed.rpc.rpc import BadAnswerError, Calls, ShardLostError
-from penstock.distributed.rpc.store_client import RemoteShard
+from penstock.distributed.replication.rebuild import (
+    BrokenCopyError,
+    ReplicaRejectedError,
+    copy_shard,
+)
+from penstock.distributed.replication.replica_assignment import ReplicaAssignment
+from penstock.distributed.rpc.rpc import InvalidResponseError, RpcClient, ShardLostError
+from penstock.distributed.rpc.store_client import StoreClient
 from penstock.distributed.transport import Address
 from penstock.errors import PenstockError, StorageError
 from penstock.store import Holding
 from penstock.store.flash import DurableStore
 
 _LOOK = 0.05  # seconds between two looks at what has happened
-_TRIES = 3  # to give a newcomer a copy, if what breaks is neither of the two nodes
+_TRIES = 3  # to give a learner a copy, if what breaks is neither of the two nodes
 _AGAIN = "give the same command again, the run goes on from the last step that is safe"
 
 
 @dataclass(frozen=True)
-class House:
-    """What the shards need of the hall in which they are.
+class ManagerHooks:
+    """What the shards need of the cluster manager in which they are.
 
     `say` tells of what has happened, by its kind; `fail` ends the run; `look` tells what has
     happened, in the trainer's thread, and raises what ends the run; `do` has something done in the
     endpoint's thread; `address` says where a node listens, None once it is lost.
     """
 
-    conductor: Conductor
+    coordinator: Coordinator
     say: Callable[[str, str, int | None], None]
     fail: Callable[[PenstockError], None]
     look: Callable[[], None]
@@ -48,7 +52,7 @@ class House:
     address: Callable[[int], Address | None]
 
 
-class ShardsApart:
+class ReplicaManager:
     """The shards of one run.
 
     Args:
@@ -58,19 +62,19 @@ class ShardsApart:
     """
 
     def __init__(
-        self, config: Config, parts: Sequence[Holding], calls: Calls, house: House
+        self, config: Config, parts: Sequence[Holding], calls: RpcClient, house: ManagerHooks
     ) -> None:
         self._config, self._parts, self._calls, self._house = config, parts, calls, house
-        self.places = ShardPlaces(len(parts), config.store.replicas)
+        self.places = ReplicaAssignment(len(parts), config.store.replicas)
 
     # In the trainer's thread
 
-    def remote(self) -> list[RemoteShard]:
+    def remote(self) -> list[StoreClient]:
         """Return the shards, once all have come."""
         while not self.places.wait(_LOOK):
             self._house.look()
         return [
-            RemoteShard(
+            StoreClient(
                 part,
                 self._calls,
                 nodes=functools.partial(self.places.nodes, shard),
@@ -82,9 +86,9 @@ class ShardsApart:
             for shard, part in enumerate(self._parts)
         ]
 
-    def _cut_off(self, node: int, error: BadAnswerError) -> None:
+    def _cut_off(self, node: int, error: InvalidResponseError) -> None:
         """Take a node its place, and its link, that has answered what makes no sense."""
-        self._house.do(lambda: self._house.conductor.lost(node, str(error)))
+        self._house.do(lambda: self._house.coordinator.lost(node, str(error)))
 
     def _await_holder(self, shard: int) -> None:
         """Wait until somebody holds a shard. Raises `StorageError` if a stop is asked for."""
@@ -94,35 +98,35 @@ class ShardsApart:
                 raise StorageError(f"stopped while a shard of the store was lost; {_AGAIN}")
             self.places.wait_for_holder(shard, _LOOK)
 
-    def copy_to_newcomers(self, on_flash: DurableStore | None) -> None:
-        """Give newcomers, between two steps, what is held by those beside whom they have come.
+    def copy_to_learners(self, on_flash: DurableStore | None) -> None:
+        """Give learners, between two steps, what is held by those beside whom they have come.
 
         Args:
             on_flash: the whole store, if it is on flash. The step that is copied is made durable
-                first: a newcomer holds none before it, to which all could go back.
+                first: a learner holds none before it, to which all could go back.
 
         Raises:
             InterruptedError: a stop was asked for.
         """
-        newcomers = self.places.newcomers
-        if not newcomers or not self._house.conductor.is_agreed:
+        learners = self.places.learners
+        if not learners or not self._house.coordinator.is_agreed:
             return
         try:
             if on_flash is not None:
                 on_flash.make_durable()
         except ShardLostError:
             return  # this comes first
-        for shard, node in newcomers:
+        for shard, node in learners:
             if not (nodes := self.places.nodes(shard)):
                 continue
             try:
                 self._copy(shard, nodes[0], node)
             except ShardLostError:
                 continue  # who is left, or comes next, is tried before the next step
-            except NotTakenError as error:
+            except ReplicaRejectedError as error:
                 self._refuse(shard, node, str(error))
                 continue
-            except BadAnswerError as error:
+            except InvalidResponseError as error:
                 self._cut_off(nodes[0], error)
                 continue
             self._house.do(functools.partial(self._admit, node))
@@ -130,7 +134,8 @@ class ShardsApart:
     def _copy(self, shard: int, source: int, target: int) -> None:
         """Give a node what another holds of a shard.
 
-        **Raises:** what `copy_shard` raises; `NotTakenError` if it has broken again and again.
+        **Raises:** what `copy_shard` raises; `ReplicaRejectedError` if it has broken again and
+        again.
         """
         began = time.monotonic()
         for tries in range(1, _TRIES + 1):
@@ -140,7 +145,7 @@ class ShardsApart:
             except BrokenCopyError as error:
                 if tries == _TRIES:
                     text = f"{tries} copies in a row broke, the last one: {error}"
-                    raise NotTakenError(text) from error
+                    raise ReplicaRejectedError(text) from error
                 text = f"shard {shard}: a copy broke, another one is begun: {error}"
                 self._house.say("replica copied again", text, target)
         self._house.say(
@@ -176,17 +181,17 @@ class ShardsApart:
             self.places.give_up(node)
             text = f"shard {shard} goes on without a replica, node {node} cannot be one: {why}"
             house.say("replica refused", text, node)
-            house.conductor.lost(node, why)
+            house.coordinator.lost(node, why)
 
         house.do(refuse)
 
     # In the endpoint's thread
 
     def _admit(self, node: int) -> None:
-        if self._house.conductor.whole(node):
-            self.places.become_whole(node)
+        if self._house.coordinator.promote(node):
+            self.places.promote(node)
 
-    def lost(self, place: Place, number: int) -> None:
+    def lost(self, place: ReplicaSlot, number: int) -> None:
         """Make room for another; end the run if nobody else has what was lost."""
         house, shard, why = self._house, place.shard, f"shard {place.shard} of the store was lost"
         had_come = self.places.have_come
@@ -216,9 +221,9 @@ class ShardsApart:
         role: Role | None,
         asked: int | None,
         host: str,
-        here: Iterable[tuple[Place, str]],
+        here: Iterable[tuple[ReplicaSlot, str]],
         others_come: bool,
-    ) -> Place | None:
+    ) -> ReplicaSlot | None:
         """Return the place that a process gets which joins, None if it gets none.
 
         Two processes of one host hold the same shard only where nobody else is to come.

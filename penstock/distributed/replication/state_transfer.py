@@ -1,6 +1,6 @@
 """The two ends of a copy that goes straight from one node of a shard to another.
 
-The newcomer asks for one portion after the other of what the node holds beside which it has come,
+The learner asks for one portion after the other of what the node holds beside which it has come,
 a few ahead of what it has written: so that neither has more of them in memory, whatever is slower.
 That a portion is whole is seen to by the link. Nothing here waits: what is read and written are
 jobs of the two nodes' workers, so that whoever gives up a copy is heard at once.
@@ -17,9 +17,9 @@ import numpy as np
 
 from penstock.distributed.control_messages import address_of
 from penstock.distributed.protocol import message_validation
-from penstock.distributed.protocol.messages import Kind, Message, message_with
-from penstock.distributed.protocol.node_context import Runtime
-from penstock.distributed.rpc.rpc import Said
+from penstock.distributed.protocol.messages import Message, MessageType, message_with
+from penstock.distributed.protocol.node_context import NodeContext
+from penstock.distributed.rpc.rpc import RpcMessage
 from penstock.distributed.transport import Address
 from penstock.errors import ClusterError
 from penstock.store import Portions, Store
@@ -29,14 +29,14 @@ WINDOW = 4  # portions that are asked for and not written yet
 SILENCE = 60.0  # seconds in which a portion that was asked for must come
 
 
-class Place(Protocol):
+class HeldStore(Protocol):
     """Where a node's store is."""
 
     @property
     def store(self) -> Store: ...
 
 
-class Network(Protocol):
+class PeerDirectory(Protocol):
     """What a node learns others' addresses by, and says its own."""
 
     @property
@@ -45,16 +45,18 @@ class Network(Protocol):
     def reach(self, number: int, address: Address) -> None: ...
 
 
-class Giver:
+class SnapshotSender:
     """Gives another node what this one holds, portion by portion."""
 
-    def __init__(self, number: int, place: Place, runtime: Runtime, network: Network) -> None:
+    def __init__(
+        self, number: int, place: HeldStore, runtime: NodeContext, network: PeerDirectory
+    ) -> None:
         self._number, self._place, self._runtime = number, place, runtime
         self._network = network
         self._portions: Portions | None = None
 
     def take(self, message: Message) -> None:
-        """Answer to a `COPY`, behind what this node's worker is at.
+        """Answer to a `SNAPSHOT_REQUEST`, behind what this node's worker is at.
 
         **Raises:** `ProtocolError` if it makes no sense.
         """
@@ -64,7 +66,9 @@ class Giver:
 
         def answer(data: np.ndarray | None, step: int = 0, **said: Any) -> None:
             numbers = {"epoch": 0, "step": step, "op": wanted, "index": message.index}
-            portion = message_with(data, kind=Kind.PORTION, sender=self._number, **numbers, **said)
+            portion = message_with(
+                data, kind=MessageType.SNAPSHOT_CHUNK, sender=self._number, **numbers, **said
+            )
             self._runtime.send(to, portion)
 
         def read() -> tuple[np.ndarray, int]:
@@ -100,7 +104,7 @@ class _Copy:
     written: int = 0
 
 
-class Taker:
+class SnapshotReceiver:
     """Has another node give this one all that it holds, and writes it.
 
     Args:
@@ -111,10 +115,10 @@ class Taker:
     def __init__(
         self,
         number: int,
-        place: Place,
-        runtime: Runtime,
-        network: Network,
-        answer: Callable[[int, Said], None],
+        place: HeldStore,
+        runtime: NodeContext,
+        network: PeerDirectory,
+        answer: Callable[[int, RpcMessage], None],
     ) -> None:
         self._number, self._place, self._runtime = number, place, runtime
         self._network, self._answer = network, answer
@@ -161,18 +165,23 @@ class Taker:
         if copy.written == copy.count:
             self._copy = None
             assert copy.portions is not None
-            self._answer(copy.call, Said({"copied": sum(copy.portions.sizes)}))
+            self._answer(copy.call, RpcMessage({"copied": sum(copy.portions.sizes)}))
             return
         while copy.asked < min(copy.count, copy.written + WINDOW):
             body = {} if copy.asked else {"listens": list(self._network.address)}
             request = Message(
-                Kind.COPY, 0, self._number, op=copy.asked, index=copy.number, body=body
+                MessageType.SNAPSHOT_REQUEST,
+                0,
+                self._number,
+                op=copy.asked,
+                index=copy.number,
+                body=body,
             )
             self._runtime.send(copy.source, request)
             copy.asked += 1
 
     def take(self, message: Message) -> None:
-        """Take a `PORTION`; one of a copy that was given up is let go.
+        """Take a `SNAPSHOT_CHUNK`; one of a copy that was given up is let go.
 
         **Raises:** `ProtocolError` if it is not the one that comes next.
         """
@@ -227,4 +236,4 @@ class Taker:
             return
         self._copy = None
         said = {"failed": side, "kind": kind or type(error).__name__, "text": str(error)}
-        self._answer(copy.call, Said(said))
+        self._answer(copy.call, RpcMessage(said))

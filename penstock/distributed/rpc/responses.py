@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from penstock.distributed.rpc.commit_codec import commit_of, report_of
-from penstock.distributed.rpc.rpc import BadAnswerError, Said
+from penstock.distributed.rpc.rpc import InvalidResponseError, RpcMessage
 from penstock.errors import ProtocolError
 from penstock.program import WeightSpec
 from penstock.store import Commit, FlashTraffic, GradientReport, Holding, Traffic
@@ -32,16 +32,16 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Answer:
+class Response:
     """What a node has answered to a call of a method."""
 
     node: int
     method: str
-    said: Said
+    said: RpcMessage
 
-    def refuse(self, what: str) -> BadAnswerError:
+    def refuse(self, what: str) -> InvalidResponseError:
         """Return the error of an answer that cannot be."""
-        return BadAnswerError(
+        return InvalidResponseError(
             f"node {self.node} answered to {self.method!r} with what {what}; do all nodes run the "
             "same version of Penstock with the same configuration?"
         )
@@ -76,7 +76,7 @@ class Opened:
     is_new: bool
 
     @classmethod
-    def read(cls, answer: Answer) -> Opened:
+    def read(cls, answer: Response) -> Opened:
         """Return what the answer to `open` says."""
         read, written = answer.get("flash_rule", _pair_of(_is_count))
         return cls(
@@ -96,7 +96,7 @@ class Status:
     extra: Mapping[str, Any]
 
     @classmethod
-    def read(cls, answer: Answer) -> Status:
+    def read(cls, answer: Response) -> Status:
         """Return what the answer to `status` says."""
         return cls(
             answer.get("is_new", _is_bool),
@@ -105,22 +105,22 @@ class Status:
         )
 
 
-def step_of(answer: Answer) -> int | None:
+def step_of(answer: Response) -> int | None:
     """Return the step at which a store stands; None once it is closed."""
     return None if answer.method == "close" else answer.get("step", _is_count)
 
 
-def nothing(answer: Answer) -> None:
+def nothing(answer: Response) -> None:
     """Take an answer that says only that it is done."""
 
 
-def at(answer: Answer, step: int) -> None:
+def at(answer: Response, step: int) -> None:
     """Require that a store stands at a step."""
     if step_of(answer) != step:
         raise answer.refuse(f"stands at step {step_of(answer)}, it was told to be at {step}")
 
 
-def weights_of(answer: Answer, specs: Sequence[WeightSpec]) -> list[torch.Tensor]:
+def weights_of(answer: Response, specs: Sequence[WeightSpec]) -> list[torch.Tensor]:
     """Return the weights that were asked for, in memory of their own."""
     tensors = []
     for number, spec in enumerate(specs):
@@ -133,13 +133,13 @@ def weights_of(answer: Answer, specs: Sequence[WeightSpec]) -> list[torch.Tensor
     return tensors
 
 
-def values_of(answer: Answer, kind: torch.dtype, count: int) -> np.ndarray:
+def values_of(answer: Response, kind: torch.dtype, count: int) -> np.ndarray:
     """Return so many values of a weight, or of its state."""
     wanted = next(np.dtype(name) for name, known in _TYPES.items() if known is kind)
     return answer.array("values", wanted, count)
 
 
-def report(answer: Answer, holding: Holding) -> GradientReport:
+def report(answer: Response, holding: Holding) -> GradientReport:
     """Return what is known of a step's gradients."""
     said = _read(answer, report_of)
     stages = {*said.silent, *(said.non_finite or {})}
@@ -150,7 +150,7 @@ def report(answer: Answer, holding: Holding) -> GradientReport:
     return said
 
 
-def commit(answer: Answer, step: int) -> Commit:
+def commit(answer: Response, step: int) -> Commit:
     """Return what was decided of a step."""
     said = _read(answer, commit_of)
     if said.step != step:
@@ -158,27 +158,27 @@ def commit(answer: Answer, step: int) -> Commit:
     return said
 
 
-def unchanged(answer: Answer, holding: Holding) -> tuple[str, ...]:
+def unchanged(answer: Response, holding: Holding) -> tuple[str, ...]:
     """Return the weights that no update has changed."""
     said = answer.get("unchanged", _is_names)
     _require_known(answer, said, holding)
     return tuple(said)
 
 
-def traffic(answer: Answer) -> Traffic:
+def traffic(answer: Response) -> Traffic:
     """Return what was streamed, received and waited for."""
     streamed, received = answer.get("bytes", _pair_of(_is_count))
     updates, snapshots = answer.get("seconds", _pair_of(_is_seconds))
     return Traffic(streamed, received, float(updates), float(snapshots))
 
 
-def flash_traffic(answer: Answer) -> FlashTraffic:
+def flash_traffic(answer: Response) -> FlashTraffic:
     """Return what moved to and from flash."""
     read, written = answer.get("moved", _pair_of(_is_count))
     return FlashTraffic(read, written, float(answer.get("seconds", _is_seconds)))
 
 
-def roles(answer: Answer, spec: WeightSpec) -> dict[str, Stored]:
+def roles(answer: Response, spec: WeightSpec) -> dict[str, Stored]:
     """Return what there is of a weight: its master in its shape, then its state."""
     said = answer.get("roles", _mapping_to(_is_stored))
     found = {role: Stored(_TYPES[kind], tuple(shape)) for role, (kind, shape) in said.items()}
@@ -188,19 +188,21 @@ def roles(answer: Answer, spec: WeightSpec) -> dict[str, Stored]:
     return found
 
 
-def content_hash(answer: Answer) -> str:
+def content_hash(answer: Response) -> str:
     """Return the hash of all weights."""
     return answer.get("hash", lambda said: isinstance(said, str) and len(said) == _HASH_DIGITS)
 
 
-def _read(answer: Answer, read: Callable[[Mapping[str, Any]], T]) -> T:
+def _read(answer: Response, read: Callable[[Mapping[str, Any]], T]) -> T:
     try:
         return read(answer.said.body)
     except ProtocolError as error:
-        raise BadAnswerError(f"node {answer.node} answered to {answer.method!r}: {error}") from None
+        raise InvalidResponseError(
+            f"node {answer.node} answered to {answer.method!r}: {error}"
+        ) from None
 
 
-def _require_known(answer: Answer, names: Collection[str], holding: Holding) -> None:
+def _require_known(answer: Response, names: Collection[str], holding: Holding) -> None:
     strange = [name for name in names if name not in holding.weights]
     if strange:
         raise answer.refuse(f"names a weight {strange[0][:40]!r} that it does not hold")

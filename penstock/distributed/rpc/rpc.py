@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from penstock import errors
-from penstock.distributed.protocol.messages import Kind, Message, pack_arrays, unpack_arrays
+from penstock.distributed.protocol.messages import Message, MessageType, pack_arrays, unpack_arrays
 from penstock.distributed.protocol.transfer_schedule import CHUNK_BYTES
 from penstock.errors import (
     ClusterError,
@@ -46,12 +46,12 @@ class ShardLostError(StorageError):
     """A shard of the store was lost before it answered."""
 
 
-class BadAnswerError(ProtocolError):
+class InvalidResponseError(ProtocolError):
     """What a node has answered is no answer to what it was asked."""
 
 
 @dataclass(frozen=True)
-class Said:
+class RpcMessage:
     """What a call or its answer says: plain data, and arrays."""
 
     body: Mapping[str, Any] = field(default_factory=dict)
@@ -63,7 +63,7 @@ def error_class(name: str) -> type[PenstockError]:
     return _ERRORS.get(name, ClusterError)
 
 
-def frames(kind: Kind, sender: int, number: int, said: Said) -> Iterator[Message]:
+def frames(kind: MessageType, sender: int, number: int, said: RpcMessage) -> Iterator[Message]:
     """Yield the messages in which a call, or its answer, goes: what it says, then its bytes."""
     described, payload = pack_arrays(said.arrays)
     count = -(-payload.nbytes // PIECE_BYTES)
@@ -74,7 +74,7 @@ def frames(kind: Kind, sender: int, number: int, said: Said) -> Iterator[Message
         yield Message(kind, 0, sender, op=number, chunk=place, payload=piece, size=piece.nbytes)
 
 
-class Gathered:
+class FrameAssembler:
     """Puts the frames from one node together; they come in the order in which they were sent.
 
     Args:
@@ -94,7 +94,7 @@ class Gathered:
         """The number of the call or answer that has come in part."""
         return None if self._first is None else self._first.op
 
-    def take(self, message: Message) -> tuple[int, Said] | None:
+    def take(self, message: Message) -> tuple[int, RpcMessage] | None:
         """Take a frame; return a call's number and what it says once it is whole.
 
         Raises:
@@ -110,7 +110,7 @@ class Gathered:
             self._refused = message.op
             raise
 
-    def _take(self, message: Message) -> tuple[int, Said] | None:
+    def _take(self, message: Message) -> tuple[int, RpcMessage] | None:
         if self._first is None:
             self._payload = np.empty(self._announced(message), np.uint8)
             self._first, self._came = message, 0
@@ -126,7 +126,7 @@ class Gathered:
         self._first, self._payload = None, np.zeros(0, np.uint8)
         arrays = unpack_arrays(first.body.get("arrays", ()), payload)
         says = first.body.get("says")
-        return first.op, Said(says if isinstance(says, dict) else {}, arrays)
+        return first.op, RpcMessage(says if isinstance(says, dict) else {}, arrays)
 
     def _announced(self, message: Message) -> int:
         size, most = message.body.get("bytes"), self._most(message.op)
@@ -140,16 +140,16 @@ class Gathered:
         return size
 
 
-class Asked:
+class PendingCall:
     """A call that is on its way, and who waits for its answer."""
 
-    def __init__(self, calls: Calls, node: int, method: str, most: int) -> None:
+    def __init__(self, calls: RpcClient, node: int, method: str, most: int) -> None:
         self.node, self.method, self.most = node, method, most
-        self.answers: queue.SimpleQueue[Said | Exception] = queue.SimpleQueue()
+        self.answers: queue.SimpleQueue[RpcMessage | Exception] = queue.SimpleQueue()
         self._calls = calls
 
-    def answer(self, meanwhile: Callable[[], None] = lambda: None) -> Said:
-        """Wait for the answer, and return it; as `Calls.ask`.
+    def answer(self, meanwhile: Callable[[], None] = lambda: None) -> RpcMessage:
+        """Wait for the answer, and return it; as `RpcClient.ask`.
 
         `meanwhile` is called again and again; it may raise, which ends the waiting.
         """
@@ -161,7 +161,7 @@ class Asked:
         return answer
 
 
-class Calls:
+class RpcClient:
     """Has other processes do something and waits for it.
 
     Args:
@@ -173,8 +173,8 @@ class Calls:
         self._send, self._broken = send, broken
         self._guard = threading.Lock()
         self._number = 0
-        self._waiting: dict[int, Asked] = {}  # until their answers are whole
-        self._gathered: dict[int, Gathered] = {}
+        self._waiting: dict[int, PendingCall] = {}  # until their answers are whole
+        self._gathered: dict[int, FrameAssembler] = {}
         self._heard: dict[int, float] = {}
         self._lost: dict[int, str] = {}
 
@@ -185,7 +185,7 @@ class Calls:
         arguments: Mapping[str, Any],
         arrays: Arrays,
         most: int = 0,
-    ) -> Said:
+    ) -> RpcMessage:
         """Have a node do something; return its answer.
 
         Args:
@@ -193,7 +193,7 @@ class Calls:
 
         Raises:
             ShardLostError: it was lost before it had answered.
-            BadAnswerError: its answer makes no sense.
+            InvalidResponseError: its answer makes no sense.
             PenstockError: whatever it met.
         """
         return self.begin(node, method, arguments, arrays, most).answer()
@@ -205,21 +205,21 @@ class Calls:
         arguments: Mapping[str, Any],
         arrays: Arrays,
         most: int = 0,
-    ) -> Asked:
+    ) -> PendingCall:
         """Have a node begin to do something, whose answer can be waited for; as `ask`."""
-        asked = Asked(self, node, method, most)
+        asked = PendingCall(self, node, method, most)
         with self._guard:
             if node in self._lost:
                 asked.answers.put(ShardLostError(self._lost[node]))
                 return asked
             number = self._number = self._number + 1
             self._waiting[number] = asked
-        said = Said({"method": method, "with": dict(arguments)}, arrays)
-        for message in frames(Kind.CALL, 0, number, said):
+        said = RpcMessage({"method": method, "with": dict(arguments)}, arrays)
+        for message in frames(MessageType.RPC_REQUEST, 0, number, said):
             self._send(node, message)
         return asked
 
-    def _await(self, asked: Asked, meanwhile: Callable[[], None]) -> Said | Exception:
+    def _await(self, asked: PendingCall, meanwhile: Callable[[], None]) -> RpcMessage | Exception:
         began = time.monotonic()
         while True:
             try:
@@ -241,13 +241,13 @@ class Calls:
     def take(self, message: Message) -> None:
         """Take a frame of an answer; in the endpoint's thread."""
         self.heard(message.sender)
-        gathered = self._gathered.setdefault(message.sender, Gathered(self._most))
+        gathered = self._gathered.setdefault(message.sender, FrameAssembler(self._most))
         under_way = gathered.number
         try:
             whole = gathered.take(message)
         except CorruptionError as error:
             for number in {message.op, under_way or message.op}:
-                self._answer(number, BadAnswerError(str(error)))
+                self._answer(number, InvalidResponseError(str(error)))
             return
         if whole is not None:
             self._answer(*whole)
@@ -256,7 +256,7 @@ class Calls:
         with self._guard:
             return self._waiting[number].most if number in self._waiting else 0
 
-    def _answer(self, number: int, answer: Said | Exception) -> None:
+    def _answer(self, number: int, answer: RpcMessage | Exception) -> None:
         with self._guard:
             asked = self._waiting.pop(number, None)
         if asked is not None:

@@ -20,8 +20,14 @@ import numpy as np
 import torch
 
 from penstock.distributed.rpc import responses
-from penstock.distributed.rpc.responses import Answer, Opened, Status
-from penstock.distributed.rpc.rpc import WRITE_BYTES, Asked, BadAnswerError, Calls, ShardLostError
+from penstock.distributed.rpc.responses import Opened, Response, Status
+from penstock.distributed.rpc.rpc import (
+    WRITE_BYTES,
+    InvalidResponseError,
+    PendingCall,
+    RpcClient,
+    ShardLostError,
+)
 from penstock.distributed.rpc.store_server import bytes_of
 from penstock.store import (
     Commit,
@@ -41,10 +47,10 @@ _BETWEEN_STEPS = frozenset({"remember", "take_traffic", "take_flash_traffic", "s
 _AGAIN = "give the same command again, the run goes on from the last step that is safe"
 
 T = TypeVar("T")
-Read = Callable[[Answer], T]
+Read = Callable[[Response], T]
 
 
-class RemoteShard:
+class StoreClient:
     """One shard's store, on flash or in memory; see `DramStore` for what each method does.
 
     Args:
@@ -60,11 +66,11 @@ class RemoteShard:
     def __init__(
         self,
         program: Holding,
-        calls: Calls,
+        calls: RpcClient,
         *,
         nodes: Callable[[], Sequence[int]],
         await_node: Callable[[], None],
-        refuse: Callable[[int, BadAnswerError], None],
+        refuse: Callable[[int, InvalidResponseError], None],
         copy: Callable[[int, int], None],
         replicas: int,
     ) -> None:
@@ -118,12 +124,12 @@ class RemoteShard:
                 return taken
             self._require_another(method, lost)
 
-    def _take(self, method: str, asked: Asked, read: Read[T]) -> T:
+    def _take(self, method: str, asked: PendingCall, read: Read[T]) -> T:
         """Return what a node has answered, if it makes sense; else the node is lost."""
         try:
-            answer = Answer(asked.node, method, asked.answer())
+            answer = Response(asked.node, method, asked.answer())
             step, taken = responses.step_of(answer), read(answer)
-        except BadAnswerError as error:
+        except InvalidResponseError as error:
             self._refuse(asked.node, error)
             raise ShardLostError(f"{self.program.name} was lost: {error} Then {_AGAIN}") from error
         if step is not None:
@@ -135,7 +141,7 @@ class RemoteShard:
             raise lost or ShardLostError(f"{self.program.name} was lost; {_AGAIN}")
         self._await_node()
 
-    def open(self) -> RemoteShard:
+    def open(self) -> StoreClient:
         """Have the shard's processes open their stores, new or as they were left.
 
         A replica that holds nothing of what the other holds is given a copy.

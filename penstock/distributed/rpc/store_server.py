@@ -13,14 +13,14 @@ import numpy as np
 import torch
 
 from penstock.distributed.rpc.commit_codec import body_of_commit, body_of_report
-from penstock.distributed.rpc.rpc import Arrays, Said
+from penstock.distributed.rpc.rpc import Arrays, RpcMessage
 from penstock.errors import ClusterError, PenstockError
 from penstock.store import Store
 from penstock.store.flash import FlashStore
 from penstock.store.portions import portions_of
 
 
-class Place(Protocol):
+class OpenableShard(Protocol):
     """Where a shard's store is: it can be opened and closed, and opened again."""
 
     @property
@@ -39,7 +39,7 @@ def bytes_of(tensor: torch.Tensor) -> np.ndarray:
     return flat.numpy()
 
 
-def answer(place: Place, said: Said) -> Said:
+def answer(place: OpenableShard, said: RpcMessage) -> RpcMessage:
     """Do what a call asks for, and return what is to be answered.
 
     An error is an answer too. Every answer says at which step the store stands after it.
@@ -51,17 +51,17 @@ def answer(place: Place, said: Said) -> Said:
             raise ClusterError(f"a shard was asked for {str(name)[:40]!r}, which it does not do")
         done = method(place, dict(said.body.get("with", {})), said.arrays)
         step = {} if name == "close" else {"step": place.store.step}
-        return Said({**done.body, **step}, done.arrays)
+        return RpcMessage({**done.body, **step}, done.arrays)
     except PenstockError as error:
-        return Said({"error": type(error).__name__, "text": str(error)})
+        return RpcMessage({"error": type(error).__name__, "text": str(error)})
     except Exception as error:  # a defect, here or there: the other side says it
-        return Said({"error": "ClusterError", "text": f"{type(error).__name__}: {error}"})
+        return RpcMessage({"error": "ClusterError", "text": f"{type(error).__name__}: {error}"})
 
 
-def _open(place: Place, given: Mapping[str, Any], arrays: Arrays) -> Said:
+def _open(place: OpenableShard, given: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
     store = place.open()
     rule = store.flash_rule
-    return Said(
+    return RpcMessage(
         {
             "memory_bytes": dict(store.memory_bytes),
             "flash_bytes": store.flash_bytes,
@@ -71,70 +71,70 @@ def _open(place: Place, given: Mapping[str, Any], arrays: Arrays) -> Said:
     )
 
 
-def _close(place: Place, given: Mapping[str, Any], arrays: Arrays) -> Said:
+def _close(place: OpenableShard, given: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
     place.close()
-    return Said()
+    return RpcMessage()
 
 
-def _status(place: Place, given: Mapping[str, Any], arrays: Arrays) -> Said:
+def _status(place: OpenableShard, given: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
     store = place.store
     if not isinstance(store, FlashStore):
-        return Said()
-    return Said(
+        return RpcMessage()
+    return RpcMessage(
         {"is_new": store.is_new, "durable_step": store.durable_step, "extra": dict(store.extra)}
     )
 
 
-def _fetch(place: Place, given: Mapping[str, Any], arrays: Arrays) -> Said:
+def _fetch(place: OpenableShard, given: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
     positions = given["positions"]
     if positions is not None:
         positions = [int(position) for position in positions]
     return _numbered(place.store.fetch(int(given["stage"]), positions))
 
 
-def _stream(place: Place, given: Mapping[str, Any], arrays: Arrays) -> Said:
+def _stream(place: OpenableShard, given: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
     return _numbered(place.store.stream([str(name) for name in given["names"]]))
 
 
-def _numbered(tensors: list[torch.Tensor]) -> Said:
-    return Said({}, {str(number): bytes_of(tensor) for number, tensor in enumerate(tensors)})
+def _numbered(tensors: list[torch.Tensor]) -> RpcMessage:
+    return RpcMessage({}, {str(number): bytes_of(tensor) for number, tensor in enumerate(tensors)})
 
 
-def _receive(place: Place, given: Mapping[str, Any], arrays: Arrays) -> Said:
+def _receive(place: OpenableShard, given: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
     store, gradients = place.store, []
     for name in given["names"]:
         found = arrays.get(str(name))
         shape = store.program.weights[str(name)].shape
         gradients.append(None if found is None else torch.from_numpy(found).view(shape))
     store.receive(int(given["stage"]), gradients)
-    return Said()
+    return RpcMessage()
 
 
-def _prepare(place: Place, given: Mapping[str, Any], arrays: Arrays) -> Said:
-    return Said(body_of_report(place.store.prepare()))
+def _prepare(place: OpenableShard, given: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
+    return RpcMessage(body_of_report(place.store.prepare()))
 
 
-def _decide(place: Place, given: Mapping[str, Any], arrays: Arrays) -> Said:
-    return Said(body_of_commit(place.store.decide(float.fromhex(given["norm"]))))
+def _decide(place: OpenableShard, given: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
+    return RpcMessage(body_of_commit(place.store.decide(float.fromhex(given["norm"]))))
 
 
-def _discard(place: Place, given: Mapping[str, Any], arrays: Arrays) -> Said:
+def _discard(place: OpenableShard, given: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
     place.store.discard()
-    return Said()
+    return RpcMessage()
 
 
-def _flush(place: Place, given: Mapping[str, Any], arrays: Arrays) -> Said:
+def _flush(place: OpenableShard, given: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
     place.store.flush()
-    return Said()
+    return RpcMessage()
 
 
-def _unchanged(place: Place, given: Mapping[str, Any], arrays: Arrays) -> Said:
-    return Said({"unchanged": list(place.store.unchanged())})
+def _unchanged(place: OpenableShard, given: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
+    return RpcMessage({"unchanged": list(place.store.unchanged())})
 
 
-def _take_traffic(place: Place, given: Mapping[str, Any], arrays: Arrays) -> Said:
+def _take_traffic(place: OpenableShard, given: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
     taken = place.store.take_traffic()
-    return Said(
+    return RpcMessage(
         {
             "bytes": [taken.streamed_bytes, taken.gradient_bytes],
             "seconds": [taken.update_seconds, taken.snapshot_seconds],
@@ -142,14 +142,18 @@ def _take_traffic(place: Place, given: Mapping[str, Any], arrays: Arrays) -> Sai
     )
 
 
-def _take_flash_traffic(place: Place, given: Mapping[str, Any], arrays: Arrays) -> Said:
+def _take_flash_traffic(
+    place: OpenableShard, given: Mapping[str, Any], arrays: Arrays
+) -> RpcMessage:
     taken = place.store.take_flash_traffic()
-    return Said({"moved": [taken.read_bytes, taken.written_bytes], "seconds": taken.waited_seconds})
+    return RpcMessage(
+        {"moved": [taken.read_bytes, taken.written_bytes], "seconds": taken.waited_seconds}
+    )
 
 
-def _roles(place: Place, given: Mapping[str, Any], arrays: Arrays) -> Said:
+def _roles(place: OpenableShard, given: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
     roles = place.store.roles(str(given["name"]))
-    return Said(
+    return RpcMessage(
         {
             "roles": {
                 role: [str(stored.dtype).removeprefix("torch."), list(stored.shape)]
@@ -159,55 +163,55 @@ def _roles(place: Place, given: Mapping[str, Any], arrays: Arrays) -> Said:
     )
 
 
-def _read(place: Place, given: Mapping[str, Any], arrays: Arrays) -> Said:
+def _read(place: OpenableShard, given: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
     begin, end = int(given["begin"]), int(given["end"])
     values = place.store.read(str(given["name"]), str(given["role"]), begin, end)
-    return Said({}, {"values": values})
+    return RpcMessage({}, {"values": values})
 
 
-def _begin_restore(place: Place, given: Mapping[str, Any], arrays: Arrays) -> Said:
+def _begin_restore(place: OpenableShard, given: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
     place.store.begin_restore()
-    return Said()
+    return RpcMessage()
 
 
-def _write(place: Place, given: Mapping[str, Any], arrays: Arrays) -> Said:
+def _write(place: OpenableShard, given: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
     begin = int(given["begin"])
     place.store.write(str(given["name"]), str(given["role"]), begin, arrays["values"])
-    return Said()
+    return RpcMessage()
 
 
-def _clear_state(place: Place, given: Mapping[str, Any], arrays: Arrays) -> Said:
+def _clear_state(place: OpenableShard, given: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
     place.store.clear_state(str(given["name"]))
-    return Said()
+    return RpcMessage()
 
 
-def _finish_restore(place: Place, given: Mapping[str, Any], arrays: Arrays) -> Said:
+def _finish_restore(place: OpenableShard, given: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
     place.store.finish_restore(int(given["step"]))
-    return Said()
+    return RpcMessage()
 
 
-def _content_hash(place: Place, given: Mapping[str, Any], arrays: Arrays) -> Said:
-    return Said({"hash": place.store.content_hash()})
+def _content_hash(place: OpenableShard, given: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
+    return RpcMessage({"hash": place.store.content_hash()})
 
 
-def _checksum(place: Place, given: Mapping[str, Any], arrays: Arrays) -> Said:
-    return Said({"checksum": portions_of(place.store).checksum()})
+def _checksum(place: OpenableShard, given: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
+    return RpcMessage({"checksum": portions_of(place.store).checksum()})
 
 
-def _remember(place: Place, given: Mapping[str, Any], arrays: Arrays) -> Said:
+def _remember(place: OpenableShard, given: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
     place.store.remember(dict(given["extra"]))
-    return Said()
+    return RpcMessage()
 
 
-def _make_durable(place: Place, given: Mapping[str, Any], arrays: Arrays) -> Said:
+def _make_durable(place: OpenableShard, given: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
     store = place.store
     if not isinstance(store, FlashStore):
         raise ClusterError("a shard in memory was asked to make its step durable")
     store.make_durable()
-    return Said()
+    return RpcMessage()
 
 
-METHODS: Mapping[str, Callable[[Place, Mapping[str, Any], Arrays], Said]] = {
+METHODS: Mapping[str, Callable[[OpenableShard, Mapping[str, Any], Arrays], RpcMessage]] = {
     "open": _open,
     "close": _close,
     "status": _status,

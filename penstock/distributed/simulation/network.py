@@ -15,9 +15,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from penstock.distributed.protocol.coordinator import Conductor
-from penstock.distributed.protocol.messages import CONDUCTOR, HEADER_BYTES, Kind, Message, sent_on
-from penstock.distributed.protocol.node_context import RuntimeOf
+from penstock.distributed.protocol.coordinator import Coordinator
+from penstock.distributed.protocol.messages import (
+    COORDINATOR,
+    HEADER_BYTES,
+    Message,
+    MessageType,
+    sent_on,
+)
+from penstock.distributed.protocol.node_context import BoundContext
 from penstock.distributed.simulation.faults import Faults
 from penstock.errors import CorruptionError
 
@@ -54,7 +60,7 @@ class Network:
         faults: what goes wrong; nothing by default.
         cost: seconds of the job that a node has just begun; none by default.
         beat: seconds between the words by which nodes say that they are there.
-        notice: seconds until the conductor is told that a node has died; None: it is not told,
+        notice: seconds until the coordinator is told that a node has died; None: it is not told,
             the lease must find out.
     """
 
@@ -74,7 +80,7 @@ class Network:
         self._links, self._faults = links or Links(), faults or Faults()
         self._cost, self._beat, self._notice = cost, beat, notice
         self._nodes: dict[int, Node] = {}
-        self._conductor: Conductor | None = None
+        self._coordinator: Coordinator | None = None
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._order = itertools.count()
         self._leaving: dict[int, float] = defaultdict(float)  # when a card is free again
@@ -89,18 +95,18 @@ class Network:
 
     # Making it
 
-    def runtime(self, number: int) -> RuntimeOf:
+    def runtime(self, number: int) -> BoundContext:
         """Return what a node of this number is to send and work by."""
-        return RuntimeOf(self, number)
+        return BoundContext(self, number)
 
     def add(self, number: int, node: Node) -> None:
         """Add a node; its beats begin now."""
         self._nodes[number] = node
         self.after(0.0, self._beats, number)
 
-    def conduct(self, conductor: Conductor) -> None:
-        """Add the conductor, which is also told the time and who dies."""
-        self._conductor = conductor
+    def conduct(self, coordinator: Coordinator) -> None:
+        """Add the coordinator, which is also told the time and who dies."""
+        self._coordinator = coordinator
         self._tick()
 
     # Running it
@@ -126,7 +132,7 @@ class Network:
             self.after(self._notice, self._tell_lost, number, "its process ended")
 
     def is_dead(self, number: int) -> bool:
-        """Whether a node was killed, or is no more since its link to the conductor has ended."""
+        """Whether a node was killed, or is no more since its link to the coordinator has ended."""
         return number in self._dead
 
     def is_cut_off(self, number: int) -> bool:
@@ -214,35 +220,35 @@ class Network:
             return
         carried = _taken(carried)
         self.taken_bytes[to] += carried.size
-        if to == CONDUCTOR:
-            assert self._conductor is not None
-            self._conductor.handle(carried)
+        if to == COORDINATOR:
+            assert self._coordinator is not None
+            self._coordinator.handle(carried)
         elif to in self._nodes:
             self._nodes[to].handle(carried)
 
     def _report_damage(self, sender: int, to: int, error: CorruptionError) -> None:
         """Do as a real node does with a frame whose checksum is wrong: end the link, and tell.
 
-        A node's link to the conductor is its place: with it the node is lost.
+        A node's link to the coordinator is its place: with it the node is lost.
         """
-        assert self._conductor is not None
-        if to == CONDUCTOR:
-            self._conductor.damaged(str(error), [sender])
-        if CONDUCTOR in (sender, to):
+        assert self._coordinator is not None
+        if to == COORDINATOR:
+            self._coordinator.damaged(str(error), [sender])
+        if COORDINATOR in (sender, to):
             self._cut(sender or to)
             return
         # What follows is lost too, until the sender has noticed and connects again.
         self._ended[sender, to] = self.now + self._links.latency
         epoch, body = self._nodes[to].epoch, {"text": str(error), "peer": sender}
-        self.send(to, CONDUCTOR, Message(Kind.DAMAGED, epoch, to, body=body))
+        self.send(to, COORDINATOR, Message(MessageType.CORRUPT_FRAME, epoch, to, body=body))
 
     def _cut(self, number: int) -> None:
-        """End a node's link to the conductor."""
+        """End a node's link to the coordinator."""
         if number in self._dead:
             return
         self._dead.add(number)
         self._cut_off.add(number)
-        for link in ((number, CONDUCTOR), (CONDUCTOR, number)):
+        for link in ((number, COORDINATOR), (COORDINATOR, number)):
             self._ended[link] = float("inf")
         self.after(self._links.latency, self._tell_lost, number, "its connection ended")
 
@@ -262,17 +268,17 @@ class Network:
                 "progress": self._nodes[number].progress,
                 "busy": number in self._working,
             }
-            self.send(number, CONDUCTOR, Message(Kind.BEAT, 0, number, body=body))
+            self.send(number, COORDINATOR, Message(MessageType.HEARTBEAT, 0, number, body=body))
         self.after(self._beat, self._beats, number)
 
     def _tick(self) -> None:
-        assert self._conductor is not None
-        self._conductor.tick(self.now)
+        assert self._coordinator is not None
+        self._coordinator.tick(self.now)
         self.after(self._beat / 2, self._tick)
 
     def _tell_lost(self, number: int, why: str) -> None:
-        assert self._conductor is not None
-        self._conductor.lost(number, why)
+        assert self._coordinator is not None
+        self._coordinator.lost(number, why)
 
 
 def _taken(message: Message) -> Message:

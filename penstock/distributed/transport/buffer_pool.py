@@ -18,7 +18,7 @@ _MOST = 8  # kept by one link
 _LEAST_KEPT = 1 << 16  # bytes; below it new memory is as cheap
 
 
-class Buffers:
+class BufferPool:
     """The memory of one link; one thread takes of it."""
 
     def __init__(self) -> None:

@@ -25,15 +25,15 @@ import numpy as np
 
 from penstock.distributed.protocol.messages import (
     HEADER_BYTES,
-    Kind,
     Message,
+    MessageType,
     lengths,
     pack,
     slot_of,
     unpack,
 )
-from penstock.distributed.transport.buffer_pool import Buffers
-from penstock.distributed.transport.shared_memory import LEAST_BYTES, PeerRing, Ring
+from penstock.distributed.transport.buffer_pool import BufferPool
+from penstock.distributed.transport.shared_memory import LEAST_BYTES, ShmReceiver, ShmSender
 from penstock.distributed.transport.stream import Stream, read_exactly
 from penstock.errors import ProtocolError
 
@@ -51,20 +51,20 @@ _LOOK_SECONDS = 1.0  # the longest wait that counts: in a longer one this proces
 
 
 @dataclass(frozen=True)
-class _UsedUp:
+class _SlotsToReturn:
     """Slots of the peer's ring that nobody here has any more; none: its ring is not seen here."""
 
     slots: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class _Room:
+class _SlotsReturned:
     """Slots of this end's ring that the peer gives back; none: it does not see the ring."""
 
     slots: tuple[int, ...]
 
 
-class Link:
+class Connection:
     """Sends and receives messages over an authenticated connection.
 
     Args:
@@ -77,8 +77,8 @@ class Link:
     def __init__(
         self,
         stream: Stream,
-        take: Callable[[Link, Message], None],
-        ended: Callable[[Link, Exception], None],
+        take: Callable[[Connection, Message], None],
+        ended: Callable[[Connection, Exception], None],
         shares: Callable[[], bool] = lambda: True,
     ) -> None:
         self.peer: int | None = None  # the node at the other end, once it has said so
@@ -88,17 +88,19 @@ class Link:
         self.shared_bytes = 0  # of those that were sent, what went through shared memory
         self._stream, self._socket = stream, stream.socket
         self._take, self._ended, self._shares = take, ended, shares
-        self._todo: queue.SimpleQueue[Message | _UsedUp | _Room | None] = queue.SimpleQueue()
-        self._buffers = Buffers()
+        self._todo: queue.SimpleQueue[Message | _SlotsToReturn | _SlotsReturned | None] = (
+            queue.SimpleQueue()
+        )
+        self._buffers = BufferPool()
         self._once = threading.Lock()
         self._has_ended = False
         # The writer's: what waits, slots to be given back, and its own ring once it is offered.
         self._waiting: deque[Message] = deque()
         self._used_up: list[int] = []
-        self._ring: Ring | None = None
+        self._ring: ShmSender | None = None
         self._held_up_seconds = 0.0  # since a slot has come back
         self._may_offer = stream.is_local  # else there is nothing to look for
-        self._peer_ring: PeerRing | None = None  # the reader's
+        self._peer_ring: ShmReceiver | None = None  # the reader's
         self._heard_at = time.monotonic()
         _set_options(stream)
         for name, work in (("reads", self._read), ("writes", self._write)):
@@ -172,13 +174,13 @@ class Link:
         return copy
 
     def _heed(self, message: Message) -> None:
-        if message.kind is Kind.RING:
+        if message.kind is MessageType.SHM_OFFER:
             self._find_ring(message)
-        elif message.kind is Kind.ROOM:
+        elif message.kind is MessageType.BUFFER_CREDIT:
             slots = message.body.get("slots")
             if not isinstance(slots, list) or not all(type(slot) is int for slot in slots):
                 raise ProtocolError(f"slots {str(slots)[:80]} were given back")
-            self._todo.put(_Room(tuple(slots)))
+            self._todo.put(_SlotsReturned(tuple(slots)))
         else:
             self._take(self, message)
 
@@ -187,9 +189,11 @@ class Link:
             raise ProtocolError("shared memory was offered twice over one link")
         todo = self._todo  # the link itself is not held by what it has handed out
         if self._shares():
-            self._peer_ring = PeerRing.open(message.body, lambda slot: todo.put(_UsedUp((slot,))))
+            self._peer_ring = ShmReceiver.open(
+                message.body, lambda slot: todo.put(_SlotsToReturn((slot,)))
+            )
         slots = 0 if self._peer_ring is None else self._peer_ring.slots
-        todo.put(_UsedUp(tuple(range(slots))))
+        todo.put(_SlotsToReturn(tuple(range(slots))))
 
     # The writer
 
@@ -198,7 +202,7 @@ class Link:
             while self._gather():
                 if self._used_up:
                     slots, self._used_up = self._used_up, []
-                    self._put(Message(Kind.ROOM, 0, 0, body={"slots": slots}))
+                    self._put(Message(MessageType.BUFFER_CREDIT, 0, 0, body={"slots": slots}))
                 if self._waiting and self._has_room(self._waiting[0]):
                     self._put(self._waiting.popleft())
         except Exception as error:  # a frame that cannot be made is no better than a cut cable
@@ -216,17 +220,17 @@ class Link:
             match self._next_thing(is_held_up):
                 case None:
                     return False
-                case _UsedUp(slots) if slots:
+                case _SlotsToReturn(slots) if slots:
                     self._used_up.extend(slots)
-                case _UsedUp():
-                    self._put(Message(Kind.ROOM, 0, 0, body={"slots": []}))
-                case _Room(slots):
+                case _SlotsToReturn():
+                    self._put(Message(MessageType.BUFFER_CREDIT, 0, 0, body={"slots": []}))
+                case _SlotsReturned(slots):
                     self._take_room(slots)
                 case Message() as message:
                     self._waiting.append(message)
         return True
 
-    def _next_thing(self, is_held_up: bool) -> Message | _UsedUp | _Room | None:
+    def _next_thing(self, is_held_up: bool) -> Message | _SlotsToReturn | _SlotsReturned | None:
         """Return the next thing to do; not for ever, if the peer keeps all slots."""
         if not is_held_up:
             return self._todo.get()
@@ -272,9 +276,9 @@ class Link:
     def _offer(self) -> None:
         """Offer a ring, once; what is sent before the peer has answered goes over the socket."""
         self._may_offer = False
-        self._ring = Ring.make()
+        self._ring = ShmSender.make()
         if self._ring is not None:
-            offer = Message(Kind.RING, 0, 0, body=self._ring.offer())
+            offer = Message(MessageType.SHM_OFFER, 0, 0, body=self._ring.offer())
             self._stream.send([b"".join(pack(offer))])
 
     def _end(self, error: Exception) -> None:

@@ -18,13 +18,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from penstock.distributed.protocol.messages import CONDUCTOR, Kind, Message
-from penstock.distributed.protocol.node_context import RuntimeOf
+from penstock.distributed.protocol.messages import COORDINATOR, Message, MessageType
+from penstock.distributed.protocol.node_context import BoundContext
 from penstock.distributed.transport import handshake
 from penstock.distributed.transport.certificates import Credentials
-from penstock.distributed.transport.connection import Link
-from penstock.distributed.transport.handshake import TurnedAwayError
-from penstock.distributed.transport.listener import Door
+from penstock.distributed.transport.connection import Connection
+from penstock.distributed.transport.handshake import ConnectionRejectedError
+from penstock.distributed.transport.listener import ConnectionListener
 from penstock.distributed.transport.stream import Stream, is_loopback
 from penstock.errors import ClusterError, CorruptionError, ProtocolError
 
@@ -35,7 +35,7 @@ _TRY_SECONDS = 10.0  # in which one who is turned away tries again
 _PAUSE_SECONDS = 0.02, 0.3  # between two tries: by chance, so that all do not come at once
 
 
-class Node(Protocol):
+class EndpointNode(Protocol):
     """What an endpoint delivers to."""
 
     @property
@@ -45,10 +45,10 @@ class Node(Protocol):
 
 
 @dataclass
-class _Place:
+class _LocalNode:
     """A node of this process, and the thread that does its work."""
 
-    node: Node
+    node: EndpointNode
     jobs: queue.SimpleQueue[tuple[Callable[[], Any], Callable[[Any], None], Any] | None]
     is_over: bool = False  # jobs that have not begun are not done any more
     thread: threading.Thread | None = None
@@ -80,8 +80,8 @@ class Endpoint:
         token: str,
         host: str,
         *,
-        on_link_end: Callable[[Link, Exception], None],
-        on_stranger: Callable[[Link, Message], None],
+        on_link_end: Callable[[Connection, Exception], None],
+        on_stranger: Callable[[Connection, Message], None],
         on_failure: Callable[[Exception], None],
         every: Callable[[float], None] = lambda now: None,
         beat: float = 0.1,
@@ -92,9 +92,9 @@ class Endpoint:
         self._on_link_end, self._on_stranger = on_link_end, on_stranger
         self._on_failure = on_failure
         self._every, self._beat = every, beat
-        self._places: dict[int, _Place] = {}
-        self._links: dict[int, Link] = {}
-        self._all_links: set[Link] = set()
+        self._places: dict[int, _LocalNode] = {}
+        self._links: dict[int, Connection] = {}
+        self._all_links: set[Connection] = set()
         self._addresses: dict[int, Address] = {}
         self._beside: dict[int, Address] = {}  # of them, those that take no part yet
         self._opening: dict[int, list[Message]] = {}
@@ -116,7 +116,7 @@ class Endpoint:
             except ClusterError:
                 listener.close()
                 raise
-        self._door = Door(listener, self._credentials, self._let_in)
+        self._door = ConnectionListener(listener, self._credentials, self._let_in)
         self._thread = threading.Thread(target=self._loop, name="penstock endpoint", daemon=True)
 
     def start(self) -> None:
@@ -129,9 +129,9 @@ class Endpoint:
         """How many peers were not let in, by address."""
         return self._door.refused
 
-    def add(self, number: int, node: Node) -> None:
+    def add(self, number: int, node: EndpointNode) -> None:
         """Add a node of this process; in the endpoint's thread, or before `start`."""
-        place = self._places[number] = _Place(node, queue.SimpleQueue())
+        place = self._places[number] = _LocalNode(node, queue.SimpleQueue())
         place.thread = threading.Thread(
             target=self._do_jobs, args=(place,), name=f"penstock node {number}", daemon=True
         )
@@ -147,9 +147,9 @@ class Endpoint:
         if place.thread is not None and place.thread is not threading.current_thread():
             place.thread.join()
 
-    def runtime(self, number: int) -> RuntimeOf:
+    def runtime(self, number: int) -> BoundContext:
         """Return what a node of this process is to send and work by."""
-        return RuntimeOf(self, number)
+        return BoundContext(self, number)
 
     def meet(self, addresses: Mapping[int, Address], epoch: int) -> None:
         """Learn where the nodes of other processes listen that take part from an epoch on.
@@ -159,7 +159,7 @@ class Endpoint:
         """
         self._beside = {n: where for n, where in self._beside.items() if n not in addresses}
         self._addresses = {**self._beside, **addresses}
-        there = {CONDUCTOR, *self._addresses}
+        there = {COORDINATOR, *self._addresses}
         for link in list(self._all_links):  # others may be made meanwhile, by other threads
             is_known = link.peer is not None
             if is_known and there.isdisjoint(link.nodes) and link.epoch < epoch:
@@ -173,7 +173,7 @@ class Endpoint:
         """
         self._beside[number] = self._addresses[number] = address
 
-    def attach(self, number: int, link: Link) -> None:
+    def attach(self, number: int, link: Connection) -> None:
         """Say that a node is at the other end of a link: from now on it is sent to over it.
 
         The first that is said to be there is the one that the link is known by.
@@ -186,7 +186,7 @@ class Endpoint:
         """Do something in the endpoint's thread, soon."""
         self._todo.put(action)
 
-    def connect(self, address: Address, seconds: float = 5.0) -> Link:
+    def connect(self, address: Address, seconds: float = 5.0) -> Connection:
         """Return a link to whoever listens at an address and has the run's token.
 
         One who is turned away before the answer tries again for a while: there may have been no
@@ -199,7 +199,7 @@ class Endpoint:
         while True:
             try:
                 return self._link(self._proved(address, seconds))
-            except TurnedAwayError as error:
+            except ConnectionRejectedError as error:
                 if time.monotonic() > deadline or self._closing:
                     raise ClusterError(f"{address[0]}:{address[1]}: {error}") from None
                 time.sleep(random.uniform(*_PAUSE_SECONDS))
@@ -251,7 +251,7 @@ class Endpoint:
             log.warning("node %d has no link to node %d: %s", sender, to, error)
             self.call(lambda: self._give_up(to))
             return
-        link.send(Message(Kind.HELLO, epoch, sender, body={"node": sender}))
+        link.send(Message(MessageType.HELLO, epoch, sender, body={"node": sender}))
 
         def opened() -> None:
             waiting = self._opening.pop(to, [])
@@ -281,17 +281,17 @@ class Endpoint:
 
     # The threads
 
-    def _link(self, stream: Stream) -> Link:
-        link = Link(stream, self._took, self._link_ended, lambda: self.shares_memory)
+    def _link(self, stream: Stream) -> Connection:
+        link = Connection(stream, self._took, self._link_ended, lambda: self.shares_memory)
         self._all_links.add(link)
         if not link.is_open:  # it may have ended, and been forgotten, before it was noted
             self._all_links.discard(link)
         return link
 
-    def _took(self, link: Link, message: Message) -> None:
+    def _took(self, link: Connection, message: Message) -> None:
         self.call(lambda: self._route(link, message))
 
-    def _link_ended(self, link: Link, error: Exception) -> None:
+    def _link_ended(self, link: Connection, error: Exception) -> None:
         def ended() -> None:
             self._forget(link)
             if not self._closing:
@@ -299,12 +299,12 @@ class Endpoint:
 
         self.call(ended)
 
-    def _forget(self, link: Link) -> None:
+    def _forget(self, link: Connection) -> None:
         self._all_links.discard(link)
         for number in [n for n, other in self._links.items() if other is link]:
             del self._links[number]
 
-    def _route(self, link: Link, message: Message) -> None:
+    def _route(self, link: Connection, message: Message) -> None:
         """Hand a message on; who has sent what makes no sense loses its link, and nothing else."""
         link.epoch = max(link.epoch, message.epoch)
         try:
@@ -321,8 +321,8 @@ class Endpoint:
             log.warning("a peer is cut off: %s", error)
             link.close(ProtocolError(str(error)))
 
-    def _take_from_stranger(self, link: Link, message: Message) -> None:
-        if message.kind is not Kind.HELLO:
+    def _take_from_stranger(self, link: Connection, message: Message) -> None:
+        if message.kind is not MessageType.HELLO:
             self._on_stranger(link, message)
             return
         node = message.body.get("node")
@@ -368,7 +368,7 @@ class Endpoint:
         else:
             self._link(stream)
 
-    def _do_jobs(self, place: _Place) -> None:
+    def _do_jobs(self, place: _LocalNode) -> None:
         while (task := place.jobs.get()) is not None:
             job, then, failed = task
             if place.is_over:

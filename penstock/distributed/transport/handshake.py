@@ -38,7 +38,7 @@ def new_token() -> str:
     return secrets.token_hex(32)
 
 
-class TurnedAwayError(ClusterError):
+class ConnectionRejectedError(ClusterError):
     """The peer closed the connection before it answered: the next time it may have room."""
 
 
@@ -88,7 +88,7 @@ def connect(connection: socket.socket, credentials: Credentials) -> Stream:
     """Prove oneself to a peer, and let it prove itself; return the stream to it.
 
     Raises:
-        TurnedAwayError: it closed the connection before it answered.
+        ConnectionRejectedError: it closed the connection before it answered.
         ClusterError: it does not have the run's token, or is not a peer at all.
     """
     token, deadline = credentials.token, time.monotonic() + SECONDS
@@ -103,7 +103,7 @@ def connect(connection: socket.socket, credentials: Credentials) -> Stream:
         connection.sendall(hello + _proof(token, b"connects", theirs, hello))
         proof = _read_by(connection, PROOF_BYTES, deadline)
     except (EOFError, ConnectionError):
-        raise TurnedAwayError(
+        raise ConnectionRejectedError(
             "it closed the connection before it answered: the run may be ending, or others take "
             "up all places at its door"
         ) from None

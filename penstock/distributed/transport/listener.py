@@ -39,7 +39,7 @@ _LINES, _LINES_SECONDS = 10, 10.0  # of warnings, and the time for which these a
 
 
 @dataclass(eq=False)
-class _Stranger:
+class _PendingConnection:
     """One who has connected and has not been let in yet.
 
     `encrypted` is there once it has proved the token: the handshake of TLS is going on.
@@ -52,7 +52,7 @@ class _Stranger:
     encrypted: TlsStream | None = None
 
 
-class Door:
+class ConnectionListener:
     """Lets in who has the run's token.
 
     Args:
@@ -66,7 +66,9 @@ class Door:
     ) -> None:
         self.refused: Counter[str] = Counter()  # how many were not let in, by address
         self._listener, self._credentials, self._let_in = listener, credentials, let_in
-        self._strangers: dict[socket.socket, _Stranger] = {}  # whose time ends first is first
+        self._strangers: dict[
+            socket.socket, _PendingConnection
+        ] = {}  # whose time ends first is first
         self._heard = selectors.DefaultSelector()
         self._warnings = _Warnings()
         self._closing = False
@@ -131,7 +133,7 @@ class Door:
         wants_tls = not streams.is_within_host(connection)
         challenge = handshake.Challenge(self._credentials.token, wants_tls=wants_tls)
         deadline = time.monotonic() + handshake.SECONDS
-        stranger = _Stranger(connection, (peer[0], peer[1]), challenge, deadline)
+        stranger = _PendingConnection(connection, (peer[0], peer[1]), challenge, deadline)
         self._strangers[connection] = stranger
         connection.setblocking(False)
         self._heard.register(connection, selectors.EVENT_READ)
@@ -140,13 +142,13 @@ class Door:
         except OSError as error:
             self._refuse(stranger, f"it did not prove that it has the token: {error}")
 
-    def _hear(self, stranger: _Stranger) -> None:
+    def _hear(self, stranger: _PendingConnection) -> None:
         if stranger.encrypted is None:
             self._hear_answer(stranger)
         else:
             self._hear_handshake(stranger, stranger.encrypted)
 
-    def _hear_answer(self, stranger: _Stranger) -> None:
+    def _hear_answer(self, stranger: _PendingConnection) -> None:
         connection, challenge = stranger.connection, stranger.challenge
         try:
             part = connection.recv(challenge.missing_bytes)
@@ -168,7 +170,7 @@ class Door:
         else:
             self._admit(stranger, PlainStream(connection))
 
-    def _begin_tls(self, stranger: _Stranger) -> None:
+    def _begin_tls(self, stranger: _PendingConnection) -> None:
         connection = stranger.connection
         try:
             context = self._credentials.tls.server
@@ -179,7 +181,7 @@ class Door:
         stranger.deadline = time.monotonic() + handshake.SECONDS
         self._strangers[connection] = self._strangers.pop(connection)  # now it is the last
 
-    def _hear_handshake(self, stranger: _Stranger, stream: TlsStream) -> None:
+    def _hear_handshake(self, stranger: _PendingConnection, stream: TlsStream) -> None:
         try:
             is_complete = stream.advance_by_what_came()
         except (OSError, EOFError, ClusterError) as error:
@@ -188,12 +190,12 @@ class Door:
         if is_complete:
             self._admit(stranger, stream)
 
-    def _admit(self, stranger: _Stranger, stream: Stream) -> None:
+    def _admit(self, stranger: _PendingConnection, stream: Stream) -> None:
         self._forget(stranger)
         stranger.connection.setblocking(True)
         self._let_in(stream)
 
-    def _unproved(self) -> list[_Stranger]:
+    def _unproved(self) -> list[_PendingConnection]:
         return [each for each in self._strangers.values() if each.encrypted is None]
 
     def _make_room(self) -> bool:
@@ -214,7 +216,7 @@ class Door:
             missing = "prove that it has the token" if stranger.encrypted is None else "begin TLS"
             self._refuse(stranger, f"it did not {missing}: it took too long")
 
-    def _refuse(self, stranger: _Stranger, why: str) -> None:
+    def _refuse(self, stranger: _PendingConnection, why: str) -> None:
         self._forget(stranger)
         stranger.connection.close()
         host, port = stranger.address
@@ -222,7 +224,7 @@ class Door:
         if len(self.refused) < _MOST_ADDRESSES or host in self.refused:
             self.refused[host] += 1
 
-    def _forget(self, stranger: _Stranger) -> None:
+    def _forget(self, stranger: _PendingConnection) -> None:
         del self._strangers[stranger.connection]
         self._heard.unregister(stranger.connection)
 

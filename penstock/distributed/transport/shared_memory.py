@@ -32,7 +32,7 @@ LEAST_BYTES = 1 << 16  # of a payload: below it a slot saves nothing
 _MOST_BYTES = 1 << 30  # of a ring that another process offers
 
 
-class Ring:
+class ShmSender:
     """The sender's side: where payloads are put.
 
     One that nobody has opened yet has no room.
@@ -46,7 +46,7 @@ class Ring:
         self.is_open = False  # whether the other end has it
 
     @classmethod
-    def make(cls, slots: int = SLOTS, slot_bytes: int = CHUNK_BYTES) -> Ring | None:
+    def make(cls, slots: int = SLOTS, slot_bytes: int = CHUNK_BYTES) -> ShmSender | None:
         """Return a ring, or None where the system has none to give."""
         if not hasattr(os, "memfd_create"):
             return None
@@ -122,7 +122,7 @@ class Ring:
             self._file = -1
 
 
-class PeerRing:
+class ShmReceiver:
     """The receiver's side: where payloads are found.
 
     Args:
@@ -137,7 +137,9 @@ class PeerRing:
         self._held: dict[int, weakref.ref[np.ndarray]] = {}
 
     @classmethod
-    def open(cls, offer: Mapping[str, Any], given_back: Callable[[int], None]) -> PeerRing | None:
+    def open(
+        cls, offer: Mapping[str, Any], given_back: Callable[[int], None]
+    ) -> ShmReceiver | None:
         """Return the ring that a peer offers; None if it is not on this host, or not ours to see.
 
         Raises:

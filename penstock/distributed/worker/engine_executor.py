@@ -10,9 +10,13 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from penstock.collectives.tree_reduce import TreeNode
+from penstock.collectives.tree_reduce import PartialSum
 from penstock.distributed.protocol import WINDOW
-from penstock.distributed.protocol.transfer_schedule import Operation, Piece, Transfers
+from penstock.distributed.protocol.transfer_schedule import (
+    Chunk,
+    TransferOperation,
+    TransferSchedule,
+)
 from penstock.distributed.run_spec import positions_of
 from penstock.engine import Batch, Engine
 from penstock.engine.row_split import micro_batches
@@ -22,7 +26,7 @@ from penstock.program import Program
 _ALIGNMENT = 64
 
 
-class EngineOfProcess:
+class LocalEngineExecutor:
     """Feeds an engine with the weights that come and hands on the gradients that it makes.
 
     The weights of an operation are put together in one of `WINDOW` buffers, each as large as the
@@ -33,7 +37,7 @@ class EngineOfProcess:
         self,
         engine: Engine,
         program: Program,
-        transfers: Transfers,
+        transfers: TransferSchedule,
         recompute: Collection[int],
         device: str = "cpu",
     ) -> None:
@@ -79,14 +83,14 @@ class EngineOfProcess:
             )
         )
 
-    def place(self, operation: Operation, piece: Piece, payload: np.ndarray | None) -> None:
+    def place(self, operation: TransferOperation, piece: Chunk, payload: np.ndarray | None) -> None:
         """Put a chunk of weights into the operation's buffer."""
         if payload is None:
             return
         begin = self._shapes[operation.number][piece.tensor][0] + piece.begin * piece.width
         self._buffers[operation.number % WINDOW][begin : begin + payload.nbytes] = payload
 
-    def compute(self, operation: Operation) -> Sequence[TreeNode]:
+    def compute(self, operation: TransferOperation) -> Sequence[PartialSum]:
         """Compute an operation; return the sums of its gradients."""
         began = time.perf_counter()
         engine, stage = self._engine, operation.stage
@@ -100,7 +104,7 @@ class EngineOfProcess:
                 for begin, dtype, shape in self._shapes[operation.number]
             ],
         )
-        nodes: Sequence[TreeNode] = []
+        nodes: Sequence[PartialSum] = []
         if operation.sweep == "forward":
             engine.forward(stage)
         elif operation.sweep == "turn":
@@ -121,7 +125,7 @@ class EngineOfProcess:
         return self._engine.losses()
 
 
-def _kept(node: TreeNode) -> TreeNode:
+def _kept(node: PartialSum) -> PartialSum:
     """Return a node whose memory is its own: from a GPU it comes in buffers that are used again,
     and is sent, or added to, when it has its turn."""
     return replace(node, tensors=tuple(None if t is None else t.clone() for t in node.tensors))

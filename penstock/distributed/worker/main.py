@@ -4,10 +4,10 @@
     python -m penstock.cluster.worker RUN/cluster.json [--shard NUMBER] [--port NUMBER]
 
 The run's token comes in the environment, as `PENSTOCK_TOKEN`, or from the record that the run
-wrote. All that the process is to be is told by the conductor's: an engine or which shard, of which
-model, cut how, with which memory. An engine keeps no state of the run: when it is cut off it joins
-again, as a new engine, as long as the conductor's process is there. A shard that is cut off ends,
-so that another can open what it had on flash.
+wrote. All that the process is to be is told by the coordinator's: an engine or which shard, of
+which model, cut how, with which memory. An engine keeps no state of the run: when it is cut off it
+joins again, as a new engine, as long as the coordinator's process is there. A shard that is cut off
+ends, so that another can open what it had on flash.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.distributed.control_messages import Role, Welcome
-from penstock.distributed.protocol import CONDUCTOR, EngineNode, ShardNode
-from penstock.distributed.protocol.messages import Kind, Message
+from penstock.distributed.control_messages import Assignment, Role
+from penstock.distributed.protocol import COORDINATOR, EngineNode, ShardNode
+from penstock.distributed.protocol.messages import Message, MessageType
 from penstock.distributed.rendezvous_file import read_record
-from penstock.distributed.transport import Endpoint, Link, own_host
+from penstock.distributed.transport import Connection, Endpoint, own_host
 from penstock.distributed.worker.node_adapters import WorkerNode, WorkerShard
-from penstock.distributed.worker.roles import Built, ShardRole, build_engine, build_shard
+from penstock.distributed.worker.roles import BuiltRole, ShardRole, build_engine, build_shard
 from penstock.errors import (
     ClusterError,
     ConfigError,
@@ -43,7 +43,7 @@ log = logging.getLogger("penstock.distributed")
 
 TOKEN = "PENSTOCK_TOKEN"
 NAME = "PENSTOCK_WORKER"
-_PATIENCE = 10.0  # seconds in which a conductor that went away may come back
+_PATIENCE = 10.0  # seconds in which a coordinator that went away may come back
 _CLOSING = 60.0  # seconds in which a shard should have let go of its files
 
 
@@ -59,7 +59,7 @@ class Worker:
     """One process of a run.
 
     Args:
-        address: where the conductor's process listens.
+        address: where the coordinator's process listens.
         token: of the run.
         name: what the worker is known by to whoever started it.
         role: what it is to be; None leaves it to the run.
@@ -84,8 +84,8 @@ class Worker:
         self._node: EngineNode | ShardNode | None = None
         self._seat: WorkerNode | None = None
         self._number = 0
-        self._link: Link | None = None
-        self._built: Built | None = None
+        self._link: Connection | None = None
+        self._built: BuiltRole | None = None
         self._endpoint = Endpoint(
             token,
             own_host(address),
@@ -100,7 +100,7 @@ class Worker:
         """Take part in the run until it ends.
 
         Raises:
-            ClusterError: the conductor's process is not there, or does not have the token.
+            ClusterError: the coordinator's process is not there, or does not have the token.
         """
         self._endpoint.start()
         try:
@@ -133,7 +133,7 @@ class Worker:
         body: dict[str, Any] = {"listens": list(self._endpoint.address), "worker": self._name}
         if self._role is not None:
             body |= {"role": self._role, "shard": self._shard}
-        link.send(Message(Kind.JOIN, 0, 0, body=body))
+        link.send(Message(MessageType.JOIN, 0, 0, body=body))
         while True:
             what, content = self._events.get()
             if what == "ended" and content is link:
@@ -143,9 +143,9 @@ class Worker:
             if what != "message" or content[0] is not link:
                 continue  # of a link before this one
             message = content[1]
-            if message.kind is Kind.WELCOME:
-                self._become(link, Welcome.read(message))
-            elif message.kind is Kind.ANSWER:
+            if message.kind is MessageType.ASSIGN:
+                self._become(link, Assignment.read(message))
+            elif message.kind is MessageType.ADMIN_REPLY:
                 raise RefusedError(str(message.body.get("error")))
         if self._built is None:
             raise ClusterError(
@@ -184,7 +184,7 @@ class Worker:
         if not closed.wait(timeout=_CLOSING):
             log.error("the store was not closed in %.0f s", _CLOSING)
 
-    def _become(self, link: Link, welcome: Welcome) -> None:
+    def _become(self, link: Connection, welcome: Assignment) -> None:
         number, told, place = welcome.node, welcome.run, welcome.place
         what = "an engine" if place is None else f"shard {place.shard}"
         log.info("joined the run at %s:%s as %s, node %d", *self._address, what, number)
@@ -196,32 +196,32 @@ class Worker:
                 self._built = build_engine(told)
         except PenstockError as error:
             body = {"error": type(error).__name__, "text": str(error)}
-            link.send(Message(Kind.TROUBLE, 0, number, body=body))
+            link.send(Message(MessageType.FAILURE, 0, number, body=body))
             return
         built = self._built
 
         def add() -> None:
             node = built.role.node(number, self._endpoint.runtime(number))
             self._number, self._node = number, node
-            self._endpoint.attach(CONDUCTOR, link)
+            self._endpoint.attach(COORDINATOR, link)
             for there in welcome.shards_there:
                 self._endpoint.attach(there, link)
             self._seat = WorkerNode(node, self._endpoint)
             if isinstance(built.role, ShardRole):
                 self._seat = WorkerShard(node, self._endpoint, built.role.place)
             self._endpoint.add(number, self._seat)
-            link.send(Message(Kind.READY, 0, number, body={"digest": built.digest}))
+            link.send(Message(MessageType.READY, 0, number, body={"digest": built.digest}))
 
         self._endpoint.call(add)
 
-    def _link_ended(self, link: Link, error: Exception) -> None:
+    def _link_ended(self, link: Connection, error: Exception) -> None:
         if link is self._link:
             self._events.put(("ended", link))
         elif isinstance(error, (CorruptionError, ProtocolError)) and self._node is not None:
             # What was in the frame will not come again: the step begins anew, over new links.
             body, node = {"text": str(error), "peer": link.peer}, self._node
-            message = Message(Kind.DAMAGED, node.epoch, node.number, body=body)
-            self._endpoint.send(node.number, CONDUCTOR, message)
+            message = Message(MessageType.CORRUPT_FRAME, node.epoch, node.number, body=body)
+            self._endpoint.send(node.number, COORDINATOR, message)
         if self._seat is not None:
             self._seat.link_ended(link.peer, str(error))
 
@@ -236,7 +236,7 @@ class Worker:
             "busy": node.is_busy,
             **built.role.figures(),
         }
-        link.send(Message(Kind.BEAT, node.epoch, self._number, body=body))
+        link.send(Message(MessageType.HEARTBEAT, node.epoch, self._number, body=body))
 
 
 def main() -> None:

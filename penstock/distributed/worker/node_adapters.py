@@ -6,13 +6,13 @@ A shard's node also has its store do what the run's process calls for, and gives
 from __future__ import annotations
 
 from penstock.distributed.control_messages import addresses_of
-from penstock.distributed.protocol import CONDUCTOR, EngineNode, ShardNode
-from penstock.distributed.protocol.messages import Kind, Message
-from penstock.distributed.replication.state_transfer import Giver, Taker
+from penstock.distributed.protocol import COORDINATOR, EngineNode, ShardNode
+from penstock.distributed.protocol.messages import Message, MessageType
+from penstock.distributed.replication.state_transfer import SnapshotReceiver, SnapshotSender
 from penstock.distributed.rpc import store_server
-from penstock.distributed.rpc.rpc import Gathered, Said, frames
+from penstock.distributed.rpc.rpc import FrameAssembler, RpcMessage, frames
 from penstock.distributed.transport import Endpoint
-from penstock.distributed.worker.shard_storage import ShardApart
+from penstock.distributed.worker.shard_storage import OwnedShard
 from penstock.errors import ClusterError, CorruptionError, PenstockError
 
 
@@ -29,7 +29,7 @@ class WorkerNode:
 
     def handle(self, message: Message) -> None:
         """Take a message."""
-        if message.kind is Kind.VIEW and message.epoch > self._node.epoch:
+        if message.kind is MessageType.VIEW and message.epoch > self._node.epoch:
             listening = addresses_of(message)
             listening.pop(self._node.number, None)
             self._endpoint.meet(listening, message.epoch)
@@ -45,20 +45,20 @@ class WorkerNode:
 class WorkerShard(WorkerNode):
     """A shard's node that also has its store do what is called for."""
 
-    def __init__(self, node: EngineNode | ShardNode, endpoint: Endpoint, place: ShardApart) -> None:
+    def __init__(self, node: EngineNode | ShardNode, endpoint: Endpoint, place: OwnedShard) -> None:
         super().__init__(node, endpoint)
-        self._place, self._gathered = place, Gathered(lambda number: place.most_bytes)
+        self._place, self._gathered = place, FrameAssembler(lambda number: place.most_bytes)
         self._runtime = endpoint.runtime(node.number)
-        self._giver = Giver(node.number, place, self._runtime, endpoint)
-        self._taker = Taker(node.number, place, self._runtime, endpoint, self._answer)
+        self._giver = SnapshotSender(node.number, place, self._runtime, endpoint)
+        self._taker = SnapshotReceiver(node.number, place, self._runtime, endpoint, self._answer)
 
     def handle(self, message: Message) -> None:
         """Take a message; a call is answered behind the work that is under way."""
-        if message.kind is Kind.CALL:
+        if message.kind is MessageType.RPC_REQUEST:
             self._take_call(message)
-        elif message.kind is Kind.COPY:
+        elif message.kind is MessageType.SNAPSHOT_REQUEST:
             self._giver.take(message)
-        elif message.kind is Kind.PORTION:
+        elif message.kind is MessageType.SNAPSHOT_CHUNK:
             self._taker.take(message)
         else:
             super().handle(message)
@@ -87,20 +87,20 @@ class WorkerShard(WorkerNode):
                 self._answer_error(number, error)
         elif said.body.get("method") == "give_up_copy":
             self._taker.give_up("nobody waits for it any more")
-            self._answer(number, Said())
+            self._answer(number, RpcMessage())
         else:
             self._have_done(number, said)
 
-    def _have_done(self, number: int, said: Said) -> None:
+    def _have_done(self, number: int, said: RpcMessage) -> None:
         """Have the store do what a call asks for."""
 
         def pack() -> list[Message]:
             answer = store_server.answer(self._place, said)
-            return list(frames(Kind.RETURN, self._node.number, number, answer))
+            return list(frames(MessageType.RPC_REPLY, self._node.number, number, answer))
 
         def send(messages: list[Message]) -> None:
             for each in messages:
-                self._runtime.send(CONDUCTOR, each)
+                self._runtime.send(COORDINATOR, each)
 
         def failed(error: Exception) -> None:
             text = f"{type(error).__name__}: {error}"
@@ -109,8 +109,8 @@ class WorkerShard(WorkerNode):
         self._runtime.work(pack, send, failed)
 
     def _answer_error(self, number: int, error: PenstockError) -> None:
-        self._answer(number, Said({"error": type(error).__name__, "text": str(error)}))
+        self._answer(number, RpcMessage({"error": type(error).__name__, "text": str(error)}))
 
-    def _answer(self, call: int, said: Said) -> None:
-        for each in frames(Kind.RETURN, self._node.number, call, said):
-            self._runtime.send(CONDUCTOR, each)
+    def _answer(self, call: int, said: RpcMessage) -> None:
+        for each in frames(MessageType.RPC_REPLY, self._node.number, call, said):
+            self._runtime.send(COORDINATOR, each)

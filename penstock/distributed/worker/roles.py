@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.config import size_above
-from penstock.distributed.control_messages import Opens, Place
+from penstock.distributed.control_messages import Opens, ReplicaSlot
 from penstock.distributed.protocol import EngineNode, ShardNode
-from penstock.distributed.protocol.node_context import Runtime
-from penstock.distributed.protocol.transfer_schedule import Transfers
+from penstock.distributed.protocol.node_context import NodeContext
+from penstock.distributed.protocol.transfer_schedule import TransferSchedule
 from penstock.distributed.run_spec import engine_digest, placement_of, shard_digest, transfers_of
-from penstock.distributed.worker.engine_executor import EngineOfProcess
-from penstock.distributed.worker.shard_executor import StoreOfShard
-from penstock.distributed.worker.shard_storage import ShardApart
+from penstock.distributed.worker.engine_executor import LocalEngineExecutor
+from penstock.distributed.worker.shard_executor import LocalShardExecutor
+from penstock.distributed.worker.shard_storage import OwnedShard
 from penstock.errors import UnfitHostError
 from penstock.program import Program
 from penstock.telemetry import process_memory
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 class EngineRole:
     """An engine: it computes."""
 
-    def __init__(self, work: EngineOfProcess, transfers: Transfers) -> None:
+    def __init__(self, work: LocalEngineExecutor, transfers: TransferSchedule) -> None:
         self.work, self.transfers = work, transfers
 
-    def node(self, number: int, runtime: Runtime) -> EngineNode:
+    def node(self, number: int, runtime: NodeContext) -> EngineNode:
         """Return the engine's node."""
         return EngineNode(number, runtime, self.transfers, self.work)
 
@@ -49,12 +49,12 @@ class ShardRole:
     """A shard of the store: it keeps weights and state."""
 
     def __init__(
-        self, shard: int, place: ShardApart, work: StoreOfShard, transfers: Transfers
+        self, shard: int, place: OwnedShard, work: LocalShardExecutor, transfers: TransferSchedule
     ) -> None:
         self.place, self.transfers = place, transfers
         self._shard, self._work = shard, work
 
-    def node(self, number: int, runtime: Runtime) -> ShardNode:
+    def node(self, number: int, runtime: NodeContext) -> ShardNode:
         """Return the shard's node."""
         return ShardNode(number, self._shard, runtime, self.transfers, self._work)
 
@@ -64,7 +64,7 @@ class ShardRole:
 
 
 @dataclass(frozen=True)
-class Built:
+class BuiltRole:
     """What was made for a run: its role, and what that takes to be the same for all."""
 
     told: Mapping[str, Any]
@@ -77,11 +77,11 @@ class _Compiled:
     config: Config
     program: Program
     recompute: frozenset[int]
-    transfers: Transfers
+    transfers: TransferSchedule
 
 
 def _compile(told: Mapping[str, Any], device: str) -> _Compiled:
-    """Compile the run's model, as the conductor's process said, for one kind of device."""
+    """Compile the run's model, as the coordinator's process said, for one kind of device."""
     from penstock.config import Config
     from penstock.engine import threads
     from penstock.planning import builders
@@ -107,8 +107,8 @@ def _compile(told: Mapping[str, Any], device: str) -> _Compiled:
     return _Compiled(config, program, recompute, transfers)
 
 
-def build_engine(told: Mapping[str, Any]) -> Built:
-    """Make an engine, as the conductor's process said.
+def build_engine(told: Mapping[str, Any]) -> BuiltRole:
+    """Make an engine, as the coordinator's process said.
 
     Raises:
         UnfitHostError: this host has not got the device, or the memory.
@@ -127,12 +127,12 @@ def build_engine(told: Mapping[str, Any]) -> Built:
         device=device,
         budget_bytes=told["engine_bytes"],
     )
-    work = EngineOfProcess(engine, made.program, made.transfers, made.recompute, device)
+    work = LocalEngineExecutor(engine, made.program, made.transfers, made.recompute, device)
     digest = engine_digest(made.program, made.transfers, device)
-    return Built(dict(told), EngineRole(work, made.transfers), digest)
+    return BuiltRole(dict(told), EngineRole(work, made.transfers), digest)
 
 
-def build_shard(told: Mapping[str, Any], place: Place, opens: Opens) -> Built:
+def build_shard(told: Mapping[str, Any], place: ReplicaSlot, opens: Opens) -> BuiltRole:
     """Make a shard of the store, on any host: it moves numbers, and computes with none of them
     what an engine does.
 
@@ -143,15 +143,15 @@ def build_shard(told: Mapping[str, Any], place: Place, opens: Opens) -> Built:
         PenstockError: this machine cannot be such a shard.
     """
     made, shard = _compile(told, "cpu"), place.shard
-    apart = ShardApart(made.config, made.program, shard, told["store_bytes"], place.replica)
+    apart = OwnedShard(made.config, made.program, shard, told["store_bytes"], place.replica)
     if opens == "what was left":
         apart.open(must_hold=True)
     elif opens == "empty":
         apart.open_empty()
     has_replica = made.config.store.replicas > 1
-    work = StoreOfShard(made.program, apart, shard, made.recompute, has_replica)
+    work = LocalShardExecutor(made.program, apart, shard, made.recompute, has_replica)
     digest = shard_digest(made.program, made.transfers)
-    return Built(dict(told), ShardRole(shard, apart, work, made.transfers), digest)
+    return BuiltRole(dict(told), ShardRole(shard, apart, work, made.transfers), digest)
 
 
 def _require_device(device: str) -> None:

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from penstock.distributed.protocol.transfer_schedule import Operation
+from penstock.distributed.protocol.transfer_schedule import TransferOperation
 from penstock.distributed.rpc.commit_codec import body_of_commit, body_of_report
 from penstock.distributed.run_spec import positions_of
-from penstock.distributed.worker.shard_storage import ShardPlace
+from penstock.distributed.worker.shard_storage import ShardStorage
 from penstock.errors import ClusterError
 from penstock.program import Program
 from penstock.store import (
@@ -25,7 +25,7 @@ from penstock.store import (
 )
 
 
-class StoreOfShard:
+class LocalShardExecutor:
     """Streams a store's weights, gives it gradients, and commits it.
 
     Args:
@@ -35,7 +35,7 @@ class StoreOfShard:
     def __init__(
         self,
         program: Program,
-        place: ShardPlace,
+        place: ShardStorage,
         shard: int,
         recompute: Collection[int],
         has_replica: bool = False,
@@ -67,7 +67,7 @@ class StoreOfShard:
         """Make the updates of the step before: no fetch will ask for them."""
         self._store.flush()
 
-    def fetch(self, operation: Operation) -> Sequence[np.ndarray]:
+    def fetch(self, operation: TransferOperation) -> Sequence[np.ndarray]:
         """Return the bytes of every chunk of this shard's."""
         stage, held = self._program.stages[operation.stage], self._store.program
         positions = positions_of(stage, operation.sweep, self._recompute)
@@ -89,7 +89,9 @@ class StoreOfShard:
             )
         return parts
 
-    def receive(self, operation: Operation, gradients: Mapping[int, np.ndarray | None]) -> None:
+    def receive(
+        self, operation: TransferOperation, gradients: Mapping[int, np.ndarray | None]
+    ) -> None:
         """Take this shard's gradients of an operation."""
         stage, held = self._program.stages[operation.stage], self._store.program
         trained = trainable_weights(self._program, stage)

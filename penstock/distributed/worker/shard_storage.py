@@ -18,7 +18,7 @@ from penstock.store import (
 from penstock.store.flash import FlashStore, forget, go_back, shard_folder
 
 
-class ShardApart:
+class OwnedShard:
     """The store of one shard in this process: in memory, or in a folder on this host's flash.
 
     Args:
@@ -108,7 +108,7 @@ class ShardApart:
         require_at(self.open(must_hold=True), step)
 
 
-class ShardPlace(Protocol):
+class ShardStorage(Protocol):
     """Where a shard's store is."""
 
     @property
@@ -123,7 +123,7 @@ class ShardPlace(Protocol):
         ...
 
 
-class ShardHere:
+class InProcessShard:
     """A shard's store in the trainer's process, with which it dies."""
 
     def __init__(self, store: Store) -> None:

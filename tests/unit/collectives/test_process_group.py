@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.collectives import GroupFabric, Meeting
-from penstock.collectives.tree_reduce import TreeNode
+from penstock.collectives import DeviceRendezvous, GroupFabric
+from penstock.collectives.tree_reduce import PartialSum
 from penstock.errors import GroupError
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -21,7 +21,7 @@ GROUPS += [("cuda", size) for size in (1, GPUS) if 0 < size <= GPUS]
 
 def together(kind, size, act, timeout=timedelta(seconds=60)):
     """Have every device of a group act in a thread of its own; return what each returned."""
-    meeting = Meeting(kind, size, timeout)
+    meeting = DeviceRendezvous(kind, size, timeout)
     found = [None] * size
 
     def be(rank):
@@ -144,10 +144,10 @@ def test_the_fabric_takes_one_root_of_each_device_and_counts_each_byte_once():
     assert fabric.broadcast(weights) == [weights] * 3
     assert fabric.traffic.broadcast_bytes == 28
     sums = (torch.ones(5), None, torch.ones(2))
-    root = [TreeNode(3, 0, sums)]
+    root = [PartialSum(3, 0, sums)]
     assert fabric.reduce([root, root, root], 6) is sums
     assert fabric.traffic.reduced_bytes == 28
-    for wrong in ([root, root], [root, root, []], [[TreeNode(2, 0, sums)]] * 3):
+    for wrong in ([root, root], [root, root, []], [[PartialSum(2, 0, sums)]] * 3):
         with pytest.raises(ValueError, match=r"expected \(3, 0\) of each of 3 devices"):
             fabric.reduce(wrong, 6)
 
@@ -155,7 +155,7 @@ def test_the_fabric_takes_one_root_of_each_device_and_counts_each_byte_once():
 @pytest.mark.skipif(torch.distributed.is_nccl_available(), reason="this PyTorch has NCCL")
 def test_gpus_without_nccl_are_refused_with_what_to_do():
     with pytest.raises(GroupError) as caught:
-        Meeting("cuda", 1).join(0)
+        DeviceRendezvous("cuda", 1).join(0)
     assert str(caught.value) == (
         "engine.devices: GPUs find each other through NCCL, which this PyTorch was built without; "
         "install one for CUDA on Linux, or set engine.device: cuda for one GPU"

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from penstock.collectives.tree_reduce import TreeNode, TreeSum, share
+from penstock.collectives.tree_reduce import PartialSum, TreeReduction, partition
 
 
 def leaves(count, seed, dtype=torch.float32):
@@ -18,11 +18,11 @@ def leaves(count, seed, dtype=torch.float32):
 
 
 def node(number, tensors):
-    return TreeNode(0, number, tuple(None if t is None else t.clone() for t in tensors))
+    return PartialSum(0, number, tuple(None if t is None else t.clone() for t in tensors))
 
 
 def summed(values, order):
-    total = TreeSum(len(values))
+    total = TreeReduction(len(values))
     most = 0
     for number in order:
         total.add(node(number, values[number]))
@@ -74,17 +74,17 @@ def test_any_division_over_engines_gives_the_same_bits(count):
     values = leaves(count, 100 + count)
     expected = by_hand(values, 0, count)
     for engines in range(1, count + 1):
-        parts = share(count, engines)
+        parts = partition(count, engines)
         assert [number for part in parts for number in part] == list(range(count))
         assert max(map(len, parts)) - min(map(len, parts)) <= 1
         sent = []
         for part in parts:
-            own = TreeSum(count)
+            own = TreeReduction(count)
             for number in part:
                 own.add(node(number, values[number]))
             sent += own.nodes()
         random.Random(engines).shuffle(sent)
-        whole = TreeSum(count)
+        whole = TreeReduction(count)
         for partial in sent:
             whole.add(partial)
         assert torch.equal(whole.root()[0], expected), engines
@@ -94,15 +94,15 @@ def test_any_division_over_engines_gives_the_same_bits(count):
 def test_engines_of_a_power_of_two_send_one_sum_each(count):
     values = leaves(count, 0)
     for engines in (1, 2, 4, 8):
-        for part in share(count, engines):
-            own = TreeSum(count)
+        for part in partition(count, engines):
+            own = TreeReduction(count)
             for number in part:
                 own.add(node(number, values[number]))
             assert len(own.nodes()) == 1
 
 
 def test_what_is_missing_is_named():
-    total = TreeSum(4)
+    total = TreeReduction(4)
     with pytest.raises(ValueError, match=r"^the sum over 4 micro-batches is incomplete: nothing$"):
         total.root()
     for number in (0, 1, 3):
@@ -117,4 +117,4 @@ def test_what_is_missing_is_named():
 
 def test_more_engines_than_micro_batches_are_refused():
     with pytest.raises(ValueError, match=r"^3 engines cannot share 2 micro-batches$"):
-        share(2, 3)
+        partition(2, 3)

@@ -1,4 +1,4 @@
-"""A hall without processes: who joins is played by the tests."""
+"""A cluster manager without processes: who joins is played by the tests."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 from waiting import SECONDS
 
 from penstock.config import Config
-from penstock.distributed.control.cluster_manager import Hall
+from penstock.distributed.control.cluster_manager import ClusterManager
 from penstock.distributed.control_messages import Role
-from penstock.distributed.launchers.base import Ended
-from penstock.distributed.protocol.messages import Kind, Message
-from penstock.distributed.transport import Endpoint, Link
-from penstock.planning.execution_plan import Layout
+from penstock.distributed.launchers.base import WorkerExit
+from penstock.distributed.protocol.messages import Message, MessageType
+from penstock.distributed.transport import Connection, Endpoint
+from penstock.planning.execution_plan import ExecutionPlan
 
 MODEL = {
     "preset": "gpt2",
@@ -34,17 +34,17 @@ class PretendLauncher:
     def __init__(self, is_in_vain: bool) -> None:
         self.is_in_vain, self.started = is_in_vain, 0
         self.roles: list[str] = []
-        self.ended: list[Ended] = []
+        self.ended: list[WorkerExit] = []
 
     def start(self, role: Role) -> str:
         self.started += 1
         self.roles.append(role)
         worker = f"worker-{self.started}"
         if self.is_in_vain:
-            self.ended.append(Ended(worker, f"{worker} fell"))
+            self.ended.append(WorkerExit(worker, f"{worker} fell"))
         return worker
 
-    def poll(self) -> list[Ended]:
+    def poll(self) -> list[WorkerExit]:
         ended, self.ended = self.ended, []
         return ended
 
@@ -76,14 +76,14 @@ def config(folder: Path, replicas: int = 1, **cluster) -> Config:
 
 
 class Visited:
-    """A hall, and what was told of it by which thread."""
+    """A cluster manager, and what was told of it by which thread."""
 
-    def __init__(self, folder: Path, layout: Layout, is_in_vain: bool, **cluster) -> None:
+    def __init__(self, folder: Path, layout: ExecutionPlan, is_in_vain: bool, **cluster) -> None:
         self.told: list[str] = []
         self.tellers: set[threading.Thread] = set()
         self.is_stopped = False
         self.launcher = PretendLauncher(is_in_vain)
-        self.hall = Hall(
+        self.manager = ClusterManager(
             config(folder, **cluster),
             layout,
             host="127.0.0.1",
@@ -101,7 +101,7 @@ class Visited:
 class Guest:
     """One who joins, and what is said to it."""
 
-    def __init__(self, hall: Hall) -> None:
+    def __init__(self, manager: ClusterManager) -> None:
         self.said: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self.failures: list[Exception] = []
         self.endpoint = Endpoint(
@@ -112,16 +112,16 @@ class Guest:
             on_failure=self.failures.append,
         )
         self.endpoint.start()
-        self.link: Link = self.endpoint.connect(hall.address)
+        self.link: Connection = self.endpoint.connect(manager.address)
 
-    def say(self, kind: Kind, number: int = 0, **body) -> None:
+    def say(self, kind: MessageType, number: int = 0, **body) -> None:
         self.link.send(Message(kind, 0, number, body=body))
 
     def hear(self) -> Message:
         return self.said.get(timeout=SECONDS)
 
-    def become(self, hall: Hall, welcome: Message) -> None:
+    def become(self, manager: ClusterManager, welcome: Message) -> None:
         """Be ready, as what it was told to be."""
-        plan, is_engine = hall.plan, welcome.body["place"] is None
+        plan, is_engine = manager.plan, welcome.body["place"] is None
         digest = plan.engine_digest if is_engine else plan.shard_digest
-        self.say(Kind.READY, welcome.body["node"], digest=digest)
+        self.say(MessageType.READY, welcome.body["node"], digest=digest)

@@ -1,4 +1,5 @@
-"""A layout that all halls of these tests share, and visits to them; shards with replicas."""
+"""A layout that all cluster managers of these tests share, and visits to them; shards with
+replicas."""
 
 from __future__ import annotations
 
@@ -10,44 +11,46 @@ from cluster_visitors import Guest, Visited, config
 from replicated_run import EIGHT_BIT, PROGRAM, Run
 from store_programs import flash_store, training_store
 
-from penstock.distributed.protocol.messages import Kind, Message
+from penstock.distributed.protocol.messages import Message, MessageType
 from penstock.planning import builders
-from penstock.planning.execution_plan import Layout, lay_out
+from penstock.planning.execution_plan import ExecutionPlan, plan_execution
 from penstock.store import portions
 
 
 @pytest.fixture(scope="session")
-def layout(tmp_path_factory) -> Layout:
+def layout(tmp_path_factory) -> ExecutionPlan:
     made = config(tmp_path_factory.mktemp("layout"))
     assert made.model is not None
-    return lay_out(made, builders.model_source(made.model), "cpu", 16)
+    return plan_execution(made, builders.model_source(made.model), "cpu", 16)
 
 
 @pytest.fixture
 def visit(tmp_path, layout) -> Iterator:
     made: list[Visited] = []
-    guests: list[Guest] = []
+    registry: list[Guest] = []
 
     def open_cluster(is_in_vain: bool = False, **cluster) -> Visited:
         made.append(Visited(tmp_path, layout, is_in_vain, **cluster))
         return made[-1]
 
     def arrive(visited: Visited, host: str = "127.0.0.1", **says) -> Guest:
-        guests.append(Guest(visited.hall))
-        guests[-1].say(Kind.JOIN, worker=f"guest-{len(guests)}", listens=[host, 1], **says)
-        return guests[-1]
+        registry.append(Guest(visited.manager))
+        registry[-1].say(
+            MessageType.JOIN, worker=f"guest-{len(registry)}", listens=[host, 1], **says
+        )
+        return registry[-1]
 
     def join(visited: Visited, **says) -> tuple[Guest, Message]:
-        guest = arrive(visited, **says)
-        return guest, guest.hear()
+        member = arrive(visited, **says)
+        return member, member.hear()
 
     open_cluster.arrive, open_cluster.join = arrive, join
     yield open_cluster
-    for guest in guests:
-        guest.endpoint.close()
-        assert not guest.failures
+    for member in registry:
+        member.endpoint.close()
+        assert not member.failures
     for visited in made:
-        visited.hall.close()
+        visited.manager.close()
 
 
 @pytest.fixture

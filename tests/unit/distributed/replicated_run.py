@@ -18,12 +18,12 @@ from store_programs import (
 )
 
 from penstock.config import Config
-from penstock.distributed.control_messages import Place
-from penstock.distributed.protocol.messages import Kind, Message
-from penstock.distributed.replication.replica_manager import House, ShardsApart
-from penstock.distributed.replication.state_transfer import Giver, Taker
+from penstock.distributed.control_messages import ReplicaSlot
+from penstock.distributed.protocol.messages import Message, MessageType
+from penstock.distributed.replication.replica_manager import ManagerHooks, ReplicaManager
+from penstock.distributed.replication.state_transfer import SnapshotReceiver, SnapshotSender
 from penstock.distributed.rpc import store_server
-from penstock.distributed.rpc.rpc import Said, ShardLostError, error_class
+from penstock.distributed.rpc.rpc import RpcMessage, ShardLostError, error_class
 from penstock.store import AdamW
 
 EIGHT_BIT = AdamW(0.9, 0.95, 1e-8, moments="8bit")
@@ -58,23 +58,23 @@ class Nodes:
     def __init__(self, stores: dict[int, object]) -> None:
         self.stores = stores
         self.came: Counter[tuple[int, str]] = Counter()
-        self.says: dict[tuple[int, str], Said] = {}
+        self.says: dict[tuple[int, str], RpcMessage] = {}
         self.before: dict[tuple[int, str, int], Callable[[], object]] = {}
         self.gone: set[int] = set()
         self.todo: deque[Callable[[], object]] = deque()
-        self.answers: dict[int, Said] = {}
+        self.answers: dict[int, RpcMessage] = {}
         self.called_with_arrays = 0
-        self.ends: dict[int, tuple[Giver, Taker]] = {}
+        self.ends: dict[int, tuple[SnapshotSender, SnapshotReceiver]] = {}
         self.reached: set[tuple[int, int]] = set()
         self.most_waiting = 0
 
-    def of(self, node: int) -> tuple[Giver, Taker]:
+    def of(self, node: int) -> tuple[SnapshotSender, SnapshotReceiver]:
         """The two ends of copies at a node."""
         if node not in self.ends:
             place, network = Kept(self.stores, node), _NetworkOf(self, node)
             self.ends[node] = (
-                Giver(node, place, network, network),
-                Taker(node, place, network, network, self.answers.__setitem__),
+                SnapshotSender(node, place, network, network),
+                SnapshotReceiver(node, place, network, network, self.answers.__setitem__),
             )
         return self.ends[node]
 
@@ -89,19 +89,19 @@ class Nodes:
         if self.gone & {sender, to}:
             return
         giver, taker = self.of(to)
-        (giver if message.kind is Kind.COPY else taker).take(message)
+        (giver if message.kind is MessageType.SNAPSHOT_REQUEST else taker).take(message)
         asked = sum(n for (_, what), n in self.came.items() if what == "COPY")
         written = sum(n for (_, what), n in self.came.items() if what == "written")
         self.most_waiting = max(self.most_waiting, asked - written)
 
-    def ask(self, node, method, arguments, arrays, most=0) -> Said:
+    def ask(self, node, method, arguments, arrays, most=0) -> RpcMessage:
         return self.begin(node, method, arguments, arrays, most).answer()
 
     def begin(self, node, method, arguments, arrays, most=0):
         self.comes(node, method)
         self.called_with_arrays += bool(arrays)
         number = sum(self.came.values())
-        said = Said({"method": method, "with": arguments}, arrays)
+        said = RpcMessage({"method": method, "with": arguments}, arrays)
         if node in self.gone:
             pass
         elif (node, method) in self.says:
@@ -110,9 +110,9 @@ class Nodes:
             self.of(node)[1].begin(number, arguments)
         elif method == "give_up_copy":
             self.of(node)[1].give_up("the run's process said so")
-            self.answers[number] = Said()
+            self.answers[number] = RpcMessage()
 
-        def answer(meanwhile=lambda: None) -> Said:
+        def answer(meanwhile=lambda: None) -> RpcMessage:
             while number not in self.answers:
                 if node in self.gone:
                     raise ShardLostError(f"node {node} was lost")
@@ -168,7 +168,7 @@ class _NetworkOf:
         self._nodes.todo.append(do)
 
 
-class Conductor:
+class Coordinator:
     """Says who is whole; all who were asked for are."""
 
     is_agreed = True
@@ -192,10 +192,10 @@ class Run:
         self.said: list[tuple[str, str]] = []
         self.failed: list[Exception] = []
         self.is_stopped = False
-        self.conductor = Conductor()
+        self.coordinator = Coordinator()
         self.calls = Nodes(self.stores)
-        house = House(
-            self.conductor,
+        house = ManagerHooks(
+            self.coordinator,
             lambda kind, text, node=None: self.said.append((kind, text)),
             self.failed.append,
             self.look,
@@ -210,9 +210,9 @@ class Run:
                 "store": {"replicas": 2, **store},
             }
         )
-        self.apart = ShardsApart(config, [PROGRAM], self.calls, house)
+        self.apart = ReplicaManager(config, [PROGRAM], self.calls, house)
         for node in (1, 2):
-            self.apart.places.take(Place(0, node - 1), node)
+            self.apart.places.take(ReplicaSlot(0, node - 1), node)
         (self.shard,) = self.apart.remote()
         self.shard.open()
 
@@ -221,17 +221,17 @@ class Run:
             raise self.failed[0]
 
     def lose(self, node: int) -> None:
-        place = Place(0, self.stores[node].number)
-        self.conductor.lost_nodes.append(node)
+        place = ReplicaSlot(0, self.stores[node].number)
+        self.coordinator.lost_nodes.append(node)
         self.apart.lost(place, node)
 
     def come(self, node: int, replica: int) -> None:
-        """A newcomer takes a place, with nothing."""
+        """A learner takes a place, with nothing."""
         self.stores[node] = self.make(node, replica)
-        self.apart.places.wait_for_copy(Place(0, replica), node)
+        self.apart.places.wait_for_copy(ReplicaSlot(0, replica), node)
 
     def copy(self, on_flash=None) -> None:
-        self.apart.copy_to_newcomers(on_flash)
+        self.apart.copy_to_learners(on_flash)
 
     @property
     def nodes(self) -> tuple[int, ...]:

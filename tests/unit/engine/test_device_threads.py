@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from penstock.collectives.tree_reduce import TreeNode
+from penstock.collectives.tree_reduce import PartialSum
 from penstock.engine import DeviceThread, Member, MemoryAccount, Rounds
 from penstock.errors import GroupError
 
@@ -50,12 +50,12 @@ class Device:
     def turn(self, stage):
         self._maybe_fail("turn", stage)
         self._meet()
-        return Pending([TreeNode(0, stage, ())])
+        return Pending([PartialSum(0, stage, ())])
 
     def backward(self, stage):
         self._maybe_fail("backward", stage)
         self._meet()
-        return Pending([TreeNode(0, stage, ())])
+        return Pending([PartialSum(0, stage, ())])
 
     def losses(self):
         return [float(self.rank)]

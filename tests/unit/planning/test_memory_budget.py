@@ -9,7 +9,7 @@ from penstock.distributed.protocol import GRADIENTS
 from penstock.engine import EnginePlan, predict_bytes
 from penstock.errors import BudgetError
 from penstock.planning import builders, store_factory
-from penstock.planning.memory_budget import Budget, Room, Shares, bytes_on_the_way
+from penstock.planning.memory_budget import Budget, HostCapacity, MemoryShares, bytes_on_the_way
 from penstock.program import Program
 from penstock.telemetry import process_memory
 
@@ -33,7 +33,7 @@ def program() -> Program:
     return builders.compile_source(source, micro_batch=1, length=32, precision="fp32", device="cpu")
 
 
-def shares(program: Program, **changes) -> Shares:
+def shares(program: Program, **changes) -> MemoryShares:
     """Return what the parts of a run of two engines get, two micro-batches each."""
     engine = {"device": "cpu", "memory": "64MiB"}
     mapping = {"model": MODEL, "batch": {"size": 256}, "engines": 2, "engine": engine, **changes}
@@ -208,7 +208,7 @@ def test_workers_of_this_machine_count_with_spare_ones_and_shards(program, clust
 def test_more_engines_than_this_machine_has_room_for_are_refused_with_the_sum(program, monkeypatch):
     monkeypatch.setattr(process_memory, "available_bytes", lambda: 1500 * MIB)
 
-    def room(start: str) -> Room | None:
+    def room(start: str) -> HostCapacity | None:
         engine = {"device": "cpu", "memory": "64MiB"}
         run = {"model": MODEL, "batch": {"size": 64}, "engines": 2, "engine": engine}
         config = Config.from_mapping({**run, "cluster": {"start": start}})

@@ -13,8 +13,8 @@ from penstock.engine.interface import EnginePlan
 from penstock.engine.recompute_planner import bytes_of_choice
 from penstock.errors import BudgetError
 from penstock.planning import builders
-from penstock.planning.execution_plan import lay_out
-from penstock.planning.micro_batching import Division, divide_batch
+from penstock.planning.execution_plan import plan_execution
+from penstock.planning.micro_batching import MicroBatchPlan, divide_batch
 
 SIZE = 4
 SOURCE = language_model("gpt2").source(0)
@@ -86,9 +86,9 @@ def test_then_one_engine_is_refused_two_are_not_and_what_else_may_be_done_is_sai
     too_little_for_one,
 ):
     with pytest.raises(BudgetError, match=r"the engine needs .* for a step of 4 micro-batch"):
-        lay_out(config(too_little_for_one), SOURCE, "cpu", LENGTH)
+        plan_execution(config(too_little_for_one), SOURCE, "cpu", LENGTH)
     told: list[str] = []
-    made = lay_out(config(too_little_for_one, 2), SOURCE, "cpu", LENGTH, notice=told.append)
+    made = plan_execution(config(too_little_for_one, 2), SOURCE, "cpu", LENGTH, notice=told.append)
     assert (made.micro_batch, made.micro_batches) == (1, SIZE)
     assert told == [
         "batch.micro: auto is 1, the least, since one engine cannot hold a step of 4 sequences: "
@@ -100,11 +100,11 @@ def test_then_one_engine_is_refused_two_are_not_and_what_else_may_be_done_is_sai
 def test_a_run_keeps_the_cut_that_it_was_started_with_whatever_one_engine_could_hold(
     too_little_for_one,
 ):
-    made = lay_out(config(too_little_for_one, 4), SOURCE, "cpu", LENGTH, 1, None)
+    made = plan_execution(config(too_little_for_one, 4), SOURCE, "cpu", LENGTH, 1, None)
     assert (made.micro_batch, made.slot_bytes) == (1, None)
 
 
 def test_a_micro_batch_that_is_set_is_taken(too_little_for_one):
     made = divide_batch(config(too_little_for_one, micro=2), compile_for, "cpu", LENGTH)
-    assert isinstance(made, Division)
+    assert isinstance(made, MicroBatchPlan)
     assert made.micro_batch == 2

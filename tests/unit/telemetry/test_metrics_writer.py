@@ -23,7 +23,7 @@ from penstock.telemetry.metrics_writer import (
     read_metrics,
     stream_metrics,
 )
-from penstock.telemetry.run_files import Recorder
+from penstock.telemetry.run_files import RunFiles
 from penstock.telemetry.tensorboard_files import TensorBoard
 
 
@@ -158,7 +158,7 @@ class Full:
 
 def test_figures_that_cannot_be_written_ask_once_for_a_stop():
     asked, full, other = [], Full(), []
-    recorder = Recorder([full, other.append], asked.append)
+    recorder = RunFiles([full, other.append], asked.append)
     for event in (started(), step(1), step(2), step(3)):
         recorder(event)
     assert asked == ["metrics.jsonl: cannot write metrics: No space left on device"]

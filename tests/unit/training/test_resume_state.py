@@ -6,19 +6,19 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import CorruptionError
-from penstock.training.resume_state import Resumption
+from penstock.training.resume_state import ResumeState
 
 ARCHITECTURE = {"class_name": "Net", "graph": "g", "captured_with": "torch 2"}
-KEPT = Resumption({"batch.size": 4}, 2, None, "d", None, 3.25, 1, "v", ARCHITECTURE)
+KEPT = ResumeState({"batch.size": 4}, 2, None, "d", None, 3.25, 1, "v", ARCHITECTURE)
 
 
 def test_what_was_kept_is_found_again():
-    assert Resumption.read(json.loads(json.dumps(KEPT.to_mapping())), Path("run")) == KEPT
+    assert ResumeState.read(json.loads(json.dumps(KEPT.to_mapping())), Path("run")) == KEPT
 
 
 def test_keys_that_older_releases_did_not_keep_may_be_missing():
-    found = Resumption.read({"trajectory": {}}, Path("run"))
-    assert found == Resumption({}, None, None, None, None, None, 0)
+    found = ResumeState.read({"trajectory": {}}, Path("run"))
+    assert found == ResumeState({}, None, None, None, None, None, 0)
 
 
 @pytest.mark.parametrize(
@@ -44,4 +44,4 @@ def test_keys_that_older_releases_did_not_keep_may_be_missing():
 )
 def test_a_value_of_another_type_is_refused_by_its_place(key, value):
     with pytest.raises(CorruptionError, match=r"^runs/x/flash: what a run keeps with a step was "):
-        Resumption.read({**KEPT.to_mapping(), key: value}, Path("runs/x/flash"))
+        ResumeState.read({**KEPT.to_mapping(), key: value}, Path("runs/x/flash"))

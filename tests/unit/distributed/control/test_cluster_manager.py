@@ -1,4 +1,5 @@
-"""When a hall has workers started, and when a run ends because nobody comes; no processes."""
+"""When a cluster manager has workers started, and when a run ends because nobody comes; no
+processes."""
 
 from __future__ import annotations
 
@@ -11,12 +12,12 @@ import pytest
 from cluster_visitors import TOKEN, PretendLauncher, config
 from waiting import wait_until
 
-from penstock.distributed.control.cluster_manager import Hall
+from penstock.distributed.control.cluster_manager import ClusterManager
 from penstock.distributed.control_messages import Role
-from penstock.distributed.launchers.base import Ended
+from penstock.distributed.launchers.base import WorkerExit
 from penstock.distributed.transport import Endpoint
 from penstock.errors import BudgetError, ClusterError
-from penstock.planning.memory_budget import Room
+from penstock.planning.memory_budget import HostCapacity
 
 
 def test_so_many_workers_are_started_as_engines_spare_ones_and_shards_apart(visit):
@@ -29,8 +30,8 @@ def test_a_run_whose_workers_all_end_before_they_are_shards_ends_and_says_so(vis
     with pytest.raises(
         ClusterError, match=r"in a row ended before they could compute, .*; worker-"
     ):
-        visited.hall.remote_shards()
-    visited.hall.close()
+        visited.manager.remote_shards()
+    visited.manager.close()
     assert {"worker ended", "not replaced"} <= {*visited.told}
     assert visited.tellers == {threading.current_thread()}
 
@@ -40,62 +41,62 @@ def test_a_run_whose_workers_all_end_before_they_are_engines_ends_and_says_so(vi
     with pytest.raises(
         ClusterError, match=r"in a row ended before they could compute, .*; worker-"
     ):
-        visited.hall.await_engines()
+        visited.manager.await_engines()
 
 
 def test_a_place_of_a_shard_for_which_nobody_comes_ends_a_run_that_has_engines(visit):
     visited = visit(start="listen", shards="apart", lease=10.0)
-    guest, welcome = visit.join(visited)
-    guest.become(visited.hall, welcome)
-    wait_until(lambda: visited.hall.conductor.ready)
-    visited.launcher.ended = [Ended(f"worker-{n}", f"worker-{n} fell") for n in range(3)]
+    member, welcome = visit.join(visited)
+    member.become(visited.manager, welcome)
+    wait_until(lambda: visited.manager.coordinator.ready)
+    visited.launcher.ended = [WorkerExit(f"worker-{n}", f"worker-{n} fell") for n in range(3)]
     with pytest.raises(ClusterError, match=r"3 workers in a row ended before .*; worker-2 fell"):
-        visited.hall.remote_shards()
-    assert len(visited.hall.conductor.ready) == 1
+        visited.manager.remote_shards()
+    assert len(visited.manager.coordinator.ready) == 1
 
 
 def test_a_stop_ends_waiting_for_engines(visit):
     visited = visit()
     visited.is_stopped = True
     with pytest.raises(InterruptedError):
-        visited.hall.await_engines()
+        visited.manager.await_engines()
 
 
 @pytest.mark.parametrize("engines", [0, 5, "2", None])
 def test_a_number_of_engines_that_cannot_be_is_refused(visit, engines):
     with pytest.raises(ClusterError, match=r"expected 1 .* to 4 \(one micro-batch each\), got"):
-        visit().hall.scale(engines)
+        visit().manager.scale(engines)
 
 
 def test_more_engines_than_the_machine_has_room_for_are_refused(tmp_path, layout, visit):
     visited = visit()
     one = layout.room.engine
-    visited.hall._layout = dataclasses.replace(layout, room=Room(10 * one, 7 * one, one))
-    visited.hall.scale(3)
+    visited.manager._layout = dataclasses.replace(layout, room=HostCapacity(10 * one, 7 * one, one))
+    visited.manager.scale(3)
     with pytest.raises(BudgetError, match=r"engines: 4 on this machine need 4 x .* room for 3"):
-        visited.hall.scale(4)
-    assert visited.hall._take_order({"engines": 4})["error"].endswith("there is room for 3")
-    assert visited.hall.conductor.wanted == 3
-    visited.hall._layout = dataclasses.replace(layout, room=Room(10 * one, 9 * one, one))
-    visited.hall.scale(2)  # fewer are always possible
+        visited.manager.scale(4)
+    assert visited.manager._take_order({"engines": 4})["error"].endswith("there is room for 3")
+    assert visited.manager.coordinator.wanted == 3
+    visited.manager._layout = dataclasses.replace(layout, room=HostCapacity(10 * one, 9 * one, one))
+    visited.manager.scale(2)  # fewer are always possible
 
 
 def test_more_engines_are_started_beside_the_shards(visit):
     visited = visit(shards="apart")
-    visited.hall.scale(4)
+    visited.manager.scale(4)
     assert visited.launcher.started == 7
-    visited.hall.scale(1)
-    visited.hall.scale(3)
+    visited.manager.scale(1)
+    visited.manager.scale(3)
     assert visited.launcher.started == 7
 
 
 def test_a_worker_that_waits_for_a_processor_is_not_lost_before_ten_leases(visit):
     visited = visit(start="local", lease=0.2)
-    guest, welcome = visit.join(visited)
+    member, welcome = visit.join(visited)
     visited.launcher.starving = ("guest-1",)
     began = time.monotonic()
-    guest.become(visited.hall, welcome)
-    wait_until(lambda: visited.hall.news.counts["engine lost"])  # it never says a word
+    member.become(visited.manager, welcome)
+    wait_until(lambda: visited.manager.event_queue.counts["engine lost"])  # it never says a word
     assert time.monotonic() - began > 1.0
 
 
@@ -131,7 +132,7 @@ def test_a_hall_that_cannot_be_opened_leaves_nothing(tmp_path, layout, fails):
         return launcher
 
     with pytest.raises(RuntimeError):
-        Hall(
+        ClusterManager(
             config(tmp_path),
             layout,
             host="127.0.0.1",

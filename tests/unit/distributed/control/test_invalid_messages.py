@@ -14,11 +14,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from waiting import wait_until
 
-from penstock.distributed.control.cluster_manager import Hall
-from penstock.distributed.control_messages import Welcome
+from penstock.distributed.control.cluster_manager import ClusterManager
+from penstock.distributed.control_messages import Assignment
 from penstock.distributed.protocol import EngineNode, ShardNode
-from penstock.distributed.protocol.messages import Kind, Message
-from penstock.distributed.protocol.node_context import RuntimeOf
+from penstock.distributed.protocol.messages import Message, MessageType
+from penstock.distributed.protocol.node_context import BoundContext
 from penstock.distributed.worker.node_adapters import WorkerNode, WorkerShard
 from penstock.errors import CorruptionError, ProtocolError
 
@@ -39,34 +39,36 @@ class PretendLink:
         self.refused.append(why)
 
 
-def hand_in(hall: Hall, link: PretendLink, *messages: Message) -> None:
+def hand_in(manager: ClusterManager, link: PretendLink, *messages: Message) -> None:
     """Have messages taken as if they had come over a link that then ends."""
 
     def take() -> None:
         for message in messages:
-            hall._endpoint._route(link, message)
-        hall._link_ended(link, ConnectionError())
+            manager._endpoint._route(link, message)
+        manager._link_ended(link, ConnectionError())
 
-    hall._do(take)
+    manager._do(take)
 
 
 @pytest.fixture(scope="module")
-def open_for_all(tmp_path_factory, layout) -> Iterator[Hall]:
+def open_for_all(tmp_path_factory, layout) -> Iterator[ClusterManager]:
     visited = Visited(
         tmp_path_factory.mktemp("all"), layout, False, start="listen", shards="apart", lease=3600.0
     )
-    guests = [Guest(visited.hall) for _ in range(4)]
-    for number, guest in enumerate(guests):  # two shards and an engine that stay; one that joins
+    registry = [Guest(visited.manager) for _ in range(4)]
+    for number, member in enumerate(registry):  # two shards and an engine that stay; one that joins
         says = {"shard": number} if number < 2 else {}
-        guest.say(Kind.JOIN, worker=f"guest-{number}", listens=["127.0.0.1", 1], **says)
-        welcome = guest.hear()
+        member.say(MessageType.JOIN, worker=f"guest-{number}", listens=["127.0.0.1", 1], **says)
+        welcome = member.hear()
         if number < 3:
-            guest.become(visited.hall, welcome)
-    wait_until(lambda: visited.hall.conductor.ready and not visited.hall._places.are_missing)
-    yield visited.hall
-    for guest in guests:
-        guest.endpoint.close()
-    visited.hall.close()
+            member.become(visited.manager, welcome)
+    wait_until(
+        lambda: visited.manager.coordinator.ready and not visited.manager._places.are_missing
+    )
+    yield visited.manager
+    for member in registry:
+        member.endpoint.close()
+    visited.manager.close()
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -74,12 +76,12 @@ def open_for_all(tmp_path_factory, layout) -> Iterator[Hall]:
 def test_no_message_can_end_the_endpoint_of_a_run(open_for_all, received, peer):
     """Of strangers, of those who are about to join, and of nodes of the run."""
     link = PretendLink() if peer is None else PretendLink(peer)
-    join = Message(Kind.JOIN, 0, 0, body={"worker": "w", "listens": ["127.0.0.1", 1]})
+    join = Message(MessageType.JOIN, 0, 0, body={"worker": "w", "listens": ["127.0.0.1", 1]})
     also = [dataclasses.replace(message, sender=peer or 0) for message in received]
     hand_in(open_for_all, link, *([] if peer else [join]), *received, *also)
     # Whoever lost its place by it may have been one that the run cannot do without.
-    news = open_for_all.news
-    failed, news._failed = news._failed, None
+    event_queue = open_for_all.event_queue
+    failed, event_queue._failed = event_queue._failed, None
     assert "network failed" not in str(failed)
     assert open_for_all._endpoint._thread.is_alive()
     assert all(isinstance(why, ProtocolError) for why in link.refused)
@@ -88,21 +90,25 @@ def test_no_message_can_end_the_endpoint_of_a_run(open_for_all, received, peer):
 @pytest.mark.parametrize(
     ("message", "text"),
     [
-        (Message(Kind.JOIN, 0, 0), "says 'None' for 'worker'"),
-        (Message(Kind.JOIN, 0, 0, body={"worker": "w"}), "says 'None' for an address"),
+        (Message(MessageType.JOIN, 0, 0), "says 'None' for 'worker'"),
+        (Message(MessageType.JOIN, 0, 0, body={"worker": "w"}), "says 'None' for an address"),
         (
-            Message(Kind.JOIN, 0, 0, body={"worker": "w", "listens": ["h", 70000]}),
+            Message(MessageType.JOIN, 0, 0, body={"worker": "w", "listens": ["h", 70000]}),
             "says .* for an address",
         ),
         (
-            Message(Kind.JOIN, 0, 0, body={"worker": "w", "listens": ["h", 1], "role": "king"}),
+            Message(
+                MessageType.JOIN, 0, 0, body={"worker": "w", "listens": ["h", 1], "role": "king"}
+            ),
             "says 'king' for 'role'",
         ),
         (
-            Message(Kind.JOIN, 0, 0, body={"worker": "w", "listens": ["h", 1], "shard": "0"}),
+            Message(
+                MessageType.JOIN, 0, 0, body={"worker": "w", "listens": ["h", 1], "shard": "0"}
+            ),
             "says '0' for 'shard'",
         ),
-        (Message(Kind.HELLO, 0, 0, body={"node": "1"}), "says that it is node '1'"),
+        (Message(MessageType.HELLO, 0, 0, body={"node": "1"}), "says that it is node '1'"),
     ],
 )
 def test_a_stranger_that_makes_no_sense_is_cut_off(open_for_all, message, text):
@@ -116,9 +122,9 @@ def test_a_stranger_that_makes_no_sense_is_cut_off(open_for_all, message, text):
 def test_who_speaks_in_the_name_of_another_is_cut_off(open_for_all):
     link = PretendLink(7)
     trouble = {"error": "StorageError", "text": "I am shard 0, and broken"}
-    hand_in(open_for_all, link, Message(Kind.TROUBLE, 0, 1, body=trouble))
+    hand_in(open_for_all, link, Message(MessageType.FAILURE, 0, 1, body=trouble))
     assert "node 7 sent a TROUBLE message in the name of node 1" in str(link.refused[0])
-    open_for_all.news.require_sound()
+    open_for_all.event_queue.require_sound()
 
 
 class PretendWork:
@@ -147,8 +153,8 @@ class PretendEndpoint:
         else:
             then(result)
 
-    def runtime(self, number: int) -> RuntimeOf:
-        return RuntimeOf(self, number)
+    def runtime(self, number: int) -> BoundContext:
+        return BoundContext(self, number)
 
     def meet(self, addresses: dict, epoch: int) -> None:
         assert all(isinstance(number, int) for number in addresses)
@@ -164,7 +170,7 @@ class PretendEndpoint:
 def test_no_message_can_end_the_endpoint_of_a_worker(open_for_all, received, is_shard):
     plan, work = open_for_all.plan.transfers, PretendWork()
     endpoint = PretendEndpoint()
-    runtime = RuntimeOf(endpoint, 1)
+    runtime = BoundContext(endpoint, 1)
     if is_shard:
         member = WorkerShard(ShardNode(1, 0, runtime, plan, work), endpoint, work)
     else:
@@ -173,4 +179,4 @@ def test_no_message_can_end_the_endpoint_of_a_worker(open_for_all, received, is_
         with contextlib.suppress(ProtocolError, CorruptionError):  # the endpoint cuts these off
             member.handle(message)
         with contextlib.suppress(ProtocolError):
-            Welcome.read(message)
+            Assignment.read(message)

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.distributed.control import cluster_manager
 from penstock.errors import ConfigError, StorageError
-from penstock.planning.execution_plan import lay_out
+from penstock.planning.execution_plan import plan_execution
 from penstock.training import trainer
 from penstock.training.trainer import Trainer
 
@@ -18,10 +18,10 @@ def settings(tmp_path, monkeypatch) -> dict:
     made: list = []
 
     def lay_out_once(*arguments: object) -> object:
-        made.append(made[0] if made else lay_out(*arguments))
+        made.append(made[0] if made else plan_execution(*arguments))
         return made[0]
 
-    monkeypatch.setattr(trainer, "lay_out", lay_out_once)
+    monkeypatch.setattr(trainer, "plan_execution", lay_out_once)
     text = tmp_path / "text.txt"
     text.write_text("water " * 400)
     overrides = {"n_layer": 1, "n_embd": 16, "n_head": 1, "vocab_size": 260, "n_positions": 16}
@@ -55,7 +55,7 @@ def test_a_second_run_in_the_folder_is_refused_before_it_writes_where_it_listens
     def refuse(*arguments: object, **named: object) -> None:
         raise ConfigError("it cannot be made")
 
-    for name in ("Hall", "StoreOfShard"):
+    for name in ("ClusterManager", "LocalShardExecutor"):
         with monkeypatch.context() as patch:
             patch.setattr(cluster_manager, name, refuse)
             with pytest.raises(Exception, match="it cannot be made"):

@@ -1,6 +1,6 @@
 """Who is called slow, and who is not."""
 
-from penstock.distributed.control.worker_stats import Stragglers
+from penstock.distributed.control.worker_stats import StragglerDetector
 
 
 def after(steps: int, seconds: dict[int, float], micro_batches: int = 4) -> dict:
@@ -9,7 +9,7 @@ def after(steps: int, seconds: dict[int, float], micro_batches: int = 4) -> dict
 
 
 def test_the_slow_one_is_named_again_and_again_until_it_is_as_fast():
-    watch = Stragglers(2.0)
+    watch = StragglerDetector(2.0)
     pace = {1: 2.0, 2: 2.2, 3: 5.0}
     assert watch.look(after(1, pace)) == []  # nothing to compare with yet
     for looks in (1, 2, 3):
@@ -23,20 +23,20 @@ def test_the_slow_one_is_named_again_and_again_until_it_is_as_fast():
 
 
 def test_of_two_engines_the_slow_one_is_found():
-    watch = Stragglers(2.0)
+    watch = StragglerDetector(2.0)
     watch.look(after(1, {1: 2.0, 2: 5.0}))
     (slow,) = watch.look(after(2, {1: 2.0, 2: 5.0}))
     assert slow.engine == 2
 
 
 def test_an_engine_that_has_more_to_do_is_not_slow():
-    watch = Stragglers(2.0)
+    watch = StragglerDetector(2.0)
     for steps in (1, 2, 3):
         assert watch.look({1: (2.0 * steps, 2 * steps), 2: (6.0 * steps, 6 * steps)}) == []
 
 
 def test_short_steps_are_judged_over_several():
-    watch = Stragglers(2.0)
+    watch = StragglerDetector(2.0)
     pace = {1: 0.3, 2: 0.9}
     found = [len(watch.look(after(steps, pace))) for steps in range(1, 9)]
     assert sum(found) == 1  # the fast one has computed a second after four steps more
@@ -44,14 +44,14 @@ def test_short_steps_are_judged_over_several():
 
 
 def test_one_engine_alone_is_never_slow_and_those_who_come_are_given_time():
-    watch = Stragglers(2.0)
+    watch = StragglerDetector(2.0)
     assert watch.look(after(1, {1: 9.0})) == []
     assert watch.look(after(2, {1: 9.0})) == []
     assert watch.look({1: (27.0, 12), 2: (1.5, 1)}) == []
 
 
 def test_nothing_is_kept_of_engines_that_have_gone():
-    watch = Stragglers(2.0)
+    watch = StragglerDetector(2.0)
     for slow in range(10, 60):  # each is slow for two steps, and another comes in its place
         pace = {1: 2.0, 2: 2.0, slow: 9.0}
         watch.look(after(2 * slow, pace))

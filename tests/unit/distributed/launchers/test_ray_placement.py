@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from penstock.distributed.launchers.ray_placement import Spreading
+from penstock.distributed.launchers.ray_placement import PlacementPolicy
 
 
 def node(name: str, *, cpus: float = 4, gpus: float = 0, alive: bool = True) -> dict:
@@ -18,8 +18,8 @@ WANTED = {"CPU": 2, "GPU": 0}
 
 
 @pytest.fixture
-def spreading() -> Spreading:
-    return Spreading()
+def spreading() -> PlacementPolicy:
+    return PlacementPolicy()
 
 
 def test_workers_fill_the_nodes_evenly(spreading):
@@ -52,7 +52,7 @@ def test_a_node_that_may_be_dead_comes_last_for_a_minute(spreading, monkeypatch)
 
 
 def test_a_node_that_is_dead_or_too_small_is_never_chosen():
-    spreading, wanted = Spreading(), {"CPU": 2, "GPU": 1}
+    spreading, wanted = PlacementPolicy(), {"CPU": 2, "GPU": 1}
     nodes = [
         node("head", cpus=0),
         node("small", cpus=1, gpus=1),

@@ -1,18 +1,18 @@
-"""A conductor, and the nodes that it speaks to, which the tests play."""
+"""A coordinator, and the nodes that it speaks to, which the tests play."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from penstock.distributed.protocol import (
-    Conductor,
-    Happened,
-    Leases,
-    Outcome,
-    Part,
+    Coordinator,
+    EngineInput,
+    ProtocolEvent,
+    StepResult,
+    Timeouts,
     message_validation,
 )
-from penstock.distributed.protocol.messages import Kind, Message
+from penstock.distributed.protocol.messages import Message, MessageType
 
 SHARDS, ENGINES = (1, 2), (100, 101, 102)
 
@@ -24,8 +24,8 @@ class Order:
         self.step, self.micro_batches = step, micro_batches
         self.forbidden: Exception | None = None
 
-    def parts(self, engines: int) -> list[Part]:
-        return [Part({"total": self.micro_batches}, {"x": np.zeros(1)})] * engines
+    def parts(self, engines: int) -> list[EngineInput]:
+        return [EngineInput({"total": self.micro_batches}, {"x": np.zeros(1)})] * engines
 
     def report(self, message) -> dict:
         message_validation.integer(message, "shard", 0, {"shard": 0} | dict(message.body))
@@ -43,7 +43,7 @@ class Order:
 
 
 class Play:
-    """A conductor, and the nodes that it speaks to."""
+    """A coordinator, and the nodes that it speaks to."""
 
     def __init__(
         self,
@@ -53,31 +53,31 @@ class Play:
         shards=((1,), (2,)),
     ) -> None:
         self.sent: list[tuple[int, Message]] = []
-        self.happened: list[Happened] = []
-        self.ended: list[Outcome] = []
-        leases = Leases(silence=1.0, stall=2.0, job=10.0)
-        self.conductor = Conductor(
+        self.happened: list[ProtocolEvent] = []
+        self.ended: list[StepResult] = []
+        timeouts = Timeouts(silence=1.0, stall=2.0, job=10.0)
+        self.coordinator = Coordinator(
             self,
             shards,
             wanted or len(engines) or 1,
-            leases,
+            timeouts,
             self.happened.append,
         )
         self.now = 100.0
-        self.conductor.tick(self.now)
+        self.coordinator.tick(self.now)
         for engine in engines:
-            self.conductor.joined(engine)
+            self.coordinator.joined(engine)
         if agreed and engines:
             self.start(1)
             self.see()
-            self.agree([[0]] * len(self.conductor.roster.holders.nodes))
+            self.agree([[0]] * len(self.coordinator.membership.holders.nodes))
             self.finish()
             self.ended.clear()
 
     def send(self, to: int, message: Message) -> None:
         self.sent.append((to, message))
 
-    def take(self, kind: Kind) -> list[tuple[int, Message]]:
+    def take(self, kind: MessageType) -> list[tuple[int, Message]]:
         """The messages of a kind that were sent since the last look at it."""
         found = [entry for entry in self.sent if entry[1].kind is kind]
         self.sent = [entry for entry in self.sent if entry[1].kind is not kind]
@@ -85,57 +85,57 @@ class Play:
 
     def start(self, step: int, **fields) -> Order:
         order = Order(step, **fields)
-        self.conductor.start(order, self.ended.append)
+        self.coordinator.start(order, self.ended.append)
         return order
 
-    def say(self, sender: int, kind: Kind, **fields) -> None:
-        step = fields.pop("step", self.conductor._step)
-        epoch = fields.pop("epoch", self.conductor.epoch)
-        self.conductor.handle(Message(kind, epoch, sender, step, **fields))
+    def say(self, sender: int, kind: MessageType, **fields) -> None:
+        step = fields.pop("step", self.coordinator._step)
+        epoch = fields.pop("epoch", self.coordinator.epoch)
+        self.coordinator.handle(Message(kind, epoch, sender, step, **fields))
 
     def see(self) -> list[int]:
         """All that are told of the new epoch have seen it; returns them."""
-        told = [to for to, _ in self.take(Kind.VIEW)]
+        told = [to for to, _ in self.take(MessageType.VIEW)]
         for node in told:
-            self.say(node, Kind.SEEN, step=0)
+            self.say(node, MessageType.VIEW_ACK, step=0)
         return told
 
     def agree(self, steps=([0], [0])) -> list[int]:
         """The shards say what they hold, and go back; returns to which step."""
-        for (shard, _), held in zip(self.take(Kind.HOLDS), steps, strict=True):
-            self.say(shard, Kind.HOLDS, step=0, body={"steps": held})
-        asked = self.take(Kind.GO_BACK)
+        for (shard, _), held in zip(self.take(MessageType.HELD_STEPS), steps, strict=True):
+            self.say(shard, MessageType.HELD_STEPS, step=0, body={"steps": held})
+        asked = self.take(MessageType.ROLLBACK)
         for shard, message in asked:
-            self.say(shard, Kind.GO_BACK, step=0, body=dict(message.body))
+            self.say(shard, MessageType.ROLLBACK, step=0, body=dict(message.body))
         return [message.body["to"] for _, message in asked]
 
     def begun(self) -> list[int]:
-        return [to for to, _ in self.take(Kind.BEGIN)]
+        return [to for to, _ in self.take(MessageType.BEGIN)]
 
     def work(self) -> None:
         """The engines of the view send their losses, the shards have all gradients."""
-        for engine in self.conductor.engines:
+        for engine in self.coordinator.engines:
             self.lose(engine)
-        for shard in self.conductor.roster.holders.nodes:
-            self.say(shard, Kind.PREPARED)
+        for shard in self.coordinator.membership.holders.nodes:
+            self.say(shard, MessageType.PREPARED)
 
     def lose(self, engine: int) -> None:
-        engines = self.conductor.engines
-        place, total = engines.index(engine), self.conductor._attempt.order.micro_batches
+        engines = self.coordinator.engines
+        place, total = engines.index(engine), self.coordinator._transaction.request.micro_batches
         count = total * (place + 1) // len(engines) - total * place // len(engines)
-        self.say(engine, Kind.LOSSES, body={"losses": [(1.0).hex()] * count})
+        self.say(engine, MessageType.LOSSES, body={"losses": [(1.0).hex()] * count})
 
     def finish(self) -> None:
         self.begun()
         self.work()
-        for shard, _ in self.take(Kind.COMMIT):
-            self.say(shard, Kind.COMMITTED, body={"shard": shard})
+        for shard, _ in self.take(MessageType.COMMIT):
+            self.say(shard, MessageType.COMMITTED, body={"shard": shard})
 
     def pass_time(self, seconds: float, busy=(), silent=(), beat: float = 0.2) -> None:
         for _ in range(round(seconds / beat)):
-            for node in (*self.conductor.roster.holders.nodes, *self.conductor.ready):
+            for node in (*self.coordinator.membership.holders.nodes, *self.coordinator.ready):
                 if node not in silent:
                     body = {"progress": 0, "busy": node in busy}
-                    self.say(node, Kind.BEAT, epoch=0, body=body)
+                    self.say(node, MessageType.HEARTBEAT, epoch=0, body=body)
             self.now += beat
-            self.conductor.tick(self.now)
+            self.coordinator.tick(self.now)

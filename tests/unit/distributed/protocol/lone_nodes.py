@@ -5,20 +5,24 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from penstock.collectives.tree_reduce import TreeNode
-from penstock.distributed.protocol import CONDUCTOR, EngineNode, ShardNode
-from penstock.distributed.protocol.messages import Kind, Message, message_with, pack_arrays
-from penstock.distributed.protocol.transfer_schedule import Operation, Piece, Transfers
+from penstock.collectives.tree_reduce import PartialSum
+from penstock.distributed.protocol import COORDINATOR, EngineNode, ShardNode
+from penstock.distributed.protocol.messages import Message, MessageType, message_with, pack_arrays
+from penstock.distributed.protocol.transfer_schedule import (
+    Chunk,
+    TransferOperation,
+    TransferSchedule,
+)
 
 # Two stages of six weights on two shards; operations: forward of 0, turn of 1, backward of 0.
-PIECES = (Piece(0, 0, 0, 3, 4), Piece(1, 0, 3, 6, 4))
+PIECES = (Chunk(0, 0, 0, 3, 4), Chunk(1, 0, 3, 6, 4))
 
 
-PLAN = Transfers(
+PLAN = TransferSchedule(
     (
-        Operation(0, 0, "forward", PIECES, ()),
-        Operation(1, 1, "turn", PIECES, PIECES),
-        Operation(2, 0, "backward", PIECES, PIECES),
+        TransferOperation(0, 0, "forward", PIECES, ()),
+        TransferOperation(1, 1, "turn", PIECES, PIECES),
+        TransferOperation(2, 0, "backward", PIECES, PIECES),
     ),
     shards=2,
 )
@@ -51,11 +55,11 @@ class Runtime:
             else:
                 then(result)
 
-    def kinds(self) -> list[Kind]:
+    def kinds(self) -> list[MessageType]:
         return [message.kind for _, message in self.sent]
 
     def errors(self) -> list[str]:
-        return [m.body["error"] for _, m in self.sent if m.kind is Kind.TROUBLE]
+        return [m.body["error"] for _, m in self.sent if m.kind is MessageType.FAILURE]
 
 
 class Engine:
@@ -77,7 +81,7 @@ class Engine:
             raise self.fails
         if operation.sweep == "forward":
             return []
-        return [TreeNode(0, 0, (torch.ones(6),))]
+        return [PartialSum(0, 0, (torch.ones(6),))]
 
     def losses(self) -> list[float]:
         return [1.0]
@@ -116,28 +120,28 @@ class Shard(Engine):
 
 def view(epoch: int = 1, engines=ENGINES, shards=SHARDS) -> Message:
     body = {"shards": [[node] for node in shards], "engines": list(engines)}
-    return Message(Kind.VIEW, epoch, CONDUCTOR, body=body)
+    return Message(MessageType.VIEW, epoch, COORDINATOR, body=body)
 
 
 def begin(step: int = 1, epoch: int = 1, **changes) -> Message:
     described, payload = pack_arrays({"x": np.zeros(2, np.float32)})
     body = {"first": 0, "total": 3, "seed": 0, "scale": 1.0, "rows": described} | changes
-    fields = {"epoch": epoch, "sender": CONDUCTOR, "step": step, "body": body}
-    return message_with(payload, kind=Kind.BEGIN, **fields)
+    fields = {"epoch": epoch, "sender": COORDINATOR, "step": step, "body": body}
+    return message_with(payload, kind=MessageType.BEGIN, **fields)
 
 
 def weights(op: int, chunk: int, epoch: int = 1, step: int = 1, **changes) -> Message:
     sender = changes.pop("sender", 1 + chunk)
     payload = changes.pop("payload", np.zeros(3, np.float32))
     fields = {"epoch": epoch, "sender": sender, "step": step, "op": op, "chunk": chunk}
-    return message_with(payload, kind=Kind.WEIGHTS, **fields | changes)
+    return message_with(payload, kind=MessageType.WEIGHTS, **fields | changes)
 
 
 def gradient(op: int, chunk: int, level: int = 0, index: int = 0, **changes) -> Message:
     payload = changes.pop("payload", np.ones(3, np.float32))
     fields = {"epoch": 1, "sender": 101, "step": 1, "op": op, "chunk": chunk}
     fields |= {"level": level, "index": index}
-    return message_with(payload, kind=Kind.GRADIENT, **fields | changes)
+    return message_with(payload, kind=MessageType.GRADIENT, **fields | changes)
 
 
 def engine(number: int = 100, engines=ENGINES) -> tuple[EngineNode, Runtime, Engine]:

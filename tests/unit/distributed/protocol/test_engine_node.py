@@ -12,8 +12,8 @@ from lone_nodes import (
     weights,
 )
 
-from penstock.distributed.protocol import CONDUCTOR
-from penstock.distributed.protocol.messages import Kind, Message
+from penstock.distributed.protocol import COORDINATOR
+from penstock.distributed.protocol.messages import Message, MessageType
 from penstock.errors import CorruptionError
 
 
@@ -31,7 +31,7 @@ def test_weights_pass_on_at_once_and_are_placed_when_no_earlier_job_can_use_thei
     assert node.is_busy
     runtime.do(1)
     assert work.done[-1] == ("compute", 0)  # of the epoch before: it counts for nothing
-    assert Kind.LOSSES not in runtime.kinds()
+    assert MessageType.LOSSES not in runtime.kinds()
     runtime.do()
     assert work.done[-2:] == [("begin", 1), ("place", 0, 0)]
     node.handle(weights(0, 1, epoch=2, sender=101))
@@ -80,7 +80,7 @@ def test_a_gradient_counts_once():
     for _ in range(2):
         node.handle(gradient(2, 0, 0, 1, sender=101))
     node.handle(gradient(2, 0, 0, 0, sender=100))
-    assert runtime.kinds() == [Kind.GRADIENT]
+    assert runtime.kinds() == [MessageType.GRADIENT]
 
 
 def test_room_is_said_up_the_tree_only_when_all_below_have_it():
@@ -88,14 +88,16 @@ def test_room_is_said_up_the_tree_only_when_all_below_have_it():
     node.handle(begin())
     runtime.do()
     runtime.sent.clear()
-    release = {"kind": Kind.RELEASED, "epoch": 1, "step": 1, "op": 1, "chunk": 0}
+    release = {"kind": MessageType.WEIGHT_CREDIT, "epoch": 1, "step": 1, "op": 1, "chunk": 0}
     node.handle(Message(sender=101, **release))
     node.handle(Message(sender=102, **release))
     assert not runtime.sent
     node.handle(weights(0, 0))
     node.handle(weights(0, 1, sender=101))
     runtime.do()
-    assert [(to, m.op, m.chunk) for to, m in runtime.sent if m.kind is Kind.RELEASED] == [
+    assert [
+        (to, m.op, m.chunk) for to, m in runtime.sent if m.kind is MessageType.WEIGHT_CREDIT
+    ] == [
         (1, 1, 0),  # to shard 0; of shard 1 this engine is a leaf below 101
         (101, 1, 1),
     ]
@@ -108,7 +110,7 @@ def test_an_engine_says_what_its_work_ran_into():
     node.handle(weights(0, 0))
     node.handle(weights(0, 1))
     runtime.do()
-    (trouble,) = [m for _, m in runtime.sent if m.kind is Kind.TROUBLE]
+    (trouble,) = [m for _, m in runtime.sent if m.kind is MessageType.FAILURE]
     assert trouble.step == 1
     assert trouble.body == {"error": "CorruptionError", "text": "a broken device"}
 
@@ -129,9 +131,15 @@ def test_an_engine_says_what_its_work_ran_into():
         (begin(2, total=0), "says '0' for 'total'"),
         (begin(2, total="all"), "says 'all' for 'total'"),
         (begin(2, seed=None), "says 'None' for 'seed'"),
-        (Message(Kind.RELEASED, 1, 7, 1, 1, 5), "is not from below in the tree of shard 5"),
-        (Message(Kind.RELEASED, 1, 102, 1, 1, 0), "is not from below in the tree of shard 0"),
-        (Message(Kind.RELEASED, 1, 102, 1, 9, 1), "counts 9 operations"),
+        (
+            Message(MessageType.WEIGHT_CREDIT, 1, 7, 1, 1, 5),
+            "is not from below in the tree of shard 5",
+        ),
+        (
+            Message(MessageType.WEIGHT_CREDIT, 1, 102, 1, 1, 0),
+            "is not from below in the tree of shard 0",
+        ),
+        (Message(MessageType.WEIGHT_CREDIT, 1, 102, 1, 9, 1), "counts 9 operations"),
     ],
 )
 def test_what_makes_no_sense_to_an_engine_is_reported_and_changes_nothing(message, text):
@@ -143,8 +151,8 @@ def test_what_makes_no_sense_to_an_engine_is_reported_and_changes_nothing(messag
     node.handle(message)
     runtime.do()
     ((to, said),) = runtime.sent
-    assert to == CONDUCTOR
-    assert (said.kind, said.body["error"]) == (Kind.TROUBLE, "ProtocolError")
+    assert to == COORDINATOR
+    assert (said.kind, said.body["error"]) == (MessageType.FAILURE, "ProtocolError")
     assert text in said.body["text"]
     assert (said.epoch, said.step) == (message.epoch, message.step)
     assert work.done == before

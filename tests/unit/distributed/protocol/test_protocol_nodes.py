@@ -13,7 +13,7 @@ from lone_nodes import (
     view,
 )
 
-from penstock.distributed.protocol.messages import Kind, Message
+from penstock.distributed.protocol.messages import Message, MessageType
 
 
 @pytest.mark.parametrize("make", [engine, shard])
@@ -26,7 +26,7 @@ def test_a_view_of_an_earlier_epoch_changes_nothing(make):
     assert node.epoch == 3
     assert not runtime.sent
     node.handle(view(3))  # a repetition is answered
-    assert runtime.kinds() == [Kind.SEEN]
+    assert runtime.kinds() == [MessageType.VIEW_ACK]
     runtime.do()
     assert not runtime.errors()
 

@@ -12,7 +12,7 @@ from store_programs import (
 )
 
 from penstock.config import Config
-from penstock.distributed.control_messages import Place
+from penstock.distributed.control_messages import ReplicaSlot
 from penstock.errors import ConfigError, StorageError
 
 
@@ -81,27 +81,27 @@ def test_the_place_that_was_lost_last_is_taken_first_and_then_the_others(on_flas
     run.lose(1)
     places = run.apart.places
     assert places.are_missing
-    assert places.free([]) == [Place(0, 0)]  # what replica 1 has stored may be old
-    assert places.free([Place(0, 0)]) == []
-    places.take(Place(0, 0), 7)
-    assert places.free([]) == [Place(0, 1)]
+    assert places.free([]) == [ReplicaSlot(0, 0)]  # what replica 1 has stored may be old
+    assert places.free([ReplicaSlot(0, 0)]) == []
+    places.take(ReplicaSlot(0, 0), 7)
+    assert places.free([]) == [ReplicaSlot(0, 1)]
     assert not places.are_missing
-    assert places.comes_back(1)
+    assert places.is_replaced(1)
 
 
 def test_two_of_one_host_hold_the_same_only_where_nobody_else_is_to_come(in_memory):
     places = in_memory.apart.places
     places.lose(2)
-    here = [(Place(0, 0), "host-1")]
-    in_memory.conductor.lost_nodes.clear()
+    here = [(ReplicaSlot(0, 0), "host-1")]
+    in_memory.coordinator.lost_nodes.clear()
 
     def place_for(host, others_come, asked=None):
         return in_memory.apart.place_for(None, asked, host, here, others_come)
 
-    assert place_for("host-2", True) == Place(0, 1)
+    assert place_for("host-2", True) == ReplicaSlot(0, 1)
     assert place_for("host-1", True) is None  # an engine then, and another takes the place
-    assert place_for("host-1", False) == Place(0, 1)
-    assert place_for("host-1", True, asked=0) == Place(0, 1)
+    assert place_for("host-1", False) == ReplicaSlot(0, 1)
+    assert place_for("host-1", True, asked=0) == ReplicaSlot(0, 1)
     assert place_for("host-1", True, asked=1) is None
 
 

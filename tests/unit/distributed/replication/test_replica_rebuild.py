@@ -1,4 +1,4 @@
-"""A newcomer is given a copy of a shard, straight from the other node: every bit, or nothing."""
+"""A learner is given a copy of a shard, straight from the other node: every bit, or nothing."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from store_programs import (
     train,
 )
 
-from penstock.distributed.control_messages import Place
-from penstock.distributed.protocol.messages import Kind, Message
+from penstock.distributed.control_messages import ReplicaSlot
+from penstock.distributed.protocol.messages import Message, MessageType
 from penstock.distributed.replication import state_transfer
-from penstock.distributed.rpc.rpc import Said
+from penstock.distributed.rpc.rpc import RpcMessage
 from penstock.errors import ClusterError, CorruptionError, StorageError
 from penstock.store.flash.shards import durable_records
 
 
-def test_what_is_loaded_goes_to_both_and_a_newcomer_gets_every_bit(run):
+def test_what_is_loaded_goes_to_both_and_a_learner_gets_every_bit(run):
     trained(run)
     assert_same_state(run.stores[1], run.stores[2])
     run.lose(1)
@@ -36,7 +36,7 @@ def test_what_is_loaded_goes_to_both_and_a_newcomer_gets_every_bit(run):
     assert_same_state(run.stores[3], run.stores[2])
 
 
-def test_a_newcomer_on_flash_holds_the_step_and_what_is_kept_with_it_durably(on_flash):
+def test_a_learner_on_flash_holds_the_step_and_what_is_kept_with_it_durably(on_flash):
     run = trained(on_flash)
     run.shard.remember({"best": 3})
     run.lose(1)
@@ -57,7 +57,7 @@ def test_a_newcomer_on_flash_holds_the_step_and_what_is_kept_with_it_durably(on_
     ("what", "times"),
     [("take_copy", 1), ("PORTION", 1), ("PORTION", 5), ("checksum", 1), ("finish_restore", 1)],
 )
-def test_a_newcomer_that_is_lost_during_the_copy_makes_room_for_the_next(run, what, times):
+def test_a_learner_that_is_lost_during_the_copy_makes_room_for_the_next(run, what, times):
     trained(run)
     run.lose(1)
     run.come(3, 0)
@@ -80,7 +80,7 @@ def test_on_flash_the_one_that_is_copied_may_be_lost_and_the_copy_begins_anew(on
     assert run.nodes == ()
     run.copy()  # nobody is there
     run.stores[4] = run.stores[2]
-    run.apart.places.take(Place(0, 1), 4)  # another process has opened what that had stored
+    run.apart.places.take(ReplicaSlot(0, 1), 4)  # another process has opened what that had stored
     run.copy()
     assert run.nodes == (4, 3)
     assert_same_state(run.stores[3], run.stores[4])
@@ -97,7 +97,7 @@ def test_in_memory_the_run_ends_if_the_one_that_is_copied_is_lost(in_memory):
         run.shard.take_traffic()
 
 
-def test_a_newcomer_that_cannot_take_it_is_refused_and_none_is_asked_for_again(run, monkeypatch):
+def test_a_learner_that_cannot_take_it_is_refused_and_none_is_asked_for_again(run, monkeypatch):
     trained(run)
     run.lose(1)
     run.come(3, 0)
@@ -114,8 +114,8 @@ def test_a_newcomer_that_cannot_take_it_is_refused_and_none_is_asked_for_again(r
             "shard 0 goes on without a replica, node 3 cannot be one: no space left on node 3",
         )
     ]
-    assert run.conductor.lost_nodes == [1, 3]
-    run.apart.lost(Place(0, 0), 3)  # as its link ends
+    assert run.coordinator.lost_nodes == [1, 3]
+    run.apart.lost(ReplicaSlot(0, 0), 3)  # as its link ends
     assert not run.apart.places.free([])
     assert run.apart.places.given_up == 1
 
@@ -212,7 +212,7 @@ def test_a_link_to_somebody_else_that_ends_or_a_portion_that_comes_late_breaks_n
     run.lose(1)
     run.come(3, 0)
     taker = run.calls.of(3)[1]
-    stale = Message(Kind.PORTION, 0, 2, op=0, index=77)
+    stale = Message(MessageType.SNAPSHOT_CHUNK, 0, 2, op=0, index=77)
     run.calls.before[3, "PORTION", 3] = lambda: (taker.link_ended(9, "gone"), taker.take(stale))
     run.copy()
     assert run.nodes == (2, 3)
@@ -269,10 +269,10 @@ def test_a_node_whose_answer_makes_no_sense_loses_its_place(in_memory, node, met
     run = trained(in_memory)
     run.lose(1)
     run.come(3, 0)
-    run.calls.says[node, method] = Said(says)
+    run.calls.says[node, method] = RpcMessage(says)
     run.copy()
     assert run.nodes == (2,)  # until it is lost, if it is that
-    assert run.conductor.lost_nodes == [1, node]
+    assert run.coordinator.lost_nodes == [1, node]
 
 
 @pytest.mark.parametrize(
@@ -284,12 +284,12 @@ def test_a_copy_of_nobody_is_refused(in_memory, given):
         taker.begin(1, given)
 
 
-def test_without_a_newcomer_or_an_agreement_nothing_is_copied(run):
+def test_without_a_learner_or_an_agreement_nothing_is_copied(run):
     trained(run)
     run.copy()
     run.lose(1)
     run.come(3, 0)
-    run.conductor.is_agreed = False
+    run.coordinator.is_agreed = False
     run.copy()
     assert run.nodes == (2,)
     assert not run.said

@@ -9,13 +9,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from penstock.distributed.protocol.messages import Kind, Message
+from penstock.distributed.protocol.messages import Message, MessageType
 from penstock.distributed.rpc import rpc as calls
 from penstock.distributed.rpc.rpc import (
-    BadAnswerError,
-    Calls,
-    Gathered,
-    Said,
+    FrameAssembler,
+    InvalidResponseError,
+    RpcClient,
+    RpcMessage,
     ShardLostError,
     error_class,
     frames,
@@ -35,18 +35,18 @@ def any_size(number: int) -> int:
     return 2**70
 
 
-def said(elements: int) -> Said:
+def said(elements: int) -> RpcMessage:
     values = np.random.default_rng(elements).standard_normal(elements).astype(np.float32)
-    return Said({"method": "write", "with": {"begin": 3}}, {"values": values})
+    return RpcMessage({"method": "write", "with": {"begin": 3}}, {"values": values})
 
 
 @pytest.mark.parametrize("elements", [0, 1, 249, 250, 251, 1000])
 def test_what_was_said_comes_whole_in_as_many_pieces_as_it_takes(elements):
     sent = said(elements)
-    messages = list(frames(Kind.CALL, 0, 7, sent))
+    messages = list(frames(MessageType.RPC_REQUEST, 0, 7, sent))
     assert len(messages) == 1 + -(-4 * elements // PIECE)  # the first says what comes
     assert all(message.size <= PIECE for message in messages)
-    gathered = Gathered(lambda number: 4 * elements)
+    gathered = FrameAssembler(lambda number: 4 * elements)
     assert [gathered.take(message) for message in messages[:-1]] == [None] * (len(messages) - 1)
     whole = gathered.take(messages[-1])
     assert whole is not None
@@ -56,10 +56,10 @@ def test_what_was_said_comes_whole_in_as_many_pieces_as_it_takes(elements):
 
 
 def test_one_after_the_other_comes_apart():
-    gathered = Gathered(any_size)
+    gathered = FrameAssembler(any_size)
     came = []
     for number, elements in enumerate((600, 0, 300)):
-        for message in frames(Kind.RETURN, 5, number, said(elements)):
+        for message in frames(MessageType.RPC_REPLY, 5, number, said(elements)):
             came.append(gathered.take(message))
     whole = [each for each in came if each is not None]
     assert [(number, found.arrays["values"].size) for number, found in whole] == [
@@ -75,19 +75,25 @@ def test_one_after_the_other_comes_apart():
 )
 def test_a_first_frame_that_announces_nonsense_is_refused_before_memory_is_taken(body):
     with pytest.raises(CorruptionError, match="a CALL announces"):
-        Gathered(any_size).take(Message(Kind.CALL, 0, 0, op=1, index=2, body=body))
+        FrameAssembler(any_size).take(
+            Message(MessageType.RPC_REQUEST, 0, 0, op=1, index=2, body=body)
+        )
 
 
 @pytest.mark.parametrize("size", [2401, 10**12, 2**60])
 def test_more_than_can_be_is_refused_before_memory_is_taken_and_what_follows_is_taken(size):
-    gathered = Gathered(lambda number: 2400)
+    gathered = FrameAssembler(lambda number: 2400)
     announced = {"bytes": size, "says": {}, "arrays": []}
     told = rf"announces {size:,} bytes where 2,400 at most are expected"
     with pytest.raises(CorruptionError, match=told):
-        gathered.take(Message(Kind.RETURN, 0, 3, op=1, index=-(-size // PIECE), body=announced))
-    _, *pieces = frames(Kind.RETURN, 3, 1, said(600))
+        gathered.take(
+            Message(MessageType.RPC_REPLY, 0, 3, op=1, index=-(-size // PIECE), body=announced)
+        )
+    _, *pieces = frames(MessageType.RPC_REPLY, 3, 1, said(600))
     assert [gathered.take(piece) for piece in pieces] == [None] * len(pieces)
-    *before, last = (gathered.take(message) for message in frames(Kind.RETURN, 3, 2, said(600)))
+    *before, last = (
+        gathered.take(message) for message in frames(MessageType.RPC_REPLY, 3, 2, said(600))
+    )
     assert before == [None] * len(before)
     assert last[0] == 2
 
@@ -107,8 +113,8 @@ def _empty(message: Message) -> Message:
 
 @pytest.mark.parametrize("damage", [_of_another_call, _too_long, _empty])
 def test_pieces_that_do_not_fit_are_refused(damage):
-    first, second, *_ = frames(Kind.CALL, 0, 1, said(600))
-    gathered = Gathered(any_size)
+    first, second, *_ = frames(MessageType.RPC_REQUEST, 0, 1, said(600))
+    gathered = FrameAssembler(any_size)
     assert gathered.take(first) is None
     with pytest.raises(CorruptionError, match="pieces that do not fit"):
         gathered.take(damage(second))
@@ -126,8 +132,8 @@ def test_pieces_that_do_not_fit_are_refused(damage):
     ],
 )
 def test_arrays_that_are_not_as_described_are_refused(described):
-    first, *pieces, last = frames(Kind.CALL, 0, 1, said(600))
-    gathered = Gathered(any_size)
+    first, *pieces, last = frames(MessageType.RPC_REQUEST, 0, 1, said(600))
+    gathered = FrameAssembler(any_size)
     gathered.take(replace(first, body={**first.body, "arrays": [described]}))
     for piece in pieces:
         gathered.take(piece)
@@ -142,8 +148,8 @@ class Pair:
         self.answer = answer
         self.failed: Exception | None = None
         self.sent: list[Message] = []
-        self.gathered = Gathered(any_size)
-        self.calls = Calls(self.send, self.broken)
+        self.gathered = FrameAssembler(any_size)
+        self.calls = RpcClient(self.send, self.broken)
 
     def broken(self) -> None:
         if self.failed is not None:
@@ -166,7 +172,7 @@ class Pair:
 def test_an_answer_comes_back_with_its_arrays():
     def twice(node, number, asked):
         values = {"values": 2 * asked.arrays["values"]}
-        return frames(Kind.RETURN, node, number, Said({"step": 4}, values))
+        return frames(MessageType.RPC_REPLY, node, number, RpcMessage({"step": 4}, values))
 
     sent = said(777)
     answer = Pair(twice).calls.ask(3, "read", {}, sent.arrays, most=4 * 777)
@@ -177,9 +183,15 @@ def test_an_answer_comes_back_with_its_arrays():
 def test_an_answer_that_is_larger_than_it_can_be_is_an_error_for_who_asked():
     def boast(node, number, asked):
         body = {"says": {}, "arrays": [], "bytes": 2**60}
-        return [Message(Kind.RETURN, 0, node, op=number, index=-(-(2**60) // PIECE), body=body)]
+        return [
+            Message(
+                MessageType.RPC_REPLY, 0, node, op=number, index=-(-(2**60) // PIECE), body=body
+            )
+        ]
 
-    with pytest.raises(BadAnswerError, match=r"node 3 announces 1,152,921,504,606,846,976 bytes"):
+    with pytest.raises(
+        InvalidResponseError, match=r"node 3 announces 1,152,921,504,606,846,976 bytes"
+    ):
         Pair(boast).calls.ask(3, "read", {}, {}, most=4000)
 
 
@@ -193,12 +205,16 @@ def test_a_shard_answers_a_call_that_is_larger_than_it_can_be_with_an_error_and_
     place = SimpleNamespace(most_bytes=4000, store=SimpleNamespace(step=7))
     member = WorkerShard(SimpleNamespace(number=3), endpoint, place)
     body = {"says": {}, "arrays": [], "bytes": 2**60}
-    member.handle(Message(Kind.CALL, 0, 0, op=1, index=-(-(2**60) // PIECE), body=body))
+    member.handle(
+        Message(MessageType.RPC_REQUEST, 0, 0, op=1, index=-(-(2**60) // PIECE), body=body)
+    )
     (refused,) = sent
     assert refused.op == 1
     assert refused.body["says"]["error"] == "CorruptionError"
     assert "announces 1,152,921,504,606,846,976 bytes where 4,000" in refused.body["says"]["text"]
-    for message in frames(Kind.CALL, 0, 2, Said({"method": "nothing of this kind"})):
+    for message in frames(
+        MessageType.RPC_REQUEST, 0, 2, RpcMessage({"method": "nothing of this kind"})
+    ):
         member.handle(message)
     assert sent[-1].op == 2
     assert sent[-1].body["says"]["error"] == "ClusterError"
@@ -206,7 +222,7 @@ def test_a_shard_answers_a_call_that_is_larger_than_it_can_be_with_an_error_and_
 
 def test_several_may_be_asked_at_once():
     def say_where(node, number, asked):
-        return frames(Kind.RETURN, node, number, Said({"node": node}))
+        return frames(MessageType.RPC_REPLY, node, number, RpcMessage({"node": node}))
 
     calls = Pair(say_where).calls
     asked = [calls.begin(node, "flush", {}, {}) for node in (3, 4, 5)]
@@ -216,7 +232,7 @@ def test_several_may_be_asked_at_once():
 def test_an_error_of_the_other_side_is_raised_as_what_it_was_there():
     def refuse(node, number, asked):
         text = {"error": "CorruptionError", "text": "the slot is damaged"}
-        return frames(Kind.RETURN, node, number, Said(text))
+        return frames(MessageType.RPC_REPLY, node, number, RpcMessage(text))
 
     with pytest.raises(CorruptionError, match="the slot is damaged"):
         Pair(refuse).calls.ask(3, "read", {}, {})

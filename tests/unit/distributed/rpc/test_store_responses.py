@@ -31,17 +31,23 @@ from store_programs import (
 )
 from waiting import wait_until
 
-from penstock.distributed.protocol.messages import Kind
+from penstock.distributed.protocol.messages import MessageType
 from penstock.distributed.rpc import store_server
-from penstock.distributed.rpc.rpc import BadAnswerError, Gathered, Said, ShardLostError, frames
-from penstock.distributed.rpc.store_client import RemoteShard
+from penstock.distributed.rpc.rpc import (
+    FrameAssembler,
+    InvalidResponseError,
+    RpcMessage,
+    ShardLostError,
+    frames,
+)
+from penstock.distributed.rpc.store_client import StoreClient
 from penstock.errors import PenstockError
 from penstock.store import AdamW, Store
 from penstock.store.flash import FlashStore
 
 PROGRAM = make_program(LAYERS, frozen=("position",), stream_dtype=torch.bfloat16)
 NAME = "block.0.weight"
-Lie = Callable[[Said], Said]
+Lie = Callable[[RpcMessage], RpcMessage]
 
 
 class Kept:
@@ -64,7 +70,7 @@ class Nodes:
         self.stores, self.here = stores, list(stores)
         self.lies: dict[str, Lie] = {}
         self.refused: list[tuple[int, str]] = []
-        self.shard = RemoteShard(
+        self.shard = StoreClient(
             PROGRAM,
             self,
             nodes=lambda: tuple(self.here),
@@ -75,14 +81,14 @@ class Nodes:
         )
 
     def begin(self, node, method, arguments, arrays, most=0):
-        said = Said({"method": method, "with": arguments}, arrays)
+        said = RpcMessage({"method": method, "with": arguments}, arrays)
         done = store_server.answer(Kept(self.stores[node]), said)
         assert "error" not in done.body, done.body
         if node == 1 and method in self.lies:
             done = self.lies[method](done)
         return SimpleNamespace(node=node, answer=lambda: done)
 
-    def refuse(self, node: int, error: BadAnswerError) -> None:
+    def refuse(self, node: int, error: InvalidResponseError) -> None:
         self.refused.append((node, str(error)))
         self.here.remove(node)
 
@@ -118,8 +124,8 @@ def in_memory() -> Nodes:
 def says(**changes: Any) -> Lie:
     """Say something else, or nothing, for some keys."""
 
-    def lie(said: Said) -> Said:
-        return Said(
+    def lie(said: RpcMessage) -> RpcMessage:
+        return RpcMessage(
             {k: v for k, v in ({**said.body, **changes}).items() if v is not ...}, said.arrays
         )
 
@@ -129,22 +135,24 @@ def says(**changes: Any) -> Lie:
 def gives(change: Callable[[np.ndarray], np.ndarray | None]) -> Lie:
     """Give other arrays, or none."""
 
-    def lie(said: Said) -> Said:
+    def lie(said: RpcMessage) -> RpcMessage:
         changed = {key: change(array) for key, array in said.arrays.items()}
-        return Said(said.body, {key: array for key, array in changed.items() if array is not None})
+        return RpcMessage(
+            said.body, {key: array for key, array in changed.items() if array is not None}
+        )
 
     return lie
 
 
 def other_role(role: str, stored: object) -> Lie:
-    def lie(said: Said) -> Said:
-        return Said({**said.body, "roles": {**said.body["roles"], role: stored}})
+    def lie(said: RpcMessage) -> RpcMessage:
+        return RpcMessage({**said.body, "roles": {**said.body["roles"], role: stored}})
 
     return lie
 
 
 ELEMENTS = PROGRAM.weights[NAME].elements
-LIES: list[tuple[str, Lie, Callable[[RemoteShard], Any], str]] = [
+LIES: list[tuple[str, Lie, Callable[[StoreClient], Any], str]] = [
     ("open", says(memory_bytes=[1]), lambda s: s.open() and s.memory_bytes, "for 'memory_bytes'"),
     ("open", says(memory_bytes={"x": "1"}), lambda s: s.open() and 0, "for 'memory_bytes'"),
     ("open", says(flash_bytes=-1), lambda s: s.open() and s.flash_bytes, "'-1' for 'flash_bytes'"),
@@ -275,8 +283,10 @@ def test_where_there_is_no_other_the_run_ends_with_what_was_wrong(nodes):
 def test_no_answer_can_make_the_run_raise_what_is_not_its_own_error(trained, method, lie, data):
     nodes = Nodes({1: trained[1]})
 
-    def say(said: Said) -> Said:
-        return Said({**said.body, data.draw(st.sampled_from(sorted(said.body))): lie}, said.arrays)
+    def say(said: RpcMessage) -> RpcMessage:
+        return RpcMessage(
+            {**said.body, data.draw(st.sampled_from(sorted(said.body))): lie}, said.arrays
+        )
 
     nodes.lies[method] = say
     try:
@@ -288,23 +298,25 @@ def test_no_answer_can_make_the_run_raise_what_is_not_its_own_error(trained, met
 def test_in_a_run_a_shard_that_lies_loses_its_link(visit):
     visited = visit(start="listen", shards="apart", lease=60.0)
     joined = [visit.join(visited, shard=shard) for shard in (0, 1)]
-    for guest, welcome in joined:
-        guest.become(visited.hall, welcome)
-    shards = visited.hall.remote_shards()
+    for member, welcome in joined:
+        member.become(visited.manager, welcome)
+    shards = visited.manager.remote_shards()
 
-    def lie(guest: Guest, node: int) -> None:
-        gathered, whole = Gathered(lambda number: 0), None
+    def lie(member: Guest, node: int) -> None:
+        gathered, whole = FrameAssembler(lambda number: 0), None
         while whole is None:
-            whole = gathered.take(guest.hear())
-        for frame in frames(Kind.RETURN, node, whole[0], Said({"step": 0, "hash": 7})):
-            guest.link.send(frame)
+            whole = gathered.take(member.hear())
+        for frame in frames(
+            MessageType.RPC_REPLY, node, whole[0], RpcMessage({"step": 0, "hash": 7})
+        ):
+            member.link.send(frame)
 
     liar = threading.Thread(target=lie, args=(joined[1][0], joined[1][1].body["node"]))
     liar.start()
     with pytest.raises(ShardLostError, match=r"was lost: node 2 answered to 'content_hash' with w"):
         shards[1].content_hash()
     liar.join()
-    wait_until(lambda: [guest.number for guest in visited.hall.guests.here] == [1])
+    wait_until(lambda: [member.number for member in visited.manager.registry.here] == [1])
     with pytest.raises(PenstockError, match="shard 1 of the store was lost, and with it what it"):
-        visited.hall.news.look()
+        visited.manager.event_queue.look()
     assert "shard lost" in visited.told

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from penstock.distributed.rpc import store_server
-from penstock.distributed.rpc.rpc import Said
+from penstock.distributed.rpc.rpc import RpcMessage
 from penstock.errors import ClusterError, StorageError
 
 NAMES = ["__class__", "master", "store", "Read", "read ", "", None, 3, ["read"], {}]
@@ -44,8 +44,8 @@ class Place:
         self.is_closed = True
 
 
-def call(place: Place, method: object, **arguments) -> Said:
-    return store_server.answer(place, Said({"method": method, "with": arguments}))
+def call(place: Place, method: object, **arguments) -> RpcMessage:
+    return store_server.answer(place, RpcMessage({"method": method, "with": arguments}))
 
 
 @pytest.mark.parametrize("name", NAMES, ids=repr)

@@ -6,7 +6,7 @@ import socket
 
 from waiting import SECONDS
 
-from penstock.distributed.protocol.messages import Kind, Message
+from penstock.distributed.protocol.messages import Message, MessageType
 from penstock.distributed.transport import Endpoint
 
 
@@ -43,7 +43,7 @@ class Place:
 
 def greet(from_: Place, number: int, to: Place):
     link = from_.endpoint.connect(to.endpoint.address)
-    link.send(Message(Kind.HELLO, 0, number, body={"node": number}))
+    link.send(Message(MessageType.HELLO, 0, number, body={"node": number}))
     return link
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.distributed.transport.buffer_pool import Buffers
+from penstock.distributed.transport.buffer_pool import BufferPool
 
 SIZE = 1 << 20
 
@@ -44,7 +44,7 @@ def test_what_is_held_in_any_way_is_not_handed_out_and_is_once_it_is_let_go(
     count = sys.getrefcount
     # What holds it is counted once more by the function that stands before the real one.
     monkeypatch.setattr(sys, "getrefcount", lambda thing: count(thing) - 1 - fewer)
-    buffers = Buffers()
+    buffers = BufferPool()
     part = buffers.take(SIZE)
     begin = part.ctypes.data
     part[:] = 1
@@ -63,7 +63,7 @@ def test_what_is_held_in_any_way_is_not_handed_out_and_is_once_it_is_let_go(
 
 
 def test_memory_is_used_again_and_no_more_of_it_than_is_kept():
-    buffers = Buffers()
+    buffers = BufferPool()
     held = [buffers.take(SIZE) for _ in range(12)]
     for number, part in enumerate(held):
         part[:] = number
@@ -80,7 +80,7 @@ def test_memory_is_used_again_and_no_more_of_it_than_is_kept():
 
 
 def test_a_payload_that_is_larger_than_what_is_free_gets_memory_of_its_own():
-    buffers = Buffers()
+    buffers = BufferPool()
     small = buffers.take(SIZE)
     begin = small.ctypes.data
     del small
@@ -92,7 +92,7 @@ def test_a_payload_that_is_larger_than_what_is_free_gets_memory_of_its_own():
 
 def test_parts_may_be_let_go_in_other_threads_while_others_are_taken():
     """Everyone finds in his what he has written, however the threads meet."""
-    buffers, wrong = Buffers(), []
+    buffers, wrong = BufferPool(), []
     handed: list[tuple[int, np.ndarray]] = []
     may_take = threading.Semaphore(0)
 
@@ -117,7 +117,7 @@ def test_parts_may_be_let_go_in_other_threads_while_others_are_taken():
 
 
 def test_what_is_handed_out_outlives_the_link():
-    buffers = Buffers()
+    buffers = BufferPool()
     part = buffers.take(SIZE)
     part[:] = 5
     gone = weakref.ref(buffers)

@@ -22,8 +22,8 @@ from waiting import SECONDS, wait_until
 
 from penstock.distributed.protocol.messages import (
     HEADER_BYTES,
-    Kind,
     Message,
+    MessageType,
     lengths,
     message_with,
     pack,
@@ -31,7 +31,7 @@ from penstock.distributed.protocol.messages import (
     unpack,
     unpack_arrays,
 )
-from penstock.distributed.transport import Endpoint, Link, new_token
+from penstock.distributed.transport import Connection, Endpoint, new_token
 from penstock.distributed.transport.stream import PlainStream
 from penstock.errors import ClusterError, CorruptionError
 
@@ -42,7 +42,9 @@ def test_messages_pass_with_their_payload_and_in_order(places):
     link = greet(one, 1, two)
     payload = np.arange(3_000_000, dtype=np.float32)
     for op in range(5):
-        message = message_with(payload + op, kind=Kind.WEIGHTS, epoch=7, sender=1, op=op, to=2)
+        message = message_with(
+            payload + op, kind=MessageType.WEIGHTS, epoch=7, sender=1, op=op, to=2
+        )
         link.send(message)
     wait_until(lambda: len(two.node.messages) == 5)
     for op, message in enumerate(two.node.messages):
@@ -59,14 +61,16 @@ def test_links_of_nodes_that_take_part_no_more_end(places):
     links = {}
     for number, other in others.items():
         links[number] = other.endpoint.connect(here.endpoint.address)
-        links[number].send(Message(Kind.HELLO, epochs[number], number, body={"node": number}))
-        links[number].send(Message(Kind.BEAT, 0, number, to=1))
+        links[number].send(
+            Message(MessageType.HELLO, epochs[number], number, body={"node": number})
+        )
+        links[number].send(Message(MessageType.HEARTBEAT, 0, number, to=1))
     wait_until(lambda: len(here.node.messages) == 4)
     met = {3: others[3].endpoint.address}
     here.endpoint.call(lambda: here.endpoint.meet(met, 7))
     wait_until(lambda: not links[2].is_open)
     for number in (0, 3, 4):
-        links[number].send(Message(Kind.BEAT, 0, number, to=1))
+        links[number].send(Message(MessageType.HEARTBEAT, 0, number, to=1))
     wait_until(lambda: len(here.node.messages) == 7)
     assert [link.is_open for link in links.values()] == [True, False, True, True]
     wait_until(lambda: here.ended)
@@ -77,17 +81,17 @@ def test_links_of_nodes_that_take_part_no_more_end(places):
 
 
 def test_the_link_to_one_that_is_to_take_part_stays_whoever_comes_and_goes(places):
-    """A newcomer is given a copy of a shard before it is in any view."""
+    """A learner is given a copy of a shard before it is in any view."""
     token = new_token()
-    here, newcomer = places(token, 1), places(token, 2)
-    link = newcomer.endpoint.connect(here.endpoint.address)
-    link.send(Message(Kind.HELLO, 0, 2, body={"node": 2}))
-    link.send(Message(Kind.BEAT, 0, 2, to=1))
+    here, learner = places(token, 1), places(token, 2)
+    link = learner.endpoint.connect(here.endpoint.address)
+    link.send(Message(MessageType.HELLO, 0, 2, body={"node": 2}))
+    link.send(Message(MessageType.HEARTBEAT, 0, 2, to=1))
     wait_until(lambda: here.node.messages)
-    address = newcomer.endpoint.address
+    address = learner.endpoint.address
     here.endpoint.call(lambda: here.endpoint.reach(2, address))
     here.endpoint.call(lambda: here.endpoint.meet({}, 5))
-    link.send(Message(Kind.BEAT, 0, 2, to=1))
+    link.send(Message(MessageType.HEARTBEAT, 0, 2, to=1))
     wait_until(lambda: len(here.node.messages) == 2)
     here.endpoint.call(lambda: here.endpoint.meet({2: address}, 6))
     here.endpoint.call(lambda: here.endpoint.meet({}, 7))
@@ -100,10 +104,10 @@ def test_the_first_message_to_a_node_says_of_which_epoch_it_is(places):
     address = other.endpoint.address
     here.endpoint.call(lambda: here.endpoint.meet({2: address}, 5))
     runtime = here.endpoint.runtime(1)
-    here.endpoint.call(lambda: runtime.send(2, Message(Kind.RELEASED, 5, 1)))
+    here.endpoint.call(lambda: runtime.send(2, Message(MessageType.WEIGHT_CREDIT, 5, 1)))
     wait_until(lambda: other.node.messages)
     other.endpoint.call(lambda: other.endpoint.meet({}, 5))
-    here.endpoint.call(lambda: runtime.send(2, Message(Kind.RELEASED, 5, 1)))
+    here.endpoint.call(lambda: runtime.send(2, Message(MessageType.WEIGHT_CREDIT, 5, 1)))
     wait_until(lambda: len(other.node.messages) == 2)
     assert not other.ended
 
@@ -144,7 +148,7 @@ def test_a_frame_that_cannot_be_made_ends_the_link(places):
     token = new_token()
     one, two = places(token, 1), places(token, 2)
     link = greet(one, 1, two)
-    link.send(Message(Kind.BEAT, 0, 1, to=2, body={"too large": "x" * (2 << 20)}))
+    link.send(Message(MessageType.HEARTBEAT, 0, 1, to=2, body={"too large": "x" * (2 << 20)}))
     wait_until(lambda: one.ended and two.ended)
     assert not link.is_open
 
@@ -154,9 +158,9 @@ def test_a_damaged_frame_ends_the_link_and_is_named(size, places):
     token = new_token()
     one, two = places(token, 1), places(token, 2)
     link = greet(one, 1, two)
-    link.send(Message(Kind.BEAT, 0, 1, to=2))
+    link.send(Message(MessageType.HEARTBEAT, 0, 1, to=2))
     wait_until(lambda: two.node.messages)
-    message = message_with(np.zeros(size), kind=Kind.WEIGHTS, epoch=1, sender=1, to=2)
+    message = message_with(np.zeros(size), kind=MessageType.WEIGHTS, epoch=1, sender=1, to=2)
     payload = bytearray(8 * size)
     payload[17] ^= 4
     link._stream.send([*pack(message), payload])
@@ -186,7 +190,13 @@ def taken(frame: bytes) -> Message:
 @given(st.integers(min_value=0), st.integers(0, 7))
 def test_every_flipped_bit_of_a_frame_is_noticed(place, bit):
     message = message_with(
-        np.arange(10), kind=Kind.GRADIENT, epoch=3, sender=9, body={"a": [1, 2.5]}, to=4, step=8
+        np.arange(10),
+        kind=MessageType.GRADIENT,
+        epoch=3,
+        sender=9,
+        body={"a": [1, 2.5]},
+        to=4,
+        step=8,
     )
     header, body = pack(message)
     frame = bytearray(header + body + message.payload.tobytes())
@@ -264,7 +274,7 @@ def test_a_pickle_that_comes_is_bytes_and_nothing_else(places):
     one, two = places(token, 1), places(token, 2)
     bomb = np.frombuffer(pickle.dumps(Bomb()), np.uint8)
     link = greet(one, 1, two)
-    link.send(message_with(bomb, kind=Kind.WEIGHTS, epoch=0, sender=1, to=2))
+    link.send(message_with(bomb, kind=MessageType.WEIGHTS, epoch=0, sender=1, to=2))
     wait_until(lambda: two.node.messages)
     assert two.node.messages[0].payload.tobytes() == bomb.tobytes()
 
@@ -341,13 +351,15 @@ def test_a_link_is_heard_by_any_byte_of_a_long_message():
         theirs = socket.create_connection(listener.getsockname())
         ours, _ = listener.accept()
     took: list[Message] = []
-    link = Link(
+    link = Connection(
         PlainStream(ours),
         lambda link, message: took.append(message),
         lambda link, error: None,
     )
     try:
-        message = message_with(np.zeros(1 << 20, np.uint8), kind=Kind.WEIGHTS, epoch=0, sender=1)
+        message = message_with(
+            np.zeros(1 << 20, np.uint8), kind=MessageType.WEIGHTS, epoch=0, sender=1
+        )
         head = b"".join(pack(message))
         wait_until(lambda: not link.is_heard(0.1))
         theirs.sendall(head)
@@ -378,9 +390,9 @@ def test_unread_bytes_count_as_heard_where_the_descriptor_is_above_1024():
         is_held.set()
         may_go_on.wait(SECONDS)
 
-    link = Link(PlainStream(ours), hold, lambda link, error: None)
+    link = Connection(PlainStream(ours), hold, lambda link, error: None)
     try:
-        frames = b"".join(pack(Message(Kind.BEAT, 0, 1))) * 2
+        frames = b"".join(pack(Message(MessageType.HEARTBEAT, 0, 1))) * 2
         theirs.sendall(frames)
         assert is_held.wait(SECONDS)
         wait_until(lambda: link.is_heard(0.0))

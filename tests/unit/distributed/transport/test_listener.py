@@ -13,7 +13,7 @@ import pytest
 from endpoint_places import greet, raw
 from waiting import SECONDS, wait_until
 
-from penstock.distributed.protocol.messages import Kind, Message
+from penstock.distributed.protocol.messages import Message, MessageType
 from penstock.distributed.transport import handshake, new_token
 from penstock.distributed.transport.certificates import Credentials
 from penstock.distributed.transport.tls import TlsStream
@@ -40,7 +40,7 @@ def test_who_has_another_token_or_none_is_refused_before_anything_is_read(places
     assert all("refused a connection from 127.0.0.1" in line for line in lines)
     # Nothing is disturbed: who has the token still gets in.
     friend = places(here.endpoint._credentials.token, 3)
-    greet(friend, 3, here).send(Message(Kind.BEAT, 0, 3, to=1))
+    greet(friend, 3, here).send(Message(MessageType.HEARTBEAT, 0, 3, to=1))
     wait_until(lambda: here.node.messages)
 
 
@@ -128,7 +128,7 @@ def test_friends_get_in_while_strangers_come_without_end(places):
         wait_until(lambda: len(strangers) > 300)
         for _ in range(10):
             link = greet(friend, 2, here)
-            link.send(Message(Kind.BEAT, 0, 2, to=1))
+            link.send(Message(MessageType.HEARTBEAT, 0, 2, to=1))
             assert link.is_open
     finally:
         is_over.set()

@@ -25,10 +25,10 @@ from own_process import fork, in_a_process_of_its_own
 from process_files import mapped_files, open_files
 from waiting import SECONDS, wait_until
 
-from penstock.distributed.protocol.messages import Kind, Message, message_with, pack
+from penstock.distributed.protocol.messages import Message, MessageType, message_with, pack
 from penstock.distributed.transport import shared_memory
-from penstock.distributed.transport.connection import Link
-from penstock.distributed.transport.shared_memory import RING_BYTES, SLOTS, PeerRing, Ring
+from penstock.distributed.transport.connection import Connection
+from penstock.distributed.transport.shared_memory import RING_BYTES, SLOTS, ShmReceiver, ShmSender
 from penstock.distributed.transport.stream import PlainStream
 from penstock.errors import CorruptionError, PenstockError, ProtocolError
 from penstock.telemetry import process_memory
@@ -45,7 +45,7 @@ class End:
     def __init__(self, connection: socket.socket, shares: bool = True, take=None) -> None:
         self.came: queue.Queue[Message] = queue.Queue()
         self.ended: queue.Queue[Exception] = queue.Queue()
-        self.link = Link(
+        self.link = Connection(
             PlainStream(connection),
             take or (lambda link, message: self.came.put(message)),
             lambda link, error: self.ended.put(error),
@@ -53,7 +53,9 @@ class End:
         )
 
     def send(self, number: int, payload: np.ndarray) -> None:
-        self.link.send(message_with(payload, kind=Kind.WEIGHTS, epoch=1, sender=1, op=number))
+        self.link.send(
+            message_with(payload, kind=MessageType.WEIGHTS, epoch=1, sender=1, op=number)
+        )
 
     def next(self) -> Message:
         return self.came.get(timeout=SECONDS)
@@ -173,7 +175,7 @@ def take_slowly() -> None:
     began, may_go = threading.Event(), threading.Event()
     came: list[int] = []
 
-    def take(link: Link, message: Message) -> None:
+    def take(link: Connection, message: Message) -> None:
         came.append(message.op)
         if len(came) > 20:
             began.set()
@@ -214,8 +216,10 @@ def test_either_end_may_want_sockets_alone(ends, changes):
 
 def test_an_end_that_does_not_see_the_ring_gets_all_over_the_socket(ends, monkeypatch):
     """As one on another host that has the same address, or in another container."""
-    offer = Ring.offer
-    monkeypatch.setattr(Ring, "offer", lambda self: offer(self) | {"name": "penstock-" + 32 * "0"})
+    offer = ShmSender.offer
+    monkeypatch.setattr(
+        ShmSender, "offer", lambda self: offer(self) | {"name": "penstock-" + 32 * "0"}
+    )
     one, two = ends()
     for number in range(30):
         one.send(number, filled(number))
@@ -231,7 +235,7 @@ def test_where_there_is_no_memory_for_a_ring_all_goes_over_the_socket(ends, monk
 
     before = open_files(RING)  # of links that are about to end
     monkeypatch.setattr(shared_memory.os, call, refuse)
-    assert Ring.make() is None
+    assert ShmSender.make() is None
     assert set(open_files(RING)) <= set(before)
     one, two = ends()
     for number in range(10):
@@ -247,13 +251,13 @@ def test_where_there_is_no_memory_for_a_ring_all_goes_over_the_socket(ends, monk
 def test_a_damaged_slot_ends_the_link_and_is_named(ends, monkeypatch, at):
     one, two = ends()
     one.share(two)
-    put = Ring.put
+    put = ShmSender.put
 
-    def damage(self: Ring, slot: int, payload: np.ndarray) -> None:
+    def damage(self: ShmSender, slot: int, payload: np.ndarray) -> None:
         put(self, slot, payload)
         self._memory[slot * self._slot_bytes + at] ^= 16
 
-    monkeypatch.setattr(Ring, "put", damage)
+    monkeypatch.setattr(ShmSender, "put", damage)
     one.send(5, filled(5))
     error = two.ended.get(timeout=SECONDS)
     assert isinstance(error, CorruptionError)
@@ -265,7 +269,7 @@ def test_a_damaged_slot_ends_the_link_and_is_named(ends, monkeypatch, at):
 
 def frame(slot: int, size: int = CHUNK) -> bytes:
     """A frame whose payload is said to be in a slot."""
-    message = message_with(filled(9, size), kind=Kind.WEIGHTS, epoch=1, sender=1)
+    message = message_with(filled(9, size), kind=MessageType.WEIGHTS, epoch=1, sender=1)
     return b"".join(pack(message, slot))
 
 
@@ -275,7 +279,7 @@ def frame(slot: int, size: int = CHUNK) -> bytes:
 def test_slots_that_cannot_be_end_the_link(ends, slot, size):
     one, two = ends()
     one.share(two)
-    message = Message(Kind.WEIGHTS, 1, 1, size=size)
+    message = Message(MessageType.WEIGHTS, 1, 1, size=size)
     one.link._socket.sendall(b"".join(pack(message, slot)))
     error = two.ended.get(timeout=SECONDS)
     assert isinstance(error, ProtocolError)
@@ -308,7 +312,7 @@ def test_slots_that_are_given_back_and_cannot_be_end_the_link(ends, slots):
     one, two = ends()
     one.share(two)
     wait_until(lambda: len(one.link._ring._free) == SLOTS)
-    two.link.send(Message(Kind.ROOM, 0, 0, body={"slots": slots}))
+    two.link.send(Message(MessageType.BUFFER_CREDIT, 0, 0, body={"slots": slots}))
     assert isinstance(one.ended.get(timeout=SECONDS), PenstockError)
 
 
@@ -324,7 +328,7 @@ def test_a_peer_that_keeps_all_slots_is_waited_for_no_longer_than_one_that_does_
         one.send(number, filled(number))
 
     def has_ended() -> bool:
-        one.link.send(Message(Kind.BEAT, 0, 1))  # other things to do are no answer
+        one.link.send(Message(MessageType.HEARTBEAT, 0, 1))  # other things to do are no answer
         return not one.ended.empty()
 
     wait_until(has_ended)
@@ -336,8 +340,8 @@ def test_a_peer_that_keeps_all_slots_is_waited_for_no_longer_than_one_that_does_
 def test_a_ring_that_is_offered_twice_ends_the_link(ends):
     one, two = ends()
     one.share(two)
-    second = Ring.make()
-    one.link.send(Message(Kind.RING, 0, 0, body=second.offer()))
+    second = ShmSender.make()
+    one.link.send(Message(MessageType.SHM_OFFER, 0, 0, body=second.offer()))
     assert isinstance(two.ended.get(timeout=SECONDS), ProtocolError)
     second.close()
 
@@ -350,7 +354,7 @@ VALUES = st.none() | st.booleans() | st.integers(-5, 2**40) | st.text(max_size=4
 def test_offers_of_any_words_open_nothing(words):
     good = {"process": os.getpid(), "file": 1, "name": "x", "slots": 2, "bytes": 4096}
     try:
-        assert PeerRing.open(good | words, lambda slot: None) is None
+        assert ShmReceiver.open(good | words, lambda slot: None) is None
     except ProtocolError:
         return
 
@@ -365,7 +369,7 @@ def test_memory_that_could_be_cut_is_not_read(what):
         fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
     offer = {"process": os.getpid(), "file": file, "name": name, "slots": 2, "bytes": 4096}
     with pytest.raises(ProtocolError, match="which no node would do"):
-        PeerRing.open(offer, lambda slot: None)
+        ShmReceiver.open(offer, lambda slot: None)
     os.close(file)
 
 

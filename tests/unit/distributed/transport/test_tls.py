@@ -24,7 +24,7 @@ from tls_peers import (
 )
 from waiting import SECONDS, wait_until
 
-from penstock.distributed.protocol.messages import Kind, Message, message_with, pack
+from penstock.distributed.protocol.messages import Message, MessageType, message_with, pack
 from penstock.distributed.transport import certificates, handshake, new_token, stream
 from penstock.distributed.transport.certificates import Credentials, tls_contexts
 from penstock.distributed.transport.tls import TlsStream
@@ -54,9 +54,9 @@ def test_a_connection_between_hosts_is_tls_1_3_with_a_fresh_key_exchange(hosts):
     with client_context(token).wrap_socket(answer_challenge(here, token)) as secure:
         assert secure.version() == "TLSv1.3"
         assert "GCM" in secure.cipher()[0] or "POLY1305" in secure.cipher()[0]
-        header, body = pack(Message(Kind.HELLO, 0, 2, body={"node": 2}))
+        header, body = pack(Message(MessageType.HELLO, 0, 2, body={"node": 2}))
         secure.sendall(header + body)
-        header, body = pack(Message(Kind.BEAT, 0, 2, to=1))
+        header, body = pack(Message(MessageType.HEARTBEAT, 0, 2, to=1))
         secure.sendall(header + body)
         wait_until(lambda: here.node.messages)
         assert not secure.session_reused
@@ -77,7 +77,7 @@ def test_a_client_that_goes_on_in_plain_text_is_refused(hosts, caplog):
     token = new_token()
     here = hosts(token, 1)
     with answer_challenge(here, token, wants_tls=False) as connection:
-        header, body = pack(Message(Kind.HELLO, 0, 2, body={"node": 2}))
+        header, body = pack(Message(MessageType.HELLO, 0, 2, body={"node": 2}))
         connection.sendall(header + body)
         said = refused_with(here, caplog)
     assert "it has the token, but no TLS 1.3 connection with it: wrong version number" in said
@@ -97,7 +97,7 @@ def test_tls_is_used_when_either_side_sees_the_other_on_another_host(hosts, monk
         monkeypatch.setattr(stream, "is_within_host", is_within)
         link = greet(hosts(token, 2), 2, here)
         assert isinstance(link._stream, TlsStream)
-        link.send(Message(Kind.BEAT, 0, 2, to=1))
+        link.send(Message(MessageType.HEARTBEAT, 0, 2, to=1))
         wait_until(lambda here=here: here.node.messages)
 
 
@@ -162,7 +162,7 @@ def test_who_begins_no_tls_is_not_waited_for_and_keeps_nobody_out(hosts, monkeyp
         _ = place.endpoint._credentials.tls  # as if they listened beyond their host
     silent = [answer_challenge(here, token) for _ in range(20)]
     try:
-        greet(friend, 2, here).send(Message(Kind.BEAT, 0, 2, to=1))
+        greet(friend, 2, here).send(Message(MessageType.HEARTBEAT, 0, 2, to=1))
         wait_until(lambda: here.node.messages)
         wait_until(lambda: here.endpoint.refused["127.0.0.1"] == 20)
         assert "it did not begin TLS: it took too long" in caplog.records[-1].message
@@ -179,8 +179,8 @@ def test_strangers_take_no_place_of_one_who_has_proved_the_token(hosts):
     try:
         wait_until(lambda: here.endpoint.refused["127.0.0.1"] >= 300 - 256)
         with client_context(token).wrap_socket(friend) as secure:
-            secure.sendall(b"".join(pack(Message(Kind.HELLO, 0, 2, body={"node": 2}))))
-            secure.sendall(b"".join(pack(Message(Kind.BEAT, 0, 2, to=1))))
+            secure.sendall(b"".join(pack(Message(MessageType.HELLO, 0, 2, body={"node": 2}))))
+            secure.sendall(b"".join(pack(Message(MessageType.HEARTBEAT, 0, 2, to=1))))
             wait_until(lambda: here.node.messages)
     finally:
         for stranger in strangers:
@@ -203,8 +203,8 @@ def test_a_handshake_that_comes_a_byte_at_a_time_is_complete(hosts):
             for byte in outgoing.read():
                 connection.sendall(bytes([byte]))
             incoming.write(connection.recv(4096))
-    secure.write(b"".join(pack(Message(Kind.HELLO, 0, 2, body={"node": 2}))))
-    secure.write(b"".join(pack(Message(Kind.BEAT, 0, 2, to=1))))
+    secure.write(b"".join(pack(Message(MessageType.HELLO, 0, 2, body={"node": 2}))))
+    secure.write(b"".join(pack(Message(MessageType.HEARTBEAT, 0, 2, to=1))))
     connection.sendall(outgoing.read())  # with the last of the handshake
     wait_until(lambda: here.node.messages)
     connection.close()
@@ -218,7 +218,7 @@ def test_payloads_of_all_sizes_come_whole_in_order_and_both_ways_at_once(hosts, 
     token = new_token()
     one, two = hosts(token, 1), hosts(token, 2)
     there = greet(one, 1, two)
-    there.send(Message(Kind.BEAT, 0, 1, to=2))
+    there.send(Message(MessageType.HEARTBEAT, 0, 1, to=2))
     wait_until(lambda: two.node.messages)
     (back,) = two.endpoint._all_links
     one.endpoint.call(lambda: one.endpoint.attach(2, there))
@@ -228,7 +228,9 @@ def test_payloads_of_all_sizes_come_whole_in_order_and_both_ways_at_once(hosts, 
     for number, payload in enumerate(payloads):
         for link, sender, to in ((there, 1, 2), (back, 2, 1)):
             link.send(
-                message_with(payload, kind=Kind.WEIGHTS, epoch=0, sender=sender, to=to, op=number)
+                message_with(
+                    payload, kind=MessageType.WEIGHTS, epoch=0, sender=sender, to=to, op=number
+                )
             )
     for place, skipped in ((one, 0), (two, 1)):
         wait_until(lambda place=place, n=skipped: len(place.node.messages) == n + len(sizes))
@@ -242,7 +244,7 @@ def test_who_takes_slowly_holds_the_sender_up(hosts):
     token = new_token()
     one, two = hosts(token, 1), hosts(token, 2)
     link = greet(one, 1, two)
-    link.send(Message(Kind.BEAT, 0, 1, to=2))
+    link.send(Message(MessageType.HEARTBEAT, 0, 1, to=2))
     wait_until(lambda: two.node.messages)
     (back,) = two.endpoint._all_links
     is_held, may_go, take = threading.Event(), threading.Event(), back._take
@@ -255,7 +257,9 @@ def test_who_takes_slowly_holds_the_sender_up(hosts):
     back._take = slow
     payload = np.zeros(4 << 20, np.uint8)
     for number in range(50):  # 200 MiB
-        message = message_with(payload, kind=Kind.WEIGHTS, epoch=0, sender=1, to=2, op=number)
+        message = message_with(
+            payload, kind=MessageType.WEIGHTS, epoch=0, sender=1, to=2, op=number
+        )
         link.send(message)
     assert is_held.wait(SECONDS)
     sent = -1
@@ -310,7 +314,7 @@ def test_a_process_that_stays_within_its_host_makes_no_certificate(monkeypatch):
     token = new_token()
     one, two = Place(token, 1), Place(token, 2)
     try:
-        greet(one, 1, two).send(Message(Kind.BEAT, 0, 1, to=2))
+        greet(one, 1, two).send(Message(MessageType.HEARTBEAT, 0, 1, to=2))
         wait_until(lambda: two.node.messages)
     finally:
         for place in (one, two):

@@ -15,7 +15,7 @@ from tls_peers import (
 )
 from waiting import wait_until
 
-from penstock.distributed.protocol.messages import Kind, Message, message_with, pack
+from penstock.distributed.protocol.messages import Message, MessageType, message_with, pack
 from penstock.distributed.transport import certificates, handshake, new_token
 from penstock.errors import ClusterError, CorruptionError
 
@@ -27,8 +27,8 @@ def between(hosts):
     one, two = hosts(token, 1), hosts(token, 2)
     relay = Relay(two.endpoint.address)
     link = one.endpoint.connect(relay.address)
-    link.send(Message(Kind.HELLO, 0, 1, body={"node": 1}))
-    link.send(Message(Kind.BEAT, 0, 1, to=2))
+    link.send(Message(MessageType.HELLO, 0, 1, body={"node": 1}))
+    link.send(Message(MessageType.HEARTBEAT, 0, 1, to=2))
     wait_until(lambda: len(two.node.messages) == 1)
     yield link, two, relay
     relay.close()
@@ -39,7 +39,7 @@ def hold(between, count: int) -> list[bytes]:
     link, _, relay = between
     relay.holds.set()
     for number in range(count):
-        link.send(Message(Kind.BEAT, 0, 1, op=number, to=2))
+        link.send(Message(MessageType.HEARTBEAT, 0, 1, op=number, to=2))
         wait_until(lambda number=number: len(relay.held) == number + 1)
     assert all(record[0] == APPLICATION_DATA for record in relay.held)
     return relay.held
@@ -75,7 +75,7 @@ def test_a_changed_record_ends_the_link_with_a_readable_error(between, place):
 
 def test_plain_text_between_records_ends_the_link(between):
     hold(between, 1)
-    require_damaged(between, b"".join(pack(Message(Kind.BEAT, 0, 1, to=2))))
+    require_damaged(between, b"".join(pack(Message(MessageType.HEARTBEAT, 0, 1, to=2))))
 
 
 def require_damaged(between, said: bytes) -> None:
@@ -94,7 +94,7 @@ def test_records_of_one_connection_mean_nothing_in_another(hosts, between):
     token = two.endpoint._credentials.token
     other = Relay(two.endpoint.address)
     three = hosts(token, 3)
-    three.endpoint.connect(other.address).send(Message(Kind.HELLO, 0, 3, body={"node": 3}))
+    three.endpoint.connect(other.address).send(Message(MessageType.HELLO, 0, 3, body={"node": 3}))
     wait_until(lambda: len(two.endpoint._all_links) == 2)
     other.far.sendall(record)
     wait_until(lambda: two.ended)
@@ -106,7 +106,9 @@ def test_nothing_of_a_frame_can_be_read_on_the_way(between):
     link, two, relay = between
     payload = np.frombuffer(b"reservoir" * 100_000, np.uint8)
     body = {"secret": "turbine"}
-    link.send(message_with(payload, kind=Kind.CALL, epoch=0, sender=1, to=2, body=body))
+    link.send(
+        message_with(payload, kind=MessageType.RPC_REQUEST, epoch=0, sender=1, to=2, body=body)
+    )
     wait_until(lambda: len(two.node.messages) == 2)
     assert two.node.messages[1].payload.tobytes() == payload.tobytes()
     assert two.node.messages[1].body == body

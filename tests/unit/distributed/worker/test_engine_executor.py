@@ -6,10 +6,14 @@ from types import SimpleNamespace
 
 import torch
 
-from penstock.collectives.tree_reduce import TreeNode
-from penstock.distributed.protocol.transfer_schedule import Operation, Piece, Transfers
+from penstock.collectives.tree_reduce import PartialSum
+from penstock.distributed.protocol.transfer_schedule import (
+    Chunk,
+    TransferOperation,
+    TransferSchedule,
+)
 from penstock.distributed.worker import engine_executor
-from penstock.distributed.worker.engine_executor import EngineOfProcess
+from penstock.distributed.worker.engine_executor import LocalEngineExecutor
 
 
 class RingEngine:
@@ -26,7 +30,7 @@ class RingEngine:
         return self
 
     def wait(self):
-        return [TreeNode(0, 0, (self.buffer, None))]
+        return [PartialSum(0, 0, (self.buffer, None))]
 
 
 NO_WEIGHTS = SimpleNamespace(stages=(SimpleNamespace(weights=()),), weights={})
@@ -35,8 +39,10 @@ NO_WEIGHTS = SimpleNamespace(stages=(SimpleNamespace(weights=()),), weights={})
 def test_gradients_from_a_gpu_are_not_those_that_come_after_them(monkeypatch):
     monkeypatch.setattr(engine_executor, "positions_of", lambda *_: ())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    operation = Operation(0, 0, "backward", (), (Piece(0, 0, 0, 3, 4),))
-    work = EngineOfProcess(RingEngine(), NO_WEIGHTS, Transfers((operation,), 1), (), "cuda")
+    operation = TransferOperation(0, 0, "backward", (), (Chunk(0, 0, 0, 3, 4),))
+    work = LocalEngineExecutor(
+        RingEngine(), NO_WEIGHTS, TransferSchedule((operation,), 1), (), "cuda"
+    )
     first, second = work.compute(operation), work.compute(operation)
     assert first[0].tensors[0].tolist() == [1, 1, 1]
     assert second[0].tensors[0].tolist() == [2, 2, 2]

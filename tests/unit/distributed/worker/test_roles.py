@@ -6,8 +6,8 @@ import pytest
 import torch
 from cluster_visitors import config
 
-from penstock.distributed.control_messages import Place
-from penstock.distributed.run_spec import RunPlan
+from penstock.distributed.control_messages import ReplicaSlot
+from penstock.distributed.run_spec import RunSpec
 from penstock.distributed.worker.roles import build_engine, build_shard
 from penstock.errors import UnfitHostError
 from penstock.telemetry import process_memory
@@ -17,10 +17,10 @@ from penstock.telemetry import process_memory
 def told(layout, tmp_path):
     """Return what is told of a run whose processes are on other hosts."""
 
-    def tell(device: str = "cpu", **terms) -> tuple[RunPlan, dict]:
+    def tell(device: str = "cpu", **terms) -> tuple[RunSpec, dict]:
         made = config(tmp_path, start="listen", shards="apart")
         made = made.model_copy(update={"engine": made.engine.model_copy(update={"device": device})})
-        plan = RunPlan.of(made, layout)
+        plan = RunSpec.of(made, layout)
         return plan, {**plan.terms, "device": device, **terms}
 
     return tell
@@ -29,7 +29,7 @@ def told(layout, tmp_path):
 def test_a_shard_of_a_run_on_gpus_needs_none(told, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     plan, terms = told("cuda")
-    made = build_shard(terms, Place(1, 0), "when asked")
+    made = build_shard(terms, ReplicaSlot(1, 0), "when asked")
     assert made.digest == plan.shard_digest
 
 
