@@ -171,7 +171,7 @@ TRAINER = (
     "from pathlib import Path\n"
     "logs = Path(sys.argv[3])\n"
     "environment = {**os.environ, 'PENSTOCK_TOKEN': 'token'}\n"
-    "forks = Forks(sys.argv[1:3], environment, logs / 'template.log', [])\n"
+    "forks = ForkClient(sys.argv[1:3], environment, logs / 'template.log', [])\n"
     "forks.start('worker-1', logs / 'worker-1.log')\n"
     "while not forks.pids():\n"
     "    forks.look()\n"

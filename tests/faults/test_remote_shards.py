@@ -162,7 +162,7 @@ def shared_bytes(run: Run) -> int:
 def test_a_run_in_memory_is_saved_and_goes_on_and_its_weights_do_not_pass_through_the_trainer(
     text, alone, tmp_path, monkeypatch
 ):
-    for module in ("ring", "link"):  # the model is small
+    for module in ("shared_memory", "connection"):  # the model is small
         monkeypatch.setattr(f"penstock.distributed.transport.{module}.LEAST_BYTES", 1 << 10)
     first = Run(settings(text, tmp_path / "run", steps=3, checkpoint={"every": 2}))
     program, carried = first.trainer.program, {}
