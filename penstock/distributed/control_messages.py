@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, cast, get_args
 
-from penstock.distributed.protocol import message_validation
-from penstock.distributed.protocol.messages import Message
+from penstock.distributed.protocol import Message, message_validation
 from penstock.distributed.run_spec import are_terms
 from penstock.distributed.transport import Address
 

@@ -14,27 +14,24 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from penstock.config import Config
-from penstock.distributed.control.cluster_manager import ClusterManager
-from penstock.distributed.control.worker_stats import ComputeTimer, StragglerDetector
+from penstock.distributed.control import ClusterManager, ComputeTimer, StragglerDetector
 from penstock.distributed.protocol import (
     EngineInput,
+    Message,
     Phase,
     RolledBackError,
     StepResult,
     UnrecoverableError,
     message_validation,
 )
-from penstock.distributed.protocol.messages import Message
-from penstock.distributed.rpc.commit_codec import ShardReport, commit_of
-from penstock.distributed.rpc.rpc import error_class
-from penstock.planning import builders
-from penstock.planning.execution_plan import ExecutionPlan
+from penstock.distributed.rpc import ShardReport, commit_of, error_class
+from penstock.planning import ExecutionPlan, builders
 from penstock.program import Program
 from penstock.step.local import step_done
 from penstock.step.micro_batches import Batches
 from penstock.step.nonfinite import NonFiniteLossError, require_finite, trace
 from penstock.store import Commit, Store, global_norm, merged, zero_gradients
-from penstock.telemetry.events import StepDone
+from penstock.telemetry import StepDone
 
 _GIVING_UP = 60.0  # seconds in which a step that is decided must end
 _LOOK = 0.05  # seconds between two looks at what has happened

@@ -142,8 +142,10 @@ def test_a_first_save_killed_at_any_point_leaves_nothing_or_all_of_it(tmp_path):
 
 
 def test_the_environment_names_the_point(tmp_path):
-    script = "from penstock.io import failpoints\n"
+    script = (
+        "from penstock.io import failpoints\n"
         "for n in range(3):\n print(n, flush=True)\n failpoints.point('x.y')"
+    )
     for order, expected in (("x.y", "0\n"), ("x.y:2", "0\n1\n"), ("other", "0\n1\n2\n")):
         result = subprocess.run(
             [sys.executable, "-c", script],

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.distributed import rendezvous_file
-from penstock.distributed.protocol.messages import Message, MessageType
+from penstock.distributed.protocol import Message, MessageType
 from penstock.distributed.transport import Endpoint, own_host
 from penstock.errors import ClusterError, ConfigError, ProtocolError
 

@@ -22,29 +22,27 @@ from penstock.distributed.control.rendezvous import ClusterMember, Rendezvous, W
 from penstock.distributed.control.worker_stats import HeartbeatStats
 from penstock.distributed.control.worker_supervisor import WorkerSupervisor
 from penstock.distributed.control_messages import Role, WorkerMetrics
-from penstock.distributed.launchers.base import Launcher
-from penstock.distributed.launchers.factory import make_launcher
+from penstock.distributed.launchers import Launcher, make_launcher
 from penstock.distributed.protocol import (
     COORDINATOR,
     Coordinator,
+    Message,
+    MessageType,
     ProtocolEvent,
     ShardNode,
     Timeouts,
 )
-from penstock.distributed.protocol.messages import Message, MessageType
 from penstock.distributed.rendezvous_file import remove_record, write_record
-from penstock.distributed.replication.replica_manager import ManagerHooks, ReplicaManager
-from penstock.distributed.rpc.rpc import RpcClient
-from penstock.distributed.rpc.store_client import StoreClient
+from penstock.distributed.replication import ManagerHooks, ReplicaManager
+from penstock.distributed.rpc import RpcClient, StoreClient
 from penstock.distributed.run_spec import RunSpec
 from penstock.distributed.transport import Address, Connection, Endpoint, new_token
-from penstock.distributed.worker.shard_executor import LocalShardExecutor
-from penstock.distributed.worker.shard_storage import InProcessShard
+from penstock.distributed.worker import InProcessShard, LocalShardExecutor
 from penstock.errors import ClusterError, CorruptionError, PenstockError
-from penstock.planning.execution_plan import ExecutionPlan
+from penstock.planning import ExecutionPlan
 from penstock.store import Store
 from penstock.store.flash import ShardedFlashStore
-from penstock.telemetry.events import ClusterEvent
+from penstock.telemetry import ClusterEvent
 
 log = logging.getLogger("penstock.distributed")
 

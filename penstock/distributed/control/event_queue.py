@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from penstock.errors import ClusterError, PenstockError
-from penstock.telemetry.events import ClusterEvent
+from penstock.telemetry import ClusterEvent
 
 
 class EventQueue:

@@ -14,10 +14,9 @@ from typing import Any
 
 from penstock.distributed.control.event_queue import EventQueue
 from penstock.distributed.control_messages import Join, Opens, ReplicaSlot
-from penstock.distributed.protocol import COORDINATOR, Coordinator
-from penstock.distributed.protocol.messages import Message, MessageType
-from penstock.distributed.replication.replica_manager import ReplicaManager
-from penstock.distributed.rpc.rpc import error_class
+from penstock.distributed.protocol import COORDINATOR, Coordinator, Message, MessageType
+from penstock.distributed.replication import ReplicaManager
+from penstock.distributed.rpc import error_class
 from penstock.distributed.run_spec import RunSpec
 from penstock.distributed.transport import Address, Connection
 from penstock.errors import ClusterError, PenstockError, UnfitHostError

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from penstock.distributed.control_messages import WorkerMetrics
-from penstock.distributed.protocol.messages import Message
+from penstock.distributed.protocol import Message
 
 
 class HeartbeatStats:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from penstock.distributed.control_messages import Role
-from penstock.distributed.launchers.base import Launcher, WorkerExit
+from penstock.distributed.launchers import Launcher, WorkerExit
 
 _MOST_IN_VAIN = 3
 _NEXT_TRY = 5.0  # seconds after a worker could not be started: memory may be short for a moment

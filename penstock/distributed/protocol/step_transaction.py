@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from penstock.collectives.tree_reduce import partition
+from penstock.collectives import partition
 from penstock.distributed.protocol import message_validation
 from penstock.distributed.protocol.membership_view import MembershipView
 from penstock.distributed.protocol.messages import Message, MessageType, pack_arrays

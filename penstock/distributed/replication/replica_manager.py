@@ -22,8 +22,7 @@ from penstock.distributed.replication.rebuild import (
     copy_shard,
 )
 from penstock.distributed.replication.replica_assignment import ReplicaAssignment
-from penstock.distributed.rpc.rpc import InvalidResponseError, RpcClient, ShardLostError
-from penstock.distributed.rpc.store_client import StoreClient
+from penstock.distributed.rpc import InvalidResponseError, RpcClient, ShardLostError, StoreClient
 from penstock.distributed.transport import Address
 from penstock.errors import PenstockError, StorageError
 from penstock.store import Holding

@@ -16,8 +16,13 @@ from typing import Any
 import numpy as np
 
 from penstock import errors
-from penstock.distributed.protocol.messages import Message, MessageType, pack_arrays, unpack_arrays
-from penstock.distributed.protocol.transfer_schedule import CHUNK_BYTES
+from penstock.distributed.protocol import (
+    CHUNK_BYTES,
+    Message,
+    MessageType,
+    pack_arrays,
+    unpack_arrays,
+)
 from penstock.errors import (
     ClusterError,
     CorruptionError,

@@ -18,8 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from penstock.distributed.protocol.messages import COORDINATOR, Message, MessageType
-from penstock.distributed.protocol.node_context import BoundContext
+from penstock.distributed.protocol import COORDINATOR, BoundContext, Message, MessageType
 from penstock.distributed.transport import handshake
 from penstock.distributed.transport.certificates import Credentials
 from penstock.distributed.transport.connection import Connection

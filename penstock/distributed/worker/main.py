@@ -25,8 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.distributed.control_messages import Assignment, Role
-from penstock.distributed.protocol import COORDINATOR, EngineNode, ShardNode
-from penstock.distributed.protocol.messages import Message, MessageType
+from penstock.distributed.protocol import COORDINATOR, EngineNode, Message, MessageType, ShardNode
 from penstock.distributed.rendezvous_file import read_record
 from penstock.distributed.transport import Connection, Endpoint, own_host
 from penstock.distributed.worker.node_adapters import WorkerNode, WorkerShard
