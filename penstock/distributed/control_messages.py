@@ -68,7 +68,7 @@ class Assignment:
 
     @classmethod
     def read(cls, message: Message) -> Assignment:
-        """Return what a `WELCOME` says.
+        """Return what a `ASSIGN` says.
 
         **Raises:** `ProtocolError` if it makes no sense.
         """
@@ -98,7 +98,7 @@ class WorkerMetrics:
 
     @classmethod
     def read(cls, message: Message) -> WorkerMetrics | None:
-        """Return what a `BEAT` says; None for a shard's, which says nothing of the kind.
+        """Return what a `HEARTBEAT` says; None for a shard's, which says nothing of the kind.
 
         **Raises:** `ProtocolError` if it makes no sense.
         """

@@ -19,7 +19,7 @@ class Heartbeat:
 
     @classmethod
     def read(cls, message: Message) -> Heartbeat:
-        """Return what a `BEAT` says.
+        """Return what a `HEARTBEAT` says.
 
         **Raises:** `ProtocolError` if it makes no sense.
         """
