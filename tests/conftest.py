@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
+import warm_start
 from compiled_programs import sharing_programs
 
 from penstock import assembly
+from penstock.cluster import forks
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -17,3 +21,12 @@ def _programs_are_shared() -> Iterator[None]:
     assembly.compile_source = sharing_programs(compile_source)
     yield
     assembly.compile_source = compile_source
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _fork_servers_are_warm() -> Iterator[None]:
+    """The fork server of a run in this process has imported everything when it starts."""
+    forks.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": warm_start.Popen})
+    yield
+    forks.subprocess = subprocess
+    warm_start.end()
