@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
+import warm_start
 from compiled_programs import sharing_programs
 
+from penstock.distributed.launchers import fork_client
 from penstock.planning import builders
 
 
@@ -17,3 +21,12 @@ def _programs_are_shared() -> Iterator[None]:
     builders.compile_source = sharing_programs(compile_source)
     yield
     builders.compile_source = compile_source
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _fork_servers_are_warm() -> Iterator[None]:
+    """The fork server of a run in this process has imported everything when it starts."""
+    fork_client.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": warm_start.Popen})
+    yield
+    fork_client.subprocess = subprocess
+    warm_start.end()
