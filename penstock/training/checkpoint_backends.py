@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from penstock.config import Config, deciding_keys, recorded_flash
+from penstock.config import Config, recorded_flash, trajectory
 from penstock.errors import ConfigError
 from penstock.models import ModelSource
 from penstock.planning import ExecutionPlan, store_factory
@@ -279,7 +279,7 @@ def _start(config: Config, model: ModelSource) -> dict[str, Any]:
     """Return what decides a run's initial weights, as JSON gives it back."""
     deciding = {
         key: value
-        for key, value in deciding_keys(config).items()
+        for key, value in trajectory(config).items()
         if key.split(".")[0] in ("model", "lora") or key == "run.seed"
     }
     start = {

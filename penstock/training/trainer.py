@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from penstock.config import Config, deciding_keys, to_config, write_record
+from penstock.config import Config, to_config, trajectory, write_record
 from penstock.data import Source
 from penstock.engine import Engine, set_threads
 from penstock.errors import ConfigError, DataError, NonFiniteError
@@ -434,7 +434,7 @@ class Trainer:
         """Return what a resumed run needs to know beside the store."""
         dataset = self._data.dataset
         return ResumeState(
-            trajectory=deciding_keys(self.config),
+            trajectory=trajectory(self.config),
             micro_batch=self._layout.micro_batch,
             slot_bytes=self._layout.slot_bytes,
             data=dataset.fingerprint if dataset else None,
