@@ -155,7 +155,7 @@ def endpoint_of(token: str, shares_memory: bool):
         token,
         "127.0.0.1",
         on_link_end=lambda link, error: None,
-        on_stranger=lambda link, message: None,
+        on_new_peer=lambda link, message: None,
         on_failure=lambda error: os._exit(1),
     )
     endpoint.shares_memory = shares_memory

@@ -1,7 +1,7 @@
-"""What processes of a run say of themselves, beside the step: read from bodies of messages.
+"""Bodies of the messages by which processes join a run and report on themselves.
 
-Peers have the run's token, so that a body which is none of these is a defect, or comes from another
-version of Penstock. It is refused where it is taken, and costs its sender the link.
+Peers have the run's token, so a body of another form is a defect or comes from another version of
+Penstock. It is refused where it is read, and costs its sender the connection.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From a program to the transfers of its steps, and to digests that nodes must share."""
+"""What all processes of a run are told and must agree on: settings, transfers, digests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Orders to a run that trains, from another process of whoever may read its folder."""
+"""The client of `penstock scale`: a request to a run that trains, from another process."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _ask(run: Path, order: Mapping[str, Any]) -> Mapping[str, Any]:
         token,
         own_host(address),
         on_link_end=lambda link, error: answers.put(error),
-        on_stranger=lambda link, message: answers.put(message.body),
+        on_new_peer=lambda link, message: answers.put(message.body),
         on_failure=answers.put,
     )
     endpoint.start()

@@ -1,9 +1,8 @@
-"""How a process becomes a node of a run: it says who it is, is given a place, and is ready.
+"""How a process becomes a member of a run: it joins, is assigned a role, and says it is ready.
 
-What comes here comes over links that are nobody's yet. A process that joins is given the place of
-a shard that is vacant, else that of an engine, unless it was started as one of them; one that
-cannot be what it was to be is sent away, and would be no better the next time. A process that was
-started as a shard waits here where no place is vacant for it yet.
+A process that joins gets a vacant replica slot of a shard, or else becomes an engine, unless it was
+started as one of them. A process that cannot fill its role is refused, and another of its kind
+would be refused too. A process that was started as a shard waits until a slot is vacant.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class Rendezvous:
         coordinator: is told of them.
         apart: gives places of shards.
         event_queue: is told of those who are sent away.
-        let_in: makes the link of a guest that of its node.
+        let_in: attaches a member's connection to its node.
         engines_wanted: returns how many engines are wanted, spare ones too.
     """
 
@@ -151,7 +150,7 @@ class Rendezvous:
         if member.opens == "what was left":
             self._coordinator.shard_joined(place.shard, number)
         else:
-            self._event_queue.say("joined", f"{member} is ready", number)
+            self._event_queue.emit("joined", f"{member} is ready", number)
 
     def _turn_away(self, member: ClusterMember, text: str, kind: type[PenstockError]) -> None:
         """Let a process go that cannot be what it was to be.
@@ -166,7 +165,7 @@ class Rendezvous:
 
     def _refuse(self, link: Connection, text: str, number: int | None = None) -> None:
         """Send a worker away: it would be no better the next time."""
-        self._event_queue.say("refused", text, number)
+        self._event_queue.emit("refused", text, number)
         link.send(Message(MessageType.ADMIN_REPLY, 0, COORDINATOR, body={"error": text}))
 
 

@@ -1,4 +1,4 @@
-"""What the processes of a run say of themselves with every beat, and what is known from it."""
+"""Statistics from heartbeats: memory, computing time, stragglers."""
 
 from __future__ import annotations
 

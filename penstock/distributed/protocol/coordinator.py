@@ -1,16 +1,16 @@
-"""The coordinator's part of the step protocol: when a step counts.
+"""The coordinator of the step protocol: a two-phase commit decides when a step counts.
 
-A step is an attempt in an epoch: everyone has seen the view, begins, and reports; when all losses
-and all shards' gradients are in, the step is decided, and the shards are told until each has
-answered. Whatever is lost before the decision costs the attempt: the epoch rises, and the step
-begins anew with those who are left. After it the engines are not needed. Who there is, is in the
-roster (`membership.py`); who has answered to an epoch, in its formation (`epoch.py`).
+A step is a transaction in an epoch. Every node acknowledges the epoch's view, begins, and reports.
+When all losses and the gradients of all shards are in, the step is decided, and the shards are sent
+the decision until each has acknowledged it. A loss before the decision aborts the transaction: the
+epoch advances, and the step is retried with the nodes that are left. After the decision the engines
+are not needed. `membership.py` knows the nodes, `epoch.py` who has acknowledged an epoch.
 
-A shard may have several nodes that hold the same and do the same (`holders.py`). As long as one is
-left nothing is lost with the others. When the last is lost the step ends with an error. Another may
-come in its place, with what the lost one had stored; before the next step, then, all shards go back
-to the newest step that all of them hold (`epoch.py`). What is done about damage, standstills
-and failures is chosen in `recovery_policy.py`.
+A shard may have several replicas, which hold the same and do the same. While one of them is left,
+nothing is lost with the others. When the last is lost, the step ends with an error. A new node may
+take its place with what the lost one had stored; before the next step all shards then roll back to
+the newest step that all of them hold. `recovery_policy.py` chooses what is done about corrupt
+frames, stalls and failures.
 """
 
 from __future__ import annotations
@@ -269,7 +269,7 @@ class Coordinator:
         """
         self.counts["damaged"] += 1
         if self.phase in (Phase.COMMITTING, *_OPEN):
-            self._mend(self._recovery.of_damage(self._status, text, ends))
+            self._recover(self._recovery.of_damage(self._status, text, ends))
 
     def tick(self, now: float) -> None:
         """Look whether somebody has been silent, or nothing has moved, for too long."""
@@ -285,13 +285,13 @@ class Coordinator:
         members = (*self.engines, *self._epochs.view.shard_nodes)
         busy, far = detector.busy(members), tuple(detector.progress(members).values())
         come = (self._epochs.seen, *transaction.counts)
-        still = self._stall_timer.still(now, (self.phase, self.epoch, come, far))
+        still = self._stall_timer.stalled_seconds(now, (self.phase, self.epoch, come, far))
         if still > self._timeouts.job and busy:
             self._stall_timer.begin(now)
             self._blame(busy[0], ClusterError.__name__, _took_too_long(still))
         elif still > self._timeouts.stall and not busy:
             self._stall_timer.begin(now)
-            self._mend(self._recovery.of_standstill(self._status))
+            self._recover(self._recovery.of_standstill(self._status))
 
     # The epoch
 
@@ -426,7 +426,7 @@ class Coordinator:
             self.lost(node, text)
 
     def _fail(self, engine: int, kind: str, text: str) -> None:
-        self._mend(self._recovery.of_failure(engine, kind, text))
+        self._recover(self._recovery.of_failure(engine, kind, text))
 
     def _lose_holder(self, node: int, why: str) -> None:
         holders = self.membership.holders
@@ -456,8 +456,8 @@ class Coordinator:
     def _status(self) -> StepStatus:
         return StepStatus(self.phase, self._epochs, self._present, self._detector)
 
-    def _mend(self, remedy: RecoveryAction) -> None:
-        match remedy:
+    def _recover(self, action: RecoveryAction) -> None:
+        match action:
             case EvictNode(node, why):
                 self.lost(node, why)
             case AbortStep(error):
@@ -466,7 +466,8 @@ class Coordinator:
                 self._present.commit()
             case RetryStep(why):
                 self._happened("retry", f"{why}: the step begins anew in a new epoch")
-                self.membership.holders.turn()  # it may be that the one that streams is not reached
+                # The replica that streams may be unreachable.
+                self.membership.holders.rotate_primary()
                 self._form()
 
     def _end(self, outcome: StepResult) -> None:

@@ -1,6 +1,8 @@
-"""What follows when something goes wrong with a step: who loses its place, how it is tried again.
+"""What follows when a step fails: which node is evicted, and how the step is tried again.
 
-Nothing is done here: the coordinator does what is returned.
+The policy changes nothing: the coordinator carries out the action that is returned. A suspect of a
+stall may be healthy, because the connection itself may be broken. So the last replica of a shard,
+whose state could be lost with it, is suspected only after several stalls.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""One attempt at a step: what is said to those who take part in it, and what has come of it.
+"""One transaction: what is sent to the nodes that take part in a step, and what they have reported.
 
-Nothing counts twice, and nothing of one attempt counts for another: each has an object of its own.
+Nothing counts twice, and nothing of one transaction counts for another: each is an object.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ class Worker:
             token,
             own_host(address),
             on_link_end=self._link_ended,
-            on_stranger=lambda link, message: self._events.put(("message", (link, message))),
+            on_new_peer=lambda link, message: self._events.put(("message", (link, message))),
             on_failure=lambda error: self._events.put(("failed", error)),
             every=self._beat,
             port=port,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.config import Config, HuggingFaceModel, deciding_keys, load
+from penstock.config import Config, HuggingFaceModel, load, trajectory
 from penstock.errors import ConfigError
 
 
@@ -26,9 +26,9 @@ def test_it_is_written_as_it_was_read(tmp_path):
 
 def test_the_path_is_no_part_of_what_decides_a_run_and_the_rest_is():
     one, other = config(), Config.from_mapping({"model": {"hf": "elsewhere"}})
-    assert deciding_keys(one) == deciding_keys(other)
-    assert deciding_keys(one) != deciding_keys(config(attn_pdrop=0.1))
-    assert deciding_keys(one) != deciding_keys(Config.from_mapping({"model": "tiny"}))
+    assert trajectory(one) == trajectory(other)
+    assert trajectory(one) != trajectory(config(attn_pdrop=0.1))
+    assert trajectory(one) != trajectory(Config.from_mapping({"model": "tiny"}))
 
 
 @pytest.mark.parametrize(

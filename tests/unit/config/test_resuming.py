@@ -8,9 +8,9 @@ from penstock.config import (
     Config,
     check_resumable,
     check_run,
-    deciding_keys,
     digest,
     load_run,
+    trajectory,
     write_record,
 )
 from penstock.errors import ConfigError
@@ -84,15 +84,15 @@ def test_more_steps_are_the_same_run_where_the_schedule_does_not_decay_towards_t
 
 
 def test_the_trajectory_is_json():
-    values = deciding_keys(made())
+    values = trajectory(made())
     assert json.loads(json.dumps(values)) == values
     check_resumable(made(), json.loads(json.dumps(values)))
 
 
 def test_a_run_from_before_a_key_existed_goes_on_and_one_that_recorded_its_default_too():
     plain, other = made(), made(optimizer={"moments": "8bit"})
-    before = {key: value for key, value in deciding_keys(plain).items() if "moments" not in key}
-    assert deciding_keys(plain) == before
+    before = {key: value for key, value in trajectory(plain).items() if "moments" not in key}
+    assert trajectory(plain) == before
     for recorded in (before, {**before, "optimizer.moments": "fp32"}):
         check_resumable(plain, recorded)
         with pytest.raises(ConfigError, match='moments: "fp32" in the run, "8bit" now'):
