@@ -106,7 +106,7 @@ class ClusterManager:
             self._happened,
             least=layout.least_engines,
             addresses=self.registry.addresses,
-            others_come=self._can_replace_engine,
+            can_replace_engine=self._can_replace_engine,
             is_there=self._is_there,
         )
         self._endpoint.add(COORDINATOR, _CoordinatorAdapter(self._take))

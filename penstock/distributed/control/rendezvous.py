@@ -70,11 +70,11 @@ class Rendezvous:
 
     def look(self) -> None:
         """Give those who wait for the place of a shard one that has become vacant."""
-        for others_come in (True, False):
-            if not others_come and len(self._free()) > len(self._waiting):
+        for others_expected in (True, False):
+            if not others_expected and len(self._free()) > len(self._waiting):
                 return  # to some of these, who may be on other hosts
             for link, said in list(self._waiting.items()):
-                if (place := self._place_for(said, others_come)) is not None:
+                if (place := self._place_for(said, others_expected)) is not None:
                     del self._waiting[link]
                     self._welcome(link, said, place)
 
@@ -116,10 +116,12 @@ class Rendezvous:
         }
         link.send(Message(MessageType.ASSIGN, 0, COORDINATOR, body=body))
 
-    def _place_for(self, said: Join, others_come: bool) -> ReplicaSlot | None:
+    def _place_for(self, said: Join, others_expected: bool) -> ReplicaSlot | None:
         """Return the place of a shard that a process gets which joins, None if it gets none."""
         here = [(m.place, m.listens[0]) for m in self._registry.all if m.place is not None]
-        return self._replicas.place_for(said.role, said.shard, said.listens[0], here, others_come)
+        return self._replicas.place_for(
+            said.role, said.shard, said.listens[0], here, others_expected
+        )
 
     def _free(self) -> Sequence[ReplicaSlot]:
         return self._places.free({member.place for member in self._registry.all})

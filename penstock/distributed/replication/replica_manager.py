@@ -221,7 +221,7 @@ class ReplicaManager:
         asked: int | None,
         host: str,
         here: Iterable[tuple[ReplicaSlot, str]],
-        others_come: bool,
+        others_expected: bool,
     ) -> ReplicaSlot | None:
         """Return the place that a process gets which joins, None if it gets none.
 
@@ -232,7 +232,7 @@ class ReplicaManager:
             asked: the shard that it wants to be, if it wants any.
             host: where it is.
             here: the places of the others that have come, or are about to, and their hosts.
-            others_come: whether others are to come who could take a place.
+            others_expected: whether others are to come who could take a place.
         """
         others = list(here)
         free = self.places.free({place for place, _ in others})
@@ -242,6 +242,6 @@ class ReplicaManager:
             return None  # people who start workers know which host has which shard's flash
         shards_here = {place.shard for place, where in others if where == host}
         elsewhere = [place for place in free if place.shard not in shards_here]
-        if elsewhere or others_come:
+        if elsewhere or others_expected:
             return next(iter(elsewhere), None)
         return next(iter(free), None)
