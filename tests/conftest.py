@@ -11,7 +11,7 @@ import warm_start
 from compiled_programs import sharing_programs
 
 from penstock import assembly
-from penstock.cluster import forks
+from penstock.cluster import forks, launch
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -24,9 +24,11 @@ def _programs_are_shared() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _fork_servers_are_warm() -> Iterator[None]:
-    """The fork server of a run in this process has imported everything when it starts."""
-    forks.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": warm_start.Popen})
+def _workers_are_warm() -> Iterator[None]:
+    """What a run in this process starts, fork servers and workers, has imported everything."""
+    forks.subprocess = launch.subprocess = SimpleNamespace(
+        **{**vars(subprocess), "Popen": warm_start.Popen}
+    )
     yield
-    forks.subprocess = subprocess
+    forks.subprocess = launch.subprocess = subprocess
     warm_start.end()
