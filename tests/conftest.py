@@ -10,7 +10,7 @@ import pytest
 import warm_start
 from compiled_programs import sharing_programs
 
-from penstock.distributed.launchers import fork_client
+from penstock.distributed.launchers import fork_client, local
 from penstock.planning import builders
 
 
@@ -24,9 +24,11 @@ def _programs_are_shared() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _fork_servers_are_warm() -> Iterator[None]:
-    """The fork server of a run in this process has imported everything when it starts."""
-    fork_client.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": warm_start.Popen})
+def _workers_are_warm() -> Iterator[None]:
+    """What a run in this process starts, fork servers and workers, has imported everything."""
+    fork_client.subprocess = local.subprocess = SimpleNamespace(
+        **{**vars(subprocess), "Popen": warm_start.Popen}
+    )
     yield
-    fork_client.subprocess = subprocess
+    fork_client.subprocess = local.subprocess = subprocess
     warm_start.end()

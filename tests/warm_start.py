@@ -21,6 +21,7 @@ import signal
 import socket
 import subprocess
 import sys
+import termios
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -35,6 +36,7 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
     """`subprocess.Popen` of a Python command: `-c CODE`, `-m MODULE` or a script.
 
     Args:
+        is_terminal: whether the standard input becomes the controlling terminal.
         closed: the standard streams (0, 1, 2) that are closed when the command starts.
         limits: limits of the process by their numbers in `resource`, soft and hard alike.
     """
@@ -43,12 +45,14 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
         self,
         args: list[Any],
         *,
+        is_terminal: bool = False,
         closed: Sequence[int] = (),
         limits: Mapping[int, int] | None = None,
         **options: Any,
     ) -> None:
         assert args[0] == sys.executable, args
         assert str(args[1]) in ("-c", "-m") or not str(args[1]).startswith("-"), args
+        self._is_terminal = is_terminal
         self._closed, self._limits = list(closed), list((limits or {}).items())
         super().__init__(args, **options)
 
@@ -69,6 +73,7 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
             "env": dict(os.environ if given["env"] is None else given["env"]),
             "targets": list(streams),
             "new_session": given["start_new_session"],
+            "is_terminal": self._is_terminal,
             "closed": self._closed,
             "limits": self._limits,
         }
@@ -199,6 +204,8 @@ def _become(order: dict[str, Any], files: list[int]) -> None:
     for file, target in zip(high, order["targets"], strict=True):
         os.dup2(file, target, inheritable=True)
     os.closerange(_FIRST_FREE, max(high) + 1)
+    if order["is_terminal"]:
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
