@@ -420,5 +420,6 @@ def _dram_store_bytes(config: Config, program: Program, roles: Sequence[Role]) -
     gradient = _FLOAT_BYTES[config.gradient_precision]
     trained = [weight.elements for weight in program.weights.values() if weight.trainable]
     state = sum(role.bytes(elements) for elements in trained for role in roles)
-    once = 4 * program.parameters + gradient * sum(trained) + state
+    weights = sum(weight.stored_bytes for weight in program.weights.values())
+    once = weights + gradient * sum(trained) + state
     return config.store.replicas * once + assembly_of(config, program)

@@ -97,7 +97,7 @@ def _pieces(
     program: Program, names: Sequence[str], placement: Placement, width: int | None
 ) -> tuple[Piece, ...]:
     pieces = [
-        Piece(shard, tensor, begin, end, width or program.weights[name].stream_dtype.itemsize)
+        Piece(shard, tensor, begin, end, width or program.weights[name].format.stream.width)
         for tensor, name in enumerate(names)
         for shard, begin, end in placement[name]
     ]
@@ -110,7 +110,7 @@ def shard_digest(program: Program, transfers: Transfers) -> str:
     for stage in program.stages:
         state.update(repr((stage.name, stage.weights)).encode())
     for name, spec in program.weights.items():
-        state.update(repr((name, spec.shape, str(spec.stream_dtype), spec.trainable)).encode())
+        state.update(repr((name, spec.shape, spec.format.name, spec.trainable)).encode())
     state.update(repr(transfers).encode())
     return state.hexdigest()
 

@@ -23,6 +23,7 @@ from penstock.compiler.nodes import source_line, value_of
 from penstock.compiler.rewrites import count_dropouts_from_first, rewrite, share_equal
 from penstock.compiler.selection import select_trainable
 from penstock.errors import CompileError, NoTrainingError, few
+from penstock.formats import format_of
 from penstock.program import Kind, Program, Stage, TensorSpec, ValueSpec, WeightSpec, verify
 
 
@@ -213,7 +214,7 @@ class _Assembly:
             self.weights[name] = WeightSpec(
                 name=name,
                 shape=tuple(parameter.shape),
-                stream_dtype=STREAM_DTYPE[self.options.precision],
+                format=format_of(STREAM_DTYPE[self.options.precision]),
                 trainable=name in self.trainable,
                 aliases=tuple(self.names.aliases[name]),
             )

@@ -25,6 +25,7 @@ import torch
 from penstock import durable, fault
 from penstock.errors import BudgetError
 from penstock.store import files
+from penstock.store.codecs import saved_values
 from penstock.store.commit import prepare_and_decide
 from penstock.store.comparing import Compared
 from penstock.store.flash.block_updates import BlockUpdates
@@ -46,6 +47,7 @@ from penstock.store.holding import Holding
 from penstock.store.incoming import fill
 from penstock.store.interface import Commit, FlashTraffic, Traffic
 from penstock.store.lock import FolderLock
+from penstock.store.masters import stream_of
 from penstock.store.norm import GradientReport, clip_scale
 from penstock.store.optimizers import GroupSettings, Optimizer
 from penstock.store.roles import MASTER, Stored, stored_of
@@ -397,12 +399,18 @@ class FlashStore:
         self._staging = Staging(self._land)
 
     def write(self, name: str, role: str, begin: int, values: np.ndarray) -> None:
-        """Overwrite values of a weight or of its state, while restoring; each value once."""
+        """Overwrite values of a weight or of its state, while restoring; each value once.
+
+        Raises:
+            ConfigError: the weight's format cannot hold them exactly.
+        """
         if self._is_loaded:
             raise RuntimeError("state is written only between begin_restore and finish_restore")
         assert self._staging is not None
         unit = self._layout.unit(name)
         origin = self._layout.begin_of(name) // unit.role(role).group
+        if role == MASTER:
+            values = saved_values(unit.format, name, values)
         self._staging.take(unit, role, origin + begin, values)
 
     def portions(self, portion_bytes: int) -> BlockPortions:
@@ -466,7 +474,7 @@ class FlashStore:
 
     def roles(self, name: str) -> dict[str, Stored]:
         """Return what `read` and `write` know of a weight: its master, then its state."""
-        return stored_of(self.program.weights[name].shape, self._layout.unit(name).roles)
+        return stored_of(self.program.weights[name], self._layout.unit(name).roles)
 
     def content_hash(self) -> str:
         """Return a hash of all weights (`content_hash.py`)."""
@@ -485,9 +493,7 @@ class FlashStore:
         unit = self._layout.unit(name)
         begin = self._layout.begin_of(name) * unit.stream_width
         part = frame[begin : begin + spec.elements * unit.stream_width]
-        if unit.split:
-            return torch.from_numpy(part.view(np.uint16)).view(torch.bfloat16).view(spec.shape)
-        return torch.from_numpy(part.view(np.float32)).view(spec.shape)
+        return stream_of(part.view(unit.format.stream.dtype), spec)
 
     def _require_loaded(self) -> None:
         if not self._is_loaded:
