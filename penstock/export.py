@@ -25,6 +25,7 @@ from penstock.store import (
     WeightReader,
     export_huggingface,
     find_checkpoint,
+    read_state,
 )
 from penstock.store.flash import open_reader
 
@@ -46,9 +47,9 @@ def export_run(
             f"{config.run.dir} trains a module given from Python; export it there: "
             "Trainer(config, model=...).export(FOLDER)"
         )
-    with _newest(config) as weights:
-        base = assembly.model_source(config.model, config.run.dir / KEPT)
-        source = assembly.with_adapters(base, config.lora)
+    base = assembly.model_source(config.model, config.run.dir / KEPT)
+    source = assembly.with_adapters(base, config.lora)
+    with _newest(config, only_trained=only_adapters) as weights:
         if only_adapters:
             return export_adapters(config, weights, source, folder, dtype)
         data = config.data_dir
@@ -57,7 +58,8 @@ def export_run(
 
 
 @contextmanager
-def _newest(config: Config) -> Iterator[WeightReader]:
+def _newest(config: Config, only_trained: bool) -> Iterator[WeightReader]:
+    """Open the newest state; with `only_trained`, frozen weights may be out of reach."""
     run, flash = config.run.dir, config.store.flash.path
     if flash is not None:
         with open_reader(flash) as reader:
@@ -70,7 +72,9 @@ def _newest(config: Config) -> Iterator[WeightReader]:
         raise ConfigError(
             f"{run} holds no checkpoint: nothing was trained there yet; run `penstock train` first"
         )
-    yield SavedWeights(latest)
+    base = read_state(latest).base
+    needed = base is not None and not only_trained
+    yield SavedWeights(latest, assembly.base_reader(config, base) if base and needed else None)
 
 
 def export(

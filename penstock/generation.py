@@ -46,6 +46,7 @@ def make_writer(
             length=window,
             precision=config.precision,
             device=device,
+            bfloat16=assembly.bfloat16_of(layout.program),
             goal="logits",
         )
         return TorchEngine(program, EnginePlan(), device=device, budget_bytes=layout.budget_bytes)

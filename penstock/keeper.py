@@ -6,10 +6,13 @@ make the present step survive.
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
+
+import torch
 
 from penstock import stores
 from penstock.config import Config, recorded_flash
@@ -19,6 +22,7 @@ from penstock.resumption import Resumption
 from penstock.step_layout import Layout
 from penstock.store import (
     BackgroundSave,
+    BaseNotes,
     MemoryStore,
     SavedCheckpoint,
     Store,
@@ -32,6 +36,7 @@ from penstock.store.flash import (
     OtherStoreError,
     discard_untrained,
     holds_store,
+    recorded_bfloat16,
     recorded_extra,
 )
 
@@ -44,6 +49,16 @@ class Keeper(Protocol):
     @property
     def recorded(self) -> Resumption | None:
         """What the trainer kept with the newest step; None where there is none."""
+        ...
+
+    @property
+    def bfloat16(self) -> frozenset[str] | None:
+        """The frozen weights that the run keeps as bfloat16; None where it has not begun."""
+        ...
+
+    @property
+    def needs_base(self) -> bool:
+        """Whether frozen weights are to be read again from the folder that the run began with."""
         ...
 
     @property
@@ -89,9 +104,13 @@ class CheckpointKeeper:
         self._config = config
         self._folder = config.run.dir / "checkpoints"
         self._latest = find_checkpoint(self._folder, "latest")
+        found = read_state(self._latest) if self._latest else None
         self.recorded = (
-            Resumption.read(read_state(self._latest).extra, self._latest) if self._latest else None
+            Resumption.read(found.extra, self._latest) if found and self._latest else None
         )
+        self.bfloat16 = found.narrow if found else None
+        self._base = found.base if found else None
+        self.needs_base = self._base is not None
         self._store: Store | None = None
         self._saving: BackgroundSave | None = None
         self._saved: SavedCheckpoint | None = None
@@ -113,12 +132,27 @@ class CheckpointKeeper:
         """Return a store in memory."""
         program = layout.program
         self._store = stores.make_store(self._config, program, device, notice, apart)
-        if self._latest is not None:
-            load_checkpoint(self._store, self._latest)
-        else:
-            seed = self._config.run.seed
-            self._store.load(model.initial_weights(seed, list(program.weights)))
+        read = functools.partial(model.initial_weights, self._config.run.seed)
+        if self._latest is None:
+            self._begin(self._store, model, read(list(program.weights)))
+            return self._store
+        if self._base is not None:
+            self._base.require(model.weights_fingerprint(), model.weights_folder or model.name)
+        load_checkpoint(self._store, self._latest, base=read)
         return self._store
+
+    def _begin(
+        self, store: Store, model: ModelSource, weights: Iterable[tuple[str, torch.Tensor]]
+    ) -> None:
+        """Load initial weights; note those that no checkpoint need hold."""
+        fingerprint, specs = model.weights_fingerprint(), store.program.weights
+        based = {n: w for n, w in specs.items() if n in model.folder_weights and not w.trainable}
+        if fingerprint is None or not based:
+            store.load(weights)
+            return
+        notes = BaseNotes(fingerprint, based)
+        store.load(notes.passing(weights))
+        self._base = notes.base
 
     def begin_save(self, extra: Mapping[str, Any], best: bool) -> None:
         """Begin to write a checkpoint; there is one at a time.
@@ -130,7 +164,12 @@ class CheckpointKeeper:
         section = self._config.checkpoint
         if not isinstance(self._store, MemoryStore):
             self._saved = save_checkpoint(
-                self._store, self._folder, dict(extra), best=best, keep_last=section.keep_last
+                self._store,
+                self._folder,
+                dict(extra),
+                best=best,
+                keep_last=section.keep_last,
+                base=self._base,
             )
             return
         self._saving = BackgroundSave(
@@ -139,6 +178,7 @@ class CheckpointKeeper:
             dict(extra),
             best=best,
             keep_last=section.keep_last,
+            base=self._base,
         )
 
     def poll(self) -> SavedCheckpoint | None:
@@ -179,6 +219,8 @@ class FlashKeeper:
             if self._found and "trajectory" in self._found
             else None
         )
+        self.bfloat16 = None if self.recorded is None else recorded_bfloat16(folder)
+        self.needs_base = False  # it holds all weights itself
         self._store: DurableStore | None = None
         self._saved: SavedCheckpoint | None = None
 

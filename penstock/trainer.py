@@ -107,7 +107,9 @@ class Trainer:
             )
         self._recorded = recorded
         self._brought = model is not None
-        self.model = assembly.source_of(self.config, model, recorded is not None, self._notice)
+        self.model = assembly.source_of(
+            self.config, model, recorded is not None, self._notice, self._keeper.needs_base
+        )
         self._devices = choose_devices(self.config.engine)
         wanted = self.config.engine.device
         self.device = kind_of(self._devices) if self._devices else assembly.choose_device(wanted)
@@ -125,6 +127,7 @@ class Trainer:
             recorded.slot_bytes if recorded else None,
             self._devices,
             self._notice,
+            self._keeper.bfloat16,
         )
         self.program: Program = self._layout.program
         self._initial_weights = recorded.weights if recorded else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.assembly import thread_count
+from penstock.assembly import bfloat16_of, thread_count
 from penstock.config import Config
 from penstock.models import KEPT
 from penstock.step_layout import Layout
@@ -17,6 +17,7 @@ def terms_of(config: Config, layout: Layout) -> dict[str, Any]:
         "micro_batch": layout.micro_batch,
         "length": layout.sequence_length,
         "slot_bytes": layout.slot_bytes,
+        "bfloat16": sorted(bfloat16_of(layout.program)),
         "device": layout.device,  # chosen once: hosts that differ would round differently
         "recompute": sorted(layout.plan.recompute),
         "shards": config.store.shards,
@@ -35,6 +36,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "micro_batch": (int,),
     "length": (int,),
     "slot_bytes": (int, type(None)),
+    "bfloat16": (list,),
     "device": (str,),
     "recompute": (list,),
     "shards": (int,),

@@ -26,7 +26,7 @@ from penstock.models.deferred import TensorNames
 from penstock.patterns import matching
 
 if TYPE_CHECKING:
-    from penstock.models.source import _Origin
+    from penstock.models.origin import WeightSource
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Adapted:
 
 
 def adapt(
-    origin: "_Origin",
+    origin: "WeightSource",
     wrappers: Sequence[nn.Module],
     rank: int,
     alpha: float,
@@ -140,7 +140,7 @@ def _targeted(module: nn.Module, names: TensorNames, targets: Sequence[str]) -> 
     return [name for name in able if name in chosen]
 
 
-def _copied(origin: "_Origin", wrappers: Sequence[nn.Module]) -> tuple[Any, ...]:
+def _copied(origin: "WeightSource", wrappers: Sequence[nn.Module]) -> tuple[Any, ...]:
     """Return copies of modules over the same tensors, sharing what they share."""
     tensors = (*origin.names.parameters.values(), *origin.names.buffers.values())
     try:
@@ -165,11 +165,14 @@ def _add(adapter: Adapter, layer: Any) -> None:
 class AdaptedOrigin:
     """Another origin's weights, and those of the adapters."""
 
-    def __init__(self, base: "_Origin", module: nn.Module, adapters: Collection[Adapter]) -> None:
+    def __init__(
+        self, base: "WeightSource", module: nn.Module, adapters: Collection[Adapter]
+    ) -> None:
         self.module = module
         self.fake_mode = base.fake_mode
         self.names = TensorNames.of(module)
         self.aliases = self.names.aliases
+        self.bfloat16 = base.bfloat16
         self._base = base
         parameters = self.names.parameters
         self._down = {a.down: tuple(parameters[a.down].shape) for a in adapters}

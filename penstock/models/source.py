@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from penstock.errors import CompileError, ConfigError, PenstockError, did_you_mean
 from penstock.models.bound_functions import refuse_bound_loss
 from penstock.models.built import Built
-from penstock.models.deferred import Deferred, TensorNames, record
+from penstock.models.deferred import Deferred, record
 from penstock.models.huggingface import (
     builder,
     find_task,
@@ -38,32 +38,13 @@ from penstock.models.objective import (
     Outputs,
     Scores,
 )
+from penstock.models.origin import WeightSource
 from penstock.models.pretrained import Pretrained
 from penstock.models.reference import load_reference
 from penstock.models.weight_files import WeightFiles
 from penstock.presets import resolve_preset
 
 TASKS = ("causal_lm", "masked_lm", "custom")
-
-
-class _Origin(Protocol):
-    """What `Deferred` and `Built` have in common."""
-
-    @property
-    def module(self) -> nn.Module: ...
-
-    @property
-    def fake_mode(self) -> FakeTensorMode: ...
-
-    @property
-    def names(self) -> TensorNames: ...
-
-    @property
-    def aliases(self) -> dict[str, str]: ...
-
-    def materialise(
-        self, seed: int, names: Iterable[str] | None = None
-    ) -> Iterator[tuple[str, torch.Tensor]]: ...
 
 
 @dataclass(frozen=True)
@@ -100,7 +81,7 @@ class ModelSource:
     vocab_size: int | None
     max_sequence_length: int | None
     hf_config: Any
-    _origin: _Origin = field(repr=False)
+    _origin: WeightSource = field(repr=False)
     weight_prefix: str = WEIGHT_PREFIX
     folder: Path | None = None
     adapters: Mapping[str, Adapter] = field(default_factory=dict)
@@ -145,6 +126,21 @@ class ModelSource:
         return frozenset(
             n for adapter in self.adapters.values() for n in (adapter.down, adapter.up)
         )
+
+    @property
+    def bfloat16(self) -> frozenset[str]:
+        """Names of the parameters that came as bfloat16, in a folder or a module."""
+        return self._origin.bfloat16
+
+    @property
+    def weights_folder(self) -> Path | None:
+        """Where the weights are read from, if from a folder."""
+        return self._files.folder if self._files else None
+
+    @property
+    def folder_weights(self) -> frozenset[str]:
+        """Names of the parameters that can be read from the folder again."""
+        return frozenset(self.shapes()) - self.adapter_weights if self._files else frozenset()
 
     def public_name(self, exported: str) -> str:
         """The name in the user's model of a tensor or module path in an export of `module`."""
@@ -293,6 +289,7 @@ class ModelSource:
         overrides: Mapping[str, Any] | None = None,
         *,
         ignore: Sequence[str] = (),
+        weights: str | Path | None = None,
     ) -> "ModelSource":
         """A `transformers` model with the weights of a local Hugging Face folder.
 
@@ -302,6 +299,7 @@ class ModelSource:
             folder: with `config.json` and safetensors, single or sharded.
             overrides: fields of the configuration to replace, such as a dropout.
             ignore: patterns of tensors in the folder that the model need not have a place for.
+            weights: the folder of the safetensors, where that is another.
 
         Raises:
             ConfigError: no such folder, no safetensors in it, or weights of another model.
@@ -310,7 +308,7 @@ class ModelSource:
         folder = Path(folder)
         refuse_unreadable(folder)
         fields = read_config(folder)
-        files = WeightFiles(folder)
+        files = WeightFiles(folder if weights is None else Path(weights))
         made = make_config(fields, overrides or {}, tensors=len(files.tensors))
         task = find_task(made)
         origin = Pretrained(_recorded(made, task), files, ignore)
@@ -405,7 +403,7 @@ def _recorded(config: Any, task: str) -> Deferred:
 
 def _language_model(
     name: str,
-    origin: _Origin,
+    origin: WeightSource,
     task: str,
     config: Any,
     vocab_size: int | None = None,
@@ -438,7 +436,7 @@ def _language_model(
 
 
 def _from_origin(
-    origin: _Origin,
+    origin: WeightSource,
     *,
     task: str | None = None,
     loss: str | Callable[..., torch.Tensor] | None = None,

@@ -7,6 +7,7 @@ from penstock.store.flash.folder import (
     discard_untrained,
     holds_store,
     open_reader,
+    recorded_bfloat16,
     recorded_extra,
     repair,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "holds_store",
     "least_dram_bytes",
     "open_reader",
+    "recorded_bfloat16",
     "recorded_extra",
     "repair",
     "require_shards",

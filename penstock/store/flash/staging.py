@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from penstock.kernels.memory import allocate
-from penstock.store.codecs import encode_saved
+from penstock.store.codecs import encode_saved, saved_values
 from penstock.store.flash.layout import Block, Unit
 from penstock.store.flash.version import state_roles, weight_parts
 from penstock.store.roles import MASTER, Role
@@ -24,11 +24,17 @@ class Staging:
         self._hand_over = hand_over
         self._units: dict[int, StagedUnit] = {}
 
-    def take(self, unit: Unit, role: str, begin: int, values: np.ndarray) -> None:
-        """Take values of a unit's weights or state as a checkpoint holds them, each once."""
+    def take(self, unit: Unit, name: str, role: str, begin: int, values: np.ndarray) -> None:
+        """Take values of a unit's weights or state, each once; they are of the weight `name`.
+
+        Raises:
+            ConfigError: the unit's format cannot hold them exactly.
+        """
         if not values.size:
             return  # the unit may be whole without a weight of no elements
         staged = self._of(unit)
+        if role == MASTER:
+            values = saved_values(unit.format, name, values)
         staged.values[role][begin : begin + values.size] = values
         self._came(staged, role, values.size)
 

@@ -25,7 +25,6 @@ import torch
 from penstock import durable, fault
 from penstock.errors import BudgetError
 from penstock.store import files
-from penstock.store.codecs import saved_values
 from penstock.store.commit import prepare_and_decide
 from penstock.store.comparing import Compared
 from penstock.store.flash.block_updates import BlockUpdates
@@ -399,19 +398,13 @@ class FlashStore:
         self._staging = Staging(self._land)
 
     def write(self, name: str, role: str, begin: int, values: np.ndarray) -> None:
-        """Overwrite values of a weight or of its state, while restoring; each value once.
-
-        Raises:
-            ConfigError: the weight's format cannot hold them exactly.
-        """
+        """Overwrite values of a weight or of its state, while restoring; each value once."""
         if self._is_loaded:
             raise RuntimeError("state is written only between begin_restore and finish_restore")
         assert self._staging is not None
         unit = self._layout.unit(name)
         origin = self._layout.begin_of(name) // unit.role(role).group
-        if role == MASTER:
-            values = saved_values(unit.format, name, values)
-        self._staging.take(unit, role, origin + begin, values)
+        self._staging.take(unit, name, role, origin + begin, values)
 
     def portions(self, portion_bytes: int) -> BlockPortions:
         """Return all that it holds, in portions of at most so many bytes (`portions.py`)."""
@@ -489,8 +482,7 @@ class FlashStore:
         self._pipeline.drain()
 
     def _view(self, name: str, frame: np.ndarray) -> torch.Tensor:
-        spec = self.program.weights[name]
-        unit = self._layout.unit(name)
+        spec, unit = self.program.weights[name], self._layout.unit(name)
         begin = self._layout.begin_of(name) * unit.stream_width
         part = frame[begin : begin + spec.elements * unit.stream_width]
         return stream_of(part.view(unit.format.stream.dtype), spec)

@@ -1,0 +1,39 @@
+"""What a model source asks of where its module and its weights come from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from penstock.models.deferred import TensorNames
+
+
+class WeightSource(Protocol):
+    """A module on fake tensors, and its weights one at a time: `Deferred`, `Built`, `Pretrained`.
+
+    `bfloat16` are the parameters that came as bfloat16: they are given out as float32, and every
+    value is a bfloat16.
+    """
+
+    @property
+    def module(self) -> nn.Module: ...
+
+    @property
+    def fake_mode(self) -> FakeTensorMode: ...
+
+    @property
+    def names(self) -> TensorNames: ...
+
+    @property
+    def aliases(self) -> dict[str, str]: ...
+
+    @property
+    def bfloat16(self) -> frozenset[str]: ...
+
+    def materialise(
+        self, seed: int, names: Iterable[str] | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]: ...
