@@ -34,9 +34,9 @@ class CompileOptions:
 
     `train`, `freeze` and `adapters` say what is trained (`selection.py`). `bfloat16` names frozen
     weights that the store keeps, and streams, as bfloat16 whatever the precision. `device` is where
-    the engine runs. `slot_bytes` bounds the weights of one stage. `weight_prefix` is removed from the
-    parameters' names (the wrapper that adds the loss). `training` programs return a scalar loss;
-    others are only run forward.
+    the engine runs. `slot_bytes` bounds the weights of one stage. `weight_prefix` is removed from
+    the parameters' names (the wrapper that adds the loss). `training` programs return a scalar
+    loss; others are only run forward.
     """
 
     precision: Precision = "fp32"

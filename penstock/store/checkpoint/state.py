@@ -59,9 +59,10 @@ class CheckpointState:
     @property
     def narrow(self) -> frozenset[str]:
         """Names of the weights that were kept as bfloat16, here or in the base."""
-        based = self.base.weights if self.base else {}
-        found = {**self._masters, **based}
-        return frozenset(name for name, held in found.items() if held.dtype == "BF16")
+        types = {name: extent.dtype for name, extent in self._masters.items()}
+        if self.base is not None:
+            types |= {name: weight.dtype for name, weight in self.base.weights.items()}
+        return frozenset(name for name, dtype in types.items() if dtype == "BF16")
 
     @property
     def _masters(self) -> dict[str, Extent]:
@@ -205,7 +206,8 @@ def _base_weight(path: Path, name: str, entry: object) -> BaseWeight:
         case ["F32" | "BF16" as dtype, [*shape], str(checksum)] if all(
             type(length) is int and 0 <= length < 2**63 for length in shape
         ):
-            return BaseWeight(dtype, tuple(shape), checksum)
+            lengths: list[Any] = shape
+            return BaseWeight(dtype, tuple(lengths), checksum)
     raise _broken(path, f"weight {name!r} of its base is described by {str(entry)[:100]}")
 
 
