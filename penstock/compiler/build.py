@@ -433,10 +433,10 @@ class _Assembly:
             move(made[node], self.options.device)
             if isinstance(node.target, CustomGradient):
                 made[node].target = node.target.moved(self.options.device)
+        graph.output(tuple(made[n] for n in outputs))
         for name, weight in by_name.items():
             if self.weights[name].stream_dtype != self._computed_dtype:
                 open_weight(graph, weight, self._computed_dtype)
-        graph.output(tuple(made[n] for n in outputs))
         first_dropout = count_dropouts_from_first(graph)
         signature = StageSignature(
             weights=tuple(

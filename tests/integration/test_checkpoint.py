@@ -334,7 +334,7 @@ def test_formats_of_the_future_are_refused_politely(tmp_path):
     folder = save_checkpoint(store, tmp_path, {}).folder
     for path in (folder / "state.json", tmp_path / "index.json"):
         content = sealed_json.unseal(path)
-        path.write_bytes(sealed_json.seal(content | {"version": 2}))
+        path.write_bytes(sealed_json.seal(content | {"version": 3}))
         with pytest.raises(ConfigError) as caught:
             load_checkpoint(store, find_checkpoint(tmp_path, "latest"))
         assert str(caught.value) == (

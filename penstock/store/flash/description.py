@@ -129,6 +129,7 @@ def require_readable(folder: Path, found: Mapping[str, Any]) -> None:
     if version not in (_WITHOUT_FORMATS, VERSION):
         newer = isinstance(version, int) and version > VERSION
         raise ConfigError(
-            f"{folder}: its format has version {version}, this Penstock reads {VERSION}; "
-            "open it with " + ("a newer one" if newer else "the one that made it")
+            f"{folder}: its format has version {version}, this Penstock reads "
+            f"{_WITHOUT_FORMATS} to {VERSION}; open it with "
+            + ("a newer one" if newer else "the one that made it")
         )
