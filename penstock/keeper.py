@@ -22,6 +22,7 @@ from penstock.resumption import Resumption
 from penstock.step_layout import Layout
 from penstock.store import (
     BackgroundSave,
+    Base,
     BaseNotes,
     MemoryStore,
     SavedCheckpoint,
@@ -221,6 +222,7 @@ class FlashKeeper:
         )
         self.bfloat16 = None if self.recorded is None else recorded_bfloat16(folder)
         self.needs_base = False  # it holds all weights itself
+        self._model: ModelSource | None = None
         self._store: DurableStore | None = None
         self._saved: SavedCheckpoint | None = None
 
@@ -242,6 +244,7 @@ class FlashKeeper:
         Weights that lie there and were never trained are taken only if this run would begin with
         the same; else they are loaded anew.
         """
+        self._model = model
         if self.recorded is not None:
             self._store = self._made(layout, apart)
         else:
@@ -301,7 +304,20 @@ class FlashKeeper:
         self._store.make_durable()
         if best:
             folder = self._config.run.dir / "checkpoints"
-            self._saved = save_checkpoint(self._store, folder, dict(extra), best=True, keep_last=1)
+            self._saved = save_checkpoint(
+                self._store, folder, dict(extra), best=True, keep_last=1, base=self._base
+            )
+
+    @functools.cached_property
+    def _base(self) -> Base | None:
+        """What the best checkpoint leaves out, though the store has it."""
+        store, model = self._store, self._model
+        assert store is not None
+        assert model is not None
+        known = self.recorded.weights if self.recorded else model.weights_fingerprint()
+        specs = store.program.weights
+        frozen = [n for n, w in specs.items() if not w.trainable and n not in model.adapter_weights]
+        return Base.held_by(store, known, frozen) if known is not None and frozen else None
 
     def poll(self) -> SavedCheckpoint | None:
         """Return the best that was written."""

@@ -15,7 +15,7 @@ from tiny_models import LENGTH, language_model
 from torch import nn
 from typer.testing import CliRunner
 
-from penstock import Trainer
+from penstock import Trainer, assembly
 from penstock.assembly import bfloat16_of, set_threads
 from penstock.cli.app import app
 from penstock.config import Config
@@ -25,7 +25,8 @@ from penstock.events import StepDone
 from penstock.export import export_run
 from penstock.formats import BFLOAT16, DENSE, SPLIT
 from penstock.models import ModelSource
-from penstock.store import checkpoint_bytes, find_checkpoint, read_state
+from penstock.store import checkpoint_bytes, checkpoint_hash, find_checkpoint, read_state
+from penstock.store.flash import open_reader
 
 set_threads(1)  # for tensors this small a second thread is only waited for
 
@@ -164,6 +165,26 @@ def test_a_float32_evaluation_and_recomputation_open_them_too(family, folders, t
         found.append((trainer.evaluate(2), trainer.store.content_hash()))
         trainer.close()
     assert found[0] == found[1]
+
+
+def test_the_best_checkpoint_beside_a_store_on_flash_leaves_the_base_out(folders, tmp_path):
+    flash = {"dram": "16MiB", "flash": {"path": str(tmp_path / "flash")}}
+    for steps in (1, 2):  # the second time without the folder's weights at hand
+        config = settings(
+            folders["llama"][0], tmp_path / "run", steps, store=flash, precision="bf16",
+            evaluation={"every": 1, "batches": 1}, checkpoint={"every": None, "best": True},
+        )  # fmt: skip
+        rows, others = (language_model("llama").arrays(seed) for seed in (0, 1))
+        held_out = ArraySource(others)
+        trainer = Trainer(config, source=ArraySource(rows), held_out=held_out, quiet=True)
+        trainer.train()
+        trainer.close()
+        best = find_checkpoint(tmp_path / "run" / "checkpoints", "best")
+        state = read_state(best)
+        assert state.weights.keys() == trainer.model.adapter_weights
+        base = assembly.base_reader(trainer.config, state.base)
+        with open_reader(tmp_path / "flash") as reader:
+            assert checkpoint_hash(best, base) == reader.content_hash(state.step)
 
 
 def test_another_base_is_refused(folders, tmp_path):

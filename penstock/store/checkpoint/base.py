@@ -15,6 +15,9 @@ import xxhash
 
 from penstock.errors import ConfigError, few
 from penstock.program import WeightSpec
+from penstock.store.interface import Store
+from penstock.store.masters import PIECE_ELEMENTS
+from penstock.store.roles import MASTER
 from penstock.store.tensor_file import DTYPES
 
 ReadBase = Callable[[Collection[str]], Iterable[tuple[str, torch.Tensor]]]
@@ -37,6 +40,22 @@ class Base:
 
     fingerprint: str
     weights: Mapping[str, BaseWeight]
+
+    @classmethod
+    def held_by(cls, store: Store, fingerprint: str, names: Iterable[str]) -> Base:
+        """Return frozen weights of a store, which come from the folder with this fingerprint.
+
+        They are read once, a piece at a time.
+        """
+        weights = {}
+        for name in names:
+            spec, digest = store.program.weights[name], xxhash.xxh3_128()
+            for begin in range(0, spec.elements, PIECE_ELEMENTS):
+                end = min(begin + PIECE_ELEMENTS, spec.elements)
+                digest.update(store.read(name, MASTER, begin, end).data)
+            dtype = DTYPES[spec.format.saved_dtype]
+            weights[name] = BaseWeight(dtype, spec.shape, digest.hexdigest())
+        return cls(fingerprint, weights)
 
     def require(self, fingerprint: str | None, where: object) -> None:
         """Refuse another folder.
