@@ -47,9 +47,9 @@ def export_run(
             f"{config.run.dir} trains a module given from Python; export it there: "
             "Trainer(config, model=...).export(FOLDER)"
         )
-    base = assembly.model_source(config.model, config.run.dir / KEPT)
-    source = assembly.with_adapters(base, config.lora)
     with _newest(config, only_trained=only_adapters) as weights:
+        base = assembly.model_source(config.model, config.run.dir / KEPT)
+        source = assembly.with_adapters(base, config.lora)
         if only_adapters:
             return export_adapters(config, weights, source, folder, dtype)
         data = config.data_dir

@@ -18,6 +18,9 @@ from typer.testing import CliRunner
 from penstock import Trainer, assembly
 from penstock.assembly import bfloat16_of, set_threads
 from penstock.cli.app import app
+from penstock.cluster import roles
+from penstock.cluster.plan import RunPlan, engine_digest
+from penstock.cluster.terms import terms_of
 from penstock.config import Config
 from penstock.data import ArraySource
 from penstock.errors import ConfigError
@@ -150,6 +153,20 @@ def test_a_checkpoint_holds_what_was_trained_and_the_account_says_how_much(folde
     headers = 2048 * len(list(saved.glob("*.safetensors")))
     assert 12 * values <= on_disk <= 12 * values + headers  # weights and two moments
     trainer.close()
+
+
+def test_a_worker_of_the_run_makes_the_same_program(folders, tmp_path):
+    """A resumed run's workers do not look into the folder: they are told."""
+    for steps in (1, 2):
+        trainer = trainer_of(settings(folders["llama"][0], tmp_path / "run", steps))
+        trainer.train()
+        plan = RunPlan.of(trainer.config, trainer._layout)
+        told = json.loads(json.dumps(terms_of(trainer.config, trainer._layout)))
+        assert told["kept"] is not None
+        made = roles._compile(told, "cpu")
+        assert engine_digest(made.program, made.transfers, "cpu") == plan.engine_digest
+        assert bfloat16_of(made.program) == bfloat16_of(trainer.program) != frozenset()
+        trainer.close()
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-tied"])
