@@ -28,7 +28,13 @@ from penstock.events import StepDone
 from penstock.export import export_run
 from penstock.formats import BFLOAT16, DENSE, SPLIT
 from penstock.models import ModelSource
-from penstock.store import checkpoint_bytes, checkpoint_hash, find_checkpoint, read_state
+from penstock.store import (
+    checkpoint_bytes,
+    checkpoint_hash,
+    find_checkpoint,
+    read_state,
+    sealed_json,
+)
 from penstock.store.flash import open_reader
 
 set_threads(1)  # for tensors this small a second thread is only waited for
@@ -297,6 +303,27 @@ def test_a_module_in_bfloat16_keeps_its_frozen_weights_so(precision, tmp_path):
     assert state.base is None
     frozen = [p for n, p in state.tensors.items() if n.startswith("master/") and "lora" not in n]
     assert {place.extent.dtype for place in frozen} == {"BF16"}
+
+
+def test_a_run_of_a_release_before_goes_on_as_it_was(folders, tmp_path, monkeypatch):
+    """Its checkpoints hold all weights in float32: the folder may go, and nothing is narrowed."""
+    model, run = tmp_path / "model", tmp_path / "run"
+    shutil.copytree(folders["llama"][0], model)
+    expected = trained(settings(model, tmp_path / "unbroken", 4))
+    with monkeypatch.context() as before:
+        before.setattr(assembly, "kept_as_bfloat16", lambda *_: frozenset())
+        before.setattr(ModelSource, "folder_weights", frozenset())
+        first = trained(settings(model, run, 2))
+    content = sealed_json.unseal(find_checkpoint(run / "checkpoints", "latest") / "state.json")
+    assert content["version"] == 1
+    shutil.rmtree(model)
+    second = trained(settings(model, run, 4))
+    assert [*first[0], *second[0]] == expected[0]
+    assert second[1] == expected[1]
+    assert "bfloat16" not in second[3]
+    state = read_state(find_checkpoint(run / "checkpoints", "latest"))
+    assert state.base is None
+    assert state.narrow == frozenset()
 
 
 def test_what_trains_beside_the_adapters_is_not_kept_narrow(folders, tmp_path):
