@@ -109,7 +109,7 @@ class CheckpointKeeper:
         self.recorded = (
             Resumption.read(found.extra, self._latest) if found and self._latest else None
         )
-        self.bfloat16 = found.narrow if found else None
+        self.bfloat16 = found.bfloat16 if found else None
         self._base = found.base if found else None
         self.needs_base = self._base is not None
         self._store: Store | None = None

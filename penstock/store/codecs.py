@@ -19,27 +19,29 @@ _LOW, _HIGH = 0, 1  # the halves of a float32 as they lie in memory, the low one
 
 
 def encode(
-    format: WeightFormat, name: str, values: np.ndarray, parts: Sequence[np.ndarray]
+    weight_format: WeightFormat, name: str, values: np.ndarray, parts: Sequence[np.ndarray]
 ) -> None:
     """Write float32 `values` `[n]` of the weight `name` to the arrays of its format, each `[n]`.
 
     Raises:
         ConfigError: the format cannot hold these values exactly.
     """
-    encode_saved(format, saved_values(format, name, values), parts)
+    encode_saved(weight_format, saved_values(weight_format, name, values), parts)
 
 
-def encode_saved(format: WeightFormat, saved: np.ndarray, parts: Sequence[np.ndarray]) -> None:
+def encode_saved(
+    weight_format: WeightFormat, saved: np.ndarray, parts: Sequence[np.ndarray]
+) -> None:
     """Write values of a weight, as a checkpoint holds them, to the arrays of its format."""
-    _CODECS[format.name].encode(saved, parts)
+    _CODECS[weight_format.name].encode(saved, parts)
 
 
-def decode(format: WeightFormat, parts: Weight, begin: int, end: int) -> np.ndarray:
+def decode(weight_format: WeightFormat, parts: Weight, begin: int, end: int) -> np.ndarray:
     """Return elements `begin` to `end` of a weight as float32; a view of a dense one."""
-    return _CODECS[format.name].decode(parts, begin, end)
+    return _CODECS[weight_format.name].decode(parts, begin, end)
 
 
-def saved_values(format: WeightFormat, name: str, values: np.ndarray) -> np.ndarray:
+def saved_values(weight_format: WeightFormat, name: str, values: np.ndarray) -> np.ndarray:
     """Return float32 values of the weight `name` as a checkpoint holds them in this format.
 
     That is float32, or bfloat16 patterns as uint16.
@@ -47,7 +49,7 @@ def saved_values(format: WeightFormat, name: str, values: np.ndarray) -> np.ndar
     Raises:
         ConfigError: a value is no bfloat16.
     """
-    if format.saved_numpy == "float32":
+    if weight_format.saved_numpy == "float32":
         return values
     halves = np.ascontiguousarray(values, np.float32).view(np.uint16).reshape(-1, 2)
     if halves[:, _LOW].any():

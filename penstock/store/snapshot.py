@@ -89,11 +89,12 @@ class Snapshot:
             self._changed.wait_for(lambda: self._is_closed or name not in self._awaited)
             self._reading = tensor
             memory = self._copies.get(tensor) or self._memory(name, role)
-        form = self.program.weights[name].format if role == MASTER else DENSE  # state is as it is
+        is_weight = role == MASTER
+        weight_format = self.program.weights[name].format if is_weight else DENSE
         try:
             for begin in range(0, memory[0].size, piece_elements):
                 end = min(begin + piece_elements, memory[0].size)
-                yield decode(form, memory, begin, end)
+                yield decode(weight_format, memory, begin, end)
                 if self._is_closed:  # after its use: an update may have overwritten it meanwhile
                     raise StorageError(f"the snapshot of step {self.step} was given up")
         finally:

@@ -151,7 +151,7 @@ def test_a_checkpoint_holds_what_was_trained_and_the_account_says_how_much(folde
     assert state.weights.keys() == adapters
     assert state.base_weights.keys() == set(trainer.program.weights) - adapters
     assert state.base.fingerprint == trainer.model.weights_fingerprint()
-    assert state.narrow == bfloat16_of(trainer.program) == state.base_weights.keys()
+    assert state.bfloat16 == bfloat16_of(trainer.program) == state.base_weights.keys()
     on_disk = sum(path.stat().st_size for path in saved.glob("*.safetensors"))
     names = state.base_weights.keys()
     assert checkpoint_bytes(trainer.program, trainer.store.roles, names) == on_disk == state.bytes
@@ -323,7 +323,7 @@ def test_a_run_of_a_release_before_goes_on_as_it_was(folders, tmp_path, monkeypa
     assert "bfloat16" not in second[3]
     state = read_state(find_checkpoint(run / "checkpoints", "latest"))
     assert state.base is None
-    assert state.narrow == frozenset()
+    assert state.bfloat16 == frozenset()
 
 
 def test_what_trains_beside_the_adapters_is_not_kept_narrow(folders, tmp_path):

@@ -242,8 +242,8 @@ def _pieces(saved: SavedState, entry: tensor_file.Entry, source: _Source) -> Ite
                 "optimizer.learning_rate in another run.dir"
             )
         if source.role == MASTER:
-            form = saved.program.weights[source.weight].format
-            piece = saved_values(form, source.weight, piece)
+            weight_format = saved.program.weights[source.weight].format
+            piece = saved_values(weight_format, source.weight, piece)
         yield piece
 
 

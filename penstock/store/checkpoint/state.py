@@ -57,7 +57,7 @@ class CheckpointState:
         return {name: w.shape for name, w in self.base.weights.items()} if self.base else {}
 
     @property
-    def narrow(self) -> frozenset[str]:
+    def bfloat16(self) -> frozenset[str]:
         """Names of the weights that were kept as bfloat16, here or in the base."""
         types = {name: extent.dtype for name, extent in self._masters.items()}
         if self.base is not None:
@@ -86,7 +86,7 @@ def state_bytes(state: CheckpointState) -> bytes:
         for name, record in state.files.items()
     }
     tensors = {name: _described(place) for name, place in state.tensors.items()}
-    is_old = state.base is None and not state.narrow
+    is_old = state.base is None and not state.bfloat16
     content = {
         "format": FORMAT,
         "version": _FLOAT32_AND_WHOLE if is_old else VERSION,

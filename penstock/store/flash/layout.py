@@ -160,12 +160,12 @@ class FlashLayout:
                 "stage": stage,
                 "weights": {name: list(program.weights[name].shape) for name in names},
                 **_origins({name: program.weights[name].begin for name in names}),
-                **_described_format(form),
+                **_described_format(weight_format),
                 "trainable": trainable,
                 "tied": tied,
                 "roles": [dataclasses.asdict(role) for role in roles] if trainable else [],
             }
-            for (stage, form, trainable, tied), names in groups.items()
+            for (stage, weight_format, trainable, tied), names in groups.items()
         ]
         return cls.from_description(described, keep_steps, block_elements)
 
@@ -251,12 +251,14 @@ def described_format(unit: Mapping[str, Any]) -> WeightFormat:
     return SPLIT if unit["split"] else DENSE
 
 
-def _described_format(form: WeightFormat) -> dict[str, Any]:
+def _described_format(weight_format: WeightFormat) -> dict[str, Any]:
     """Return the entry of a description that says a unit's format.
 
     The two formats of the first releases are said as these said them, and read them.
     """
-    return {"split": form is SPLIT} if form in (DENSE, SPLIT) else {"format": form.name}
+    if weight_format in (DENSE, SPLIT):
+        return {"split": weight_format is SPLIT}
+    return {"format": weight_format.name}
 
 
 def _origins(begins: Mapping[str, int]) -> dict[str, dict[str, int]]:
