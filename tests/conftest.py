@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
+import warm_start
 from compiled_programs import sharing_programs
 
 from penstock import assembly
+from penstock.cluster import forks, launch
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -17,3 +21,14 @@ def _programs_are_shared() -> Iterator[None]:
     assembly.compile_source = sharing_programs(compile_source)
     yield
     assembly.compile_source = compile_source
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _workers_are_warm() -> Iterator[None]:
+    """What a run in this process starts, fork servers and workers, has imported everything."""
+    forks.subprocess = launch.subprocess = SimpleNamespace(
+        **{**vars(subprocess), "Popen": warm_start.Popen}
+    )
+    yield
+    forks.subprocess = launch.subprocess = subprocess
+    warm_start.end()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import warm_start
 from store_programs import make_program, random_weights, train, training_store
 
 from penstock import durable, fault
@@ -85,7 +86,7 @@ def save_watched(store, checkpoints):
 def kill_at_each(source, folder, orders):
     """Save the checkpoint `source` into `folder/order`, killed there, for all orders."""
     script = Path(__file__).with_name("checkpoint_killer.py")
-    result = subprocess.run(
+    result = warm_start.run(
         [sys.executable, script, source, folder, *orders],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, Path(__file__).parents[1:3]))},
         capture_output=True,

@@ -11,6 +11,7 @@ import time
 
 import numpy as np
 import pytest
+import warm_start
 from command_line import penstock
 
 from penstock.data import LanguageModelSource, TokenDataset, build_dataset
@@ -24,7 +25,7 @@ def data(*arguments, cwd=None):
 
 
 def in_a_process(*args, **options):
-    return subprocess.run(
+    return warm_start.run(
         [*PENSTOCK, *map(str, args)], capture_output=True, text=True, timeout=240, **options
     )
 
@@ -153,13 +154,9 @@ def test_a_corrupt_shard_is_reported_by_inspect(texts):
 def test_a_disk_that_takes_no_more(texts):
     # The kernel itself refuses to let the process's files grow beyond the limit.
     (texts / "big.txt").write_bytes(b"word " * 400_000)
-
-    def limit():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
-
     done = in_a_process(
         "build", "--input", "big.txt", "--tokenizer", "bytes", "--out", "set",
-        cwd=texts, preexec_fn=limit,
+        cwd=texts, limits={resource.RLIMIT_FSIZE: 2**20},
     )  # fmt: skip
     assert done.returncode == 7
     assert done.stderr.splitlines()[-1] == (
@@ -237,7 +234,7 @@ def test_processes_agree_on_every_sample(texts):
     for half in (["0", "1", "2", "3"], ["4", "5", "6", "7"]):
         file = texts / f"{half[0]}.npz"
         command = [sys.executable, "-c", code, str(texts / "set"), str(file), *half]
-        subprocess.run(command, check=True)
+        warm_start.run(command, check=True)
         with np.load(file) as arrays:
             rows.append(dict(arrays))
     whole = LanguageModelSource(TokenDataset.open(texts / "set"), "train", 32, 5).batch(
