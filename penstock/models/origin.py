@@ -1,4 +1,6 @@
-"""Where a model source gets a module's structure and its initial weights."""
+"""What a model source asks of where its module and its weights come from."""
+
+from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from typing import Protocol
@@ -11,7 +13,11 @@ from penstock.models.deferred import TensorNames
 
 
 class WeightSource(Protocol):
-    """What `Deferred` and `Built` have in common."""
+    """A module on fake tensors, and its weights one at a time: `Deferred`, `Built`, `Pretrained`.
+
+    `bfloat16` are the parameters that came as bfloat16: they are given out as float32, and every
+    value is a bfloat16.
+    """
 
     @property
     def module(self) -> nn.Module: ...
@@ -24,6 +30,9 @@ class WeightSource(Protocol):
 
     @property
     def aliases(self) -> dict[str, str]: ...
+
+    @property
+    def bfloat16(self) -> frozenset[str]: ...
 
     def materialise(
         self, seed: int, names: Iterable[str] | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from penstock.config import Config
@@ -52,15 +52,20 @@ def plan_execution(
     recorded_slot_bytes: int | None = None,
     devices: Sequence[str] = (),
     notice: Callable[[str], None] = lambda text: None,
+    bfloat16: Collection[str] | None = None,
 ) -> ExecutionPlan:
     """Divide the batch (`micro_batching.py`), compile, and decide what is recomputed.
 
     A resumed run keeps the micro-batch and the cut that it was started with, if they fit.
-    `devices` are those of a group. `notice` is told what the user should read.
+    `devices` are those of a group. `notice` is told what the user should read. `bfloat16` are the
+    frozen weights that are kept so; by default, those that came so.
 
     **Raises:** `BudgetError` if the engines that there are cannot do a step; as
     `refuse_implausible`.
     """
+
+    if bfloat16 is None:
+        bfloat16 = builders.kept_as_bfloat16(config, source)
 
     def compile_for(micro_batch: int, slot_bytes: int | None) -> Program:
         return builders.compile_source(
@@ -71,6 +76,7 @@ def plan_execution(
             device=device,
             train=config.train,
             freeze=config.freeze,
+            bfloat16=bfloat16,
             slot_bytes=slot_bytes,
         )
 

@@ -184,8 +184,7 @@ class Budget:
         """
         if not self._is_elsewhere:
             return store
-        largest = max(_elements(self._program, stage) for stage in self._program.stages)
-        return 2 * 4 * largest + assembly_of(self._config, self._program)
+        return 2 * _largest_moved(self._program) + assembly_of(self._config, self._program)
 
     def engine_bytes(self) -> int:
         """Return the budget of one engine.
@@ -280,8 +279,7 @@ class Budget:
             return peak
         if self._sharing is not None:
             return 0
-        largest = max(_elements(self._program, stage) for stage in self._program.stages)
-        return 2 * 4 * largest + self._on_the_way
+        return 2 * _largest_moved(self._program) + self._on_the_way
 
     def _returns_bytes(self, plan: EnginePlan) -> int:
         """Return what the devices of a group have of host memory together."""
@@ -307,15 +305,22 @@ class Budget:
         """Filling a store on flash gathers a stage's weights and state, before anything runs."""
         if not self._on_flash:
             return
-        largest = max(self._program.stages, key=lambda stage: _elements(self._program, stage))
-        need = (2 + len(self._roles)) * 4 * _elements(self._program, largest)
+        needs = {stage.name: self._loading_bytes(stage) for stage in self._program.stages}
+        name = max(needs, key=lambda stage: needs[stage])
+        need = needs[name]
         if need > self._rest:
             raise BudgetError(
-                f"{self._limit_name}: gathering the weights and the state of {largest.name} takes "
+                f"{self._limit_name}: gathering the weights and the state of {name} takes "
                 f"{size_above(need)} once, {size_above(max(self._rest, 0))} are left beside the "
                 f"libraries and the reserve.\n{self._table(store, engine)}\n"
                 f"Raise memory by {size_above(need - self._rest)}."
             )
+
+    def _loading_bytes(self, stage: Stage) -> int:
+        """Return what a stage's weights, as they come and as they are kept, and its state take."""
+        specs = [self._program.weights[name] for name in stage.weights]
+        state = 4 * len(self._roles)
+        return sum(s.elements * (4 + s.format.width + (state if s.trainable else 0)) for s in specs)
 
     @property
     def _limit_name(self) -> str:
@@ -388,10 +393,7 @@ def bytes_on_the_way(program: Program, device: str) -> int:
     """
     largest = max(program.stage_stream_bytes(stage) for stage in program.stages)
     buffers = (WINDOW if device == "cuda" else WINDOW - 1) * largest
-    gradients = [
-        4 * sum(program.weights[n].elements for n in stage.weights if program.weights[n].trainable)
-        for stage in program.stages
-    ]
+    gradients = [4 * _trained(program, stage) for stage in program.stages]
     most = max(sum(gradients[first : first + GRADIENTS]) for first in range(len(gradients)))
     return buffers + 2 * most
 
@@ -400,8 +402,18 @@ def _floor(size: int) -> str:
     return f"{max(1, size >> 20)}MiB"
 
 
-def _elements(program: Program, stage: Stage) -> int:
-    return sum(program.weights[name].elements for name in stage.weights)
+def _largest_moved(program: Program) -> int:
+    """Return the most that moves of a stage one way: what streams, or gradients in float32."""
+    return max(
+        max(program.stage_stream_bytes(stage), 4 * _trained(program, stage))
+        for stage in program.stages
+    )
+
+
+def _trained(program: Program, stage: Stage) -> int:
+    """Return the elements of a stage that have gradients."""
+    specs = (program.weights[name] for name in stage.weights)
+    return sum(spec.elements for spec in specs if spec.trainable)
 
 
 def _shared_bytes(config: Config, program: Program) -> int:
@@ -425,5 +437,6 @@ def _dram_store_bytes(config: Config, program: Program, roles: Sequence[Role]) -
     gradient = _FLOAT_BYTES[config.gradient_precision]
     trained = [weight.elements for weight in program.weights.values() if weight.trainable]
     state = sum(role.bytes(elements) for elements in trained for role in roles)
-    once = 4 * program.parameters + gradient * sum(trained) + state
+    weights = sum(weight.stored_bytes for weight in program.weights.values())
+    once = weights + gradient * sum(trained) + state
     return config.store.replicas * once + assembly_of(config, program)

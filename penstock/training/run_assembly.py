@@ -28,8 +28,8 @@ from penstock.step import (
 )
 from penstock.store import ShardedStore, Store
 from penstock.telemetry import ClusterEvent
+from penstock.training.checkpoint_backends import CheckpointBackend
 from penstock.training.data_loading import TrainingData, open_data, sequence_length
-from penstock.training.resume_state import ResumeState
 from penstock.training.run_start import rows_per_step
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def set_up(
     model: nn.Module | ModelSource | None,
     source: Source | None,
     held_out: Source | None,
-    recorded: ResumeState | None,
+    backend: CheckpointBackend,
     notice: Callable[[str], None],
 ) -> RunSetup:
     """Return the setup of a run.
@@ -72,13 +72,14 @@ def set_up(
         model: in place of `config.model`.
         source: batches in place of `config.data`.
         held_out: the same, for evaluations.
-        recorded: of the run that is resumed.
+        backend: of the run's checkpoints, which knows what a run that is resumed has recorded.
         notice: is told what a user should know.
 
     Raises:
         ConfigError, DataError, CompileError, BudgetError: as `Trainer` says.
     """
-    found = builders.source_of(config, model, recorded is not None, notice)
+    recorded = backend.recorded
+    found = builders.source_of(config, model, recorded is not None, notice, backend.needs_base)
     devices = choose_devices(config.engine)
     device = kind_of(devices) if devices else builders.choose_device(config.engine.device)
     if source is None:
@@ -94,6 +95,7 @@ def set_up(
         recorded.slot_bytes if recorded else None,
         devices,
         notice,
+        backend.bfloat16,
     )
     return RunSetup(found, data, devices, device, plan)
 

@@ -110,7 +110,7 @@ class Trainer:
             )
         self._recorded = recorded
         self._brought = model is not None
-        self._setup = set_up(self.config, model, source, held_out, recorded, self._notice)
+        self._setup = set_up(self.config, model, source, held_out, self._checkpoints, self._notice)
         self.model, self.device = self._setup.model, self._setup.device
         self._data, self._layout = self._setup.data, self._setup.plan
         self.program: Program = self._layout.program

@@ -97,6 +97,7 @@ def _compile(told: Mapping[str, Any], device: str) -> _Compiled:
         device=device,
         train=config.train,
         freeze=config.freeze,
+        bfloat16=told["bfloat16"],
         slot_bytes=told["slot_bytes"],
     )
     recompute = frozenset(told["recompute"])

@@ -45,7 +45,9 @@ from penstock.errors import PenstockError
 from penstock.store import AdamW, Store
 from penstock.store.flash import FlashStore
 
-PROGRAM = make_program(LAYERS, frozen=("position",), stream_dtype=torch.bfloat16)
+PROGRAM = make_program(
+    LAYERS, frozen=("position",), stream_dtype=torch.bfloat16, narrow=("position",)
+)
 NAME = "block.0.weight"
 Lie = Callable[[RpcMessage], RpcMessage]
 
