@@ -107,9 +107,8 @@ class Trainer:
             )
         self._recorded = recorded
         self._brought = model is not None
-        self.model = assembly.source_of(
-            self.config, model, recorded is not None, self._notice, self._keeper.needs_base
-        )
+        is_resumed, needs_base = recorded is not None, self._keeper.needs_base
+        self.model = assembly.source_of(self.config, model, is_resumed, self._notice, needs_base)
         self._devices = choose_devices(self.config.engine)
         wanted = self.config.engine.device
         self.device = kind_of(self._devices) if self._devices else assembly.choose_device(wanted)
@@ -130,9 +129,8 @@ class Trainer:
             self._keeper.bfloat16,
         )
         self.program: Program = self._layout.program
-        self._initial_weights = recorded.weights if recorded else None
-        if self._initial_weights is None:
-            self._initial_weights = self.model.weights_fingerprint()
+        known = recorded.weights if recorded else None
+        self._initial_weights = self.model.weights_fingerprint() if known is None else known
         self._initial_values = recorded.values if recorded else self.model.values_fingerprint()
         self._ignore_initial_values = ignore_initial_values
         self._architecture = own_architecture(self.config, self.model, self._layout, self._brought)
