@@ -2,7 +2,7 @@
 #   make demo            train a small GPT on real text, watch it, read what it writes
 #   make test            the whole test suite
 #   make soak            the same kind of tests for longer: thousands of crashes
-#   make lint            formatting, lint rules, types
+#   make lint            formatting, lint rules, types, the order of imports
 #   make bench           the figures that the README quotes, one script each
 #   make bench QUICK=1   the same with less work: some minutes, and no figures to quote
 #   make docs            the documentation, into site/
@@ -32,6 +32,7 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
 
 bench: $(READY)
 	$(BIN)/python benchmarks/contract $(if $(QUICK),--quick)

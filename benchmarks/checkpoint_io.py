@@ -188,11 +188,11 @@ def take(folder: Path, options: argparse.Namespace) -> dict:
     """Import folder/made into a store, and stream it once for logits."""
     import numpy as np
 
-    from penstock import assembly, stores
     from penstock.config import Config
     from penstock.engine import Batch, EnginePlan, TorchEngine
-    from penstock.export import export
     from penstock.kernels import adamw  # noqa: F401  (compiled kernels count as imports)
+    from penstock.planning import builders, store_factory
+    from penstock.training.export import export
 
     memory = Memory()
     # Fine-tuning of the norms alone: frozen weights lie on flash once, without any state.
@@ -207,20 +207,22 @@ def take(folder: Path, options: argparse.Namespace) -> dict:
         }
     )
     assert config.model is not None
-    source = assembly.model_source(config.model)
-    program = assembly.compile_source(
+    source = builders.model_source(config.model)
+    program = builders.compile_source(
         source, micro_batch=1, length=LENGTH, precision="fp32", freeze=config.freeze
     )
     started = time.perf_counter()
     if options.dram:
-        store = stores.make_store(config, program)
+        store = store_factory.make_store(config, program)
     else:
-        store = stores.make_flash_store(config, program, int(config.store.dram), folder / "flash")
+        store = store_factory.make_flash_store(
+            config, program, int(config.store.dram), folder / "flash"
+        )
     held = sum(store.memory_bytes.values()) if options.dram else 0
     store.load(source.initial_weights(0, list(program.weights)))
     imported = {"seconds": time.perf_counter() - started, "peak_gib": memory.peak_gib(held)}
     started = time.perf_counter()
-    logits = assembly.compile_source(
+    logits = builders.compile_source(
         source, micro_batch=1, length=LENGTH, precision="fp32", goal="logits"
     )
     engine = TorchEngine(logits, EnginePlan(), device="cpu", budget_bytes=2 << 30)
@@ -242,14 +244,14 @@ def take(folder: Path, options: argparse.Namespace) -> dict:
 
 def give(folder: Path, options: argparse.Namespace) -> dict:
     """Export the store in folder/flash to folder/given."""
-    from penstock import assembly
     from penstock.config import HuggingFaceModel
-    from penstock.export import export
+    from penstock.planning import builders
     from penstock.store.flash import FlashReader
+    from penstock.training.export import export
 
     memory = Memory()
     started = time.perf_counter()
-    source = assembly.model_source(HuggingFaceModel(hf=str(folder / "made")))
+    source = builders.model_source(HuggingFaceModel(hf=str(folder / "made")))
     with FlashReader(folder / "flash") as reader:
         export(reader, source, None, folder / "given", "bf16", SHARD_BYTES[size_of(options)])
     return {"seconds": time.perf_counter() - started, "peak_gib": memory.peak_gib()}

@@ -96,13 +96,13 @@ def measure(layers: int, width: int, heads: int) -> dict:
     """Do two steps of an engine by hand, the second one watched."""
     import torch
 
-    from penstock import assembly
     from penstock.engine import TorchEngine, keep_freed_pages, plan_engine, predict_bytes
     from penstock.models import ModelSource
+    from penstock.planning import builders
 
     fields = {"n_layer": layers, "n_embd": width, "n_head": heads}
     source = ModelSource.from_preset("gpt2", fields)
-    program = assembly.compile_source(
+    program = builders.compile_source(
         source, micro_batch=SEQUENCES, length=LENGTH, precision="fp32"
     )
     plan = plan_engine(program, 1, None, "always")

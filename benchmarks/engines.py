@@ -138,7 +138,7 @@ def training_loop(job: Job) -> Callable[[], float]:
     """Return a step of a trainer with the loop's engines."""
     from side_by_side.gpt import HEADS, SEED, VOCABULARY
 
-    from penstock.trainer import Trainer
+    from penstock.training import Trainer
 
     engines, start, shared_memory = LOOPS[job.loop]
     text = Path(job.folder) / "text.txt"
@@ -227,16 +227,18 @@ class _Sender:
     """A link to a process that puts what comes into its place."""
 
     def __init__(self, way: str) -> None:
-        from penstock.fabric.sockets import new_token
-        from penstock.fabric.sockets.certificates import Credentials
-        from penstock.fabric.sockets.door import Door
-        from penstock.fabric.sockets.link import Link
-        from penstock.fabric.sockets.stream import Stream
+        from penstock.distributed.transport import (
+            Connection,
+            ConnectionListener,
+            Credentials,
+            Stream,
+            new_token,
+        )
 
         credentials = Credentials(new_token())
         listener = socket.create_server(("127.0.0.1", 0))
         came: queue.SimpleQueue[Stream] = queue.SimpleQueue()
-        door = Door(listener, credentials, came.put)
+        door = ConnectionListener(listener, credentials, came.put)
         door.open()
         command = [sys.executable, __file__, "--receiver", way]
         self._receiver = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
@@ -246,7 +248,7 @@ class _Sender:
         stream = came.get(timeout=60)
         door.close()
         self._answers: queue.SimpleQueue[float] = queue.SimpleQueue()
-        self._link = Link(
+        self._link = Connection(
             stream,
             lambda link, message: self._answers.put(message.body["processor"]),
             lambda link, error: None,
@@ -255,11 +257,13 @@ class _Sender:
 
     def send(self, source: np.ndarray, parts: list[slice]) -> float:
         """Send all parts; return the receiver's processor time once they have come."""
-        from penstock.fabric.messages import Kind, message_with
+        from penstock.distributed.protocol import MessageType, message_with
 
         for part in parts:
             chunk = part.start // CHUNK_BYTES
-            message = message_with(source[part], kind=Kind.WEIGHTS, epoch=0, sender=0, chunk=chunk)
+            message = message_with(
+                source[part], kind=MessageType.WEIGHTS, epoch=0, sender=0, chunk=chunk
+            )
             self._link.send(message)
         return self._answers.get(timeout=60)
 
@@ -271,11 +275,9 @@ class _Sender:
 
 def receive(way: str) -> None:
     """Take chunks over a link, put them in their place, and answer when all have come."""
-    from penstock.fabric.messages import Kind, Message
-    from penstock.fabric.sockets import stream as streams
-    from penstock.fabric.sockets.certificates import Credentials
-    from penstock.fabric.sockets.handshake import connect
-    from penstock.fabric.sockets.link import Link
+    from penstock.distributed.protocol import Message, MessageType
+    from penstock.distributed.transport import Connection, Credentials, connect
+    from penstock.distributed.transport import stream as streams
 
     if way == "tls":  # either end is enough
         streams.is_within_host = lambda connection: False
@@ -285,7 +287,7 @@ def receive(way: str) -> None:
     ended = threading.Event()
     count, began = 0, 0.0
 
-    def take(link: Link, message: Message) -> None:
+    def take(link: Connection, message: Message) -> None:
         nonlocal count, began
         assert message.payload is not None
         at = message.chunk * CHUNK_BYTES
@@ -293,10 +295,10 @@ def receive(way: str) -> None:
         count += 1
         if count % (LINK_BYTES // CHUNK_BYTES) == 0:
             now = time.process_time()
-            link.send(Message(Kind.RELEASED, 0, 1, body={"processor": now - began}))
+            link.send(Message(MessageType.WEIGHT_CREDIT, 0, 1, body={"processor": now - began}))
             began = now
 
-    Link(stream, take, lambda link, error: ended.set(), lambda: way == "shared")
+    Connection(stream, take, lambda link, error: ended.set(), lambda: way == "shared")
     ended.wait()
 
 

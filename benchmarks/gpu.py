@@ -31,7 +31,7 @@ from contract import describe_machine, print_result
 from side_by_side import Worker, median_ratio, print_table, serve, take_turns
 
 if TYPE_CHECKING:
-    from penstock.events import StepDone
+    from penstock.telemetry import StepDone
 
 ROOT = Path(__file__).resolve().parent.parent
 LENGTH, LEARNING_RATE, WEIGHT_DECAY, CLIP, SEED = 1024, 3e-4, 0.1, 1.0, 0
@@ -43,7 +43,7 @@ QUICK_RUNS = [("gpt2", 16, 8, 2)]
 # A sequence per GPU: so little to compute that weights are waited for.
 GROUP_RUN, QUICK_GROUP_RUN = ("gpt3-1.3b", 5), ("gpt2", 2)
 TESTS = ["integration/test_devices.py", "integration/test_device_group.py"]
-TESTS += ["unit/fabric/test_group.py"]
+TESTS += ["unit/collectives/test_process_group.py"]
 
 
 def main() -> None:
@@ -246,7 +246,7 @@ def penstock_loop(job: Job) -> Loop:
 
     from penstock.engine import Sharing, predict_bytes
     from penstock.models import ModelSource
-    from penstock.trainer import Trainer
+    from penstock.training import Trainer
 
     vocabulary = ModelSource.from_preset(job.model, {}).vocab_size or 2
     trainer = Trainer(settings(job), source=batches(vocabulary))
@@ -333,7 +333,7 @@ def resident_loop(job: Job) -> Loop:
     """Return a step of the plain PyTorch loop with everything on the device."""
     import torch
 
-    from penstock.labels import IGNORED_LABEL
+    from penstock.constants import IGNORED_LABEL
     from penstock.models import ModelSource
 
     size, micro = job.size, job.micro

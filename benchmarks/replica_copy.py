@@ -2,9 +2,9 @@
 
 Two processes hold a shard's store each, in memory or on flash, of a model that streams bfloat16
 (AdamW: 12 bytes per parameter); a third one, as the trainer's, has the second given a copy of the
-first. In turns: straight over a link between the two (`penstock.cluster.copying`), checksums of all
-of it compared at the end; and read by calls to the one and written by calls to the other, 16 MiB at
-a time, the next being read while one is written, as it was done before.
+first. In turns: straight over a link between the two (`penstock.distributed.replication`),
+checksums of all of it compared at the end; and read by calls to the one and written by calls to the
+other, 16 MiB at a time, the next being read while one is written, as it was done before.
 
     python benchmarks/replica_copy.py [--quick] [--rounds N] [--mebibytes N] [--sockets]
         [--folder FOLDER]
@@ -84,15 +84,15 @@ def main() -> None:
 
 def measure(size: int, rounds: int, folder: Path | None, shares_memory: bool) -> dict:
     """Take turns; return bytes/s of both ways, medians, and of their ratio in a round."""
-    from penstock.cluster.calls import Calls
-    from penstock.cluster.copying import copy_shard
-    from penstock.fabric.nodes import CONDUCTOR
+    from penstock.distributed.protocol import COORDINATOR
+    from penstock.distributed.replication import copy_shard
+    from penstock.distributed.rpc import RpcClient
 
     run = endpoint_of(os.environ.setdefault(TOKEN, os.urandom(16).hex()), shares_memory)
-    calls = Calls(
-        lambda node, message: run.call(lambda: run.send(CONDUCTOR, node, message)), lambda: None
+    calls = RpcClient(
+        lambda node, message: run.call(lambda: run.send(COORDINATOR, node, message)), lambda: None
     )
-    run.add(CONDUCTOR, SimpleNamespace(progress=0, handle=calls.take))
+    run.add(COORDINATOR, SimpleNamespace(progress=0, handle=calls.take))
     run.start()
     nodes = []
     try:
@@ -149,13 +149,13 @@ def weights_of(size: int) -> dict[str, int]:
 
 def endpoint_of(token: str, shares_memory: bool):
     """Return an endpoint of this machine."""
-    from penstock.fabric.sockets import Endpoint
+    from penstock.distributed.transport import Endpoint
 
     endpoint = Endpoint(
         token,
         "127.0.0.1",
         on_link_end=lambda link, error: None,
-        on_stranger=lambda link, message: None,
+        on_new_peer=lambda link, message: None,
         on_failure=lambda error: os._exit(1),
     )
     endpoint.shares_memory = shares_memory
@@ -181,7 +181,7 @@ def be_node(number: int, size: int, folder: str | None, shares_memory: bool, run
     """Hold a store, and do what is called for until the standard input ends."""
     import numpy as np
 
-    from penstock.cluster.worker_nodes import WorkerShard
+    from penstock.distributed.worker import WorkerShard
 
     store = store_of(size, folder)
     if number == 1:
@@ -209,9 +209,8 @@ def store_of(size: int, folder: str | None):
 
     from penstock.formats import SPLIT
     from penstock.program import WeightSpec
-    from penstock.store import AdamW, DramStore, GroupSettings, Schedule
+    from penstock.store import AdamW, DramStore, GroupSettings, Part, PartStage, Schedule
     from penstock.store.flash import FlashStore
-    from penstock.store.holding import Part, PartStage
 
     weights = weights_of(size)
     specs = {n: WeightSpec(n, (count,), SPLIT, True) for n, count in weights.items()}

@@ -1,11 +1,11 @@
 """How far does one run scale when every further engine brings its own share of the batch?
 
-The nodes that run on a cluster (`penstock/fabric/nodes`) run here in a simulated network with the
-rates of real links, from 1 to 192 engines, each with the same number of sequences. Messages have
-sizes and no content. A batch counts only if it fits the memory of an engine by the account that a
-run is refused by; every stage is then recomputed. Three questions: what a shard sends per step (it
-must not depend on the number of engines), how long a step takes in which nothing is computed (it
-may grow with the logarithm), and the time of a step on one engine over that on N.
+The nodes that run on a cluster (`penstock/distributed/protocol`) run here in a simulated network
+with the rates of real links, from 1 to 192 engines, each with the same number of sequences.
+Messages have sizes and no content. A batch counts only if it fits the memory of an engine by the
+account that a run is refused by; every stage is then recomputed. Three questions: what a shard
+sends per step (it must not depend on the number of engines), how long a step takes in which nothing
+is computed (it may grow with the logarithm), and the time of a step on one engine over that on N.
 
     python benchmarks/weak_scaling.py [--quick] [--plot benchmarks/weak_scaling.png]
 
@@ -39,10 +39,10 @@ from simulated_cluster import (
 )
 from simulated_cluster.picture import draw
 
-from penstock.assembly import build_program
 from penstock.config import Config
+from penstock.distributed.simulation import Links
 from penstock.errors import BudgetError
-from penstock.fabric.sim import Links
+from penstock.planning import build_program
 from penstock.program import Program
 
 ENGINES = [1, 2, 4, 8, 16, 32, 64, 128, 192]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from penstock.fabric.messages import Kind, Message, message_with
+from penstock.distributed.protocol.messages import Message, MessageType, message_with
 
 # What is right, of which one part is then something else.
 _RIGHT = (
@@ -54,7 +54,7 @@ def messages(senders: list[int]) -> st.SearchStrategy[Message]:
     """Messages of all kinds, with whatever body, from one of these senders."""
     return st.builds(
         lambda kind, payload, **fields: message_with(payload, kind=kind, **fields),
-        kind=st.sampled_from(Kind),
+        kind=st.sampled_from(MessageType),
         payload=st.none() | st.binary(max_size=16).map(lambda b: np.frombuffer(b, np.uint8).copy()),
         epoch=st.integers(0, 3),
         sender=st.sampled_from(senders),

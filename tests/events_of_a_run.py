@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from penstock.events import RunStarted, StepDone
+from penstock.telemetry.events import RunStarted, StepDone
 
 
 def started(run_dir="runs/x", steps=100, resumed_from=None):

@@ -24,10 +24,10 @@ import torch
 from tiny_models import IGNORED, LENGTH, Case
 from torch import nn
 
-from penstock.assembly import set_threads
 from penstock.data import Source
-from penstock.events import StepDone
-from penstock.trainer import Trainer
+from penstock.engine.threads import set_threads
+from penstock.telemetry.events import StepDone
+from penstock.training.trainer import Trainer
 
 # Beyond the yardstick: activations are fused here, which rounds in other places (measured: the
 # largest excess over all cases and ten seeds was 1.3e-6).

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from penstock.assembly import set_threads
+from penstock.collectives.tree_reduce import PartialSum, TreeReduction
 from penstock.compiler import CompileOptions, compile_module
 from penstock.engine import Batch, Engine, EnginePlan, TorchEngine
+from penstock.engine.threads import set_threads
 from penstock.program import Program, backward_fetch, verify
-from penstock.tree import TreeNode, TreeSum
 
 set_threads(1)  # for tensors this small a second thread is only waited for
 
@@ -25,7 +25,7 @@ class Step:
 
     losses: list[float]
     gradients: dict[str, torch.Tensor | None]
-    nodes: dict[int, list[TreeNode]]
+    nodes: dict[int, list[PartialSum]]
 
 
 def compiled(module: nn.Module, rows: Rows, **options) -> Program:
@@ -100,13 +100,13 @@ def sweep_and_let_go(
 
 
 def gradients_by_weight(
-    program: Program, nodes: Mapping[int, Sequence[TreeNode]], count: int
+    program: Program, nodes: Mapping[int, Sequence[PartialSum]], count: int
 ) -> dict[str, torch.Tensor | None]:
     """Finish the sums of all stages; a tied weight's parts are added, the head's first."""
     found: dict[str, torch.Tensor | None] = {}
     for stage in reversed(program.stages):
         trained = [name for name in stage.weights if program.weights[name].trainable]
-        total = TreeSum(count)
+        total = TreeReduction(count)
         for node in nodes.get(stage.index, ()):
             total.add(node)
         sums = total.nodes()

@@ -269,15 +269,15 @@ def _get_warm() -> None:
     import yaml  # noqa: F401
 
     import penstock.cli.train
-    import penstock.cluster.worker
     import penstock.demo
-    import penstock.trainer  # noqa: F401
-    from penstock import assembly
+    import penstock.distributed.worker.main
+    import penstock.training.trainer  # noqa: F401
     from penstock.config import PresetModel
+    from penstock.planning import builders
 
     tqdm.tqdm.monitor_interval = 0  # else a bar starts a thread
-    source = assembly.model_source(PresetModel(preset="tiny"))
-    assembly.compile_source(source, micro_batch=1, length=8, precision="fp32")
+    source = builders.model_source(PresetModel(preset="tiny"))
+    builders.compile_source(source, micro_batch=1, length=8, precision="fp32")
     threads = len(os.listdir("/proc/self/task")) - before
     assert threads == 0, f"{threads} threads were started: a fork would lack them"
     gc.collect()

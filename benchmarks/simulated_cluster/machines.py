@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from penstock.fabric.sim import Links
+from penstock.distributed.simulation import Links
 
 SOCKET_BYTES_PER_SECOND = 3.76e9
 """Of one link over sockets between two processes of a machine: `engines.py`, in README.md."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from penstock.budget import bytes_on_the_way
 from penstock.engine import EnginePlan, plan_engine, predict_bytes
+from penstock.planning import bytes_on_the_way
 from penstock.program import Program
 from simulated_cluster.machines import Load, Machine
 

@@ -6,17 +6,22 @@ import dataclasses
 import math
 from collections.abc import Collection, Sequence
 
-from penstock.cluster.plan import positions_of
-from penstock.fabric.nodes import Conductor, EngineNode, Leases, Outcome, Phase, ShardNode
-from penstock.fabric.sim import Network
-from penstock.fabric.transfers import (
+from penstock.distributed.protocol import (
     CHUNK_BYTES,
     GRADIENT_WIDTH,
-    Operation,
-    Piece,
-    Transfers,
+    Chunk,
+    Coordinator,
+    EngineNode,
+    Phase,
+    ShardNode,
+    StepResult,
+    Timeouts,
+    TransferOperation,
+    TransferSchedule,
 )
-from penstock.fabric.transfers import chunks as cut
+from penstock.distributed.protocol import chunks as cut
+from penstock.distributed.run_spec import positions_of
+from penstock.distributed.simulation import Network
 from penstock.program import Program
 from simulated_cluster.machines import Machine
 from simulated_cluster.works import Engine, Order, Shard
@@ -33,7 +38,7 @@ def transfers_of(
     recompute: Collection[int],
     chunks: int,
     most: float = math.inf,
-) -> Transfers:
+) -> TransferSchedule:
     """Return the operations of a step; a stage's weights lie one behind the other.
 
     Args:
@@ -54,19 +59,19 @@ def transfers_of(
         widths = [spec.stream_dtype.itemsize for spec in specs]
         width = machine.weight_width or max(widths, default=1)
         weights = _pieces(sum(spec.elements for spec in specs), width, shards, parts, most)
-        gradients: Sequence[Piece] = ()
+        gradients: Sequence[Chunk] = ()
         if sweep != "forward":
             trained = [spec for name in stage.weights if (spec := program.weights[name]).trainable]
             elements = sum(spec.elements for spec in trained)
             gradients = _pieces(elements, GRADIENT_WIDTH, shards, parts, most)
-        operations.append(Operation(number, stage.index, sweep, weights, tuple(gradients)))
-    return Transfers(tuple(operations), shards)
+        operations.append(TransferOperation(number, stage.index, sweep, weights, tuple(gradients)))
+    return TransferSchedule(tuple(operations), shards)
 
 
-def _pieces(elements: int, width: int, shards: int, parts: int, most: float) -> tuple[Piece, ...]:
+def _pieces(elements: int, width: int, shards: int, parts: int, most: float) -> tuple[Chunk, ...]:
     elements = int(min(most, elements))
     bounds = [elements * shard // shards for shard in range(shards + 1)]
-    pieces = [Piece(s, 0, bounds[s], bounds[s + 1], width) for s in range(shards)]
+    pieces = [Chunk(s, 0, bounds[s], bounds[s + 1], width) for s in range(shards)]
     return cut(pieces, max(CHUNK_BYTES, -(-elements // parts) * width))
 
 
@@ -83,7 +88,7 @@ class Measured:
 def measure(
     machine: Machine,
     program: Program,
-    transfers: Transfers,
+    transfers: TransferSchedule,
     engines: int,
     sequences: int,
     length: int,
@@ -104,9 +109,9 @@ def measure(
     members = range(FIRST_ENGINE, FIRST_ENGINE + engines)
     works: dict[int, Engine | Shard] = {}
     network = Network(machine.links, cost=lambda number: works[number].seconds, beat=1.0)
-    leases = Leases(silence=1e3, stall=1e4, job=1e5)
-    conductor = Conductor(
-        network.runtime(0), [(n,) for n in shards], engines, leases, lambda event: None
+    timeouts = Timeouts(silence=1e3, stall=1e4, job=1e5)
+    coordinator = Coordinator(
+        network.runtime(0), [(n,) for n in shards], engines, timeouts, lambda event: None
     )
     for place, number in enumerate(shards):
         shard = works[number] = Shard(machine, transfers, place)
@@ -115,12 +120,12 @@ def measure(
     for number in members:
         engine = works[number] = Engine(program, machine, sequences, recompute)
         network.add(number, EngineNode(number, network.runtime(number), transfers, engine))
-        conductor.joined(number)
-    network.conduct(conductor)
-    ended: list[Outcome] = []
+        coordinator.joined(number)
+    network.conduct(coordinator)
+    ended: list[StepResult] = []
     rows = sequences * length * ROW_BYTES
-    conductor.start(Order(1, engines, rows), ended.append)
-    network.run(lambda: bool(ended) or conductor.phase is Phase.RUNNING, math.inf)
+    coordinator.start(Order(1, engines, rows), ended.append)
+    network.run(lambda: bool(ended) or coordinator.phase is Phase.RUNNING, math.inf)
     began, sent, taken = network.now, dict(network.sent_bytes), dict(network.taken_bytes)
     network.run(lambda: bool(ended), math.inf)
     if ended[0].error is not None:

@@ -14,11 +14,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from penstock.fabric.messages import Message
-from penstock.fabric.nodes import Part
-from penstock.fabric.transfers import GRADIENT_WIDTH, Operation, Piece, Transfers
+from penstock.collectives import PartialSum
+from penstock.distributed.protocol import (
+    GRADIENT_WIDTH,
+    Chunk,
+    EngineInput,
+    Message,
+    TransferOperation,
+    TransferSchedule,
+)
 from penstock.program import Program
-from penstock.tree import TreeNode
 from simulated_cluster.machines import Machine
 
 UPDATE_BYTES = 32  # AdamW reads and writes three float32 numbers, reads a gradient, writes weights
@@ -45,16 +50,16 @@ class Engine:
     def begin(self, step: int, part: Mapping[str, float], rows: Mapping[str, np.ndarray]) -> None:
         self._first, self.seconds = int(part["first"]), 0.0
 
-    def place(self, operation: Operation, piece: Piece, payload: np.ndarray | None) -> None:
+    def place(self, operation: TransferOperation, piece: Chunk, payload: np.ndarray | None) -> None:
         """The bytes were left out."""
 
-    def compute(self, operation: Operation) -> list[TreeNode]:
+    def compute(self, operation: TransferOperation) -> list[PartialSum]:
         if operation.sweep == "forward":
             self.seconds = self._forward[operation.stage]
             return []
         self.seconds = self._backward[operation.stage]
         elements = max((piece.end for piece in operation.gradients), default=0)
-        return [TreeNode(0, self._first, (torch.empty(elements, device="meta"),))]
+        return [PartialSum(0, self._first, (torch.empty(elements, device="meta"),))]
 
     def losses(self) -> list[float]:
         return [0.0]
@@ -63,7 +68,7 @@ class Engine:
 class Shard:
     """Holds nothing, and knows how long reading and updating it takes."""
 
-    def __init__(self, machine: Machine, transfers: Transfers, shard: int) -> None:
+    def __init__(self, machine: Machine, transfers: TransferSchedule, shard: int) -> None:
         self._rate, self._shard, self._step = machine.store_bytes_per_second, shard, 0
         self._transfers, self.seconds = transfers, 0.0
 
@@ -79,7 +84,7 @@ class Shard:
     def begin(self, step: int) -> None:
         self.seconds = 0.0
 
-    def fetch(self, operation: Operation) -> list[None]:
+    def fetch(self, operation: TransferOperation) -> list[None]:
         numbers = operation.of_shard(self._shard)
         pieces = [operation.weights[number] for number in numbers]
         size = sum(piece.size for piece in pieces)
@@ -88,7 +93,7 @@ class Shard:
         self.seconds = size / self._rate
         return [None] * len(numbers)
 
-    def receive(self, operation: Operation, gradients: Mapping[int, object]) -> None:
+    def receive(self, operation: TransferOperation, gradients: Mapping[int, object]) -> None:
         pieces = [operation.gradients[number] for number in gradients]
         self.seconds = (
             sum(piece.end - piece.begin for piece in pieces) * GRADIENT_WIDTH / self._rate
@@ -111,10 +116,10 @@ class Order:
     micro_batches: int
     row_bytes: int
 
-    def parts(self, engines: int) -> list[Part]:
+    def parts(self, engines: int) -> list[EngineInput]:
         rows = {"x": np.zeros(self.row_bytes, np.uint8)}
         body = {"total": engines, "seed": 0, "scale": 1.0}
-        return [Part({**body, "first": place}, rows) for place in range(engines)]
+        return [EngineInput({**body, "first": place}, rows) for place in range(engines)]
 
     def report(self, message: Message) -> Mapping[str, Any]:
         return message.body

@@ -13,7 +13,6 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from penstock import process_memory
 from penstock.cli import (
     data,
     evaluate,
@@ -28,6 +27,7 @@ from penstock.cli import (
 )
 from penstock.cli.system_errors import explain_system_error, refuse_unreadable_arguments
 from penstock.errors import PenstockError
+from penstock.telemetry import process_memory
 
 app = typer.Typer(
     name="penstock",

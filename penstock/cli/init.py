@@ -22,7 +22,7 @@ def init(
     ] = "bytes",
 ) -> None:
     """Write a starter configuration with every key, its default and what it means."""
-    from penstock.config import Config
+    from penstock.config import Config, commented
     from penstock.errors import ConfigError, StorageError
 
     config = Config.from_mapping(
@@ -34,7 +34,7 @@ def init(
     )
     try:
         with file.open("x", encoding="utf-8") as out:
-            out.write(config.commented_yaml())
+            out.write(commented(config))
     except FileExistsError:
         raise ConfigError(f"{file} exists and is left as it is; name another file") from None
     except OSError as error:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.progress.figures import show_bytes, show_count, show_shares
+from penstock.progress import show_bytes, show_count, show_shares
 
 if TYPE_CHECKING:
     from penstock.config import Config
@@ -219,7 +219,7 @@ def _base_reader(settings: Config, state: CheckpointState) -> ReadBase | None:
     """Return what reads the weights that a checkpoint does not hold, if there are any."""
     if state.base is None:
         return None
-    from penstock.assembly import base_reader
+    from penstock.planning.builders import base_reader
 
     return base_reader(settings, state.base)
 
@@ -246,7 +246,7 @@ def _verified(folder: Path) -> CheckpointState:
 
 
 def _configuration_lines(settings: Config) -> list[str]:
-    from penstock.config.document import dump_inline
+    from penstock.config import digest, dump_inline
 
     model = settings.to_mapping()["model"]
     schedule = settings.optimizer.schedule.name
@@ -256,12 +256,12 @@ def _configuration_lines(settings: Config) -> list[str]:
         f"training     {settings.run.steps} steps of {settings.batch.size} sequences, "
         f"{settings.precision}, {settings.optimizer.name} {settings.optimizer.learning_rate:g} "
         f"{schedule}, seed {settings.run.seed}",
-        f"trajectory   {settings.digest()}",
+        f"trajectory   {digest(settings)}",
     ]
 
 
 def _progress_lines(run: Path) -> list[str]:
-    from penstock.metrics import stream_metrics
+    from penstock.telemetry import stream_metrics
 
     step: dict | None = None
     last: dict | None = None

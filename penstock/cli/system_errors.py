@@ -12,8 +12,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from penstock import process_memory
 from penstock.errors import BudgetError, ConfigError, PenstockError, StorageError
+from penstock.telemetry import process_memory
 
 _TORCH_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 # Of libraries, where no class of error says it. PyTorch, Python's threads, the dynamic linker.

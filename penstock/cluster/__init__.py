@@ -1,1 +1,1 @@
-"""Many processes as one run: starting them, and keeping it whole when some are lost."""
+"""The name under which people start workers: `python -m penstock.cluster.worker`."""

@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from penstock.compiler.capture import STREAM_DTYPE, Capture, Precision
 from penstock.compiler.custom_gradients import CustomGradient, fold_custom_gradients
-from penstock.compiler.cut import Piece, cut, weight_free_nodes
+from penstock.compiler.cut import CutPiece, cut, weight_free_nodes
 from penstock.compiler.devices import move, on_device
 from penstock.compiler.digests import digest_of, lines_of
 from penstock.compiler.forward_state import capture_repeatable
@@ -327,7 +327,7 @@ class _Assembly:
         }
 
     def _prelude(
-        self, per_batch: Sequence[fx.Node], pieces: Sequence[Piece]
+        self, per_batch: Sequence[fx.Node], pieces: Sequence[CutPiece]
     ) -> tuple[fx.GraphModule | None, tuple[str, ...], tuple[str, ...]]:
         """Gather the weight-free nodes that stages read into one executable per micro-batch."""
         inside = set(per_batch)
@@ -360,7 +360,7 @@ class _Assembly:
 
     # Stages
 
-    def _stages(self, pieces: Sequence[Piece], results: Sequence[fx.Node]) -> list[Stage]:
+    def _stages(self, pieces: Sequence[CutPiece], results: Sequence[fx.Node]) -> list[Stage]:
         stages = []
         for index, piece in enumerate(pieces):
             inside = set(piece.nodes)
@@ -375,7 +375,7 @@ class _Assembly:
             stages.append(self._stage(index, piece, outputs))
         return stages
 
-    def _stage(self, index: int, piece: Piece, outputs: Sequence[fx.Node]) -> Stage:
+    def _stage(self, index: int, piece: CutPiece, outputs: Sequence[fx.Node]) -> Stage:
         for node in outputs:
             if not isinstance(node.meta.get("val"), torch.Tensor):
                 raise CompileError(f"{source_line(node)}: {node.name} would cross stages")
@@ -415,7 +415,7 @@ class _Assembly:
 
     def _stage_graph(
         self,
-        piece: Piece,
+        piece: CutPiece,
         weights: Sequence[str],
         placeholders: Mapping[fx.Node, str],
         inputs: Sequence[fx.Node],

@@ -25,7 +25,7 @@ _PARTS_WITHOUT_CONTAINERS = 8
 
 
 @dataclass(frozen=True)
-class Piece:
+class CutPiece:
     """The nodes of one stage, in order, and a name to show."""
 
     name: str
@@ -60,7 +60,7 @@ def cut(
     module: nn.Module,
     weights: Mapping[fx.Node, int],
     slot_bytes: int | None = None,
-) -> list[Piece]:
+) -> list[CutPiece]:
     """Divide `nodes` (prelude and placeholders set aside) into consecutive pieces.
 
     **Arguments:** `weights` maps weight placeholders to their stream bytes; `slot_bytes` is the
@@ -93,9 +93,9 @@ def _containers(module: nn.Module) -> list[str]:
     return found
 
 
-def _by_container(nodes: Sequence[fx.Node], containers: Sequence[str]) -> list[Piece]:
+def _by_container(nodes: Sequence[fx.Node], containers: Sequence[str]) -> list[CutPiece]:
     blocks = _block_of(nodes, containers)
-    pieces: list[Piece] = []
+    pieces: list[CutPiece] = []
     current: list[fx.Node] = []
     name, block = "embed", None
     last_seen = max((i for i, b in enumerate(blocks) if b is not None), default=-1)
@@ -104,7 +104,7 @@ def _by_container(nodes: Sequence[fx.Node], containers: Sequence[str]) -> list[P
         starts_block = here is not None and here != block
         if (starts_block or starts_head) and not _belongs_before(node, current):
             if current and not (block is None and not _reads_weight(current)):
-                pieces.append(Piece(name, tuple(current)))
+                pieces.append(CutPiece(name, tuple(current)))
                 current = []
             block = here
             name = here or "head"
@@ -112,7 +112,7 @@ def _by_container(nodes: Sequence[fx.Node], containers: Sequence[str]) -> list[P
     if not pieces and block is None:
         name = "model"
     if current:
-        pieces.append(Piece(name, tuple(current)))
+        pieces.append(CutPiece(name, tuple(current)))
     return pieces
 
 
@@ -156,7 +156,7 @@ def _reads_weight(nodes: Sequence[fx.Node]) -> bool:
     return any(n.op == "placeholder" for node in nodes for n in node.all_input_nodes)
 
 
-def _fit(piece: Piece, weights: Mapping[fx.Node, int], slot_bytes: int) -> list[Piece]:
+def _fit(piece: CutPiece, weights: Mapping[fx.Node, int], slot_bytes: int) -> list[CutPiece]:
     if _weight_bytes(piece.nodes, weights) <= slot_bytes:
         return [piece]
     parts = _split_in_order(piece, weights, slot_bytes) or _split(piece, weights, slot_bytes)
@@ -175,7 +175,7 @@ def _weight_bytes(nodes: Sequence[fx.Node], weights: Mapping[fx.Node, int]) -> i
     return sum(weights[n] for n in used)
 
 
-def _split(piece: Piece, weights: Mapping[fx.Node, int], limit: int) -> list[Piece]:
+def _split(piece: CutPiece, weights: Mapping[fx.Node, int], limit: int) -> list[CutPiece]:
     """Cut a piece into parts of at most `limit` weight bytes, each cut where least is alive."""
     nodes = _sink_weight_nodes(piece.nodes, weights)
     live = _live_bytes(nodes)
@@ -202,15 +202,17 @@ def _split(piece: Piece, weights: Mapping[fx.Node, int], limit: int) -> list[Pie
     return _parts(piece.name, nodes, cuts)
 
 
-def _parts(name: str, nodes: Sequence[fx.Node], cuts: Sequence[int]) -> list[Piece]:
+def _parts(name: str, nodes: Sequence[fx.Node], cuts: Sequence[int]) -> list[CutPiece]:
     bounds = [0, *cuts, len(nodes)]
     return [
-        Piece(f"{name}.{number}", tuple(nodes[a:b]))
+        CutPiece(f"{name}.{number}", tuple(nodes[a:b]))
         for number, (a, b) in enumerate(itertools.pairwise(bounds))
     ]
 
 
-def _split_in_order(piece: Piece, weights: Mapping[fx.Node, int], limit: int) -> list[Piece] | None:
+def _split_in_order(
+    piece: CutPiece, weights: Mapping[fx.Node, int], limit: int
+) -> list[CutPiece] | None:
     """Cut a piece so that the fewest sums change their order, then where least is alive in all.
 
     Returns None where a part cannot be as small as `limit`.

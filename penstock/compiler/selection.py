@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from penstock.errors import ConfigError
-from penstock.patterns import matching
+from penstock.name_patterns import matching
 
 
 def select_trainable(

@@ -18,9 +18,9 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from penstock.config.presets import preset_names, resolve_preset
 from penstock.config.section import Patterns, Place, Section, setting
 from penstock.errors import ConfigError, did_you_mean
-from penstock.presets import preset_names, resolve_preset
 
 FORMS = ("preset", "hf", "hf_config", "factory")
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import xxhash
 
-from penstock import durable
+from penstock.config.deciding_keys import check_resumable, trajectory
 from penstock.config.document import MAX_BYTES, read
 from penstock.config.problems import Origin
 from penstock.config.root import Config
 from penstock.errors import ConfigError, CorruptionError, StorageError
-from penstock.plain_file import read_plain
+from penstock.io import durable, read_plain
 
 FILE_NAME = "config.yaml"
 _SEAL = b"# checksum of the lines above: "
@@ -44,7 +44,7 @@ def check_run(config: Config, fresh: bool = False) -> bool:
     if not has_checkpoint(folder) and not (flash is not None and _holds_store(flash)):
         return False
     if (folder / FILE_NAME).exists():
-        config.check_resumable(load_run(folder).trajectory())
+        check_resumable(config, trajectory(load_run(folder)))
     return True
 
 

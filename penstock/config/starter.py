@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import textwrap
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from penstock.config.document import dump_inline
+from penstock.config.root import Config
 from penstock.config.section import Section
-
-if TYPE_CHECKING:
-    from penstock.config.root import Config
 
 _HEAD = """\
 # A run of Penstock. Every key is here with its default; what you delete keeps the default.

@@ -1,5 +1,6 @@
 """Text to token shards on disk, and samples from them by (seed, step, index)."""
 
+from penstock.constants import IGNORED_LABEL
 from penstock.data.build import BuildReport, build_dataset
 from penstock.data.built_from import BuiltFrom, read_built_from
 from penstock.data.dataset import TokenDataset, check_vocabulary
@@ -21,7 +22,6 @@ from penstock.data.tokenizers import (
     export_tokenizer,
     load_tokenizer,
 )
-from penstock.labels import IGNORED_LABEL
 
 __all__ = [
     "IGNORED_LABEL",

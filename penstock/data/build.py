@@ -11,7 +11,7 @@ from penstock.data.manifest import MANIFEST_NAME, VERSIONS, Content, Manifest
 from penstock.data.packing import Packer, RecordPacker, TextPacker, hash_share
 from penstock.data.publish import published_folder
 from penstock.data.shards import CHUNK_BYTES, SHARD_BYTES
-from penstock.data.sources import Pair, Piece, find_files, read_pairs, read_pieces
+from penstock.data.sources import Pair, TextPiece, find_files, read_pairs, read_pieces
 from penstock.data.tokenizers import load_tokenizer, train_bpe, train_size
 from penstock.errors import ConfigError, DataError, did_you_mean
 
@@ -21,7 +21,7 @@ from penstock.errors import ConfigError, DataError, did_you_mean
 TRAINING_BYTES = 2**24
 
 Progress = Callable[[str, int, int], None]
-_Part = TypeVar("_Part", Piece, Pair)
+_Part = TypeVar("_Part", TextPiece, Pair)
 
 
 @dataclass(frozen=True)
@@ -189,8 +189,12 @@ def _is_dataset(folder: Path) -> bool:
     return (folder / MANIFEST_NAME).is_file()
 
 
-def _training_texts(parts: Iterator[Piece | Pair], total_bytes: int, seed: int) -> Iterator[str]:
+def _training_texts(
+    parts: Iterator[TextPiece | Pair], total_bytes: int, seed: int
+) -> Iterator[str]:
     share = TRAINING_BYTES / max(1, total_bytes)
     for number, part in enumerate(parts):
         if hash_share(seed, number) < share:
-            yield from [part.text] if isinstance(part, Piece) else [part.prompt, part.completion]
+            yield from (
+                [part.text] if isinstance(part, TextPiece) else [part.prompt, part.completion]
+            )

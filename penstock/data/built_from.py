@@ -14,10 +14,9 @@ from pathlib import Path
 import xxhash
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from penstock import durable
 from penstock.data.manifest import Content, checksum_of
 from penstock.errors import CorruptionError, DataError
-from penstock.plain_file import NotPlainError, read_plain
+from penstock.io import NotPlainError, durable, read_plain
 
 BUILT_FROM_NAME = "built_from.json"
 _MOST_BYTES = 16 << 20

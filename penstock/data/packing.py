@@ -13,7 +13,6 @@ from typing import Generic, Literal, TypeVar
 import numpy as np
 import xxhash
 
-from penstock import durable
 from penstock.data.manifest import (
     MANIFEST_NAME,
     TOKENIZER_NAME,
@@ -27,15 +26,16 @@ from penstock.data.manifest import (
     dump_manifest,
 )
 from penstock.data.shards import ChecksummedFile, SplitWriter, cut_tail
-from penstock.data.sources import Pair, Piece
+from penstock.data.sources import Pair, TextPiece
 from penstock.data.tokenizers import ByteTokenizer, Tokenizer
 from penstock.errors import DataError
+from penstock.io import durable
 
 BATCH_CHARACTERS = 2**22
 BATCH_PARTS = 4096
 
 HeldOutBy = Literal["document", "tail", "none"]
-_Part = TypeVar("_Part", Piece, Pair)
+_Part = TypeVar("_Part", TextPiece, Pair)
 _Record = tuple[np.ndarray, int]  # all its tokens; how many of them are the prompt
 
 
@@ -171,16 +171,16 @@ class Packer(ABC, Generic[_Part]):
         )
 
 
-class TextPacker(Packer[Piece]):
+class TextPacker(Packer[TextPiece]):
     """Packs plain text, which comes in pieces of documents."""
 
     content: Content = "text"
     _pending = 0  # tokens of the document that is being written
 
-    def _characters(self, part: Piece) -> int:
+    def _characters(self, part: TextPiece) -> int:
         return len(part.text)
 
-    def _write(self, batch: Sequence[Piece]) -> None:
+    def _write(self, batch: Sequence[TextPiece]) -> None:
         for piece, ids in zip(batch, self._encode(batch, lambda p: p.text), strict=True):
             writer = self._writers[self._split_of_document()]
             writer.append(ids)

@@ -15,8 +15,8 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from penstock import durable
 from penstock.errors import DataError, StorageError
+from penstock.io import durable
 
 
 @contextlib.contextmanager

@@ -9,11 +9,11 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from penstock.constants import IGNORED_LABEL
 from penstock.data.dataset import TokenDataset
 from penstock.data.record_index import Spans
 from penstock.data.sampling import Batch, evaluation_rows, sample_places
 from penstock.errors import DataError
-from penstock.labels import IGNORED_LABEL
 
 
 class RecordSource:

@@ -10,10 +10,10 @@ from typing import Protocol
 
 import numpy as np
 
+from penstock.constants import IGNORED_LABEL
 from penstock.data.dataset import TokenDataset
 from penstock.data.permutation import key_of, mix, permute
 from penstock.errors import DataError
-from penstock.labels import IGNORED_LABEL
 
 Batch = dict[str, np.ndarray]
 

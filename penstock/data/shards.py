@@ -10,7 +10,6 @@ from typing import BinaryIO
 import numpy as np
 import xxhash
 
-from penstock import durable
 from penstock.data.manifest import (
     INDEX_ENTRY_BYTES,
     Content,
@@ -19,6 +18,7 @@ from penstock.data.manifest import (
     SplitRecord,
     TokenType,
 )
+from penstock.io import durable
 
 # Checksums are verified per chunk on first use; a random window should not cost much more reading
 # than itself, and one checksum per MiB keeps dataset.json at 40 MB per TB.

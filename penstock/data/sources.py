@@ -32,7 +32,7 @@ _Row = tuple[str, tuple[str, ...], int]  # where it is from, the fields' texts, 
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextPiece:
     """Part of a document.
 
     Attributes:
@@ -135,7 +135,7 @@ def _walk(folder: Path, glob: str | None, exclude: Sequence[str]) -> Iterator[Pa
                 yield path
 
 
-def read_pieces(path: Path, field: str = "text") -> Iterator[Piece]:
+def read_pieces(path: Path, field: str = "text") -> Iterator[TextPiece]:
     """Yield the documents of a file, piece by piece; empty documents are left out.
 
     `.jsonl` holds one JSON object per line with the text in `field`, `.parquet` has a column
@@ -198,20 +198,20 @@ def _cut_position(text: str) -> int:
     return len(text)
 
 
-def _cut(record: str, text: str, input_bytes: int) -> Iterator[Piece]:
+def _cut(record: str, text: str, input_bytes: int) -> Iterator[TextPiece]:
     start, share = 0, input_bytes
     while len(text) - start > PIECE_CHARACTERS:
         window = text[start : start + PIECE_CHARACTERS]
         cut = _cut_position(window)
         part = input_bytes * cut // len(text)
         share -= part
-        yield Piece(record, window[:cut], False, part)
+        yield TextPiece(record, window[:cut], False, part)
         start += cut
     if start < len(text):
-        yield Piece(record, text[start:], True, share)
+        yield TextPiece(record, text[start:], True, share)
 
 
-def _text_file(path: Path) -> Iterator[Piece]:
+def _text_file(path: Path) -> Iterator[TextPiece]:
     decoder = codecs.getincrementaldecoder("utf-8")()
     held, position = "", 0
     with path.open("rb") as file:
@@ -227,12 +227,12 @@ def _text_file(path: Path) -> Iterator[Piece]:
             # One character too many is kept back, so that the last piece is never empty.
             while len(held) > PIECE_CHARACTERS:
                 cut = _cut_position(held[:PIECE_CHARACTERS])
-                yield Piece(str(path), held[:cut], False, len(held[:cut].encode()))
+                yield TextPiece(str(path), held[:cut], False, len(held[:cut].encode()))
                 held = held[cut:]
             if not block:
                 break
     if held:
-        yield Piece(str(path), held, True, len(held.encode()))
+        yield TextPiece(str(path), held, True, len(held.encode()))
 
 
 def _not_utf8(where: str, offset: int, error: UnicodeDecodeError) -> DataError:

@@ -18,13 +18,13 @@ from typing import Any, Literal
 
 import torch
 
+from penstock.collectives import PartialSum
 from penstock.engine.interface import Batch, PendingGradients
 from penstock.engine.memory import MemoryAccount
 from penstock.engine.shared_slots import SharedSlots
 from penstock.engine.torch_engine import TorchEngine
 from penstock.errors import GroupError
 from penstock.program import Program
-from penstock.tree import TreeNode
 
 _CLOSING_SECONDS = 10.0
 
@@ -302,7 +302,7 @@ class _Coming:
     def __init__(self, pending: Future[PendingGradients]) -> None:
         self._pending = pending
 
-    def wait(self) -> list[TreeNode]:
+    def wait(self) -> list[PartialSum]:
         """Return the sums; raise what the device met."""
         return self._pending.result().wait()
 

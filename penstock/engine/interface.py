@@ -8,9 +8,9 @@ from typing import Protocol
 
 import torch
 
+from penstock.collectives import PartialSum
 from penstock.engine.memory import MemoryAccount
 from penstock.program import Program
-from penstock.tree import TreeNode
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Batch:
 class PendingGradients(Protocol):
     """A stage's gradients on their way from the device."""
 
-    def wait(self) -> list[TreeNode]:
+    def wait(self) -> list[PartialSum]:
         """Return the sums of the tree that this engine holds, in host memory."""
         ...
 
@@ -84,3 +84,18 @@ class Engine(Protocol):
     def is_finite(self, stage: int) -> bool:
         """Tell, after `infer` of a stage, whether it wrote no NaN and no infinity."""
         ...
+
+
+SLOTS = 2  # the stage that computes, and the one on its way
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """`recompute` are the stages whose forward is made again in the backward sweep.
+
+    `beside_bytes` is what an engine has beside what it computes with: what is on its way.
+    """
+
+    recompute: frozenset[int] = frozenset()
+    slots: int = SLOTS
+    beside_bytes: int = 0

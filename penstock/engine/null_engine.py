@@ -1,7 +1,7 @@
 """The engine without arithmetic: same calls, same values by shape, same bytes, no work.
 
 It runs `TorchEngine`'s own code on tensors without memory. Schedules, traffic and memory are
-tested with it, and `plan.py` predicts an engine's bytes with it.
+tested with it, and `recompute_planner.py` predicts an engine's bytes with it.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from penstock.engine.interface import Batch, PendingGradients
+from penstock.collectives import PartialSum
+from penstock.engine.interface import Batch, EnginePlan, PendingGradients
 from penstock.engine.memory import MemoryAccount
-from penstock.engine.plan import EnginePlan
 from penstock.engine.slots import Arrived
 from penstock.engine.torch_engine import TorchEngine
 from penstock.program import Kind, Program, TensorSpec, backward_fetch
-from penstock.tree import TreeNode
 
 _META = torch.device("meta")
 
@@ -38,9 +37,9 @@ class NullEngine(TorchEngine):
         """Nothing is computed, so nothing is infinite."""
         return True
 
-    def _send(self, stage: int, nodes: list[TreeNode]) -> PendingGradients:
+    def _send(self, stage: int, nodes: list[PartialSum]) -> PendingGradients:
         zeros = [
-            TreeNode(
+            PartialSum(
                 node.level,
                 node.index,
                 tuple(

@@ -15,13 +15,13 @@ from collections.abc import Sequence
 
 import torch
 
+from penstock.collectives import PartialSum, TreeReduction
 from penstock.engine.interface import PendingGradients
 from penstock.engine.lanes import Lanes
 from penstock.engine.peers import Peers
 from penstock.engine.sharing import FlatSums, Sharing, aligned, sends
 from penstock.engine.slots import Arrived, SlotsInTurn
 from penstock.program import Program
-from penstock.tree import TreeNode, TreeSum
 
 
 class SharedSlots(SlotsInTurn):
@@ -74,7 +74,7 @@ class SharedSlots(SlotsInTurn):
         whole = slot[: self._peers.size * piece]
         self._lanes.queue("copy", lambda: self._peers.all_gather(whole, whole[first:last]))
 
-    def send_back(self, stage: int, nodes: list[TreeNode]) -> PendingGradients:
+    def send_back(self, stage: int, nodes: list[PartialSum]) -> PendingGradients:
         """Exchange sums for everyone's of this device's piece, add them, and copy them to the
         host; nobody waits yet. The pieces of all devices make up the sum."""
         if not nodes:
@@ -94,7 +94,7 @@ class SharedSlots(SlotsInTurn):
             flat = self._sharing.flat_sums(self._stages[stage].kind)
             self._exchange(flat, [False] * len(flat.shapes))
 
-    def _pack(self, flat: FlatSums, nodes: Sequence[TreeNode]) -> None:
+    def _pack(self, flat: FlatSums, nodes: Sequence[PartialSum]) -> None:
         """Queue what puts the sums into the outgoing row: by device, by node, a piece each."""
         held = self._sharing.held[self._peers.rank]
         if [(node.level, node.index) for node in nodes] != list(held):
@@ -132,18 +132,18 @@ class SharedSlots(SlotsInTurn):
         views = flat.views(host)
         level, index = sharing.root
         tensors = [view if there else None for view, there in zip(views, is_there, strict=True)]
-        arrived = Arrived([TreeNode(level, index, tuple(tensors))], lanes.mark("return"))
+        arrived = Arrived([PartialSum(level, index, tuple(tensors))], lanes.mark("return"))
         self._arrived[self._next_return] = arrived
         self._next_return = (self._next_return + 1) % len(self._returns)
         return arrived
 
     def _sum(self, incoming: torch.Tensor, piece: int) -> torch.Tensor:
         """Return the sum of a piece over all micro-batches; it overwrites what came."""
-        total = TreeSum(self._sharing.micro_batches)
+        total = TreeReduction(self._sharing.micro_batches)
         places = [place for held in self._sharing.held for place in held]
         for number, (level, index) in enumerate(places):
             part = incoming[number * piece : (number + 1) * piece]
-            total.add(TreeNode(level, index, (part,)))
+            total.add(PartialSum(level, index, (part,)))
         (root,) = total.root()
         assert root is not None
         return root

@@ -16,8 +16,8 @@ from functools import cached_property
 
 import torch
 
+from penstock.collectives import partial_sums, partition, root_level
 from penstock.program import Kind, Program, Stage
-from penstock.tree import held_nodes, root_level, share
 
 ALIGNMENT = 512  # bytes; what device allocations are aligned to
 _ELEMENTS = ALIGNMENT // 4  # of float32
@@ -63,8 +63,8 @@ class Sharing:
     @cached_property
     def held(self) -> Sequence[Sequence[tuple[int, int]]]:
         """By device, level and index of the sums that it has when it has computed its part."""
-        parts = share(self.micro_batches, self.devices)
-        return [held_nodes(numbers, self.micro_batches) for numbers in parts]
+        parts = partition(self.micro_batches, self.devices)
+        return [partial_sums(numbers, self.micro_batches) for numbers in parts]
 
     @property
     def root(self) -> tuple[int, int]:

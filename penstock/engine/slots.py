@@ -15,11 +15,11 @@ from typing import Protocol
 
 import torch
 
+from penstock.collectives import PartialSum
 from penstock.engine.interface import PendingGradients
 from penstock.engine.lanes import CudaLanes, Lanes, Mark
 from penstock.engine.sharing import aligned
 from penstock.program import Program
-from penstock.tree import TreeNode
 
 
 class WeightSlots(Protocol):
@@ -34,7 +34,7 @@ class WeightSlots(Protocol):
 
     def use(self, stage: int) -> AbstractContextManager[Sequence[torch.Tensor]]: ...
 
-    def send_back(self, stage: int, nodes: list[TreeNode]) -> PendingGradients: ...
+    def send_back(self, stage: int, nodes: list[PartialSum]) -> PendingGradients: ...
 
 
 def make_slots(program: Program, device: torch.device, slots: int) -> WeightSlots:
@@ -52,11 +52,11 @@ def slot_bytes(program: Program) -> int:
 class Arrived:
     """Gradients that are in host memory once `mark` (None: already) was passed."""
 
-    def __init__(self, nodes: list[TreeNode], mark: Mark | None = None) -> None:
-        self._nodes: list[TreeNode] | None = nodes
+    def __init__(self, nodes: list[PartialSum], mark: Mark | None = None) -> None:
+        self._nodes: list[PartialSum] | None = nodes
         self._mark = mark
 
-    def wait(self) -> list[TreeNode]:
+    def wait(self) -> list[PartialSum]:
         """Return the sums; they stay good until their buffer's next turn in the ring."""
         if self._nodes is None:
             raise RuntimeError(
@@ -95,7 +95,7 @@ class InPlace:
         finally:
             del self._loaded[stage]
 
-    def send_back(self, stage: int, nodes: list[TreeNode]) -> PendingGradients:
+    def send_back(self, stage: int, nodes: list[PartialSum]) -> PendingGradients:
         return Arrived(nodes)
 
 
@@ -175,7 +175,7 @@ class DeviceSlots(SlotsInTurn):
         for tensor, weight in zip(tensors, weights, strict=True):
             self._lanes.copy("copy", tensor, weight)
 
-    def send_back(self, stage: int, nodes: list[TreeNode]) -> PendingGradients:
+    def send_back(self, stage: int, nodes: list[PartialSum]) -> PendingGradients:
         """Copy the sums to the host buffer whose turn it is; nobody waits yet."""
         place = self._next_buffer
         self._next_buffer = (place + 1) % len(self._buffers)
@@ -193,7 +193,7 @@ class DeviceSlots(SlotsInTurn):
                 host = next(hosts)
                 self._lanes.copy("return", host, tensor)
                 copies.append(host)
-            there.append(TreeNode(node.level, node.index, tuple(copies)))
+            there.append(PartialSum(node.level, node.index, tuple(copies)))
         arrived = Arrived(there, self._lanes.mark("return"))
         self._sent[place] = arrived
         return arrived

@@ -12,14 +12,13 @@ from collections.abc import Sequence
 
 import torch
 
+from penstock.collectives import PartialSum, TreeReduction
 from penstock.engine.flow import Flow, check_inputs
-from penstock.engine.interface import Batch, PendingGradients
+from penstock.engine.interface import Batch, EnginePlan, PendingGradients
 from penstock.engine.memory import MemoryAccount
-from penstock.engine.plan import EnginePlan
 from penstock.engine.repeatable import choose_repeatable_kernels
 from penstock.engine.slots import WeightSlots, make_slots
 from penstock.program import Program, Stage
-from penstock.tree import TreeNode, TreeSum
 
 
 class TorchEngine:
@@ -121,7 +120,7 @@ class TorchEngine:
         """Run the last stage forward and backward; return its weights' gradients."""
         assert self._batch is not None
         place, kind = self.program.stages[stage], self.program.stages[stage].kind
-        total = TreeSum(self._batch.total)
+        total = TreeReduction(self._batch.total)
         with self._slots.use(stage) as weights:
             held = self._enter(place, weights)
             for flow in self._flows:
@@ -148,7 +147,7 @@ class TorchEngine:
         assert self._batch is not None
         place, kind = self.program.stages[stage], self.program.stages[stage].kind
         recompute = stage in self._plan.recompute
-        total = TreeSum(self._batch.total)
+        total = TreeReduction(self._batch.total)
         with self._slots.use(stage) as weights:
             held = self._enter(place, weights)
             for flow in self._flows:
@@ -231,7 +230,7 @@ class TorchEngine:
         flow: Flow,
         place: Stage,
         results: Sequence[torch.Tensor | None],
-        total: TreeSum,
+        total: TreeReduction,
     ) -> None:
         """Hand gradients of inputs to the stages that made them, those of weights to the sum."""
         kind = place.kind
@@ -240,9 +239,9 @@ class TorchEngine:
             if gradient is not None:
                 flow.add_gradient(self.memory, name, gradient)
         if any(kind.trainable):
-            self._add(total, TreeNode(0, flow.number, tuple(results[len(names) :])), place)
+            self._add(total, PartialSum(0, flow.number, tuple(results[len(names) :])), place)
 
-    def _add(self, total: TreeSum, leaf: TreeNode, place: Stage) -> None:
+    def _add(self, total: TreeReduction, leaf: PartialSum, place: Stage) -> None:
         """Add a micro-batch's gradients to the sum, and enter what the sum holds by then."""
         wider = sum(4 * t.numel() for t in leaf.tensors if t is not None and t.itemsize < 4)
         self.memory.peak(_bytes([leaf]) + (wider if self._sum_bytes else 0), place.name)
@@ -251,15 +250,15 @@ class TorchEngine:
         self._sum_bytes = _bytes(total.nodes())
         self.memory.reserve(self._sum_bytes, place.name)
 
-    def _finish(self, stage: int, total: TreeSum) -> PendingGradients:
+    def _finish(self, stage: int, total: TreeReduction) -> PendingGradients:
         """Send a stage's sums off; those of the stage before have been taken by now."""
         self.memory.give_back(self._sent_bytes)
         self._sent_bytes, self._sum_bytes = self._sum_bytes, 0
         return self._send(stage, total.nodes())
 
-    def _send(self, stage: int, nodes: list[TreeNode]) -> PendingGradients:
+    def _send(self, stage: int, nodes: list[PartialSum]) -> PendingGradients:
         return self._slots.send_back(stage, nodes)
 
 
-def _bytes(nodes: Sequence[TreeNode]) -> int:
+def _bytes(nodes: Sequence[PartialSum]) -> int:
     return sum(t.nbytes for node in nodes for t in node.tensors if t is not None)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import xxhash
 
-from penstock import durable
 from penstock.errors import CorruptionError, StorageError
+from penstock.io import durable
 from penstock.models.folder import CONFIG, other_files, read_bytes, read_json, tokenizer_files
 
 KEPT = "model"

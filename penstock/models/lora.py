@@ -14,7 +14,7 @@ import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,10 +23,8 @@ from transformers.pytorch_utils import Conv1D
 
 from penstock.errors import CompileError, ConfigError
 from penstock.models.deferred import TensorNames
-from penstock.patterns import matching
-
-if TYPE_CHECKING:
-    from penstock.models.origin import WeightSource
+from penstock.models.origin import WeightSource
+from penstock.name_patterns import matching
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,7 @@ class Adapted:
 
 
 def adapt(
-    origin: "WeightSource",
+    origin: WeightSource,
     wrappers: Sequence[nn.Module],
     rank: int,
     alpha: float,
@@ -140,7 +138,7 @@ def _targeted(module: nn.Module, names: TensorNames, targets: Sequence[str]) -> 
     return [name for name in able if name in chosen]
 
 
-def _copied(origin: "WeightSource", wrappers: Sequence[nn.Module]) -> tuple[Any, ...]:
+def _copied(origin: WeightSource, wrappers: Sequence[nn.Module]) -> tuple[Any, ...]:
     """Return copies of modules over the same tensors, sharing what they share."""
     tensors = (*origin.names.parameters.values(), *origin.names.buffers.values())
     try:
@@ -166,7 +164,7 @@ class AdaptedOrigin:
     """Another origin's weights, and those of the adapters."""
 
     def __init__(
-        self, base: "WeightSource", module: nn.Module, adapters: Collection[Adapter]
+        self, base: WeightSource, module: nn.Module, adapters: Collection[Adapter]
     ) -> None:
         self.module = module
         self.fake_mode = base.fake_mode

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from penstock.constants import IGNORED_LABEL
 from penstock.errors import CompileError
-from penstock.labels import IGNORED_LABEL
 from penstock.models.masks import fixed_shape_masks
 from penstock.models.router_loss import router_loss
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from penstock.config import resolve_preset
 from penstock.errors import CompileError, ConfigError, PenstockError, did_you_mean
 from penstock.models.bound_functions import refuse_bound_loss
 from penstock.models.built import Built
@@ -42,7 +43,6 @@ from penstock.models.origin import WeightSource
 from penstock.models.pretrained import Pretrained
 from penstock.models.reference import load_reference
 from penstock.models.weight_files import WeightFiles
-from penstock.presets import resolve_preset
 
 TASKS = ("causal_lm", "masked_lm", "custom")
 

@@ -24,7 +24,7 @@ from transformers.core_model_loading import (
 
 from penstock.errors import ConfigError, did_you_mean
 from penstock.models.weight_files import FLOATS, StoredTensor
-from penstock.patterns import matches
+from penstock.name_patterns import matches
 
 _SHOWN = 5
 # What `transformers` does to tensors without computing a value.

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from rich.console import Console, RenderableType
 
-from penstock.events import Evaluated, Event
 from penstock.progress.log import event_lines
 from penstock.progress.panel import panel
 from penstock.progress.redrawn import RedrawnLines
 from penstock.progress.state import Progress
 from penstock.progress.view import ALWAYS_TOLD, View
+from penstock.telemetry import Evaluated, Event
 
 
 class LiveView(View):

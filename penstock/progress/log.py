@@ -7,7 +7,16 @@ from typing import Any
 
 from rich.console import Console
 
-from penstock.events import (
+from penstock.progress.figures import (
+    show_bytes,
+    show_count,
+    show_duration,
+    show_rate,
+    show_shares,
+)
+from penstock.progress.state import Progress
+from penstock.progress.view import ALWAYS_TOLD, View, show_on_stderr
+from penstock.telemetry import (
     ClusterEvent,
     Evaluated,
     Event,
@@ -19,15 +28,6 @@ from penstock.events import (
     StepDone,
     Stopped,
 )
-from penstock.progress.figures import (
-    show_bytes,
-    show_count,
-    show_duration,
-    show_rate,
-    show_shares,
-)
-from penstock.progress.state import Progress
-from penstock.progress.view import ALWAYS_TOLD, View, show_on_stderr
 
 # What most makers rate a consumer's disk of 1 TB for; others are rated in proportion.
 RATED_BYTES = 600 * 10**12

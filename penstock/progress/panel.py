@@ -10,7 +10,6 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from penstock.events import RunStarted, StepDone
 from penstock.progress.figures import (
     show_bar,
     show_bytes,
@@ -22,6 +21,7 @@ from penstock.progress.figures import (
 )
 from penstock.progress.log import flash_traffic, parameters, show_held_out_loss, show_loss
 from penstock.progress.state import Progress
+from penstock.telemetry import RunStarted, StepDone
 
 _LABEL_WIDTH = len("held out")
 _BAR_WIDTH = 20

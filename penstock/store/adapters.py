@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from penstock import durable
+from penstock.io import durable
 from penstock.store import tensor_file
 from penstock.store.files import appearing_folder
 from penstock.store.interface import WeightReader

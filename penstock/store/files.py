@@ -1,6 +1,6 @@
 """What the store leaves on disk: files whose bytes carry checksums, folders that appear whole.
 
-How they become durable is in `penstock/durable.py`. What the operating system refuses becomes a
+How they become durable is in `penstock/io/durable.py`. What the operating system refuses becomes a
 `StorageError` that says how much room there was.
 """
 
@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from penstock import durable, fault
 from penstock.errors import ConfigError, StorageError
+from penstock.io import durable, failpoints
 
 CHUNK_BYTES = 8 << 20
 """Bytes under one checksum; a multiple of every element size."""
@@ -98,7 +98,7 @@ def remove_folder(folder: Path) -> None:
     remove(doomed)
     os.rename(folder, doomed)
     durable.sync_folder(folder.parent)
-    fault.point("remove.after_rename")
+    failpoints.point("remove.after_rename")
     remove(doomed)
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from penstock import durable
 from penstock.errors import ConfigError
+from penstock.io import durable
 from penstock.store import tensor_file
 from penstock.store.files import appearing_folder
 from penstock.store.interface import WeightReader

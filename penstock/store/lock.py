@@ -4,9 +4,8 @@ import fcntl
 import os
 from pathlib import Path
 
-from penstock import durable
 from penstock.errors import StorageError
-from penstock.plain_file import NotPlainError, open_own
+from penstock.io import NotPlainError, durable, open_own
 from penstock.store import files
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import xxhash
 
 from penstock.errors import ConfigError, did_you_mean
-from penstock.patterns import closest, matches
+from penstock.name_patterns import closest, matches
 from penstock.store.roles import Role
 
 if TYPE_CHECKING:

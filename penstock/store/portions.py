@@ -13,8 +13,11 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import xxhash
 
+from penstock.errors import ClusterError
 from penstock.store.comparing import Compared
 from penstock.store.interface import Store
+
+PORTION_BYTES = 4 << 20  # of what is copied to another process: one message each
 
 
 class Portions(Protocol):
@@ -90,3 +93,13 @@ def require_size(number: int, data: np.ndarray, size: int) -> None:
     """
     if data.nbytes != size:
         raise ValueError(f"portion {number} has {size:,} bytes, {data.nbytes:,} came for it")
+
+
+def portions_of(store: Store) -> Portions:
+    """Return the portions in which a store is copied.
+
+    **Raises:** `ClusterError` if it is none that can be.
+    """
+    if not isinstance(store, ReplicatedStore):
+        raise ClusterError(f"{type(store).__name__}: it cannot be copied")
+    return store.portions(PORTION_BYTES)

@@ -1,7 +1,7 @@
 """The `safetensors` format, written piece by piece so that no model is in memory twice.
 
 A file is 8 bytes with the header's length, the header (JSON: per tensor its type, shape and place),
-then the tensors one after another. How a header is read and checked is in `tensor_header.py`.
+then the tensors one after another. How a header is read and checked is in `safetensors_header.py`.
 """
 
 import json
@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from penstock.io import Extent
 from penstock.store.files import ChecksummedFile, FileRecord
-from penstock.tensor_header import Extent
 
 DTYPES = {
     torch.float32: "F32",

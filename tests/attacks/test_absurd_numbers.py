@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from bounded_memory import bounded_memory
 
-from penstock import Trainer, process_memory
+from penstock import Trainer
 from penstock.config import ByteSize, Config
 from penstock.data import ArraySource
 from penstock.errors import BudgetError, CompileError, ConfigError
 from penstock.models import ModelSource
-from penstock.plausibility import MOST_TENSORS, refuse_implausible
+from penstock.planning.plausibility import MOST_TENSORS, refuse_implausible
+from penstock.telemetry import process_memory
 
 pytestmark = pytest.mark.timeout(120)  # to hang is to fail; alone a case takes a second
 
@@ -166,7 +167,7 @@ def test_arithmetic_refuses_nothing_that_the_budget_allows(monkeypatch):
 
 def test_a_module_of_too_many_tensors_is_refused(monkeypatch):
     source = ModelSource.from_preset("tiny", {k: v for k, v in TINY.items() if k != "preset"})
-    monkeypatch.setattr("penstock.plausibility.MOST_TENSORS", 3)
+    monkeypatch.setattr("penstock.planning.plausibility.MOST_TENSORS", 3)
     with pytest.raises(CompileError, match=r"tiny has 16 parameter tensors, at most 3 can be "):
         refuse_implausible(settings(), source, 16, "cpu")
     assert MOST_TENSORS > 16

@@ -8,7 +8,7 @@ from bounded_memory import bounded_memory
 
 from penstock.config import Config, load, load_run
 from penstock.errors import ConfigError, StorageError
-from penstock.metrics import drop_after, read_metrics
+from penstock.telemetry.metrics_writer import drop_after, read_metrics
 
 pytestmark = pytest.mark.timeout(30)  # to hang is to fail
 

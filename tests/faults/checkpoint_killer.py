@@ -12,7 +12,7 @@ from pathlib import Path
 
 from store_programs import make_program, training_store
 
-from penstock import fault
+from penstock.io import failpoints
 from penstock.store import load_checkpoint, save_checkpoint
 
 LAYERS = ({"a": (40, 3), "b": (7,)}, {"c": (5, 5)})
@@ -22,7 +22,7 @@ def save_and_die(source: Path, checkpoints: Path, order: str) -> None:
     store = training_store(make_program(LAYERS, frozen=("b",)))
     load_checkpoint(store, source)
     name, _, count = order.partition(":")
-    with fault.watching(fault.killer(name, int(count))):
+    with failpoints.watching(failpoints.killer(name, int(count))):
         save_checkpoint(store, checkpoints, {"saved_at": store.step})
 
 

@@ -20,7 +20,6 @@ from store_programs import flash_store, make_program, random_weights, train, tra
 from penstock.config import Config, load, write_record
 from penstock.data import build_dataset
 from penstock.errors import StorageError
-from penstock.metrics import drop_after, read_metrics
 from penstock.models import keep_small_files, verify_kept
 from penstock.models.kept import CHECKSUMS
 from penstock.models.lora import Adapter
@@ -35,6 +34,7 @@ from penstock.store import (
 from penstock.store.checkpoint import save
 from penstock.store.flash import discard_untrained, forget, journal
 from penstock.store.flash.shards import Shards, read_shards
+from penstock.telemetry.metrics_writer import drop_after, read_metrics
 
 PROGRAM = make_program(({"embed": (9, 6), "frozen": (9,)}, {"block": (7, 7)}), ("frozen",))
 STEPS = 4

@@ -16,14 +16,14 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 import numba  # noqa: E402
 from test_flash_crashes import opened, run  # noqa: E402
 
-from penstock import fault  # noqa: E402
+from penstock.io import failpoints  # noqa: E402
 
 
 def train_and_die(folder: Path, order: str) -> None:
     numba.set_num_threads(1)  # as in conftest.py, but after the fork
     moments, seed, place = order.split("/")
     point, _, visit = place.partition(":")
-    with fault.watching(fault.killer(point, int(visit))):
+    with failpoints.watching(failpoints.killer(point, int(visit))):
         run(opened(folder, moments), int(seed))
 
 

@@ -9,7 +9,7 @@ import signal
 import sys
 from pathlib import Path
 
-from penstock import fault
+from penstock.io import failpoints
 from penstock.store.flash import journal
 from penstock.store.flash.journal import Journal, Record
 
@@ -51,7 +51,7 @@ if __name__ == "__main__":
         make(path)
         child = os.fork()
         if child == 0:
-            with fault.watching(fault.killer(point, int(visit))):
+            with failpoints.watching(failpoints.killer(point, int(visit))):
                 rotate_or_drop(path, what)
             os._exit(0)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

@@ -14,7 +14,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 import numba  # noqa: E402
 from test_shard_crashes import opened, run  # noqa: E402
 
-from penstock import fault  # noqa: E402
+from penstock.io import failpoints  # noqa: E402
 
 if __name__ == "__main__":
     folder, *orders = sys.argv[1:]
@@ -24,7 +24,7 @@ if __name__ == "__main__":
         point, _, visit = place.partition(":")
         child = os.fork()
         if child == 0:
-            with fault.watching(fault.killer(point, int(visit))):
+            with failpoints.watching(failpoints.killer(point, int(visit))):
                 run(opened(Path(folder) / name))
             os._exit(0)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

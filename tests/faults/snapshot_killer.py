@@ -13,7 +13,7 @@ from pathlib import Path
 from checkpoint_killer import LAYERS
 from store_programs import make_program, train, training_store
 
-from penstock import fault
+from penstock.io import failpoints
 from penstock.store import BackgroundSave, find_checkpoint, load_checkpoint
 
 
@@ -22,7 +22,7 @@ def go_on_and_die(checkpoints: Path, seed: int, order: str) -> None:
     load_checkpoint(store, find_checkpoint(checkpoints, "latest"))
     train(store, 1, seed)
     name, _, count = order.partition(":")
-    with fault.watching(fault.killer(name, int(count))):
+    with failpoints.watching(failpoints.killer(name, int(count))):
         saving = BackgroundSave(store.snapshot(1 << 20), checkpoints, {"saved_at": store.step})
         train(store, 2, seed)
         saving.wait()

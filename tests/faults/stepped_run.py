@@ -144,8 +144,8 @@ class SteppedRun:
 def main() -> None:
     """Be the run."""
     from penstock.errors import PenstockError
-    from penstock.events import ClusterEvent
-    from penstock.trainer import Trainer
+    from penstock.telemetry.events import ClusterEvent
+    from penstock.training.trainer import Trainer
 
     def say(**what: object) -> None:
         print(json.dumps(what), flush=True)
@@ -155,17 +155,17 @@ def main() -> None:
             say(happened=event.kind, text=event.text)
 
     def places(trainer: Trainer) -> list[dict]:
-        hall = trainer._runner.hall
-        pids = getattr(hall.launcher, "pids", {})
+        manager = trainer._runner.manager
+        pids = getattr(manager.launcher, "pids", {})
         return [
             {
-                "node": guest.number,
-                "worker": guest.worker,
-                "pid": pids.get(guest.worker),
-                "host": guest.listens[0],
-                "shard": None if guest.place is None else guest.place.shard,
+                "node": member.number,
+                "worker": member.worker,
+                "pid": pids.get(member.worker),
+                "host": member.listens[0],
+                "shard": None if member.place is None else member.place.shard,
             }
-            for guest in hall.guests.here
+            for member in manager.registry.here
         ]
 
     try:

@@ -15,8 +15,8 @@ import torch
 import warm_start
 from store_programs import make_program, random_weights, train, training_store
 
-from penstock import durable, fault
 from penstock.errors import StorageError
+from penstock.io import durable, failpoints
 from penstock.store import files, find_checkpoint, load_checkpoint, save_checkpoint
 
 LAYERS = ({"a": (40, 3), "b": (7,)}, {"c": (5, 5)})  # as in checkpoint_killer.py
@@ -78,7 +78,7 @@ def save_watched(store, checkpoints):
         counts[name] += 1
         visits.append(f"{name}:{counts[name]}")
 
-    with fault.watching(note):
+    with failpoints.watching(note):
         save_checkpoint(store, checkpoints, {"saved_at": store.step})
     return visits
 
@@ -144,7 +144,8 @@ def test_a_first_save_killed_at_any_point_leaves_nothing_or_all_of_it(tmp_path):
 
 def test_the_environment_names_the_point(tmp_path):
     script = (
-        "from penstock import fault\nfor n in range(3):\n print(n, flush=True)\n fault.point('x.y')"
+        "from penstock.io import failpoints\n"
+        "for n in range(3):\n print(n, flush=True)\n failpoints.point('x.y')"
     )
     for order, expected in (("x.y", "0\n"), ("x.y:2", "0\n1\n"), ("other", "0\n1\n2\n")):
         result = subprocess.run(

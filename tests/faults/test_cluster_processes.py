@@ -20,8 +20,8 @@ from test_forks import is_running
 from waiting import wait_until
 
 from penstock.cli import main
-from penstock.events import ClusterEvent, StepDone
-from penstock.trainer import Trainer
+from penstock.telemetry.events import ClusterEvent, StepDone
+from penstock.training.trainer import Trainer
 
 MODEL = {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 300, "n_positions": 32}
 MICRO_BATCHES = 8
@@ -57,15 +57,15 @@ class Watched:
 
     @property
     def pids(self) -> list[int]:
-        return list(self.trainer._runner.hall.launcher.pids.values())
+        return list(self.trainer._runner.manager.launcher.pids.values())
 
     def pid_of(self, place: int) -> int:
         """The process of the engine at a place of the present view."""
-        hall = self.trainer._runner.hall
-        return hall.launcher.pids[hall.worker_of(hall.conductor.engines[place])]
+        manager = self.trainer._runner.manager
+        return manager.launcher.pids[manager.worker_of(manager.coordinator.engines[place])]
 
     def engines(self) -> int:
-        return len(self.trainer._runner.hall.conductor.engines)
+        return len(self.trainer._runner.manager.coordinator.engines)
 
     def train(self, steps: int) -> None:
         for _ in range(steps):
@@ -121,7 +121,7 @@ def test_a_run_goes_on_through_losses_and_changes_to_the_same_bits(
         # Killed in the middle of a step: noticed by its connection and no lease, and the spare
         # engine takes its place. (How soon, is measured by the slow tests below.)
         # What workers are forked from is killed too: the next one is started from nothing.
-        os.kill(run.trainer._runner.hall.launcher.template.pid, signal.SIGKILL)
+        os.kill(run.trainer._runner.manager.launcher.template.pid, signal.SIGKILL)
         begin = time.monotonic()
         os.kill(run.pid_of(1), signal.SIGKILL)
         run.train(2)
@@ -130,7 +130,7 @@ def test_a_run_goes_on_through_losses_and_changes_to_the_same_bits(
 
         # Two at once, one of them standing still: what is left goes on when the lease is over.
         # The one that was killed is replaced.
-        wait_until(lambda: len(run.trainer._runner.hall.conductor.ready) == 4)
+        wait_until(lambda: len(run.trainer._runner.manager.coordinator.ready) == 4)
         begin = time.monotonic()
         os.kill(run.pid_of(0), signal.SIGSTOP)
         run.train(1)
@@ -142,7 +142,7 @@ def test_a_run_goes_on_through_losses_and_changes_to_the_same_bits(
         record = tmp_path / "many" / "cluster.json"
         assert stat.S_IMODE(record.stat().st_mode) == 0o600
         for wanted in (1, 2):
-            run.trainer._runner.hall.scale(wanted)
+            run.trainer._runner.manager.scale(wanted)
             run.train(2)
             assert run.engines() == wanted
         capsys.readouterr()
@@ -243,10 +243,10 @@ def test_fifty_kills_and_twenty_stops_at_random_moments(text, tmp_path):
     """Every blow to an engine is noticed, got over and made good in its time."""
     chance = random.Random(0)
     run = watched(settings(text, tmp_path / "many", engines=3, cluster={"start": "local"}))
-    conductor = run.trainer._runner.hall.conductor
+    coordinator = run.trainer._runner.manager.coordinator
 
     def await_whole() -> None:
-        while len(conductor.ready) < 4:
+        while len(coordinator.ready) < 4:
             time.sleep(0.01)  # steps would only add up
 
     try:
@@ -269,17 +269,20 @@ def test_kills_and_stops_of_engines_and_of_shards_that_have_a_replica(text, tmp_
     cluster = {"start": "local", "shards": "apart"}
     store = {"shards": 2, "replicas": 2}
     run = watched(settings(text, tmp_path / "many", engines=2, cluster=cluster, store=store))
-    hall = run.trainer._runner.hall
+    manager = run.trainer._runner.manager
 
     def choose() -> int:
-        nodes = [*hall.conductor.engines, *(n for some in hall.conductor.holders for n in some)]
-        return hall.launcher.pids[hall.worker_of(chance.choice(nodes))]
+        nodes = [
+            *manager.coordinator.engines,
+            *(n for some in manager.coordinator.holders for n in some),
+        ]
+        return manager.launcher.pids[manager.worker_of(chance.choice(nodes))]
 
     def await_whole() -> None:
-        conductor = hall.conductor
-        while len(conductor.ready) < 3 or any(len(some) < 2 for some in conductor.holders):
-            hall.news.look()
-            if hall._places.newcomers:
+        coordinator = manager.coordinator
+        while len(coordinator.ready) < 3 or any(len(some) < 2 for some in coordinator.holders):
+            manager.event_queue.poll()
+            if manager._places.learners:
                 run.train(1)  # it gets its copy between two steps
             time.sleep(0.01)
 

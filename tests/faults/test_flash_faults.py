@@ -10,8 +10,8 @@ import pytest
 import warm_start
 from test_flash_crashes import SEED, STEPS, clean_hash, opened, operations, run
 
-from penstock import durable, fault
 from penstock.errors import StorageError
+from penstock.io import durable, failpoints
 from penstock.store.flash import medium
 
 __all__ = ["operations"]  # the fixture
@@ -39,7 +39,7 @@ POINTS = [
 
 def test_these_are_all_the_points(tmp_path):
     seen = set()
-    with fault.watching(seen.add):
+    with failpoints.watching(seen.add):
         store = opened(tmp_path / "flash")
         run(store)
         store.close()

@@ -13,8 +13,8 @@ import pytest
 import warm_start
 from waiting import wait_until
 
-from penstock.cluster import launch
-from penstock.cluster.launch import LocalLauncher
+from penstock.distributed.launchers import local
+from penstock.distributed.launchers.local import LocalLauncher
 from penstock.errors import ClusterError
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="no pidfd here")
@@ -43,7 +43,7 @@ def deaf(door):
 @pytest.fixture
 def launcher(deaf, tmp_path, monkeypatch):
     """One whose templates import nothing, and so are there at once."""
-    monkeypatch.setattr(launch, "needed_modules", list)
+    monkeypatch.setattr(local, "needed_modules", list)
     launcher = LocalLauncher(deaf, "token", tmp_path)
     yield launcher
     launcher.close()
@@ -82,7 +82,7 @@ def test_a_worker_that_is_killed_or_ended_is_told_of_once(launcher):
 
 
 def test_a_worker_that_ends_by_itself_is_told_of_with_its_exit_code(tmp_path, monkeypatch):
-    monkeypatch.setattr(launch, "needed_modules", list)
+    monkeypatch.setattr(local, "needed_modules", list)
     with socket.socket() as deaf:  # nobody listens, and nobody else comes to
         deaf.bind(("127.0.0.1", 0))
         launcher = LocalLauncher(deaf.getsockname(), "token", tmp_path)
@@ -116,7 +116,7 @@ def test_a_template_that_is_killed_takes_no_worker_with_it_and_is_replaced(launc
     (ended,) = polled(launcher)
     assert f"worker-1 with pid {survivor} ended and nobody knows how" in ended.how
     pids = list(launcher.pids.values())
-    for _ in range(launch._MOST_TEMPLATES):
+    for _ in range(local._MOST_TEMPLATES):
         if launcher.template is not None:
             os.kill(launcher.template.pid, signal.SIGKILL)
             wait_until(lambda pid=launcher.template.pid: not is_running(pid))
@@ -130,7 +130,7 @@ def test_a_template_that_is_killed_takes_no_worker_with_it_and_is_replaced(launc
 
 
 def test_a_template_that_stands_still_does_not_hold_up_the_end(launcher, monkeypatch):
-    monkeypatch.setattr("penstock.cluster.forks._LEAVE", 0.2)
+    monkeypatch.setattr("penstock.distributed.launchers.fork_client._LEAVE", 0.2)
     launcher.start("engine")
     wait_until(lambda: not launcher.poll() and launcher.pids)
     (pid,), template = launcher.pids.values(), launcher.template.pid
@@ -144,7 +144,7 @@ def test_a_template_with_threads_of_its_own_forks_nobody(deaf, tmp_path, monkeyp
     source = "import threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()\n"
     (tmp_path / "starts_a_thread.py").write_text(source)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
-    monkeypatch.setattr(launch, "needed_modules", lambda: ["starts_a_thread"])
+    monkeypatch.setattr(local, "needed_modules", lambda: ["starts_a_thread"])
     launcher = LocalLauncher(deaf, "token", tmp_path)
     try:
         launcher.start("engine")
@@ -168,11 +168,11 @@ def test_without_leave_to_fork_every_worker_is_started_from_nothing(deaf, tmp_pa
 
 TRAINER = (
     "import os, sys, time\n"
-    "from penstock.cluster.forks import Forks\n"
+    "from penstock.distributed.launchers.fork_client import ForkClient\n"
     "from pathlib import Path\n"
     "logs = Path(sys.argv[3])\n"
     "environment = {**os.environ, 'PENSTOCK_TOKEN': 'token'}\n"
-    "forks = Forks(sys.argv[1:3], environment, logs / 'template.log', [])\n"
+    "forks = ForkClient(sys.argv[1:3], environment, logs / 'template.log', [])\n"
     "forks.start('worker-1', logs / 'worker-1.log')\n"
     "while not forks.pids():\n"
     "    forks.look()\n"
@@ -196,8 +196,8 @@ def test_nobody_is_left_when_the_trainers_process_is_killed(door, tmp_path):
 
 
 def test_what_is_imported_ahead_is_libraries_and_no_module_of_the_users():
-    names = launch.needed_modules()
-    assert "penstock.cluster.worker" in names
+    names = local.needed_modules()
+    assert "penstock.distributed.worker.main" in names
     assert "torch" in names
     assert __name__ not in names
     assert not any(name.startswith(("pytest", "__main__", "penstock.__main__")) for name in names)

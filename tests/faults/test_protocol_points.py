@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from toy_cluster import FIRST_ENGINE, ToyCluster, reference
 
-from penstock.fabric.messages import Kind
-from penstock.fabric.sim import Faults
-from penstock.fabric.sim.faults import Rates
+from penstock.distributed.protocol.messages import MessageType
+from penstock.distributed.simulation import Faults
+from penstock.distributed.simulation.faults import Rates
 
 ENGINES, SHARDS, STEPS = 3, 2, 2
 LOSSES, WEIGHTS = reference(STEPS + 1)
@@ -33,8 +33,8 @@ class OneFault(Faults):
         self.number, self.what, self.sent = number, what, 0
 
     def carry(self, now, sender, to, message):
-        is_it = message.kind is not Kind.BEAT and self.sent == self.number
-        self.sent += message.kind is not Kind.BEAT
+        is_it = message.kind is not MessageType.HEARTBEAT and self.sent == self.number
+        self.sent += message.kind is not MessageType.HEARTBEAT
         if is_it and self.what == "cut":
             self._cuts = {(min(sender, to), max(sender, to)): (now, now + 5.0)}
         self._until = float("inf") if is_it else now

@@ -5,25 +5,30 @@ from __future__ import annotations
 import torch
 from toy_cluster import FIRST_ENGINE, ToyOrder
 
-from penstock.fabric.messages import Kind, Message
-from penstock.fabric.nodes import GRADIENTS, Conductor, EngineNode, Leases, ShardNode
-from penstock.fabric.sim import Network
-from penstock.fabric.transfers import Operation, Piece, Transfers, chunks
-from penstock.tree import TreeNode, TreeSum
+from penstock.collectives.tree_reduce import PartialSum, TreeReduction
+from penstock.distributed.protocol import GRADIENTS, Coordinator, EngineNode, ShardNode, Timeouts
+from penstock.distributed.protocol.messages import Message, MessageType
+from penstock.distributed.protocol.transfer_schedule import (
+    Chunk,
+    TransferOperation,
+    TransferSchedule,
+    chunks,
+)
+from penstock.distributed.simulation import Network
 
 RATE = 1e6  # bytes per second between engines
 ELEMENTS = 10_000  # of a stage; a weight has one byte, its gradient four
 GRADIENT_BYTES = 4 * ELEMENTS
 
 
-def transfers(stages: int) -> Transfers:
-    weights = chunks([Piece(0, 0, 0, ELEMENTS, 1)], chunk_bytes=2000)
-    gradients = chunks([Piece(0, 0, 0, ELEMENTS, 4)], chunk_bytes=8000)
+def transfers(stages: int) -> TransferSchedule:
+    weights = chunks([Chunk(0, 0, 0, ELEMENTS, 1)], chunk_bytes=2000)
+    gradients = chunks([Chunk(0, 0, 0, ELEMENTS, 4)], chunk_bytes=8000)
     order = [(s, "forward") for s in range(stages - 1)] + [(stages - 1, "turn")]
     order += [(s, "backward") for s in reversed(range(stages - 1))]
-    return Transfers(
+    return TransferSchedule(
         tuple(
-            Operation(n, stage, sweep, weights, () if sweep == "forward" else gradients)
+            TransferOperation(n, stage, sweep, weights, () if sweep == "forward" else gradients)
             for n, (stage, sweep) in enumerate(order)
         ),
         1,
@@ -39,10 +44,10 @@ class NoEngine:
     def place(self, operation, piece, payload) -> None:
         pass
 
-    def compute(self, operation) -> list[TreeNode]:
-        total = TreeSum(self.total)
+    def compute(self, operation) -> list[PartialSum]:
+        total = TreeReduction(self.total)
         for number in range(self.first, self.first + self.count):
-            total.add(TreeNode(0, number, (torch.empty(ELEMENTS, device="meta"),)))
+            total.add(PartialSum(0, number, (torch.empty(ELEMENTS, device="meta"),)))
         return total.nodes() if operation.gradients else []
 
     def losses(self) -> list[float]:
@@ -95,7 +100,7 @@ class Lines(Network):
 
     def send(self, sender: int, to: int, message: Message) -> None:
         rate = RATE if (sender, to) == self.slow else 100 * RATE
-        assert rate != RATE or message.kind in (Kind.GRADIENT, Kind.VIEW)
+        assert rate != RATE or message.kind in (MessageType.GRADIENT, MessageType.VIEW)
         begins = max(self.now, self.free.get((sender, to), 0.0))
         left = self.free[sender, to] = begins + (message.size + 50) / rate
         self._at(left + 1e-4, self._deliver, (sender, to, self.now, message))
@@ -110,12 +115,12 @@ def step(stages: int, gradients: int) -> tuple[float, float]:
     plan, network, most = transfers(stages), Lines(), 0.0
     shard = ShardNode(1, 0, network.runtime(1), plan, NoShard(), gradients=gradients)
     network.add(1, shard)
-    leases = Leases(silence=100.0, stall=100.0)
-    conductor = Conductor(network.runtime(0), [[1]], 4, leases, lambda happened: None)
-    network.conduct(conductor)
+    timeouts = Timeouts(silence=100.0, stall=100.0)
+    coordinator = Coordinator(network.runtime(0), [[1]], 4, timeouts, lambda happened: None)
+    network.conduct(coordinator)
     for number in range(FIRST_ENGINE, FIRST_ENGINE + 4):
         network.add(number, EngineNode(number, network.runtime(number), plan, NoEngine()))
-        conductor.joined(number)
+        coordinator.joined(number)
     ended: list = []
 
     def look() -> bool:
@@ -123,7 +128,7 @@ def step(stages: int, gradients: int) -> tuple[float, float]:
         most = max(most, network.waiting_bytes())
         return bool(ended)
 
-    conductor.start(Order(1), ended.append)
+    coordinator.start(Order(1), ended.append)
     assert network.run(look, 1000.0)
     assert ended[0].error is None
     return most, network.now

@@ -14,8 +14,8 @@ import pytest
 import ray
 from waiting import wait_until
 
-from penstock.events import ClusterEvent
-from penstock.trainer import Trainer
+from penstock.telemetry.events import ClusterEvent
+from penstock.training.trainer import Trainer
 
 MODEL = {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 300, "n_positions": 32}
 
@@ -48,17 +48,17 @@ class Watched:
         self.losses: list[float] = []
 
     @property
-    def hall(self):
-        return self.trainer._runner.hall
+    def manager(self):
+        return self.trainer._runner.manager
 
     def engines(self) -> tuple[int, ...]:
-        return self.hall.conductor.engines
+        return self.manager.coordinator.engines
 
     def train(self, steps: int) -> None:
         self.losses += [self.trainer.run_step().loss for _ in range(steps)]
 
     def await_engines(self, number: int) -> None:
-        wait_until(lambda: len(self.hall.conductor.ready) >= number, self.happened, 120)
+        wait_until(lambda: len(self.manager.coordinator.ready) >= number, self.happened, 120)
 
 
 @pytest.fixture(scope="module")
@@ -71,12 +71,12 @@ def run(tmp_path_factory) -> Iterator[Watched]:
 def test_two_engines_on_ray_and_one_killed_have_the_bits_of_one_engine(run):
     run.train(2)
     engines = run.engines()
-    actors = run.hall.launcher.pids
+    actors = run.manager.launcher.pids
     assert len(engines) == len(actors) == 2
-    killed = run.hall.worker_of(engines[1])
+    killed = run.manager.worker_of(engines[1])
     os.kill(actors[killed], signal.SIGKILL)
     run.train(2)
-    assert run.hall.news.counts["engine lost"] == 1
+    assert run.manager.event_queue.counts["engine lost"] == 1
     run.await_engines(2)  # one more was started
     run.train(1)
     assert len(run.engines()) == 2
@@ -84,7 +84,7 @@ def test_two_engines_on_ray_and_one_killed_have_the_bits_of_one_engine(run):
     how = [event.text for event in run.happened if event.kind == "worker ended"]
     assert len(how) == 1
     assert how[0].startswith(f"{killed} on {os.uname().nodename} with pid {actors[killed]} ended")
-    assert killed not in run.hall.launcher.pids
+    assert killed not in run.manager.launcher.pids
 
     alone = Trainer(settings(run.folder, "alone"))
     losses = [alone.run_step().loss for _ in run.losses]

@@ -20,11 +20,11 @@ from waiting import wait_until
 
 from penstock.cli.app import app
 from penstock.config import Config
+from penstock.distributed.protocol.coordinator import Phase
 from penstock.errors import ConfigError, StorageError
-from penstock.events import ClusterEvent, StepDone
-from penstock.fabric.nodes.conductor import Phase
-from penstock.metrics import read_metrics
-from penstock.trainer import Trainer
+from penstock.telemetry.events import ClusterEvent, StepDone
+from penstock.telemetry.metrics_writer import read_metrics
+from penstock.training.trainer import Trainer
 
 # Wide enough for matrices to be cut between two shards.
 MODEL = {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 300, "n_positions": 32}
@@ -74,7 +74,7 @@ class Run:
     def __init__(self, config: dict) -> None:
         self.losses: dict[int, float] = {}
         self.happened: list[ClusterEvent] = []
-        self.begun: list[int] = []  # the newcomers whose copies were begun
+        self.begun: list[int] = []  # the learners whose copies were begun
         self.also: Callable[[StepDone], None] = lambda step: None
         self.trainer = Trainer(config, on_event=self._hear)
 
@@ -87,13 +87,13 @@ class Run:
             self.also(event)
 
     @property
-    def hall(self):
-        return self.trainer._runner.hall
+    def manager(self):
+        return self.trainer._runner.manager
 
     def pid_of_shard(self, shard: int, place: int = 0) -> int:
         """The process of a node that holds a shard: of the first, which streams, or another."""
-        node = self.hall.conductor.holders[shard][place]
-        return self.hall.launcher.pids[self.hall.worker_of(node)]
+        node = self.manager.coordinator.holders[shard][place]
+        return self.manager.launcher.pids[self.manager.worker_of(node)]
 
     def kill(self, shard: int, place: int = 0) -> int:
         pid = self.pid_of_shard(shard, place)
@@ -106,19 +106,19 @@ class Run:
         """End a process while gradients are on their way, from a thread of its own."""
 
         def act() -> None:
-            while self.hall.conductor.phase is not Phase.RUNNING:
+            while self.manager.coordinator.phase is not Phase.RUNNING:
                 time.sleep(0.001)
             self.kill(shard, place)
             then()
 
         threading.Thread(target=act, daemon=True).start()
 
-    def await_newcomer(self) -> None:
+    def await_learner(self) -> None:
         """Wait for who comes in place of one that was lost; the next step gives it a copy."""
 
         def has_come() -> bool:
-            self.hall.news.look()
-            return bool(self.hall._places.newcomers)
+            self.manager.event_queue.poll()
+            return bool(self.manager._places.learners)
 
         wait_until(has_come)
 
@@ -156,17 +156,17 @@ def said_by(*command: str) -> str:
 
 def shared_bytes(run: Run) -> int:
     """What the trainer's process has sent through memory that another process sees too."""
-    return sum(guest.link.shared_bytes for guest in run.hall.guests.here)
+    return sum(member.link.shared_bytes for member in run.manager.registry.here)
 
 
 def test_a_run_in_memory_is_saved_and_goes_on_and_its_weights_do_not_pass_through_the_trainer(
     text, alone, tmp_path, monkeypatch
 ):
-    for module in ("ring", "link"):  # the model is small
-        monkeypatch.setattr(f"penstock.fabric.sockets.{module}.LEAST_BYTES", 1 << 10)
+    for module in ("shared_memory", "connection"):  # the model is small
+        monkeypatch.setattr(f"penstock.distributed.transport.{module}.LEAST_BYTES", 1 << 10)
     first = Run(settings(text, tmp_path / "run", steps=3, checkpoint={"every": 2}))
     program, carried = first.trainer.program, {}
-    first.also = lambda event: carried.update({event.step: first.hall.guests.carried_bytes})
+    first.also = lambda event: carried.update({event.step: first.manager.registry.carried_bytes})
     _, saved = first.train()
     # Between the first and the second step nothing is evaluated or saved: the batch's rows, and a
     # beat of every process ten times a second.
@@ -187,7 +187,7 @@ def test_a_run_in_memory_is_saved_and_goes_on_and_its_weights_do_not_pass_throug
 
 
 def test_a_shard_in_memory_comes_back_from_its_replica_and_no_step_is_lost(text, alone, tmp_path):
-    """The one that streams is killed in a step; then, when the newcomer is whole, the other one."""
+    """The one that streams is killed in a step; then, when the learner is whole, the other one."""
     run = Run(settings(text, tmp_path / "run", shards=1, replicas=2))
     killed: list[int] = []
 
@@ -196,7 +196,7 @@ def test_a_shard_in_memory_comes_back_from_its_replica_and_no_step_is_lost(text,
             killed.append(run.pid_of_shard(0))
             run.kill_in_a_step(0)
         elif step.step == 3:
-            run.await_newcomer()
+            run.await_learner()
         elif step.step == 4:
             assert "replica copied" in run.kinds
             killed.append(run.kill(0))  # all that is left then has come as a copy
@@ -214,8 +214,8 @@ def test_a_shard_in_memory_comes_back_from_its_replica_and_no_step_is_lost(text,
 
 
 def once_a_copy_begins(run: Run, monkeypatch, act: Callable[[int, int], None]) -> None:
-    """Do something when the first copy has just been begun, with whose it is and the newcomer."""
-    calls, begun = run.hall._calls, run.begun
+    """Do something when the first copy has just been begun, with whose it is and the learner."""
+    calls, begun = run.manager._calls, run.begun
     begin = calls.begin
 
     def watching(node, method, arguments, *others, **more):
@@ -230,11 +230,11 @@ def once_a_copy_begins(run: Run, monkeypatch, act: Callable[[int, int], None]) -
 
 
 def signal_to(run: Run, node: int, what: signal.Signals) -> None:
-    os.kill(run.hall.launcher.pids[run.hall.worker_of(node)], what)
+    os.kill(run.manager.launcher.pids[run.manager.worker_of(node)], what)
 
 
 @pytest.mark.slow
-def test_a_newcomer_that_is_killed_while_it_is_given_a_copy_makes_room_for_another(
+def test_a_learner_that_is_killed_while_it_is_given_a_copy_makes_room_for_another(
     text, alone, tmp_path, monkeypatch
 ):
     run = Run(settings(text, tmp_path / "run", shards=1, replicas=2))
@@ -246,7 +246,7 @@ def test_a_newcomer_that_is_killed_while_it_is_given_a_copy_makes_room_for_anoth
             )
             run.kill(0)
         elif step.step in (2, 4):
-            run.await_newcomer()
+            run.await_learner()
 
     run.also = after
     assert run.train() == alone
@@ -268,7 +268,7 @@ def test_a_node_that_is_lost_while_it_is_copied(text, alone, tmp_path, monkeypat
             )
             run.kill(0)
         elif step.step == 2 and not run.begun:
-            run.await_newcomer()
+            run.await_learner()
 
     run.also = after
     if on_flash:
@@ -289,7 +289,7 @@ def test_a_run_whose_own_process_is_killed_during_a_copy_begins_the_copy_anew(
     first = Run({**config, "run": {"dir": str(tmp_path / "run"), "steps": 3}})
     first.train()
     shutil.rmtree(tmp_path / "run" / "flash" / "shard-0-replica-1")
-    code = "import sys, json; from penstock.trainer import Trainer; Trainer(json.load(sys.stdin))"
+    code = "import sys, json; from penstock import Trainer; Trainer(json.load(sys.stdin))"
     killed = subprocess.run(
         [sys.executable, "-c", code],
         input=json.dumps(config),
@@ -322,13 +322,13 @@ def test_shards_with_replicas_are_killed_at_random_and_no_bit_changes(
         nonlocal kills
         if step.step % 6 == 0:
             shard = chance.randrange(2)
-            if len(run.hall.conductor.holders[shard]) == 2:
+            if len(run.manager.coordinator.holders[shard]) == 2:
                 kills += 1
                 (run.kill if chance.random() < 0.5 else run.kill_in_a_step)(
                     shard, chance.randrange(2)
                 )
-        elif step.step % 6 == 4 and run.hall._places.free([]):
-            run.await_newcomer()
+        elif step.step % 6 == 4 and run.manager._places.free([]):
+            run.await_learner()
 
     run.also = after
     assert run.train() == expected

@@ -9,8 +9,8 @@ import warm_start
 from sharded_stores import sharded_flash
 from store_programs import make_program, random_weights, train, training_store
 
-from penstock import fault
 from penstock.errors import CorruptionError
+from penstock.io import failpoints
 from penstock.store.flash import open_reader, recorded_extra
 from penstock.store.flash.shards import durable_records
 
@@ -124,7 +124,7 @@ def test_some_of_these_kills_leave_shards_apart(tmp_path):
             newest = [steps[-1:] for steps in steps_of(tmp_path / "flash")]
             apart.append(newest[0] != newest[1])
 
-    with fault.watching(watch):
+    with failpoints.watching(watch):
         run(store)
     store.close()
     assert len(apart) == 2 * (STEPS + 1)

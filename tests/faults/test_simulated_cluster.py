@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from toy_cluster import FIRST_ENGINE, STEPS, ToyCluster, reference
 
-from penstock.fabric.messages import Kind, Message
-from penstock.fabric.sim import Faults
-from penstock.fabric.sim.faults import Rates
-from penstock.fabric.topology import ways
+from penstock.distributed.protocol.messages import Message, MessageType
+from penstock.distributed.protocol.tree_topology import ways
+from penstock.distributed.simulation import Faults
+from penstock.distributed.simulation.faults import Rates
 
 LOSSES, WEIGHTS = reference()
 
@@ -43,7 +43,7 @@ def test_weights_and_gradients_go_the_ways_that_memory_is_counted_for(engines, s
         return number - FIRST_ENGINE if number >= FIRST_ENGINE else -number
 
     def note(sender: int, to: int, message: Message) -> None:
-        if message.kind in (Kind.WEIGHTS, Kind.GRADIENT):
+        if message.kind in (MessageType.WEIGHTS, MessageType.GRADIENT):
             gone.add((place(sender), place(to)))
         send(sender, to, message)
 
@@ -113,7 +113,7 @@ def trouble(seed: int) -> tuple[ToyCluster, dict]:
         at("join", cluster.join)
     if chance.random() < 0.3:
         wanted = chance.randint(1, 6)
-        at(f"scale to {wanted}", lambda: setattr(cluster.conductor, "wanted", wanted))
+        at(f"scale to {wanted}", lambda: setattr(cluster.coordinator, "wanted", wanted))
     # There is always somebody in the end: a spare that comes late.
     network.after(30.0, cluster.join)
     return cluster, plan

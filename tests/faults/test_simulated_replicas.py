@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from toy_cluster import FIRST_ENGINE, HELD, STAGES, STEPS, WEIGHTS, ToyCluster, reference
 
+from penstock.distributed.simulation import Faults
+from penstock.distributed.simulation.faults import Rates
 from penstock.errors import CorruptionError
-from penstock.fabric.sim import Faults
-from penstock.fabric.sim.faults import Rates
 
 LOSSES, EXPECTED = reference(STEPS + 1)
 SHARDS, REPLICAS, ENGINES = 2, 2, 2
@@ -131,7 +131,7 @@ def trouble(seed: int) -> tuple[ToyCluster, bool, dict]:
 
     def strike(shard: int, place: int, kill: bool, delay: float) -> None:
         """End a node of a shard, whichever has that place then, or let it be a zombie."""
-        nodes = cluster.conductor.holders[shard]
+        nodes = cluster.coordinator.holders[shard]
         there = [node for node in nodes if cluster._is_there(node)]
         if not there or (len(there) == 1 and not on_flash):
             return
@@ -141,8 +141,8 @@ def trouble(seed: int) -> tuple[ToyCluster, bool, dict]:
         else:
             cluster.stop_until_lost(number, delay)
 
-    def strike_newcomer() -> None:
-        for number in cluster.conductor.newcomers[:1]:
+    def strike_learner() -> None:
+        for number in cluster.coordinator.learners[:1]:
             network.kill(number)
 
     for _ in range(chance.choice([1, 1, 2, 3, 5])):
@@ -151,7 +151,7 @@ def trouble(seed: int) -> tuple[ToyCluster, bool, dict]:
         blow = functools.partial(strike, shard, place, kill, delay)
         at(f"strike {shard, place, kill, delay}", blow, chance.choice([0.1, 0.1, 1.0]))
     if chance.random() < 0.3:
-        at("strike a newcomer", strike_newcomer, 0.5)
+        at("strike a learner", strike_learner, 0.5)
     for number in range(FIRST_ENGINE, FIRST_ENGINE + engines):
         if chance.random() < 0.25:
             at(f"kill {number}", functools.partial(network.kill, number))
@@ -191,14 +191,16 @@ def test_a_bit_that_flips_in_one_node_ends_the_run_before_everything_has_been_co
     chance = random.Random(seed)
     cluster = ToyCluster(ENGINES, SHARDS, replicas=REPLICAS, on_flash=on_flash)
     flipped_after, turn = chance.randrange(1, HELD), chance.randrange(HELD)
-    node = cluster.conductor.holders[shard := chance.randrange(SHARDS)][chance.randrange(REPLICAS)]
+    node = cluster.coordinator.holders[shard := chance.randrange(SHARDS)][
+        chance.randrange(REPLICAS)
+    ]
     element = WEIGHTS_OF[shard][chance.randrange(len(WEIGHTS_OF[shard]))]
     cluster.train(flipped_after)
     cluster.stores[node].flip(turn, element, chance.randrange(31))
     with pytest.raises(CorruptionError) as found:
         cluster.train(flipped_after + HELD, first=flipped_after + 1)
     kind = "moment" if turn >= STAGES else "weights"
-    steps = [cluster.stores[n].step for nodes in cluster.conductor.holders for n in nodes]
+    steps = [cluster.stores[n].step for nodes in cluster.coordinator.holders for n in nodes]
     assert max(steps) < flipped_after + HELD
     assert f"shard {shard}: node {1 + shard} and its replica, node {3 + shard}, should" in str(
         found.value

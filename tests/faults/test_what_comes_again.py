@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from toy_cluster import FIRST_ENGINE, ToyCluster, ToyEngine, reference
 
+from penstock.distributed.protocol import UnrecoverableError
+from penstock.distributed.protocol.messages import Message, MessageType
+from penstock.distributed.simulation import Faults
 from penstock.errors import ClusterError
-from penstock.fabric.messages import Kind, Message
-from penstock.fabric.nodes import TroubleError
-from penstock.fabric.sim import Faults
 
 LOSSES, WEIGHTS = reference()
 FIRST, SECOND, THIRD, FOURTH = range(FIRST_ENGINE, FIRST_ENGINE + 4)
@@ -79,7 +79,7 @@ def test_an_error_that_follows_the_step_around_ends_the_run_with_its_text(engine
         return MemoryError(f"tried to take {engine} MiB, 0x{engine:x} has 1.5 GiB")
 
     let_fail(cluster, error_of)
-    with pytest.raises(TroubleError) as raised:
+    with pytest.raises(UnrecoverableError) as raised:
         cluster.train()
     first, second = lost(cluster)[0], raised.value.node
     assert lost(cluster) == [first] != [second]
@@ -94,7 +94,9 @@ def test_engines_that_each_fail_in_another_way_end_the_run_at_the_third():
     cluster = ToyCluster(1, 1)
     ways = {FIRST: "one", SECOND: "two", THIRD: "three", FOURTH: "four"}
     let_fail(cluster, lambda engine, step, op: ValueError(ways[engine]))
-    with pytest.raises(TroubleError, match="3 engines have failed, each in its own way; engine 10"):
+    with pytest.raises(
+        UnrecoverableError, match="3 engines have failed, each in its own way; engine 10"
+    ):
         cluster.train()
     assert lost(cluster) == [FIRST, SECOND]
 
@@ -108,9 +110,9 @@ def test_engines_that_fail_at_different_steps_do_not_add_up():
 
 def test_the_only_engine_ends_the_run_where_no_other_can_come():
     cluster = ToyCluster(1, 1)
-    cluster.others_come = False
+    cluster.can_replace_engine = False
     let_fail(cluster, lambda engine, step, op: ValueError("broken"))
-    with pytest.raises(TroubleError, match="the only one there is: ValueError: broken"):
+    with pytest.raises(UnrecoverableError, match="the only one there is: ValueError: broken"):
         cluster.train()
     assert not lost(cluster)
 
@@ -118,7 +120,9 @@ def test_the_only_engine_ends_the_run_where_no_other_can_come():
 class BadLinks(Faults):
     """On links of which this is so, every message of some kinds is lost or damaged."""
 
-    def __init__(self, what: str, kinds: set[Kind], is_bad: Callable[[int, int], bool]) -> None:
+    def __init__(
+        self, what: str, kinds: set[MessageType], is_bad: Callable[[int, int], bool]
+    ) -> None:
         super().__init__(1)
         self.what, self.kinds, self.is_bad = what, kinds, is_bad
 
@@ -128,7 +132,7 @@ class BadLinks(Faults):
         return [] if self.what == "lost" else [(0.0, self._flip(message))]
 
 
-DATA = {Kind.WEIGHTS, Kind.GRADIENT}
+DATA = {MessageType.WEIGHTS, MessageType.GRADIENT}
 
 
 @pytest.mark.parametrize("engines", [1, 2])
@@ -150,7 +154,7 @@ def test_a_network_that_is_bad_everywhere_ends_the_run_and_says_what_was_seen(wh
     assert "Check that all hosts of the run reach each other on any port" in str(raised.value)
 
 
-def one_flipped(engines: int, kind: Kind, is_at: Callable[[int, int], bool]) -> ToyCluster:
+def one_flipped(engines: int, kind: MessageType, is_at: Callable[[int, int], bool]) -> ToyCluster:
     """A cluster that has made its steps, in which one frame was damaged: the first that is so."""
     left = [True]
 
@@ -166,14 +170,14 @@ def one_flipped(engines: int, kind: Kind, is_at: Callable[[int, int], bool]) -> 
 @pytest.mark.parametrize(
     ("kind", "sender", "to", "loses"),
     [
-        (Kind.LOSSES, FIRST, 0, FIRST),
-        (Kind.BEAT, SECOND, 0, SECOND),
-        (Kind.BEGIN, 0, FIRST, FIRST),
-        (Kind.PREPARED, 1, 0, 1),
-        (Kind.COMMIT, 0, 2, 2),
+        (MessageType.LOSSES, FIRST, 0, FIRST),
+        (MessageType.HEARTBEAT, SECOND, 0, SECOND),
+        (MessageType.BEGIN, 0, FIRST, FIRST),
+        (MessageType.PREPARED, 1, 0, 1),
+        (MessageType.COMMIT, 0, 2, 2),
     ],
 )
-def test_one_damaged_frame_on_its_link_to_the_conductor_costs_a_node_its_place(
+def test_one_damaged_frame_on_its_link_to_the_coordinator_costs_a_node_its_place(
     kind, sender, to, loses
 ):
     """The link ends with it, and with the link the place; another comes."""
@@ -183,15 +187,15 @@ def test_one_damaged_frame_on_its_link_to_the_conductor_costs_a_node_its_place(
     assert cluster.network.is_cut_off(loses)
 
 
-@pytest.mark.parametrize("kind", [Kind.WEIGHTS, Kind.GRADIENT])
+@pytest.mark.parametrize("kind", [MessageType.WEIGHTS, MessageType.GRADIENT])
 def test_one_damaged_frame_between_two_other_nodes_costs_nobody_its_place(kind):
     cluster = one_flipped(2, kind, lambda a, b: 0 not in (a, b))
     assert not [h for h in cluster.happened if h.kind.endswith("lost")]
-    assert cluster.conductor.counts["damaged"] == 1
+    assert cluster.coordinator.counts["damaged"] == 1
 
 
 def test_a_commit_that_never_comes_costs_the_shard_its_place():
-    faults = BadLinks("lost", {Kind.COMMIT}, lambda sender, to: to == 1)
+    faults = BadLinks("lost", {MessageType.COMMIT}, lambda sender, to: to == 1)
     cluster = ToyCluster(1, 1, faults)
     require_same(cluster, cluster.train())
     (text,) = [h.text for h in cluster.happened if h.kind == "shard lost"]

@@ -16,21 +16,26 @@ import numpy as np
 import torch
 import xxhash
 
-from penstock.fabric.nodes import (
+from penstock.collectives.tree_reduce import PartialSum, TreeReduction, partition
+from penstock.distributed.protocol import (
     WINDOW,
-    Conductor,
+    Coordinator,
+    EngineInput,
     EngineNode,
-    Happened,
-    Leases,
-    Outcome,
-    Part,
+    ProtocolEvent,
+    RolledBackError,
     ShardNode,
-    TroubleError,
-    WentBackError,
+    StepResult,
+    Timeouts,
+    UnrecoverableError,
 )
-from penstock.fabric.sim import Faults, Links, Network
-from penstock.fabric.transfers import Operation, Piece, Transfers, chunks
-from penstock.tree import TreeNode, TreeSum, share
+from penstock.distributed.protocol.transfer_schedule import (
+    Chunk,
+    TransferOperation,
+    TransferSchedule,
+    chunks,
+)
+from penstock.distributed.simulation import Faults, Links, Network
 
 STAGES, WEIGHTS, MICRO_BATCHES, STEPS = 3, 17, 8, 3
 HELD = 2 * STAGES  # arrays of a shard, and steps until all of them have been compared
@@ -68,7 +73,7 @@ def norm_of(squares: dict[str, float]) -> float:
     return math.sqrt(math.fsum(squares[key] for key in sorted(squares)))
 
 
-def squares_of(stage: int, piece: Piece, gradient: np.ndarray) -> dict[str, str]:
+def squares_of(stage: int, piece: Chunk, gradient: np.ndarray) -> dict[str, str]:
     """By element, so that no division over shards changes the sum."""
     return {f"{stage}:{piece.begin + i:04d}": (float(x) ** 2).hex() for i, x in enumerate(gradient)}
 
@@ -77,7 +82,7 @@ def reference(steps: int = STEPS) -> tuple[list[list[float]], list[np.ndarray]]:
     """Losses by step, and the weights at the end, without shards, engines or a network."""
     weights, losses = initial(), []
     for step in range(1, steps + 1):
-        sums = [TreeSum(MICRO_BATCHES) for _ in weights]
+        sums = [TreeReduction(MICRO_BATCHES) for _ in weights]
         losses.append([])
         for index, row in enumerate(rows_of(step)):
             values = forward(weights, row)
@@ -85,26 +90,26 @@ def reference(steps: int = STEPS) -> tuple[list[list[float]], list[np.ndarray]]:
             grad = np.ones(WEIGHTS, np.float32)
             for stage in reversed(range(STAGES)):
                 own, grad = backward(weights[stage], values[stage], values[stage + 1], grad)
-                sums[stage].add(TreeNode(0, index, (torch.from_numpy(own),)))
+                sums[stage].add(PartialSum(0, index, (torch.from_numpy(own),)))
         gradients = [total.root()[0].numpy() for total in sums]
         squares = {}
         for stage, gradient in enumerate(gradients):
-            whole = squares_of(stage, Piece(0, 0, 0, WEIGHTS, 4), gradient)
+            whole = squares_of(stage, Chunk(0, 0, 0, WEIGHTS, 4), gradient)
             squares |= {key: float.fromhex(value) for key, value in whole.items()}
         scale = min(1.0, 1.0 / norm_of(squares))
         weights = [updated(w, g, scale) for w, g in zip(weights, gradients, strict=True)]
     return losses, weights
 
 
-def transfers(shards: int) -> Transfers:
+def transfers(shards: int) -> TransferSchedule:
     bounds = [WEIGHTS * s // shards for s in range(shards + 1)]
-    pieces = [Piece(s, 0, bounds[s], bounds[s + 1], 4) for s in range(shards)]
+    pieces = [Chunk(s, 0, bounds[s], bounds[s + 1], 4) for s in range(shards)]
     cut = chunks(pieces, chunk_bytes=32)
     order = [(s, "forward") for s in range(STAGES - 1)] + [(STAGES - 1, "turn")]
     order += [(s, "backward") for s in reversed(range(STAGES - 1))]
-    return Transfers(
+    return TransferSchedule(
         tuple(
-            Operation(n, stage, sweep, cut, () if sweep == "forward" else cut)
+            TransferOperation(n, stage, sweep, cut, () if sweep == "forward" else cut)
             for n, (stage, sweep) in enumerate(order)
         ),
         shards,
@@ -126,7 +131,7 @@ class ToyEngine:
         slot = self.slots[operation.number % 2]
         slot[piece.begin : piece.end] = payload.view(np.float32)
 
-    def compute(self, operation) -> list[TreeNode]:
+    def compute(self, operation) -> list[PartialSum]:
         weight = self.slots[operation.number % 2].copy()
         self.slots[operation.number % 2][:] = np.nan  # what is used after this shows
         if operation.sweep != "backward":
@@ -134,12 +139,12 @@ class ToyEngine:
                 values.append(np.tanh(values[-1] * weight + np.float32(0.1)))
         if operation.sweep == "forward":
             return []
-        total = TreeSum(self.total)
+        total = TreeReduction(self.total)
         for offset, values in enumerate(self.values):
             own, self.grads[offset] = backward(
                 weight, values[operation.stage], values[operation.stage + 1], self.grads[offset]
             )
-            total.add(TreeNode(0, self.first + offset, (torch.from_numpy(own),)))
+            total.add(PartialSum(0, self.first + offset, (torch.from_numpy(own),)))
         return total.nodes()
 
     def losses(self) -> list[float]:
@@ -156,7 +161,9 @@ class ToyShard:
     read later than `ShardWork.fetch` allows has another operation's weights.
     """
 
-    def __init__(self, shard: int, plan: Transfers, durable=None, on_flash: bool = True) -> None:
+    def __init__(
+        self, shard: int, plan: TransferSchedule, durable=None, on_flash: bool = True
+    ) -> None:
         self.shard, self.plan, self.on_flash = shard, plan, on_flash
         moments = [np.zeros(WEIGHTS, np.float32) for _ in range(STAGES)]
         self.durable = durable or {0: [*initial(), *moments]}  # by step, what a crash leaves
@@ -172,7 +179,7 @@ class ToyShard:
         return ToyShard(self.shard, self.plan, dict(self.durable))
 
     def empty(self) -> ToyShard:
-        """What a newcomer has of this shard before it is given a copy: nothing."""
+        """What a learner has of this shard before it is given a copy: nothing."""
         return ToyShard(self.shard, self.plan, {-1: []}, self.on_flash)
 
     def copied(self) -> tuple[int, list[np.ndarray]]:
@@ -261,20 +268,20 @@ class ToyShard:
 
 
 class ToyOrder:
-    """One step, as the conductor has it made."""
+    """One step, as the coordinator has it made."""
 
     micro_batches = MICRO_BATCHES
 
     def __init__(self, step: int) -> None:
         self.step = step
 
-    def parts(self, engines: int) -> list[Part]:
+    def parts(self, engines: int) -> list[EngineInput]:
         return [
-            Part(
+            EngineInput(
                 {"first": part.start, "total": MICRO_BATCHES, "seed": 0, "scale": 1.0},
                 {"x": rows_of(self.step)[part.start : part.stop]},
             )
-            for part in share(MICRO_BATCHES, engines)
+            for part in partition(MICRO_BATCHES, engines)
         ]
 
     def report(self, message) -> dict:
@@ -294,7 +301,7 @@ class ToyOrder:
 
 
 class ToyCluster:
-    """Shards, engines and a conductor in a simulated network, and who brings back what is lost.
+    """Shards, engines and a coordinator in a simulated network, and who brings back what is lost.
 
     `cost` says the seconds of a job; by default longer than a message takes, so that faults fall
     between any two of these. Node 1 + s + r * shards is the r-th of the first nodes of shard s.
@@ -313,22 +320,22 @@ class ToyCluster:
     ) -> None:
         self.plan = transfers(shards)
         self.network = Network(Links(1e6, 1e-4), faults, cost=lambda number: cost(), notice=notice)
-        self.happened: list[Happened] = []
+        self.happened: list[ProtocolEvent] = []
         self.stores: dict[int, ToyShard] = {}  # of every node that ever was a shard's
         self.nodes: dict[int, ShardNode | EngineNode] = {}
         numbers = [[1 + s + r * shards for r in range(replicas)] for s in range(shards)]
         for s, number in ((s, number) for s, some in enumerate(numbers) for number in some):
             self._add_shard(number, ToyShard(s, self.plan, on_flash=on_flash))
-        self.conductor = Conductor(
+        self.coordinator = Coordinator(
             self.network.runtime(0),
             numbers,
             wanted or engines,
-            Leases(silence=1.0, stall=2.0, job=20.0),
+            Timeouts(silence=1.0, stall=2.0, job=20.0),
             self._tell,
-            others_come=lambda: self.others_come,
+            can_replace_engine=lambda: self.can_replace_engine,
         )
-        self.network.conduct(self.conductor)
-        self.others_come = True  # whether the conductor may count on other engines
+        self.network.conduct(self.coordinator)
+        self.can_replace_engine = True  # whether the coordinator may count on other engines
         self._lost: set[int] = set()  # the last nodes of shards, that have been lost
         self._zombies: dict[int, float] = {}
         self.engine: Callable[[int], ToyEngine] = lambda number: ToyEngine()
@@ -349,9 +356,9 @@ class ToyCluster:
     @property
     def shards(self) -> list[ToyShard]:
         """What the nodes of all shards hold."""
-        return [self.stores[node] for nodes in self.conductor.holders for node in nodes]
+        return [self.stores[node] for nodes in self.coordinator.holders for node in nodes]
 
-    def _tell(self, happened: Happened) -> None:
+    def _tell(self, happened: ProtocolEvent) -> None:
         self.happened.append(happened)
         if happened.node in self._zombies:
             self.network.after(self._zombies.pop(happened.node), self.network.resume, happened.node)
@@ -389,36 +396,36 @@ class ToyCluster:
         number, self._next_shard = self._next_shard, self._next_shard + 1
         store = self.stores[lost].reopened()
         self._add_shard(number, store)
-        self.conductor.shard_joined(store.shard, number)
+        self.coordinator.shard_joined(store.shard, number)
 
     def join_replica(self, lost: int) -> None:
         """Let another process come for a node that was lost while others of its shard were left."""
         number, self._next_shard = self._next_shard, self._next_shard + 1
         store = self.stores[lost].empty()
         self._add_shard(number, store)
-        self.conductor.newcomer(store.shard, number)
+        self.coordinator.learner_joined(store.shard, number)
 
-    def _copy_to_newcomers(self, seconds: float = 0.01) -> None:
-        """Give newcomers what they are to hold; it takes time, in which anybody may be lost."""
-        newcomers = list(self.conductor.newcomers)
-        if newcomers and not self._make_durable():
+    def _copy_to_learners(self, seconds: float = 0.01) -> None:
+        """Give learners what they are to hold; it takes time, in which anybody may be lost."""
+        learners = list(self.coordinator.learners)
+        if learners and not self._make_durable():
             return
-        for number in newcomers:
-            holders = self.conductor.holders[self.stores[number].shard]
+        for number in learners:
+            holders = self.coordinator.holders[self.stores[number].shard]
             if not holders or not self._is_there(number) or not self._is_there(holders[0]):
                 continue
             state = self.stores[holders[0]].copied()
             self.network.run(lambda: self.watch(), self.network.now + seconds)
-            still = self.conductor.holders[self.stores[number].shard]
+            still = self.coordinator.holders[self.stores[number].shard]
             if holders[0] in still and self._is_there(number) and self._is_there(holders[0]):
                 self.stores[number].restore(*state)
-                self.conductor.whole(number)
+                self.coordinator.promote(number)
 
     def _make_durable(self) -> bool:
         """Have all shards store the step at which they stand; return whether they could."""
-        if not self.conductor.is_agreed:
+        if not self.coordinator.is_agreed:
             return False
-        for nodes in self.conductor.holders:
+        for nodes in self.coordinator.holders:
             alive = [node for node in nodes if not self.network.is_dead(node)]
             for node in alive:
                 self.stores[node]._make_durable()
@@ -434,29 +441,29 @@ class ToyCluster:
         number, self._next = self._next, self._next + 1
         runtime = self.network.runtime(number)
         self._add(number, EngineNode(number, runtime, self.plan, self.engine(number)))
-        self.conductor.joined(number)
+        self.coordinator.joined(number)
         return number
 
-    def train(self, steps: int = STEPS, first: int = 1, limit: float = 300.0) -> list[Outcome]:
+    def train(self, steps: int = STEPS, first: int = 1, limit: float = 300.0) -> list[StepResult]:
         """Make the steps from the first on, and return how each ended."""
-        outcomes: dict[int, Outcome] = {}
+        outcomes: dict[int, StepResult] = {}
         step = first
         while step <= steps:
-            self._copy_to_newcomers()
-            ended: list[Outcome] = []
-            self.conductor.start(ToyOrder(step), ended.append)
+            self._copy_to_learners()
+            ended: list[StepResult] = []
+            self.coordinator.start(ToyOrder(step), ended.append)
             came = self.network.run(lambda ended=ended: bool(self.watch() or ended), limit)
-            assert came, f"step {step} hangs at {self.network.now:.1f} s: {self.conductor.phase}"
+            assert came, f"step {step} hangs at {self.network.now:.1f} s: {self.coordinator.phase}"
             (outcome,) = ended
             match outcome.error:
                 case None:
                     before = outcomes.setdefault(step, outcome)
                     assert before.losses == outcome.losses, "a step gives other losses again"
                     step += 1
-                case WentBackError():
+                case RolledBackError():
                     assert outcome.error.step < step
                     step = outcome.error.step + 1
-                case TroubleError(node=node) if node in self._lost:
+                case UnrecoverableError(node=node) if node in self._lost:
                     pass  # a shard is lost, and comes back
                 case _:
                     raise outcome.error
@@ -466,7 +473,7 @@ class ToyCluster:
         """The weights of all shards put together."""
         count = self.plan.shards
         bounds = [WEIGHTS * s // count for s in range(count + 1)]
-        firsts = [self.stores[nodes[0]] for nodes in self.conductor.holders]
+        firsts = [self.stores[nodes[0]] for nodes in self.coordinator.holders]
         whole = []
         for stage in range(STAGES):
             parts = [s.weights[stage][bounds[n] : bounds[n + 1]] for n, s in enumerate(firsts)]

@@ -14,6 +14,7 @@ from searching import EXAMPLES, search
 from store_programs import make_program, random_weights, train, training_store
 
 from penstock.errors import ConfigError, CorruptionError, StorageError
+from penstock.io.safetensors_header import header_length, parse_header
 from penstock.store import (
     SavedWeights,
     find_checkpoint,
@@ -23,7 +24,6 @@ from penstock.store import (
     sealed_json,
     verify_checkpoint,
 )
-from penstock.tensor_header import header_length, parse_header
 
 LAYERS = ({"a": (4, 3), "frozen": (7,)}, {"b": (5, 5)})
 FILE = "stage-00000.safetensors"

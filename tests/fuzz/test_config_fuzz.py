@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 from mutations import mutated, mutated_json
 from searching import EXAMPLES, search
 
-from penstock.config import Config, load, load_run
+from penstock.config import Config, commented, load, load_run
 from penstock.errors import ConfigError
-from penstock.metrics import drop_after, read_metrics
+from penstock.telemetry.metrics_writer import drop_after, read_metrics
 
-STARTER = Config(model="gpt2").commented_yaml()
+STARTER = commented(Config(model="gpt2"))
 WORDS = ["model", "run", "dir", "store", "dram", "&a", "*a", "<<", "!!int", "!!map", "{", "}", "["]
 WORDS += ["]", ":", "- ", ",", "\n", "  ", "0x", "1e9", "9" * 30, "GiB", "null", "true", "'", '"']
 YAML = st.lists(st.sampled_from(WORDS) | st.text(max_size=4), max_size=40).map(" ".join)

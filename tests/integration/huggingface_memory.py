@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from penstock import assembly, stores
 from penstock.config import Config
-from penstock.export import export
+from penstock.planning import builders, store_factory
 from penstock.store.flash import FlashReader
+from penstock.training.export import export
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 WIDTH = 512
@@ -56,11 +56,13 @@ def measure(folder, layers):
             "run": {"dir": str(folder / "run")},
         }
     )
-    source = assembly.model_source(config.model)
-    program = assembly.compile_source(source, micro_batch=1, length=8, precision="bf16")
+    source = builders.model_source(config.model)
+    program = builders.compile_source(source, micro_batch=1, length=8, precision="bf16")
 
     def take():
-        store = stores.make_flash_store(config, program, int(config.store.dram), folder / "flash")
+        store = store_factory.make_flash_store(
+            config, program, int(config.store.dram), folder / "flash"
+        )
         store.load(source.initial_weights(0, list(program.weights)))
         store.close()
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from penstock import durable
 from penstock.cli import main
+from penstock.io import durable
 
 SETTINGS = {
     "model": {"preset": "tiny", "n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 16},

@@ -14,9 +14,9 @@ from plain_training import Recipe, trainer_of
 from sweeps import gradients_by_weight, sweep
 from tiny_models import FIELDS, LENGTH, language_model
 
-from penstock import assembly
 from penstock.engine import EnginePlan, TorchEngine
-from penstock.engine.plan import bytes_of_choice
+from penstock.engine.recompute_planner import bytes_of_choice
+from penstock.planning import builders
 
 PLAN = EnginePlan()
 STEPS = 8
@@ -167,7 +167,7 @@ def test_runs_that_differ_are_told_apart(tmp_path):
 def test_the_number_of_engines_does_not_decide_the_micro_batch_where_memory_binds(
     tmp_path, monkeypatch
 ):
-    compile_source, programs = assembly.compile_source, {}
+    compile_source, programs = builders.compile_source, {}
 
     def compile_once(source, **asked):  # the same for every number of engines
         key = repr(sorted(asked.items()))
@@ -175,7 +175,7 @@ def test_the_number_of_engines_does_not_decide_the_micro_batch_where_memory_bind
             programs[key] = compile_source(source, **asked)
         return programs[key]
 
-    monkeypatch.setattr(assembly, "compile_source", compile_once)
+    monkeypatch.setattr(builders, "compile_source", compile_once)
     case, recipe = gpt2(dropout=True), Recipe(seed=0, steps=2, warmup_steps=1, size=8)
     small = compile_once(
         case.source(0), micro_batch=2, length=LENGTH, precision="fp32", device="cpu"

@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from penstock.cli.app import app
-from penstock.events import StepDone
-from penstock.trainer import Trainer
+from penstock.telemetry.events import StepDone
+from penstock.training.trainer import Trainer
 
 MODEL = {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 300, "n_positions": 32}
 STEPS = 30

@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 from penstock.cli.app import app
 from penstock.data import ArraySource
 from penstock.errors import DataError
-from penstock.events import Evaluated, Notice
 from penstock.models import InputSpec, ModelSource
-from penstock.trainer import Trainer
+from penstock.telemetry.events import Evaluated, Notice
+from penstock.training.trainer import Trainer
 
 
 class Net(nn.Module):

@@ -16,7 +16,7 @@ from waiting import wait_until
 from penstock.config import Config
 from penstock.engine import Sharing, predict_bytes
 from penstock.errors import ConfigError, NonFiniteError
-from penstock.trainer import Trainer
+from penstock.training.trainer import Trainer
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 DROPOUT = {"resid_pdrop": 0.2, "embd_pdrop": 0.1, "attn_pdrop": 0.15}

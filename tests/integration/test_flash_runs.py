@@ -12,8 +12,8 @@ from penstock import Trainer
 from penstock.cli.app import app
 from penstock.data import ArraySource
 from penstock.errors import BudgetError, ConfigError, CorruptionError
-from penstock.events import StepDone
 from penstock.models import InputSpec, ModelSource
+from penstock.telemetry.events import StepDone
 
 ROOT = Path(__file__).parents[2]
 
@@ -242,7 +242,8 @@ def test_a_run_goes_on_with_another_memory_for_its_engines(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "what", ["penstock.models.ModelSource.initial_weights", "penstock.assembly.make_engines"]
+    "what",
+    ["penstock.models.ModelSource.initial_weights", "penstock.planning.builders.make_engines"],
 )
 @pytest.mark.parametrize("error", [CorruptionError("a damaged file"), KeyboardInterrupt()])
 def test_a_trainer_that_is_never_made_leaves_no_store_open(what, error, tmp_path, monkeypatch):

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from penstock import Trainer
 from penstock.data import ArraySource
 from penstock.errors import ConfigError
-from penstock.events import RunStarted, StepDone
 from penstock.models import ModelSource
+from penstock.telemetry.events import RunStarted, StepDone
 
 
 class Net(nn.Module):

@@ -15,19 +15,17 @@ from tiny_models import LENGTH, language_model
 from torch import nn
 from typer.testing import CliRunner
 
-from penstock import Trainer, assembly
-from penstock.assembly import bfloat16_of, set_threads
+from penstock import Trainer
 from penstock.cli.app import app
-from penstock.cluster import roles
-from penstock.cluster.plan import RunPlan, engine_digest
-from penstock.cluster.terms import terms_of
 from penstock.config import Config
 from penstock.data import ArraySource
+from penstock.distributed.run_spec import RunSpec, engine_digest, terms_of
+from penstock.distributed.worker import roles
+from penstock.engine import set_threads
 from penstock.errors import ConfigError
-from penstock.events import StepDone
-from penstock.export import export_run
 from penstock.formats import BFLOAT16, DENSE, SPLIT
 from penstock.models import ModelSource
+from penstock.planning import builders
 from penstock.store import (
     checkpoint_bytes,
     checkpoint_hash,
@@ -36,6 +34,8 @@ from penstock.store import (
     sealed_json,
 )
 from penstock.store.flash import open_reader
+from penstock.telemetry.events import StepDone
+from penstock.training.export import export_run
 
 set_threads(1)  # for tensors this small a second thread is only waited for
 
@@ -151,7 +151,7 @@ def test_a_checkpoint_holds_what_was_trained_and_the_account_says_how_much(folde
     assert state.weights.keys() == adapters
     assert state.base_weights.keys() == set(trainer.program.weights) - adapters
     assert state.base.fingerprint == trainer.model.weights_fingerprint()
-    assert state.bfloat16 == bfloat16_of(trainer.program) == state.base_weights.keys()
+    assert state.bfloat16 == trainer.program.bfloat16 == state.base_weights.keys()
     on_disk = sum(path.stat().st_size for path in saved.glob("*.safetensors"))
     names = state.base_weights.keys()
     assert checkpoint_bytes(trainer.program, trainer.store.roles, names) == on_disk == state.bytes
@@ -166,12 +166,12 @@ def test_a_worker_of_the_run_makes_the_same_program(folders, tmp_path):
     for steps in (1, 2):
         trainer = trainer_of(settings(folders["llama"][0], tmp_path / "run", steps))
         trainer.train()
-        plan = RunPlan.of(trainer.config, trainer._layout)
+        plan = RunSpec.of(trainer.config, trainer._layout)
         told = json.loads(json.dumps(terms_of(trainer.config, trainer._layout)))
         assert told["kept"] is not None
         made = roles._compile(told, "cpu")
         assert engine_digest(made.program, made.transfers, "cpu") == plan.engine_digest
-        assert bfloat16_of(made.program) == bfloat16_of(trainer.program) != frozenset()
+        assert made.program.bfloat16 == trainer.program.bfloat16 != frozenset()
         trainer.close()
 
 
@@ -205,7 +205,7 @@ def test_the_best_checkpoint_beside_a_store_on_flash_leaves_the_base_out(folders
         best = find_checkpoint(tmp_path / "run" / "checkpoints", "best")
         state = read_state(best)
         assert state.weights.keys() == trainer.model.adapter_weights
-        base = assembly.base_reader(trainer.config, state.base)
+        base = builders.base_reader(trainer.config, state.base)
         with open_reader(tmp_path / "flash") as reader:
             assert checkpoint_hash(best, base) == reader.content_hash(state.step)
 
@@ -311,7 +311,7 @@ def test_a_run_of_a_release_before_goes_on_as_it_was(folders, tmp_path, monkeypa
     shutil.copytree(folders["llama"][0], model)
     expected = trained(settings(model, tmp_path / "unbroken", 4))
     with monkeypatch.context() as before:
-        before.setattr(assembly, "kept_as_bfloat16", lambda *_: frozenset())
+        before.setattr(builders, "kept_as_bfloat16", lambda *_: frozenset())
         before.setattr(ModelSource, "folder_weights", frozenset())
         first = trained(settings(model, run, 2))
     content = sealed_json.unseal(find_checkpoint(run / "checkpoints", "latest") / "state.json")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.trainer import Trainer
+from penstock.training.trainer import Trainer
 
 STEPS = 30
 

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from penstock import Trainer
 from penstock.errors import ConfigError
-from penstock.events import Notice
 from penstock.models import ModelSource
+from penstock.telemetry.events import Notice
 
 
 class Mixed(nn.Module):

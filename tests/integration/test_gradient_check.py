@@ -14,9 +14,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from penstock.data import ArraySource
-from penstock.events import Notice, StepDone
 from penstock.models import ModelSource
-from penstock.trainer import Trainer
+from penstock.telemetry.events import Notice, StepDone
+from penstock.training.trainer import Trainer
 
 ROWS, WIDTH = 64, 96  # wide enough for a store in shards to cut the matrices
 IDLE = (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.events import Notice, StepDone
-from penstock.trainer import Trainer
+from penstock.telemetry.events import Notice, StepDone
+from penstock.training.trainer import Trainer
 
 MODEL = {"n_layer": 1, "n_embd": 64, "n_head": 2, "vocab_size": 300, "n_positions": 16}
 RANK = 128  # A is then [128, 64], two blocks, which two shards divide

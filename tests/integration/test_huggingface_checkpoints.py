@@ -15,15 +15,15 @@ from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from penstock import Trainer
-from penstock.assembly import compile_source
 from penstock.cli.app import app
 from penstock.config import Config, check_run, load_run
 from penstock.data import build_dataset
 from penstock.engine import Batch, EnginePlan, TorchEngine
 from penstock.errors import ConfigError, CorruptionError, DataError
-from penstock.export import export_run
 from penstock.models import ModelSource
+from penstock.planning.builders import compile_source
 from penstock.store import DramStore
+from penstock.training.export import export_run
 
 FORMS = {
     "gpt2": (torch.float32, None),

@@ -17,13 +17,13 @@ from tiny_models import LENGTH, ROWS, language_model, with_rows
 from torch import nn
 from torch.nn import functional as F
 
-from penstock.assembly import compile_source
 from penstock.cli import main
 from penstock.engine import Batch, EnginePlan, TorchEngine
 from penstock.errors import ConfigError
-from penstock.events import Notice
-from penstock.export import export_adapters
+from penstock.planning.builders import compile_source
 from penstock.progress.figures import show_count
+from penstock.telemetry.events import Notice
+from penstock.training.export import export_adapters
 
 RANK, ALPHA = 4, 6.0
 TARGETS = {

@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock import Trainer, process_memory
+from penstock import Trainer
 from penstock.config import ByteSize
 from penstock.data import ArraySource
 from penstock.errors import BudgetError
-from penstock.events import RunMeasured
+from penstock.telemetry import process_memory
+from penstock.telemetry.events import RunMeasured
 
 MIB = 1 << 20
 

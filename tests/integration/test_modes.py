@@ -15,9 +15,9 @@ from torch.nn import functional as F
 
 from penstock.data import ArraySource
 from penstock.errors import CompileError
-from penstock.events import Evaluated, Notice, StepDone
 from penstock.models import ModelSource
-from penstock.trainer import Trainer
+from penstock.telemetry.events import Evaluated, Notice, StepDone
+from penstock.training.trainer import Trainer
 
 STEPS, ROWS = 6, 64
 

@@ -58,7 +58,7 @@ os.register_at_fork(after_in_child=lambda: write(f"process {os.getpid()}"))
 RUN = """
 import pickle, sys
 from pathlib import Path
-from penstock.trainer import Trainer
+from penstock.training.trainer import Trainer
 
 folder = Path(sys.argv[1])
 small = {"n_layer": 1, "n_embd": 16, "n_head": 2, "vocab_size": 300, "n_positions": 16}
@@ -72,7 +72,7 @@ trainer = Trainer({
     "cluster": {"start": "local", "spare": 0, "shards": "apart"},
     "run": {"dir": str(folder / "run"), "steps": 2},
 })
-workers = list(trainer._runner.hall.launcher.pids.values())
+workers = list(trainer._runner.manager.launcher.pids.values())
 trainer.train()
 trainer.store.content_hash()  # the weights come from their shard, by calls
 trainer.close()

@@ -19,8 +19,8 @@ from views_and_writes import DETACHED_VIEWS, MULTIPLE_VIEWS, ROWS, SINGLE_VIEWS,
 from penstock import Trainer
 from penstock.data import ArraySource
 from penstock.errors import PenstockError
-from penstock.events import StepDone
 from penstock.models import InputSpec, ModelSource
+from penstock.telemetry.events import StepDone
 
 STEPS, MICRO_BATCHES = 3, 2
 RATE, MOMENTUM, DECAY, CLIP = 0.1, 0.9, 0.05, 0.5

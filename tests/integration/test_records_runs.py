@@ -19,9 +19,9 @@ from penstock.cli.app import app
 from penstock.config import load
 from penstock.data import TokenDataset, build_dataset
 from penstock.errors import DataError
-from penstock.events import Evaluated, Notice, StepDone
-from penstock.metrics import read_metrics
-from penstock.trainer import Trainer
+from penstock.telemetry.events import Evaluated, Notice, StepDone
+from penstock.telemetry.metrics_writer import read_metrics
+from penstock.training.trainer import Trainer
 
 STEPS, RATE = 8, 3e-3
 ROOT = Path(__file__).parents[2]

@@ -10,9 +10,9 @@ import pytest
 
 from penstock import Trainer
 from penstock.errors import ConfigError, NonFiniteError, StorageError
-from penstock.events import StepDone
-from penstock.metrics import read_metrics
 from penstock.store import find_checkpoint
+from penstock.telemetry.events import StepDone
+from penstock.telemetry.metrics_writer import read_metrics
 
 ROOT = Path(__file__).parents[2]
 

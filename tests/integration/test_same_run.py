@@ -12,9 +12,9 @@ from torch.nn import functional as F
 
 from penstock.data import ArraySource
 from penstock.errors import ConfigError
-from penstock.events import Notice
 from penstock.models import InputSpec, ModelSource
-from penstock.trainer import Trainer
+from penstock.telemetry.events import Notice
+from penstock.training.trainer import Trainer
 
 ACTIVATION = "tanh"  # of the factory below; a test changes it, as a user edits a file
 
@@ -155,15 +155,15 @@ def test_a_factory_that_was_edited_is_refused(tmp_path, monkeypatch):
 
 
 def test_a_run_of_an_older_release_goes_on(tmp_path, monkeypatch):
-    from penstock.resumption import Resumption
+    from penstock.training.resume_state import ResumeState
 
-    whole = Resumption.to_mapping
+    whole = ResumeState.to_mapping
 
     def older(self):
         return {k: v for k, v in whole(self).items() if k not in ("values", "architecture")}
 
     with monkeypatch.context() as patched:
-        patched.setattr(Resumption, "to_mapping", older)
+        patched.setattr(ResumeState, "to_mapping", older)
         train(net(), tmp_path)
     told = []
     assert train(net(seed=1), tmp_path, steps=6, told=told)["steps"] == 2

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from waiting import wait_until
 
-from penstock.cluster.launch import thread_states
+from penstock.distributed.launchers.local import thread_states
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 WORKER = f"""

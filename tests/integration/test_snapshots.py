@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from penstock import Trainer, durable
+from penstock import Trainer
 from penstock.errors import StorageError
-from penstock.events import Saved, StepDone
+from penstock.io import durable
 from penstock.store import checkpoint_hash, find_checkpoint
+from penstock.telemetry.events import Saved, StepDone
 
 ROOT = Path(__file__).parents[2]
 STEPS = 6

@@ -16,9 +16,9 @@ from tiny_models import (
 )
 from torch import nn
 
-from penstock import assembly
 from penstock.engine import EnginePlan, TorchEngine
 from penstock.models import InputSpec, ModelSource
+from penstock.planning import builders
 
 GPT = {"resid_pdrop": 0.2, "embd_pdrop": 0.1, "attn_pdrop": 0.15}
 DROPOUT = {
@@ -79,7 +79,7 @@ def dropping() -> Case:
 
 def swept(case: Case, precision: str, slot_bytes: int | None, recompute: bool = False):
     """Do one step of a case, its stages cut to so many bytes; return it, and how many there are."""
-    program = assembly.compile_source(
+    program = builders.compile_source(
         case.source(0),
         micro_batch=2,
         length=LENGTH,

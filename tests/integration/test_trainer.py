@@ -12,9 +12,9 @@ from tiny_models import CASES, CONTRASTIVE, IGNORED, Case, language_model, with_
 from torch import nn
 
 from penstock.errors import DataError, NonFiniteError, NoTrainingError, StorageError
-from penstock.events import Evaluated, Finished, Notice, Saved, Stopped
 from penstock.models import InputSpec, ModelSource
 from penstock.store import find_checkpoint, read_state
+from penstock.telemetry.events import Evaluated, Finished, Notice, Saved, Stopped
 
 
 def listening(case, recipe, folder, **changes):
@@ -397,7 +397,7 @@ def test_closing_a_trainer_ends_its_writer(tmp_path, monkeypatch):
     writers = slow_disk(monkeypatch)
     trainer, _ = trainer_of(CONTRASTIVE, Recipe(steps=6), tmp_path)
     trainer.run_step()
-    trainer._saver.begin(trainer.step)
+    trainer._checkpoint_scheduler.begin(trainer.step)
     assert writers()
     trainer.close()
     assert not writers()

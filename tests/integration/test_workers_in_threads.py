@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from waiting import SECONDS, wait_until
 
-from penstock.cluster import roles, worker
-from penstock.cluster.engine_work import EngineOfProcess
-from penstock.cluster.record import read_record
-from penstock.cluster.worker import OwnWorkError, Worker
+from penstock.distributed.rendezvous_file import read_record
+from penstock.distributed.worker import main, roles
+from penstock.distributed.worker.engine_executor import LocalEngineExecutor
+from penstock.distributed.worker.main import OwnWorkError, Worker
 from penstock.errors import ClusterError, NonFiniteError
-from penstock.events import ClusterEvent, StepDone
-from penstock.trainer import Trainer
+from penstock.telemetry.events import ClusterEvent, StepDone
+from penstock.training.trainer import Trainer
 
 MODEL = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 260, "n_positions": 16}
 
@@ -71,7 +71,7 @@ class Company:
         for thread in self.threads:
             thread.start()
         # The trainer compiles too when it begins.
-        wait_until(lambda: len(self.trainer._runner.hall.conductor.ready) == 2, self.ended)
+        wait_until(lambda: len(self.trainer._runner.manager.coordinator.ready) == 2, self.ended)
 
     def steps(self) -> list[StepDone]:
         return [event for event in self.events if isinstance(event, StepDone)]
@@ -88,7 +88,7 @@ class Company:
 
 @pytest.fixture
 def company(text, tmp_path, monkeypatch) -> Iterator[Callable[..., Company]]:
-    monkeypatch.setattr(worker, "_PATIENCE", 0.2)
+    monkeypatch.setattr(main, "_PATIENCE", 0.2)
     monkeypatch.setattr(roles, "_compile", compiled_once)
     made: list[Company] = []
 
@@ -118,7 +118,7 @@ def alone(text: Path, folder: Path, **changes) -> list[float]:
 
 def fail_at(monkeypatch, step: int, first_only: bool) -> None:
     """Have the work of engines fail at a step: that of whoever comes to it first, or of all."""
-    began, computed, failed = EngineOfProcess.begin, EngineOfProcess.compute, []
+    began, computed, failed = LocalEngineExecutor.begin, LocalEngineExecutor.compute, []
     lock = threading.Lock()
 
     def begin(self, number, part, rows):
@@ -133,8 +133,8 @@ def fail_at(monkeypatch, step: int, first_only: bool) -> None:
                     raise RuntimeError("CUDA error: device-side assert triggered")
         return computed(self, operation)
 
-    monkeypatch.setattr(EngineOfProcess, "begin", begin)
-    monkeypatch.setattr(EngineOfProcess, "compute", compute)
+    monkeypatch.setattr(LocalEngineExecutor, "begin", begin)
+    monkeypatch.setattr(LocalEngineExecutor, "compute", compute)
 
 
 def test_an_engine_whose_work_fails_costs_no_bit_and_its_worker_says_why(

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from penstock import durable, fault
 from penstock.errors import ConfigError, CorruptionError, StorageError
+from penstock.io import durable, failpoints
 from penstock.store import sealed_json
 from penstock.store.checkpoint.state import STATE_NAME, newer_version, read_state
 from penstock.store.files import remove_folder
@@ -135,7 +135,7 @@ def remove_retired(checkpoints: Path, index: Index) -> None:
         StorageError: the operating system refused; all checkpoints are complete nevertheless.
     """
     for name in index.retired:
-        fault.point("checkpoint.before_remove")
+        failpoints.point("checkpoint.before_remove")
         try:
             remove_folder(checkpoints / name)
         except OSError as error:

@@ -14,7 +14,7 @@ import numpy as np
 import xxhash
 
 from penstock.errors import ConfigError, CorruptionError, StorageError
-from penstock.plain_file import NotPlainError, open_plain
+from penstock.io import Extent, NotPlainError, header_length, open_plain, parse_header
 from penstock.store import tensor_file
 from penstock.store.checkpoint.base import ReadBase
 from penstock.store.checkpoint.index import read_index
@@ -27,7 +27,6 @@ from penstock.store.codecs import values_of_saved
 from penstock.store.files import CHUNK_BYTES, FileRecord
 from penstock.store.interface import Store
 from penstock.store.roles import MASTER
-from penstock.tensor_header import Extent, header_length, parse_header
 
 _WEIGHT, _WEIGHT_TYPES = "F32", ("F32", "BF16")
 

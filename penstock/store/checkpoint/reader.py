@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from penstock.errors import CorruptionError
-from penstock.plain_file import open_plain
+from penstock.io import ITEM_BYTES, open_plain
 from penstock.store import tensor_file
 from penstock.store.checkpoint.base import ReadBase
 from penstock.store.checkpoint.load import (
@@ -21,7 +21,6 @@ from penstock.store.codecs import values_of_saved
 from penstock.store.content_hash import hash_read
 from penstock.store.files import CHUNK_BYTES
 from penstock.store.roles import MASTER
-from penstock.tensor_header import ITEM_BYTES
 
 
 class SavedWeights:

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from penstock import durable, fault
 from penstock.errors import NonFiniteError
+from penstock.io import durable, failpoints
 from penstock.store import tensor_file
 from penstock.store.checkpoint.base import Base
 from penstock.store.checkpoint.index import (
@@ -160,7 +160,7 @@ def write_checkpoint(
             elif folder.exists():
                 remove_folder(folder)
             with durable.new_folder(folder, "checkpoint") as temporary:
-                fault.point("checkpoint.begin")
+                failpoints.point("checkpoint.begin")
                 state = _write_files(saved, temporary, plan, extra, best, base)
             write_index(checkpoints, after)
         except BaseException:
@@ -220,12 +220,12 @@ def _write_files(
         files[file_name] = tensor_file.write(temporary / file_name, entries, pieces)
         for name, extent in tensor_file.extents(entries).items():
             tensors[name] = Place(file_name, extent)
-        fault.point("checkpoint.after_file")
+        failpoints.point("checkpoint.after_file")
     state = CheckpointState(saved.step, files, tensors, extra, best, base)
     file = ChecksummedFile(temporary / STATE_NAME)
     try:
         file.write(state_bytes(state))
-        fault.point("checkpoint.before_state_sync")
+        failpoints.point("checkpoint.before_state_sync")
         file.finish()
     finally:
         file.close()

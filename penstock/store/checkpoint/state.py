@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import ConfigError, CorruptionError
+from penstock.io import Extent, is_sound
 from penstock.store import sealed_json, tensor_file
 from penstock.store.checkpoint.base import Base, BaseWeight
 from penstock.store.files import CHUNK_BYTES, FileRecord
 from penstock.store.roles import MASTER
-from penstock.tensor_header import Extent, is_sound
 
 STATE_NAME = "state.json"
 FORMAT = "penstock checkpoint"

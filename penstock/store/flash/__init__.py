@@ -28,6 +28,7 @@ __all__ = [
     "go_back",
     "holds_store",
     "least_dram_bytes",
+    "medium",
     "open_reader",
     "recorded_bfloat16",
     "recorded_extra",

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock import durable
 from penstock.errors import ConfigError
+from penstock.io import durable
 from penstock.store import files
 from penstock.store.flash.description import JOURNAL, require_readable
 from penstock.store.flash.journal import read_records

@@ -27,9 +27,8 @@ from typing import Any, BinaryIO
 import numpy as np
 import xxhash
 
-from penstock import durable, fault
 from penstock.errors import CorruptionError, StorageError
-from penstock.plain_file import NotPlainError, open_own, open_plain
+from penstock.io import NotPlainError, durable, failpoints, open_own, open_plain
 from penstock.store.flash import medium
 
 VERSION = 1
@@ -108,15 +107,15 @@ class Journal:
         """
         self._require_place()
         body, seal = _record(self._count, record)
-        fault.point("journal.before_record")
+        failpoints.point("journal.before_record")
         _write(self._descriptor, body, self._end)
-        fault.point("journal.before_record_sync")
+        failpoints.point("journal.before_record_sync")
         durable.sync(self._descriptor)
-        fault.point("journal.before_seal")
+        failpoints.point("journal.before_seal")
         _write(self._descriptor, seal, self._end + len(body))
-        fault.point("journal.before_seal_sync")
+        failpoints.point("journal.before_seal_sync")
         durable.sync(self._descriptor)
-        fault.point("journal.after_seal_sync")
+        failpoints.point("journal.after_seal_sync")
         self._end += len(body) + len(seal)
         self._count += 1
         self.records = [self.records[0], *[*self.records[1:], record][-keep:]]

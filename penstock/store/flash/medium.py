@@ -11,9 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from penstock import durable
 from penstock.errors import CorruptionError, StorageError
-from penstock.plain_file import NotPlainError, open_own
+from penstock.io import NotPlainError, durable, open_own
 
 ALIGNMENT_BYTES = 4096
 

@@ -21,8 +21,8 @@ import numba
 import numpy as np
 import xxhash
 
-from penstock import fault
 from penstock.errors import BudgetError, PenstockError, StorageError
+from penstock.io import failpoints
 from penstock.store import files
 from penstock.store.flash.blocks import StateBlocks
 from penstock.store.flash.frames import Frames
@@ -249,11 +249,11 @@ class Pipeline:
 
     def seal_now(self, step: int, extra: Mapping[str, Any]) -> None:
         """Make a step durable: its extents, then the record that names them."""
-        fault.point("flash.before_sync")
+        failpoints.point("flash.before_sync")
         record = self._version.record(step, extra)
         with files.storage_errors(self._file.path.parent, len(record.blob)):
             self._file.sync()
-            fault.point("flash.after_sync")
+            failpoints.point("flash.after_sync")
             self._journal.append(record, self._keep)
 
     # Waiting
@@ -464,18 +464,18 @@ class Pipeline:
             if what == "block":
                 unit, block, buffer = rest
                 data = buffer[: unit.state_bytes(block.elements)]
-                fault.point("flash.before_block")
+                failpoints.point("flash.before_block")
                 self.put(unit.state_offset(self._version.next_place(unit), block), data)
                 written = data.nbytes
             elif what == "frame":
                 unit, checks = rest
-                fault.point("flash.before_weights")
+                failpoints.point("flash.before_weights")
                 frame = self._frames[unit.index]
                 self.put(unit.stream_offset(self._version.next_place(unit)), frame)
                 written = frame.nbytes
             elif what == "gradient":
                 unit, slab = rest
-                fault.point("flash.before_gradient")
+                failpoints.point("flash.before_gradient")
                 written = self._spill.write(unit, slab)
             else:
                 self.seal_now(*rest)

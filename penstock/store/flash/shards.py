@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock import durable
 from penstock.errors import ConfigError, CorruptionError
+from penstock.io import durable
 from penstock.store import files, sealed_json
 from penstock.store.flash.description import JOURNAL, OtherStoreError
 from penstock.store.flash.journal import Journal, Record, read_records

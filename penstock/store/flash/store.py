@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from penstock import durable, fault
 from penstock.errors import BudgetError
+from penstock.io import durable, failpoints
 from penstock.store import files
 from penstock.store.commit import prepare_and_decide
 from penstock.store.comparing import Compared
@@ -194,7 +194,7 @@ class FlashStore:
             self._file.sync()  # its size, on which the journal counts
             durable.sync_folder(self.folder)
             self._version = Version(self._layout, self._file)
-            fault.point("flash.before_journal")
+            failpoints.point("flash.before_journal")
             self._journal = Journal.create(journal, Record(described))
             opened.callback(self._journal.close)
 

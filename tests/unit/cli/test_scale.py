@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from penstock.cli.scale import scale
-from penstock.cluster.record import NAME, write_record
+from penstock.distributed.rendezvous_file import NAME, write_record
 from penstock.errors import ClusterError, ConfigError
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from command_line import penstock
 
-from penstock import process_memory
 from penstock.cli.system_errors import explain_system_error
 from penstock.errors import BudgetError, ConfigError, StorageError
+from penstock.telemetry import process_memory
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from penstock.cli.app import app
 from penstock.cli.train import GracefulStop
 from penstock.errors import ConfigError
-from penstock.events import Stopped
+from penstock.telemetry.events import Stopped
 
 
 class PretendTrainer:
@@ -48,7 +48,7 @@ class PretendTrainer:
 def run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(
-        sys.modules, "penstock.trainer", types.SimpleNamespace(Trainer=PretendTrainer)
+        sys.modules, "penstock.training.trainer", types.SimpleNamespace(Trainer=PretendTrainer)
     )
     monkeypatch.setattr(PretendTrainer, "on_step", staticmethod(lambda number: None))
     monkeypatch.setattr(PretendTrainer, "made", [])

@@ -6,9 +6,9 @@ from sweeps import one_step
 from torch import nn
 from views_and_writes import MULTIPLE_VIEWS, ROWS, SINGLE_VIEWS, WIDTH
 
-from penstock.assembly import compile_source
 from penstock.errors import CompileError
 from penstock.models import InputSpec, ModelSource
+from penstock.planning.builders import compile_source
 
 
 class Layer(nn.Module):

@@ -6,7 +6,7 @@ from sweeps import compiled
 from tiny_models import LENGTH, language_model
 from torch import nn
 
-from penstock import assembly
+from penstock.planning import builders
 
 ROWS = 2
 TOKENS = ROWS * LENGTH
@@ -14,7 +14,7 @@ TOKENS = ROWS * LENGTH
 
 def middle_block(family, **changes):
     source = language_model(family, **changes).source(0)
-    program = assembly.compile_source(source, micro_batch=ROWS, length=LENGTH, precision="fp32")
+    program = builders.compile_source(source, micro_batch=ROWS, length=LENGTH, precision="fp32")
     return program.stages[2].kind, source.hf_config
 
 

@@ -6,14 +6,14 @@ from sweeps import compiled, one_step, weights_of
 from tiny_models import FIELDS, LENGTH, language_model
 from torch import nn
 
-from penstock import assembly
+from penstock.planning import builders
 from penstock.program import verify
 
 
 def program_of(family, precision="fp32", freeze=(), goal="train", **changes):
     source = language_model(family, **changes).source(0)
     return verify(
-        assembly.compile_source(
+        builders.compile_source(
             source, micro_batch=2, length=LENGTH, precision=precision, freeze=freeze, goal=goal
         )
     )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.config import Config
+from penstock.config import Config, trajectory
 from penstock.errors import ConfigError
 
 
@@ -26,7 +26,7 @@ def test_it_may_be_given_on_the_command_line():
 
 
 def test_it_decides_no_bit_of_the_run():
-    assert config({"devices": ["cpu", "cpu"]}).trajectory() == config({}).trajectory()
+    assert trajectory(config({"devices": ["cpu", "cpu"]})) == trajectory(config({}))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.config import Config, HuggingFaceModel, load
+from penstock.config import Config, HuggingFaceModel, load, trajectory
 from penstock.errors import ConfigError
 
 
@@ -26,9 +26,9 @@ def test_it_is_written_as_it_was_read(tmp_path):
 
 def test_the_path_is_no_part_of_what_decides_a_run_and_the_rest_is():
     one, other = config(), Config.from_mapping({"model": {"hf": "elsewhere"}})
-    assert one.trajectory() == other.trajectory()
-    assert one.trajectory() != config(attn_pdrop=0.1).trajectory()
-    assert one.trajectory() != Config.from_mapping({"model": "tiny"}).trajectory()
+    assert trajectory(one) == trajectory(other)
+    assert trajectory(one) != trajectory(config(attn_pdrop=0.1))
+    assert trajectory(one) != trajectory(Config.from_mapping({"model": "tiny"}))
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from penstock.config import (
     FactoryModel,
     HuggingFaceConfigModel,
     PresetModel,
+    commented,
     load,
 )
 
@@ -142,7 +143,7 @@ def full_configuration():
 
 
 @pytest.mark.parametrize("config", [Config(), Config(model="gpt2"), full_configuration()])
-@pytest.mark.parametrize("write", [Config.dump_yaml, Config.commented_yaml])
+@pytest.mark.parametrize("write", [Config.dump_yaml, commented])
 def test_what_is_written_loads_as_the_same(config, write):
     again = Config.from_mapping(yaml_mapping(write(config)))
     assert again == config
@@ -155,7 +156,7 @@ def yaml_mapping(text):
 
 
 def test_the_starter_names_every_key_under_its_explanation():
-    lines = Config(model="gpt2").commented_yaml().splitlines()
+    lines = commented(Config(model="gpt2")).splitlines()
     assert max(map(len, lines)) <= 100
     keys = [number for number, line in enumerate(lines) if line.split("#")[0].strip()]
     assert len(keys) == count_keys(Config(model="gpt2").to_mapping())

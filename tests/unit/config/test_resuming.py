@@ -4,7 +4,15 @@ import json
 
 import pytest
 
-from penstock.config import Config, check_run, load_run, write_record
+from penstock.config import (
+    Config,
+    check_resumable,
+    check_run,
+    digest,
+    load_run,
+    trajectory,
+    write_record,
+)
 from penstock.errors import ConfigError
 
 
@@ -33,7 +41,7 @@ def with_checkpoint(config):
     ],
 )
 def test_what_does_not_decide_the_result_leaves_the_digest(change):
-    assert made(**change).digest() == made().digest()
+    assert digest(made(**change)) == digest(made())
 
 
 @pytest.mark.parametrize(
@@ -56,13 +64,13 @@ def test_what_does_not_decide_the_result_leaves_the_digest(change):
     ],
 )
 def test_what_decides_the_result_changes_the_digest(change):
-    assert made(**change).digest() != made().digest()
+    assert digest(made(**change)) != digest(made())
 
 
 def test_every_number_of_the_adapters_decides_the_result():
     plain = {"rank": 8, "targets": ["*.c_attn.weight"]}
     changes = ({}, {"rank": 4}, {"alpha": 8}, {"targets": ["*.c_proj.weight"]}, {"dropout": 0.1})
-    assert len({made(lora={**plain, **change}).digest() for change in changes}) == len(changes)
+    assert len({digest(made(lora={**plain, **change})) for change in changes}) == len(changes)
 
 
 def test_more_steps_are_the_same_run_where_the_schedule_does_not_decay_towards_them():
@@ -72,23 +80,23 @@ def test_more_steps_are_the_same_run_where_the_schedule_does_not_decay_towards_t
         {"schedule": {"name": "cosine", "decay_steps": 100}},
     ):
         short = made(optimizer=optimizer, run={"steps": 100})
-        assert short.digest() == made(optimizer=optimizer, run={"steps": 200}).digest()
+        assert digest(short) == digest(made(optimizer=optimizer, run={"steps": 200}))
 
 
 def test_the_trajectory_is_json():
-    values = made().trajectory()
+    values = trajectory(made())
     assert json.loads(json.dumps(values)) == values
-    made().check_resumable(json.loads(json.dumps(values)))
+    check_resumable(made(), json.loads(json.dumps(values)))
 
 
 def test_a_run_from_before_a_key_existed_goes_on_and_one_that_recorded_its_default_too():
     plain, other = made(), made(optimizer={"moments": "8bit"})
-    before = {key: value for key, value in plain.trajectory().items() if "moments" not in key}
-    assert plain.trajectory() == before
+    before = {key: value for key, value in trajectory(plain).items() if "moments" not in key}
+    assert trajectory(plain) == before
     for recorded in (before, {**before, "optimizer.moments": "fp32"}):
-        plain.check_resumable(recorded)
+        check_resumable(plain, recorded)
         with pytest.raises(ConfigError, match='moments: "fp32" in the run, "8bit" now'):
-            other.check_resumable(recorded)
+            check_resumable(other, recorded)
 
 
 def test_a_refusal_to_resume_names_the_keys_and_both_values(tmp_path):
@@ -143,7 +151,7 @@ def test_a_moved_run_is_found_where_it_is_now_with_its_data(tmp_path):
     found = load_run(tmp_path / "new")
     assert found.run.dir == tmp_path / "new"
     assert found.data.path == tmp_path / "new" / "text"
-    assert found.digest() == config.digest()
+    assert digest(found) == digest(config)
 
 
 def test_what_is_no_run_is_said(tmp_path):

@@ -5,8 +5,8 @@ import pytest
 import torch
 from random_lanes import RandomLanes
 
+from penstock.collectives.tree_reduce import PartialSum
 from penstock.engine.slots import DeviceSlots
-from penstock.tree import TreeNode
 
 
 def weights_of(random, stages):
@@ -29,7 +29,7 @@ def compute(lanes, slots, stage, scale):
                 total.copy_(weight * scale)
 
         lanes.queue("compute", read)
-    return [TreeNode(0, 0, sums), TreeNode(1, 1, (None, *sums[1:]))]
+    return [PartialSum(0, 0, sums), PartialSum(1, 1, (None, *sums[1:]))]
 
 
 @pytest.mark.parametrize("count", [2, 3])
@@ -118,7 +118,7 @@ def test_a_step_that_was_given_up_leaves_its_slots_to_the_next():
 def test_gradients_that_nobody_waited_for_in_time_are_not_mistaken_for_others():
     lanes = RandomLanes(5)
     slots = DeviceSlots(4096, 2, lanes)
-    sent = [slots.send_back(0, [TreeNode(0, 0, (torch.full((4,), float(i)),))]) for i in range(3)]
+    sent = [slots.send_back(0, [PartialSum(0, 0, (torch.full((4,), float(i)),))]) for i in range(3)]
     with pytest.raises(RuntimeError, match="overwritten by those of a later stage"):
         sent[0].wait()
     assert sent[1].wait()[0].tensors[0].tolist() == [1.0] * 4

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from penstock.collectives.tree_reduce import PartialSum
 from penstock.engine import DeviceThread, Member, MemoryAccount, Rounds
 from penstock.errors import GroupError
-from penstock.tree import TreeNode
 
 SIZE, STAGES = 3, 4
 PATIENCE = 20  # seconds, of a barrier; never reached unless something is wrong
@@ -50,12 +50,12 @@ class Device:
     def turn(self, stage):
         self._maybe_fail("turn", stage)
         self._meet()
-        return Pending([TreeNode(0, stage, ())])
+        return Pending([PartialSum(0, stage, ())])
 
     def backward(self, stage):
         self._maybe_fail("backward", stage)
         self._meet()
-        return Pending([TreeNode(0, stage, ())])
+        return Pending([PartialSum(0, stage, ())])
 
     def losses(self):
         return [float(self.rank)]

@@ -11,7 +11,6 @@ from real_allocations import peak_allocated_bytes
 from sweeps import sweep, sweep_and_let_go, weights_of
 from tiny_models import LENGTH, language_model
 
-from penstock import assembly
 from penstock.config.size import ByteSize
 from penstock.engine import (
     EnginePlan,
@@ -22,12 +21,13 @@ from penstock.engine import (
     predict_bytes,
 )
 from penstock.errors import BudgetError
+from penstock.planning import builders
 
 
 def setting(family="gpt2", precision="fp32", micro_batches=4, **changes):
     """Return a compiled model, its weights, and micro-batches of two rows with memory apart."""
     case = language_model(family, **changes)
-    program = assembly.compile_source(
+    program = builders.compile_source(
         case.source(0), micro_batch=2, length=LENGTH, precision=precision
     )
     weights = weights_of(case.plain(0), program)

@@ -11,10 +11,10 @@ import pytest
 import torch
 from random_lanes import Crowd, RandomLanes, World
 
+from penstock.collectives.tree_reduce import PartialSum, TreeReduction, partition
 from penstock.engine.shared_slots import SharedSlots
 from penstock.engine.sharing import Sharing, sends
 from penstock.program import TensorSpec
-from penstock.tree import TreeNode, TreeSum, share
 
 SHAPES = [
     [(7, 3), (), (1,)],
@@ -68,13 +68,13 @@ def leaf(program, stage, number, weights, without):
         if trains:
             values = (weight.float() + 0.1 * number) * (3.0 + number) + stage
             tensors.append(None if (stage, place) in without else values.to(weight.dtype))
-    return TreeNode(0, number, tuple(tensors))
+    return PartialSum(0, number, tuple(tensors))
 
 
 def compute(group, rank, stage, weights, program, without):
     """Queue the sums of a device's micro-batches; they are there when the lane has come to it."""
-    mine = share(group.sharing.micro_batches, group.sharing.devices)[rank]
-    total = TreeSum(group.sharing.micro_batches)
+    mine = partition(group.sharing.micro_batches, group.sharing.devices)[rank]
+    total = TreeReduction(group.sharing.micro_batches)
     with group.slots[rank].use(stage) as found:
         ahead = [torch.empty_like(weight) for weight in weights]
         group.lanes[rank].queue(
@@ -86,7 +86,7 @@ def compute(group, rank, stage, weights, program, without):
         nodes = total.nodes()
 
         def really():
-            real = TreeSum(group.sharing.micro_batches)
+            real = TreeReduction(group.sharing.micro_batches)
             for number in mine:
                 real.add(leaf(program, stage, number, ahead, without))
             for node, made in zip(nodes, real.nodes(), strict=True):
@@ -99,7 +99,7 @@ def compute(group, rank, stage, weights, program, without):
 
 
 def alone(program, stage, weights, micro_batches, without):
-    total = TreeSum(micro_batches)
+    total = TreeReduction(micro_batches)
     for number in range(micro_batches):
         total.add(leaf(program, stage, number, weights, without))
     return total.root()
@@ -205,7 +205,7 @@ def test_a_device_that_has_failed_does_its_part_and_harms_nobody_afterwards(dtyp
 def test_sums_of_other_micro_batches_are_refused():
     program = program_of(torch.float32, every)
     group = Group(0, program, devices=2, micro_batches=4)
-    wrong = [TreeNode(1, 1, tuple(torch.zeros(shape) for shape in SHAPES[0]))]
+    wrong = [PartialSum(1, 1, tuple(torch.zeros(shape) for shape in SHAPES[0]))]
     with pytest.raises(RuntimeError, match=r"expected the sums .*, got those of other micro-batch"):
         group.slots[0].send_back(0, wrong)
 

@@ -7,9 +7,9 @@ import torch
 from tiny_models import FIELDS, LENGTH, language_model
 from torch import nn
 
-from penstock.assembly import compile_source
 from penstock.errors import ConfigError
 from penstock.models import InputSpec, ModelSource
+from penstock.planning.builders import compile_source
 
 
 class TwoLayers(nn.Module):

@@ -8,10 +8,10 @@ import pytest
 from events_of_a_run import started, step
 from rich.console import Console
 
-from penstock.events import Evaluated, Finished, Notice, RunMeasured, Saved, Stopped
 from penstock.progress import LineView
 from penstock.progress.log import event_lines, show_loss, step_line
 from penstock.progress.state import Progress
+from penstock.telemetry.events import Evaluated, Finished, Notice, RunMeasured, Saved, Stopped
 
 
 class Clock:

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 from events_of_a_run import started, step
 
-from penstock.events import Evaluated, Finished
 from penstock.progress import LineView, LiveView, NotebookView, SilentView, view_from_python
 from penstock.progress.choice import in_notebook
+from penstock.telemetry.events import Evaluated, Finished
 
 
 class Display:

@@ -9,9 +9,9 @@ from events_of_a_run import started, step
 from rich.cells import cell_len
 from rich.console import Console
 
-from penstock.events import Evaluated, Saved
 from penstock.progress.panel import panel
 from penstock.progress.state import LossHistory, Progress
+from penstock.telemetry.events import Evaluated, Saved
 
 
 def shown(renderable, width=80):

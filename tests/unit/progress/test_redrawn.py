@@ -8,9 +8,9 @@ from events_of_a_run import started, step
 from rewrapping_terminal import RewrappingTerminal
 from rich.console import Console
 
-from penstock.events import Notice, Stopped
 from penstock.progress import LiveView
 from penstock.progress.redrawn import RedrawnLines
+from penstock.telemetry.events import Notice, Stopped
 
 
 @pytest.fixture

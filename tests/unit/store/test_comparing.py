@@ -18,7 +18,8 @@ from store_programs import (
     training_store,
 )
 
-from penstock.cluster.shard_work import ShardReport, StoreOfShard
+from penstock.distributed.rpc.commit_codec import ShardReport
+from penstock.distributed.worker.shard_executor import LocalShardExecutor
 from penstock.store import AdamW, comparing
 
 PROGRAM = make_program(LAYERS, frozen=("position",), stream_dtype=torch.bfloat16)
@@ -43,7 +44,7 @@ class Shard:
         store.load(random_weights(PROGRAM, 0).items())
         self.generator = np.random.default_rng(3)
         place = type("Place", (), {"store": store})
-        self.work = StoreOfShard(PROGRAM, place, 0, (), has_replica=True)
+        self.work = LocalShardExecutor(PROGRAM, place, 0, (), has_replica=True)
 
     def step(self) -> ShardReport:
         """Make a step; return what is said of it before it is decided."""
@@ -148,7 +149,7 @@ def test_two_on_flash_say_the_same_and_a_bit_that_flips_in_memory_is_found_a_ste
 
 def test_a_shard_without_a_replica_says_nothing_more_than_its_gradients():
     shard = Shard(in_memory(), streams=True)
-    shard.work = StoreOfShard(PROGRAM, type("Place", (), {"store": shard.store}), 0, ())
+    shard.work = LocalShardExecutor(PROGRAM, type("Place", (), {"store": shard.store}), 0, ())
     assert shard.step().held == ()
 
 

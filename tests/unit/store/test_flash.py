@@ -23,8 +23,8 @@ from store_programs import (
     training_store,
 )
 
-from penstock import durable
 from penstock.errors import CorruptionError, StorageError
+from penstock.io import durable
 from penstock.store import SGD, AdamW, DramStore, Lion
 from penstock.store.flash import store as store_module
 

@@ -8,8 +8,8 @@ import pytest
 from process_files import open_files
 from store_programs import LAYERS, make_program, random_weights, training_store
 
-from penstock import durable
 from penstock.errors import StorageError
+from penstock.io import durable
 from penstock.store import FolderLock, files, save_checkpoint
 
 

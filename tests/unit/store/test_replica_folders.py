@@ -77,7 +77,7 @@ def test_what_only_the_replica_holds_is_what_the_run_goes_on_from(tmp_path, gone
     if gone:
         shutil.rmtree(first)
     else:
-        forget(first)  # as a newcomer does that was to be given a copy when the run was killed
+        forget(first)  # as a learner does that was to be given a copy when the run was killed
     assert recorded_extra(tmp_path)["behind"] == 2
     with open_reader(tmp_path) as reader:
         assert reader.steps == [2, 3]

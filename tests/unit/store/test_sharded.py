@@ -20,7 +20,7 @@ from store_programs import (
     training_store,
 )
 
-from penstock.assembly import set_threads
+from penstock.engine.threads import set_threads
 from penstock.errors import NonFiniteError, NoTrainingError, StorageError
 from penstock.store import (
     SGD,

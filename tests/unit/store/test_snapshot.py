@@ -8,8 +8,8 @@ import torch
 from store_programs import LAYERS, make_program, random_weights, train, training_store
 from waiting import SECONDS, wait_until
 
-from penstock import durable
 from penstock.errors import StorageError
+from penstock.io import durable
 from penstock.store import (
     AdamW,
     BackgroundSave,

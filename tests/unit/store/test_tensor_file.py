@@ -10,10 +10,10 @@ import safetensors.torch
 import torch
 
 from penstock.errors import CorruptionError
+from penstock.io.safetensors_header import header_length, parse_header
 from penstock.store import tensor_file
 from penstock.store.files import CHUNK_BYTES
 from penstock.store.tensor_file import Entry
-from penstock.tensor_header import header_length, parse_header
 
 
 def _write(path, tensors):

@@ -1,0 +1,38 @@
+"""The fabric of one process: engines read the store's memory in place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from penstock.collectives.interface import CollectiveTraffic
+from penstock.collectives.tree_reduce import PartialSum, TreeReduction
+
+
+class LocalFabric:
+    """Passes references; counts the bytes that a fabric between machines would carry."""
+
+    def __init__(self, engines: int = 1) -> None:
+        self._engines = engines
+        self.traffic = CollectiveTraffic()
+
+    def broadcast(self, tensors: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
+        """Hand the same tensors to every engine; the store sends each byte once."""
+        self.traffic.broadcast_bytes += sum(t.nbytes for t in tensors)
+        return [tensors] * self._engines
+
+    def reduce(
+        self, parts: Sequence[Sequence[PartialSum]], leaves: int
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Finish the sum over all micro-batches; only the root travels to the store."""
+        total = TreeReduction(leaves)
+        for nodes in parts:
+            for node in nodes:
+                total.add(node)
+        root = total.root()
+        self.traffic.reduced_bytes += sum(t.nbytes for t in root if t is not None)
+        return root
+
+    def close(self) -> None:
+        """Nothing is held."""

@@ -1,0 +1,104 @@
+"""One fixed binary tree over the micro-batches, in which every gradient of a step is summed.
+
+Floating-point addition is not associative, so the order of the additions is part of the result.
+Fixing it as a tree over the micro-batch index makes the sum the same to the bit whichever engine
+computed which micro-batch, and in whatever order they arrive: an engine sums the subtrees that it
+owns whole, the fabric goes on with what the engines hand over.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class PartialSum:
+    """The sum over micro-batches `index * 2**level` up to, not including, the next node's first.
+
+    `tensors` are float32 once anything was added; a leaf may still be in the stream's type. None
+    stands for a gradient that does not exist.
+    """
+
+    level: int
+    index: int
+    tensors: tuple[torch.Tensor | None, ...]
+
+    def leaves(self, total: int) -> int:
+        """Return over how many of `total` micro-batches it sums."""
+        return min((self.index + 1) << self.level, total) - (self.index << self.level)
+
+
+class TreeReduction:
+    """Adds nodes of the tree as they come; a sum is made as soon as both its parts are there.
+
+    At most one node per level waits when leaves come in order, so that summing M micro-batches
+    holds at most 1 + log2(M) gradients.
+    """
+
+    def __init__(self, leaves: int) -> None:
+        self._leaves = leaves
+        self._waiting: dict[tuple[int, int], PartialSum] = {}
+
+    def add(self, node: PartialSum) -> None:
+        """Add a node, whose tensors this object may overwrite from now on."""
+        level, index, tensors = node.level, node.index, node.tensors
+        while (1 << level) < self._leaves:
+            sibling = index ^ 1
+            if (sibling << level) < self._leaves:
+                other = self._waiting.pop((level, sibling), None)
+                if other is None:
+                    break
+                left, right = (
+                    (other.tensors, tensors) if sibling < index else (tensors, other.tensors)
+                )
+                tensors = tuple(map(_add, left, right))
+            level, index = level + 1, index >> 1
+        self._waiting[(level, index)] = PartialSum(level, index, tensors)
+
+    def nodes(self) -> list[PartialSum]:
+        """Return the sums that are left: the root alone once every leaf was added."""
+        return [self._waiting[key] for key in sorted(self._waiting)]
+
+    def root(self) -> tuple[torch.Tensor | None, ...]:
+        """Return the sum over all leaves, in float32."""
+        nodes = self.nodes()
+        if len(nodes) != 1 or (1 << nodes[0].level) < self._leaves:
+            have = ", ".join(f"(level {n.level}, index {n.index})" for n in nodes) or "nothing"
+            raise ValueError(f"the sum over {self._leaves} micro-batches is incomplete: {have}")
+        return tuple(None if t is None else t.float() for t in nodes[0].tensors)
+
+
+def root_level(leaves: int) -> int:
+    """Return the level of the sum over so many leaves."""
+    return (leaves - 1).bit_length()
+
+
+def partial_sums(numbers: range, leaves: int) -> list[tuple[int, int]]:
+    """Return level and index of the sums that are left when the leaves `numbers` are added."""
+    total = TreeReduction(leaves)
+    for number in numbers:
+        total.add(PartialSum(0, number, ()))
+    return [(node.level, node.index) for node in total.nodes()]
+
+
+def _add(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tensor | None:
+    if left is None or right is None:
+        return left if right is None else right
+    if left.dtype != torch.float32:
+        left = left.float()
+    return left.add_(right)
+
+
+def partition(leaves: int, parts: int) -> Sequence[range]:
+    """Divide micro-batches over engines: contiguous, as even as can be, aligned when powers of 2.
+
+    **Raises:** `ValueError` when there are more parts than leaves.
+    """
+    if parts > leaves:
+        raise ValueError(f"{parts} engines cannot share {leaves} micro-batches")
+    bounds = [leaves * part // parts for part in range(parts + 1)]
+    return [range(a, b) for a, b in itertools.pairwise(bounds)]

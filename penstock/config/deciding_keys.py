@@ -1,0 +1,103 @@
+"""Which keys decide the bits of a run, and what that means for resuming it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.config.root import Config
+from penstock.config.schedule import DECAYING
+from penstock.errors import ConfigError
+
+# The rest (engines, budgets, recomputation, folders, logging, what is evaluated and saved) changes
+# neither weights nor losses: of what budgets choose, the micro-batch of `batch.micro: auto` decides
+# bits and is recorded beside, and where stages are cut decides none (`compiler/cut.py`). Where the
+# text and a checkpoint to start from are does not matter either: the trainer compares fingerprints
+# of what is in them.
+_DECIDING = ("model", "batch", "precision", "optimizer", "freeze")
+# Keys that runs recorded before they existed, with the value that those runs had.
+_LATER = {"optimizer.moments": "fp32"}
+
+
+def trajectory(config: Config) -> dict[str, Any]:
+    """Return the keys that decide every bit of the run's weights, dotted, with JSON-able values."""
+    whole = config.to_mapping()
+    flat: dict[str, Any] = {}
+    for key in _DECIDING:
+        _flatten(key, whole[key], flat)
+    if "model.hf" in flat:
+        flat["model.hf"] = "a checkpoint"
+    for key, value in _LATER.items():
+        if flat[key] == value:
+            del flat[key]
+    # Only where they are set: a run from before they existed goes on.
+    if config.train:
+        flat["train"] = whole["train"]
+    if config.lora.rank is not None:
+        _flatten("lora", whole["lora"], flat)
+    flat["store.gradients"] = config.gradient_precision
+    flat["data.sequence_length"] = config.data.sequence_length
+    flat["data.seed"] = config.data.seed
+    flat["run.seed"] = config.run.seed
+    # A longer run under a decaying schedule is another run from its first step; under the others
+    # it is the same run, longer.
+    decays = config.optimizer.schedule.name in DECAYING
+    flat["optimizer.schedule.decay_steps"] = config.decay_steps if decays else None
+    return flat
+
+
+def digest(config: Config) -> str:
+    """Return the hash of a run's trajectory, as 32 hex digits: equal digests, equal weights after
+    equal steps."""
+    text = json.dumps(trajectory(config), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def check_resumable(config: Config, recorded: Mapping[str, Any]) -> None:
+    """Raise `ConfigError`, naming the keys, unless a run so recorded can go on with this.
+
+    `recorded` is the `trajectory` that the run's checkpoint holds.
+    """
+    lines = differences(recorded, trajectory(config))
+    if lines:
+        raise ConfigError(
+            "\n".join(
+                [
+                    f"{config.run.dir} holds a run whose configuration differs where it decides "
+                    "the result:",
+                    *(f"  {line}" for line in lines),
+                    "set these back to resume it, or choose another run.dir to start anew",
+                ]
+            )
+        )
+
+
+def differences(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return one line per key that differs between a recorded trajectory and this one."""
+    lines = []
+    for key in dict.fromkeys([*recorded, *now]):
+        old, new = (run.get(key, _LATER.get(key)) for run in (recorded, now))
+        if _plain(old) != _plain(new):
+            hint = ""
+            if key == "optimizer.schedule.decay_steps" and old is not None:
+                hint = f" (run.steps if unset; set it to {old} to run on at the final rate)"
+            lines.append(f"{key}: {_shown(old)} in the run, {_shown(new)} now{hint}")
+    return lines
+
+
+def _flatten(key: str, value: Any, flat: dict[str, Any]) -> None:
+    if isinstance(value, dict) and value:
+        for inner, item in value.items():
+            _flatten(f"{key}.{inner}", item, flat)
+    else:
+        flat[key] = value
+
+
+def _plain(value: Any) -> Any:
+    return json.loads(json.dumps(value))
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value)

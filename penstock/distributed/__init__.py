@@ -1,0 +1,1 @@
+"""A run in several processes: the protocol, what carries it, and both of its sides."""

@@ -1,0 +1,70 @@
+"""The client of `penstock scale`: a request to a run that trains, from another process."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from penstock.distributed import rendezvous_file
+from penstock.distributed.protocol import Message, MessageType
+from penstock.distributed.transport import Endpoint, own_host
+from penstock.errors import ClusterError, ConfigError, ProtocolError
+
+_SECONDS = 10.0  # in which a run answers
+
+
+def scale(run: Path, engines: int) -> int:
+    """Have a run go on with so many engines from its next step on; return how many it had.
+
+    Raises:
+        ConfigError: there is no such run, it does not train, or it cannot have so many.
+        ClusterError: it does not answer.
+    """
+    if not run.is_dir():
+        raise ConfigError(f"{run}: no such run; expected the folder that run.dir named")
+    path = run / rendezvous_file.NAME
+    if not path.exists():
+        raise ConfigError(
+            f"{run}: expected a run that trains with cluster.start other than none; it has no "
+            f"{rendezvous_file.NAME}. Another number can be given when it is started: "
+            f"engines={engines}"
+        )
+    answer = _ask(run, {"engines": engines})
+    if "error" in answer:
+        raise ConfigError(f"{run}: {answer['error']}")
+    before = answer.get("before")
+    if type(before) is not int:
+        raise ProtocolError(
+            f"{run}: it answers {str(answer)[:80]!r}; does it run the same version of Penstock?"
+        )
+    return before
+
+
+def _ask(run: Path, order: Mapping[str, Any]) -> Mapping[str, Any]:
+    address, token = rendezvous_file.read_record(run / rendezvous_file.NAME)
+    answers: queue.SimpleQueue[Mapping[str, Any] | Exception] = queue.SimpleQueue()
+    endpoint = Endpoint(
+        token,
+        own_host(address),
+        on_link_end=lambda link, error: answers.put(error),
+        on_new_peer=lambda link, message: answers.put(message.body),
+        on_failure=answers.put,
+    )
+    endpoint.start()
+    try:
+        link = endpoint.connect(address)
+        link.send(Message(MessageType.ADMIN_REQUEST, 0, 0, body=order))
+        answer = answers.get(timeout=_SECONDS)
+    except ClusterError as error:
+        raise ClusterError(
+            f"{run}: it does not train now, or not where this machine can reach it: {error}"
+        ) from None
+    except queue.Empty:
+        raise ClusterError(f"{run}: it has not answered in {_SECONDS:.0f} s; try again") from None
+    finally:
+        endpoint.close()
+    if isinstance(answer, Exception):
+        raise ClusterError(f"{run}: it ended the connection without an answer ({answer})")
+    return answer

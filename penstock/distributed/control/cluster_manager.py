@@ -1,0 +1,433 @@
+"""The trainer's side of a distributed run: it listens, starts workers and replaces lost ones.
+
+The cluster manager exists before the store: shards in processes of their own must have joined
+before anything can be loaded into them. A process joins by `rendezvous.py`, which also keeps the
+registry of members. The coordinator runs here and decides which node takes part in which step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.config import Config
+from penstock.distributed import rendezvous_file
+from penstock.distributed.control.event_queue import EventQueue
+from penstock.distributed.control.rendezvous import ClusterMember, Rendezvous, WorkerRegistry
+from penstock.distributed.control.worker_stats import HeartbeatStats
+from penstock.distributed.control.worker_supervisor import WorkerSupervisor
+from penstock.distributed.control_messages import Role, WorkerMetrics
+from penstock.distributed.launchers import Launcher, make_launcher
+from penstock.distributed.protocol import (
+    COORDINATOR,
+    Coordinator,
+    Message,
+    MessageType,
+    ProtocolEvent,
+    ShardNode,
+    Timeouts,
+)
+from penstock.distributed.rendezvous_file import remove_record, write_record
+from penstock.distributed.replication import ManagerHooks, ReplicaManager
+from penstock.distributed.rpc import RpcClient, StoreClient
+from penstock.distributed.run_spec import RunSpec
+from penstock.distributed.transport import Address, Connection, Endpoint, new_token
+from penstock.distributed.worker import InProcessShard, LocalShardExecutor
+from penstock.errors import ClusterError, CorruptionError, PenstockError
+from penstock.planning import ExecutionPlan
+from penstock.store import Store
+from penstock.store.flash import ShardedFlashStore
+from penstock.telemetry import ClusterEvent
+
+log = logging.getLogger("penstock.distributed")
+
+_BEAT = 0.1
+_STARVED = 10  # leases for which a worker may wait for a processor
+_PATIENCE = 120.0  # seconds in which all engines should have come
+
+
+class ClusterManager:
+    """The processes of one run.
+
+    Args:
+        host: the interface on which to listen.
+        launch: makes the launcher, given the endpoint.
+        tell: is told what happens, one line at a time, by the thread that asks for steps.
+        should_stop: whether waiting for others is to end.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        layout: ExecutionPlan,
+        *,
+        host: str,
+        token: str,
+        launch: Callable[[Endpoint], Launcher],
+        tell: Callable[[ClusterEvent], None],
+        should_stop: Callable[[], bool],
+    ) -> None:
+        self._config, self._layout, self._token = config, layout, token
+        self.should_stop = should_stop
+        self.event_queue, self.heartbeat_stats = EventQueue(tell), HeartbeatStats()
+        self.plan, self.registry = RunSpec.of(config, layout), WorkerRegistry()
+        self._local: list[ShardNode] = []
+        with contextlib.ExitStack() as undo:
+            self._open(host, launch, undo)
+            undo.pop_all()  # from here on it is `close` that ends what was begun
+
+    def _open(
+        self, host: str, launch: Callable[[Endpoint], Launcher], undo: contextlib.ExitStack
+    ) -> None:
+        """Listen, write the rendezvous file, and start workers."""
+        config, layout, token = self._config, self._layout, self._token
+        self._endpoint = Endpoint(
+            token,
+            host,
+            on_link_end=self._link_ended,
+            on_new_peer=self._take_from_new_peer,
+            on_failure=self._endpoint_failed,
+            every=self._every,
+            beat=_BEAT,
+            port=config.cluster.port,
+        )
+        undo.callback(self._endpoint.close)
+        self._endpoint.shares_memory = config.cluster.shared_memory == "auto"
+        self.coordinator = Coordinator(
+            self._endpoint.runtime(COORDINATOR),
+            self.plan.first_nodes,
+            config.engines,
+            Timeouts(config.cluster.lease, config.cluster.stall, config.cluster.longest_job),
+            self._happened,
+            least=layout.least_engines,
+            addresses=self.registry.addresses,
+            can_replace_engine=self._can_replace_engine,
+            is_there=self._is_there,
+        )
+        self._endpoint.add(COORDINATOR, _CoordinatorAdapter(self._take))
+        self._calls = RpcClient(self._send, self.event_queue.require_sound)
+        self._replicas = self._make_shards()
+        self._places = self._replicas.places
+        self._rendezvous = Rendezvous(
+            self.plan,
+            self.registry,
+            self.coordinator,
+            self._replicas,
+            self.event_queue,
+            let_in=self._let_in,
+            engines_wanted=lambda: self._wanted_engines,
+        )
+        self._record = write_record(config.run.dir, self._endpoint.address, token)
+        undo.callback(remove_record, self._record, token)
+        self.launcher = launch(self._endpoint)
+        undo.callback(self.launcher.close)
+        self._supervisor = WorkerSupervisor(self.launcher, self.event_queue.emit)
+        self._supervisor.fill(self._wanted_workers)
+        self._endpoint.start()
+
+    def _make_shards(self) -> ReplicaManager:
+        event_queue, parts = self.event_queue, self.plan.parts if self.plan.is_apart else []
+        hooks = ManagerHooks(
+            self.coordinator,
+            event_queue.emit,
+            event_queue.fail,
+            event_queue.poll,
+            self._do,
+            lambda: self.should_stop(),
+            self.registry.addresses.get,
+        )
+        return ReplicaManager(self._config, parts, self._calls, hooks)
+
+    @property
+    def _wanted_workers(self) -> Mapping[Role, int]:
+        """How many workers are to run: shards that are apart; engines, spare ones too."""
+        shards = self._config.store.holders - self._places.given_up if self.plan.is_apart else 0
+        return {"shard": shards, "engine": self._wanted_engines}
+
+    @property
+    def _wanted_engines(self) -> int:
+        return self.coordinator.wanted + self._config.cluster.spare
+
+    @property
+    def address(self) -> Address:
+        """Where the run listens."""
+        return self._endpoint.address
+
+    def figures(self) -> dict[int, WorkerMetrics]:
+        """Return what the engines of the present view have last said of themselves."""
+        return self.heartbeat_stats.figures(self.coordinator.engines)
+
+    def worker_of(self, node: int) -> str:
+        """Return the name of the worker that a node runs in."""
+        member = self.registry.find(node)
+        if member is None:
+            raise KeyError(node)
+        return member.worker
+
+    def call(self, action: Callable[[], None]) -> None:
+        """Do something in the thread in which all else happens here."""
+        self._endpoint.call(action)
+
+    # The store's shards
+
+    def remote_shards(self) -> list[StoreClient] | None:
+        """Return the shards that are apart, once all have come; None if they are not apart.
+
+        Raises:
+            PenstockError: one cannot be made.
+        """
+        return self._replicas.remote() if self.plan.is_apart else None
+
+    def copy_to_learners(self, store: Store) -> None:
+        """Give those who have come to hold a shard beside others, between two steps, what it holds.
+
+        Raises:
+            InterruptedError: a stop was asked for.
+        """
+        self._replicas.copy_to_learners(store if isinstance(store, ShardedFlashStore) else None)
+
+    def add_local_shards(self, stores: Sequence[Store]) -> None:
+        """Have the shards of a store in this process take part."""
+        recompute, program = self._layout.plan.recompute, self._layout.program
+
+        def add() -> None:
+            for shard, store in enumerate(stores):
+                number = self.plan.first_nodes[shard][0]
+                work = LocalShardExecutor(program, InProcessShard(store), shard, recompute)
+                runtime = self._endpoint.runtime(number)
+                node = ShardNode(number, shard, runtime, self.plan.transfers, work)
+                self._endpoint.add(number, node)
+                self._local.append(node)
+
+        self._do(add)
+
+    def is_replaced(self, node: int) -> bool:
+        """Tell whether a node was that of a shard whose place another takes, or has taken."""
+        return self._places.is_replaced(node)
+
+    def is_quiescent(self) -> bool:
+        """Tell whether no shard works any more for a step of an epoch before the present one."""
+        if not self.plan.is_apart:
+            return not any(node.is_busy for node in self._local)
+        return self.heartbeat_stats.are_idle(self._places.all_nodes, self.coordinator.epoch)
+
+    # Engines
+
+    def await_engines(self) -> None:
+        """Before the first step, let all engines come, unless that takes too long.
+
+        Raises:
+            InterruptedError: a stop was asked for.
+        """
+        wanted, deadline = self._config.engines, time.monotonic() + _PATIENCE
+        while len(self.coordinator.ready) < wanted:
+            self.event_queue.poll()
+            if self.should_stop():
+                raise InterruptedError("stopped while waiting for engines")
+            if time.monotonic() > deadline:
+                text = f"{len(self.coordinator.ready)} of {wanted} engines have come"
+                self.event_queue.emit(
+                    "waiting", f"{text} in {_PATIENCE:.0f} s; beginning with those"
+                )
+                return
+            time.sleep(0.02)
+
+    def _can_replace_engine(self) -> bool:
+        """Tell whether another engine is started in the place of one that is lost."""
+        is_ours = self._config.cluster.start != "listen"
+        return bool(self.registry.joining) or (is_ours and self._supervisor.given_up is None)
+
+    def _is_there(self, node: int, silent: float) -> bool:
+        """Tell whether a silent node only waits its turn: on its link, or for a processor."""
+        member, lease = self.registry.find(node), self._config.cluster.lease
+        if member is None:
+            return False
+        if member.link.is_heard(lease):
+            return True
+        return silent < _STARVED * lease and self.launcher.starves(member.worker)
+
+    def scale(self, engines: int) -> None:
+        """Go on with so many engines from the next step on, as soon as they are there.
+
+        **Raises:** `ClusterError` if there cannot be so many, or nobody listens any more;
+        `BudgetError` if this machine has not the memory.
+        """
+        self._require_engines(engines)
+        self._do(lambda: self._scale(engines))
+
+    def _require_engines(self, wanted: object) -> int:
+        least, most = self._layout.least_engines, self._layout.micro_batches
+        if type(wanted) is not int or not least <= wanted <= most:
+            raise ClusterError(
+                f"engines: expected {least} (with fewer, a step does not fit engine.memory) to "
+                f"{most} (one micro-batch each), got {wanted!r}"
+            )
+        if self._layout.room is not None and wanted > self.coordinator.wanted:
+            self._layout.room.require(wanted)
+        return wanted
+
+    def _scale(self, engines: int) -> int:
+        before, self.coordinator.wanted = self.coordinator.wanted, engines
+        self._supervisor.fill(self._wanted_workers)
+        self.event_queue.emit(
+            "scaled", f"{before} engine(s) so far, {engines} from the next step on"
+        )
+        return before
+
+    def close(self) -> None:
+        """End the workers and stop listening."""
+        if self.event_queue.is_over:
+            return
+        self.event_queue.is_over = True
+        remove_record(self._record, self._token)
+        self._endpoint.close()
+        self.launcher.close()
+        self.event_queue.tell_all()
+
+    def _do(self, action: Callable[[], object]) -> None:
+        """Do something in the endpoint's thread, and wait for it."""
+        done = threading.Event()
+
+        def act() -> None:
+            action()
+            done.set()
+
+        self._endpoint.call(act)
+        while not done.wait(timeout=0.5):
+            self.event_queue.require_sound()
+
+    def _send(self, node: int, message: Message) -> None:
+        self._endpoint.call(lambda: self._endpoint.send(COORDINATOR, node, message))
+
+    # In the endpoint's thread
+
+    def _every(self, now: float) -> None:
+        for node in self._local:
+            body = {"progress": node.progress, "busy": node.is_busy}
+            self.coordinator.handle(Message(MessageType.HEARTBEAT, 0, node.number, body=body))
+        self.coordinator.tick(now)
+        self._rendezvous.look()
+        self._supervisor.replace(self._wanted_workers)
+        few = len(self.coordinator.ready) < self._layout.least_engines
+        given_up, joining = self._supervisor.given_up, self.registry.joining
+        if given_up is not None and (few or self._places.are_missing) and not joining:
+            self.event_queue.fail(ClusterError(given_up))
+
+    def _endpoint_failed(self, error: Exception) -> None:
+        text = f"the run's network failed: {type(error).__name__}: {error}"
+        self.event_queue.fail(ClusterError(text))
+        log.error("the endpoint failed", exc_info=error)
+
+    def _take_from_new_peer(self, link: Connection, message: Message) -> None:
+        """Take what a peer says before it is somebody, which it may never become."""
+        if message.kind is MessageType.ADMIN_REQUEST:
+            link.send(
+                Message(
+                    MessageType.ADMIN_REPLY, 0, COORDINATOR, body=self._take_order(message.body)
+                )
+            )
+        else:
+            self._rendezvous.take(link, message)
+
+    def _take_order(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Change the number of engines, as a command asks; return what to answer."""
+        try:
+            wanted = self._require_engines(body.get("engines"))
+        except PenstockError as error:
+            return {"error": str(error)}
+        return {"engines": wanted, "before": self._scale(wanted)}
+
+    def _let_in(self, member: ClusterMember) -> None:
+        self._endpoint.attach(member.number, member.link)
+        self._supervisor.is_of_use(member.worker)
+
+    def _link_ended(self, link: Connection, error: Exception) -> None:
+        self._rendezvous.left(link)
+        member = self.registry.at(link)
+        if member is None:
+            return
+        number = member.number
+        if isinstance(error, CorruptionError):
+            self.coordinator.damaged(f"node {number}: {error}", [number])
+        self.coordinator.lost(number, f"its connection ended ({error})")
+
+    def _happened(self, happened: ProtocolEvent) -> None:
+        is_loss = happened.kind in ("engine lost", "shard lost", "replica lost")
+        self.event_queue.emit(happened.kind, happened.text, happened.node)
+        if is_loss and happened.node is not None:
+            self._lose(happened.node)
+
+    def _lose(self, number: int) -> None:
+        """Let nothing of a node come back."""
+        member = self.registry.lose(number)
+        self.heartbeat_stats.forget(number)
+        if member is None:
+            return
+        member.link.close()
+        self.launcher.end(member.worker)
+        if member.place is not None:
+            self._replicas.lost(member.place, number)
+
+    def _take(self, message: Message) -> None:
+        """Take what a node says to this process: to the coordinator, or in answer to a call."""
+        if message.kind is MessageType.RPC_REPLY:
+            self._calls.take(message)
+            return
+        if message.kind is MessageType.HEARTBEAT and self.registry.find(message.sender) is not None:
+            self._calls.heard(message.sender)
+            self.heartbeat_stats.take(message)
+        self.coordinator.handle(message)
+
+
+@dataclass(frozen=True)
+class _CoordinatorAdapter:
+    """The coordinator as a node of its process."""
+
+    handle: Callable[[Message], None]
+    progress: int = 0
+
+
+def open_cluster(
+    config: Config,
+    layout: ExecutionPlan,
+    *,
+    tell: Callable[[ClusterEvent], None],
+    should_stop: Callable[[], bool],
+) -> ClusterManager:
+    """Listen for the processes of a run and start its workers; they join when they can."""
+    token = new_token()
+    with contextlib.ExitStack() as undo:
+        host, launch = make_launcher(config, layout.device, token, undo)
+        manager = ClusterManager(
+            config,
+            layout,
+            host=host,
+            token=token,
+            launch=launch,
+            tell=tell,
+            should_stop=should_stop,
+        )
+        undo.pop_all()  # from here on it is the launcher's to end what was begun
+    if config.cluster.start == "listen":
+        _say_where(config, manager, tell)
+    return manager
+
+
+def _say_where(
+    config: Config, manager: ClusterManager, tell: Callable[[ClusterEvent], None]
+) -> None:
+    """Say how to start workers, where that is left to people."""
+    command = (
+        f"python -m penstock.cluster.worker {config.run.dir.absolute() / rendezvous_file.NAME}"
+    )
+    text = "at {}:{}; on each engine's host: ".format(*manager.address) + command
+    if config.cluster.shards == "apart":
+        text += f"; and first, on each shard's, with --shard 0 to {config.store.shards - 1}"
+        if config.store.replicas > 1:
+            text += f", each on {config.store.replicas} hosts"
+    tell(ClusterEvent("listening", text))

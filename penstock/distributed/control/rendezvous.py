@@ -1,0 +1,244 @@
+"""How a process becomes a member of a run: it joins, is assigned a role, and says it is ready.
+
+A process that joins gets a vacant replica slot of a shard, or else becomes an engine, unless it was
+started as one of them. A process that cannot fill its role is refused, and another of its kind
+would be refused too. A process that was started as a shard waits until a slot is vacant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.distributed.control.event_queue import EventQueue
+from penstock.distributed.control_messages import Join, Opens, ReplicaSlot
+from penstock.distributed.protocol import COORDINATOR, Coordinator, Message, MessageType
+from penstock.distributed.replication import ReplicaManager
+from penstock.distributed.rpc import error_class
+from penstock.distributed.run_spec import RunSpec
+from penstock.distributed.transport import Address, Connection
+from penstock.errors import ClusterError, PenstockError, UnfitHostError
+
+FIRST_ENGINE = 1000
+
+
+class Rendezvous:
+    """Lets processes in; in the endpoint's thread.
+
+    Args:
+        plan: what they are told, and must agree on.
+        registry: the processes that have joined.
+        coordinator: is told of them.
+        apart: gives places of shards.
+        event_queue: is told of those who are sent away.
+        let_in: attaches a member's connection to its node.
+        engines_wanted: returns how many engines are wanted, spare ones too.
+    """
+
+    def __init__(
+        self,
+        plan: RunSpec,
+        registry: WorkerRegistry,
+        coordinator: Coordinator,
+        apart: ReplicaManager,
+        event_queue: EventQueue,
+        *,
+        let_in: Callable[[ClusterMember], None],
+        engines_wanted: Callable[[], int],
+    ) -> None:
+        self._plan, self._registry, self._coordinator = plan, registry, coordinator
+        self._replicas, self._places, self._event_queue = apart, apart.places, event_queue
+        self._let_in, self._engines_wanted = let_in, engines_wanted
+        self._next = FIRST_ENGINE
+        self._waiting: dict[Connection, Join] = {}  # for the place of a shard
+
+    def take(self, link: Connection, message: Message) -> None:
+        """Take what a peer says before it is somebody.
+
+        **Raises:** `ProtocolError` if it makes no sense.
+        """
+        joining = self._registry.joining
+        if message.kind is MessageType.JOIN:
+            self._join(link, Join.read(message))
+        elif message.kind is MessageType.READY and link in joining:
+            self._admit(joining.pop(link), message.body)
+        elif message.kind is MessageType.FAILURE and link in joining:
+            member, kind = joining.pop(link), str(message.body.get("error"))
+            text = f"{member} could not be made: {message.body.get('text')}"
+            self._turn_away(member, text, error_class(kind))
+
+    def look(self) -> None:
+        """Give those who wait for the place of a shard one that has become vacant."""
+        for others_expected in (True, False):
+            if not others_expected and len(self._free()) > len(self._waiting):
+                return  # to some of these, who may be on other hosts
+            for link, said in list(self._waiting.items()):
+                if (place := self._place_for(said, others_expected)) is not None:
+                    del self._waiting[link]
+                    self._welcome(link, said, place)
+
+    def left(self, link: Connection) -> None:
+        """Take note that a process has left that was not here yet."""
+        self._registry.joining.pop(link, None)
+        self._waiting.pop(link, None)
+
+    def _join(self, link: Connection, said: Join) -> None:
+        """Give a process that joins its place, or have it wait for one."""
+        if said.role == "shard" and said.shard is None:
+            self._waiting[link] = said
+            self.look()
+            return
+        place = None if said.role == "engine" else self._place_for(said, self._wants_engines())
+        if place is None and said.shard is not None:
+            self._refuse(link, f"shard {said.shard} of the store is not wanted: it is there")
+            return
+        self._welcome(link, said, place)
+
+    def _welcome(self, link: Connection, said: Join, place: ReplicaSlot | None) -> None:
+        """Tell a process what it is to be."""
+        opens: Opens = "when asked"
+        number, plan = self._next, self._plan
+        if place is not None and not self._places.have_come:
+            number = plan.first_nodes[place.shard][place.replica]
+        else:
+            self._next += 1
+        if place is not None and self._places.have_come:
+            opens = "empty" if self._places.is_held(place.shard) else "what was left"
+        member = ClusterMember(number, link, said.worker, said.listens, place, opens)
+        self._registry.joining[link] = member
+        body = {
+            "node": number,
+            "place": None if place is None else list(place),
+            "opens": opens,
+            "run": plan.terms,
+            "shards_there": [] if plan.is_apart else [nodes[0] for nodes in plan.first_nodes],
+        }
+        link.send(Message(MessageType.ASSIGN, 0, COORDINATOR, body=body))
+
+    def _place_for(self, said: Join, others_expected: bool) -> ReplicaSlot | None:
+        """Return the place of a shard that a process gets which joins, None if it gets none."""
+        here = [(m.place, m.listens[0]) for m in self._registry.all if m.place is not None]
+        return self._replicas.place_for(
+            said.role, said.shard, said.listens[0], here, others_expected
+        )
+
+    def _free(self) -> Sequence[ReplicaSlot]:
+        return self._places.free({member.place for member in self._registry.all})
+
+    def _wants_engines(self) -> bool:
+        engines = len(self._coordinator.ready)
+        engines += sum(not member.is_shard for member in self._registry.joining.values())
+        return engines < self._engines_wanted()
+
+    def _admit(self, member: ClusterMember, said: Mapping[str, Any]) -> None:
+        """Take a process that is ready among those of the run."""
+        number, place = member.number, member.place
+        plan = self._plan
+        if said.get("digest") != (plan.engine_digest if place is None else plan.shard_digest):
+            text = f"{member} has compiled another program: are its versions the same?"
+            self._turn_away(member, text, ClusterError)
+            return
+        self._let_in(member)
+        self._registry.admit(member)
+        if place is None:
+            self._coordinator.joined(number)
+            return
+        if member.waits_for_copy:
+            self._places.wait_for_copy(place, number)
+            self._coordinator.learner_joined(place.shard, number)
+            return
+        self._places.take(place, number)
+        if member.opens == "what was left":
+            self._coordinator.shard_joined(place.shard, number)
+        else:
+            self._event_queue.emit("joined", f"{member} is ready", number)
+
+    def _turn_away(self, member: ClusterMember, text: str, kind: type[PenstockError]) -> None:
+        """Let a process go that cannot be what it was to be.
+
+        The run ends if it needs it and another would be no better.
+        """
+        is_needed = member.is_shard and not member.waits_for_copy
+        is_needed |= not (member.is_shard or self._coordinator.ready)
+        if is_needed and kind is not UnfitHostError:
+            self._event_queue.fail(kind(text))
+        self._refuse(member.link, text, member.number)
+
+    def _refuse(self, link: Connection, text: str, number: int | None = None) -> None:
+        """Send a worker away: it would be no better the next time."""
+        self._event_queue.emit("refused", text, number)
+        link.send(Message(MessageType.ADMIN_REPLY, 0, COORDINATOR, body={"error": text}))
+
+
+@dataclass(frozen=True)
+class ClusterMember:
+    """A process that has joined: its node, and what it is known by."""
+
+    number: int
+    link: Connection
+    worker: str
+    listens: Address
+    place: ReplicaSlot | None  # of a shard; None for an engine
+    opens: Opens  # what it does with its store, as a shard
+
+    @property
+    def is_shard(self) -> bool:
+        """Whether it holds a shard, or is to."""
+        return self.place is not None
+
+    @property
+    def waits_for_copy(self) -> bool:
+        """Whether it holds a shard only once it has been given a copy."""
+        return self.opens == "empty"
+
+    def __str__(self) -> str:
+        if self.place is None:
+            return f"engine {self.number}"
+        which = f"replica {self.place.replica} of " if self.place.replica else ""
+        return f"{which}shard {self.place.shard}"
+
+
+class WorkerRegistry:
+    """Changed in the endpoint's thread only."""
+
+    def __init__(self) -> None:
+        self.joining: dict[
+            Connection, ClusterMember
+        ] = {}  # they have a place, and are not ready yet
+        self.addresses: dict[int, Address] = {}  # where those who are here listen, by node
+        self._here: dict[int, ClusterMember] = {}
+
+    @property
+    def here(self) -> Sequence[ClusterMember]:
+        """Those who have joined."""
+        return list(self._here.values())
+
+    @property
+    def all(self) -> Sequence[ClusterMember]:
+        """Those who have joined, and those who are about to."""
+        return [*self.here, *self.joining.values()]
+
+    @property
+    def carried_bytes(self) -> int:
+        """What this process has sent to all others and taken from them, frames' heads apart."""
+        return sum(member.link.sent_bytes + member.link.taken_bytes for member in self.here)
+
+    def admit(self, member: ClusterMember) -> None:
+        """Let one who is ready be here."""
+        self._here[member.number] = member
+        self.addresses[member.number] = member.listens
+
+    def find(self, node: int) -> ClusterMember | None:
+        """Return who a node is; None if it is not here."""
+        return self._here.get(node)
+
+    def at(self, link: Connection) -> ClusterMember | None:
+        """Return who is here at the other end of a link."""
+        member = None if link.peer is None else self.find(link.peer)
+        return member if member is not None and member.link is link else None
+
+    def lose(self, node: int) -> ClusterMember | None:
+        """Let a node be here no more; return who it was."""
+        self.addresses.pop(node, None)
+        return self._here.pop(node, None)

@@ -1,0 +1,164 @@
+"""Bodies of the messages by which processes join a run and report on themselves.
+
+Peers have the run's token, so a body of another form is a defect or comes from another version of
+Penstock. It is refused where it is read, and costs its sender the connection.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, cast, get_args
+
+from penstock.distributed.protocol import Message, message_validation
+from penstock.distributed.run_spec import are_terms
+from penstock.distributed.transport import Address
+
+Opens = Literal["when asked", "what was left", "empty"]
+
+Role = Literal["engine", "shard"]
+
+_LONGEST = 200  # characters of a name
+
+
+@dataclass(frozen=True)
+class Join:
+    """A process that would take part: its name, where it listens, what it is to be.
+
+    `role` is None for one that may be either, `shard` None for one that may be any shard.
+    """
+
+    worker: str
+    listens: Address
+    role: Role | None
+    shard: int | None
+
+    @classmethod
+    def read(cls, message: Message) -> Join:
+        """Return what a `JOIN` says.
+
+        **Raises:** `ProtocolError` if it makes no sense.
+        """
+        body = message.body
+        worker, role, shard = body.get("worker"), body.get("role"), body.get("shard")
+        if not isinstance(worker, str) or len(worker) > _LONGEST:
+            raise message_validation.refuse(message, f"says {str(worker)[:40]!r} for 'worker'")
+        if role not in (None, *get_args(Role)):
+            raise message_validation.refuse(message, f"says {str(role)[:40]!r} for 'role'")
+        if shard is not None:
+            shard = message_validation.integer(message, "shard", 0)
+        return cls(worker, address_of(message, body.get("listens")), role, shard)
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What a process is to be: its node, its place as a shard or None, of which run (`terms.py`).
+
+    `opens` says what it does with a shard's store: `when asked` in a run's beginning; `what was
+    left` in the place of one that was lost; `empty` to be given a copy of what another holds.
+    `shards_there` are the nodes that are in the process which says so.
+    """
+
+    node: int
+    place: ReplicaSlot | None
+    opens: Opens
+    run: Mapping[str, Any]
+    shards_there: tuple[int, ...]
+
+    @classmethod
+    def read(cls, message: Message) -> Assignment:
+        """Return what a `ASSIGN` says.
+
+        **Raises:** `ProtocolError` if it makes no sense.
+        """
+        body = message.body
+        there = body.get("shards_there")
+        if not isinstance(there, list) or not all(type(node) is int for node in there):
+            raise message_validation.refuse(message, f"says {str(there)[:40]!r} for 'shards_there'")
+        if not are_terms(body.get("run")):
+            raise message_validation.refuse(message, "does not say what the run is")
+        node, place = (
+            message_validation.integer(message, "node", 1),
+            _place_of(message, body.get("place")),
+        )
+        return cls(node, place, _opens_of(message), body["run"], tuple(there))
+
+
+@dataclass(frozen=True)
+class WorkerMetrics:
+    """What an engine says of itself with every beat: its memory, and how long it has computed.
+
+    `computed` is in seconds, over `micro_batches`, both since it was made.
+    """
+
+    peak_bytes: int = 0
+    computed: float = 0.0
+    micro_batches: int = 0
+
+    @classmethod
+    def read(cls, message: Message) -> WorkerMetrics | None:
+        """Return what a `HEARTBEAT` says; None for a shard's, which says nothing of the kind.
+
+        **Raises:** `ProtocolError` if it makes no sense.
+        """
+        body = message.body
+        if "computed" not in body:
+            return None
+        peak, computed = message_validation.integer(message, "peak_bytes", 0), body["computed"]
+        if not isinstance(computed, list) or len(computed) != 2:
+            raise message_validation.refuse(message, f"says {str(computed)[:40]!r} for 'computed'")
+        seconds, count = computed
+        if not _is_number(seconds) or not _is_number(count) or seconds < 0 or count < 0:
+            raise message_validation.refuse(message, f"says {str(computed)[:40]!r} for 'computed'")
+        return cls(peak, float(seconds), int(count))
+
+
+def addresses_of(message: Message) -> dict[int, Address]:
+    """Return where nodes listen, by number, as a `VIEW` says.
+
+    **Raises:** `ProtocolError` if it makes no sense.
+    """
+    said = message.body.get("addresses", {})
+    if not isinstance(said, Mapping) or not all(key.isdecimal() for key in said):
+        raise message_validation.refuse(message, f"says {str(said)[:40]!r} for 'addresses'")
+    return {int(key): address_of(message, value) for key, value in said.items()}
+
+
+def address_of(message: Message, said: Any) -> Address:
+    """Return the address that a part of a body says.
+
+    **Raises:** `ProtocolError` if it is none.
+    """
+    match said:
+        case [str(host), int(port)] if len(host) <= _LONGEST and 0 < port < 1 << 16:
+            return host, port
+    raise message_validation.refuse(message, f"says {str(said)[:40]!r} for an address")
+
+
+def _opens_of(message: Message) -> Opens:
+    said = message.body.get("opens")
+    for known in get_args(Opens):
+        if said == known:
+            return cast(Opens, known)
+    raise message_validation.refuse(message, f"says {str(said)[:40]!r} for 'opens'")
+
+
+def _place_of(message: Message, said: Any) -> ReplicaSlot | None:
+    match said:
+        case None:
+            return None
+        case [int(shard), int(replica)] if shard >= 0 and replica >= 0:
+            return ReplicaSlot(shard, replica)
+    raise message_validation.refuse(message, f"says {str(said)[:40]!r} for 'place'")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+class ReplicaSlot(NamedTuple):
+    """One of the places of a shard."""
+
+    shard: int
+    replica: int

@@ -1,0 +1,35 @@
+"""The launcher that a configuration asks for."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+from penstock.config import Config
+from penstock.distributed.launchers.base import ExternalLauncher, Launcher
+from penstock.distributed.launchers.local import LocalLauncher
+from penstock.distributed.transport import Endpoint
+
+WORKER_LOGS = "workers"
+
+
+def make_launcher(
+    config: Config, device: str, token: str, undo: contextlib.ExitStack
+) -> tuple[str, Callable[[Endpoint], Launcher]]:
+    """Return where the run listens, and what makes its launcher."""
+    host = config.cluster.host
+    if config.cluster.start == "ray":
+        from penstock.distributed.launchers.ray import RayConnection, RayLauncher
+
+        connection = RayConnection(config, device)
+        undo.callback(connection.close)
+        return (
+            connection.host if host == "auto" else host,
+            lambda endpoint: RayLauncher(connection, endpoint.address, token),
+        )
+    host = "127.0.0.1" if host == "auto" else host
+    if config.cluster.start == "listen":
+        return host, lambda endpoint: ExternalLauncher()
+    logs = config.run.dir / WORKER_LOGS
+    forks = device != "cuda"  # whose driver survives no fork
+    return host, lambda endpoint: LocalLauncher(endpoint.address, token, logs, forks=forks)

@@ -1,0 +1,147 @@
+"""A process that has imported what a worker needs, and forks one whenever it is asked to.
+
+    python -m penstock.distributed.launchers.fork_server HOST PORT CONTROL
+
+Most of a worker's start is the import of libraries; a fork has them at once. What must not be there
+when a process forks is threads of its libraries, which the fork would lack: nothing is computed
+here, and if an import has started threads all the same, this process says so and ends. (OpenBLAS
+starts some when it is loaded, and makes them anew after a fork by itself.) A worker on a GPU is
+never forked: a driver does not survive it.
+
+Which modules to import comes on the standard input, one a line. `CONTROL` is the number of a socket
+that was inherited: requests come over it, and what became of them goes back (`fork_client.py` is
+the other end). When it ends, so do the workers, and this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterable
+from typing import Any
+
+MOST_BYTES = 1 << 16  # of one request, or one answer
+_LEAVE = 15.0  # seconds in which workers end by themselves when the trainer's process is gone
+
+
+def main() -> None:
+    """Be a template; in a fork, the worker."""
+    host, port, control = sys.argv[1:]
+    token = os.environ.pop("PENSTOCK_TOKEN")
+    names = sys.stdin.read().split()
+    order = _ForkServer(socket.socket(fileno=int(control)), names).serve()
+    if order is None:
+        return
+    os.environ["PENSTOCK_TOKEN"], os.environ["PENSTOCK_WORKER"] = token, order["start"]
+    sys.argv[1:] = [host, port]
+    from penstock.distributed.worker.main import main as work
+
+    work()
+
+
+class _ForkServer:
+    """Forks workers, and tells what becomes of them."""
+
+    def __init__(self, control: socket.socket, names: Iterable[str]) -> None:
+        self._control = control
+        self._workers: dict[int, tuple[str, int]] = {}  # by the file that stands for the process
+        _import(("numpy", "scipy.linalg"))  # each has an OpenBLAS
+        before = _threads()
+        _import(names)
+        gc.collect()
+        gc.freeze()  # a collection in a fork must not touch, and so copy, all of these pages
+        if (more := _threads() - before) > 0:
+            self._say(unfit=f"imports have started {more} threads")
+        else:
+            self._say(ready=os.getpid())
+
+    def serve(self) -> dict[str, Any] | None:
+        """Do what is asked until the other end is gone; in a fork, return what it is to be."""
+        while True:
+            control = self._control.fileno()
+            ready, _, _ = select.select([control, *self._workers], [], [])
+            for file in ready:
+                if file != control:
+                    self._reap(file)
+                    continue
+                request = self._hear()
+                if "start" not in request:
+                    self._end_all(0 if "end" in request else _LEAVE)
+                    return None
+                if self._fork(request) == 0:
+                    return request
+
+    def _hear(self) -> dict[str, Any]:
+        """Return the next request; an empty one when nobody is there any more."""
+        with contextlib.suppress(ConnectionError):
+            if said := self._control.recv(MOST_BYTES):
+                return json.loads(said)
+        return {}
+
+    def _fork(self, order: dict[str, Any]) -> int:
+        pid = os.fork()
+        if pid == 0:
+            self._become(order["log"])
+        else:
+            file = os.pidfd_open(pid)
+            self._workers[file] = order["start"], pid
+            self._say([file], started=order["start"], pid=pid)
+        return pid
+
+    def _become(self, log: str) -> None:
+        """Have nothing of the template's any more but what it has imported."""
+        self._control.close()
+        for file in self._workers:
+            os.close(file)
+        os.setsid()
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        says = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        for number, file in enumerate((nothing, says, says)):
+            os.dup2(file, number)
+        os.close(nothing)
+        os.close(says)
+
+    def _reap(self, file: int) -> None:
+        worker, pid = self._workers.pop(file)
+        _, status = os.waitpid(pid, 0)
+        os.close(file)
+        self._say(ended=worker, code=os.waitstatus_to_exitcode(status))
+
+    def _say(self, files: list[int] | None = None, **what: Any) -> None:
+        with contextlib.suppress(ConnectionError):  # nobody is there any more: `serve` finds out
+            socket.send_fds(self._control, [json.dumps(what).encode()], files or [])
+
+    def _end_all(self, seconds: float) -> None:
+        """Leave no worker behind: those that have not ended by themselves by then are ended."""
+        deadline = time.monotonic() + seconds
+        while self._workers:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                for _, pid in self._workers.values():
+                    os.kill(pid, signal.SIGKILL)
+            ready, _, _ = select.select([*self._workers], [], [], max(0.1, left))
+            for file in ready:
+                self._reap(file)
+
+
+def _import(names: Iterable[str]) -> None:
+    for name in names:
+        # What the trainer's process could import may need what only that one has.
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
+
+
+def _threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+if __name__ == "__main__":
+    main()

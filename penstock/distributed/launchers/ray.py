@@ -1,0 +1,455 @@
+"""Workers as actors of a Ray cluster: the only module that imports Ray, and not before it must.
+
+Ray finds places and starts processes there; it carries neither weights nor gradients. Each actor is
+a worker like any other: it joins over our own connections and is supervised by them. Ray says
+sooner than a lease does that a process has died, and it brings the run's token to the workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import queue
+import secrets
+import socket
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from penstock.config import Config
+from penstock.distributed.control_messages import Role
+from penstock.distributed.launchers.base import WorkerExit
+from penstock.distributed.launchers.local import would_run
+from penstock.distributed.launchers.ray_placement import PlacementPolicy
+from penstock.distributed.transport import Address, own_host
+from penstock.distributed.worker import Worker
+from penstock.errors import ClusterError, ConfigError, PenstockError
+
+log = logging.getLogger("penstock.distributed")
+
+_OBJECTS_BYTES = 80 << 20  # the least that Ray takes; nothing of a run is in it
+_TURN = 0.05  # seconds between two looks at what is to be started or ended
+_OWN_DEATH = 0.25  # seconds in which a node that is well says that a process has died
+_GRACE = 10.0  # seconds in which actors that are killed should be gone
+_PATIENCE = 5.0  # seconds for a first connection to the cluster's address
+_LONGEST_REASON = 300
+_LATE = 15.0  # seconds after which it is said that actors have not begun, and why
+_LOOK_AGAIN = 1.0  # seconds between two looks at what is free in the cluster
+
+
+class RayConnection:
+    """This process's connection to Ray: joined if it is there, else started and ended with the run.
+
+    Args:
+        config: of the run.
+        device: on which its engines compute.
+
+    Raises:
+        ConfigError: Ray is not installed, or a variable that the actors should get is not set.
+        ClusterError: there is no such cluster, or it does not let this process in.
+    """
+
+    def __init__(self, config: Config, device: str) -> None:
+        address = config.cluster.address
+        is_local = address is None
+        variables = _variables(config.cluster.environment)
+        if is_local:
+            _ask_for_tokens()
+        self.ray = ray = _import_ray()
+        self._is_ours = not ray.is_initialized()  # a notebook may be connected already
+        self.is_one_node = is_local and self._is_ours  # started for the run, on this machine
+        if self._is_ours:
+            _connect(ray, address)
+        # On one machine it is `engines` that says how many fit, as with cluster.start: local.
+        threads = 0 if is_local else config.engine.threads or 1
+        self.wants: Mapping[Role, Mapping[str, int]] = {
+            "engine": {"num_cpus": threads, "num_gpus": 1 if device == "cuda" else 0},
+            "shard": {"num_cpus": min(threads, 1), "num_gpus": 0},
+        }
+        self.options: dict[str, Any] = {
+            "scheduling_strategy": "SPREAD",
+            "max_restarts": 0,  # which workers there are is decided by the run
+        }
+        if variables and not self.is_one_node:  # a Ray of ours has them from here
+            self.options["runtime_env"] = {"env_vars": variables}
+        self.host = "127.0.0.1" if self.is_one_node else _host(ray, address)
+
+    def close(self) -> None:
+        """End the connection, and Ray too if it was started here."""
+        if self._is_ours:
+            self._is_ours = False
+            self.ray.shutdown()
+
+
+class RayWorker:
+    """A worker in the process of an actor.
+
+    Args:
+        folder: where the run was started; relative paths mean the same here if it is there.
+    """
+
+    def __init__(self, folder: str) -> None:
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+        if Path(folder).is_dir():
+            os.chdir(folder)
+            sys.path.insert(0, folder)
+
+    def where(self) -> tuple[str, int, str]:
+        """Return the host, the process, and the node as Ray names it."""
+        node = _import_ray().get_runtime_context().get_node_id()
+        return socket.gethostname(), os.getpid(), str(node)
+
+    def serve(self, address: Address, token: str, name: str, role: Role) -> str:
+        """Be an engine or a shard of the run until it ends; return why, if it ended before."""
+        try:
+            Worker(address, token, name, role).serve()
+        except ClusterError as error:
+            return f"{error}; the run's process must be reachable from there, see cluster.host"
+        except PenstockError as error:
+            return str(error)
+        return "the run has ended"
+
+
+@dataclass
+class _Actor:
+    handle: Any
+    where: Any  # a reference to its host and process, until they are known
+    serving: Any  # a reference that is ready when the worker has ended
+    role: Role
+    node: str | None  # where it is, or is asked to be
+    place: tuple[str, int] | None = None  # once it has begun
+    is_ended: bool = False  # by us
+    asked_at: float = field(default_factory=time.monotonic)
+
+
+@dataclass(frozen=True)
+class _Rooms:
+    """The nodes of a cluster, and what is free of all of them together."""
+
+    nodes: Sequence[Mapping[str, Any]]
+    free: Mapping[str, float]
+
+    def lets_in(self, wants: Sequence[Mapping[str, int]]) -> bool:
+        """Tell whether what each asks for is free, and some node is large enough for it."""
+        return all(_covers(self.free, each) for each in wants) and self._have_nodes_for(wants)
+
+    def hold(self, wants: Sequence[Mapping[str, int]]) -> bool:
+        """Tell whether the cluster, if it had nothing else to do, would hold all together."""
+        alive = [node["Resources"] for node in self.nodes if node["Alive"]]
+        there = {name: sum(node.get(name, 0) for node in alive) for name in ("CPU", "GPU")}
+        total = {name: sum(each[name] for each in wants) for name in ("num_cpus", "num_gpus")}
+        return _covers(there, total) and self._have_nodes_for(wants)
+
+    def _have_nodes_for(self, wants: Sequence[Mapping[str, int]]) -> bool:
+        alive = [node["Resources"] for node in self.nodes if node["Alive"]]
+        return all(any(_covers(node, each) for node in alive) for each in wants)
+
+
+def _covers(resources: Mapping[str, float], wants: Mapping[str, int]) -> bool:
+    return (
+        resources.get("CPU", 0) >= wants["num_cpus"]
+        and resources.get("GPU", 0) >= wants["num_gpus"]
+    )
+
+
+class RayLauncher:
+    """Starts workers as actors, spread over the nodes of a Ray cluster.
+
+    A thread of its own talks with Ray, which may take its time to answer: the coordinator waits for
+    nobody.
+
+    Args:
+        connection: to Ray; the launcher closes it.
+        address: where the coordinator's process listens.
+        token: of the run; it goes to the actors as an argument, over Ray's own connections.
+    """
+
+    def __init__(self, connection: RayConnection, address: Address, token: str) -> None:
+        self._connection, self._ray = connection, connection.ray
+        self._address, self._token = address, token
+        self._kind = self._ray.remote(RayWorker)
+        self._spreading = PlacementPolicy()
+        self._started = 0
+        self._actors: dict[str, _Actor] = {}  # the thread's own
+        self._asked: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[WorkerExit] = queue.SimpleQueue()
+        self._lost: str | None = None  # why Ray does not answer any more
+        self._rooms: _Rooms | None = None  # as last looked at, while actors have not begun
+        self._looked_at = -math.inf
+        self._thread = threading.Thread(target=self._supervise, name="penstock ray", daemon=True)
+        self._thread.start()
+
+    @property
+    def pids(self) -> Mapping[str, int]:
+        """The processes that run, by the names of the workers; each as its own host numbers it."""
+        actors = list(self._actors.items())
+        return {worker: actor.place[1] for worker, actor in actors if actor.place is not None}
+
+    def start(self, role: Role) -> str:
+        """Ask for one more worker; it comes when a node has room for it."""
+        self._started += 1
+        worker = f"worker-{self._started}"
+        if self._lost is not None:
+            self._ended.put(WorkerExit(worker, f"{worker} was not started: {self._lost}"))
+        else:
+            self._asked.put(lambda: self._start(worker, role))
+        return worker
+
+    def poll(self) -> list[WorkerExit]:
+        """Return the workers that have ended since the last call."""
+        ended = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                ended.append(self._ended.get_nowait())
+        return ended
+
+    def waits_for(self) -> str | None:
+        """Say how many actors have not begun after some seconds, and why, as far as Ray tells."""
+        waiting = self._late()
+        if not waiting or self._lost is not None:
+            return None
+        late = f"{len(waiting)} of {len(self._actors)} workers have not begun in {_LATE:.0f} s"
+        wants = self._connection.wants
+        roles = list(dict.fromkeys(actor.role for actor in waiting))
+        everyone = [wants[actor.role] for actor in list(self._actors.values())]
+        rooms = self._rooms
+        if rooms is None or rooms.lets_in([wants[role] for role in roles]):
+            return (
+                f"{late}: their processes are still starting, which takes long on a busy machine, "
+                "or where Python's packages are read for the first time"
+            )
+        each = " and ".join(f"each {role} for {_in_words(wants[role])}" for role in roles)
+        if rooms.hold(everyone):
+            return (
+                f"{late}: they ask the Ray cluster, {each} (engine.threads), and are still "
+                "starting, or wait for a place that other work has: see `ray status`"
+            )
+        return (
+            f"{late}: the Ray cluster is too small for all. They ask it, {each} "
+            "(engine.threads), and come when there is room: see `ray status`; add nodes, or lower "
+            "engines, cluster.spare or engine.threads"
+        )
+
+    def _late(self) -> list[_Actor]:
+        late = time.monotonic() - _LATE
+        return [a for a in list(self._actors.values()) if a.place is None and a.asked_at < late]
+
+    def starves(self, worker: str) -> bool:
+        """Tell whether it would run if it had a processor, where it can only be on this machine."""
+        pid = self.pids.get(worker)
+        return self._connection.is_one_node and pid is not None and would_run(pid)
+
+    def end(self, worker: str) -> None:
+        """End a worker, also one that stands still; `poll` will tell of it."""
+        self._asked.put(lambda: self._kill(worker))
+
+    def close(self) -> None:
+        """End all workers, and the connection."""
+        self._asked.put(None)
+        self._thread.join(timeout=2 * _GRACE)
+        self._connection.close()
+
+    # In the thread
+
+    def _supervise(self) -> None:
+        try:
+            while self._do_what_was_asked():
+                self._watch()
+                self._look_for_room()
+            self._end_all()
+        except Exception as error:  # Ray raises many kinds; the engines that there are go on
+            self._lost = f"Ray does not answer any more: {_reason(error)}"
+            log.error("%s; engines that are lost are not replaced", self._lost)
+
+    def _do_what_was_asked(self) -> bool:
+        """Start and end what should be; return whether to go on."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                asked = self._asked.get(timeout=0 if self._actors else _TURN)
+                if asked is None:
+                    return False
+                asked()
+        return True
+
+    def _start(self, worker: str, role: Role) -> None:
+        wants, actors = self._connection.wants[role], self._actors.values()
+        node = self._spreading.choose(
+            self._ray.nodes(),
+            {"CPU": wants["num_cpus"], "GPU": wants["num_gpus"]},
+            alike=[actor.node for actor in actors if actor.role == role],
+            others=[actor.node for actor in actors if actor.role != role],
+        )
+        options = {**self._connection.options, **wants}
+        options |= {} if node is None else _if_there_is_room(node)
+        actor = self._kind.options(**options).remote(str(Path.cwd()))
+        where = actor.where.remote()
+        serving = actor.serve.remote(self._address, self._token, worker, role)
+        self._actors[worker] = _Actor(actor, where, serving, role, node)
+
+    def _kill(self, worker: str) -> None:
+        actor = self._actors.get(worker)
+        if actor is None:
+            return
+        died, _ = self._ray.wait([actor.serving], num_returns=1, timeout=_OWN_DEATH)
+        actor.is_ended = not died
+        self._ray.kill(actor.handle)
+
+    def _look_for_room(self) -> None:
+        """Ask what there is and what is free, from time to time, while workers do not begin."""
+        now = time.monotonic()
+        if self._late() and now - self._looked_at >= _LOOK_AGAIN:
+            self._rooms = _Rooms(self._ray.nodes(), self._ray.available_resources())
+            self._looked_at = now
+
+    def _watch(self) -> None:
+        """Wait a little for what happens to actors, and take note of it."""
+        owners = {}
+        for worker, actor in self._actors.items():
+            owners[actor.serving] = worker
+            if actor.place is None:
+                owners[actor.where] = worker
+        if not owners:
+            return
+        ready, _ = self._ray.wait(list(owners), num_returns=1, timeout=_TURN)
+        for reference in ready:
+            worker = owners[reference]
+            actor = self._actors[worker]
+            try:
+                found = self._ray.get(reference)
+            except self._ray.exceptions.RayError as error:
+                found = "by the run" if actor.is_ended else _reason(error)
+                if isinstance(error, self._ray.exceptions.ActorUnavailableError):
+                    actor.is_ended = True  # it may be alive, behind a cable that is cut
+            else:
+                if reference == actor.where:  # with ray:// it is another object
+                    host, pid, actor.node = found
+                    actor.place = host, pid
+                    continue
+            self._ray.kill(actor.handle)  # it serves nobody any more
+            self._has_ended(worker, found)
+
+    def _has_ended(self, worker: str, reason: str) -> None:
+        actor = self._actors.pop(worker)
+        self._spreading.gone(actor.node, was_ended=actor.is_ended)
+        place = "{} with pid {}".format(*actor.place) if actor.place else "a node"
+        self._ended.put(WorkerExit(worker, f"{worker} on {place} ended: {reason}"))
+
+    def _end_all(self) -> None:
+        for actor in self._actors.values():
+            self._ray.kill(actor.handle)
+        serving = [actor.serving for actor in self._actors.values()]
+        if serving:
+            self._ray.wait(serving, num_returns=len(serving), timeout=_GRACE)
+        self._actors.clear()
+
+
+def _in_words(wants: Mapping[str, int]) -> str:
+    cpus, gpus = wants["num_cpus"], wants["num_gpus"]
+    return f"{cpus} CPU(s)" + (f" and {gpus} GPU(s)" if gpus else "")
+
+
+def _if_there_is_room(node: str) -> dict[str, Any]:
+    """Return what asks for a place on a node, and for any other where that has no room."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    strategy = NodeAffinitySchedulingStrategy(node, soft=True, _spill_on_unavailable=True)
+    return {"scheduling_strategy": strategy}
+
+
+def _import_ray() -> Any:
+    try:
+        import ray
+    except ImportError:
+        raise ConfigError(
+            "cluster.start: ray needs Ray, which is not installed; "
+            "pip install 'penstock[cluster]', or set cluster.start: local"
+        ) from None
+    return ray
+
+
+def _ask_for_tokens() -> None:
+    """Have a Ray that is started here let nobody in without a token, which only this process has.
+
+    It listens on every interface, whatever it is told, and runs what it is sent. Ray's own default
+    is a token in the home folder, in a file that others may read.
+    """
+    if "RAY_AUTH_MODE" in os.environ:
+        return  # the user has decided, or a Ray that this process had before
+    if "RAY_AUTH_TOKEN" not in os.environ and "RAY_AUTH_TOKEN_PATH" not in os.environ:
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    if "ray" not in sys.modules:  # once imported it does not look again; it asks for one by default
+        os.environ["RAY_AUTH_MODE"] = "token"
+
+
+def _refuse_unreachable(address: str) -> None:
+    """Say at once that nobody listens there; Ray would try for minutes."""
+    try:
+        socket.create_connection(_host_and_port(address), timeout=_PATIENCE).close()
+    except OSError as error:
+        raise ClusterError(
+            f"cluster.address: {address}: expected the head of a running Ray cluster, {error}"
+        ) from None
+
+
+def _host_and_port(address: str) -> Address:
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def _connect(ray: Any, address: str | None) -> None:
+    if address is not None and address != "auto":
+        _refuse_unreachable(address)
+    quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+    try:
+        if address is None:
+            ray.init(
+                address="local",
+                num_cpus=1,  # as many processes it starts in advance
+                include_dashboard=False,
+                object_store_memory=_OBJECTS_BYTES,
+                **quiet,
+            )
+        else:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # what ray:// says, it says twice
+                ray.init(address=address, **quiet)
+    except Exception as error:  # it raises whatever its parts do
+        if address is None:
+            raise ClusterError(f"a Ray cluster could not be started: {_reason(error)}") from None
+        raise ClusterError(
+            f"cluster.address: {address}: {_reason(error)}. Expected the head of a running Ray "
+            "cluster of the same versions of Ray and Python, this machine a part of it (but for "
+            "ray://), and, where the cluster asks for tokens, RAY_AUTH_MODE=token and its token "
+            "in RAY_AUTH_TOKEN, in the file RAY_AUTH_TOKEN_PATH, or in ~/.ray/auth_token"
+        ) from None
+
+
+def _host(ray: Any, address: str | None) -> str:
+    """Return this machine's address as the nodes of the cluster see it."""
+    if address is not None and address.startswith("ray://"):
+        return own_host(_host_and_port(address))
+    return str(ray.util.get_node_ip_address())
+
+
+def _variables(names: tuple[str, ...]) -> dict[str, str]:
+    missing = [name for name in names if name not in os.environ]
+    if missing:
+        raise ConfigError(
+            f"cluster.environment: {missing[0]} is not set here; set it, or leave it out"
+        )
+    paths = ["PYTHONPATH"] if "PYTHONPATH" in os.environ else []
+    return {name: os.environ[name] for name in [*paths, *names]}
+
+
+def _reason(error: Exception) -> str:
+    """Return the line of Ray's that says what happened: the last, without its guesses."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = lines[-1].partition(" Some common causes")[0] if lines else type(error).__name__
+    return text[:_LONGEST_REASON]

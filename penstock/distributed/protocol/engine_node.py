@@ -1,0 +1,360 @@
+"""An engine's part of the step protocol.
+
+Weights come in chunks down the tree and are passed on as they come; when an operation has all of
+its own, and those before it are computed, it is computed; its gradients go up the tree, where this
+engine may also add those of others. All of it is of one epoch and one step: what comes from
+another counts for nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from penstock.collectives import PartialSum, TreeReduction, partition
+from penstock.distributed.protocol import message_validation
+from penstock.distributed.protocol.membership_view import MembershipView
+from penstock.distributed.protocol.messages import Message, MessageType, sent_on, unpack_arrays
+from penstock.distributed.protocol.node_base import ProtocolNode
+from penstock.distributed.protocol.node_context import NodeContext
+from penstock.distributed.protocol.transfer_schedule import (
+    GRADIENT_WIDTH,
+    Chunk,
+    TransferOperation,
+    TransferSchedule,
+)
+from penstock.distributed.protocol.tree_topology import Summing, children, parent, root, summing
+from penstock.errors import ProtocolError
+
+
+class EngineExecutor(Protocol):
+    """What an engine does between the messages. `place` is called by the node's own thread, the
+    others by the runtime's worker; never while a job of an earlier step is still being done."""
+
+    def begin(self, step: int, part: Mapping[str, float], rows: Mapping[str, np.ndarray]) -> None:
+        """Begin a step with these rows; forget the one before."""
+        ...
+
+    def place(self, operation: TransferOperation, piece: Chunk, payload: np.ndarray | None) -> None:
+        """Put a chunk of weights where the operation will find it."""
+        ...
+
+    def compute(self, operation: TransferOperation) -> Sequence[PartialSum]:
+        """Compute an operation whose weights are placed; return its gradients' sums.
+
+        Their tensors are the node's from then on: it adds to them, and sends them.
+        """
+        ...
+
+    def losses(self) -> list[float]:
+        """Return the loss of each micro-batch, after the turn."""
+        ...
+
+
+@dataclass
+class _Sum:
+    """A chunk of gradients that this engine adds up, and over how many micro-batches still."""
+
+    tree: TreeReduction
+    missing: int
+    seen: set[tuple[int, int]] = field(default_factory=set)
+
+
+@dataclass
+class _TreePosition:
+    """What a view means for one engine: whom it hands weights to, and what it adds."""
+
+    number: int
+    below: Mapping[tuple[int, int], Sequence[int]]  # by shard and parity of the chunk, nodes
+    above: Sequence[int]  # by shard, the node that is told of room
+    summing: Summing
+
+    @classmethod
+    def of(cls, view: MembershipView, engine: int) -> _TreePosition:
+        """Return the place of an engine by its number."""
+        place, engines, shards = view.engines.index(engine), view.engines, len(view.shards)
+        below, above = {}, []
+        for shard, parity in itertools.product(range(shards), range(2)):
+            begin = root(shard, parity, shards, len(engines))
+            nodes = [engines[child] for child in children(place, begin, len(engines))]
+            below[shard, parity] = nodes
+        for shard, holders in enumerate(view.shards):
+            over = parent(place, root(shard, 0, shards, len(engines)), len(engines))
+            above.append(holders[0] if over is None else engines[over])
+        return cls(place, below, above, summing(len(engines))[place])
+
+
+@dataclass
+class _EngineStep:
+    """What an engine knows of the step in flight."""
+
+    number: int
+    total: int | None = None  # its micro-batches; known once it has begun
+    sums_begin: int = 0  # of the micro-batches, those whose sums this engine adds
+    sums_end: int = 0
+    is_ready: bool = False  # whether the engine has taken its rows
+    arrived: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
+    waiting: list[tuple[TransferOperation, Chunk, np.ndarray | None]] = field(default_factory=list)
+    computed: int = 0
+    is_busy: bool = False
+    released: dict[tuple[int, int], int] = field(default_factory=dict)
+    announced: dict[int, int] = field(default_factory=dict)
+    sums: dict[tuple[int, int], _Sum] = field(default_factory=dict)
+    early: list[Message] = field(default_factory=list)  # gradients that came before the rows
+
+
+def _tensor_of(message: Message) -> torch.Tensor:
+    """Return a gradient that came; one without memory where a simulation left the bytes out."""
+    if message.payload is None:
+        return torch.empty(message.size // GRADIENT_WIDTH, device="meta")
+    return torch.frombuffer(message.payload, dtype=torch.float32)
+
+
+def _bytes_of(tensor: torch.Tensor | None) -> tuple[np.ndarray | None, int]:
+    """Return a gradient's memory, and how many bytes it has."""
+    if tensor is None:
+        return None, 0
+    if tensor.is_meta:
+        return None, tensor.nbytes
+    return tensor.contiguous().numpy().view(np.uint8), tensor.nbytes
+
+
+class EngineNode(ProtocolNode[_EngineStep]):
+    """One engine among others.
+
+    Args:
+        number: its own among all nodes of the run.
+        runtime: carries its messages.
+        transfers: the operations of a step.
+        work: computes them.
+    """
+
+    def __init__(
+        self, number: int, runtime: NodeContext, transfers: TransferSchedule, work: EngineExecutor
+    ) -> None:
+        super().__init__(number, runtime, _EngineStep)
+        self._transfers, self._work = transfers, work
+        self._place = _TreePosition(0, {}, (), Summing(None, 0, 0, None))
+
+    def _takes_part(self, view: MembershipView) -> bool:
+        return self.number in view.engines
+
+    def _enter(self, view: MembershipView) -> None:
+        self._place = _TreePosition.of(view, self.number)
+
+    def _take(self, message: Message) -> None:
+        if message.step < self._step.number:
+            self.refused += 1
+            return
+        if message.step > self._step.number:
+            # The step before is over everywhere, or nobody would have begun this one.
+            self._step = _EngineStep(message.step)
+        if message.kind is MessageType.BEGIN:
+            self._begin(message)
+        elif message.kind is MessageType.WEIGHTS:
+            self._take_weights(message)
+        elif message.kind is MessageType.GRADIENT:
+            self._take_gradient(message)
+        elif message.kind is MessageType.WEIGHT_CREDIT:
+            self._take_release(message)
+        else:
+            self.refused += 1
+
+    # Weights come
+
+    def _begin(self, message: Message) -> None:
+        step, view = self._step, self._view
+        assert view is not None
+        if step.total is not None:
+            return
+        total = message_validation.integer(message, "total", len(view.engines))
+        part = {key: message_validation.real(message, key) for key in message.body if key != "rows"}
+        step.total = total
+        place = self._place.summing
+        if place.adds:
+            shares = partition(total, len(view.engines))
+            step.sums_begin, step.sums_end = shares[place.begin].start, shares[place.end - 1].stop
+
+        def begin() -> None:
+            rows = unpack_arrays(message.body.get("rows", ()), message.payload)
+            self._work.begin(step.number, part, rows)
+
+        def ready(_: object) -> None:
+            step.is_ready = True
+            # What a job of an earlier step could still have used is free only now.
+            waiting, step.waiting = step.waiting, []
+            for operation, piece, payload in waiting:
+                self._work.place(operation, piece, payload)
+            self._compute_next()
+
+        self._run(step, begin, ready)
+        early, step.early = step.early, []
+        for gradient in early:
+            self._take_gradient(gradient)
+
+    def _take_weights(self, message: Message) -> None:
+        step = self._step
+        operation, piece = message_validation.weights_of(self._transfers, message)
+        if message.op < step.computed or message.chunk in step.arrived[message.op]:
+            return
+        step.arrived[message.op].add(message.chunk)
+        self.progress += 1
+        for child in self._place.below[piece.shard, message.chunk % 2]:
+            self._runtime.send(child, sent_on(message, self.number))
+        if not step.is_ready:
+            step.waiting.append((operation, piece, message.payload))
+            return
+        try:
+            self._work.place(operation, piece, message.payload)
+        except Exception as error:  # the work's: the coordinator decides what becomes of the step
+            self._report(self.epoch, step.number, error)
+            return
+        self._compute_next()
+
+    def _compute_next(self) -> None:
+        """Compute the next operation, if it is its time."""
+        step = self._step
+        if not step.is_ready or step.is_busy or step.computed == len(self._transfers.operations):
+            return
+        operation = self._transfers.operations[step.computed]
+        if len(step.arrived[operation.number]) < len(operation.weights):
+            return
+        step.is_busy = True
+
+        def compute() -> tuple[Sequence[PartialSum], Sequence[float] | None]:
+            nodes = self._work.compute(operation)
+            return nodes, self._work.losses() if operation.sweep == "turn" else None
+
+        def done(made: tuple[Sequence[PartialSum], Sequence[float] | None]) -> None:
+            nodes, losses = made
+            step.is_busy = False
+            step.computed += 1
+            del step.arrived[operation.number]
+            for shard in range(self._transfers.shards):
+                self._release(shard, self.number, step.computed)
+            if losses is not None:
+                self._say(MessageType.LOSSES, {"losses": [loss.hex() for loss in losses]})
+            for node in nodes:
+                self._send_own(operation, node)
+            self._compute_next()
+
+        self._run(step, compute, done)
+
+    def _take_release(self, message: Message) -> None:
+        shard, count = message.chunk, message.op
+        if shard >= self._transfers.shards or message.sender not in self._place.below[shard, 0]:
+            raise message_validation.refuse(
+                message, f"is not from below in the tree of shard {shard}"
+            )
+        if count > len(self._transfers.operations):
+            raise message_validation.refuse(message, f"counts {count} operations")
+        self._release(shard, message.sender, count)
+
+    def _release(self, shard: int, sender: int, count: int) -> None:
+        """Say up the tree, when it grows, how many operations need no weights here or below."""
+        step = self._step
+        step.released[shard, sender] = max(count, step.released.get((shard, sender), 0))
+        here_and_below = (self.number, *self._place.below[shard, 0])
+        least = min(step.released.get((shard, node), 0) for node in here_and_below)
+        if least <= step.announced.get(shard, 0):
+            return
+        step.announced[shard] = least
+        message = Message(
+            MessageType.WEIGHT_CREDIT, self.epoch, self.number, step.number, least, shard
+        )
+        self._runtime.send(self._place.above[shard], message)
+
+    # Gradients go
+
+    def _send_own(self, operation: TransferOperation, node: PartialSum) -> None:
+        for number, piece in enumerate(operation.gradients):
+            tensor = node.tensors[piece.tensor]
+            part = None if tensor is None else tensor.view(-1)[piece.begin : piece.end].float()
+            self._send_sum(
+                self._place.summing.own_target,
+                operation.number,
+                number,
+                PartialSum(node.level, node.index, (part,)),
+            )
+
+    def _take_gradient(self, message: Message) -> None:
+        """Add a chunk of a sum, and send on what is whole."""
+        step = self._step
+        if step.total is None:
+            step.early.append(message)
+            return
+        message_validation.gradient_of(self._transfers, message)
+        if message.level > step.total.bit_length():
+            raise message_validation.refuse(
+                message, f"names level {message.level} of a tree over {step.total}"
+            )
+        first = message.index << message.level
+        node = PartialSum(message.level, message.index, (None,))
+        last = first + node.leaves(step.total)
+        if not step.sums_begin <= first < last <= step.sums_end:
+            raise message_validation.refuse(
+                message,
+                f"sums micro-batches {first} to {last}; this engine adds those of "
+                f"{step.sums_begin} to {step.sums_end}",
+            )
+        if message.size:
+            node = PartialSum(message.level, message.index, (_tensor_of(message),))
+        self._add(message.op, message.chunk, node)
+
+    def _add(self, op: int, chunk: int, node: PartialSum) -> None:
+        step = self._step
+        assert step.total is not None
+        total = step.sums.get((op, chunk))
+        if total is None:
+            missing = step.sums_end - step.sums_begin
+            total = step.sums[op, chunk] = _Sum(TreeReduction(step.total), missing)
+        if (node.level, node.index) in total.seen:
+            return  # nothing counts twice
+        total.seen.add((node.level, node.index))
+        total.missing -= node.leaves(step.total)
+        if total.missing < 0:
+            raise ProtocolError(
+                f"gradient {chunk} of operation {op} has come for more micro-batches than there "
+                "are; do all nodes run the same version of Penstock?"
+            )
+        self.progress += 1
+        total.tree.add(node)
+        if total.missing:
+            return
+        nodes = total.tree.nodes()
+        total.tree = TreeReduction(step.total)  # what is sent needs no memory here
+        for whole in nodes:
+            self._send_sum(self._place.summing.target, op, chunk, whole)
+
+    def _send_sum(self, target: int | None, op: int, chunk: int, node: PartialSum) -> None:
+        view = self._view
+        assert view is not None
+        if target == self._place.number:
+            self._add(op, chunk, node)
+            return
+        if target is None:
+            piece = self._transfers.operations[op].gradients[chunk]
+            to = view.shards[piece.shard]  # all of its nodes
+        else:
+            to = (view.engines[target],)
+        payload, size = _bytes_of(node.tensors[0])
+        message = Message(
+            MessageType.GRADIENT,
+            self.epoch,
+            self.number,
+            self._step.number,
+            op,
+            chunk,
+            node.level,
+            node.index,
+            payload=payload,
+            size=size,
+        )
+        for receiver in to:
+            self._runtime.send(receiver, message)

@@ -1,0 +1,49 @@
+"""Who takes part in an epoch, in which order."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.errors import ProtocolError
+
+
+@dataclass(frozen=True)
+class MembershipView:
+    """The nodes of every shard, and the engines of an epoch, by their numbers.
+
+    The order of shards and engines is their place. All nodes of a shard hold the same and do the
+    same; the first of them streams the weights.
+    """
+
+    shards: tuple[tuple[int, ...], ...]
+    engines: tuple[int, ...]
+
+    @property
+    def shard_nodes(self) -> tuple[int, ...]:
+        """The nodes of all shards."""
+        return tuple(itertools.chain.from_iterable(self.shards))
+
+    def as_body(self) -> dict[str, Any]:
+        """Return it as the body of a message."""
+        return {"shards": [list(nodes) for nodes in self.shards], "engines": list(self.engines)}
+
+    @classmethod
+    def read(cls, body: Mapping[str, Any]) -> MembershipView:
+        """Return the view that a body says.
+
+        **Raises:** `ProtocolError` if it says none.
+        """
+        shards, engines = body.get("shards"), body.get("engines")
+        if not isinstance(shards, list) or not shards:
+            raise ProtocolError(f"a view has shards {str(shards)[:80]!r}")
+        numbers: list[int] = []
+        for nodes in (*shards, engines):
+            if not isinstance(nodes, list) or not nodes or not all(type(n) is int for n in nodes):
+                raise ProtocolError(f"a view has nodes {str(nodes)[:80]!r}")
+            numbers += nodes
+        if len({*numbers}) < len(numbers):
+            raise ProtocolError(f"a view has nodes twice: {str(numbers)[:80]}")
+        return cls(tuple(map(tuple, shards)), tuple(engines or ()))

@@ -1,0 +1,123 @@
+"""What all nodes of a run have in common: an epoch, a step in flight, and one worker.
+
+A node is only ever called from one thread. Its work is done elsewhere, one job behind the other;
+what comes of a job counts only if its step is still the one in flight.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, Protocol, TypeVar
+
+from penstock.distributed.protocol.membership_view import MembershipView
+from penstock.distributed.protocol.messages import COORDINATOR, Message, MessageType
+from penstock.distributed.protocol.node_context import NodeContext
+from penstock.errors import ProtocolError
+
+
+class StepState(Protocol):
+    """What a node knows of the step in flight; its number is 0 before the epoch's first."""
+
+    number: int
+
+
+Step = TypeVar("Step", bound=StepState)
+
+
+class ProtocolNode(ABC, Generic[Step]):
+    """One engine or shard among the nodes of a run.
+
+    Args:
+        number: its own among all nodes of the run.
+        runtime: carries its messages and does its work.
+        step: makes what is known of a step, given its number.
+    """
+
+    def __init__(self, number: int, runtime: NodeContext, step: Callable[[int], Step]) -> None:
+        self.number = number
+        self.epoch = 0
+        self.refused = 0  # messages of another epoch or step
+        self.progress = 0  # in this epoch: grows with everything that this node gets done
+        self.failure: Exception | None = None  # what its own work ran into last
+        self._runtime, self._new_step = runtime, step
+        self._step = step(0)
+        self._view: MembershipView | None = None  # of the epoch; None if this node takes no part
+        self._jobs = 0
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether its worker has something to do, be it for a step that is over."""
+        return self._jobs > 0
+
+    def handle(self, message: Message) -> None:
+        """Take a message; one that makes no sense is reported to the coordinator."""
+        try:
+            if message.kind is MessageType.VIEW:
+                self._take_view(message)
+            elif self._view is None or message.epoch != self.epoch:
+                self.refused += 1
+            else:
+                self._take(message)
+        except ProtocolError as error:
+            self._report(message.epoch, message.step, error, message.sender)
+
+    @abstractmethod
+    def _take(self, message: Message) -> None:
+        """Take a message of this epoch, in which the node takes part."""
+
+    @abstractmethod
+    def _takes_part(self, view: MembershipView) -> bool:
+        """Tell whether a view names this node."""
+
+    def _enter(self, view: MembershipView) -> None:
+        """Begin an epoch in which the node takes part."""
+
+    def _take_view(self, message: Message) -> None:
+        if message.epoch > self.epoch:
+            view = MembershipView.read(message.body)
+            self.epoch = message.epoch
+            self.progress = 0
+            self._step = self._new_step(0)
+            self._view = view if self._takes_part(view) else None
+            if self._view is not None:
+                self._enter(view)
+        if message.epoch == self.epoch:
+            self._say(MessageType.VIEW_ACK)
+
+    def _say(self, kind: MessageType, body: Mapping[str, Any] | None = None) -> None:
+        """Say something of the step in flight to the coordinator."""
+        message = Message(kind, self.epoch, self.number, self._step.number, body=body or {})
+        self._runtime.send(COORDINATOR, message)
+
+    def _report(self, epoch: int, step: int, error: Exception, sender: int | None = None) -> None:
+        """Say what went wrong, in the node's own work or with what a sender has sent."""
+        body: dict[str, Any] = {"error": type(error).__name__, "text": str(error)}
+        if sender is None:
+            self.failure = error
+        else:
+            body["about"] = sender
+        self._runtime.send(
+            COORDINATOR, Message(MessageType.FAILURE, epoch, self.number, step, body=body)
+        )
+
+    def _run(self, step: Step, job: Callable[[], Any], then: Callable[[Any], None]) -> None:
+        """Have a job done; what comes of it counts for its own step only."""
+        self._jobs += 1
+
+        def done(result: Any) -> None:
+            self._jobs -= 1
+            if step is not self._step:
+                return
+            self.progress += 1
+            try:
+                then(result)
+            except Exception as error:  # the work's, or what it returned is none of its promises
+                self._report(self.epoch, step.number, error)
+
+        def failed(error: Exception) -> None:
+            self._jobs -= 1
+            if step is self._step:
+                self._report(self.epoch, step.number, error)
+
+        self._runtime.work(job, done, failed)

@@ -1,0 +1,184 @@
+"""What follows when a step fails: which node is evicted, and how the step is tried again.
+
+The policy changes nothing: the coordinator carries out the action that is returned. A suspect of a
+stall may be healthy, because the connection itself may be broken. So the last replica of a shard,
+whose state could be lost with it, is suspected only after several stalls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from penstock.distributed.protocol.epoch import EpochManager
+from penstock.distributed.protocol.failure_detector import FailureDetector
+from penstock.distributed.protocol.membership import Membership
+from penstock.distributed.protocol.retry_budget import RetryBudget
+from penstock.distributed.protocol.step_request import UnrecoverableError
+from penstock.distributed.protocol.step_transaction import Phase, StepTransaction
+from penstock.errors import ClusterError
+
+_MOST_COMMITS = 4  # to a shard that does not answer
+
+
+@dataclass(frozen=True)
+class EvictNode:
+    """A node loses its place."""
+
+    node: int
+    why: str
+
+
+@dataclass(frozen=True)
+class AbortStep:
+    """The step ends, for what trying again would not mend."""
+
+    error: Exception
+
+
+@dataclass(frozen=True)
+class RetryStep:
+    """The step begins anew, in a new epoch."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class ResendDecision:
+    """What is decided is said again."""
+
+
+RecoveryAction = EvictNode | AbortStep | RetryStep | ResendDecision
+
+
+class RecoveryPolicy:
+    """Remembers what has gone wrong with a step, and says what to do about it.
+
+    Args:
+        membership: the nodes of the run.
+        attempts: how often a step may begin anew for damage and standstills.
+        can_replace_engine: whether another engine may come where none is left.
+    """
+
+    def __init__(
+        self, membership: Membership, attempts: int, can_replace_engine: Callable[[], bool]
+    ) -> None:
+        self._membership, self._attempts, self._can_replace_engine = (
+            membership,
+            attempts,
+            can_replace_engine,
+        )
+        self._retry_budget = RetryBudget(0, attempts)
+
+    def begin(self, step: int) -> None:
+        """Begin to count for a step, unless it is tried again."""
+        if step > self._retry_budget.step:
+            self._retry_budget = RetryBudget(step, self._attempts)
+
+    def of_failure(self, engine: int, kind: str, text: str) -> RecoveryAction:
+        """An engine has failed: it loses its place, unless others would fail in the same way.
+
+        Args:
+            kind: the name of the error's class.
+        """
+        ends_with = self._retry_budget.failed(engine, kind, text)
+        if ends_with is None and not self._has_another(engine):
+            ends_with = f"engine {engine}, the only one there is: {kind}: {text}"
+        if ends_with is None:
+            return EvictNode(engine, f"its work failed: {kind}: {text}")
+        return self._give_up(UnrecoverableError(engine, kind, ends_with))
+
+    def _has_another(self, engine: int) -> bool:
+        left = [other for other in self._membership.engines if other != engine]
+        return len(left) >= self._membership.least or self._can_replace_engine()
+
+    def of_damage(self, status: StepStatus, text: str, ends: Collection[int]) -> RecoveryAction:
+        """Something came whose checksum is wrong: nobody knows what it was to say.
+
+        Args:
+            ends: the nodes at the ends of the link, as far as they are known.
+        """
+        # The last node of a shard keeps its place: it may be all that there is of it.
+        is_last_replica = self._membership.holders.is_last_replica
+        known = [node for node in ends if node in self._membership and not is_last_replica(node)]
+        worst = self._retry_budget.damaged(known, status.epochs.view.engines)
+        why = f"frames on its links come damaged again and again; {text}"
+        behind = None if worst is None or is_last_replica(worst) else EvictNode(worst, why)
+        return self._again(status, "damage", text, behind)
+
+    def of_standstill(self, status: StepStatus) -> RecoveryAction:
+        """Nobody computes and nothing moves: something was lost on the way."""
+        behind = self._behind(status) if self._retry_budget.standstills else None
+        text = "nothing moves"
+        if behind is not None:
+            text = f"the step stands still behind node {behind.node}"
+        if status.phase is Phase.COMMITTING:
+            behind = self._behind(status)
+        return self._again(status, "standstill", text, behind)
+
+    def _again(
+        self, status: StepStatus, why: str, text: str, behind: EvictNode | None
+    ) -> RecoveryAction:
+        """Try the step again, or say what is decided again; at the cost of who is behind it."""
+        is_decided, transaction = status.phase is Phase.COMMITTING, status.transaction
+        transaction.commits += is_decided
+        try:
+            self._retry_budget.count_retry(why, text)
+        except ClusterError as error:
+            if not is_decided:
+                return self._give_up(error)
+            behind = self._behind(status)  # it has to be made; without a shard it cannot be
+        if behind is not None and (not is_decided or transaction.commits > _MOST_COMMITS):
+            return behind
+        return ResendDecision() if is_decided else RetryStep(text)
+
+    def _behind(self, status: StepStatus) -> EvictNode | None:
+        found = find_suspect(status, self._membership, self._retry_budget.standstills)
+        return None if found is None else EvictNode(*found)
+
+    def _give_up(self, error: Exception) -> AbortStep:
+        """End the step; who tries it again begins to count."""
+        self._retry_budget = RetryBudget(0, self._attempts)
+        return AbortStep(error)
+
+
+_TRIES = 5
+
+
+@dataclass(frozen=True)
+class StepStatus:
+    """Where the step in flight stands."""
+
+    phase: Phase
+    epochs: EpochManager
+    transaction: StepTransaction
+    detector: FailureDetector
+
+
+def find_suspect(
+    status: StepStatus, membership: Membership, standstills: int
+) -> tuple[int, str] | None:
+    """Return who is nearest to what was lost on the way, and why; None if it is too early."""
+    phase, epochs, transaction = status.phase, status.epochs, status.transaction
+    if phase is Phase.COMMITTING:
+        return transaction.unanswered[0], "it has not answered to the commit"
+    if phase is not Phase.RUNNING:
+        missing, why = epochs.unseen, "it has not answered to a new epoch"
+        if phase is Phase.AGREEING:
+            missing, why = epochs.agreement.missing, "it has not said at which step it stands"
+        if standstills <= _TRIES:
+            missing = [node for node in missing if not membership.holders.is_last_replica(node)]
+        return (missing[0], why) if missing else None
+    if behind := transaction.behind:
+        return behind[0], "the others of its shard have got on, it has not"
+    # Who has got least is behind the broken link; of equals, the one nearest the root.
+    progress = status.detector.progress(epochs.view.engines)
+    return min(progress, key=lambda n: progress[n]), "the step stands still behind it"
+
+
+def took_too_long(seconds: float) -> str:
+    """Return why a node is evicted whose one job has taken so long."""
+    return (
+        f"one job of it has taken {seconds:.0f} s, which is over cluster.longest_job; if a "
+        "stage of its share, or an update of a shard, may take that long, raise it"
+    )

@@ -1,0 +1,58 @@
+"""`RUN/cluster.json`: where a run listens and its token, for who may read the run's folder."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from pathlib import Path
+
+from penstock.distributed.transport import Address
+from penstock.errors import ConfigError
+from penstock.io import read_plain
+
+NAME = "cluster.json"
+_MOST_BYTES = 4096
+
+
+def write_record(run: Path, address: Address, token: str) -> Path:
+    """Write the record of a run that listens; only this user may read it.
+
+    It appears whole or not at all: workers may be waiting for it.
+    """
+    run.mkdir(parents=True, exist_ok=True)
+    path, new = run / NAME, run / f"{NAME}.new"
+    new.unlink(missing_ok=True)
+    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        json.dump({"address": list(address), "token": token, "pid": os.getpid()}, file)
+    return new.replace(path)
+
+
+def remove_record(path: Path, token: str) -> None:
+    """Remove the record of a run that listens no more; another run's stays."""
+    with contextlib.suppress(ConfigError):
+        if read_record(path)[1] == token:
+            path.unlink(missing_ok=True)
+
+
+def read_record(path: Path) -> tuple[Address, str]:
+    """Return the address and the token that a record holds.
+
+    Raises:
+        ConfigError: there is none, or it is none.
+    """
+    try:
+        content = json.loads(read_plain(path, _MOST_BYTES))
+        host, port = content["address"]
+        token = content["token"]
+        if not (isinstance(host, str) and isinstance(port, int) and isinstance(token, str)):
+            raise ValueError
+    except OSError as error:
+        raise ConfigError(f"{path}: expected the record of a run: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError):
+        raise ConfigError(
+            f"{path}: expected the record of a run, with its address and token; it is something "
+            "else. A run that trains writes it anew when it is started again"
+        ) from None
+    return (host, port), token

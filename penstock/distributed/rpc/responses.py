@@ -1,0 +1,234 @@
+"""What a shard's process answers to the calls of the run's: read from bodies and arrays.
+
+As in `control_messages.py`, an answer that is none of these is a defect, or comes from another
+version of Penstock. It is refused where it is taken, and costs the node that gave it its place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from penstock.distributed.rpc.commit_codec import commit_of, report_of
+from penstock.distributed.rpc.rpc import InvalidResponseError, RpcMessage
+from penstock.errors import ProtocolError
+from penstock.program import WeightSpec
+from penstock.store import MASTER, Commit, FlashTraffic, GradientReport, Holding, Stored, Traffic
+
+_TYPES = {"float32": torch.float32, "uint8": torch.uint8, "bfloat16": torch.bfloat16}
+_HASH_DIGITS = 32
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Response:
+    """What a node has answered to a call of a method."""
+
+    node: int
+    method: str
+    said: RpcMessage
+
+    def refuse(self, what: str) -> InvalidResponseError:
+        """Return the error of an answer that cannot be."""
+        return InvalidResponseError(
+            f"node {self.node} answered to {self.method!r} with what {what}; do all nodes run the "
+            "same version of Penstock with the same configuration?"
+        )
+
+    def get(self, key: str, is_right: Callable[[Any], bool]) -> Any:
+        """Return a part of what was said, if it is right."""
+        value = self.said.body.get(key)
+        if not is_right(value):
+            raise self.refuse(f"says {str(value)[:40]!r} for {key!r}")
+        return value
+
+    def array(self, key: str, kind: np.dtype[Any], count: int) -> np.ndarray:
+        """Return an array of so many values of a type."""
+        array = self.said.arrays.get(key)
+        if array is None:
+            raise self.refuse(f"has no array {key!r}")
+        if array.dtype != kind or array.size != count:
+            raise self.refuse(
+                f"has {array.size:,} values of {array.dtype} as {key!r} where {count:,} of {kind} "
+                "are expected"
+            )
+        return array.reshape(-1)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What a store says of itself when it is opened: what it takes, and whether it is new."""
+
+    memory_bytes: Mapping[str, int]
+    flash_bytes: int
+    flash_rule: FlashTraffic
+    is_new: bool
+
+    @classmethod
+    def read(cls, answer: Response) -> Opened:
+        """Return what the answer to `open` says."""
+        read, written = answer.get("flash_rule", _pair_of(_is_count))
+        return cls(
+            answer.get("memory_bytes", _mapping_to(_is_count)),
+            answer.get("flash_bytes", _is_count),
+            FlashTraffic(read, written),
+            answer.get("is_new", _is_bool),
+        )
+
+
+@dataclass(frozen=True)
+class Status:
+    """What a store on flash says of its durable steps, and what is kept with the present one."""
+
+    is_new: bool
+    durable_step: int | None
+    extra: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, answer: Response) -> Status:
+        """Return what the answer to `status` says."""
+        return cls(
+            answer.get("is_new", _is_bool),
+            answer.get("durable_step", lambda step: step is None or _is_count(step)),
+            answer.get("extra", lambda extra: isinstance(extra, dict)),
+        )
+
+
+def step_of(answer: Response) -> int | None:
+    """Return the step at which a store stands; None once it is closed."""
+    return None if answer.method == "close" else answer.get("step", _is_count)
+
+
+def nothing(answer: Response) -> None:
+    """Take an answer that says only that it is done."""
+
+
+def at(answer: Response, step: int) -> None:
+    """Require that a store stands at a step."""
+    if step_of(answer) != step:
+        raise answer.refuse(f"stands at step {step_of(answer)}, it was told to be at {step}")
+
+
+def weights_of(answer: Response, specs: Sequence[WeightSpec]) -> list[torch.Tensor]:
+    """Return the weights that were asked for, in memory of their own."""
+    tensors = []
+    for number, spec in enumerate(specs):
+        kind = np.dtype(spec.format.stream.dtype)
+        array = answer.array(str(number), kind, spec.elements)
+        tensors.append(torch.from_numpy(array).view(spec.stream_dtype).view(spec.shape))
+    return tensors
+
+
+def values_of(answer: Response, kind: torch.dtype, count: int) -> np.ndarray:
+    """Return so many values of a weight, or of its state."""
+    wanted = next(np.dtype(name) for name, known in _TYPES.items() if known is kind)
+    return answer.array("values", wanted, count)
+
+
+def report(answer: Response, holding: Holding) -> GradientReport:
+    """Return what is known of a step's gradients."""
+    said = _read(answer, report_of)
+    stages = {*said.silent, *(said.non_finite or {})}
+    if not stages <= {*range(len(holding.stages))}:
+        raise answer.refuse(f"names stages {sorted(stages)[:8]} of {len(holding.stages)}")
+    named = (*said.missing, *(n for names in (said.non_finite or {}).values() for n in names))
+    _require_known(answer, (*named, *said.zero), holding)
+    return said
+
+
+def commit(answer: Response, step: int) -> Commit:
+    """Return what was decided of a step."""
+    said = _read(answer, commit_of)
+    if said.step != step:
+        raise answer.refuse(f"commits step {said.step}, it was told to commit {step}")
+    return said
+
+
+def unchanged(answer: Response, holding: Holding) -> tuple[str, ...]:
+    """Return the weights that no update has changed."""
+    said = answer.get("unchanged", _is_names)
+    _require_known(answer, said, holding)
+    return tuple(said)
+
+
+def traffic(answer: Response) -> Traffic:
+    """Return what was streamed, received and waited for."""
+    streamed, received = answer.get("bytes", _pair_of(_is_count))
+    updates, snapshots = answer.get("seconds", _pair_of(_is_seconds))
+    return Traffic(streamed, received, float(updates), float(snapshots))
+
+
+def flash_traffic(answer: Response) -> FlashTraffic:
+    """Return what moved to and from flash."""
+    read, written = answer.get("moved", _pair_of(_is_count))
+    return FlashTraffic(read, written, float(answer.get("seconds", _is_seconds)))
+
+
+def roles(answer: Response, spec: WeightSpec) -> dict[str, Stored]:
+    """Return what there is of a weight: its master in its shape, then its state."""
+    said = answer.get("roles", _mapping_to(_is_stored))
+    found = {role: Stored(_TYPES[kind], tuple(shape)) for role, (kind, shape) in said.items()}
+    most = max((math.prod(stored.shape) for stored in found.values()), default=0)
+    if (
+        found.get(MASTER) != Stored(spec.format.saved_dtype, tuple(spec.shape))
+        or most > spec.elements
+    ):
+        raise answer.refuse(f"says {str(said)[:80]!r} for the roles of {spec.name}")
+    return found
+
+
+def content_hash(answer: Response) -> str:
+    """Return the hash of all weights."""
+    return answer.get("hash", lambda said: isinstance(said, str) and len(said) == _HASH_DIGITS)
+
+
+def _read(answer: Response, read: Callable[[Mapping[str, Any]], T]) -> T:
+    try:
+        return read(answer.said.body)
+    except ProtocolError as error:
+        raise InvalidResponseError(
+            f"node {answer.node} answered to {answer.method!r}: {error}"
+        ) from None
+
+
+def _require_known(answer: Response, names: Collection[str], holding: Holding) -> None:
+    strange = [name for name in names if name not in holding.weights]
+    if strange:
+        raise answer.refuse(f"names a weight {strange[0][:40]!r} that it does not hold")
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+def _is_seconds(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and value >= 0
+
+
+def _is_stored(value: Any) -> bool:
+    match value:
+        case [str(kind), list(shape)]:
+            return kind in _TYPES and all(map(_is_count, shape))
+    return False
+
+
+def _pair_of(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and len(value) == 2 and all(map(is_right, value))
+
+
+def _mapping_to(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, dict) and all(map(is_right, value.values()))

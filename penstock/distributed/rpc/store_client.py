@@ -1,0 +1,341 @@
+"""The store of a shard in another process, as the trainer's process sees it.
+
+Every method of the store's interface is a call (`rpc.py`) that the shard's process answers, in
+the order in which they were made, beside the steps (`store_server.py`). What goes this way is what
+the trainer itself does with a store: filling it, saving, evaluating, looking. A step's weights and
+gradients go between shards and engines and never through here.
+
+A shard with a replica is held by two nodes: what changes it goes to both, what is read comes from
+one. As long as one is left, the loss of the other is no error here. What they answer is checked
+(`responses.py`): a node whose answer makes no sense loses its place, and counts as lost.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from penstock.distributed.rpc import responses
+from penstock.distributed.rpc.responses import Opened, Response, Status
+from penstock.distributed.rpc.rpc import (
+    WRITE_BYTES,
+    InvalidResponseError,
+    PendingCall,
+    RpcClient,
+    ShardLostError,
+)
+from penstock.distributed.rpc.store_server import bytes_of
+from penstock.store import (
+    MASTER,
+    Commit,
+    FlashTraffic,
+    GradientReport,
+    Holding,
+    Stored,
+    Traffic,
+    fill,
+    prepare_and_decide,
+)
+
+# These are asked between two steps. They have the same sense for whoever comes in a lost shard's
+# place, and the next step finds out at which step that stands.
+_BETWEEN_STEPS = frozenset({"remember", "take_traffic", "take_flash_traffic", "status"})
+
+_AGAIN = "give the same command again, the run goes on from the last step that is safe"
+
+T = TypeVar("T")
+Read = Callable[[Response], T]
+
+
+class StoreClient:
+    """One shard's store, on flash or in memory; see `DramStore` for what each method does.
+
+    Args:
+        program: what the shard holds.
+        calls: asks nodes.
+        nodes: returns those that hold the shard now.
+        await_node: returns when one does; raises if none can.
+        refuse: takes a node its place that has answered what makes no sense.
+        copy: gives the second node all that the first holds.
+        replicas: how many nodes there are when none is lost.
+    """
+
+    def __init__(
+        self,
+        program: Holding,
+        calls: RpcClient,
+        *,
+        nodes: Callable[[], Sequence[int]],
+        await_node: Callable[[], None],
+        refuse: Callable[[int, InvalidResponseError], None],
+        copy: Callable[[int, int], None],
+        replicas: int,
+    ) -> None:
+        self.program = program
+        self.step = 0  # as the shard has last said
+        self.memory_bytes: Mapping[str, int] = {}
+        self.flash_bytes = 0
+        self.flash_rule = FlashTraffic()
+        self._calls, self._nodes, self._await_node, self._copy = calls, nodes, await_node, copy
+        self._refuse, self._replicas = refuse, replicas
+        self._roles: dict[str, dict[str, Stored]] = {}
+        self._is_open = False
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shape of what there is of every weight, by name."""
+        return {name: spec.shape for name, spec in self.program.weights.items()}
+
+    def _ask(self, method: str, read: Read[T], most: int = 0, **arguments: Any) -> T:
+        """Return what one of the nodes answers; another, if that one is lost meanwhile."""
+        while True:
+            lost = None
+            for node in self._nodes():
+                try:
+                    return self._take(
+                        method, self._calls.begin(node, method, arguments, {}, most), read
+                    )
+                except ShardLostError as error:
+                    lost = error
+            self._require_another(method, lost)
+
+    def _tell(
+        self,
+        method: str,
+        read: Read[T],
+        arrays: Mapping[str, np.ndarray] | None = None,
+        **arguments: Any,
+    ) -> dict[int, T]:
+        """Return what the nodes answer, all at once, but for those that are lost meanwhile."""
+        while True:
+            nodes = self._nodes()
+            asked = [self._calls.begin(node, method, arguments, arrays or {}) for node in nodes]
+            taken: dict[int, T] = {}
+            lost = None
+            for each in asked:
+                try:
+                    taken[each.node] = self._take(method, each, read)
+                except ShardLostError as error:
+                    lost = error
+            if taken:
+                return taken
+            self._require_another(method, lost)
+
+    def _take(self, method: str, asked: PendingCall, read: Read[T]) -> T:
+        """Return what a node has answered, if it makes sense; else the node is lost."""
+        try:
+            answer = Response(asked.node, method, asked.answer())
+            step, taken = responses.step_of(answer), read(answer)
+        except InvalidResponseError as error:
+            self._refuse(asked.node, error)
+            raise ShardLostError(f"{self.program.name} was lost: {error} Then {_AGAIN}") from error
+        if step is not None:
+            self.step = step
+        return taken
+
+    def _require_another(self, method: str, lost: ShardLostError | None) -> None:
+        if method not in _BETWEEN_STEPS:
+            raise lost or ShardLostError(f"{self.program.name} was lost; {_AGAIN}")
+        self._await_node()
+
+    def open(self) -> StoreClient:
+        """Have the shard's processes open their stores, new or as they were left.
+
+        A replica that holds nothing of what the other holds is given a copy.
+        """
+        opened = self._tell("open", Opened.read)
+        found, times = _first(opened), self._replicas
+        self.memory_bytes = {kind: times * size for kind, size in found.memory_bytes.items()}
+        self.flash_bytes = times * found.flash_bytes
+        rule = found.flash_rule
+        self.flash_rule = FlashTraffic(times * rule.read_bytes, times * rule.written_bytes)
+        self._is_open = True
+        whole = [node for node, each in opened.items() if not each.is_new]
+        for node in opened.keys() - {*whole} if whole else ():
+            self._copy(whole[0], node)
+        return self
+
+    def close(self) -> None:
+        """Have it let go of its files; one that is gone has done so."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        try:
+            self._tell("close", responses.nothing)
+        except ShardLostError:
+            return
+
+    # On flash
+
+    @property
+    def is_new(self) -> bool:
+        """Whether it holds no durable step yet."""
+        return self._ask("status", Status.read).is_new
+
+    @property
+    def durable_step(self) -> int | None:
+        """The step that would be found after a crash now; None before the first."""
+        return self._ask("status", Status.read).durable_step
+
+    @property
+    def extra(self) -> Mapping[str, Any]:
+        """What was kept with the present step."""
+        return self._ask("status", Status.read).extra
+
+    def make_durable(self) -> None:
+        """Return when the present step would be found after a crash."""
+        self._tell("make_durable", responses.nothing)
+
+    def page_lock(self) -> bool:
+        """Nothing streams from here to a GPU: engines have buffers of their own."""
+        return True
+
+    def remember(self, extra: Mapping[str, Any]) -> None:
+        """Keep plain data with the present step."""
+        self._tell("remember", responses.nothing, extra=dict(extra))
+
+    # Weights out and in
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Fill all masters, one weight at a time (`DramStore.load`)."""
+        fill(self, weights)
+
+    def fetch(self, stage: int, positions: Sequence[int] | None = None) -> list[torch.Tensor]:
+        """Return the weights of a stage, in memory of their own."""
+        names = self.program.stages[stage].weights
+        chosen = names if positions is None else [names[position] for position in positions]
+        wanted = None if positions is None else list(positions)
+        return self._weights("fetch", chosen, {"stage": stage, "positions": wanted})
+
+    def stream(self, names: Sequence[str]) -> list[torch.Tensor]:
+        """Return weights by name, in memory of their own."""
+        return self._weights("stream", names, {"names": list(names)})
+
+    def _weights(
+        self, method: str, names: Sequence[str], asked: Mapping[str, Any]
+    ) -> list[torch.Tensor]:
+        specs = [self.program.weights[name] for name in names]
+        most = sum(spec.stream_bytes for spec in specs)
+        return self._ask(method, lambda said: responses.weights_of(said, specs), most, **asked)
+
+    def receive(self, stage: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Take the gradients of one stage (`DramStore.receive`)."""
+        held = self.program.stages[stage].weights
+        names = [name for name in held if self.program.weights[name].trainable]
+        arrays = {
+            name: bytes_of(gradient)
+            for name, gradient in zip(names, gradients, strict=True)
+            if gradient is not None
+        }
+        self._tell("receive", responses.nothing, arrays, stage=stage, names=names)
+
+    def commit(self) -> Commit:
+        """Decide the step by this shard's gradients alone (`DramStore.commit`)."""
+        return prepare_and_decide(self)
+
+    def prepare(self) -> GradientReport:
+        """Return what is known of the step's gradients; the shard is then ready to decide."""
+        return _first(self._tell("prepare", lambda said: responses.report(said, self.program)))
+
+    def decide(self, norm: float) -> Commit:
+        """Commit the step with the global norm of all shards."""
+        step = self.step + 1
+        decided = self._tell("decide", lambda said: responses.commit(said, step), norm=norm.hex())
+        return _first(decided)
+
+    def discard(self) -> None:
+        """Throw away the gradients that came since the last commit."""
+        self._tell("discard", responses.nothing)
+
+    def flush(self) -> None:
+        """Make all updates that are still awaited, now."""
+        self._tell("flush", responses.nothing)
+
+    def unchanged(self) -> tuple[str, ...]:
+        """Return the trainable weights that no update has changed (`DramStore.unchanged`)."""
+        return self._ask("unchanged", lambda said: responses.unchanged(said, self.program))
+
+    def take_traffic(self) -> Traffic:
+        """Return what was streamed, received and waited for, since the last call."""
+        taken = self._tell("take_traffic", responses.traffic).values()
+        return Traffic(
+            sum(each.streamed_bytes for each in taken),
+            sum(each.gradient_bytes for each in taken),
+            max(each.update_seconds for each in taken),
+            max(each.snapshot_seconds for each in taken),
+        )
+
+    def take_flash_traffic(self) -> FlashTraffic:
+        """Return what moved to and from flash, since the last call."""
+        taken = self._tell("take_flash_traffic", responses.flash_traffic).values()
+        return FlashTraffic(
+            sum(each.read_bytes for each in taken),
+            sum(each.written_bytes for each in taken),
+            max(each.waited_seconds for each in taken),
+        )
+
+    # Looking at the state, and restoring it
+
+    def roles(self, name: str) -> dict[str, Stored]:
+        """Return what there is of a weight: its master, then its state."""
+        if name not in self._roles:  # they are what the optimizer keeps, as long as it runs
+            spec = self.program.weights[name]
+            self._roles[name] = self._ask(
+                "roles", lambda said: responses.roles(said, spec), name=name
+            )
+        return dict(self._roles[name])
+
+    def master(self, name: str) -> torch.Tensor:
+        """Return a copy of a weight, float32 in its shape."""
+        spec = self.program.weights[name]
+        return torch.from_numpy(self.read(name, MASTER, 0, spec.elements)).view(spec.shape)
+
+    def state(self, name: str) -> dict[str, torch.Tensor]:
+        """Return copies of the optimizer's state of a weight by role, as they would be saved."""
+        return {
+            role: torch.from_numpy(self.read(name, role, 0, math.prod(kind.shape))).view(kind.shape)
+            for role, kind in self.roles(name).items()
+            if role != MASTER
+        }
+
+    def read(self, name: str, role: str, begin: int, end: int) -> np.ndarray:
+        """Return values `begin` to `end` of a weight or of its state, flat."""
+        kind = torch.float32 if role == MASTER else self.roles(name)[role].dtype
+        most = kind.itemsize * max(0, end - begin)
+        where = {"name": name, "role": role, "begin": begin, "end": end}
+        return self._ask(
+            "read", lambda said: responses.values_of(said, kind, end - begin), most, **where
+        )
+
+    def begin_restore(self) -> None:
+        """Forget everything; the store is of no use until `finish_restore`."""
+        self._tell("begin_restore", responses.nothing)
+
+    def write(self, name: str, role: str, begin: int, values: np.ndarray) -> None:
+        """Overwrite values of a weight or of its state, while restoring."""
+        most = max(1, WRITE_BYTES // values.itemsize)
+        for first in range(0, values.size, most):  # the other side has memory for one at a time
+            part = values[first : first + most]
+            where = {"name": name, "role": role, "begin": begin + first}
+            self._tell("write", responses.nothing, {"values": part}, **where)
+
+    def clear_state(self, name: str) -> None:
+        """Put the optimizer's state of a weight to zero, while restoring."""
+        self._tell("clear_state", responses.nothing, name=name)
+
+    def finish_restore(self, step: int) -> None:
+        """Make the store usable: all weights and state are those after `step` commits."""
+        self._tell("finish_restore", lambda said: responses.at(said, step), step=step)
+
+    def content_hash(self) -> str:
+        """Return a hash of what the shard holds of all weights."""
+        return self._ask("content_hash", responses.content_hash)
+
+
+def _first(taken: Mapping[int, T]) -> T:
+    """Return what the first node has said; the others do the same, and say so."""
+    return next(iter(taken.values()))

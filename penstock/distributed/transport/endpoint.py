@@ -1,0 +1,399 @@
+"""A process's place in the network of a run: its nodes, its listening port, its links.
+
+All nodes of the process are called by one thread, the endpoint's; links and workers only leave
+things for it to do. A peer is let in when it has proved that it has the run's token
+(`handshake.py`); who it is, it says in its first message.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from penstock.distributed.protocol import COORDINATOR, BoundContext, Message, MessageType
+from penstock.distributed.transport import handshake
+from penstock.distributed.transport.certificates import Credentials
+from penstock.distributed.transport.connection import Connection
+from penstock.distributed.transport.handshake import ConnectionRejectedError
+from penstock.distributed.transport.listener import ConnectionListener
+from penstock.distributed.transport.stream import Stream, is_loopback
+from penstock.errors import ClusterError, CorruptionError, ProtocolError
+
+log = logging.getLogger("penstock.distributed")
+Address = tuple[str, int]
+_BACKLOG = 1024  # of connections that the system keeps until they are taken
+_TRY_SECONDS = 10.0  # in which one who is turned away tries again
+_PAUSE_SECONDS = 0.02, 0.3  # between two tries: by chance, so that all do not come at once
+
+
+class EndpointNode(Protocol):
+    """What an endpoint delivers to."""
+
+    @property
+    def progress(self) -> int: ...
+
+    def handle(self, message: Message) -> None: ...
+
+
+@dataclass
+class _LocalNode:
+    """A node of this process, and the thread that does its work."""
+
+    node: EndpointNode
+    jobs: queue.SimpleQueue[tuple[Callable[[], Any], Callable[[Any], None], Any] | None]
+    is_over: bool = False  # jobs that have not begun are not done any more
+    thread: threading.Thread | None = None
+
+
+class Endpoint:
+    """Carries the messages of this process's nodes.
+
+    Args:
+        token: of the run.
+        host: the interface on which to listen.
+        port: of it; 0: one that is free.
+        on_link_end: is told, in the endpoint's thread, when a peer's link ends.
+        on_new_peer: takes what comes from a peer before it has said who it is.
+        on_failure: is told what no node answers for; the endpoint has then ended.
+        every: is called about so often, in the endpoint's thread, with the time.
+        beat: seconds between two calls of `every`.
+
+    `shares_memory` says whether links to processes of this host may carry payloads in memory that
+    both see; it may be set before the first payload.
+
+    Raises:
+        ClusterError: this machine has no such interface, the port is taken, or no certificate for
+            TLS can be made.
+    """
+
+    def __init__(
+        self,
+        token: str,
+        host: str,
+        *,
+        on_link_end: Callable[[Connection, Exception], None],
+        on_new_peer: Callable[[Connection, Message], None],
+        on_failure: Callable[[Exception], None],
+        every: Callable[[float], None] = lambda now: None,
+        beat: float = 0.1,
+        port: int = 0,
+    ) -> None:
+        self.shares_memory = True
+        self._credentials = Credentials(token)
+        self._on_link_end, self._on_stranger = on_link_end, on_new_peer
+        self._on_failure = on_failure
+        self._every, self._beat = every, beat
+        self._places: dict[int, _LocalNode] = {}
+        self._links: dict[int, Connection] = {}
+        self._all_links: set[Connection] = set()
+        self._addresses: dict[int, Address] = {}
+        self._beside: dict[int, Address] = {}  # of them, those that take no part yet
+        self._opening: dict[int, list[Message]] = {}
+        self._todo: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._closing = False
+        try:
+            listener = socket.create_server((host, port), family=_family(host), backlog=_BACKLOG)
+        except OSError as error:
+            wanted = "an address of this machine"
+            if port:
+                wanted += f" and a port that is free and may be used, got {port}"
+            raise ClusterError(
+                f"cannot listen on {host!r}, expected {wanted}: {error.strerror}"
+            ) from None
+        self.address: Address = listener.getsockname()[:2]
+        if not is_loopback(self.address[0]):
+            try:
+                _ = self._credentials.tls  # now, so that nobody who connects waits for it
+            except ClusterError:
+                listener.close()
+                raise
+        self._door = ConnectionListener(listener, self._credentials, self._let_in)
+        self._thread = threading.Thread(target=self._loop, name="penstock endpoint", daemon=True)
+
+    def start(self) -> None:
+        """Begin to listen, and to call nodes."""
+        self._thread.start()
+        self._door.open()
+
+    @property
+    def refused(self) -> Mapping[str, int]:
+        """How many peers were not let in, by address."""
+        return self._door.refused
+
+    def add(self, number: int, node: EndpointNode) -> None:
+        """Add a node of this process; in the endpoint's thread, or before `start`."""
+        place = self._places[number] = _LocalNode(node, queue.SimpleQueue())
+        place.thread = threading.Thread(
+            target=self._do_jobs, args=(place,), name=f"penstock node {number}", daemon=True
+        )
+        place.thread.start()
+
+    def remove(self, number: int) -> None:
+        """Take a node of this process out; returns when its worker has done the job it is at."""
+        place = self._places.pop(number, None)
+        if place is None:
+            return
+        place.is_over = True
+        place.jobs.put(None)
+        if place.thread is not None and place.thread is not threading.current_thread():
+            place.thread.join()
+
+    def runtime(self, number: int) -> BoundContext:
+        """Return what a node of this process is to send and work by."""
+        return BoundContext(self, number)
+
+    def meet(self, addresses: Mapping[int, Address], epoch: int) -> None:
+        """Learn where the nodes of other processes listen that take part from an epoch on.
+
+        The others are forgotten, and links to and from them end: one whose host is gone would not
+        say so. Who has sent something of that epoch already, or of a later one, is known to it.
+        """
+        self._beside = {n: where for n, where in self._beside.items() if n not in addresses}
+        self._addresses = {**self._beside, **addresses}
+        there = {COORDINATOR, *self._addresses}
+        for link in list(self._all_links):  # others may be made meanwhile, by other threads
+            is_known = link.peer is not None
+            if is_known and there.isdisjoint(link.nodes) and link.epoch < epoch:
+                link.close()
+                self._forget(link)
+
+    def reach(self, number: int, address: Address) -> None:
+        """Learn where one node of another process listens that does not take part yet.
+
+        It is known, whoever comes and goes, until it takes part.
+        """
+        self._beside[number] = self._addresses[number] = address
+
+    def attach(self, number: int, link: Connection) -> None:
+        """Say that a node is at the other end of a link: from now on it is sent to over it.
+
+        The first that is said to be there is the one that the link is known by.
+        """
+        link.peer = number if link.peer is None else link.peer
+        link.nodes.add(number)
+        self._links[number] = link
+
+    def call(self, action: Callable[[], None]) -> None:
+        """Do something in the endpoint's thread, soon."""
+        self._todo.put(action)
+
+    def connect(self, address: Address, seconds: float = 5.0) -> Connection:
+        """Return a link to whoever listens at an address and has the run's token.
+
+        One who is turned away before the answer tries again for a while: there may have been no
+        room among pending connections.
+
+        Raises:
+            ClusterError: nobody does.
+        """
+        deadline = time.monotonic() + _TRY_SECONDS
+        while True:
+            try:
+                return self._link(self._proved(address, seconds))
+            except ConnectionRejectedError as error:
+                if time.monotonic() > deadline or self._closing:
+                    raise ClusterError(f"{address[0]}:{address[1]}: {error}") from None
+                time.sleep(random.uniform(*_PAUSE_SECONDS))
+            except (OSError, ClusterError) as error:
+                raise ClusterError(f"{address[0]}:{address[1]}: {error}") from None
+
+    def _proved(self, address: Address, seconds: float) -> Stream:
+        """Return a connection whose two ends have proved themselves."""
+        connection = socket.create_connection(address, timeout=seconds)
+        try:
+            return handshake.connect(connection, self._credentials)
+        except BaseException:
+            connection.close()
+            raise
+
+    def send(self, sender: int, to: int, message: Message) -> None:
+        """Send to a node, of this process or another; to one that is gone, nothing is sent."""
+        place = self._places.get(to)
+        if place is not None:
+            self.call(lambda: self._deliver(to, message))
+            return
+        addressed = replace(message, to=to)
+        if (link := self._links.get(to)) is not None:
+            link.send(addressed)
+        elif to in self._opening:
+            self._opening[to].append(addressed)
+        elif to in self._addresses:
+            self._opening[to] = [addressed]
+            arguments = (sender, to, self._addresses[to], message.epoch)
+            threading.Thread(target=self._open, args=arguments, daemon=True).start()
+
+    def work(
+        self,
+        number: int,
+        job: Callable[[], Any],
+        then: Callable[[Any], None],
+        failed: Callable[[Exception], None],
+    ) -> None:
+        """Do a job of a node of this process, behind those before it; then tell the node."""
+        place = self._places.get(number)
+        if place is not None:
+            place.jobs.put((job, then, failed))
+
+    def _open(self, sender: int, to: int, address: Address, epoch: int) -> None:
+        """Make a link to a node that has none; what is to be sent over it waits meanwhile."""
+        try:
+            link = self.connect(address)
+        except ClusterError as error:
+            log.warning("node %d has no link to node %d: %s", sender, to, error)
+            self.call(lambda: self._give_up(to))
+            return
+        link.send(Message(MessageType.HELLO, epoch, sender, body={"node": sender}))
+
+        def opened() -> None:
+            waiting = self._opening.pop(to, [])
+            if self._addresses.get(to) != address:
+                link.close()  # the node left while the link was made
+                return
+            self.attach(to, link)
+            for message in waiting:
+                link.send(message)
+
+        self.call(opened)
+
+    def _give_up(self, to: int) -> None:
+        self._opening.pop(to, None)
+
+    def close(self) -> None:
+        """Stop listening, end all links, and let the threads end."""
+        self._closing = True
+        self._door.close()
+        for link in list(self._all_links):
+            link.close()
+        for number in list(self._places):
+            self.remove(number)
+        self._todo.put(None)
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(timeout=10)
+
+    # The threads
+
+    def _link(self, stream: Stream) -> Connection:
+        link = Connection(stream, self._took, self._link_ended, lambda: self.shares_memory)
+        self._all_links.add(link)
+        if not link.is_open:  # it may have ended, and been forgotten, before it was noted
+            self._all_links.discard(link)
+        return link
+
+    def _took(self, link: Connection, message: Message) -> None:
+        self.call(lambda: self._route(link, message))
+
+    def _link_ended(self, link: Connection, error: Exception) -> None:
+        def ended() -> None:
+            self._forget(link)
+            if not self._closing:
+                self._on_link_end(link, error)
+
+        self.call(ended)
+
+    def _forget(self, link: Connection) -> None:
+        self._all_links.discard(link)
+        for number in [n for n, other in self._links.items() if other is link]:
+            del self._links[number]
+
+    def _route(self, link: Connection, message: Message) -> None:
+        """Hand a message on; who has sent what makes no sense loses its link, and nothing else."""
+        link.epoch = max(link.epoch, message.epoch)
+        try:
+            if link.peer is None:
+                self._take_from_stranger(link, message)
+            elif message.sender not in link.nodes:
+                raise ProtocolError(
+                    f"node {link.peer} sent a {message.kind.name} message in the name of node "
+                    f"{message.sender}"
+                )
+            else:
+                self._deliver(message.to, message)
+        except (ProtocolError, CorruptionError) as error:
+            log.warning("a peer is cut off: %s", error)
+            link.close(ProtocolError(str(error)))
+
+    def _take_from_stranger(self, link: Connection, message: Message) -> None:
+        if message.kind is not MessageType.HELLO:
+            self._on_stranger(link, message)
+            return
+        node = message.body.get("node")
+        if type(node) is not int or node < 0:
+            raise ProtocolError(f"a peer says that it is node {str(node)[:40]!r}")
+        link.peer = node
+        link.nodes.add(node)
+
+    def _deliver(self, to: int, message: Message) -> None:
+        place = self._places.get(to)
+        if place is not None:
+            place.node.handle(message)
+
+    def _loop(self) -> None:
+        try:
+            self._turn()
+        except Exception as error:  # a defect: whoever owns the endpoint must know
+            self._on_failure(error)
+
+    def _turn(self) -> None:
+        due = time.monotonic()
+        while True:
+            with contextlib.suppress(queue.Empty):
+                action = self._todo.get(timeout=max(0.0, due - time.monotonic()))
+                if action is None:
+                    return
+                action()
+            if time.monotonic() < due:
+                continue
+            # What has come by now counts before anybody is said to be silent.
+            for _ in range(self._todo.qsize()):
+                action = self._todo.get_nowait()
+                if action is None:
+                    return
+                action()
+            now = time.monotonic()
+            due = now + self._beat
+            self._every(now)
+
+    def _let_in(self, stream: Stream) -> None:
+        if self._closing:
+            stream.socket.close()
+        else:
+            self._link(stream)
+
+    def _do_jobs(self, place: _LocalNode) -> None:
+        while (task := place.jobs.get()) is not None:
+            job, then, failed = task
+            if place.is_over:
+                return
+            try:
+                result = job()
+            except Exception as error:  # the node's to report
+                self.call(lambda error=error, failed=failed: failed(error))  # type: ignore[misc]
+            else:
+                self.call(lambda result=result, then=then: then(result))  # type: ignore[misc]
+
+
+def own_host(address: Address) -> str:
+    """Return this machine's address on the way to another's.
+
+    Raises:
+        ClusterError: there is no way.
+    """
+    try:
+        (family, _, _, _, there), *_ = socket.getaddrinfo(*address, type=socket.SOCK_DGRAM)
+        with contextlib.closing(socket.socket(family, socket.SOCK_DGRAM)) as probe:
+            probe.connect(there)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ClusterError(f"{address[0]}:{address[1]}: {error}") from None
+
+
+def _family(host: str) -> int:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -1,0 +1,250 @@
+"""Accepts connections: each must prove that it has the run's token, and none can block another.
+
+One thread serves all pending connections, so that each costs a socket and no more. Their number is
+limited. When one more connects, another is dropped: of the address with the most pending
+connections, the oldest. A node answers as soon as it is asked, so it is accepted as long as fewer
+than the limit connect while its answer is on the way, and a flood from another address does not
+affect it. A node that was dropped connects again (`Endpoint.connect`).
+
+A connection from another host that has proved the token no longer counts towards the limit. It is
+accepted when the TLS handshake is complete, for which it has as long again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import selectors
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from penstock.distributed.transport import handshake
+from penstock.distributed.transport import stream as streams
+from penstock.distributed.transport.certificates import Credentials
+from penstock.distributed.transport.stream import PlainStream, Stream
+from penstock.distributed.transport.tls import TlsStream
+from penstock.errors import ClusterError
+
+log = logging.getLogger("penstock.distributed")
+
+_MOST = 256  # pending connections
+_AT_ONCE = 16  # of those who come, before those who are there are heard again
+_MOST_ADDRESSES = 1000  # of those who were refused, that are remembered
+_LOOK_SECONDS = 0.5  # the longest wait for anybody to say something
+_LINES, _LINES_SECONDS = 10, 10.0  # of warnings, and the time for which these are all
+
+
+@dataclass(eq=False)
+class _PendingConnection:
+    """A connection that is not accepted yet.
+
+    `encrypted` is set once the peer has proved the token: its TLS handshake is going on.
+    """
+
+    connection: socket.socket
+    address: tuple[str, int]
+    challenge: handshake.Challenge
+    deadline: float
+    encrypted: TlsStream | None = None
+
+
+class ConnectionListener:
+    """Accepts the peers that have the run's token.
+
+    Args:
+        listener: the socket that listens; it is closed here.
+        credentials: of the run.
+        let_in: is given the stream to one who has proved itself, in the listener's thread.
+    """
+
+    def __init__(
+        self, listener: socket.socket, credentials: Credentials, let_in: Callable[[Stream], None]
+    ) -> None:
+        self.refused: Counter[str] = Counter()  # how many were not let in, by address
+        self._listener, self._credentials, self._let_in = listener, credentials, let_in
+        self._pending: dict[
+            socket.socket, _PendingConnection
+        ] = {}  # whose time ends first is first
+        self._heard = selectors.DefaultSelector()
+        self._warnings = _Warnings()
+        self._closing = False
+        self._thread = threading.Thread(target=self._keep, name="penstock listener", daemon=True)
+
+    def open(self) -> None:
+        """Begin to let in."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Let nobody in any more; those who have not proved themselves are sent away."""
+        self._closing = True
+        with contextlib.suppress(OSError):  # it wakes the thread
+            self._listener.shutdown(socket.SHUT_RDWR)
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(timeout=10)
+        self._listener.close()
+        self._heard.close()
+
+    # The thread
+
+    def _keep(self) -> None:
+        self._listener.setblocking(False)
+        self._heard.register(self._listener, selectors.EVENT_READ)
+        while not self._closing:
+            said = {key.fileobj for key, _ in self._heard.select(self._patience())}
+            # Who has answered is let in before those who come could take its place.
+            for pending in [s for s in self._pending.values() if s.connection in said]:
+                self._hear(pending)
+            if self._listener in said:
+                self._take_those_who_come()
+            self._send_the_late_away()
+        for pending in list(self._pending.values()):
+            self._forget(pending)
+            pending.connection.close()
+
+    def _patience(self) -> float:
+        first = next(iter(self._pending.values()), None)
+        if first is None:
+            return _LOOK_SECONDS
+        return min(_LOOK_SECONDS, max(0.0, first.deadline - time.monotonic()))
+
+    def _take_those_who_come(self) -> None:
+        for _ in range(_AT_ONCE):
+            try:
+                connection, peer = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if self._closing:
+                    return
+                # Such as too many open files: this thread goes on.
+                self._warnings.say(f"a connection could not be accepted: {error}")
+                if not self._make_room():
+                    time.sleep(0.1)
+                return
+            if len(self._unproved()) >= _MOST:
+                self._make_room()
+            self._ask(connection, peer)
+
+    def _ask(self, connection: socket.socket, peer: tuple[str, int]) -> None:
+        wants_tls = not streams.is_within_host(connection)
+        challenge = handshake.Challenge(self._credentials.token, wants_tls=wants_tls)
+        deadline = time.monotonic() + handshake.SECONDS
+        pending = _PendingConnection(connection, (peer[0], peer[1]), challenge, deadline)
+        self._pending[connection] = pending
+        connection.setblocking(False)
+        self._heard.register(connection, selectors.EVENT_READ)
+        try:
+            connection.sendall(challenge.question)  # a new connection has room for so little
+        except OSError as error:
+            self._refuse(pending, f"it did not prove that it has the token: {error}")
+
+    def _hear(self, pending: _PendingConnection) -> None:
+        if pending.encrypted is None:
+            self._hear_answer(pending)
+        else:
+            self._hear_handshake(pending, pending.encrypted)
+
+    def _hear_answer(self, pending: _PendingConnection) -> None:
+        connection, challenge = pending.connection, pending.challenge
+        try:
+            part = connection.recv(challenge.missing_bytes)
+        except OSError as error:
+            self._refuse(pending, f"it did not prove that it has the token: {error}")
+            return
+        if not part:
+            self._refuse(pending, "it did not prove that it has the token: it hung up")
+            return
+        challenge.take(part)
+        if challenge.missing_bytes:
+            return
+        with contextlib.suppress(OSError):  # then its link ends as it begins
+            connection.sendall(challenge.reply if challenge.is_met else handshake.REFUSAL)
+        if not challenge.is_met:
+            self._refuse(pending, "it does not have this run's token")
+        elif challenge.needs_tls:
+            self._begin_tls(pending)
+        else:
+            self._admit(pending, PlainStream(connection))
+
+    def _begin_tls(self, pending: _PendingConnection) -> None:
+        connection = pending.connection
+        try:
+            context = self._credentials.tls.server
+        except ClusterError as error:
+            self._refuse(pending, str(error))
+            return
+        pending.encrypted = TlsStream(connection, context, server_side=True)
+        pending.deadline = time.monotonic() + handshake.SECONDS
+        self._pending[connection] = self._pending.pop(connection)  # now it is the last
+
+    def _hear_handshake(self, pending: _PendingConnection, stream: TlsStream) -> None:
+        try:
+            is_complete = stream.advance_by_what_came()
+        except (OSError, EOFError, ClusterError) as error:
+            self._refuse(pending, f"it has the token, but {error}")
+            return
+        if is_complete:
+            self._admit(pending, stream)
+
+    def _admit(self, pending: _PendingConnection, stream: Stream) -> None:
+        self._forget(pending)
+        pending.connection.setblocking(True)
+        self._let_in(stream)
+
+    def _unproved(self) -> list[_PendingConnection]:
+        return [each for each in self._pending.values() if each.encrypted is None]
+
+    def _make_room(self) -> bool:
+        """Send one away, if there is any: the first to come from where most are from."""
+        unproved = self._unproved()
+        if not unproved:
+            return False
+        places = Counter(pending.address[0] for pending in unproved)
+        most = max(places.values())
+        first = next(each for each in unproved if places[each.address[0]] == most)
+        self._refuse(first, f"{len(unproved)} others had not proved themselves")
+        return True
+
+    def _send_the_late_away(self) -> None:
+        now = time.monotonic()
+        late = [pending for pending in self._pending.values() if pending.deadline <= now]
+        for pending in late:
+            missing = "prove that it has the token" if pending.encrypted is None else "begin TLS"
+            self._refuse(pending, f"it did not {missing}: it took too long")
+
+    def _refuse(self, pending: _PendingConnection, why: str) -> None:
+        self._forget(pending)
+        pending.connection.close()
+        host, port = pending.address
+        self._warnings.say(f"refused a connection from {host}:{port}: {why}")
+        if len(self.refused) < _MOST_ADDRESSES or host in self.refused:
+            self.refused[host] += 1
+
+    def _forget(self, pending: _PendingConnection) -> None:
+        del self._pending[pending.connection]
+        self._heard.unregister(pending.connection)
+
+
+class _Warnings:
+    """Lines of the log, of which strangers may cause no more than so many in so long."""
+
+    def __init__(self) -> None:
+        self._since = float("-inf")
+        self._said = self._left_out = 0
+
+    def say(self, line: str) -> None:
+        """Log a line, or count it."""
+        now = time.monotonic()
+        if now - self._since > _LINES_SECONDS:
+            if self._left_out:
+                log.warning("%d more connections were not let in", self._left_out)
+            self._since, self._said, self._left_out = now, 0, 0
+        if self._said < _LINES:
+            self._said += 1
+            log.warning("%s", line)
+        else:
+            self._left_out += 1

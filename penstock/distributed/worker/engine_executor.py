@@ -1,0 +1,125 @@
+"""What an engine's process does between the messages: it computes with an engine of its own."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from penstock.collectives import PartialSum
+from penstock.distributed.protocol import WINDOW, Chunk, TransferOperation, TransferSchedule
+from penstock.distributed.run_spec import positions_of
+from penstock.engine import Batch, Engine, micro_batches
+from penstock.kernels.memory import allocate
+from penstock.program import Program
+
+_ALIGNMENT = 64
+
+
+class LocalEngineExecutor:
+    """Feeds an engine with the weights that come and hands on the gradients that it makes.
+
+    The weights of an operation are put together in one of `WINDOW` buffers, each as large as the
+    largest needs; no more operations than that are ever on their way.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        program: Program,
+        transfers: TransferSchedule,
+        recompute: Collection[int],
+        device: str = "cpu",
+    ) -> None:
+        self._engine, self._program, self._recompute = engine, program, recompute
+        self._shapes: list[list[tuple[int, torch.dtype, tuple[int, ...]]]] = []
+        largest = 0
+        for operation in transfers.operations:
+            stage, begin, places = program.stages[operation.stage], 0, []
+            for position in positions_of(stage, operation.sweep, recompute):
+                spec = program.weights[stage.weights[position]]
+                places.append((begin, spec.stream_dtype, spec.shape))
+                begin += -(-spec.stream_bytes // _ALIGNMENT) * _ALIGNMENT
+            self._shapes.append(places)
+            largest = max(largest, begin)
+        self._is_on_gpu = device == "cuda"
+        self._micro_batches = 0
+        self._computed = (0.0, 0)  # seconds, and micro-batches that were begun
+        self._buffers = [allocate(largest) for _ in range(WINDOW)]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that the engine has held."""
+        return self._engine.memory.peak_bytes
+
+    @property
+    def computed(self) -> tuple[float, int]:
+        """Seconds of computing so far, and how many micro-batches were computed in them."""
+        return self._computed
+
+    def begin(self, step: int, part: Mapping[str, float], rows: Mapping[str, np.ndarray]) -> None:
+        """Begin a step with these rows."""
+        first, total, count = int(part["first"]), int(part["total"]), int(part["count"])
+        self._micro_batches = count
+        tensors = {name: torch.from_numpy(array) for name, array in rows.items()}
+        self._engine.begin(
+            Batch(
+                micro_batches(tensors, count),
+                first,
+                total,
+                int(part["seed"]),
+                step - 1,
+                float(part["scale"]),
+            )
+        )
+
+    def place(self, operation: TransferOperation, piece: Chunk, payload: np.ndarray | None) -> None:
+        """Put a chunk of weights into the operation's buffer."""
+        if payload is None:
+            return
+        begin = self._shapes[operation.number][piece.tensor][0] + piece.begin * piece.width
+        self._buffers[operation.number % WINDOW][begin : begin + payload.nbytes] = payload
+
+    def compute(self, operation: TransferOperation) -> Sequence[PartialSum]:
+        """Compute an operation; return the sums of its gradients."""
+        began = time.perf_counter()
+        engine, stage = self._engine, operation.stage
+        buffer = self._buffers[operation.number % WINDOW]
+        engine.load(
+            stage,
+            [
+                torch.from_numpy(buffer[begin : begin + math.prod(shape) * dtype.itemsize])
+                .view(dtype)
+                .view(shape)
+                for begin, dtype, shape in self._shapes[operation.number]
+            ],
+        )
+        nodes: Sequence[PartialSum] = []
+        if operation.sweep == "forward":
+            engine.forward(stage)
+        elif operation.sweep == "turn":
+            nodes = engine.turn(stage).wait()
+        else:
+            nodes = engine.backward(stage).wait()
+        if self._is_on_gpu:
+            torch.cuda.synchronize()  # the buffer is given back when this returns
+            nodes = [_kept(node) for node in nodes]
+        seconds, count = self._computed
+        if operation.sweep == "turn":
+            count += self._micro_batches
+        self._computed = (seconds + time.perf_counter() - began, count)
+        return nodes if operation.gradients else []
+
+    def losses(self) -> list[float]:
+        """Return the loss of each micro-batch."""
+        return self._engine.losses()
+
+
+def _kept(node: PartialSum) -> PartialSum:
+    """Return a node whose memory is its own: from a GPU it comes in buffers that are used again,
+    and is sent, or added to, when it has its turn."""
+    return replace(node, tensors=tuple(None if t is None else t.clone() for t in node.tensors))

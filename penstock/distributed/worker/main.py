@@ -1,0 +1,275 @@
+"""A process of a run: it joins, becomes an engine or a shard of the store, and ends with the run.
+
+    python -m penstock.cluster.worker HOST PORT [--port NUMBER]
+    python -m penstock.cluster.worker RUN/cluster.json [--shard NUMBER] [--port NUMBER]
+
+The run's token comes in the environment, as `PENSTOCK_TOKEN`, or from the record that the run
+wrote. All that the process is to be is told by the coordinator's: an engine or which shard, of
+which model, cut how, with which memory. An engine keeps no state of the run: when it is cut off it
+joins again, as a new engine, as long as the coordinator's process is there. A shard that is cut off
+ends, so that another can open what it had on flash.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import queue
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock.distributed.control_messages import Assignment, Role
+from penstock.distributed.protocol import COORDINATOR, EngineNode, Message, MessageType, ShardNode
+from penstock.distributed.rendezvous_file import read_record
+from penstock.distributed.transport import Connection, Endpoint, own_host
+from penstock.distributed.worker.node_adapters import WorkerNode, WorkerShard
+from penstock.distributed.worker.roles import BuiltRole, ShardRole, build_engine, build_shard
+from penstock.errors import (
+    ClusterError,
+    ConfigError,
+    CorruptionError,
+    PenstockError,
+    ProtocolError,
+)
+
+log = logging.getLogger("penstock.distributed")
+
+TOKEN = "PENSTOCK_TOKEN"
+NAME = "PENSTOCK_WORKER"
+_PATIENCE = 10.0  # seconds in which a coordinator that went away may come back
+_CLOSING = 60.0  # seconds in which a shard should have let go of its files
+
+
+class RefusedError(ClusterError):
+    """The run does not want this worker, and says why."""
+
+
+class OwnWorkError(ClusterError):
+    """This worker could not compute what it was to; in this process it might not again."""
+
+
+class Worker:
+    """One process of a run.
+
+    Args:
+        address: where the coordinator's process listens.
+        token: of the run.
+        name: what the worker is known by to whoever started it.
+        role: what it is to be; None leaves it to the run.
+        shard: the shard that it is to be, if that is decided already.
+        port: on which it listens for other workers; 0: one that is free.
+    """
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        token: str,
+        name: str | None = None,
+        role: Role | None = None,
+        shard: int | None = None,
+        port: int = 0,
+    ) -> None:
+        self._address = address
+        self._name = name or f"{socket.gethostname()}:{os.getpid()}"
+        self._role: Role | None = role if shard is None else "shard"
+        self._shard = shard
+        self._events: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        self._node: EngineNode | ShardNode | None = None
+        self._seat: WorkerNode | None = None
+        self._number = 0
+        self._link: Connection | None = None
+        self._built: BuiltRole | None = None
+        self._endpoint = Endpoint(
+            token,
+            own_host(address),
+            on_link_end=self._link_ended,
+            on_new_peer=lambda link, message: self._events.put(("message", (link, message))),
+            on_failure=lambda error: self._events.put(("failed", error)),
+            every=self._beat,
+            port=port,
+        )
+
+    def serve(self) -> None:
+        """Take part in the run until it ends.
+
+        Raises:
+            ClusterError: the coordinator's process is not there, or does not have the token.
+        """
+        self._endpoint.start()
+        try:
+            since = None
+            while True:
+                try:
+                    self._join()
+                    since = None
+                except (RefusedError, OwnWorkError):
+                    raise  # it would be no better again
+                except ClusterError:
+                    # The first time it is an error; later, the run may have ended.
+                    if self._built is None:
+                        raise
+                    since = since or time.monotonic()
+                    if time.monotonic() - since > _PATIENCE:
+                        host, port = self._address
+                        log.info("the run has ended: nothing of it listens at %s:%s", host, port)
+                        return
+                    time.sleep(0.2)
+                if self._built is not None and isinstance(self._built.role, ShardRole):
+                    log.info("the run has ended, or goes on with another in this shard's place")
+                    return
+        finally:
+            self._endpoint.close()
+
+    def _join(self) -> None:
+        """Join, and stay until the link ends."""
+        link = self._link = self._endpoint.connect(self._address)
+        body: dict[str, Any] = {"listens": list(self._endpoint.address), "worker": self._name}
+        if self._role is not None:
+            body |= {"role": self._role, "shard": self._shard}
+        link.send(Message(MessageType.JOIN, 0, 0, body=body))
+        while True:
+            what, content = self._events.get()
+            if what == "ended" and content is link:
+                break
+            if what == "failed":
+                raise content
+            if what != "message" or content[0] is not link:
+                continue  # of a link before this one
+            message = content[1]
+            if message.kind is MessageType.ASSIGN:
+                self._become(link, Assignment.read(message))
+            elif message.kind is MessageType.ADMIN_REPLY:
+                raise RefusedError(str(message.body.get("error")))
+        if self._built is None:
+            raise ClusterError(
+                f"{self._address[0]}:{self._address[1]}: the run ended the connection before it "
+                "said what this worker is to be; do both run the same version of Penstock?"
+            )
+        if self._node is not None:
+            self._let_go()
+            self._endpoint.remove(self._number)
+            node, self._node = self._node, None
+            # To the others it will be another node: what it has said it is, is over.
+            self._endpoint.call(lambda: self._endpoint.meet({}, node.epoch + 1))
+            if node.failure is not None:
+                raise OwnWorkError(
+                    f"the work of {self._name} failed, and the run goes on without it: "
+                    f"{type(node.failure).__name__}: {node.failure}"
+                )
+
+    def _let_go(self) -> None:
+        """Have a shard close its store, behind what it is at."""
+        assert self._built is not None
+        role = self._built.role
+        if not isinstance(role, ShardRole):
+            return
+        closed = threading.Event()
+
+        def close() -> None:
+            role.place.close()
+            closed.set()
+
+        def failed(error: Exception) -> None:
+            log.error("the store was not closed in order: %s", error)
+            closed.set()
+
+        self._endpoint.runtime(self._number).work(close, lambda _: None, failed)
+        if not closed.wait(timeout=_CLOSING):
+            log.error("the store was not closed in %.0f s", _CLOSING)
+
+    def _become(self, link: Connection, welcome: Assignment) -> None:
+        number, told, place = welcome.node, welcome.run, welcome.place
+        what = "an engine" if place is None else f"shard {place.shard}"
+        log.info("joined the run at %s:%s as %s, node %d", *self._address, what, number)
+        self._endpoint.shares_memory = told["config"]["cluster"]["shared_memory"] == "auto"
+        try:
+            if place is not None:
+                self._built = build_shard(told, place, welcome.opens)
+            elif self._built is None or self._built.told != told:
+                self._built = build_engine(told)
+        except PenstockError as error:
+            body = {"error": type(error).__name__, "text": str(error)}
+            link.send(Message(MessageType.FAILURE, 0, number, body=body))
+            return
+        built = self._built
+
+        def add() -> None:
+            node = built.role.node(number, self._endpoint.runtime(number))
+            self._number, self._node = number, node
+            self._endpoint.attach(COORDINATOR, link)
+            for there in welcome.shards_there:
+                self._endpoint.attach(there, link)
+            self._seat = WorkerNode(node, self._endpoint)
+            if isinstance(built.role, ShardRole):
+                self._seat = WorkerShard(node, self._endpoint, built.role.place)
+            self._endpoint.add(number, self._seat)
+            link.send(Message(MessageType.READY, 0, number, body={"digest": built.digest}))
+
+        self._endpoint.call(add)
+
+    def _link_ended(self, link: Connection, error: Exception) -> None:
+        if link is self._link:
+            self._events.put(("ended", link))
+        elif isinstance(error, (CorruptionError, ProtocolError)) and self._node is not None:
+            # What was in the frame will not come again: the step begins anew, over new links.
+            body, node = {"text": str(error), "peer": link.peer}, self._node
+            message = Message(MessageType.CORRUPT_FRAME, node.epoch, node.number, body=body)
+            self._endpoint.send(node.number, COORDINATOR, message)
+        if self._seat is not None:
+            self._seat.link_ended(link.peer, str(error))
+
+    def _beat(self, now: float) -> None:
+        node, link, built = self._node, self._link, self._built
+        if node is None or link is None or built is None:
+            return
+        if self._seat is not None:
+            self._seat.tick(now)
+        body = {
+            "progress": node.progress,
+            "busy": node.is_busy,
+            **built.role.figures(),
+        }
+        link.send(Message(MessageType.HEARTBEAT, node.epoch, self._number, body=body))
+
+
+def main() -> None:
+    """Be a worker, as the command line and the environment say."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    token, name = os.environ.pop(TOKEN, None), os.environ.pop(NAME, None)
+    try:
+        told = _arguments(sys.argv[1:])
+        if told.port is None:
+            address, token = read_record(Path(told.where))
+        elif token:
+            address = told.where, told.port
+        else:
+            raise ConfigError(
+                f"{TOKEN}: expected the run's token in the environment, it is not set"
+            )
+        Worker(address, token, name, shard=told.shard, port=told.listen).serve()
+    except PenstockError as error:
+        print(f"worker: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+def _arguments(given: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "python -m penstock.cluster.worker", description="Take part in a run until it ends."
+    )
+    parser.add_argument("where", metavar="HOST|RUN/cluster.json", help="where the run listens")
+    parser.add_argument("port", metavar="PORT", type=int, nargs="?", help="with HOST")
+    parser.add_argument("--shard", type=int, help="the shard of the store that it is to be")
+    parser.add_argument(
+        "--port", type=int, default=0, dest="listen", help="on which it listens for other workers"
+    )
+    return parser.parse_args(given)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""A worker's node as its process hands messages to it: what is of the step, and what is beside it.
+
+A shard's node also has its store do what the run's process calls for, and gives and takes copies.
+"""
+
+from __future__ import annotations
+
+from penstock.distributed.control_messages import addresses_of
+from penstock.distributed.protocol import COORDINATOR, EngineNode, Message, MessageType, ShardNode
+from penstock.distributed.replication import SnapshotReceiver, SnapshotSender
+from penstock.distributed.rpc import FrameAssembler, RpcMessage, frames, store_server
+from penstock.distributed.transport import Endpoint
+from penstock.distributed.worker.shard_storage import OwnedShard
+from penstock.errors import ClusterError, CorruptionError, PenstockError
+
+
+class WorkerNode:
+    """A node that also learns from every view where the others listen."""
+
+    def __init__(self, node: EngineNode | ShardNode, endpoint: Endpoint) -> None:
+        self._node, self._endpoint = node, endpoint
+
+    @property
+    def progress(self) -> int:
+        """How far the node has got."""
+        return self._node.progress
+
+    def handle(self, message: Message) -> None:
+        """Take a message."""
+        if message.kind is MessageType.VIEW and message.epoch > self._node.epoch:
+            listening = addresses_of(message)
+            listening.pop(self._node.number, None)
+            self._endpoint.meet(listening, message.epoch)
+        self._node.handle(message)
+
+    def tick(self, now: float) -> None:
+        """Take note of the time."""
+
+    def link_ended(self, peer: int | None, why: str) -> None:
+        """Take note that a link to another node has ended."""
+
+
+class WorkerShard(WorkerNode):
+    """A shard's node that also has its store do what is called for."""
+
+    def __init__(self, node: EngineNode | ShardNode, endpoint: Endpoint, place: OwnedShard) -> None:
+        super().__init__(node, endpoint)
+        self._place, self._gathered = place, FrameAssembler(lambda number: place.most_bytes)
+        self._runtime = endpoint.runtime(node.number)
+        self._giver = SnapshotSender(node.number, place, self._runtime, endpoint)
+        self._taker = SnapshotReceiver(node.number, place, self._runtime, endpoint, self._answer)
+
+    def handle(self, message: Message) -> None:
+        """Take a message; a call is answered behind the work that is under way."""
+        if message.kind is MessageType.RPC_REQUEST:
+            self._take_call(message)
+        elif message.kind is MessageType.SNAPSHOT_REQUEST:
+            self._giver.take(message)
+        elif message.kind is MessageType.SNAPSHOT_CHUNK:
+            self._taker.take(message)
+        else:
+            super().handle(message)
+
+    def tick(self, now: float) -> None:
+        """Look whether a copy gets on."""
+        self._taker.tick(now)
+
+    def link_ended(self, peer: int | None, why: str) -> None:
+        """Let a copy that came over the link begin anew."""
+        self._taker.link_ended(peer, why)
+
+    def _take_call(self, message: Message) -> None:
+        try:
+            whole = self._gathered.take(message)
+        except CorruptionError as error:
+            self._answer_error(message.op, error)
+            return
+        if whole is None:
+            return
+        number, said = whole
+        if said.body.get("method") == "take_copy":
+            try:
+                self._taker.begin(number, said.body.get("with"))
+            except PenstockError as error:
+                self._answer_error(number, error)
+        elif said.body.get("method") == "give_up_copy":
+            self._taker.give_up("nobody waits for it any more")
+            self._answer(number, RpcMessage())
+        else:
+            self._have_done(number, said)
+
+    def _have_done(self, number: int, said: RpcMessage) -> None:
+        """Have the store do what a call asks for."""
+
+        def pack() -> list[Message]:
+            answer = store_server.answer(self._place, said)
+            return list(frames(MessageType.RPC_REPLY, self._node.number, number, answer))
+
+        def send(messages: list[Message]) -> None:
+            for each in messages:
+                self._runtime.send(COORDINATOR, each)
+
+        def failed(error: Exception) -> None:
+            text = f"{type(error).__name__}: {error}"
+            self._answer_error(number, ClusterError(text))
+
+        self._runtime.work(pack, send, failed)
+
+    def _answer_error(self, number: int, error: PenstockError) -> None:
+        self._answer(number, RpcMessage({"error": type(error).__name__, "text": str(error)}))
+
+    def _answer(self, call: int, said: RpcMessage) -> None:
+        for each in frames(MessageType.RPC_REPLY, self._node.number, call, said):
+            self._runtime.send(COORDINATOR, each)

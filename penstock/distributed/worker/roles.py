@@ -1,0 +1,180 @@
+"""What a process of a run may be, an engine or a shard of the store, and how it is made so.
+
+An engine computes on the device that the run has chosen; a shard needs none, and is made of a
+program for the CPU: which stages there are, their weights and the chunks that these travel in are
+the same for all devices.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.config import size_above
+from penstock.distributed.control_messages import Opens, ReplicaSlot
+from penstock.distributed.protocol import EngineNode, NodeContext, ShardNode, TransferSchedule
+from penstock.distributed.run_spec import engine_digest, placement_of, shard_digest, transfers_of
+from penstock.distributed.worker.engine_executor import LocalEngineExecutor
+from penstock.distributed.worker.shard_executor import LocalShardExecutor
+from penstock.distributed.worker.shard_storage import OwnedShard
+from penstock.errors import UnfitHostError
+from penstock.program import Program
+from penstock.telemetry import process_memory
+
+if TYPE_CHECKING:
+    from penstock.config import Config
+
+
+class EngineRole:
+    """An engine: it computes."""
+
+    def __init__(self, work: LocalEngineExecutor, transfers: TransferSchedule) -> None:
+        self.work, self.transfers = work, transfers
+
+    def node(self, number: int, runtime: NodeContext) -> EngineNode:
+        """Return the engine's node."""
+        return EngineNode(number, runtime, self.transfers, self.work)
+
+    def figures(self) -> Mapping[str, Any]:
+        """Return its memory, and how long it has computed."""
+        return {"peak_bytes": self.work.peak_bytes, "computed": list(self.work.computed)}
+
+
+class ShardRole:
+    """A shard of the store: it keeps weights and state."""
+
+    def __init__(
+        self, shard: int, place: OwnedShard, work: LocalShardExecutor, transfers: TransferSchedule
+    ) -> None:
+        self.place, self.transfers = place, transfers
+        self._shard, self._work = shard, work
+
+    def node(self, number: int, runtime: NodeContext) -> ShardNode:
+        """Return the shard's node."""
+        return ShardNode(number, self._shard, runtime, self.transfers, self._work)
+
+    def figures(self) -> Mapping[str, Any]:
+        """Return nothing more: what it has is asked for."""
+        return {}
+
+
+@dataclass(frozen=True)
+class BuiltRole:
+    """What was made for a run: its role, and what that takes to be the same for all."""
+
+    told: Mapping[str, Any]
+    role: EngineRole | ShardRole
+    digest: str
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    config: Config
+    program: Program
+    recompute: frozenset[int]
+    transfers: TransferSchedule
+
+
+def _compile(told: Mapping[str, Any], device: str) -> _Compiled:
+    """Compile the run's model, as the coordinator's process said, for one kind of device."""
+    from penstock.config import Config
+    from penstock.engine import set_threads
+    from penstock.planning import builders
+
+    config = Config.from_mapping(told["config"])
+    set_threads(told["threads"])
+    assert config.model is not None
+    kept = None if told["kept"] is None else Path(told["kept"])
+    source = builders.model_source(config.model, kept)
+    program = builders.compile_source(
+        builders.with_adapters(source, config.lora),
+        micro_batch=told["micro_batch"],
+        length=told["length"],
+        precision=config.precision,
+        device=device,
+        train=config.train,
+        freeze=config.freeze,
+        bfloat16=told["bfloat16"],
+        slot_bytes=told["slot_bytes"],
+    )
+    recompute = frozenset(told["recompute"])
+    shards = int(told["shards"])
+    transfers = transfers_of(program, recompute, placement_of(program, shards), shards)
+    return _Compiled(config, program, recompute, transfers)
+
+
+def build_engine(told: Mapping[str, Any]) -> BuiltRole:
+    """Make an engine, as the coordinator's process said.
+
+    Raises:
+        UnfitHostError: this host has not got the device, or the memory.
+        PenstockError: no host could be such an engine.
+    """
+    from penstock.engine import EnginePlan, TorchEngine
+
+    device = str(told["device"])
+    _require_device(device)
+    made = _compile(told, device)
+    if made.config.cluster.has_other_hosts:  # on its own host the run has counted them
+        _require_memory(told, device)
+    engine = TorchEngine(
+        made.program,
+        EnginePlan(made.recompute),
+        device=device,
+        budget_bytes=told["engine_bytes"],
+    )
+    work = LocalEngineExecutor(engine, made.program, made.transfers, made.recompute, device)
+    digest = engine_digest(made.program, made.transfers, device)
+    return BuiltRole(dict(told), EngineRole(work, made.transfers), digest)
+
+
+def build_shard(told: Mapping[str, Any], place: ReplicaSlot, opens: Opens) -> BuiltRole:
+    """Make a shard of the store, on any host: it moves numbers, and computes with none of them
+    what an engine does.
+
+    Args:
+        opens: what it does with its store now (`Welcome`).
+
+    Raises:
+        PenstockError: this machine cannot be such a shard.
+    """
+    made, shard = _compile(told, "cpu"), place.shard
+    apart = OwnedShard(made.config, made.program, shard, told["store_bytes"], place.replica)
+    if opens == "what was left":
+        apart.open(must_hold=True)
+    elif opens == "empty":
+        apart.open_empty()
+    has_replica = made.config.store.replicas > 1
+    work = LocalShardExecutor(made.program, apart, shard, made.recompute, has_replica)
+    digest = shard_digest(made.program, made.transfers)
+    return BuiltRole(dict(told), ShardRole(shard, apart, work, made.transfers), digest)
+
+
+def _require_device(device: str) -> None:
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UnfitHostError(
+            f"the run's engines compute on GPUs, and {socket.gethostname()} has none that PyTorch "
+            "finds; start engines on hosts with one, or the run with engine.device: cpu"
+        )
+
+
+def _require_memory(told: Mapping[str, Any], device: str) -> None:
+    """Refuse what would end in the middle of a step. What is free may be less by then."""
+    import torch
+
+    free = {"memory": (process_memory.available_bytes(), int(told["engine_host"]))}
+    if device == "cuda":
+        free["GPU memory"] = torch.cuda.mem_get_info()[0], int(told["engine_peak"])
+    for what, (has, needs) in free.items():
+        if has < needs:
+            raise UnfitHostError(
+                f"an engine of this run needs {size_above(needs)} of {what}, "
+                f"{socket.gethostname()} has {size_above(has)} free; start it on a larger host, or "
+                "the run with a lower engine.memory, batch.micro or data.sequence_length, or with "
+                "more engines"
+            )

@@ -1,0 +1,120 @@
+"""What a shard does between the messages: it reads and writes the store.
+
+The store may be in the trainer's process or in one of the shard's own; where it is decides only to
+which steps it can go back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from penstock.distributed.protocol import TransferOperation
+from penstock.distributed.rpc import body_of_commit, body_of_report
+from penstock.distributed.run_spec import positions_of
+from penstock.distributed.worker.shard_storage import ShardStorage
+from penstock.errors import ClusterError
+from penstock.program import Program
+from penstock.store import (
+    ReplicatedStore,
+    Store,
+    trainable_weights,
+)
+
+
+class LocalShardExecutor:
+    """Streams a store's weights, gives it gradients, and commits it.
+
+    Args:
+        has_replica: whether another node should hold the same, which is compared with every step.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        place: ShardStorage,
+        shard: int,
+        recompute: Collection[int],
+        has_replica: bool = False,
+    ) -> None:
+        self._program, self._recompute = program, recompute
+        self._place, self._shard, self._has_replica = place, shard, has_replica
+
+    @property
+    def _store(self) -> Store:
+        return self._place.store
+
+    def held_steps(self) -> Sequence[int]:
+        """Return the steps that the store can go back to."""
+        return self._place.held_steps()
+
+    def go_back(self, step: int) -> None:
+        """Have the store stand at one of them."""
+        self._place.go_back(step)
+
+    def begin(self, step: int) -> None:
+        """Forget what came of a step that was not committed."""
+        if self._store.step != step - 1:
+            raise ClusterError(
+                f"shard {self._shard} stands at step {self._store.step}, step {step} was begun"
+            )
+        self._store.discard()
+
+    def settle(self) -> None:
+        """Make the updates of the step before: no fetch will ask for them."""
+        self._store.flush()
+
+    def fetch(self, operation: TransferOperation) -> Sequence[np.ndarray]:
+        """Return the bytes of every chunk of this shard's."""
+        stage, held = self._program.stages[operation.stage], self._store.program
+        positions = positions_of(stage, operation.sweep, self._recompute)
+        names = [stage.weights[position] for position in positions]
+        here = held.stages[operation.stage].weights
+        wanted = [name for name in names if name in here]
+        views = self._store.fetch(operation.stage, [here.index(name) for name in wanted])
+        flat = {
+            name: view.view(-1).view(torch.uint8).numpy()
+            for name, view in zip(wanted, views, strict=True)
+        }
+        parts = []
+        for number in operation.of_shard(self._shard):
+            piece = operation.weights[number]
+            name = names[piece.tensor]
+            first = held.weights[name].begin
+            parts.append(
+                flat[name][(piece.begin - first) * piece.width : (piece.end - first) * piece.width]
+            )
+        return parts
+
+    def receive(
+        self, operation: TransferOperation, gradients: Mapping[int, np.ndarray | None]
+    ) -> None:
+        """Take this shard's gradients of an operation."""
+        stage, held = self._program.stages[operation.stage], self._store.program
+        trained = trainable_weights(self._program, stage)
+        here = trainable_weights(held, held.stages[operation.stage])
+        whole: dict[str, torch.Tensor] = {}
+        for number, gradient in gradients.items():
+            piece = operation.gradients[number]
+            if gradient is None:
+                continue
+            spec = held.weights[trained[piece.tensor]]
+            if spec.name not in whole:
+                whole[spec.name] = torch.empty(spec.shape)
+            begin, end = piece.begin - spec.begin, piece.end - spec.begin
+            whole[spec.name].view(-1)[begin:end] = torch.from_numpy(gradient)
+        self._store.receive(operation.stage, [whole.get(name) for name in here])
+
+    def prepare(self) -> Mapping[str, Any]:
+        """Say what the shard knows of its gradients, and what it holds."""
+        report = body_of_report(self._store.prepare())
+        if isinstance(self._store, ReplicatedStore) and self._has_replica:
+            report["held"] = [list(each) for each in self._store.compared()]
+        return report
+
+    def commit(self, step: int, decision: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Commit the step with the norm of all shards' gradients."""
+        return body_of_commit(self._store.decide(float.fromhex(decision["norm"])))

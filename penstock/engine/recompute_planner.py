@@ -1,0 +1,167 @@
+"""What an engine keeps and what it makes again, decided before the first step.
+
+The prediction is not a formula beside the engine that could drift from it: it runs a whole step of
+the engine's own code on tensors without memory, and reads the account.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from penstock.config import size_above
+from penstock.engine.interface import EnginePlan
+from penstock.engine.null_engine import dry_run
+from penstock.engine.sharing import Sharing
+from penstock.errors import BudgetError
+from penstock.program import Program, Stage
+
+_TIMES = 8  # as many micro-batches are tried next
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The peak of an engine's account over one step, and the stage at which it is reached."""
+
+    peak_bytes: int
+    stage: str
+
+
+def predict_bytes(
+    program: Program,
+    micro_batches: int,
+    plan: EnginePlan,
+    device: str = "cpu",
+    sharing: Sharing | None = None,
+) -> Prediction:
+    """Return the engine bytes of one step over `micro_batches` micro-batches.
+
+    `sharing` is that of the group of devices to which the engine belongs, if to any.
+    """
+    memory = dry_run(program, micro_batches, plan)
+    if sharing is not None:
+        held = sharing.device_bytes(program, plan.slots)
+        return Prediction(memory.peak_bytes + held, memory.peak_at)
+    # On a GPU every slot is there all the time, the one of the stage that computes included.
+    slots = plan.slots if device == "cuda" else plan.slots - 1
+    waiting = max(s.kind.weight_bytes for s in program.stages) * slots
+    return Prediction(memory.peak_bytes + waiting + plan.beside_bytes, memory.peak_at)
+
+
+def bytes_of_choice(
+    program: Program,
+    micro_batches: int,
+    recompute: Literal["auto", "always", "never"] = "auto",
+    device: str = "cpu",
+    sharing: Sharing | None = None,
+    beside_bytes: int = 0,
+) -> tuple[int, int]:
+    """Return the least engine bytes that a step can do with, and those of keeping what it may."""
+    nothing = EnginePlan(beside_bytes=beside_bytes)
+    everything = replace(nothing, recompute=frozenset(_by_value(program.stages)))
+    frugal = nothing if recompute == "never" else everything
+    lavish = everything if recompute == "always" else nothing
+    return (
+        predict_bytes(program, micro_batches, frugal, device, sharing).peak_bytes,
+        predict_bytes(program, micro_batches, lavish, device, sharing).peak_bytes,
+    )
+
+
+def can_fit(
+    program: Program,
+    micro_batches: int,
+    budget_bytes: int,
+    recompute: Literal["auto", "always", "never"] = "auto",
+    device: str = "cpu",
+) -> bool:
+    """Tell whether one engine could do a step of so many micro-batches within a budget.
+
+    The more micro-batches, the more bytes: fewer are tried first, so that little time is spent
+    on what is far from fitting.
+    """
+    stages = () if recompute == "never" else _by_value(program.stages)
+    plan, tried = EnginePlan(recompute=frozenset(stages)), 1
+    while (
+        predict_bytes(program, min(tried, micro_batches), plan, device).peak_bytes <= budget_bytes
+    ):
+        if tried >= micro_batches:
+            return True
+        tried *= _TIMES
+    return False
+
+
+def plan_engine(
+    program: Program,
+    micro_batches: int,
+    budget_bytes: int | None,
+    recompute: Literal["auto", "always", "never"] = "auto",
+    device: str = "cpu",
+    sharing: Sharing | None = None,
+    beside_bytes: int = 0,
+) -> EnginePlan:
+    """Choose which stages to recompute so that a step fits the budget.
+
+    Stages that free the most bytes per operation repeated go first, and no more than needed.
+
+    **Raises:** `BudgetError` naming the stage at the peak and the least budget that would do.
+    """
+
+    def fits(plan: EnginePlan) -> bool:
+        found = predict_bytes(program, micro_batches, plan, device, sharing)
+        return budget_bytes is None or found.peak_bytes <= budget_bytes
+
+    candidates = _by_value(program.stages)
+    nothing = EnginePlan(beside_bytes=beside_bytes)
+    everything = replace(nothing, recompute=frozenset(candidates))
+    if recompute == "always":
+        return _checked(program, micro_batches, everything, budget_bytes, device, sharing)
+    if recompute == "never":
+        return _checked(program, micro_batches, nothing, budget_bytes, device, sharing)
+    if budget_bytes is None:
+        return nothing
+    if fits(nothing):
+        return nothing
+    _checked(program, micro_batches, everything, budget_bytes, device, sharing)
+    low, high = 0, len(candidates)  # the first `high` fit, the first `low` do not
+    while high - low > 1:
+        middle = (low + high) // 2
+        if fits(replace(nothing, recompute=frozenset(candidates[:middle]))):
+            high = middle
+        else:
+            low = middle
+    return replace(nothing, recompute=frozenset(candidates[:high]))
+
+
+def _by_value(stages: Sequence[Stage]) -> list[int]:
+    """Order the stages but the last by bytes freed per operation made twice, best first."""
+    worth = [s for s in stages[:-1] if s.kind.saved_bytes > 0]
+    return [
+        s.index
+        for s in sorted(worth, key=lambda s: -s.kind.saved_bytes / (1 + s.kind.forward_flops))
+    ]
+
+
+def _checked(
+    program: Program,
+    micro_batches: int,
+    plan: EnginePlan,
+    budget_bytes: int | None,
+    device: str,
+    sharing: Sharing | None,
+) -> EnginePlan:
+    if budget_bytes is None:
+        return plan
+    found = predict_bytes(program, micro_batches, plan, device, sharing)
+    if found.peak_bytes > budget_bytes:
+        beside = ""
+        if plan.beside_bytes:
+            beside = f" ({size_above(plan.beside_bytes)} of it for what is on its way)"
+        need = size_above(found.peak_bytes)
+        raise BudgetError(
+            f"the engine needs {need} for a step of {micro_batches} micro-batch(es){beside}, the "
+            f"budget is {size_above(budget_bytes)}; the peak is at stage {found.stage}. Raise "
+            f"engine.memory to at least {need}, or "
+            "lower batch.micro, batch.size or data.sequence_length."
+        )
+    return plan

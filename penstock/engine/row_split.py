@@ -1,0 +1,17 @@
+"""A step's rows cut into micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+Rows = Mapping[str, torch.Tensor]
+
+
+def micro_batches(rows: Rows, count: int) -> list[dict[str, torch.Tensor]]:
+    """Cut rows into so many micro-batches."""
+    return [
+        dict(zip(rows, cut, strict=True))
+        for cut in zip(*(value.chunk(count) for value in rows.values()), strict=True)
+    ]

@@ -1,0 +1,283 @@
+"""From a configuration to the parts of a run: model, program, data, store, engines.
+
+Each function makes one part and nothing else; the trainer puts them together.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import nn
+
+from penstock.compiler import (
+    CompileOptions,
+    Precision,
+    compile_module,
+    refuse_gradient_hooks,
+    select_trainable,
+)
+from penstock.config import (
+    Config,
+    FactoryModel,
+    HuggingFaceConfigModel,
+    HuggingFaceModel,
+    LoraConfig,
+    ModelSpec,
+    PresetModel,
+)
+from penstock.engine import (
+    Engine,
+    EnginePlan,
+    TorchEngine,
+    keep_freed_pages,
+    return_freed_pages,
+)
+from penstock.errors import ConfigError
+from penstock.models import KEPT, ModelSource, WeightFiles, require_clear, verify_kept
+from penstock.planning.memory_budget import MemoryShares
+from penstock.program import Program
+from penstock.store import Base, ReadBase
+
+_FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def model_source(
+    spec: ModelSpec, kept: Path | None = None, needs_base: bool = False
+) -> ModelSource:
+    """Return the model that a configuration's `model` section describes.
+
+    `kept` is where a run that has weights of its own keeps the small files of `model.hf`; the
+    folder itself is then not needed, unless the run's checkpoints leave frozen weights to it.
+    """
+    if isinstance(spec, PresetModel):
+        return ModelSource.from_preset(spec.preset, spec.overrides)
+    if isinstance(spec, HuggingFaceModel):
+        if kept is not None and kept.is_dir():
+            verify_kept(kept)
+            if needs_base:
+                return _with_base(spec, kept)
+            return ModelSource.without_weights(kept, spec.overrides)
+        return ModelSource.from_hf(spec.hf, spec.overrides, ignore=spec.ignore)
+    if isinstance(spec, HuggingFaceConfigModel):
+        return ModelSource.from_hf_config(spec.hf_config)
+    assert isinstance(spec, FactoryModel)
+    return ModelSource.from_factory(spec.factory, spec.args, loss=spec.loss, task=spec.task)
+
+
+def _with_base(spec: HuggingFaceModel, kept: Path) -> ModelSource:
+    """Return the model of `model.hf` with its weights, and what the run has kept of the rest."""
+    folder = Path(spec.hf)
+    if not folder.is_dir():
+        raise ConfigError(
+            f"model.hf: {folder} is not there, and the checkpoints of this run take their frozen "
+            "weights from it; restore it, or point model.hf at a copy"
+        )
+    return ModelSource.from_hf(kept, spec.overrides, ignore=spec.ignore, weights=folder)
+
+
+def base_reader(config: Config, base: Base) -> ReadBase:
+    """Return what reads the weights that a run's checkpoints leave to the folder it began with.
+
+    **Raises:** `ConfigError` where it is not there, or another.
+    """
+    if config.model is None:
+        raise ConfigError(
+            f"{config.run.dir} trains a model given from Python, with whose weights its "
+            "checkpoints make a whole: use Trainer(config, model=...)"
+        )
+    source = model_source(config.model, config.run.dir / KEPT, needs_base=True)
+    base.require(source.weights_fingerprint(), source.weights_folder)
+    return functools.partial(source.initial_weights, config.run.seed)
+
+
+def folder_fingerprint(config: Config, source: ModelSource) -> str | None:
+    """Return what tells the weights apart that the run would start from, if these are there."""
+    if not isinstance(config.model, HuggingFaceModel):
+        return source.weights_fingerprint()
+    folder = Path(config.model.hf)
+    if not folder.is_dir() or not any(folder.glob("*.safetensors")):
+        return None
+    return WeightFiles(folder).fingerprint()
+
+
+def with_adapters(source: ModelSource, lora: LoraConfig) -> ModelSource:
+    """Return the model with the adapters that `lora` asks for; as it is if it asks for none."""
+    if lora.rank is None:
+        return source
+    return source.with_adapters(
+        rank=lora.rank, alpha=lora.alpha, targets=lora.targets, dropout=lora.dropout
+    )
+
+
+def source_of(
+    config: Config,
+    model: nn.Module | ModelSource | None,
+    is_resumed: bool,
+    notice: Callable[[str], None],
+    needs_base: bool = False,
+) -> ModelSource:
+    """Return the model that a run trains, with its adapters: the one that is given, or configured.
+
+    Where the run `is_resumed` it has weights of its own, and what it needs besides; where its
+    checkpoints leave frozen weights to the folder that it began with, it `needs_base`.
+    """
+    source = _base_of(config, model, is_resumed, needs_base)
+    for note in () if is_resumed else source.notes:
+        notice(note)
+    return with_adapters(source, config.lora)
+
+
+def _base_of(
+    config: Config, model: nn.Module | ModelSource | None, is_resumed: bool, needs_base: bool
+) -> ModelSource:
+    if isinstance(model, ModelSource):
+        return model
+    if model is not None and not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"Trainer(model=...): expected an nn.Module or a ModelSource, got {model!r}"
+        )
+    if model is not None:
+        require_clear(model)
+        return ModelSource.from_module(model)
+    if config.model is None:
+        raise ConfigError("model: expected a preset or a mapping; from Python, Trainer(model=...)")
+    return model_source(config.model, config.run.dir / KEPT if is_resumed else None, needs_base)
+
+
+def choose_device(wanted: Literal["auto", "cpu", "cuda"]) -> str:
+    """Return "cpu" or "cuda"; `auto` takes a GPU if there is one."""
+    if wanted == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("engine.device: expected cpu, got cuda, which this machine has not")
+    return wanted
+
+
+def trained_weights(config: Config, source: ModelSource) -> frozenset[str]:
+    """Return the names of the weights that a run trains.
+
+    **Raises:** `ConfigError` for a pattern of `train` or `freeze` that has no effect.
+    """
+    aliases: dict[str, list[str]] = {name: [] for name in source.shapes()}
+    for other, first in source.aliases.items():
+        if first in aliases:  # buffers may be tied too
+            aliases[first].append(other)
+    return select_trainable(
+        aliases,
+        source.trainable,
+        train=config.train,
+        freeze=config.freeze,
+        adapters=source.adapter_weights,
+    )
+
+
+def kept_as_bfloat16(config: Config, source: ModelSource) -> frozenset[str]:
+    """Return the weights that a run that begins keeps as bfloat16: frozen, and so they came."""
+    if not source.bfloat16:
+        return frozenset()
+    return source.bfloat16 - trained_weights(config, source)
+
+
+def compile_source(
+    source: ModelSource,
+    *,
+    micro_batch: int,
+    length: int,
+    precision: Precision,
+    device: str = "cpu",
+    train: Sequence[str] = (),
+    freeze: Sequence[str] = (),
+    bfloat16: Collection[str] = (),
+    goal: Literal["train", "evaluate", "logits"] = "train",
+    with_buffers: bool = True,
+    slot_bytes: int | None = None,
+    known: Program | None = None,
+) -> Program:
+    """Compile a model for one micro-batch of sequences.
+
+    `evaluate` returns the loss without dropout and, of language models, the most likely label of
+    each token; `logits` what comes before the loss. Both are only run forward, with every module
+    in eval mode. `bfloat16` are the weights that the store keeps so. `known` is
+    returned where the model's graph is the one that it was compiled from.
+    """
+    inputs = source.example_inputs(micro_batch, length)
+    module = source.module
+    if goal == "logits":
+        module = source.logits_module
+        inputs = {name: value for name, value in inputs.items() if name not in source.targets}
+    elif goal == "evaluate":
+        module = source.evaluation_module
+    modes = [(child, child.training) for child in module.modules()]
+    if goal == "train":  # on fake tensors, parameters have lost what their owner put on them
+        refuse_gradient_hooks(source.original)
+    if goal != "train":  # for training, every module is in the mode that its owner left it in
+        module.eval()
+    try:
+        return compile_module(
+            module,
+            inputs,
+            CompileOptions(
+                precision=precision,
+                device=device,
+                train=tuple(train),
+                freeze=tuple(freeze),
+                adapters=source.adapter_weights,
+                bfloat16=frozenset(bfloat16),
+                slot_bytes=slot_bytes,
+                weight_prefix=source.weight_prefix,
+                training=goal == "train",
+            ),
+            name=source.name,
+            buffers=(lambda: _buffers(source)) if with_buffers else None,
+            known=known,
+        )
+    finally:
+        for child, training in modes:
+            child.training = training
+
+
+def _buffers(source: ModelSource) -> dict[str, torch.Tensor]:
+    """Return the real buffers under every name that they have."""
+    real = source.buffers()
+    known = {alias: real[name] for alias, name in source.aliases.items() if name in real}
+    return {**known, **real}
+
+
+def build_program(
+    config: Config, *, micro_batch: int, sequence_length: int | None, precision: str
+) -> Program:
+    """Compile a model to look at: nothing is made that has the size of a weight."""
+    source = with_adapters(_base_of(config, None, False, False), config.lora)
+    length = sequence_length or source.max_sequence_length or 1
+    return compile_source(
+        source,
+        micro_batch=micro_batch,
+        length=length,
+        precision="bf16" if precision == "bf16" else "fp32",
+        train=config.train,
+        freeze=config.freeze,
+        bfloat16=kept_as_bfloat16(config, source),
+        with_buffers=False,
+    )
+
+
+def make_engines(
+    program: Program, plan: EnginePlan, shares: MemoryShares, engines: int, device: str
+) -> list[Engine]:
+    """Return that many engines of this process, each with its own budget."""
+    return [
+        TorchEngine(program, plan, device=device, budget_bytes=shares.engine)
+        for _ in range(engines)
+    ]
+
+
+def settle_pages(shares: MemoryShares, device: str) -> None:
+    """Let the C library keep the pages of tensors that die, or give them back, as there is room."""
+    if device == "cpu" and shares.keep_pages:
+        keep_freed_pages()
+    elif device == "cpu":
+        return_freed_pages()

@@ -1,0 +1,175 @@
+"""How a step is laid out: its micro-batch, its program, and what each part may use of memory."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from penstock.config import Config
+from penstock.engine import EnginePlan, Sharing, predict_bytes
+from penstock.errors import BudgetError, ConfigError
+from penstock.models import ModelSource
+from penstock.planning import builders, store_factory
+from penstock.planning.memory_budget import Budget, HostCapacity, MemoryShares
+from penstock.planning.micro_batching import MicroBatchPlan, divide_batch, divided_as_recorded
+from penstock.planning.plausibility import refuse_implausible
+from penstock.program import Program
+
+
+@dataclass(frozen=True)
+class ExecutionPlan:
+    """How a step's batch is divided, what an engine keeps of it, and what every part may use.
+
+    `device` is "cpu" or "cuda", for all engines. `slot_bytes` is what the program's stages had to
+    fit, if anything; with fewer engines than `least_engines` a step would not fit the budget of
+    one; `room` bounds how many there may be on this machine.
+    """
+
+    program: Program
+    device: str
+    plan: EnginePlan
+    sequence_length: int
+    micro_batch: int
+    micro_batches: int
+    shares: MemoryShares
+    slot_bytes: int | None
+    least_engines: int = 1
+    room: HostCapacity | None = None
+
+    @property
+    def budget_bytes(self) -> int:
+        """What one engine may compute with: its budget, less what is on its way to and from it."""
+        return self.shares.engine - self.plan.beside_bytes
+
+
+def plan_execution(
+    config: Config,
+    source: ModelSource,
+    device: str,
+    length: int,
+    recorded_micro_batch: int | None = None,
+    recorded_slot_bytes: int | None = None,
+    devices: Sequence[str] = (),
+    notice: Callable[[str], None] = lambda text: None,
+    bfloat16: Collection[str] | None = None,
+) -> ExecutionPlan:
+    """Divide the batch (`micro_batching.py`), compile, and decide what is recomputed.
+
+    A resumed run keeps the micro-batch and the cut that it was started with, if they fit.
+    `devices` are those of a group. `notice` is told what the user should read. `bfloat16` are the
+    frozen weights that are kept so; by default, those that came so.
+
+    **Raises:** `BudgetError` if the engines that there are cannot do a step; as
+    `refuse_implausible`.
+    """
+
+    if bfloat16 is None:
+        bfloat16 = builders.kept_as_bfloat16(config, source)
+
+    def compile_for(micro_batch: int, slot_bytes: int | None) -> Program:
+        return builders.compile_source(
+            source,
+            micro_batch=micro_batch,
+            length=length,
+            precision=config.precision,
+            device=device,
+            train=config.train,
+            freeze=config.freeze,
+            bfloat16=bfloat16,
+            slot_bytes=slot_bytes,
+        )
+
+    refuse_implausible(config, source, length, device)
+    with contextlib.suppress(BudgetError):
+        recorded = recorded_micro_batch, recorded_slot_bytes
+        if (kept := divided_as_recorded(config, compile_for, *recorded)) is not None:
+            return _planned(config, kept, device, length, devices)
+    division = divide_batch(config, compile_for, device, length, recorded_micro_batch, devices)
+    try:
+        layout = _planned(config, division, device, length, devices)
+    except BudgetError as error:
+        if config.batch.micro != "auto" or config.engines == 1:
+            raise
+        raise BudgetError(f"{error}\n{_why(config, division)}") from None
+    if division.is_for_many and config.batch.micro == "auto" and recorded_micro_batch is None:
+        notice(_why(config, division))
+    return layout
+
+
+def _why(config: Config, division: MicroBatchPlan) -> str:
+    """Say why the micro-batch is what it is, and what else may be done."""
+    text = "as for one engine, so that the number of engines changes no bit"
+    if division.is_for_many:
+        text = (
+            f"the least, since one engine cannot hold a step of {config.batch.size} sequences: the "
+            "number of engines does not decide it, or it would change bits"
+        )
+    return (
+        f"batch.micro: auto is {division.micro_batch}, {text}. To choose it for "
+        f"{config.engines} engines, set batch.micro to a divisor of {config.batch.size}"
+    )
+
+
+def _largest_shared(config: Config) -> int:
+    """Return the largest `batch.micro` of which every engine has one; `batch.size` is enough."""
+    size = config.batch.size
+    return next(micro for micro in range(size // config.engines, 0, -1) if size % micro == 0)
+
+
+def _planned(
+    config: Config, division: MicroBatchPlan, device: str, length: int, devices: Sequence[str]
+) -> ExecutionPlan:
+    """Return the layout of a division for the engines that there are."""
+    program, micro_batch = division.program, division.micro_batch
+    micro_batches = config.batch.size // micro_batch
+    if micro_batches < config.engines:
+        key, what = ("engine.devices", "devices") if devices else ("engines", "engines")
+        raise ConfigError(
+            f"{key}: {config.engines} {what} cannot share {micro_batches} micro-batch(es) "
+            f"of {micro_batch}; set batch.micro to {_largest_shared(config)}, or lower {key}"
+        )
+    sharing = Sharing(len(devices), micro_batches) if devices else None
+    least = _least_engines(config)
+    per_engine = -(-micro_batches // least)
+    roles = store_factory.optimizer_of(config).roles
+    budget = Budget(config, program, per_engine, device, roles, devices, sharing)
+    engine_bytes = budget.engine_bytes()
+    plan = budget.plan(engine_bytes)
+    shares = budget.divide(plan, engine_bytes)
+    least = _fewest(program, plan, micro_batches, least, device, engine_bytes)
+    slots = division.slot_bytes
+    return ExecutionPlan(
+        program,
+        device,
+        plan,
+        length,
+        micro_batch,
+        micro_batches,
+        shares,
+        slots,
+        least,
+        budget.room(shares),
+    )
+
+
+def _least_engines(config: Config) -> int:
+    """Return with how many engines a step must still fit: where some may be lost, with half."""
+    return config.engines if config.cluster.start == "none" else -(-config.engines // 2)
+
+
+def _fewest(
+    program: Program,
+    plan: EnginePlan,
+    micro_batches: int,
+    engines: int,
+    device: str,
+    budget_bytes: int,
+) -> int:
+    """Return how few engines still have room for a step that is planned for `engines`."""
+    while engines > 1:
+        share = -(-micro_batches // (engines - 1))
+        if predict_bytes(program, share, plan, device).peak_bytes > budget_bytes:
+            break
+        engines -= 1
+    return engines

@@ -1,0 +1,442 @@
+"""The memory of the whole process, divided before the first step.
+
+The sum of all parts stays below `memory`, or below what the machine has where no cap is given;
+what cannot be is refused with the sum, part by part. The libraries are not estimated: they are
+measured, when everything is imported and the model is compiled. Engines and shards in processes of
+this machine count as parts; those on other hosts do not. What an engine there may use is, where
+nothing else is said, what one engine could have here: hosts of a run are of one kind, and how many
+there are must not change what one of them does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+
+from penstock.config import Config, size_above
+from penstock.distributed.protocol import GRADIENTS, WINDOW, ways
+from penstock.distributed.transport import LEAST_BYTES, RING_BYTES
+from penstock.engine import (
+    KEPT_OVER_USED,
+    EnginePlan,
+    Sharing,
+    bytes_of_choice,
+    plan_engine,
+    predict_bytes,
+)
+from penstock.errors import BudgetError, ConfigError
+from penstock.planning.store_factory import assembly_of, least_flash_store_bytes
+from penstock.program import Program, Stage
+from penstock.store import Role
+from penstock.telemetry import process_memory
+
+RESERVE_BYTES = 128 << 20
+"""For what no part accounts for: machine code of kernels, scratch of products, Python itself."""
+
+_SAVING_BYTES = 48 << 20  # the pieces in which a checkpoint is written
+_CHECKING_BYTES = 16 << 20  # of a data set, whose chunks are checked one at a time
+_COPIES_OF_BATCH = 3  # as drawn, as tensors, as the engine holds them
+_AUTO_ENGINE, _AUTO_FLASH = 0.5, 0.25  # of what is free, where no cap says how much is ours
+# Of workers that are forked, private to each (`/proc/PID/smaps_rollup`, Private_Dirty, PyTorch 2.13
+# for CPUs): the template has 315 MiB; a worker 80 MiB after its first steps with 4 stages, 102 MiB
+# with 26, as an engine or as a shard; a spare one 27 MiB less.
+_TEMPLATE_BYTES = 320 << 20
+_FORKED_BYTES, _FORKED_STAGE_BYTES = 76 << 20, 1 << 20
+_FLOAT_BYTES = {"fp32": 4, "bf16": 2}
+
+
+@dataclass(frozen=True)
+class MemoryShares:
+    """What the parts of the process may take, in bytes.
+
+    `engine` is the budget of one engine, of which it will use `engine_peak`, and `engine_host` of
+    its host's memory; `engines` is what all that are on this host will have of its memory.
+    `keep_pages` says whether there is room for the pages that they would keep as well
+    (`engine/host_memory.py`).
+    """
+
+    engine: int
+    engine_peak: int
+    engine_host: int
+    engines: int
+    store: int
+    keep_pages: bool
+
+
+@dataclass(frozen=True)
+class HostCapacity:
+    """What engines of this machine find room in: a limit, less the parts that they do not change.
+
+    `engine` is what one takes of it, its process included.
+    """
+
+    limit: int
+    others: int
+    engine: int
+
+    def require(self, engines: int) -> None:
+        """**Raises:** `BudgetError` if there is no room for so many."""
+        need = self.others + engines * self.engine
+        if need <= self.limit:
+            return
+        most = max(0, self.limit - self.others) // self.engine
+        raise BudgetError(
+            f"engines: {engines} on this machine need {engines} x {size_above(self.engine)} beside "
+            f"the {size_above(self.others)} of the other parts, {size_above(need)} in all; the "
+            f"limit is {size_above(self.limit)}: there is room for {most}"
+        )
+
+
+class Budget:
+    """Divides the memory of a process between the parts of one run. Made after compilation.
+
+    **Arguments:** `micro_batches` are those of one engine; `roles` what the optimizer keeps;
+    `devices` are those of a group, if engines are one.
+
+    **Raises:** `BudgetError` where nothing is left for engines, however small a step is made.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        program: Program,
+        micro_batches: int,
+        device: str,
+        roles: Sequence[Role],
+        devices: Sequence[str] = (),
+        sharing: Sharing | None = None,
+    ) -> None:
+        self._config, self._program, self._device = config, program, device
+        self._devices, self._sharing = devices, sharing
+        self._roles = roles
+        self._micro_batches = micro_batches
+        self._libraries = process_memory.resident_bytes()
+        machine = self._libraries + process_memory.available_bytes()
+        if config.memory is not None and not process_memory.is_measurable():
+            raise ConfigError(
+                "memory: expected null, since this system does not say what a process has of "
+                "memory; set store.dram and engine.memory instead"
+            )
+        self._limit = machine if config.memory is None else min(int(config.memory), machine)
+        inputs = [program.values[n].tensor for n in program.inputs if n in program.values]
+        batch_bytes = sum(i.bytes * config.batch.size // i.shape[0] for i in inputs)
+        self._data = _CHECKING_BYTES + _COPIES_OF_BATCH * batch_bytes
+        self._on_flash = config.store.flash.path is not None
+        needed = least_flash_store_bytes if self._on_flash else _dram_store_bytes
+        self._need = needed(config, program, roles)
+        self._on_the_way = 0
+        if config.cluster.start != "none":
+            self._on_the_way = bytes_on_the_way(program, device)
+        self._is_elsewhere = config.cluster.shards == "apart" and config.cluster.has_other_hosts
+        self._engines_here = 0 if config.cluster.has_other_hosts else config.engines
+        self._saving = _SAVING_BYTES
+        if not self._on_flash and config.cluster.shards == "here":
+            self._saving += min(int(config.checkpoint.buffer), self._need)
+        self._links = _shared_bytes(config, program)
+        self._process = self._process_bytes()
+        self._processes = self._processes_bytes()
+        known = self._libraries + self._data + self._saving + self._links + RESERVE_BYTES
+        known += self._processes
+        self._rest = self._limit - known
+        if self._here(self._need) >= self._rest:
+            self._refuse(self._need, self._least())
+
+    def room(self, shares: MemoryShares) -> HostCapacity | None:
+        """Return what bounds the number of engines; None where they are on other hosts."""
+        if not self._engines_here:
+            return None
+        one = shares.engine_host + self._process
+        here = self._limit - self._rest - self._engines_here * self._process
+        return HostCapacity(self._limit, here + self._here(shares.store), one)
+
+    @property
+    def _are_forked(self) -> bool:
+        return self._config.cluster.start == "local" and self._device != "cuda"
+
+    def _process_bytes(self) -> int:
+        """Return what one worker of this machine takes before it does anything."""
+        cluster = self._config.cluster
+        if cluster.start == "none" or cluster.has_other_hosts:
+            return 0
+        if not self._are_forked:
+            return self._libraries
+        return _FORKED_BYTES + _FORKED_STAGE_BYTES * len(self._program.stages)
+
+    def _processes_bytes(self) -> int:
+        """Return what all workers of this machine take before they do anything.
+
+        A spare one takes no more: it computes when another is gone, and with it its memory.
+        """
+        config = self._config
+        if not self._process:
+            return 0
+        workers = config.engines + config.cluster.spare
+        workers += config.store.holders if config.cluster.shards == "apart" else 0
+        return workers * self._process + (_TEMPLATE_BYTES if self._are_forked else 0)
+
+    def _here(self, store: int) -> int:
+        """Return what of the store's memory is this machine's.
+
+        Of shards on other hosts only what a call brings: a stage, in pieces and put together.
+        """
+        if not self._is_elsewhere:
+            return store
+        return 2 * _largest_moved(self._program) + assembly_of(self._config, self._program)
+
+    def engine_bytes(self) -> int:
+        """Return the budget of one engine.
+
+        **Raises:** `BudgetError` where the other parts leave nothing.
+        """
+        config, sharers, rest = self._config, max(1, self._engines_here), self._rest
+        if config.engine.memory != "auto":
+            return int(config.engine.memory)
+        if self._device == "cuda":
+            least = min(torch.cuda.mem_get_info(name)[0] for name in self._devices or (None,))
+            on_one = sharers if config.cluster.start == "local" else 1  # processes on one GPU
+            return int(least * _AUTO_ENGINE) // on_one
+        if not self._engines_here:  # as for one, whose links are those of one
+            alone = config.model_copy(update={"engines": 1})
+            rest += self._links - _shared_bytes(alone, self._program)
+        store = self._need
+        if self._on_flash:
+            store = int(_AUTO_FLASH * rest)
+        if config.store.dram != "auto" and self._on_flash:
+            store = int(config.store.dram)
+        is_too_little = store < self._need
+        store = self._here(store)
+        if config.memory is None:
+            share = int(_AUTO_ENGINE * (rest - store)) // sharers
+            if share <= 0:
+                self._refuse(store, self._least())
+            return share
+        if self._on_flash and config.store.dram == "auto" and not self._is_elsewhere:
+            # Half for each; what engines cannot use is better used by weights.
+            least, wanted = self._choice()
+            share = min(max(least, rest // 2 // sharers), wanted)
+            store = rest - sharers * share
+            is_too_little = store < self._need
+        share = (rest - store) // sharers
+        if share <= 0 or is_too_little:
+            self._refuse(max(self._need, store), self._least())
+        return share
+
+    def plan(self, engine_bytes: int) -> EnginePlan:
+        """Choose what to recompute (`plan_engine`), within the budget of one engine."""
+        config = self._config
+        try:
+            return plan_engine(
+                self._program,
+                self._micro_batches,
+                engine_bytes,
+                config.engine.recompute,
+                self._device,
+                self._sharing,
+                self._beside,
+            )
+        except BudgetError:
+            is_divided = config.memory is not None and config.engine.memory == "auto"
+            if not is_divided or self._device == "cuda" or not self._engines_here:
+                raise
+            self._refuse(self._rest - self._engines_here * engine_bytes, self._least())
+
+    def divide(self, plan: EnginePlan, engine_bytes: int) -> MemoryShares:
+        """Return what every part gets, once it is known what the engines will use.
+
+        **Raises:** `BudgetError` where the sum is above the limit.
+        """
+        config = self._config
+        peak = self._peak_bytes(plan)
+        one = self._host_bytes(peak)
+        engines = self._engines_here * one + self._returns_bytes(plan)
+        shown = -(-engines // max(1, self._engines_here))
+        kept = int(engines * KEPT_OVER_USED)
+        store = self._need
+        if self._on_flash:
+            left = self._rest - (kept if kept <= self._rest // 2 else engines)
+            if config.memory is None:
+                left = int(_AUTO_FLASH * self._rest)
+            store = left if config.store.dram == "auto" else int(config.store.dram)
+        if config.store.dram == "auto":
+            store = max(store, self._need)  # a share of what is free may be too little
+        if self._here(store) + engines > self._rest:
+            self._refuse(store, shown)
+        self._require_loading(store, shown)
+        keep_pages = self._here(store) + kept <= self._rest
+        return MemoryShares(engine_bytes, peak, one, engines, store, keep_pages)
+
+    def _peak_bytes(self, plan: EnginePlan) -> int:
+        """Return what one engine will have of the memory that it computes in."""
+        program, micro_batches = self._program, self._micro_batches
+        return predict_bytes(program, micro_batches, plan, self._device, self._sharing).peak_bytes
+
+    def _host_bytes(self, peak: int) -> int:
+        """Return what one engine has of host memory: all, or what its copies go through."""
+        if self._device != "cuda":
+            return peak
+        if self._sharing is not None:
+            return 0
+        return 2 * _largest_moved(self._program) + self._on_the_way
+
+    def _returns_bytes(self, plan: EnginePlan) -> int:
+        """Return what the devices of a group have of host memory together."""
+        if self._sharing is None:
+            return 0
+        return plan.slots * self._sharing.return_bytes(self._program)
+
+    def _least(self) -> int:
+        return self._choice()[0]
+
+    def _choice(self) -> tuple[int, int]:
+        recompute = self._config.engine.recompute
+        return bytes_of_choice(
+            self._program, self._micro_batches, recompute, self._device, self._sharing, self._beside
+        )
+
+    @property
+    def _beside(self) -> int:
+        """What is on its way, where that is in the memory that engines compute in."""
+        return 0 if self._device == "cuda" else self._on_the_way
+
+    def _require_loading(self, store: int, engine: int) -> None:
+        """Filling a store on flash gathers a stage's weights and state, before anything runs."""
+        if not self._on_flash:
+            return
+        needs = {stage.name: self._loading_bytes(stage) for stage in self._program.stages}
+        name = max(needs, key=lambda stage: needs[stage])
+        need = needs[name]
+        if need > self._rest:
+            raise BudgetError(
+                f"{self._limit_name}: gathering the weights and the state of {name} takes "
+                f"{size_above(need)} once, {size_above(max(self._rest, 0))} are left beside the "
+                f"libraries and the reserve.\n{self._table(store, engine)}\n"
+                f"Raise memory by {size_above(need - self._rest)}."
+            )
+
+    def _loading_bytes(self, stage: Stage) -> int:
+        """Return what a stage's weights, as they come and as they are kept, and its state take."""
+        specs = [self._program.weights[name] for name in stage.weights]
+        state = 4 * len(self._roles)
+        return sum(s.elements * (4 + s.format.width + (state if s.trainable else 0)) for s in specs)
+
+    @property
+    def _limit_name(self) -> str:
+        config = self._config
+        if config.memory is not None and self._limit == int(config.memory):
+            return f"memory: {config.memory}"
+        return f"this machine has {size_above(self._limit)} for this process, which"
+
+    def _refuse(self, store: int, engine: int) -> NoReturn:
+        raise BudgetError(
+            f"{self._limit_name} cannot hold this run:\n{self._table(store, engine)}\n"
+            f"{self._advice(store, engine)}"
+        )
+
+    def _parts(self, store: int, engine: int) -> list[tuple[str, int]]:
+        where = "store, on flash besides (store.dram)" if self._on_flash else "store"
+        if self._is_elsewhere:
+            where = "calls to the store's shards, on other hosts"
+        here = self._engines_here
+        number = f"{here} engines" if here > 1 else "engine"
+        workers = "workers' processes, with spare ones"
+        shared = "memory that processes share (cluster.shared_memory)"
+        return [
+            ("libraries and compiled model, measured", self._libraries),
+            ("batches and checks of the data set", self._data),
+            ("writing checkpoints (checkpoint.buffer)", self._saving),
+            (where, self._here(store)),
+            *([(f"{number} (engine.memory)", here * engine)] if here else []),
+            *([(shared, self._links)] if self._links else []),
+            *([(workers, self._processes)] if self._processes else []),
+            ("reserve for what no part accounts for", RESERVE_BYTES),
+        ]
+
+    def _table(self, store: int, engine: int) -> str:
+        parts = self._parts(store, engine)
+        rows = [*parts, ("sum", sum(size for _, size in parts)), ("limit", self._limit)]
+        return "\n".join(f"  {name:42} {size_above(size):>12}" for name, size in rows)
+
+    def _advice(self, store: int, engine: int) -> str:
+        """Say which key to set to which value."""
+        config = self._config
+        total = sum(size for _, size in self._parts(store, engine))
+        over = total - self._limit
+        ways = []
+        if config.memory is not None and self._limit == int(config.memory):
+            ways.append(f"raise memory above {size_above(total)}")
+        is_here = not self._is_elsewhere
+        if is_here and self._on_flash and config.store.dram != "auto" and store > over:
+            ways.append(f"lower store.dram to {_floor(store - over)}")
+        here = self._engines_here
+        if engine > self._least() and here * engine > over:
+            share = max(self._least(), (here * engine - over) // here)
+            ways.append(f"lower engine.memory to {size_above(share)}")
+        if is_here and not self._on_flash:
+            if self._saving - _SAVING_BYTES > over:
+                left = int(config.checkpoint.buffer) - over
+                ways.append(f"lower checkpoint.buffer to {_floor(left)}")
+            ways.append("name a folder on a fast disk in store.flash.path")
+        ways.append("lower batch.micro, batch.size or data.sequence_length")
+        return f"It is {size_above(over)} too much: {', or '.join(ways)}."
+
+
+def bytes_on_the_way(program: Program, device: str) -> int:
+    """Return what an engine in a process of its own has of weights and gradients on their way.
+
+    Weights come into `WINDOW` buffers, each as large as the largest stage; on a CPU they are
+    computed with in place, so that one of these is the stage that waits while another computes.
+    Gradients are those of as many operations as shards let go at once, twice: an engine's own, and
+    the sum with those of others.
+    """
+    largest = max(program.stage_stream_bytes(stage) for stage in program.stages)
+    buffers = (WINDOW if device == "cuda" else WINDOW - 1) * largest
+    gradients = [4 * _trained(program, stage) for stage in program.stages]
+    most = max(sum(gradients[first : first + GRADIENTS]) for first in range(len(gradients)))
+    return buffers + 2 * most
+
+
+def _floor(size: int) -> str:
+    return f"{max(1, size >> 20)}MiB"
+
+
+def _largest_moved(program: Program) -> int:
+    """Return the most that moves of a stage one way: what streams, or gradients in float32."""
+    return max(
+        max(program.stage_stream_bytes(stage), 4 * _trained(program, stage))
+        for stage in program.stages
+    )
+
+
+def _trained(program: Program, stage: Stage) -> int:
+    """Return the elements of a stage that have gradients."""
+    specs = (program.weights[name] for name in stage.weights)
+    return sum(spec.elements for spec in specs if spec.trainable)
+
+
+def _shared_bytes(config: Config, program: Program) -> int:
+    """Return what links within this host take of memory that both ends see, at most."""
+    cluster, shards = config.cluster, config.store.shards
+    largest = max(weight.stream_bytes for weight in program.weights.values())
+    if cluster.start == "none" or cluster.shared_memory == "off" or largest < LEAST_BYTES:
+        return 0
+    pairs = ways(config.engines, shards)
+    if cluster.shards == "here":  # in one process
+        pairs = {(max(sender, -1), max(taker, -1)) for sender, taker in pairs}
+    calls = 2 * shards if cluster.shards == "apart" else 0
+    if cluster.has_other_hosts:  # only what begins or ends in this process is surely here
+        pairs = {pair for pair in pairs if -1 in pair and cluster.shards == "here"}
+        calls = 0
+    return (len(pairs) + calls) * RING_BYTES
+
+
+def _dram_store_bytes(config: Config, program: Program, roles: Sequence[Role]) -> int:
+    """Return what a store in memory takes: masters, gradients, moments."""
+    gradient = _FLOAT_BYTES[config.gradient_precision]
+    trained = [weight.elements for weight in program.weights.values() if weight.trainable]
+    state = sum(role.bytes(elements) for elements in trained for role in roles)
+    weights = sum(weight.stored_bytes for weight in program.weights.values())
+    once = weights + gradient * sum(trained) + state
+    return config.store.replicas * once + assembly_of(config, program)

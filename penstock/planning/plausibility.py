@@ -1,0 +1,92 @@
+"""Refusing by arithmetic what no machine at hand can hold, before anything is compiled.
+
+The budget (`memory_budget.py`) is exact, and needs the compiled program. With a number that is
+wrong by orders of magnitude, compiling would take hours, or all memory. What is added up here is
+less than any run can do with: the store, a step's batch, one micro-batch's hidden states, the
+buffers.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from penstock.config import Config, size_above
+from penstock.errors import BudgetError, CompileError
+from penstock.models import ModelSource
+from penstock.planning import store_factory
+from penstock.telemetry import process_memory
+
+MOST_TENSORS = 1 << 16
+"""Parameters of a model that is traced: 4,096 layers of 16. A layer takes some 50 ms."""
+
+_COPIES_OF_BATCH = 2
+_TIMES = 8  # below, compiling takes no longer than for a run that fits, and the budget says more
+_FLOAT_BYTES = {"fp32": 4, "bf16": 2}
+
+
+def refuse_implausible(config: Config, source: ModelSource, length: int, device: str) -> None:
+    """Refuse a run of sequences of `length` on `device` that is far from fitting.
+
+    **Raises:** `CompileError` for a model of too many tensors; `BudgetError` where the sum is many
+    times the limit, with the parts.
+    """
+    tensors = len(source.shapes())
+    if tensors > MOST_TENSORS:
+        raise CompileError(
+            f"{source.name} has {tensors:,} parameter tensors, at most {MOST_TENSORS:,} can be "
+            "traced in sensible time; give it fewer, larger layers"
+        )
+    limit = process_memory.resident_bytes() + process_memory.available_bytes()
+    limit_name = "this machine has"
+    if config.memory is not None and int(config.memory) < limit:
+        limit, limit_name = int(config.memory), "memory allows"
+    parts = [part for part in _parts(config, source, length, device) if part[1]]
+    total = sum(size for _, size in parts)
+    if total > _TIMES * limit:
+        shown = "; ".join(f"{name}: {size_above(size)}" for name, size in parts)
+        largest = max(parts, key=lambda part: part[1])
+        raise BudgetError(
+            f"this run needs at least {size_above(total)}, {limit_name} {size_above(limit)} "
+            f"({shown}); {_ADVICE[largest[0].split(' (')[0]]}"
+        )
+
+
+_ADVICE = {
+    "store": "make the model smaller, or name a folder on a fast disk in store.flash.path",
+    "batch": "lower batch.size or data.sequence_length",
+    "one sequence's hidden states": "lower data.sequence_length",
+    "buffers": "make the model smaller",
+}
+
+
+def _parts(config: Config, source: ModelSource, length: int, device: str) -> list[tuple[str, int]]:
+    row = sum(spec.bytes(length) for spec in source.inputs.values())
+    batch = _COPIES_OF_BATCH * config.batch.size * row
+    hidden: Any = getattr(source.hf_config, "hidden_size", None)
+    states = 0
+    if isinstance(hidden, int) and device == "cpu" and not config.cluster.has_other_hosts:
+        states = length * hidden * _FLOAT_BYTES[config.precision]
+    return [
+        (f"store ({source.parameter_count():,} parameters)", _store_bytes(config, source)),
+        (f"batch ({config.batch.size:,} sequences of {length:,})", batch),
+        (f"one sequence's hidden states ({length:,} tokens)", states),
+        ("buffers", source.buffer_bytes()),
+    ]
+
+
+def _store_bytes(config: Config, source: ModelSource) -> int:
+    """Return the least that this host's memory holds of the store, if it is in memory here."""
+    cluster = config.cluster
+    if config.store.flash.path is not None:
+        return 0
+    if cluster.shards == "apart" and cluster.has_other_hosts:
+        return 0
+    trains_all = not (config.freeze or config.train or config.lora.rank is not None)
+    trained = source.trained_count() if trains_all else 0
+    roles = sum(role.bytes(trained) for role in store_factory.optimizer_of(config).roles)
+    weights = 4 * source.parameter_count()
+    if not trains_all:  # frozen ones that came as bfloat16 stay so
+        weights -= 2 * sum(math.prod(source.shapes()[name]) for name in source.bfloat16)
+    once = weights + _FLOAT_BYTES[config.gradient_precision] * trained + roles
+    return config.store.replicas * once

@@ -1,0 +1,242 @@
+"""From a configuration to the store of a run: in memory or on flash, whole or in shards."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from penstock.config import Config
+from penstock.errors import BudgetError
+from penstock.program import Program
+from penstock.store import (
+    Assembly,
+    DramStore,
+    Group,
+    GroupSettings,
+    Holding,
+    Optimizer,
+    Role,
+    Schedule,
+    ShardedDramStore,
+    ShardedStore,
+    ShardMap,
+    Store,
+    assign_groups,
+    make_optimizer,
+)
+from penstock.store.flash import (
+    DurableStore,
+    FlashStore,
+    ShardedFlashStore,
+    least_dram_bytes,
+    require_shards,
+)
+
+_FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class RemoteShardStore(DurableStore, Protocol):
+    """The store of one shard in another process, in memory or on flash."""
+
+    def open(self) -> RemoteShardStore:
+        """Have that process open it."""
+        ...
+
+
+def make_store(
+    config: Config,
+    program: Program,
+    device: str = "cpu",
+    notice: Callable[[str], None] = lambda text: None,
+    apart: Sequence[RemoteShardStore] | None = None,
+) -> Store:
+    """Return an empty store with the configured optimizer and schedule, for engines on `device`.
+
+    Its shards are in this process, unless they are given (`apart`): then it is not a `MemoryStore`.
+
+    **Raises:** `BudgetError` if it needs more than `store.dram`.
+    """
+    roles = optimizer_of(config).roles
+    shard_map = ShardMap.of(program, config.store.shards)
+    store: Store
+    if apart is not None:
+        store = ShardedStore(program, shard_map, [shard.open() for shard in apart], roles)
+    elif config.store.shards == 1:
+        store = make_dram_shard(config, program, program)
+    else:
+        shards = [make_dram_shard(config, program, part) for part in shard_map.parts(program)]
+        store = ShardedDramStore(program, shard_map, shards, roles)
+    needed = sum(store.memory_bytes.values())
+    if config.store.dram != "auto" and needed > int(config.store.dram):
+        raise BudgetError(
+            f"store.dram: the store of {program.name} needs {needed:,} bytes of memory, the limit "
+            f"is {int(config.store.dram):,}; raise it, or name a folder in store.flash.path"
+        )
+    if device == "cuda" and not store.page_lock():
+        notice(
+            "the system did not lock all of the weights' memory in place: they go to the GPU "
+            "through the driver's buffers, more slowly and not beside its work"
+        )
+    return store
+
+
+def make_dram_shard(config: Config, program: Program, holding: Holding) -> DramStore:
+    """Return an empty store in memory, of a whole program or of a shard's part of it."""
+    return DramStore(
+        holding,
+        config.precision,
+        optimizer=optimizer_of(config),
+        groups=_groups(config, program),
+        schedule=_schedule(config),
+        clip_norm=config.optimizer.clip_norm,
+        gradient_dtype=_FLOATS[config.gradient_precision],
+    )
+
+
+def make_flash_store(
+    config: Config,
+    program: Program,
+    dram_bytes: int,
+    folder: Path,
+    apart: Sequence[RemoteShardStore] | None = None,
+) -> DurableStore:
+    """Return the store in a folder on flash, new or as it was left, with that much of memory.
+
+    Its shards are opened in this process, or by others (`apart`).
+
+    **Raises:** what `FlashStore` raises, and `OtherStoreError` for another number of shards.
+    """
+    count = config.store.shards
+    if count == 1 and apart is None:
+        require_shards(folder, 1)
+        return make_flash_shard(config, program, program, folder, dram_bytes)
+    shard_map = ShardMap.of(program, count)
+    each = flash_share(config, program, dram_bytes)
+    if apart is None:
+        parts = shard_map.parts(program)
+        openers: list[Callable[[Path], DurableStore]] = [
+            functools.partial(make_flash_shard, config, program, part, dram_bytes=each)
+            for part in parts
+        ]
+    else:
+        openers = [functools.partial(_open_in, shard) for shard in apart]
+    try:
+        return ShardedFlashStore(
+            program,
+            folder,
+            shard_map,
+            openers,
+            optimizer_of(config).roles,
+            replicas=config.store.replicas,
+        )
+    except BudgetError as error:
+        raise BudgetError(
+            f"{error}; the {count} shards{_with_replicas(config)} share what store.flash.size says "
+            "equally"
+        ) from None
+
+
+def _open_in(shard: RemoteShardStore, folder: Path) -> RemoteShardStore:
+    """Have another process open a shard; it knows the folder's name by itself."""
+    return shard.open()
+
+
+def make_flash_shard(
+    config: Config, program: Program, holding: Holding, folder: Path, dram_bytes: int
+) -> FlashStore:
+    """Return the store in a folder on flash, of a whole program or of a shard's part of it."""
+    size = config.store.flash.size
+    return FlashStore(
+        holding,
+        folder,
+        optimizer=optimizer_of(config),
+        groups=_groups(config, program),
+        schedule=_schedule(config),
+        dram_bytes=dram_bytes,
+        clip_norm=config.optimizer.clip_norm,
+        gradient_dtype=_FLOATS[config.gradient_precision],
+        keep_steps=config.store.flash.keep_steps,
+        durable_every=config.store.flash.durable_every,
+        flash_bytes=None if size is None else int(size) // config.store.holders,
+    )
+
+
+def flash_share(config: Config, program: Program, dram_bytes: int) -> int:
+    """Return what each shard on flash, and each replica, gets of the memory for all of them.
+
+    **Raises:** `BudgetError` if that is too little.
+    """
+    count = config.store.shards
+    least = least_flash_store_bytes(config, program, optimizer_of(config).roles)
+    if config.store.holders > 1 and dram_bytes < least:
+        raise BudgetError(
+            f"store.dram: {program.name} in {count} shards{_with_replicas(config)} needs {least:,} "
+            f"bytes of memory, the budget is {dram_bytes:,}; raise store.dram, or lower "
+            "store.shards"
+        )
+    return (dram_bytes - assembly_of(config, program)) // config.store.holders
+
+
+def _with_replicas(config: Config) -> str:
+    return " with a replica each" if config.store.replicas > 1 else ""
+
+
+def least_flash_store_bytes(config: Config, program: Program, roles: Sequence[Role]) -> int:
+    """Return the least that a store on flash takes of memory, all shards and replicas together."""
+    half, shard_map = config.gradient_precision == "bf16", ShardMap.of(program, config.store.shards)
+    largest = max(least_dram_bytes(part, roles, half) for part in shard_map.parts(program))
+    # What is left is shared equally.
+    return config.store.holders * largest + assembly_of(config, program)
+
+
+def assembly_of(config: Config, program: Program) -> int:
+    """Return what a store in shards takes of memory to put weights together; 0 for one store."""
+    return Assembly.needed(program, ShardMap.of(program, config.store.shards))
+
+
+def optimizer_of(config: Config) -> Optimizer:
+    """Return the configured optimizer."""
+    section = config.optimizer
+    hyper: dict[str, Any] = {
+        "adamw": {"beta1": section.betas[0], "beta2": section.betas[1], "epsilon": section.eps},
+        "sgd": {"momentum": section.momentum, "nesterov": section.nesterov},
+        "lion": {"beta1": section.betas[0], "beta2": section.betas[1]},
+    }[section.name]
+    return make_optimizer(section.name, **hyper, moments=section.moments)
+
+
+def _groups(config: Config, program: Program) -> dict[str, GroupSettings]:
+    section = config.optimizer
+    groups = [
+        Group(
+            match=tuple(group.match),
+            learning_rate_scale=group.learning_rate_scale,
+            weight_decay=group.weight_decay,
+        )
+        for group in section.groups
+    ]
+    return assign_groups(
+        {name: w.shape for name, w in program.weights.items() if w.trainable},
+        groups,
+        weight_decay=section.weight_decay,
+        decay_1d=section.decay_1d,
+        aliases={name: w.aliases for name, w in program.weights.items()},
+    )
+
+
+def _schedule(config: Config) -> Schedule:
+    shape = config.optimizer.schedule
+    return Schedule(
+        name=shape.name,
+        peak=config.optimizer.learning_rate,
+        decay_steps=config.decay_steps,
+        warmup_steps=shape.warmup_steps,
+        final_ratio=shape.final_ratio,
+        power=shape.power,
+        boundaries=tuple(shape.boundaries),
+        ratios=tuple(shape.ratios),
+    )

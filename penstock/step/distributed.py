@@ -1,0 +1,255 @@
+"""Steps of a run whose engines, and maybe whose shards, are other processes.
+
+A step is asked for by the trainer's thread and made by the nodes; whoever is lost meanwhile is
+replaced, and the trainer learns of it only from what happened.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NoReturn
+
+from penstock.config import Config
+from penstock.distributed.control import ClusterManager, ComputeTimer, StragglerDetector
+from penstock.distributed.protocol import (
+    EngineInput,
+    Message,
+    Phase,
+    RolledBackError,
+    StepResult,
+    UnrecoverableError,
+    message_validation,
+)
+from penstock.distributed.rpc import ShardReport, commit_of, error_class
+from penstock.planning import ExecutionPlan, builders
+from penstock.program import Program
+from penstock.step.local import step_done
+from penstock.step.micro_batches import Batches
+from penstock.step.nonfinite import NonFiniteLossError, require_finite, trace
+from penstock.store import Commit, Store, global_norm, merged, zero_gradients
+from penstock.telemetry import StepDone
+
+_GIVING_UP = 60.0  # seconds in which a step that is decided must end
+_LOOK = 0.05  # seconds between two looks at what has happened
+
+
+class DistributedStepRunner:
+    """Runs steps of one layout over a store and the processes of a cluster manager.
+
+    Args:
+        store: the whole store, wherever its shards are.
+        batches: gives the rows.
+        tokens: what a step counts as.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        layout: ExecutionPlan,
+        store: Store,
+        batches: Batches,
+        manager: ClusterManager,
+        *,
+        tokens: int,
+    ) -> None:
+        self._config, self._layout, self._store = config, layout, store
+        self._batches, self._tokens = batches, tokens
+        self.manager = manager
+        self._straggler_detector = StragglerDetector(config.cluster.slow)
+        self._compute_timer = ComputeTimer()
+        self._has_begun = False
+        self.commit: Commit | None = None  # of the last step
+
+    @property
+    def engine_peak_bytes(self) -> int:
+        """The most that any engine has said to have held."""
+        return self.manager.heartbeat_stats.peak_bytes
+
+    def run(self) -> StepDone:
+        """Do one step and commit it, whoever is lost meanwhile.
+
+        It is the step after the one at which the shards stand: one that is made again where they
+        had to go back.
+
+        Raises:
+            NonFiniteError: and whatever the data or the store raise; the step has then not
+                happened, and running it again is safe.
+            ClusterError: no engine can be had.
+            StorageError: a shard is lost whose weights and state nobody else has.
+            InterruptedError: a stop was asked for while too few were there.
+        """
+        started = time.perf_counter()
+        self._store.take_traffic()
+        if not self._has_begun:
+            self.manager.await_engines()
+            self._has_begun = True
+        while True:
+            self.manager.copy_to_learners(self._store)
+            self.manager.event_queue.step = self._store.step  # as the shards have last said
+            request = _TrainingStepRequest(
+                self._layout.program, self._batches, self._store.step, self._config.run.seed
+            )
+            outcome = self._attempt(request)
+            if outcome.error is None:
+                break
+            if not self._begins_anew(outcome.error):
+                self.manager.event_queue.require_sound()
+                if isinstance(outcome.error, NonFiniteLossError):
+                    self._trace(outcome.error)
+                raise _as_ours(outcome.error)
+            self._store.take_traffic()  # what shards say with it is where they stand
+        self.manager.call(self._look_for_stragglers)
+        return self._done(request, outcome, started)
+
+    def _attempt(self, request: _TrainingStepRequest) -> StepResult:
+        """Have the coordinator make a step, and wait for how it ends."""
+        ended = threading.Event()
+        outcomes: list[StepResult] = []
+
+        def done(outcome: StepResult) -> None:
+            outcomes.append(outcome)
+            ended.set()
+
+        manager = self.manager
+        manager.call(lambda: manager.coordinator.start(request, done))
+        try:
+            while not ended.wait(timeout=_LOOK):
+                manager.event_queue.poll()
+                if manager.coordinator.phase is Phase.GATHERING and manager.should_stop():
+                    raise InterruptedError("stopped while waiting for engines or shards")
+        except BaseException:  # the next step must find the coordinator at rest
+            self._give_up(ended)
+            raise
+        manager.event_queue.poll()
+        if outcomes[0].error is not None:
+            self._give_up(ended)
+        return outcomes[0]
+
+    def _give_up(self, ended: threading.Event) -> None:
+        """Return when nobody works for the step any more, be it given up or failed."""
+        manager, deadline = self.manager, time.monotonic() + _GIVING_UP
+
+        def is_over(seen: Callable[[], bool]) -> bool:
+            return seen() or manager.event_queue.has_failed or time.monotonic() > deadline
+
+        manager.call(manager.coordinator.cancel)
+        while not is_over(ended.is_set):
+            ended.wait(timeout=_LOOK)
+        told = threading.Event()
+        manager.call(manager.coordinator.advance_epoch)
+        manager.call(told.set)
+        while not is_over(told.is_set):
+            told.wait(timeout=_LOOK)
+        while not is_over(manager.is_quiescent):
+            time.sleep(0.002)
+
+    def _begins_anew(self, error: BaseException) -> bool:
+        """Tell whether the shards go on, or will, from a step that all of them hold."""
+        if isinstance(error, UnrecoverableError):
+            return self.manager.is_replaced(error.node)
+        return isinstance(error, RolledBackError)
+
+    def _done(self, request: _TrainingStepRequest, outcome: StepResult, started: float) -> StepDone:
+        commit: Commit = replace(outcome.answers[0], zero_gradients=request.zero_gradients)
+        self.commit = commit
+        self.manager.event_queue.step = commit.step
+        seconds = time.perf_counter() - started
+        return step_done(
+            commit,
+            self._store,
+            loss=math.fsum(outcome.losses) * request.scale,
+            seconds=seconds,
+            store_seconds=seconds - self._compute_timer.of_step(self.manager.figures(), seconds),
+            tokens=self._tokens,
+            engine_bytes=self.manager.heartbeat_stats.peak_bytes,
+        )
+
+    def _trace(self, error: NonFiniteLossError) -> NoReturn:
+        """Find in this process where a loss began that is not a number."""
+        layout = self._layout
+        made = builders.make_engines(layout.program, layout.plan, layout.shares, 1, layout.device)
+        trace(error, layout.program, made, self._store, self._batches, self._config.run.seed)
+
+    def _look_for_stragglers(self) -> None:
+        """Name engines that are slow, and replace those that stay so; in the cluster manager's
+        thread."""
+        coordinator = self.manager.coordinator
+        said = self.manager.figures().items()
+        computed = {engine: (each.computed, each.micro_batches) for engine, each in said}
+        looks_to_evict = self._config.cluster.evict_slow
+        for slow in self._straggler_detector.look(computed):
+            text = f"engine {slow.engine} takes {slow.times:.1f} times as long as the others"
+            self.manager.event_queue.emit("slow", text, slow.engine)
+            spare = len(coordinator.ready) > coordinator.wanted
+            if looks_to_evict is not None and slow.looks >= looks_to_evict and spare:
+                coordinator.lost(slow.engine, f"it was slow {slow.looks} times in a row")
+
+
+class _TrainingStepRequest:
+    """One step, as the coordinator has it made."""
+
+    def __init__(self, program: Program, batches: Batches, done: int, seed: int) -> None:
+        self._program = program
+        self.step = done + 1
+        self.micro_batches = batches.micro_batches
+        self.scale = 1.0
+        self.zero_gradients: tuple[str, ...] = ()
+        self._batches, self._done, self._seed = batches, done, seed
+
+    def parts(self, engines: int) -> Sequence[EngineInput]:
+        """Return what each engine begins with."""
+        parts = self._batches.parts(self._done, engines)
+        self.scale = self._batches.loss_scale(self._done, parts)
+        return [
+            EngineInput(
+                {
+                    "first": part.numbers.start,
+                    "count": len(part.numbers),
+                    "total": self.micro_batches,
+                    "seed": self._seed,
+                    "scale": self.scale,
+                },
+                {name: tensor.numpy() for name, tensor in part.rows.items()},
+            )
+            for part in parts
+        ]
+
+    def report(self, message: Message) -> ShardReport:
+        """Return what a shard says of its gradients, and of what it holds."""
+        report, count = ShardReport.read(message.body), len(self._program.stages)
+        gradients = report.gradients
+        if not all(0 <= n < count for n in (*gradients.silent, *(gradients.non_finite or {}))):
+            raise message_validation.refuse(message, f"names stages that are none of {count}")
+        return report
+
+    def difference(self, first: ShardReport, other: ShardReport) -> str | None:
+        """Say in what the reports of two nodes of a shard differ; None if in nothing."""
+        return first.difference(other)
+
+    def answer(self, message: Message) -> Commit:
+        """Return what a shard says of its commit."""
+        return commit_of(message.body)
+
+    def decide(self, losses: Sequence[float], reports: Sequence[ShardReport]) -> Mapping[str, Any]:
+        """Return the decision to commit by.
+
+        Raises:
+            NonFiniteError: a loss or a gradient is not a number.
+            NoTrainingError: a trainable weight has got no gradient.
+        """
+        require_finite(self.step, losses)
+        gradients = merged(self._program, [report.gradients for report in reports])
+        norm = global_norm(self._program, self.step, gradients)
+        self.zero_gradients = zero_gradients(self._program, gradients)
+        return {"norm": norm.hex()}
+
+
+def _as_ours(error: BaseException) -> BaseException:
+    """Return a node's trouble as the error that it was there."""
+    if isinstance(error, UnrecoverableError):
+        return error_class(error.kind)(str(error))
+    return error

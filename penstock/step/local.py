@@ -1,0 +1,198 @@
+"""The step protocol: forward sweep, turn, backward sweep, commit.
+
+Weights come from the store through the fabric to the engines, gradients go back the same way.
+Only the commit makes a step count; whatever fails before it has not happened.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from penstock.collectives import Fabric
+from penstock.engine import Batch, Engine, PendingGradients, micro_batches
+from penstock.planning import ExecutionPlan
+from penstock.program import Stage, backward_fetch
+from penstock.step.micro_batches import Batches
+from penstock.step.nonfinite import NonFiniteLossError, require_finite, trace
+from penstock.store import Commit, Store
+from penstock.telemetry import StepDone, process_memory
+
+Order = list[tuple[Stage, tuple[int, ...] | None]]
+
+
+class StepRunner:
+    """Runs steps of one layout over a store, a fabric and engines; no state outlives a step.
+
+    **Arguments:** `batches` gives the rows; `seed` keys the dropout; `tokens` is what a step counts
+    as.
+    """
+
+    def __init__(
+        self,
+        layout: ExecutionPlan,
+        store: Store,
+        fabric: Fabric,
+        engines: Sequence[Engine],
+        batches: Batches,
+        *,
+        seed: int,
+        tokens: int,
+    ) -> None:
+        self._layout = layout
+        self._stages = layout.program.stages
+        self._store = store
+        self._fabric = fabric
+        self._engines = engines
+        self._batches = batches
+        self._seed = seed
+        self._tokens = tokens
+        self._store_seconds = 0.0  # of the step that is being made
+        self.commit: Commit | None = None  # of the last step
+
+    @property
+    def engine_peak_bytes(self) -> int:
+        """The most that an engine has held."""
+        return max(engine.memory.peak_bytes for engine in self._engines)
+
+    def run(self) -> StepDone:
+        """Do one step and commit it.
+
+        **Raises:** `NonFiniteError` and whatever the data or the engines raise; the step has then
+        not happened, and running it again is safe.
+        """
+        started = time.perf_counter()
+        self._store_seconds = 0.0
+        self._store.discard()  # what an interrupted step left behind
+        self._store.take_traffic()
+        loss_scale = self._begin()
+        last = self._stages[-1]
+        for stage in self._streamed(self._forward_order()):
+            if stage is not last:
+                for engine in self._engines:
+                    engine.forward(stage.index)
+        waiting = (last, [engine.turn(last.index) for engine in self._engines])
+        losses = [x for engine in self._engines for x in engine.losses()]
+        try:
+            require_finite(self._store.step + 1, losses)
+        except NonFiniteLossError as error:
+            program = self._layout.program
+            trace(error, program, self._engines, self._store, self._batches, self._seed)
+        for stage in self._streamed(self._backward_order()):
+            parts = [engine.backward(stage.index) for engine in self._engines]
+            self._return_gradients(*waiting)
+            waiting = (stage, parts)
+        self._return_gradients(*waiting)
+        with self._at_the_store():
+            commit = self.commit = self._store.commit()
+        return step_done(
+            commit,
+            self._store,
+            loss=math.fsum(losses) * loss_scale,
+            seconds=time.perf_counter() - started,
+            store_seconds=self._store_seconds,
+            tokens=self._tokens,
+            engine_bytes=self.engine_peak_bytes,
+        )
+
+    def _begin(self) -> float:
+        """Give every engine its part of the batch; return the factor from losses to their mean."""
+        step, batches = self._store.step, self._batches
+        parts = batches.parts(step, len(self._engines))
+        scale = batches.loss_scale(step, parts)
+        for engine, part in zip(self._engines, parts, strict=True):
+            rows = micro_batches(part.rows, len(part.numbers))
+            first, total = part.numbers.start, batches.micro_batches
+            engine.begin(Batch(rows, first, total, self._seed, step, scale))
+        return scale
+
+    def _forward_order(self) -> Order:
+        return [(stage, None) for stage in self._stages]
+
+    def _backward_order(self) -> Order:
+        recompute = self._layout.plan.recompute
+        return [
+            (stage, backward_fetch(stage, stage.index in recompute, False))
+            for stage in reversed(self._stages[:-1])
+        ]
+
+    def _streamed(self, order: Order) -> Iterator[Stage]:
+        """Yield stages whose weights are loaded; those of later stages are on their way where the
+        engines have room for them."""
+        ahead = min(engine.stages_ahead for engine in self._engines)
+        coming = iter(order)
+        for number, (stage, _) in enumerate(order):
+            for later in itertools.islice(coming, 1 if number else 1 + ahead):
+                self._load(*later)
+            yield stage
+
+    def _load(self, stage: Stage, positions: tuple[int, ...] | None) -> None:
+        with self._at_the_store():
+            weights = self._store.fetch(stage.index, positions)
+            for engine, tensors in zip(self._engines, self._fabric.broadcast(weights), strict=True):
+                engine.load(stage.index, tensors)
+
+    @contextmanager
+    def _at_the_store(self) -> Iterator[None]:
+        """Count the seconds of the block as the store's."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._store_seconds += time.perf_counter() - started
+
+    def _return_gradients(self, stage: Stage, parts: Sequence[PendingGradients]) -> None:
+        """Finish a stage's sum in the fabric and hand it to the store."""
+        if not any(stage.kind.trainable) or not any(stage.kind.outputs_grad):
+            return
+        nodes = [part.wait() for part in parts]
+        with self._at_the_store():
+            total = self._fabric.reduce(nodes, self._layout.micro_batches)
+            self._store.receive(stage.index, total)
+
+
+def step_done(
+    commit: Commit,
+    store: Store,
+    *,
+    loss: float,
+    seconds: float,
+    store_seconds: float,
+    tokens: int,
+    engine_bytes: int,
+) -> StepDone:
+    """Return what is told of a step that was committed.
+
+    Args:
+        commit: what the store decided.
+        store: is asked what has moved since it was asked last.
+        seconds: of the whole step.
+        store_seconds: of these, those in which no engine computed, whatever they went into.
+        engine_bytes: the most that an engine has held.
+    """
+    traffic, flash = store.take_traffic(), store.take_flash_traffic()
+    waited = traffic.update_seconds + traffic.snapshot_seconds + flash.waited_seconds
+    return StepDone(
+        step=commit.step,
+        loss=loss,
+        learning_rate=commit.learning_rate,
+        grad_norm=commit.grad_norm,
+        clip_scale=commit.clip_scale,
+        seconds=seconds,
+        tokens=tokens,
+        streamed_bytes=traffic.streamed_bytes,
+        gradient_bytes=traffic.gradient_bytes,
+        engine_bytes=engine_bytes,
+        store_bytes=sum(store.memory_bytes.values()),
+        flash_read_bytes=flash.read_bytes,
+        flash_written_bytes=flash.written_bytes,
+        flash_wait_seconds=flash.waited_seconds,
+        compute_seconds=seconds - max(store_seconds, waited),
+        weight_seconds=max(0.0, store_seconds - waited),
+        update_seconds=traffic.update_seconds,
+        snapshot_seconds=traffic.snapshot_seconds,
+        peak_rss_bytes=process_memory.peak_resident_bytes(),
+    )

@@ -1,0 +1,202 @@
+"""The engines of this process: one device's, or several devices as a group (`engine.devices`).
+
+The devices of a group are all in this process, a thread for each: every device reads the store's
+memory where it is, an error is an exception, and nothing outlives the run. What the threads share
+of Python's lock is the launching of operations; moving, waiting and computing go without it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from penstock.collectives import DeviceRendezvous, Fabric, GroupFabric, LocalFabric
+from penstock.config import Config, EngineConfig
+from penstock.engine import (
+    CudaLanes,
+    DeviceThread,
+    Engine,
+    EnginePlan,
+    HostLanes,
+    Member,
+    Rounds,
+    SharedSlots,
+    Sharing,
+    TorchEngine,
+    set_threads,
+)
+from penstock.errors import ConfigError
+from penstock.kernels.memory import allocate, page_lock
+from penstock.planning import ExecutionPlan, builders
+from penstock.program import Program
+
+
+def choose_devices(config: EngineConfig) -> tuple[str, ...]:
+    """Return the devices of the group that a run asks for; none if it asks for no group.
+
+    The first of them is from now on the one that this thread computes on.
+
+    Raises:
+        ConfigError: this machine has not got them.
+    """
+    if config.devices is None:
+        return ()
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    there = [f"cuda:{number}" for number in range(count)]
+    if config.devices == "all" and not there:
+        raise ConfigError(
+            "engine.devices: all stands for all GPUs, of which this machine has none; leave it "
+            "out to compute on the CPU"
+        )
+    names = tuple(there) if config.devices == "all" else config.devices
+    missing = [name for name in names if name not in ("cpu", *there)]
+    if missing:
+        raise ConfigError(
+            f"engine.devices: this machine has {', '.join(there) or 'no GPU'}, got "
+            f"{', '.join(missing)}"
+        )
+    if kind_of(names) == "cuda":
+        torch.cuda.set_device(names[0])
+    return names
+
+
+def kind_of(devices: Sequence[str]) -> str:
+    """Return "cpu" or "cuda"."""
+    return devices[0].partition(":")[0]
+
+
+def counted(config: Config, devices: Sequence[str]) -> Config:
+    """Return a configuration with an engine for each device of a group."""
+    return config.model_copy(update={"engines": len(devices)}) if devices else config
+
+
+class LocalEngines(Protocol):
+    """The engines of this process, and the fabric that goes with them."""
+
+    engines: list[Engine]
+    fabric: Fabric
+
+    def close(self) -> None:
+        """Let go of the devices."""
+        ...
+
+
+def make_local_engines(
+    config: Config, layout: ExecutionPlan, devices: Sequence[str], device: str
+) -> LocalEngines:
+    """Make the engines of this process: a group, if there are `devices`, else as many on `device`
+    as are asked for, one after another."""
+    builders.settle_pages(layout.shares, device)
+    if devices:
+        return DeviceGroup(
+            layout.program,
+            layout.plan,
+            devices,
+            micro_batches=layout.micro_batches,
+            budget_bytes=layout.budget_bytes,
+            threads=config.engine.threads,
+        )
+    return SingleDevice(
+        builders.make_engines(layout.program, layout.plan, layout.shares, config.engines, device)
+    )
+
+
+class SingleDevice:
+    """Engines that take turns on one device."""
+
+    def __init__(self, engines: list[Engine]) -> None:
+        self.engines = engines
+        self.fabric: Fabric = LocalFabric(len(engines))
+
+    def close(self) -> None:
+        """Nothing is held that does not go with them."""
+
+
+class DeviceGroup:
+    """The engines of a group, and the fabric that goes with them.
+
+    Args:
+        devices: as `choose_devices` returns them.
+        micro_batches: of a step.
+        budget_bytes: of one device.
+        threads: CPU threads of one engine (`engine.threads`).
+
+    Raises:
+        GroupError: the devices do not find each other.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        plan: EnginePlan,
+        devices: Sequence[str],
+        *,
+        micro_batches: int,
+        budget_bytes: int | None,
+        threads: int | None,
+    ) -> None:
+        self._program, self._plan = program, plan
+        self._budget_bytes, self._threads = budget_bytes, threads
+        self._sharing = Sharing(len(devices), micro_batches)
+        self._meeting = DeviceRendezvous(kind_of(devices), len(devices))
+        self._returns = self._make_returns()
+        self._rounds = Rounds(self._meeting.abort)
+        members = [
+            DeviceThread(
+                f"device {rank} ({name})",
+                functools.partial(self._member, rank, name),
+                self._rounds,
+            )
+            for rank, name in enumerate(devices)
+        ]
+        self.engines: list[Engine] = [*members]
+        self.fabric: Fabric = GroupFabric(len(devices))
+        try:
+            for member in members:
+                member.start()
+        except BaseException:
+            self._meeting.abort()
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the devices' threads."""
+        self._rounds.close()
+        self.fabric.close()
+
+    def _make_returns(self) -> list[torch.Tensor]:
+        """Return the host memory through which sums go to the store, of all devices together."""
+        size = self._sharing.return_bytes(self._program)
+        buffers = [allocate(size) for _ in range(self._plan.slots)]
+        for memory in buffers:
+            page_lock(memory)  # without it copies wait for each other, and are as good
+        return [torch.from_numpy(memory) for memory in buffers]
+
+    def _member(self, rank: int, name: str) -> Member:
+        """Make what one device needs, in its own thread."""
+        device = torch.device(name)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        set_threads(self._threads)  # Numba has a number for every thread
+        peers = self._meeting.join(rank)
+        slots = SharedSlots(
+            self._program,
+            self._plan.slots,
+            CudaLanes(device) if device.type == "cuda" else HostLanes(),
+            self._sharing,
+            peers,
+            self._returns,
+        )
+        constants = {n: value.to(device) for n, value in self._program.constants.items()}
+        engine = TorchEngine(
+            dataclasses.replace(self._program, constants=constants),
+            self._plan,
+            device=name,
+            budget_bytes=self._budget_bytes,
+            slots=slots,
+        )
+        return Member(engine, slots, peers.leave)

@@ -1,0 +1,93 @@
+"""The rows of a step, divided over engines: each gets only its own micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from penstock.collectives import partition
+from penstock.data import IGNORED_LABEL, Source
+from penstock.engine import Rows
+from penstock.errors import DataError
+from penstock.models import ModelSource
+
+
+@dataclass(frozen=True)
+class EngineRows:
+    """What one engine computes of a step: its micro-batches' numbers, and all their rows."""
+
+    numbers: range
+    rows: Rows
+
+
+class Batches:
+    """Draws the batches of a run.
+
+    Args:
+        source: gives the rows.
+        size: rows of a step.
+        micro_batch: rows of a micro-batch.
+    """
+
+    def __init__(self, model: ModelSource, source: Source, size: int, micro_batch: int) -> None:
+        self._model, self._source = model, source
+        self._size, self._micro_batch = size, micro_batch
+        self.micro_batches = size // micro_batch
+
+    def parts(self, step: int, engines: int) -> list[EngineRows]:
+        """Return what each of so many engines computes in the step after `step` commits.
+
+        Raises:
+            DataError: the source gave something else than rows.
+        """
+        return [
+            EngineRows(numbers, self._draw(step, numbers))
+            for numbers in partition(self.micro_batches, engines)
+        ]
+
+    def micro_batch(self, step: int, number: int) -> Rows:
+        """Return the rows of one micro-batch of the step after `step` commits."""
+        return self._draw(step, range(number, number + 1))
+
+    def _draw(self, step: int, numbers: range) -> Rows:
+        indices = range(numbers.start * self._micro_batch, numbers.stop * self._micro_batch)
+        rows = to_tensors(self._source.batch(step, indices, self._size))
+        for name, value in rows.items():
+            if len(value) != len(indices):
+                raise DataError(
+                    f"the source was asked for {len(indices)} rows and gave {len(value)} of "
+                    f"{name!r}; `batch` must return a row per index"
+                )
+        return rows
+
+    def loss_scale(self, step: int, parts: Sequence[EngineRows]) -> float:
+        """Return the factor from the sum of the micro-batches' losses to the step's loss.
+
+        Raises:
+            DataError: no token of the batch has a label.
+        """
+        if self._model.loss_reduction == "mean":
+            return 1.0 / self.micro_batches
+        count = sum(int((part.rows["labels"] != IGNORED_LABEL).sum()) for part in parts)
+        if count == 0:
+            raise DataError(f"step {step + 1}: no token of the batch has a label")
+        return 1.0 / count
+
+
+def to_tensors(batch: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
+    """Return a batch's arrays as tensors over the same memory.
+
+    **Raises:** `DataError` for what is no mapping of arrays, or of types that PyTorch lacks.
+    """
+    if not isinstance(batch, Mapping):
+        raise DataError(
+            f"the source's `batch` must return a mapping of names to arrays, it returned a "
+            f"{type(batch).__name__}"
+        )
+    try:
+        return {n: torch.from_numpy(np.ascontiguousarray(array)) for n, array in batch.items()}
+    except (TypeError, ValueError) as error:
+        raise DataError(f"the source gave an array that PyTorch cannot take: {error}") from None

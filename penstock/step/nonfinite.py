@@ -1,0 +1,81 @@
+"""Where a loss that is not a number began: the forward sweep again, of its micro-batch alone.
+
+Dropout is keyed by step and micro-batch, so that whoever computes a micro-batch again gets the bits
+of the engine that computed it first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NoReturn
+
+from penstock.engine import Batch, Engine, micro_batches
+from penstock.errors import NonFiniteError
+from penstock.program import Program
+from penstock.step.micro_batches import Batches
+from penstock.store import Store
+
+
+class NonFiniteLossError(NonFiniteError):
+    """The loss of a micro-batch is not a number; where that began has yet to be found."""
+
+    def __init__(self, step: int, number: int, loss: float) -> None:
+        super().__init__(f"step {step}: the loss of micro-batch {number} is {loss}")
+        self.step, self.number, self.loss = step, number, loss
+
+
+def require_finite(step: int, losses: Sequence[float]) -> None:
+    """Refuse the losses of a step if one is not a number.
+
+    **Raises:** `NonFiniteLossError` for the first that is none.
+    """
+    for number, loss in enumerate(losses):
+        if not math.isfinite(loss):
+            raise NonFiniteLossError(step, number, loss)
+
+
+def trace(
+    error: NonFiniteLossError,
+    program: Program,
+    engines: Sequence[Engine],
+    store: Store,
+    batches: Batches,
+    seed: int,
+) -> NoReturn:
+    """Find the first stage that went non-finite by running the forward sweep again, and say so.
+
+    Args:
+        engines: run it, all of them the same, since those of one group act together; they forget
+            whatever step they were in.
+        store: stands where the step was begun; forgets the step's gradients.
+
+    Raises:
+        NonFiniteError: with the name of the stage.
+    """
+    store.discard()
+    done = store.step
+    rows = micro_batches(batches.micro_batch(done, error.number), 1)
+    for engine in engines:
+        engine.begin(Batch(rows, error.number, batches.micro_batches, seed, done))
+    found = None
+    for stage in program.stages:
+        weights = store.fetch(stage.index)
+        for engine in engines:
+            engine.load(stage.index, weights)
+        for engine in engines:
+            engine.infer(stage.index)
+        finite = [engine.is_finite(stage.index) for engine in engines]
+        if not all(finite):
+            found = f"{stage.name} is the first stage whose output is not finite"
+            break
+    if found is None:
+        found = (
+            "computed again here, the output of every stage is finite: look at the hardware of "
+            "the engine that computed it"
+        )
+    raise NonFiniteError(
+        f"step {error.step}: the loss is {error.loss}; {found}. The step was not committed: the "
+        f"weights are those of step {done}. Look at the batch, or start a run with a lower "
+        "optimizer.learning_rate in another run.dir."
+    )

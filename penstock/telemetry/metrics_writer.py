@@ -1,0 +1,206 @@
+"""The run's figures on disk: `metrics.jsonl`.
+
+Each step stands in `metrics.jsonl` once: on resume, what the interrupted run wrote after its last
+checkpoint is dropped, since those steps are done again. The file grows with the run, so nothing
+here holds more of it than a line.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from penstock.errors import StorageError
+from penstock.io import NotPlainError, durable, open_plain
+from penstock.telemetry.events import (
+    ClusterEvent,
+    Evaluated,
+    Event,
+    RunMeasured,
+    RunStarted,
+    Saved,
+    StepDone,
+)
+
+_PIECE_BYTES = 1 << 16
+_LONGEST_LINE_BYTES = 1 << 20  # a row has less than a thousand; longer lines are not ours
+
+
+class MetricsFile:
+    """Appends a JSON object per step, evaluation, checkpoint, event of a cluster, and run.
+
+    A listener for events. Every line has `event` and `step`; a line is in the file, whole, when
+    the call returns. NaN and infinity, which JSON lacks, are written as null.
+
+    **Raises:** `StorageError` where the system does not let it write.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._newest = 0
+
+    def __call__(self, event: Event) -> None:
+        try:
+            self._record(event)
+        except OSError as error:
+            raise StorageError(f"{self.path}: cannot write metrics: {error.strerror}") from error
+
+    def _record(self, event: Event) -> None:
+        if isinstance(event, RunStarted):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._newest = event.resumed_from or 0
+            drop_after(self.path, self._newest)
+        elif isinstance(event, StepDone):
+            if event.step <= self._newest:  # made again: the store went back
+                drop_after(self.path, event.step - 1)
+            self._newest = event.step
+            self._append("step", event)
+        elif isinstance(event, Evaluated):
+            self._append("evaluation", event)
+        elif isinstance(event, Saved):
+            self._append("checkpoint", event)
+        elif isinstance(event, ClusterEvent):
+            self._append("cluster", event)
+        elif isinstance(event, RunMeasured):
+            self._append("report", event)
+
+    def _append(
+        self, name: str, event: StepDone | Evaluated | Saved | ClusterEvent | RunMeasured
+    ) -> None:
+        line = json.dumps({"event": name} | {k: _plain(v) for k, v in vars(event).items()})
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+
+def stream_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a metrics file in order, without lines that a crash tore or that rotted.
+
+    **Raises:** `StorageError` where there is something else than a file.
+    """
+    file = _opened(path)
+    if file is None:
+        return
+    with file:
+        for line in _lines_from(file, 0):
+            row = _row(line)
+            if row is not None:
+                yield row
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return all rows of a metrics file at once; errors as of `stream_metrics`."""
+    return list(stream_metrics(path))
+
+
+def drop_after(path: Path, step: int) -> int:
+    """Remove what follows the last row of `step` or an earlier one; return how many lines.
+
+    What happened to a cluster stays: a step may be made again, but whoever was lost was lost.
+    The file is read from its end. A crash leaves it as it was or as it is to be.
+
+    **Raises:** `OSError` where the system does not let it write; `StorageError` as
+    `stream_metrics`.
+    """
+    file = _opened(path)
+    if file is None:
+        return 0
+    with file:
+        cut, dropped = 0, 0
+        for begin, line in _lines_from_end(file):
+            row = _row(line)
+            if row is not None and row["step"] <= step and not _is_of_cluster(row):
+                cut = begin + len(line)
+                break
+            dropped += bool(line) and (row is None or not _is_of_cluster(row))
+        if dropped or not _ends_with_line(file):
+            durable.put_pieces(path, _kept(file, cut))
+    return dropped
+
+
+def _kept(file: BinaryIO, cut: int) -> Iterator[bytes]:
+    """Yield the first `cut` bytes, which end a line, and the rows of a cluster behind them."""
+    file.seek(0)
+    left = cut
+    while left and (piece := file.read(min(left, _PIECE_BYTES))):
+        left -= len(piece)
+        yield piece
+    if cut:
+        yield b"\n"
+    for line in _lines_from(file, cut):
+        row = _row(line)
+        if row is not None and _is_of_cluster(row):
+            yield line + b"\n"
+
+
+def _opened(path: Path) -> BinaryIO | None:
+    try:
+        return open_plain(path)
+    except FileNotFoundError:
+        return None
+    except NotPlainError as error:
+        raise StorageError(f"{path}: {error.strerror}") from error
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    """Return the row that a line holds; None for one that was torn, or rotted: figures to look
+    at, not state."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if (
+        isinstance(row, dict)
+        and type(row.get("step")) is int
+        and isinstance(row.get("loss", None), float | int | None)
+    ):
+        return row
+    return None
+
+
+def _is_of_cluster(row: dict[str, Any]) -> bool:
+    return row.get("event") == "cluster"
+
+
+def _lines_from(file: BinaryIO, begin: int) -> Iterator[bytes]:
+    """Yield the lines after byte `begin`, without their ends; of a very long one its beginning."""
+    file.seek(begin)
+    rest = b""
+    while piece := file.read(_PIECE_BYTES):
+        *lines, rest = (rest + piece).split(b"\n")
+        yield from lines
+        rest = rest[:_LONGEST_LINE_BYTES]
+    yield rest
+
+
+def _lines_from_end(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """Yield where a line begins and the line, the last one first; otherwise as `_lines_from`."""
+    position, rest = file.seek(0, os.SEEK_END), b""
+    while position:
+        size = min(position, _PIECE_BYTES)
+        position -= size
+        file.seek(position)
+        lines = (file.read(size)).split(b"\n")
+        begins = [position]
+        for line in lines[:-1]:
+            begins.append(begins[-1] + len(line) + 1)
+        lines[-1] += rest
+        for begin, line in zip(reversed(begins[1:]), reversed(lines[1:]), strict=True):
+            yield begin, line
+        rest = lines[0][:_LONGEST_LINE_BYTES]
+    yield 0, rest
+
+
+def _ends_with_line(file: BinaryIO) -> bool:
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - 1))
+    return size == 0 or file.read(1) == b"\n"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return str(value) if isinstance(value, Path) else value

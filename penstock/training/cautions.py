@@ -1,0 +1,42 @@
+"""What a user should know of a run before its first step, in sentences: nothing here is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from penstock.config import Config
+from penstock.errors import few
+from penstock.models import ModelSource, parts_in_eval_mode
+from penstock.planning import ExecutionPlan
+from penstock.program import Program
+
+
+def cautions(config: Config, source: ModelSource, layout: ExecutionPlan) -> Iterator[str]:
+    """Yield what may not be what the author of a model meant."""
+    yield from _trained_in_eval_mode(source, layout.program)
+    yield from _mean_of_means(config, source, layout)
+
+
+def _trained_in_eval_mode(source: ModelSource, program: Program) -> Iterator[str]:
+    trained = {n for w in program.weights.values() if w.trainable for n in (w.name, *w.aliases)}
+    paths = [path.removeprefix(source.weight_prefix) for path in parts_in_eval_mode(source.module)]
+    parts = [path for path in paths if any(name.startswith(f"{path}.") for name in trained)]
+    if parts:
+        yield (
+            f"{few(parts)}: in eval mode when the model was handed over, and trained so, without "
+            "dropout; to train in train mode, call .train() on the whole model before"
+        )
+
+
+def _mean_of_means(config: Config, source: ModelSource, layout: ExecutionPlan) -> Iterator[str]:
+    """A loss that is a mean is taken per micro-batch, and how large these are was not asked for."""
+    divided = config.batch.micro == "auto" and layout.micro_batches > 1
+    if divided and source.loss_reduction == "mean":
+        size = config.batch.size
+        yield (
+            f"batch.micro: auto divides the batch of {size} rows into {layout.micro_batches} "
+            f"micro-batches of {layout.micro_batch}, and the loss is the mean of theirs: the loss "
+            "of the whole batch only if every row has the same weight in it. If not (a mean over "
+            "the tokens that have labels, a loss over pairs of rows), set batch.micro: "
+            f"{size} for one loss over the batch, or another divisor of it"
+        )

@@ -1,0 +1,394 @@
+"""Where a run's state survives: checkpoints of a store in memory, or the flash tier itself.
+
+The trainer asks both the same: what is there, a store that stands where the run stopped, and to
+make the present step survive.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from penstock.config import Config, recorded_flash, trajectory
+from penstock.errors import ConfigError
+from penstock.models import ModelSource
+from penstock.planning import ExecutionPlan, store_factory
+from penstock.store import (
+    BackgroundSave,
+    Base,
+    BaseNotes,
+    MemoryStore,
+    SavedCheckpoint,
+    Store,
+    find_checkpoint,
+    load_checkpoint,
+    read_state,
+    save_checkpoint,
+)
+from penstock.store.flash import (
+    DurableStore,
+    OtherStoreError,
+    discard_untrained,
+    holds_store,
+    recorded_bfloat16,
+    recorded_extra,
+)
+from penstock.training.resume_state import ResumeState
+
+Notice = Callable[[str], None]
+
+
+class CheckpointBackend(Protocol):
+    """Knows where a run's state is, and how it gets there."""
+
+    @property
+    def recorded(self) -> ResumeState | None:
+        """What the trainer kept with the newest step; None where there is none."""
+        ...
+
+    @property
+    def bfloat16(self) -> frozenset[str] | None:
+        """The frozen weights that the run keeps as bfloat16; None where it has not begun."""
+        ...
+
+    @property
+    def needs_base(self) -> bool:
+        """Whether frozen weights are to be read again from the folder that the run began with."""
+        ...
+
+    @property
+    def newest_step(self) -> int | None:
+        """The newest step that would be found now."""
+        ...
+
+    def open(
+        self,
+        model: ModelSource,
+        layout: ExecutionPlan,
+        device: str,
+        notice: Notice,
+        apart: Sequence[store_factory.RemoteShardStore] | None = None,
+    ) -> Store:
+        """Return a store with the newest step in it, or with initial weights.
+
+        Its shards are in this process, or in others, which are given (`apart`).
+        """
+        ...
+
+    def begin_save(self, extra: Mapping[str, Any], best: bool) -> None:
+        """Begin to make the present step survive, while the run goes on."""
+        ...
+
+    def poll(self) -> SavedCheckpoint | None:
+        """Return a checkpoint that was begun and is complete now, once; raise if it failed."""
+        ...
+
+    def finish(self) -> SavedCheckpoint | None:
+        """Return when what was begun is complete, or raise; as `poll`."""
+        ...
+
+    def abandon(self) -> None:
+        """Give up what was begun and is not complete; what was complete before stays."""
+        ...
+
+
+class FileCheckpoints:
+    """A store in memory, saved as safetensors under `run.dir/checkpoints`."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._folder = config.run.dir / "checkpoints"
+        self._latest = find_checkpoint(self._folder, "latest")
+        found = read_state(self._latest) if self._latest else None
+        self.recorded = (
+            ResumeState.read(found.extra, self._latest) if found and self._latest else None
+        )
+        self.bfloat16 = found.bfloat16 if found else None
+        self._base = found.base if found else None
+        self.needs_base = self._base is not None
+        self._store: Store | None = None
+        self._saving: BackgroundSave | None = None
+        self._saved: SavedCheckpoint | None = None
+
+    @property
+    def newest_step(self) -> int | None:
+        """The step of the newest checkpoint."""
+        latest = find_checkpoint(self._folder, "latest")
+        return read_state(latest).step if latest else None
+
+    def open(
+        self,
+        model: ModelSource,
+        layout: ExecutionPlan,
+        device: str,
+        notice: Notice,
+        apart: Sequence[store_factory.RemoteShardStore] | None = None,
+    ) -> Store:
+        """Return a store in memory."""
+        program = layout.program
+        self._store = store_factory.make_store(self._config, program, device, notice, apart)
+        read = functools.partial(model.initial_weights, self._config.run.seed)
+        if self._latest is None:
+            self._begin(self._store, model, read(list(program.weights)))
+            return self._store
+        if self._base is not None:
+            self._base.require(model.weights_fingerprint(), model.weights_folder or model.name)
+        load_checkpoint(self._store, self._latest, base=read)
+        return self._store
+
+    def _begin(
+        self, store: Store, model: ModelSource, weights: Iterable[tuple[str, torch.Tensor]]
+    ) -> None:
+        """Load initial weights; note those that no checkpoint need hold."""
+        fingerprint, specs = model.weights_fingerprint(), store.program.weights
+        based = {n: w for n, w in specs.items() if n in model.folder_weights and not w.trainable}
+        if fingerprint is None or not based:
+            store.load(weights)
+            return
+        notes = BaseNotes(fingerprint, based)
+        store.load(notes.passing(weights))
+        self._base = notes.base
+
+    def begin_save(self, extra: Mapping[str, Any], best: bool) -> None:
+        """Begin to write a checkpoint; there is one at a time.
+
+        One of shards in other processes is written at once, while the run waits.
+        """
+        assert self._store is not None
+        assert self._saving is None
+        section = self._config.checkpoint
+        if not isinstance(self._store, MemoryStore):
+            self._saved = save_checkpoint(
+                self._store,
+                self._folder,
+                dict(extra),
+                best=best,
+                keep_last=section.keep_last,
+                base=self._base,
+            )
+            return
+        self._saving = BackgroundSave(
+            self._store.snapshot(int(section.buffer)),
+            self._folder,
+            dict(extra),
+            best=best,
+            keep_last=section.keep_last,
+            base=self._base,
+        )
+
+    def poll(self) -> SavedCheckpoint | None:
+        """Return the checkpoint that has become complete."""
+        if self._saving is not None and not self._saving.is_done:
+            return None
+        return self.finish()
+
+    def finish(self) -> SavedCheckpoint | None:
+        """Make the updates that the writer awaits, and wait for it."""
+        if self._saving is None:
+            saved, self._saved = self._saved, None
+            return saved
+        assert self._store is not None
+        self._store.flush()
+        try:
+            return self._saving.wait()
+        finally:
+            if self._saving.is_done:  # else the wait was interrupted, and it may be given up yet
+                self._saving = None
+
+    def abandon(self) -> None:
+        """Stop the writer, and return when its thread has ended."""
+        if self._saving is not None:
+            self._saving.abandon()
+            self._saving = None
+
+
+class FlashCheckpoints:
+    """A store on flash, which is durable by itself; only the best step is saved apart."""
+
+    def __init__(self, config: Config, folder: Path) -> None:
+        self._config = config
+        self._folder = folder
+        self._found = recorded_extra(folder)
+        self.recorded = (
+            ResumeState.read(self._found, folder)
+            if self._found and "trajectory" in self._found
+            else None
+        )
+        self.bfloat16 = None if self.recorded is None else recorded_bfloat16(folder)
+        self.needs_base = False  # it holds all weights itself
+        self._model: ModelSource | None = None
+        self._store: DurableStore | None = None
+        self._saved: SavedCheckpoint | None = None
+
+    @property
+    def newest_step(self) -> int | None:
+        """The newest durable step; nobody else can write one while the store is open."""
+        return self._store.durable_step if self._store else None
+
+    def open(
+        self,
+        model: ModelSource,
+        layout: ExecutionPlan,
+        device: str,
+        notice: Notice,
+        apart: Sequence[store_factory.RemoteShardStore] | None = None,
+    ) -> Store:
+        """Return the store on flash; new weights go there one at a time.
+
+        Weights that lie there and were never trained are taken only if this run would begin with
+        the same; else they are loaded anew.
+        """
+        self._model = model
+        if self.recorded is not None:
+            self._store = self._made(layout, apart)
+        else:
+            self._store = self._begun(model, layout, notice, apart)
+        try:
+            if device == "cuda":
+                self._store.page_lock()
+            if self._store.is_new:
+                seed = self._config.run.seed
+                self._store.load(model.initial_weights(seed, list(layout.program.weights)))
+        except BaseException:
+            self._store.close()
+            raise
+        return self._store
+
+    def _made(
+        self, layout: ExecutionPlan, apart: Sequence[store_factory.RemoteShardStore] | None
+    ) -> DurableStore:
+        return store_factory.make_flash_store(
+            self._config, layout.program, layout.shares.store, self._folder, apart
+        )
+
+    def _begun(
+        self,
+        model: ModelSource,
+        layout: ExecutionPlan,
+        notice: Notice,
+        apart: Sequence[store_factory.RemoteShardStore] | None,
+    ) -> DurableStore:
+        """Return a store that was never trained: new, or with the weights to begin with."""
+        found, start = self._found or {}, _start(self._config, model)
+        if None not in (known := {found.get("weights"), start["weights"]}) and len(known) > 1:
+            raise ConfigError(
+                f"{self._folder} holds the weights of another checkpoint than {model.folder}, not "
+                "trained yet; delete it, or choose another store.flash.path"
+            )
+        try:
+            store = self._made(layout, apart)
+        except OtherStoreError:
+            is_ours = False
+        else:
+            is_ours = store.is_new or found == start
+            if not is_ours:
+                store.close()
+        if not is_ours:
+            notice(
+                f"{self._folder} holds weights that were never trained, and are not those that "
+                "this run begins with: they are loaded anew"
+            )
+            discard_untrained(self._folder)
+            store = self._made(layout, apart)
+        store.remember(start)  # durable with the weights, before any step
+        return store
+
+    def begin_save(self, extra: Mapping[str, Any], best: bool) -> None:
+        """Wait until the present step is durable; the best is written as safetensors too."""
+        assert self._store is not None
+        self._store.remember(extra)
+        self._store.make_durable()
+        if best:
+            folder = self._config.run.dir / "checkpoints"
+            self._saved = save_checkpoint(
+                self._store, folder, dict(extra), best=True, keep_last=1, base=self._base
+            )
+
+    @functools.cached_property
+    def _base(self) -> Base | None:
+        """What the best checkpoint leaves out, though the store has it."""
+        store, model = self._store, self._model
+        assert store is not None
+        assert model is not None
+        known = self.recorded.weights if self.recorded else model.weights_fingerprint()
+        specs = store.program.weights
+        frozen = [n for n, w in specs.items() if not w.trainable and n not in model.adapter_weights]
+        return Base.held_by(store, known, frozen) if known is not None and frozen else None
+
+    def poll(self) -> SavedCheckpoint | None:
+        """Return the best that was written."""
+        saved, self._saved = self._saved, None
+        return saved
+
+    def finish(self) -> SavedCheckpoint | None:
+        """Nothing is ever under way here."""
+        return self.poll()
+
+    def abandon(self) -> None:
+        """Nothing is ever under way here."""
+
+
+def _start(config: Config, model: ModelSource) -> dict[str, Any]:
+    """Return what decides a run's initial weights, as JSON gives it back."""
+    deciding = {
+        key: value
+        for key, value in trajectory(config).items()
+        if key.split(".")[0] in ("model", "lora") or key == "run.seed"
+    }
+    start = {
+        "weights": model.weights_fingerprint(),
+        "values": model.values_fingerprint(),
+        "start": deciding,
+    }
+    return dict(json.loads(json.dumps(start)))
+
+
+def make_checkpoint_backend(config: Config) -> CheckpointBackend:
+    """Return what keeps the state of the run that a configuration describes.
+
+    **Raises:** `ConfigError` where the run has a state elsewhere: it would begin anew, unasked.
+    """
+    flash, before = config.store.flash.path, recorded_flash(config.run.dir)
+    if flash is not None and flash.exists() and not flash.is_dir():
+        raise ConfigError(f"store.flash.path: expected a folder, {flash} is a file; name another")
+    checkpoints = FileCheckpoints(config) if flash is None else FlashCheckpoints(config, flash)
+    if before is not None and not _is_same(before, flash):
+        if flash is None or checkpoints.recorded is None:
+            raise ConfigError(
+                f"store.flash.path: expected {before}, where {config.run.dir} has its state, got "
+                f"{flash or 'null'}; set it back, move the folder there, or choose another run.dir"
+            )
+    elif before is not None and not holds_store(before):
+        raise ConfigError(
+            f"store.flash.path: {before} holds no store, and {config.run.dir} had its state there; "
+            "see whether its disk is mounted, or choose another run.dir to start anew"
+        )
+    elif flash is not None and checkpoints.recorded is None:
+        _require_place(config, flash)
+    return checkpoints
+
+
+def _require_place(config: Config, flash: Path) -> None:
+    """Refuse to begin a store where one can neither be meant nor be gone on with."""
+    saved = find_checkpoint(config.run.dir / "checkpoints", "latest")
+    if saved is not None:
+        raise ConfigError(
+            f"store.flash.path: {config.run.dir} has its state in {saved} and none in {flash}; "
+            "leave store.flash.path out to go on, or choose another run.dir"
+        )
+    # Making it would fill the disk on which another was to be mounted.
+    above, run = flash.parent, config.run.dir.absolute()
+    if flash.is_absolute() and not above.exists() and not flash.is_relative_to(run):
+        raise ConfigError(
+            f"store.flash.path: {above} does not exist; see whether its disk is mounted, or make "
+            "the folder"
+        )
+
+
+def _is_same(one: Path, other: Path | None) -> bool:
+    return other is not None and one.absolute() == other.absolute()

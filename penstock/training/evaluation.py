@@ -1,0 +1,196 @@
+"""What a model makes of held-out data: the forward sweep alone, every module in eval mode.
+
+The loss is the mean over all labelled tokens, of other models over the rows. Of language models,
+`perplexity` is its exponential, `bits_per_byte` the loss of plain text per byte, which no tokenizer
+decides, and `accuracy` the share of labelled tokens that the model thinks most likely, given all
+the right ones before; of records, `exact_match` is the share whose whole completion, its end
+included, is predicted so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sized
+from dataclasses import dataclass
+
+import torch
+
+from penstock.config import Config
+from penstock.data import IGNORED_LABEL, LanguageModelSource, RecordSource, Source
+from penstock.engine import Batch, EnginePlan, TorchEngine
+from penstock.errors import CompileError, DataError
+from penstock.models import ModelSource
+from penstock.planning import ExecutionPlan, builders
+from penstock.program import Program
+from penstock.step import to_tensors
+from penstock.store import Store
+
+Rows = dict[str, torch.Tensor]
+
+
+@dataclass
+class _Counts:
+    """Sums over the micro-batches of an evaluation."""
+
+    loss: float = 0.0
+    weight: int = 0  # labelled tokens, or rows
+    right_tokens: int = 0
+    rows: int = 0
+    right_rows: int = 0
+
+    def add_predictions(self, labels: torch.Tensor, predictions: torch.Tensor) -> None:
+        """Count what is right of `labels` [rows, tokens], and rows without anything wrong."""
+        labelled = labels != IGNORED_LABEL
+        right = (predictions.view_as(labels) == labels) & labelled
+        self.right_tokens += int(right.sum())
+        self.rows += len(labels)
+        self.right_rows += int((right == labelled).all(dim=1).sum())
+
+
+class Evaluator:
+    """Evaluates the weights of a store; compiles what it needs at the first evaluation.
+
+    **Arguments:** `layout` of the training, whose micro-batch, sizes and budget are used again;
+    `held_out` gives the batches.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        model: ModelSource,
+        layout: ExecutionPlan,
+        store: Store,
+        held_out: Source,
+        device: str,
+    ) -> None:
+        self._config = config
+        self._model = model
+        self._layout = layout
+        self._store = store
+        self._held_out = held_out
+        self._device = device
+        self._engines: dict[int, TorchEngine] = {}
+
+    def evaluate(self, batches: int) -> dict[str, float]:
+        """Return the figures of the first `batches` held-out batches, by name.
+
+        These are `loss` and `tokens` (rows, where a model reads none); with a language model
+        `perplexity` and `accuracy`, and on plain text `bits_per_byte`; with records `exact_match`
+        and `records`.
+
+        **Raises:** `DataError` if there is nothing in them.
+        """
+        counts = _Counts()
+        micro = self._layout.micro_batch
+        for rows in self._held_out.evaluation_batches(micro, batches * self._config.batch.size):
+            self._add(counts, to_tensors(rows))
+        if counts.weight == 0:
+            what = "labelled tokens" if self._predicts else "rows"
+            raise DataError(f"the held-out data has no {what}: there is nothing to evaluate")
+        loss = counts.loss / counts.weight
+        found = {"loss": loss, "tokens": counts.weight}
+        if self._predicts:
+            found["perplexity"] = _exp(loss)
+            found["accuracy"] = counts.right_tokens / counts.weight
+        if self._predicts and isinstance(self._held_out, LanguageModelSource):
+            found["bits_per_byte"] = bits_per_byte(loss, self._held_out.dataset.bytes_per_token)
+        if self._predicts and isinstance(self._held_out, RecordSource):
+            found["exact_match"] = counts.right_rows / counts.rows
+            found["records"] = counts.rows
+        return found
+
+    def check(self) -> None:
+        """Refuse what would stop a run at its first evaluation.
+
+        **Raises:** `DataError` for held-out data without a row, `CompileError` for a model of the
+        user's own that cannot be evaluated.
+        """
+        micro = self._layout.micro_batch
+        first = next(iter(self._held_out.evaluation_batches(micro, micro)), {})
+        if not first or _row_count(first) == 0:
+            raise DataError(
+                "the held-out data has no rows: give some, or set evaluation.every to null"
+            )
+        if not self._predicts:
+            self._engine(_row_count(first))
+
+    @property
+    def _predicts(self) -> bool:
+        """Whether the model is a language model, whose loss is a sum over labelled tokens."""
+        return self._model.loss_reduction == "sum"
+
+    def _add(self, counts: _Counts, rows: Rows) -> None:
+        weight = _labelled(rows) if self._predicts else _row_count(rows)
+        if weight == 0:
+            return
+        whole = _filled_up(rows, self._layout.micro_batch) if self._predicts else rows
+        engine = self._engine(_row_count(whole))
+        engine.begin(Batch([whole], 0, 1, self._config.run.seed, 0))
+        for stage in engine.program.stages:
+            engine.load(stage.index, self._store.stream(stage.weights))
+            engine.infer(stage.index)
+        (loss,) = engine.losses()
+        counts.weight += weight
+        counts.loss += loss if self._predicts else loss * weight
+        if self._predicts:
+            _, predictions = engine.results()[0]
+            have = rows["labels"].numel()
+            counts.add_predictions(rows["labels"], predictions.cpu()[:have])
+
+    def _engine(self, rows: int) -> TorchEngine:
+        """Return an engine for micro-batches of so many rows: a whole one, or what is left over."""
+        if rows not in self._engines:
+            self._engines[rows] = TorchEngine(
+                self._program(rows),
+                EnginePlan(),
+                device=self._device,
+                budget_bytes=self._layout.budget_bytes,
+            )
+        return self._engines[rows]
+
+    def _program(self, rows: int) -> Program:
+        """Return the program in eval mode; that of training where eval mode changes nothing."""
+        try:
+            return builders.compile_source(
+                self._model,
+                micro_batch=rows,
+                length=self._layout.sequence_length,
+                precision=self._config.precision,
+                device=self._device,
+                bfloat16=self._layout.program.bfloat16,
+                goal="evaluate",
+                slot_bytes=self._layout.slot_bytes,
+                known=self._layout.program,
+            )
+        except CompileError as error:
+            raise CompileError(
+                f"in eval mode, with {rows} rows, as held-out data is evaluated: {error}"
+            ) from error
+
+
+def _filled_up(rows: Rows, micro: int) -> Rows:
+    """Return a whole micro-batch; the rows that are made up have no labels and count nothing."""
+    filled = {}
+    for name, value in rows.items():
+        padding = value[:1].expand(micro - len(value), *value.shape[1:]).clone()
+        if name == "labels":
+            padding.fill_(IGNORED_LABEL)
+        filled[name] = torch.cat([value, padding])
+    return filled
+
+
+def _labelled(rows: Rows) -> int:
+    return int((rows["labels"] != IGNORED_LABEL).sum())
+
+
+def _row_count(rows: Mapping[str, Sized]) -> int:
+    return len(next(iter(rows.values())))
+
+
+def bits_per_byte(loss: float, bytes_per_token: float) -> float:
+    """Return a loss in nats per token as bits per byte of text."""
+    return loss / math.log(2) / bytes_per_token
+
+
+def _exp(loss: float) -> float:
+    return math.exp(loss) if loss < 700 else math.inf

@@ -1,0 +1,171 @@
+"""Text from a trained model: the same stages, streamed once per token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+
+from penstock.config import Config
+from penstock.data import TokenDataset, Tokenizer
+from penstock.engine import Batch, EnginePlan, TorchEngine
+from penstock.errors import ConfigError
+from penstock.models import ModelSource
+from penstock.planning import ExecutionPlan, builders
+from penstock.store import Store
+from penstock.training.data_loading import sequence_length
+
+FetchWeights = Callable[[Sequence[str]], list[torch.Tensor]]
+
+
+def make_writer(
+    config: Config,
+    model: ModelSource,
+    layout: ExecutionPlan,
+    store: Store,
+    dataset: TokenDataset | None,
+    device: str,
+) -> TextGenerator:
+    """Return what writes text with the weights of a store.
+
+    **Raises:** `ConfigError` where there is nothing that writes text, or no tokenizer.
+    """
+    if model.task != "causal_lm":
+        raise ConfigError(
+            f"{model.name} is trained for {model.task}; only causal language models write text"
+        )
+    if dataset is None:
+        raise ConfigError("generate needs the data set's tokenizer; this run has none")
+
+    def make_engine(window: int) -> TorchEngine:
+        program = builders.compile_source(
+            model,
+            micro_batch=1,
+            length=window,
+            precision=config.precision,
+            device=device,
+            bfloat16=layout.program.bfloat16,
+            goal="logits",
+        )
+        return TorchEngine(program, EnginePlan(), device=device, budget_bytes=layout.budget_bytes)
+
+    return TextGenerator(
+        make_engine, store.stream, dataset.tokenizer(), sequence_length(config, model)
+    )
+
+
+class TextGenerator:
+    """Writes text with a model; keeps the engines that it makes, one per length of the window.
+
+    **Arguments:** `make_engine` returns an engine whose program gives logits [1, window,
+    vocabulary] for `input_ids` [1, window]; `fetch` returns weights by name; `longest` is the
+    greatest window that the model takes.
+    """
+
+    def __init__(
+        self,
+        make_engine: Callable[[int], TorchEngine],
+        fetch: FetchWeights,
+        tokenizer: Tokenizer,
+        longest: int,
+    ) -> None:
+        self._make_engine = make_engine
+        self._fetch = fetch
+        self._tokenizer = tokenizer
+        self._longest = longest
+        self._engines: dict[int, TorchEngine] = {}
+
+    def write(
+        self,
+        prompt: str,
+        *,
+        max_new_tokens: int,
+        temperature: float,
+        top_k: int | None,
+        seed: int,
+    ) -> Iterator[str]:
+        """Yield the text after `prompt` piece by piece, whole characters only."""
+        tokenizer = self._tokenizer
+        tokens = tokenizer.encode_batch([prompt])[0].tolist() or [tokenizer.end_of_document]
+        window = min(self._longest, _power_of_two(len(tokens) + max_new_tokens))
+        if window not in self._engines:
+            self._engines[window] = self._make_engine(window)
+        written: list[int] = []
+        text = ""
+        for token in generate_tokens(
+            self._engines[window],
+            self._fetch,
+            tokens,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            seed=seed,
+            stop=tokenizer.end_of_document,
+            vocabulary=tokenizer.vocab_size,
+        ):
+            written.append(token)
+            now = tokenizer.decode(written)
+            if not now.endswith("\ufffd"):  # else the token ends within a character
+                yield now[len(text) :]
+                text = now
+
+
+def generate_tokens(
+    engine: TorchEngine,
+    fetch: FetchWeights,
+    prompt: Sequence[int],
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.8,
+    top_k: int | None = 50,
+    seed: int = 0,
+    stop: int | None = None,
+    vocabulary: int | None = None,
+) -> Iterator[int]:
+    """Yield new token ids after `prompt`, one at a time.
+
+    **Arguments:** `temperature` 0 takes the likeliest token; `top_k` None chooses among all;
+    `stop` ends the text and is not yielded; ids from `vocabulary` on (a model's vocabulary may be
+    padded beyond the tokenizer's) are never chosen.
+
+    Attention is causal, so a text shorter than the window is filled up behind; of a longer one
+    the model sees the last `window` tokens.
+    """
+    if not prompt:
+        raise ConfigError("the prompt is empty: give at least one token to go on from")
+    if temperature < 0:
+        raise ConfigError(f"temperature must be 0 or more, got {temperature}")
+    generator = np.random.default_rng(seed)
+    window = engine.program.values["input_ids"].tensor.shape[1]
+    tokens = list(prompt)
+    for _ in range(max_new_tokens):
+        visible = tokens[-window:]
+        ids = torch.zeros((1, window), dtype=torch.int64)
+        ids[0, : len(visible)] = torch.tensor(visible)
+        engine.begin(Batch([{"input_ids": ids}], 0, 1, 0, 0))
+        for stage in engine.program.stages:
+            engine.load(stage.index, fetch(stage.weights))
+            engine.infer(stage.index)
+        (logits,) = engine.results()[0]
+        token = _choose(logits[0, len(visible) - 1, :vocabulary], temperature, top_k, generator)
+        if token == stop:
+            return
+        tokens.append(token)
+        yield token
+
+
+def _choose(
+    logits: torch.Tensor, temperature: float, top_k: int | None, generator: np.random.Generator
+) -> int:
+    values = logits.detach().double().cpu().numpy()
+    if temperature == 0:
+        return int(values.argmax())
+    if top_k is not None and top_k < len(values):
+        values = np.where(values >= np.partition(values, -top_k)[-top_k], values, -np.inf)
+    weights = np.exp((values - values.max()) / temperature)
+    return int(generator.choice(len(values), p=weights / weights.sum()))
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << max(0, count - 1).bit_length()

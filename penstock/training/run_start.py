@@ -1,0 +1,68 @@
+"""What a run tells before its first step: what is trained, on what, where, and in how much."""
+
+from __future__ import annotations
+
+from penstock.config import Config
+from penstock.models import ModelSource
+from penstock.planning import ExecutionPlan
+from penstock.program import Program
+from penstock.progress import show_count
+from penstock.store import Store
+from penstock.telemetry import RunStarted
+from penstock.training.data_loading import TrainingData
+
+
+def rows_per_step(config: Config, model: ModelSource, layout: ExecutionPlan) -> int:
+    """Return the tokens of a step, or its rows where a model does not read tokens."""
+    return config.batch.size * (layout.sequence_length if _reads_tokens(model) else 1)
+
+
+def run_started(
+    config: Config,
+    model: ModelSource,
+    layout: ExecutionPlan,
+    store: Store,
+    data: TrainingData,
+    *,
+    devices: str,
+    resumed_from: int | None,
+) -> RunStarted:
+    """Return the event with which a run begins."""
+    program = layout.program
+    samples = getattr(data.training, "samples_per_epoch", None)
+    return RunStarted(
+        run_dir=config.run.dir,
+        model=model.name,
+        parameters=program.parameters,
+        trainable_parameters=program.trainable_parameters,
+        weight_bytes=sum(weight.stream_bytes for weight in program.weights.values()),
+        state_bytes=sum(store.memory_bytes.values()),
+        flash_bytes=store.flash_bytes,
+        flash_rule_read_bytes=store.flash_rule.read_bytes,
+        flash_rule_written_bytes=store.flash_rule.written_bytes,
+        engine_bytes=layout.budget_bytes,
+        steps=config.run.steps,
+        tokens_per_step=rows_per_step(config, model, layout),
+        resumed_from=resumed_from,
+        precision=config.precision,
+        device=devices,
+        micro_batch=layout.micro_batch,
+        micro_batches=layout.micro_batches,
+        recompute_stages=len(layout.plan.recompute),
+        stages=len(program.stages),
+        row_name="tokens" if _reads_tokens(model) else "rows",
+        loss_unit="nats per token" if model.loss_reduction == "sum" else "",
+        steps_per_epoch=samples / config.batch.size if samples else None,
+    )
+
+
+def describe(config: Config, model: ModelSource, program: Program, step: int, devices: str) -> str:
+    """Return a line that tells one trainer from another."""
+    return (
+        f"<Trainer of {model.name}: {show_count(program.parameters)} parameters, step {step} of "
+        f"{config.run.steps}, in {config.run.dir}, {config.precision} on {devices}>"
+    )
+
+
+def _reads_tokens(model: ModelSource) -> bool:
+    return "input_ids" in model.inputs

@@ -1,0 +1,445 @@
+"""The trainer: a run from its first step to its last checkpoint.
+
+What happens within a step is in `penstock/step/local.py`, what a run is put together from in
+`run_assembly.py`. Here: making or resuming the run, evaluation, saving, early stop, and what
+follows training (export, generation). Notebooks use the same class.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from penstock.config import Config, to_config, trajectory, write_record
+from penstock.data import Source
+from penstock.engine import Engine, set_threads
+from penstock.errors import ConfigError, DataError, NonFiniteError
+from penstock.models import KEPT, ModelSource, keep_small_files
+from penstock.program import Program
+from penstock.progress import view_from_python
+from penstock.step import (
+    LocalEngines,
+)
+from penstock.store import MAX_SHARD_BYTES, FolderLock
+from penstock.telemetry import (
+    Evaluated,
+    Finished,
+    Listener,
+    Notice,
+    RunReport,
+    StepDone,
+    Stopped,
+    broadcast,
+    open_run_files,
+)
+from penstock.training.cautions import cautions
+from penstock.training.checkpoint_backends import make_checkpoint_backend
+from penstock.training.checkpoint_scheduler import CheckpointScheduler
+from penstock.training.early_stop import EarlyStop
+from penstock.training.evaluation import Evaluator
+from penstock.training.export import export, export_adapters
+from penstock.training.generation import TextGenerator, make_writer
+from penstock.training.gradient_check import GradientCheck
+from penstock.training.resume_state import ResumeState
+from penstock.training.run_assembly import (
+    make_runner,
+    require_known_elsewhere,
+    set_up,
+    start_cluster,
+)
+from penstock.training.run_start import describe, run_started
+from penstock.training.same_run import own_architecture, require_same_beginning, require_same_model
+
+if TYPE_CHECKING:
+    from penstock.distributed.control import ClusterManager
+
+
+class Trainer:
+    """Trains a model as a configuration says; resumes by itself where the run already is.
+
+    Args:
+        config: a `Config`, a mapping of its keys, or the path of a YAML file.
+        model: a built `nn.Module` or a `ModelSource`, in place of `config.model`.
+        source: batches in place of `config.data`: an `ArraySource`, or any object with the methods
+            of `penstock.data.Source`.
+        held_out: the same, for evaluations.
+        on_event: called with each event (`penstock.telemetry.events`), beside what is shown.
+        quiet: show nothing. Otherwise progress is a panel in a terminal, a line that is updated in
+            a notebook, and lines of text elsewhere; it goes to stderr.
+        must_exist: refuse a run without a checkpoint.
+        cluster: "local", "ray", a Ray cluster's address, or "none": all in this process, and one
+            of each shard.
+        ignore_initial_values: resume a run with its own weights though `model` has other values
+            than the run began with.
+
+    Raises:
+        ConfigError: a configuration, or a model, that cannot be used; says what to change.
+        DataError: data that is missing, broken, or does not fit the model.
+        CompileError: a model that cannot be made into a program.
+        BudgetError: what must be held at once does not fit; says which budget to raise.
+    """
+
+    def __init__(
+        self,
+        config: Config | Mapping[str, Any] | str | Path,
+        *,
+        model: nn.Module | ModelSource | None = None,
+        source: Source | None = None,
+        held_out: Source | None = None,
+        on_event: Listener | None = None,
+        quiet: bool = False,
+        must_exist: bool = False,
+        cluster: str | None = None,
+        ignore_initial_values: bool = False,
+    ) -> None:
+        self.config = to_config(config, cluster)
+        self._view = view_from_python(self.config.logging.every, quiet)
+        self._listener = broadcast([self._view, *([on_event] if on_event else [])])
+        self._tell = self._listener
+        set_threads(self.config.engine.threads)
+        self._checkpoints = make_checkpoint_backend(self.config)
+        recorded = self._checkpoints.recorded
+        if must_exist and recorded is None:
+            raise ConfigError(
+                f"{self.config.run.dir} holds no checkpoint: nothing was trained there yet; "
+                "run `penstock train` first"
+            )
+        self._recorded = recorded
+        self._brought = model is not None
+        self._setup = set_up(self.config, model, source, held_out, self._checkpoints, self._notice)
+        self.model, self.device = self._setup.model, self._setup.device
+        self._data, self._layout = self._setup.data, self._setup.plan
+        self.program: Program = self._layout.program
+        known = recorded.weights if recorded else None
+        self._initial_weights = self.model.weights_fingerprint() if known is None else known
+        self._initial_values = recorded.values if recorded else self.model.values_fingerprint()
+        self._ignore_initial_values = ignore_initial_values
+        self._architecture = own_architecture(self.config, self.model, self._layout, self._brought)
+        self._stop_reason: str | None = None
+        self._here: LocalEngines | None = None  # the engines of this process
+        self._lock: FolderLock | None = None  # from before the first process to `close`
+        self._manager = self._open_cluster()
+        try:
+            apart = self._manager.remote_shards() if self._manager else None
+            self.store = self._checkpoints.open(
+                self.model, self._layout, self.device, self._notice, apart
+            )
+        except BaseException:
+            self._close_cluster()
+            raise
+        try:
+            self._make_the_rest(recorded)
+        except BaseException:
+            self.close()
+            raise
+
+    def _make_the_rest(self, recorded: ResumeState | None) -> None:
+        """Make what stands around the store: engines, the step, evaluation."""
+        if recorded is not None:
+            require_same_model(self.config, recorded, self._architecture, self._notice)
+        self.resumed_from = self.store.step if recorded else None
+        self._runner, self._here = make_runner(self.config, self._setup, self.store, self._manager)
+        self.engines: list[Engine] = self._here.engines if self._here else []
+        if self._here is not None:
+            self.fabric = self._here.fabric
+        self._gradient_check = GradientCheck(self._notice)
+        self._evaluator = self._make_evaluator()
+        self._writer: TextGenerator | None = None
+        self._early_stop = EarlyStop(
+            self.config.evaluation.early_stop_patience,
+            recorded.best_loss if recorded else None,
+            recorded.evaluations_since_best if recorded else 0,
+        )
+        self._checkpoint_scheduler = CheckpointScheduler(
+            self._checkpoints,
+            self.config.checkpoint,
+            self._extra,
+            lambda event: self._tell(event),
+            self.resumed_from,
+        )
+
+    def _open_cluster(self) -> ClusterManager | None:
+        """Start the run's other processes, if it has any."""
+        if self.config.cluster.start == "none":
+            return None
+        require_known_elsewhere(self._brought)
+        # Before anything is written for other processes to find: a run that trains has its own.
+        self._lock = self._lock_folder()
+        try:
+            return start_cluster(
+                self.config,
+                self._setup,
+                tell=lambda event: self._tell(event),
+                should_stop=lambda: self._stop_reason is not None,
+            )
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def _lock_folder(self) -> FolderLock:
+        return FolderLock(self.config.run.dir, "run.dir", "training.lock")
+
+    def _close_cluster(self) -> None:
+        """End the run's other processes, if it has any, and let others train in its folder."""
+        if self._manager is not None:
+            self._manager.close()
+        if self._lock is not None:
+            self._lock.release()
+
+    @property
+    def step(self) -> int:
+        """The number of steps that are committed."""
+        return self.store.step
+
+    def __repr__(self) -> str:
+        return describe(self.config, self.model, self.program, self.step, self._setup.device_names)
+
+    def request_stop(self, reason: str = "a stop was asked for") -> None:
+        """Finish the step in flight, save and return from `train`; callable from anywhere."""
+        self._stop_reason = reason
+
+    # The run
+
+    def train(self) -> dict[str, Any]:
+        """Run to the configured number of steps and return a summary of the run's figures.
+
+        Raises:
+            NonFiniteError, NoTrainingError: a loss is not finite; a weight does not train.
+            CorruptionError, StorageError: what is stored is damaged, or cannot be stored.
+        """
+        if self._recorded is not None:
+            require_same_beginning(
+                self.config,
+                self._recorded,
+                self.model,
+                self._data.dataset,
+                ignore_values=self._ignore_initial_values,
+            )
+        lock = self._lock or self._lock_folder()
+        try:
+            self._refuse_stale()
+            write_record(self.config)
+            self._keep_small_files()
+            with self._view:
+                return self._train()
+        except BaseException as error:
+            self._checkpoint_scheduler.end(error)
+            raise
+        finally:
+            if lock is not self._lock:
+                lock.release()
+            self._stop_reason, self._tell = None, self._listener
+
+    def _keep_small_files(self) -> None:
+        """Keep what the run needs of a Hugging Face folder, so that it may go."""
+        kept = self.config.run.dir / KEPT
+        if self.model.folder is not None and self.model.folder != kept:
+            keep_small_files(self.model.folder, kept)
+
+    def _refuse_stale(self) -> None:
+        """Two trainers of one run must not overtake each other."""
+        newest = self._checkpoints.newest_step
+        if newest is not None and newest > self.step:
+            raise ConfigError(
+                f"{self.config.run.dir} has been trained to step {newest} by another trainer, this "
+                f"one stands at {self.step}; make a new Trainer, it goes on from there"
+            )
+
+    def _train(self) -> dict[str, Any]:
+        config, started = self.config, time.perf_counter()
+        report = RunReport(None if config.memory is None else int(config.memory))
+        recording = open_run_files(config, self.request_stop)
+        self._tell = broadcast([report, recording, self._listener])
+        self._tell(
+            run_started(
+                config,
+                self.model,
+                self._layout,
+                self.store,
+                self._data,
+                devices=self._setup.device_names,
+                resumed_from=self.resumed_from,
+            )
+        )
+        if self.resumed_from is None:
+            for text in cautions(self.config, self.model, self._layout):
+                self._notice(text)
+        if self._evaluator is not None and config.evaluation.every:
+            self._evaluator.check()
+        first_step = self.step
+        last_loss: float | None = None
+        if self._early_stop.is_due:
+            self._notice("the run has stopped early; raise evaluation.early_stop_patience to go on")
+            self._stop_reason = "no better held-out loss"
+        while self.step < config.run.steps and self._stop_reason is None:
+            try:
+                last_loss = self.run_step().loss
+                self._checkpoint_scheduler.poll()
+            except NonFiniteError:
+                self.save()  # what is committed is good
+                raise
+            except InterruptedError:  # a stop was asked for while no engine was there
+                break
+            if config.evaluation.every and self.step % config.evaluation.every == 0:
+                self._evaluate_and_judge()
+            if self._checkpoint_scheduler.is_due(self.step):
+                self._checkpoint_scheduler.begin(self.step)
+        self._gradient_check.end(self.store)
+        if self.step == first_step and self.step >= config.run.steps:
+            self._notice(
+                f"the run already has its {config.run.steps} steps; nothing to do. To train on: "
+                f"{config.more_steps()}"
+            )
+        self.save()
+        report.add_behind(self.store.take_flash_traffic())
+        best_loss = self._early_stop.best_loss
+        summary = {
+            "steps": self.step - first_step,
+            **({} if last_loss is None else {"loss": last_loss}),
+            **({} if best_loss is None else {"best_held_out_loss": best_loss}),
+            "seconds": time.perf_counter() - started,
+            "engine_peak_bytes": self._runner.engine_peak_bytes,
+            "store_bytes": sum(self.store.memory_bytes.values()),
+        }
+        measured = report.measured(summary["seconds"])
+        if measured is not None:
+            summary["peak_rss_bytes"] = measured.peak_rss_bytes
+            self._tell(measured)
+        if self._stop_reason is not None and self.step < config.run.steps:
+            command = f"penstock train {config.run.dir / 'config.yaml'}"
+            self._tell(Stopped(self.step, self._stop_reason, command))
+        else:
+            self._tell(Finished(summary))
+        if recording.failure is not None:
+            raise recording.failure
+        return summary
+
+    def run_step(self) -> StepDone:
+        """Do one step, tell of it, and see whether every weight trains."""
+        self.store.remember(self._extra())
+        done = self._runner.run()
+        self._tell(done)
+        assert self._runner.commit is not None
+        self._gradient_check.look(self._runner.commit, self.store)
+        return done
+
+    # Beside the steps
+
+    def evaluate(self, batches: int | None = None) -> dict[str, float]:
+        """Return what the model makes of `batches` held-out batches.
+
+        **Returns:** `loss` and `tokens` (rows, where a model reads none); of language models
+        `perplexity` and `accuracy`; of records `exact_match` and `records`
+        (`penstock.training.evaluation`).
+        """
+        if self._evaluator is None:
+            raise DataError(
+                "there is nothing held out: the data set has no validation split, or "
+                "Trainer(held_out=...) was not given"
+            )
+        if batches is not None and batches < 1:
+            raise ConfigError(f"batches: expected 1 or more, got {batches}")
+        found = self._evaluator.evaluate(batches or self.config.evaluation.batches)
+        self.store.take_traffic()
+        return found
+
+    def _make_evaluator(self) -> Evaluator | None:
+        held_out = self._data.held_out
+        if held_out is None:
+            return None
+        return Evaluator(self.config, self.model, self._layout, self.store, held_out, self.device)
+
+    def _evaluate_and_judge(self) -> None:
+        """Evaluate, keep the best checkpoint, and stop when nothing has improved for long."""
+        early_stop = self._early_stop
+        if self._evaluator is None or self.step <= early_stop.judged_step:
+            return  # a step that is made again has been judged, by the same bits
+        started = time.perf_counter()
+        found = self.evaluate()
+        best = early_stop.judge(self.step, found["loss"])
+        seconds = time.perf_counter() - started
+        self._tell(Evaluated.of(found, self.step, seconds, best))
+        if best and self.config.checkpoint.best:
+            self._checkpoint_scheduler.begin(self.step, best=True)
+        if early_stop.is_due:
+            self.request_stop(f"no better held-out loss in {early_stop.patience} evaluations")
+
+    def save(self) -> None:
+        """Make the last committed step survive; as a checkpoint, if the store is in memory."""
+        self._checkpoint_scheduler.save(self.step)
+
+    def _extra(self) -> dict[str, Any]:
+        """Return what a resumed run needs to know beside the store."""
+        dataset = self._data.dataset
+        return ResumeState(
+            trajectory=trajectory(self.config),
+            micro_batch=self._layout.micro_batch,
+            slot_bytes=self._layout.slot_bytes,
+            data=dataset.fingerprint if dataset else None,
+            weights=self._initial_weights,
+            values=self._initial_values,
+            architecture=self._architecture,
+            best_loss=self._early_stop.best_loss,
+            evaluations_since_best=self._early_stop.evaluations_since_best,
+        ).to_mapping()
+
+    def close(self) -> None:
+        """Give up a checkpoint that is on its way, and let go of files, threads and devices."""
+        if self._here is not None:
+            self._here.close()
+        try:
+            if self.config.cluster.shards == "apart":
+                self.store.close()  # while there are those who can
+        finally:
+            self._close_cluster()
+        self._checkpoints.abandon()
+        self.store.close()
+
+    def export(
+        self, folder: str | Path, dtype: str = "fp32", max_shard_bytes: int = MAX_SHARD_BYTES
+    ) -> list[Path]:
+        """Write the weights as a Hugging Face folder, loadable by `from_pretrained`; return files.
+
+        Adapters are merged into their weights. `dtype` is fp32, bf16 or fp16.
+        """
+        dataset = self._data.dataset
+        return export(self.store, self.model, dataset, Path(folder), dtype, max_shard_bytes)
+
+    def export_adapters(self, folder: str | Path, dtype: str = "fp32") -> list[Path]:
+        """Write the adapters alone, in the format of the PEFT library."""
+        return export_adapters(self.config, self.store, self.model, Path(folder), dtype)
+
+    def generate(
+        self,
+        prompt: str = "",
+        *,
+        max_new_tokens: int = 200,
+        temperature: float = 0.8,
+        top_k: int | None = 50,
+        seed: int = 0,
+    ) -> Iterator[str]:
+        """Yield the text that the model writes after `prompt`, piece by piece.
+
+        `temperature` 0 takes the most likely token; `top_k` None chooses among all of them.
+        """
+        if self._writer is None:
+            self._writer = make_writer(
+                self.config, self.model, self._layout, self.store, self._data.dataset, self.device
+            )
+        yield from self._writer.write(
+            prompt,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            seed=seed,
+        )
+        self.store.take_traffic()
+
+    # Words to the user
+
+    def _notice(self, text: str) -> None:
+        self._tell(Notice(text))

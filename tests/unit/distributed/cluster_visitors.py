@@ -1,0 +1,127 @@
+"""A cluster manager without processes: who joins is played by the tests."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from pathlib import Path
+
+from waiting import SECONDS
+
+from penstock.config import Config
+from penstock.distributed.control.cluster_manager import ClusterManager
+from penstock.distributed.control_messages import Role
+from penstock.distributed.launchers.base import WorkerExit
+from penstock.distributed.protocol.messages import Message, MessageType
+from penstock.distributed.transport import Connection, Endpoint
+from penstock.planning.execution_plan import ExecutionPlan
+
+MODEL = {
+    "preset": "gpt2",
+    "overrides": {"n_layer": 1, "n_embd": 32, "n_head": 1, "vocab_size": 96, "n_positions": 16},
+}
+
+
+TOKEN = "a token"
+
+
+class PretendLauncher:
+    """Starts nobody; those whom it has started have ended, if it is told so."""
+
+    lacks: str | None = None
+    starving: tuple[str, ...] = ()
+
+    def __init__(self, is_in_vain: bool) -> None:
+        self.is_in_vain, self.started = is_in_vain, 0
+        self.roles: list[str] = []
+        self.ended: list[WorkerExit] = []
+
+    def start(self, role: Role) -> str:
+        self.started += 1
+        self.roles.append(role)
+        worker = f"worker-{self.started}"
+        if self.is_in_vain:
+            self.ended.append(WorkerExit(worker, f"{worker} fell"))
+        return worker
+
+    def poll(self) -> list[WorkerExit]:
+        ended, self.ended = self.ended, []
+        return ended
+
+    def starves(self, worker: str) -> bool:
+        return worker in self.starving
+
+    def waits_for(self) -> str | None:
+        return self.lacks
+
+    def end(self, worker: str) -> None:
+        """Nothing is there to end."""
+
+    def close(self) -> None:
+        """Nothing is there to end."""
+
+
+def config(folder: Path, replicas: int = 1, **cluster) -> Config:
+    return Config.from_mapping(
+        {
+            "model": MODEL,
+            "batch": {"size": 4, "micro": 1},
+            "engine": {"device": "cpu", "threads": 1},
+            "engines": 2,
+            "store": {"shards": 2, "replicas": replicas},
+            "run": {"dir": str(folder)},
+            "cluster": {"start": "local", "spare": 1, **cluster},
+        }
+    )
+
+
+class Visited:
+    """A cluster manager, and what was told of it by which thread."""
+
+    def __init__(self, folder: Path, layout: ExecutionPlan, is_in_vain: bool, **cluster) -> None:
+        self.told: list[str] = []
+        self.tellers: set[threading.Thread] = set()
+        self.is_stopped = False
+        self.launcher = PretendLauncher(is_in_vain)
+        self.manager = ClusterManager(
+            config(folder, **cluster),
+            layout,
+            host="127.0.0.1",
+            token=TOKEN,
+            launch=lambda endpoint: self.launcher,
+            tell=self.hear,
+            should_stop=lambda: self.is_stopped,
+        )
+
+    def hear(self, event) -> None:
+        self.told.append(event.kind)
+        self.tellers.add(threading.current_thread())
+
+
+class Guest:
+    """One who joins, and what is said to it."""
+
+    def __init__(self, manager: ClusterManager) -> None:
+        self.said: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self.failures: list[Exception] = []
+        self.endpoint = Endpoint(
+            TOKEN,
+            "127.0.0.1",
+            on_link_end=lambda link, error: None,
+            on_new_peer=lambda link, message: self.said.put(message),
+            on_failure=self.failures.append,
+        )
+        self.endpoint.start()
+        self.link: Connection = self.endpoint.connect(manager.address)
+
+    def say(self, kind: MessageType, number: int = 0, **body) -> None:
+        self.link.send(Message(kind, 0, number, body=body))
+
+    def hear(self) -> Message:
+        return self.said.get(timeout=SECONDS)
+
+    def become(self, manager: ClusterManager, welcome: Message) -> None:
+        """Be ready, as what it was told to be."""
+        plan, is_engine = manager.plan, welcome.body["place"] is None
+        digest = plan.engine_digest if is_engine else plan.shard_digest
+        self.say(MessageType.READY, welcome.body["node"], digest=digest)

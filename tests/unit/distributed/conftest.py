@@ -1,0 +1,88 @@
+"""A layout that all cluster managers of these tests share, and visits to them; shards with
+replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cluster_visitors import Guest, Visited, config
+from replicated_run import EIGHT_BIT, PROGRAM, Run
+from store_programs import flash_store, training_store
+
+from penstock.distributed.protocol.messages import Message, MessageType
+from penstock.planning import builders
+from penstock.planning.execution_plan import ExecutionPlan, plan_execution
+from penstock.store import portions
+
+
+@pytest.fixture(scope="session")
+def layout(tmp_path_factory) -> ExecutionPlan:
+    made = config(tmp_path_factory.mktemp("layout"))
+    assert made.model is not None
+    return plan_execution(made, builders.model_source(made.model), "cpu", 16)
+
+
+@pytest.fixture
+def visit(tmp_path, layout) -> Iterator:
+    made: list[Visited] = []
+    registry: list[Guest] = []
+
+    def open_cluster(is_in_vain: bool = False, **cluster) -> Visited:
+        made.append(Visited(tmp_path, layout, is_in_vain, **cluster))
+        return made[-1]
+
+    def arrive(visited: Visited, host: str = "127.0.0.1", **says) -> Guest:
+        registry.append(Guest(visited.manager))
+        registry[-1].say(
+            MessageType.JOIN, worker=f"guest-{len(registry)}", listens=[host, 1], **says
+        )
+        return registry[-1]
+
+    def join(visited: Visited, **says) -> tuple[Guest, Message]:
+        member = arrive(visited, **says)
+        return member, member.hear()
+
+    open_cluster.arrive, open_cluster.join = arrive, join
+    yield open_cluster
+    for member in registry:
+        member.endpoint.close()
+        assert not member.failures
+    for visited in made:
+        visited.manager.close()
+
+
+@pytest.fixture
+def in_memory():
+    def make(node, replica=None):
+        store = training_store(PROGRAM, "bf16", optimizer=EIGHT_BIT)
+        store.number = node - 1 if replica is None else replica
+        return store
+
+    return Run(make)
+
+
+@pytest.fixture
+def on_flash(tmp_path):
+    made = []
+
+    def make(node, replica=None):
+        folder = Path(tmp_path) / f"node-{node}"
+        made.append(flash_store(PROGRAM, folder, optimizer=EIGHT_BIT))
+        made[-1].number = node - 1 if replica is None else replica
+        return made[-1]
+
+    yield Run(make, flash={"path": str(tmp_path)})
+    for store in made:
+        store.close()
+
+
+@pytest.fixture(params=["in memory", "on flash"])
+def run(request):
+    return request.getfixturevalue(request.param.replace(" ", "_"))
+
+
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch):
+    monkeypatch.setattr(portions, "PORTION_BYTES", 1_000)  # several of the larger weights

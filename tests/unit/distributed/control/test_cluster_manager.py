@@ -1,0 +1,148 @@
+"""When a cluster manager has workers started, and when a run ends because nobody comes; no
+processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import threading
+import time
+
+import pytest
+from cluster_visitors import TOKEN, PretendLauncher, config
+from waiting import wait_until
+
+from penstock.distributed.control.cluster_manager import ClusterManager
+from penstock.distributed.control_messages import Role
+from penstock.distributed.launchers.base import WorkerExit
+from penstock.distributed.transport import Endpoint
+from penstock.errors import BudgetError, ClusterError
+from penstock.planning.memory_budget import HostCapacity
+
+
+def test_so_many_workers_are_started_as_engines_spare_ones_and_shards_apart(visit):
+    assert visit().launcher.roles == ["engine"] * 3
+    assert visit(shards="apart").launcher.roles == ["shard"] * 2 + ["engine"] * 3
+
+
+def test_a_run_whose_workers_all_end_before_they_are_shards_ends_and_says_so(visit):
+    visited = visit(is_in_vain=True, shards="apart")
+    with pytest.raises(
+        ClusterError, match=r"in a row ended before they could compute, .*; worker-"
+    ):
+        visited.manager.remote_shards()
+    visited.manager.close()
+    assert {"worker ended", "not replaced"} <= {*visited.told}
+    assert visited.tellers == {threading.current_thread()}
+
+
+def test_a_run_whose_workers_all_end_before_they_are_engines_ends_and_says_so(visit):
+    visited = visit(is_in_vain=True)
+    with pytest.raises(
+        ClusterError, match=r"in a row ended before they could compute, .*; worker-"
+    ):
+        visited.manager.await_engines()
+
+
+def test_a_place_of_a_shard_for_which_nobody_comes_ends_a_run_that_has_engines(visit):
+    visited = visit(start="listen", shards="apart", lease=10.0)
+    member, welcome = visit.join(visited)
+    member.become(visited.manager, welcome)
+    wait_until(lambda: visited.manager.coordinator.ready)
+    visited.launcher.ended = [WorkerExit(f"worker-{n}", f"worker-{n} fell") for n in range(3)]
+    with pytest.raises(ClusterError, match=r"3 workers in a row ended before .*; worker-2 fell"):
+        visited.manager.remote_shards()
+    assert len(visited.manager.coordinator.ready) == 1
+
+
+def test_a_stop_ends_waiting_for_engines(visit):
+    visited = visit()
+    visited.is_stopped = True
+    with pytest.raises(InterruptedError):
+        visited.manager.await_engines()
+
+
+@pytest.mark.parametrize("engines", [0, 5, "2", None])
+def test_a_number_of_engines_that_cannot_be_is_refused(visit, engines):
+    with pytest.raises(ClusterError, match=r"expected 1 .* to 4 \(one micro-batch each\), got"):
+        visit().manager.scale(engines)
+
+
+def test_more_engines_than_the_machine_has_room_for_are_refused(tmp_path, layout, visit):
+    visited = visit()
+    one = layout.room.engine
+    visited.manager._layout = dataclasses.replace(layout, room=HostCapacity(10 * one, 7 * one, one))
+    visited.manager.scale(3)
+    with pytest.raises(BudgetError, match=r"engines: 4 on this machine need 4 x .* room for 3"):
+        visited.manager.scale(4)
+    assert visited.manager._take_order({"engines": 4})["error"].endswith("there is room for 3")
+    assert visited.manager.coordinator.wanted == 3
+    visited.manager._layout = dataclasses.replace(layout, room=HostCapacity(10 * one, 9 * one, one))
+    visited.manager.scale(2)  # fewer are always possible
+
+
+def test_more_engines_are_started_beside_the_shards(visit):
+    visited = visit(shards="apart")
+    visited.manager.scale(4)
+    assert visited.launcher.started == 7
+    visited.manager.scale(1)
+    visited.manager.scale(3)
+    assert visited.launcher.started == 7
+
+
+def test_a_worker_that_waits_for_a_processor_is_not_lost_before_ten_leases(visit):
+    visited = visit(start="local", lease=0.2)
+    member, welcome = visit.join(visited)
+    visited.launcher.starving = ("guest-1",)
+    began = time.monotonic()
+    member.become(visited.manager, welcome)
+    wait_until(lambda: visited.manager.event_queue.counts["engine lost"])  # it never says a word
+    assert time.monotonic() - began > 1.0
+
+
+def ours() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("penstock")}
+
+
+class FailingLauncher(PretendLauncher):
+    """Starts one worker, and then something goes wrong that nobody has foreseen."""
+
+    is_closed = False
+
+    def start(self, role: Role) -> str:
+        worker = super().start(role)
+        if self.started == 2:
+            raise RuntimeError("the second worker broke the launcher")
+        return worker
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@pytest.mark.parametrize("fails", ["making the launcher", "starting workers"])
+def test_a_hall_that_cannot_be_opened_leaves_nothing(tmp_path, layout, fails):
+    before = ours()
+    launcher, addresses = FailingLauncher(False), []
+
+    def launch(endpoint: Endpoint) -> FailingLauncher:
+        addresses.append(endpoint.address)
+        assert (tmp_path / "cluster.json").exists()
+        if fails == "making the launcher":
+            raise RuntimeError("no launcher")
+        return launcher
+
+    with pytest.raises(RuntimeError):
+        ClusterManager(
+            config(tmp_path),
+            layout,
+            host="127.0.0.1",
+            token=TOKEN,
+            launch=launch,
+            tell=lambda event: None,
+            should_stop=lambda: False,
+        )
+    wait_until(lambda: not ours() - before)
+    assert not (tmp_path / "cluster.json").exists()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(addresses[0], timeout=1)
+    assert launcher.is_closed == (fails == "starting workers")

@@ -1,0 +1,182 @@
+"""Messages that no process of a run would send cost their sender its link, and nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+from collections.abc import Callable, Iterator
+
+import pytest
+from any_message import messages
+from cluster_visitors import Guest, Visited
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from waiting import wait_until
+
+from penstock.distributed.control.cluster_manager import ClusterManager
+from penstock.distributed.control_messages import Assignment
+from penstock.distributed.protocol import EngineNode, ShardNode
+from penstock.distributed.protocol.messages import Message, MessageType
+from penstock.distributed.protocol.node_context import BoundContext
+from penstock.distributed.worker.node_adapters import WorkerNode, WorkerShard
+from penstock.errors import CorruptionError, ProtocolError
+
+
+class PretendLink:
+    """A link that leads nowhere."""
+
+    def __init__(self, *nodes: int) -> None:
+        self.peer = nodes[0] if nodes else None
+        self.nodes, self.epoch = set(nodes), 0
+        self.sent_bytes = self.taken_bytes = 0
+        self.refused: list[Exception | None] = []
+
+    def send(self, message: Message) -> None:
+        """Nobody is there."""
+
+    def close(self, why: Exception | None = None) -> None:
+        self.refused.append(why)
+
+
+def hand_in(manager: ClusterManager, link: PretendLink, *messages: Message) -> None:
+    """Have messages taken as if they had come over a link that then ends."""
+
+    def take() -> None:
+        for message in messages:
+            manager._endpoint._route(link, message)
+        manager._link_ended(link, ConnectionError())
+
+    manager._do(take)
+
+
+@pytest.fixture(scope="module")
+def open_for_all(tmp_path_factory, layout) -> Iterator[ClusterManager]:
+    visited = Visited(
+        tmp_path_factory.mktemp("all"), layout, False, start="listen", shards="apart", lease=3600.0
+    )
+    registry = [Guest(visited.manager) for _ in range(4)]
+    for number, member in enumerate(registry):  # two shards and an engine that stay; one that joins
+        says = {"shard": number} if number < 2 else {}
+        member.say(MessageType.JOIN, worker=f"guest-{number}", listens=["127.0.0.1", 1], **says)
+        welcome = member.hear()
+        if number < 3:
+            member.become(visited.manager, welcome)
+    wait_until(
+        lambda: visited.manager.coordinator.ready and not visited.manager._places.are_missing
+    )
+    yield visited.manager
+    for member in registry:
+        member.endpoint.close()
+    visited.manager.close()
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(messages([0, 1, 2, 1000, 7]), max_size=5), st.sampled_from([None, 1, 1000, 7]))
+def test_no_message_can_end_the_endpoint_of_a_run(open_for_all, received, peer):
+    """Of strangers, of those who are about to join, and of nodes of the run."""
+    link = PretendLink() if peer is None else PretendLink(peer)
+    join = Message(MessageType.JOIN, 0, 0, body={"worker": "w", "listens": ["127.0.0.1", 1]})
+    also = [dataclasses.replace(message, sender=peer or 0) for message in received]
+    hand_in(open_for_all, link, *([] if peer else [join]), *received, *also)
+    # Whoever lost its place by it may have been one that the run cannot do without.
+    event_queue = open_for_all.event_queue
+    failed, event_queue._failed = event_queue._failed, None
+    assert "network failed" not in str(failed)
+    assert open_for_all._endpoint._thread.is_alive()
+    assert all(isinstance(why, ProtocolError) for why in link.refused)
+
+
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [
+        (Message(MessageType.JOIN, 0, 0), "says 'None' for 'worker'"),
+        (Message(MessageType.JOIN, 0, 0, body={"worker": "w"}), "says 'None' for an address"),
+        (
+            Message(MessageType.JOIN, 0, 0, body={"worker": "w", "listens": ["h", 70000]}),
+            "says .* for an address",
+        ),
+        (
+            Message(
+                MessageType.JOIN, 0, 0, body={"worker": "w", "listens": ["h", 1], "role": "king"}
+            ),
+            "says 'king' for 'role'",
+        ),
+        (
+            Message(
+                MessageType.JOIN, 0, 0, body={"worker": "w", "listens": ["h", 1], "shard": "0"}
+            ),
+            "says '0' for 'shard'",
+        ),
+        (Message(MessageType.HELLO, 0, 0, body={"node": "1"}), "says that it is node '1'"),
+    ],
+)
+def test_a_stranger_that_makes_no_sense_is_cut_off(open_for_all, message, text):
+    link = PretendLink()
+    hand_in(open_for_all, link, message)
+    (why,) = link.refused
+    assert isinstance(why, ProtocolError)
+    assert re.search(text, str(why))
+
+
+def test_who_speaks_in_the_name_of_another_is_cut_off(open_for_all):
+    link = PretendLink(7)
+    trouble = {"error": "StorageError", "text": "I am shard 0, and broken"}
+    hand_in(open_for_all, link, Message(MessageType.FAILURE, 0, 1, body=trouble))
+    assert "node 7 sent a FAILURE message in the name of node 1" in str(link.refused[0])
+    open_for_all.event_queue.require_sound()
+
+
+class PretendWork:
+    """Nothing is computed and nothing kept."""
+
+    store = None
+    most_bytes = 100
+
+    def __getattr__(self, name: str) -> Callable:
+        return lambda *arguments: None
+
+
+class PretendEndpoint:
+    """Carries nothing and does all work at once."""
+
+    address = ("127.0.0.1", 9)
+
+    def send(self, sender: int, to: int, message: Message) -> None:
+        """Nobody is there."""
+
+    def work(self, number: int, job: Callable, then: Callable, failed: Callable) -> None:
+        try:
+            result = job()
+        except Exception as error:
+            failed(error)
+        else:
+            then(result)
+
+    def runtime(self, number: int) -> BoundContext:
+        return BoundContext(self, number)
+
+    def meet(self, addresses: dict, epoch: int) -> None:
+        assert all(isinstance(number, int) for number in addresses)
+
+    def reach(self, number: int, address: tuple[str, int]) -> None:
+        host, port = address
+        assert isinstance(host, str)
+        assert 0 < port < 1 << 16
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(messages([0, 1, 1000, 7]), max_size=6), st.booleans())
+def test_no_message_can_end_the_endpoint_of_a_worker(open_for_all, received, is_shard):
+    plan, work = open_for_all.plan.transfers, PretendWork()
+    endpoint = PretendEndpoint()
+    runtime = BoundContext(endpoint, 1)
+    if is_shard:
+        member = WorkerShard(ShardNode(1, 0, runtime, plan, work), endpoint, work)
+    else:
+        member = WorkerNode(EngineNode(1000, runtime, plan, work), endpoint)
+    for message in received:
+        with contextlib.suppress(ProtocolError, CorruptionError):  # the endpoint cuts these off
+            member.handle(message)
+        with contextlib.suppress(ProtocolError):
+            Assignment.read(message)

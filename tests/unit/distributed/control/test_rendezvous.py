@@ -1,0 +1,151 @@
+"""Who is let in, which place it gets, and who is sent away; no processes."""
+
+from __future__ import annotations
+
+import pytest
+from waiting import wait_until
+
+from penstock.distributed.protocol.messages import MessageType
+from penstock.distributed.run_spec import engine_digest, placement_of, shard_digest, transfers_of
+from penstock.errors import ClusterError, ConfigError
+
+
+def test_places_of_shards_are_given_first_then_those_of_engines(visit):
+    visited = visit(shards="apart")
+    given = [visit.join(visited)[1].body for _ in range(3)]
+    assert [body["place"] for body in given] == [[0, 0], [1, 0], None]
+    assert [body["node"] for body in given] == [1, 2, 1000]
+    assert {body["opens"] for body in given} == {"when asked"}
+
+
+def test_a_replica_that_is_lost_leaves_its_place_to_a_learner_that_waits_for_a_copy(visit):
+    visited = visit(shards="apart", replicas=2, lease=60.0)
+    assert visited.launcher.started == 7
+    joined = [visit.join(visited) for _ in range(7)]
+    # On one host: a shard's second place is given when no engine is wanted any more.
+    places = [welcome.body["place"] for _, welcome in joined]
+    assert places == [[0, 0], [1, 0], None, None, None, [0, 1], [1, 1]]
+    for member, welcome in joined:
+        member.become(visited.manager, welcome)
+    wait_until(lambda: not visited.manager._places.are_missing)
+    wait_until(lambda: len(visited.manager.coordinator.ready) == 3)
+    assert visited.manager.coordinator.holders == ((1, 3), (2, 4))
+    joined[1][0].link.close()
+    wait_until(lambda: visited.manager.coordinator.holders == ((1, 3), (4,)))
+    member, welcome = visit.join(visited)
+    assert (welcome.body["place"], welcome.body["opens"]) == ([1, 0], "empty")
+    node = welcome.body["node"]
+    member.become(visited.manager, welcome)
+    wait_until(lambda: visited.manager._places.learners == [(1, node)])
+    assert visited.manager.coordinator.holders == ((1, 3), (4,))  # until it has its copy
+    member.link.close()
+    wait_until(lambda: not visited.manager._places.learners)
+    visited.manager.event_queue.poll()
+    assert visited.told.count("replica lost") == 2
+    assert visit.join(visited)[1].body["place"] == [1, 0]
+
+
+def test_a_learner_that_cannot_be_made_does_not_end_the_run(visit):
+    visited = visit(shards="apart", replicas=2, lease=60.0)
+    joined = [visit.join(visited) for _ in range(7)]
+    for member, welcome in joined:
+        member.become(visited.manager, welcome)
+    wait_until(lambda: not visited.manager._places.are_missing)
+    joined[0][0].link.close()
+    wait_until(lambda: visited.manager.coordinator.holders[0] == (3,))
+    member, welcome = visit.join(visited)
+    text = {"error": "StorageError", "text": "no space left"}
+    member.say(MessageType.FAILURE, welcome.body["node"], **text)
+    assert member.hear().kind is MessageType.ADMIN_REPLY
+    visited.manager.event_queue.poll()
+    assert "refused" in visited.told
+
+
+def test_who_leaves_before_it_is_ready_leaves_its_place_to_the_next(visit):
+    visited = visit(shards="apart")
+    member, first = visit.join(visited)
+    assert first.body["place"] == [0, 0]
+    member.link.close()
+    wait_until(lambda: not visited.manager.registry.joining)
+    assert visit.join(visited)[1].body["place"] == [0, 0]
+
+
+def test_a_shard_that_is_not_wanted_is_told_so_and_the_run_goes_on(visit):
+    visited = visit(start="listen", shards="apart")
+    assert visit.join(visited, shard=1)[1].body["place"] == [1, 0]
+    answer = visit.join(visited, shard=1)[1]
+    assert answer.kind is MessageType.ADMIN_REPLY
+    assert answer.body["error"] == "shard 1 of the store is not wanted: it is there"
+    visited.manager.event_queue.poll()
+    assert visited.told == ["refused"]
+
+
+@pytest.mark.parametrize("shards", ["here", "apart"])
+def test_who_has_compiled_another_program_is_told_so_and_the_run_needs_it(visit, shards):
+    visited = visit(shards=shards)
+    member, welcome = visit.join(visited)
+    member.say(MessageType.READY, welcome.body["node"], digest="another")
+    answer = member.hear()
+    assert answer.kind is MessageType.ADMIN_REPLY
+    assert "has compiled another program: are its versions the same?" in answer.body["error"]
+    with pytest.raises(ClusterError, match="another program"):
+        visited.manager.event_queue.poll()
+    assert visited.told == ["refused"]
+
+
+def test_what_keeps_a_worker_from_being_made_is_raised_as_what_it_was_there(visit):
+    visited = visit(shards="apart")
+    member, welcome = visit.join(visited)
+    text = {"error": "ConfigError", "text": "model.hf: is not on this host"}
+    member.say(MessageType.FAILURE, welcome.body["node"], **text)
+    assert member.hear().kind is MessageType.ADMIN_REPLY
+    with pytest.raises(ConfigError, match=r"shard 0 could not be made: model\.hf: is not on"):
+        visited.manager.remote_shards()
+
+
+def test_who_was_started_as_an_engine_or_a_shard_is_one(visit):
+    visited = visit(shards="apart")
+    roles = ("engine", "shard", "engine", "shard")
+    given = [visit.join(visited, role=role)[1].body["place"] for role in roles]
+    assert given == [None, [0, 0], None, [1, 0]]
+
+
+def test_a_shard_waits_for_a_place_as_long_as_another_may_take_one_on_another_host(visit):
+    visited = visit(shards="apart", replicas=2, lease=60.0)
+    joined = [visit.join(visited, role="shard") for _ in range(2)]
+    waiting = visit.arrive(visited, role="shard")
+    wait_until(lambda: len(visited.manager._rendezvous._waiting) == 1)  # beside those of its host
+    elsewhere = visit.arrive(visited, host="127.0.0.2", role="shard")
+    assert elsewhere.hear().body["place"] == [0, 1]
+    assert waiting.hear().body["place"] == [1, 1]  # nobody else is to come
+    late = visit.arrive(visited, role="shard")
+    wait_until(lambda: len(visited.manager._rendezvous._waiting) == 1)
+    joined[0][0].link.close()
+    assert late.hear().body["place"] == [0, 0]
+    gone = visit.arrive(visited, role="shard")
+    wait_until(lambda: len(visited.manager._rendezvous._waiting) == 1)
+    gone.link.close()
+    wait_until(lambda: not visited.manager._rendezvous._waiting)
+
+
+@pytest.mark.parametrize("role", ["engine", "shard"])
+def test_a_host_that_is_not_fit_costs_its_place_and_not_the_run(visit, role):
+    visited = visit(shards="apart")
+    member, welcome = visit.join(visited, role=role)
+    text = {"error": "UnfitHostError", "text": "host7 has no GPU"}
+    member.say(MessageType.FAILURE, welcome.body["node"], **text)
+    answer = member.hear()
+    assert answer.kind is MessageType.ADMIN_REPLY
+    assert answer.body["error"].endswith("could not be made: host7 has no GPU")
+    visited.manager.event_queue.poll()
+    assert visited.told == ["refused"]
+    _, again = visit.join(visited, role=role)
+    assert again.body["place"] == welcome.body["place"]
+
+
+def test_engines_on_another_device_have_compiled_another_program(layout):
+    program = layout.program
+    transfers = transfers_of(program, (), placement_of(program, 2), 2)
+    cpu, gpu = (engine_digest(program, transfers, device) for device in ("cpu", "cuda"))
+    assert cpu != gpu
+    assert shard_digest(program, transfers) not in (cpu, gpu)

@@ -1,0 +1,59 @@
+"""Who is called slow, and who is not."""
+
+from penstock.distributed.control.worker_stats import StragglerDetector
+
+
+def after(steps: int, seconds: dict[int, float], micro_batches: int = 4) -> dict:
+    """What engines have computed after so many steps, each taking so long for a step."""
+    return {e: (steps * s, steps * micro_batches) for e, s in seconds.items()}
+
+
+def test_the_slow_one_is_named_again_and_again_until_it_is_as_fast():
+    watch = StragglerDetector(2.0)
+    pace = {1: 2.0, 2: 2.2, 3: 5.0}
+    assert watch.look(after(1, pace)) == []  # nothing to compare with yet
+    for looks in (1, 2, 3):
+        (slow,) = watch.look(after(1 + looks, pace))
+        assert (slow.engine, slow.looks) == (3, looks)
+        assert abs(slow.times - 5.0 / 2.2) < 1e-9
+    computed = {e: (s + 2.0, n + 4) for e, (s, n) in after(4, pace).items()}
+    assert watch.look(computed) == []
+    (slow,) = watch.look({e: (s + (2.0, 9.0)[e == 3], n + 4) for e, (s, n) in computed.items()})
+    assert slow.looks == 1  # it begins anew
+
+
+def test_of_two_engines_the_slow_one_is_found():
+    watch = StragglerDetector(2.0)
+    watch.look(after(1, {1: 2.0, 2: 5.0}))
+    (slow,) = watch.look(after(2, {1: 2.0, 2: 5.0}))
+    assert slow.engine == 2
+
+
+def test_an_engine_that_has_more_to_do_is_not_slow():
+    watch = StragglerDetector(2.0)
+    for steps in (1, 2, 3):
+        assert watch.look({1: (2.0 * steps, 2 * steps), 2: (6.0 * steps, 6 * steps)}) == []
+
+
+def test_short_steps_are_judged_over_several():
+    watch = StragglerDetector(2.0)
+    pace = {1: 0.3, 2: 0.9}
+    found = [len(watch.look(after(steps, pace))) for steps in range(1, 9)]
+    assert sum(found) == 1  # the fast one has computed a second after four steps more
+    assert not any(found[:4])
+
+
+def test_one_engine_alone_is_never_slow_and_those_who_come_are_given_time():
+    watch = StragglerDetector(2.0)
+    assert watch.look(after(1, {1: 9.0})) == []
+    assert watch.look(after(2, {1: 9.0})) == []
+    assert watch.look({1: (27.0, 12), 2: (1.5, 1)}) == []
+
+
+def test_nothing_is_kept_of_engines_that_have_gone():
+    watch = StragglerDetector(2.0)
+    for slow in range(10, 60):  # each is slow for two steps, and another comes in its place
+        pace = {1: 2.0, 2: 2.0, slow: 9.0}
+        watch.look(after(2 * slow, pace))
+        assert [found.looks for found in watch.look(after(2 * slow + 1, pace))] == [1]
+    assert all(len(kept) <= 3 for kept in vars(watch).values() if isinstance(kept, dict))

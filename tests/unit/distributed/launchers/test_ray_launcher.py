@@ -1,0 +1,264 @@
+"""What is said where engines cannot be put on Ray; no Ray is started here."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+from waiting import wait_until
+
+from penstock.config import Config
+from penstock.distributed.launchers import ray as on_ray
+from penstock.distributed.launchers.ray import RayConnection, RayLauncher, RayWorker
+from penstock.errors import ClusterError, ConfigError
+
+
+@pytest.fixture(autouse=True)
+def _mode(monkeypatch):
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")  # nothing is decided for the tests that follow
+
+
+def config(**cluster) -> Config:
+    return Config.from_mapping({"model": "gpt2", "cluster": {"start": "ray", **cluster}})
+
+
+@pytest.fixture
+def deaf_port() -> Iterator[int]:
+    """A port that is taken, so that nobody else comes to listen there, and refuses everybody."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield taken.getsockname()[1]
+
+
+def test_without_ray_it_is_said_how_to_install_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError, match=r"pip install 'penstock\[cluster\]'"):
+        RayConnection(config(), "cpu")
+
+
+def test_a_variable_that_is_not_set(monkeypatch):
+    monkeypatch.delenv("NOT_THERE", raising=False)
+    with pytest.raises(ConfigError, match=r"cluster\.environment: NOT_THERE is not set here"):
+        RayConnection(config(environment=["NOT_THERE"]), "cpu")
+
+
+@pytest.mark.parametrize("scheme", ["", "ray://"])
+def test_nobody_listens_at_the_address(scheme, deaf_port):
+    address = f"{scheme}127.0.0.1:{deaf_port}"
+    with pytest.raises(ClusterError, match=rf"cluster\.address: {address}: .*refused"):
+        RayConnection(config(address=address), "cpu")
+
+
+def test_a_worker_that_cannot_reach_the_run_says_so(deaf_port):
+    run = ("127.0.0.1", deaf_port)
+    said = RayWorker("/nowhere").serve(run, "a token", "worker-1", "engine")
+    assert "refused" in said
+    assert said.endswith("the run's process must be reachable from there, see cluster.host")
+
+
+class IdleRay:
+    """A Ray that this process is connected to already, and that is asked for nothing."""
+
+    util = SimpleNamespace(get_node_ip_address=lambda: "10.0.0.1")
+
+    def is_initialized(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("device", "address", "engine", "shard"),
+    [
+        ("cuda", "auto", (8, 1), (1, 0)),
+        ("cpu", "auto", (8, 0), (1, 0)),
+        ("cuda", None, (0, 1), (0, 0)),
+        ("cpu", None, (0, 0), (0, 0)),
+    ],
+)
+def test_engines_ask_for_a_gpu_and_their_threads_and_shards_for_neither(
+    device, address, engine, shard, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "ray", IdleRay())
+    run = {"model": "gpt2", "engine": {"threads": 8}}
+    given = Config.from_mapping({**run, "cluster": {"start": "ray", "address": address}})
+    wants = RayConnection(given, device).wants
+    found = {role: (each["num_cpus"], each["num_gpus"]) for role, each in wants.items()}
+    assert found == {"engine": engine, "shard": shard}
+
+
+def pretended(ray) -> SimpleNamespace:
+    """Return a connection to a Ray that is none."""
+    wants = {
+        "engine": {"num_cpus": 16, "num_gpus": 1},
+        "shard": {"num_cpus": 1, "num_gpus": 0},
+    }
+    return SimpleNamespace(ray=ray, options={"max_restarts": 0}, wants=wants, close=lambda: None)
+
+
+class FullRay:
+    """A Ray whose actors wait for room until there is some."""
+
+    def __init__(self) -> None:
+        self.resources = {"CPU": 16.0, "GPU": 1.0}
+        self.free: dict[str, float] = {}
+        self.has_room = False
+        self.made = 0
+        self.options: list[dict] = []
+
+    def remote(self, kind):
+        return SimpleNamespace(options=self.with_options)
+
+    def with_options(self, **options):
+        self.options.append(options)
+        return SimpleNamespace(remote=self.actor)
+
+    def actor(self, folder):
+        self.made += 1
+        where, serving = f"where {self.made}", f"serving {self.made}"
+        return SimpleNamespace(
+            where=SimpleNamespace(remote=lambda: where),
+            serve=SimpleNamespace(remote=lambda *_: serving),
+        )
+
+    def wait(self, references, num_returns, timeout):
+        time.sleep(0.001)
+        return [r for r in references if self.has_room and r.startswith("where")], []
+
+    def get(self, reference):
+        return ("a-node", 7, "its id")
+
+    def nodes(self):
+        return [{"NodeID": "its id", "Alive": True, "Resources": self.resources}]
+
+    def available_resources(self):
+        return self.free
+
+    def kill(self, handle) -> None:
+        """It is gone."""
+
+
+STARTING = (
+    "their processes are still starting, which takes long on a busy machine, or where Python's "
+    "packages are read for the first time"
+)
+EACH = "each shard for 1 CPU(s) and each engine for 16 CPU(s) and 1 GPU(s) (engine.threads)"
+
+
+@pytest.mark.parametrize(
+    ("there", "free", "wants", "expected"),
+    [
+        (
+            {"CPU": 16.0, "GPU": 1.0},
+            {"CPU": 0.0},
+            None,
+            f"the Ray cluster is too small for all. They ask it, {EACH}, and come when there is "
+            "room: see `ray status`; add nodes, or lower engines, cluster.spare or engine.threads",
+        ),
+        ({"CPU": 64.0, "GPU": 4.0}, {"CPU": 32.0, "GPU": 2.0}, None, STARTING),
+        (
+            {"CPU": 64.0, "GPU": 4.0},
+            {"CPU": 8.0},  # taken by others, or by these while their processes start
+            None,
+            f"they ask the Ray cluster, {EACH}, and are still starting, or wait for a place that "
+            "other work has: see `ray status`",
+        ),
+        # Started here for the run alone: nobody asks for anything, and there is always room.
+        ({"CPU": 1.0}, {}, {"num_cpus": 0, "num_gpus": 0}, STARTING),
+    ],
+)
+def test_why_actors_have_not_begun_is_said_after_some_seconds(
+    there, free, wants, expected, monkeypatch
+):
+    ray = FullRay()
+    ray.resources, ray.free = there, free
+    connection = pretended(ray)
+    if wants is not None:
+        connection.wants = {"engine": wants, "shard": wants}
+    now, later = time.monotonic, [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now() + later[0])
+    launcher = RayLauncher(connection, ("10.0.0.1", 1), "token")
+    try:
+        assert launcher.start("shard") == "worker-1"
+        assert launcher.start("engine") == "worker-2"
+        wait_until(lambda: ray.made == 2)
+        assert launcher.waits_for() is None
+        later[0] = 20.0
+        expected = f"2 of 2 workers have not begun in 15 s: {expected}"
+        # The launcher's thread looks at what is free.
+        wait_until(lambda: launcher.waits_for() == expected, expected)
+        if wants is None:
+            assert [(o["num_cpus"], o["num_gpus"]) for o in ray.options] == [(1, 0), (16, 1)]
+        ray.has_room = True
+        wait_until(lambda: launcher.waits_for() is None)
+    finally:
+        launcher.close()
+
+
+@pytest.mark.parametrize("is_one_node", [True, False])
+def test_who_waits_for_a_processor_is_known_of_a_ray_of_one_node_alone(is_one_node, monkeypatch):
+    """Elsewhere the process of that number is another one."""
+    asked = []
+    monkeypatch.setattr(on_ray, "would_run", lambda pid: asked.append(pid) or True)
+    ray = FullRay()
+    connection = pretended(ray)
+    connection.is_one_node = is_one_node
+    launcher = RayLauncher(connection, ("10.0.0.1", 1), "token")
+    try:
+        worker = launcher.start("engine")
+        assert not launcher.starves(worker)  # it has not begun
+        ray.has_room = True
+        wait_until(lambda: worker in launcher.pids)
+        assert launcher.starves(worker) is is_one_node
+        assert asked == ([7] if is_one_node else [])
+    finally:
+        launcher.close()
+
+
+class RayError(Exception):
+    """As Ray's."""
+
+
+class ActorUnavailableError(RayError):
+    """As Ray's: it may be dead, or behind a cable that is cut."""
+
+
+class CutRay(FullRay):
+    """A Ray that cannot reach an actor any more."""
+
+    exceptions = SimpleNamespace(RayError=RayError, ActorUnavailableError=ActorUnavailableError)
+
+    def __init__(self, error: RayError) -> None:
+        super().__init__()
+        self.error, self.killed = error, 0
+
+    def wait(self, references, num_returns, timeout):
+        return [max(references)], []  # where it is before what became of it
+
+    def get(self, reference):
+        if reference.startswith("where"):
+            return super().get(reference)
+        raise self.error
+
+    def kill(self, handle) -> None:
+        self.killed += 1
+
+
+@pytest.mark.parametrize("kind", [RayError, ActorUnavailableError])
+def test_an_actor_that_cannot_be_reached_is_ended_too(kind):
+    """It may be alive, and would compute for nobody, or come back as one more engine."""
+    text = "It is unavailable: RPC error. Some common causes include: (1) many, and many more"
+    ray = CutRay(kind(f"a heading\n{text}\n"))
+    connection = pretended(ray)
+    launcher = RayLauncher(connection, ("10.0.0.1", 1), "token")
+    try:
+        launcher.start("engine")
+        ended = wait_until(launcher.poll)
+        assert [each.how for each in ended] == [
+            "worker-1 on a-node with pid 7 ended: It is unavailable: RPC error."
+        ]
+        assert ray.killed == 1
+    finally:
+        launcher.close()

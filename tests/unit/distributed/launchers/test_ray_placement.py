@@ -1,0 +1,88 @@
+"""Which node of a Ray cluster the next worker is to be on."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from penstock.distributed.launchers.ray_placement import PlacementPolicy
+
+
+def node(name: str, *, cpus: float = 4, gpus: float = 0, alive: bool = True) -> dict:
+    resources = {"CPU": cpus} | ({"GPU": gpus} if gpus else {})
+    return {"NodeID": name, "Alive": alive, "Resources": resources}
+
+
+WANTED = {"CPU": 2, "GPU": 0}
+
+
+@pytest.fixture
+def spreading() -> PlacementPolicy:
+    return PlacementPolicy()
+
+
+def test_workers_fill_the_nodes_evenly(spreading):
+    nodes, here = [node("a"), node("b"), node("c")], []
+    for _ in range(7):
+        here.append(spreading.choose(nodes, WANTED, here))
+    assert sorted(map(here.count, "abc")) == [2, 2, 3]
+
+
+def test_the_node_that_has_lost_one_gets_the_next(spreading):
+    """Otherwise both replicas of a shard would soon be on one host."""
+    nodes = [node("a"), node("b")]
+    assert spreading.choose(nodes, WANTED, ["a", "b", "a"]) == "b"
+    spreading.gone("b", was_ended=False)
+    assert spreading.choose(nodes, WANTED, ["a", "b"]) == "b"
+    spreading.gone("a", was_ended=False)
+    assert spreading.choose(nodes, WANTED, ["a", "b"]) == "a"
+
+
+def test_a_node_that_may_be_dead_comes_last_for_a_minute(spreading, monkeypatch):
+    nodes = [node("a"), node("b"), node("c")]
+    spreading.gone("a", was_ended=True)
+    assert spreading.choose(nodes, WANTED, ["b", "c", "c"]) == "b"
+    spreading.gone("b", was_ended=True)
+    spreading.gone("c", was_ended=True)
+    assert spreading.choose(nodes, WANTED, ["a", "c"]) == "b"  # any may be dead
+    later = time.monotonic() + 61
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+    assert spreading.choose(nodes, WANTED, ["b", "c", "c"]) == "a"
+
+
+def test_a_node_that_is_dead_or_too_small_is_never_chosen():
+    spreading, wanted = PlacementPolicy(), {"CPU": 2, "GPU": 1}
+    nodes = [
+        node("head", cpus=0),
+        node("small", cpus=1, gpus=1),
+        node("no-gpu"),
+        node("dead", gpus=8, alive=False),
+        node("a", gpus=1),
+        node("b", gpus=1),
+    ]
+    assert spreading.choose(nodes, wanted, ["a"]) == "b"
+    assert spreading.choose(nodes, wanted, ["b", "b", "a"]) == "a"
+
+
+def test_where_there_is_no_choice_ray_has_it(spreading):
+    assert spreading.choose([], WANTED, []) is None
+    assert spreading.choose([node("a")], WANTED, []) is None
+    assert spreading.choose([node("a"), node("b", alive=False)], WANTED, ["a", None]) is None
+
+
+def test_engines_and_shards_are_each_spread_for_themselves(spreading):
+    """Else the replicas of a shard would go where no engine finds room, all to one node."""
+    gpu, cpu = {"CPU": 4, "GPU": 1}, {"CPU": 1, "GPU": 0}
+    nodes = [node("a", gpus=2), node("b", gpus=2), node("c"), node("d")]
+    shards: list[str | None] = []
+    for _ in range(4):
+        shards.append(spreading.choose(nodes, cpu, shards))
+    assert sorted(map(str, shards)) == ["a", "b", "c", "d"]
+    engines: list[str | None] = []
+    for _ in range(4):
+        engines.append(spreading.choose(nodes, gpu, engines, shards))
+    assert sorted(map(str, engines)) == ["a", "a", "b", "b"]
+    # One shard of "a" is lost: the others have one each, whatever there is of engines.
+    assert spreading.choose(nodes, cpu, ["b", "c", "d"], engines) == "a"
+    assert spreading.choose(nodes, cpu, shards, ["a", "a", "b", "c"]) == "d"

@@ -1,0 +1,217 @@
+"""The coordinator alone: how a step is made, decided, given up and tried again."""
+
+from __future__ import annotations
+
+import pytest
+from coordinator_play import ENGINES, SHARDS, Play
+
+from penstock.distributed.protocol import (
+    UnrecoverableError,
+)
+from penstock.distributed.protocol.messages import MessageType
+from penstock.errors import NonFiniteError
+
+
+def test_a_step_is_made_and_told_to_all():
+    play = Play()
+    play.start(2)
+    assert sorted(play.begun()) == [*SHARDS, *ENGINES]  # without a new epoch
+    play.work()
+    assert [m.body for _, m in play.take(MessageType.COMMIT)] == [{"scale": 8.0}] * 2
+    play.say(1, MessageType.COMMITTED, body={"shard": 1})
+    assert not play.ended
+    play.say(1, MessageType.COMMITTED, body={"shard": 1})  # a repetition is not the other shard
+    assert not play.ended
+    play.say(2, MessageType.COMMITTED, body={"shard": 2})
+    (outcome,) = play.ended
+    assert (outcome.step, list(outcome.losses), outcome.error) == (2, [1.0] * 8, None)
+    assert list(outcome.answers) == [{"shard": 1}, {"shard": 2}]
+
+
+def test_no_more_engines_than_micro_batches_take_part():
+    play = Play(tuple(range(100, 110)), agreed=False)
+    play.start(1, micro_batches=4)
+    assert play.coordinator.engines == (100, 101, 102, 103)
+
+
+def test_only_so_many_engines_take_part_as_are_wanted_and_spare_ones_replace_them():
+    play = Play(wanted=2)
+    assert play.coordinator.engines == (100, 101)
+    play.start(2)
+    play.begun()
+    play.coordinator.lost(100, "killed")
+    assert play.coordinator.engines == (101, 102)
+    play.see()
+    assert sorted(play.begun()) == [1, 2, 101, 102]
+
+
+def test_another_number_of_engines_counts_from_the_next_step_on():
+    play = Play()
+    play.start(2)
+    play.coordinator.wanted = 1
+    play.finish()
+    assert play.ended[-1].error is None
+    play.start(3)
+    assert play.coordinator.engines == (100,)
+    with pytest.raises(ValueError, match="0 engines are wanted; a run needs at least one"):
+        play.coordinator.wanted = 0
+
+
+def test_without_engines_it_waits_for_the_first():
+    play = Play(engines=())
+    play.start(1)
+    assert not play.sent
+    play.coordinator.joined(100)
+    assert sorted(to for to, _ in play.take(MessageType.VIEW)) == [1, 2, 100]
+
+
+@pytest.mark.parametrize("last", [*SHARDS, *ENGINES])
+def test_nobody_begins_before_all_have_seen_the_epoch(last):
+    play = Play(agreed=False)
+    play.start(1)
+    for node in (to for to, _ in play.take(MessageType.VIEW) if to != last):
+        play.say(node, MessageType.VIEW_ACK, step=0)
+        play.say(node, MessageType.VIEW_ACK, step=0)
+    play.say(last, MessageType.VIEW_ACK, step=0, epoch=play.coordinator.epoch - 1)
+    assert not play.take(MessageType.HELD_STEPS)
+    play.say(last, MessageType.VIEW_ACK, step=0)
+    assert play.take(MessageType.HELD_STEPS)
+
+
+def test_a_step_that_was_refused_begins_in_a_new_epoch_if_it_is_tried_again():
+    play = Play()
+    order = play.start(2)
+    order.forbidden = NonFiniteError("the loss is NaN")
+    play.begun()
+    play.work()
+    assert play.ended[-1].error is order.forbidden
+    epoch = play.coordinator.epoch
+    play.start(2)
+    assert play.coordinator.epoch == epoch + 1, "gradients of the first trial would count"
+    play.see()
+    play.finish()
+    assert play.ended[-1].error is None
+
+
+def test_what_other_steps_epochs_and_nodes_say_does_not_count():
+    play = Play()
+    play.start(2)
+    play.say(999, MessageType.LOSSES, body={"losses": []})
+    play.say(999, MessageType.PREPARED)
+    play.say(100, MessageType.LOSSES, step=1, body={"losses": []})
+    play.say(100, MessageType.LOSSES, epoch=play.coordinator.epoch - 1, body={"losses": []})
+    play.lose(100)
+    play.lose(101)
+    for shard in SHARDS:
+        play.say(shard, MessageType.PREPARED)
+    assert not play.take(MessageType.COMMIT)
+    assert not play.ended
+    play.lose(102)
+    assert play.take(MessageType.COMMIT)
+
+
+def test_after_the_decision_an_engine_does_not_matter_and_a_shard_does():
+    play = Play()
+    play.start(2)
+    play.begun()
+    play.work()
+    play.coordinator.lost(100, "killed")
+    play.say(101, MessageType.FAILURE, body={"error": "RuntimeError", "text": "out of memory"})
+    assert not play.ended
+    play.say(1, MessageType.FAILURE, body={"error": "StorageError", "text": "disk full"})
+    error = play.ended[-1].error
+    assert isinstance(error, UnrecoverableError)
+    assert (error.node, error.kind, str(error)) == (1, "StorageError", "disk full")
+    # The other shard may have committed, so that they have to agree before they go on.
+    play.start(2)
+    play.see()
+    assert play.agree(([0, 1], [1, 2])) == [1, 1]
+    assert play.begun()
+
+
+def test_a_damaged_message_is_said_again_when_nothing_else_is_lost():
+    play = Play()
+    play.start(2)
+    play.begun()
+    play.work()
+    play.take(MessageType.COMMIT)
+    epoch = play.coordinator.epoch
+    play.say(1, MessageType.COMMITTED)
+    play.say(2, MessageType.CORRUPT_FRAME, step=0, body={"text": "checksum"})
+    assert [to for to, _ in play.take(MessageType.COMMIT)] == [2]
+    assert play.coordinator.epoch == epoch
+    play.say(2, MessageType.COMMITTED)
+    assert play.ended[-1].error is None
+
+
+def test_a_damaged_message_costs_the_attempt():
+    play = Play()
+    play.start(2)
+    play.say(1, MessageType.CORRUPT_FRAME, step=0, body={"text": "checksum"})
+    assert sorted(play.see()) == [*SHARDS, *ENGINES]
+    play.finish()
+    assert play.ended[-1].error is None
+
+
+def test_a_commit_that_stands_still_is_said_again_to_those_who_have_not_answered():
+    play = Play()
+    play.start(2)
+    play.begun()
+    play.work()
+    play.take(MessageType.COMMIT)
+    play.say(2, MessageType.COMMITTED)
+    play.pass_time(2.5)
+    assert {to for to, _ in play.take(MessageType.COMMIT)} == {1}
+
+
+def test_a_step_that_is_given_up_leaves_the_coordinator_at_rest():
+    play = Play()
+    play.start(2)
+    play.coordinator.cancel()
+    assert isinstance(play.ended.pop().error, InterruptedError)
+    play.start(2)
+    play.see()  # in a new epoch, so that nothing of the first attempt counts
+    play.finish()
+    assert play.ended.pop().error is None
+
+
+def test_after_a_step_that_failed_all_are_told_of_an_epoch_in_which_nobody_begins():
+    play = Play()
+    play.start(2)
+    play.see()
+    assert play.begun()
+    epoch = play.coordinator.epoch
+    play.coordinator.cancel()
+    play.take(MessageType.VIEW)
+    play.coordinator.advance_epoch()
+    told = play.take(MessageType.VIEW)
+    assert {to for to, _ in told} == {*SHARDS, *ENGINES}
+    assert {message.epoch for _, message in told} == {epoch + 1}
+    for node in (*SHARDS, *ENGINES):
+        play.say(node, MessageType.VIEW_ACK, step=0)
+    assert not play.begun()
+    play.start(2)
+    play.see()
+    play.finish()
+    assert play.ended.pop().error is None
+
+
+def test_before_the_first_view_there_is_nothing_to_disband():
+    play = Play(engines=(), wanted=1)
+    play.start(1)
+    play.coordinator.cancel()
+    play.coordinator.advance_epoch()
+    assert play.coordinator.epoch == 0
+    assert not play.take(MessageType.VIEW)  # one without engines would be refused as damaged
+
+
+def test_a_step_that_is_decided_is_not_given_up():
+    play = Play()
+    play.start(2)
+    play.work()
+    assert play.coordinator.phase.name == "COMMITTING"
+    play.coordinator.cancel()
+    assert not play.ended
+    for shard in SHARDS:
+        play.say(shard, MessageType.COMMITTED)
+    assert play.ended.pop().error is None

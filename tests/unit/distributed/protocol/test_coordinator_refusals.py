@@ -1,0 +1,107 @@
+"""The coordinator alone: what makes no sense costs its sender the place, and nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from any_message import messages
+from coordinator_play import ENGINES, SHARDS, Play
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.distributed.protocol import (
+    RolledBackError,
+    UnrecoverableError,
+)
+from penstock.distributed.protocol.messages import MessageType
+from penstock.errors import PenstockError
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"losses": 3},
+        {"losses": ["0x1p0"]},
+        {"losses": [1.0, 1.0]},
+        {"losses": ["one", "two"]},
+    ],
+)
+def test_losses_that_make_no_sense_cost_the_engine_its_place(body):
+    play = Play()
+    play.start(2)
+    play.say(100, MessageType.LOSSES, body=body)
+    assert play.coordinator.ready == (101, 102)
+    assert "node 100 sent a LOSSES message that has other than" in play.happened[-1].text
+    play.see()
+    play.finish()
+    assert play.ended.pop().error is None
+
+
+@pytest.mark.parametrize("steps", [None, "all", [1, "two"], {"1": 2}])
+def test_held_steps_that_make_no_sense_cost_the_shard_its_place(steps):
+    play = Play(agreed=False)
+    play.start(2)
+    play.see()
+    play.say(1, MessageType.HELD_STEPS, step=0, body={"steps": steps})
+    assert isinstance(play.ended[-1].error, UnrecoverableError)
+    assert play.happened[-1].kind == "shard lost"
+    assert "node 1 sent a HELD_STEPS message that holds" in play.happened[-1].text
+
+
+@pytest.mark.parametrize("kind", [MessageType.PREPARED, MessageType.COMMITTED])
+def test_what_a_shard_says_of_its_gradients_or_commit_must_make_sense(kind):
+    play = Play()
+    play.start(2)
+    if kind is MessageType.COMMITTED:
+        play.work()
+    play.say(1, kind, body={"shard": "one"})
+    assert isinstance(play.ended[-1].error, UnrecoverableError)
+    assert f"node 1 sent a {kind.name} message" in play.happened[-1].text
+
+
+@pytest.mark.parametrize("body", [{}, {"progress": "far"}, {"progress": -1}, {"progress": None}])
+def test_a_beat_that_makes_no_sense_costs_the_engine_its_place(body):
+    play = Play()
+    play.start(2)
+    play.say(101, MessageType.HEARTBEAT, epoch=0, body=body)
+    assert play.coordinator.ready == (100, 102)
+    play.say(999, MessageType.HEARTBEAT, epoch=0, body=body)  # of one who is nobody
+    assert play.coordinator.ready == (100, 102)
+
+
+def test_a_message_that_makes_no_sense_to_an_engine_costs_its_sender_the_place():
+    play = Play()
+    play.start(2)
+    body = {"error": "ProtocolError", "text": "node 102 sent a GRADIENT message", "about": 102}
+    play.say(100, MessageType.FAILURE, body=body)
+    assert play.coordinator.ready == (100, 101)
+
+
+def test_trouble_of_one_who_takes_no_part_counts_for_nothing():
+    play = Play(wanted=2)
+    play.start(2)
+    for sender in (102, 999):
+        play.say(sender, MessageType.FAILURE, body={"error": "ValueError", "text": "no"})
+    assert not play.ended
+    assert play.coordinator.ready == ENGINES
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(messages([0, *SHARDS, *ENGINES, 7]), max_size=6), st.integers(0, 3))
+def test_no_message_can_make_the_coordinator_raise(received, phase):
+    play = Play(agreed=False)
+    play.start(1)
+    for advance in (play.see, play.agree, play.work)[:phase]:
+        advance()
+    for message in received:
+        epoch, step = play.coordinator.epoch, play.coordinator._step
+        play.coordinator.handle(message)
+        play.coordinator.handle(dataclasses.replace(message, epoch=epoch, step=step))
+        play.now += 0.1
+        play.coordinator.tick(play.now)
+    for outcome in play.ended:
+        assert outcome.error is None or isinstance(
+            outcome.error, (UnrecoverableError, RolledBackError, PenstockError)
+        )

@@ -1,0 +1,252 @@
+"""The coordinator alone, where every shard has two nodes: 1 and 3, 2 and 4."""
+
+from __future__ import annotations
+
+import pytest
+from coordinator_play import ENGINES, Play
+
+from penstock.distributed.protocol import UnrecoverableError
+from penstock.distributed.protocol.membership_view import MembershipView
+from penstock.distributed.protocol.messages import MessageType
+from penstock.errors import CorruptionError, ProtocolError
+
+SHARDS = ((1, 3), (2, 4))
+
+
+def two(**changes) -> Play:
+    return Play(shards=SHARDS, **changes)
+
+
+def told(play: Play, kind: str) -> list[str]:
+    return [happened.text for happened in play.happened if happened.kind == kind]
+
+
+def test_all_nodes_of_all_shards_make_the_step():
+    play = two()
+    play.start(2)
+    assert sorted(play.begun()) == [1, 2, 3, 4, *ENGINES]
+    for engine in ENGINES:
+        play.lose(engine)
+    for node in (1, 2, 3):
+        play.say(node, MessageType.PREPARED)
+    assert not play.take(MessageType.COMMIT)
+    play.say(4, MessageType.PREPARED)
+    assert sorted(to for to, _ in play.take(MessageType.COMMIT)) == [1, 2, 3, 4]
+    for node in (4, 3, 2):
+        play.say(node, MessageType.COMMITTED, body={"node": node})
+    assert not play.ended
+    play.say(1, MessageType.COMMITTED, body={"node": 1})
+    assert play.ended[-1].answers == [{"node": 1}, {"node": 2}]  # one for each shard
+
+
+def test_the_decision_is_made_of_one_report_of_each_shard():
+    play = two()
+    order = play.start(2)
+    heard: list[list] = []
+    order.decide = lambda losses, prepared: heard.append(list(prepared)) or {}
+    for engine in ENGINES:
+        play.lose(engine)
+    for node in (4, 3, 2, 1):
+        play.say(node, MessageType.PREPARED, body={"sum": node % 2})
+    assert heard == [[{"sum": 1}, {"sum": 0}]]
+
+
+def test_two_that_should_hold_the_same_and_say_different_things_end_the_run_before_the_commit():
+    play = two()
+    play.start(2)
+    for engine in ENGINES:
+        play.lose(engine)
+    for node in (1, 2, 3, 4):
+        play.say(node, MessageType.PREPARED, body={"sum": node == 4})
+    assert not play.take(MessageType.COMMIT)
+    error = play.ended[-1].error
+    assert isinstance(error, CorruptionError)
+    assert str(error).startswith("shard 1: node 2 and its replica, node 4, should hold the same")
+
+
+@pytest.mark.parametrize("node", [1, 4])
+def test_a_node_that_is_lost_between_steps_is_left_out_of_the_next(node):
+    play = two()
+    play.coordinator.lost(node, "killed")
+    other = {1: 3, 4: 2}[node]
+    assert play.happened[-1].text.endswith(f"node {node}: killed; node {other} goes on with it")
+    play.start(2)
+    play.see()
+    assert sorted(play.begun()) == sorted({1, 2, 3, 4, *ENGINES} - {node})
+    play.finish()
+    assert play.ended[-1].error is None
+
+
+def test_the_loss_of_the_one_that_streams_begins_the_step_anew_with_the_other():
+    play = two()
+    play.start(2)
+    play.begun()
+    play.coordinator.lost(1, "killed")
+    assert play.coordinator.holders == ((3,), (2, 4))
+    assert 1 not in play.see()
+    assert sorted(play.begun()) == [2, 3, 4, *ENGINES]
+    assert not play.take(MessageType.HELD_STEPS), "nobody needs to go back"
+
+
+def test_the_loss_of_one_that_does_not_stream_costs_nothing():
+    play = two()
+    play.start(2)
+    play.begun()
+    epoch = play.coordinator.epoch
+    for engine in ENGINES:
+        play.lose(engine)
+    for node in (1, 2, 4):
+        play.say(node, MessageType.PREPARED)
+    play.coordinator.lost(3, "killed")
+    assert play.coordinator.epoch == epoch
+    assert sorted(to for to, _ in play.take(MessageType.COMMIT)) == [1, 2, 4]
+    play.say(3, MessageType.PREPARED)  # a zombie
+    play.say(3, MessageType.FAILURE, body={"error": "StorageError", "text": "disk full"})
+    assert not play.ended
+
+
+@pytest.mark.parametrize("node", [1, 2, 3, 4])
+def test_a_step_that_is_decided_ends_with_the_others(node):
+    play = two()
+    play.start(2)
+    play.begun()
+    play.work()
+    for other in {1, 2, 3, 4} - {node}:
+        play.say(other, MessageType.COMMITTED)
+    play.coordinator.lost(node, "killed")
+    (outcome,) = play.ended
+    assert outcome.error is None
+    play.start(3)
+    assert node not in play.see()  # in a new epoch
+    assert play.begun()
+
+
+def test_an_error_of_one_costs_its_place_and_that_of_the_last_ends_the_step():
+    play = two()
+    play.start(2)
+    play.begun()
+    play.say(3, MessageType.FAILURE, body={"error": "StorageError", "text": "disk full"})
+    assert told(play, "replica lost") == [
+        "shard 0: node 3: it cannot go on: disk full; node 1 goes on with it"
+    ]
+    assert not play.ended
+    play.say(1, MessageType.FAILURE, body={"error": "StorageError", "text": "disk full"})
+    error = play.ended[-1].error
+    assert isinstance(error, UnrecoverableError)
+    assert (error.node, str(error)) == (1, "disk full")
+
+
+def test_when_the_last_is_lost_the_shard_is():
+    play = two()
+    play.start(2)
+    play.begun()
+    play.coordinator.lost(1, "killed")
+    assert not play.ended
+    play.coordinator.lost(3, "killed")
+    assert play.ended[-1].error.node == 3
+    play.take(MessageType.VIEW)
+    play.start(2)
+    assert not play.see()
+    play.coordinator.shard_joined(0, 9)
+    assert sorted(play.see()) == [2, 4, 9, *ENGINES]
+    assert play.agree(([0, 1], [1], [1])) == [1, 1, 1]
+    assert sorted(play.begun()) == [2, 4, 9, *ENGINES]
+
+
+def test_a_step_that_one_node_of_every_shard_holds_is_gone_back_to_without_those_that_do_not():
+    play = two(agreed=False)
+    play.start(6)
+    play.see()
+    held = dict(zip((1, 3, 2, 4), ([4, 5], [2, 3], [4], [5]), strict=True))
+    for node, _ in play.take(MessageType.HELD_STEPS):
+        play.say(node, MessageType.HELD_STEPS, step=0, body={"steps": held[node]})
+    assert not play.take(MessageType.ROLLBACK)
+    assert play.coordinator.holders == ((1,), (4,))
+    assert "node 2: it does not hold step 5, to which all go back" in told(play, "replica lost")[1]
+    play.see()
+    assert play.agree(([4, 5], [5])) == [5, 5]
+    assert sorted(play.begun()) == [1, 4, *ENGINES]
+
+
+def test_a_learner_takes_part_when_it_is_whole_and_nobody_goes_back():
+    play = two()
+    play.coordinator.lost(1, "killed")
+    play.coordinator.learner_joined(0, 9)
+    play.start(2)
+    assert 9 not in play.see()
+    play.finish()
+    assert play.coordinator.promote(9)
+    assert play.coordinator.holders == ((3, 9), (2, 4))
+    play.start(3)
+    assert sorted(play.see()) == [2, 3, 4, 9, *ENGINES]
+    assert not play.take(MessageType.HELD_STEPS)
+    assert sorted(play.begun()) == [2, 3, 4, 9, *ENGINES]
+
+
+def test_a_learner_that_is_lost_or_whose_shard_is_is_not_whole():
+    play = two()
+    play.coordinator.learner_joined(0, 9)
+    play.pass_time(1.4, silent=[9])
+    assert not play.coordinator.learners
+    assert not play.coordinator.promote(9)
+    play.coordinator.learner_joined(0, 10)
+    play.coordinator.lost(1, "killed")
+    play.coordinator.lost(3, "killed")
+    assert not play.coordinator.promote(10)
+    assert not play.coordinator.promote(11)
+
+
+def test_who_lacks_gradients_that_the_other_has_loses_its_place_and_no_engine_does():
+    play = two()
+    play.start(2)
+    play.begun()
+    for _ in range(2):
+        for engine in ENGINES:
+            play.lose(engine)
+        for node in (1, 2, 4):
+            play.say(node, MessageType.PREPARED)
+        play.pass_time(2.6)
+        play.see()
+        play.begun()
+    assert told(play, "replica lost") == [
+        "shard 0: node 3: the others of its shard have got on, it has not; node 1 goes on with it"
+    ]
+    assert play.coordinator.ready == ENGINES
+
+
+def test_after_a_standstill_another_node_of_every_shard_streams():
+    play = two()
+    play.start(2)
+    play.begun()
+    play.pass_time(2.6)
+    assert play.coordinator.holders == ((3, 1), (4, 2))
+
+
+def test_the_last_node_of_a_shard_has_more_time_to_answer():
+    play = two()
+    play.coordinator.lost(1, "killed")
+    play.start(2)
+    for _ in range(4):
+        for node in (to for to, _ in play.take(MessageType.VIEW) if to != 3):
+            play.say(node, MessageType.VIEW_ACK, step=0)
+        play.pass_time(2.2)
+    assert play.coordinator.holders == ((3,), (2, 4))
+    for _ in range(4):
+        for node in (to for to, _ in play.take(MessageType.VIEW) if to != 3):
+            play.say(node, MessageType.VIEW_ACK, step=0)
+        play.pass_time(2.2)
+    assert play.coordinator.holders[0] == ()
+
+
+@pytest.mark.parametrize(
+    "shards", [None, [], [1, 2], [[]], [[1], []], [[1], [1]], [[100]], [["1"]], [[True]], "1"]
+)
+def test_a_view_that_makes_no_sense_is_refused(shards):
+    with pytest.raises(ProtocolError, match="a view has"):
+        MembershipView.read({"shards": shards, "engines": [100]})
+
+
+def test_a_view_is_read_as_it_was_said():
+    view = MembershipView(SHARDS, ENGINES)
+    assert MembershipView.read(view.as_body()) == view
+    assert view.shard_nodes == (1, 3, 2, 4)

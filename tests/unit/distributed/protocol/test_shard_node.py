@@ -1,0 +1,190 @@
+"""A shard alone: how far ahead it streams, what it takes, when it commits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from lone_nodes import (
+    PIECES,
+    Runtime,
+    Shard,
+    begin,
+    gradient,
+    shard,
+    view,
+)
+
+from penstock.distributed.protocol import COORDINATOR, ShardNode
+from penstock.distributed.protocol.messages import Message, MessageType
+from penstock.distributed.protocol.transfer_schedule import TransferOperation, TransferSchedule
+
+
+def whole_step(node: ShardNode, runtime: Runtime, step: int = 1) -> None:
+    node.handle(begin(step))
+    runtime.do()
+    for op in (2, 1):  # the sums of the later operation come first
+        node.handle(gradient(op, 0, 2, step=step))
+    runtime.do()
+
+
+def test_a_shard_stays_so_far_ahead_as_there_is_room():
+    node, runtime, work = shard()
+    node.handle(begin())
+    runtime.do()
+    assert work.done == [("begin", 1), ("fetch", 0), ("fetch", 1)]
+    node.handle(Message(MessageType.WEIGHT_CREDIT, 1, 100, 1, 1, 0))
+    runtime.do()
+    assert work.done[-1] == ("fetch", 2)
+    assert [(to, m.op) for to, m in runtime.sent if m.kind is MessageType.WEIGHTS] == [
+        (100, 0),
+        (100, 1),
+        (100, 2),
+    ]
+
+
+def test_gradients_are_handed_on_once_and_in_the_order_of_the_sweep():
+    node, runtime, work = shard()
+    node.handle(begin())
+    runtime.do()
+    node.handle(gradient(2, 0, 2))
+    runtime.do()
+    assert ("receive", 2) not in work.done
+    for _ in range(2):
+        node.handle(gradient(1, 0, 2))
+        node.handle(gradient(2, 0, 2))
+        runtime.do()
+    assert work.done[-2:] == [("receive", 1), ("receive", 2)]
+    assert runtime.kinds().count(MessageType.PREPARED) == 1
+
+
+def test_the_first_of_two_gradients_counts():
+    node, runtime, work = shard()
+    node.handle(begin())
+    runtime.do()
+    node.handle(gradient(2, 0, 2))
+    node.handle(gradient(2, 0, 2, payload=np.full(3, 2, np.float32)))
+    node.handle(gradient(1, 0, 2))
+    runtime.do()
+    np.testing.assert_array_equal(work.received[0], [1.0] * 3)
+
+
+def test_a_shard_without_gradients_is_prepared_as_soon_as_it_has_begun():
+    runtime, work = Runtime(), Shard()
+    forward = TransferOperation(0, 0, "forward", PIECES, ())
+    node = ShardNode(1, 0, runtime, TransferSchedule((forward,), 2), work)
+    node.handle(view())
+    node.handle(begin())
+    assert MessageType.PREPARED not in runtime.kinds()
+    runtime.do()
+    assert MessageType.PREPARED in runtime.kinds()
+
+
+def test_a_commit_is_made_once_and_answered_as_often_as_it_is_asked():
+    node, runtime, work = shard()
+    whole_step(node, runtime)
+    commit = Message(MessageType.COMMIT, 1, COORDINATOR, 1)
+    node.handle(commit)
+    node.handle(commit)
+    runtime.do()
+    node.handle(commit)
+    runtime.do()
+    assert work.done.count(("commit", 1)) == 1
+    assert [m.body for _, m in runtime.sent if m.kind is MessageType.COMMITTED] == [{"step": 1}] * 2
+
+
+def test_a_commit_of_another_epoch_step_or_trial_is_not_made():
+    node, runtime, work = shard()
+    node.handle(begin())
+    runtime.do()
+    node.handle(Message(MessageType.COMMIT, 1, COORDINATOR, 1))
+    assert runtime.errors() == ["ProtocolError"]  # not prepared
+    whole_step(node, runtime)
+    node.handle(Message(MessageType.COMMIT, 2, COORDINATOR, 1))
+    node.handle(Message(MessageType.COMMIT, 1, COORDINATOR, 2))
+    node.handle(view(2))
+    node.handle(Message(MessageType.COMMIT, 1, COORDINATOR, 1))
+    node.handle(Message(MessageType.COMMIT, 2, COORDINATOR, 1))
+    runtime.do()
+    assert ("commit", 1) not in work.done
+
+
+def test_a_step_that_was_committed_and_undone_is_committed_again():
+    node, runtime, work = shard()
+    whole_step(node, runtime)
+    node.handle(Message(MessageType.COMMIT, 1, COORDINATOR, 1))
+    node.handle(view(2))  # while it commits; its answer is of no step any more
+    node.handle(Message(MessageType.ROLLBACK, 2, COORDINATOR, body={"to": 0}))
+    runtime.do()
+    assert work.done[-2:] == [("commit", 1), ("go back", 0)]
+    assert MessageType.COMMITTED not in runtime.kinds()
+    node.handle(begin(epoch=2))
+    runtime.do()
+    for op in (1, 2):
+        node.handle(gradient(op, 0, 2, epoch=2))
+    node.handle(Message(MessageType.COMMIT, 2, COORDINATOR, 1))
+    runtime.do()
+    assert work.done.count(("commit", 1)) == 2
+
+
+def test_going_back_happens_once_and_never_within_a_step():
+    node, runtime, work = shard()
+    back = Message(MessageType.ROLLBACK, 1, COORDINATOR, body={"to": 1})
+    node.handle(Message(MessageType.HELD_STEPS, 1, COORDINATOR))
+    node.handle(back)
+    node.handle(back)
+    runtime.do()
+    node.handle(begin(2))
+    node.handle(back)
+    runtime.do()
+    assert work.done.count(("go back", 1)) == 1
+    assert runtime.sent[1][1].body == {"steps": [0, 1]}
+
+
+def test_what_is_asked_late_does_not_undo_a_step():
+    node, runtime, work = shard()
+    node.handle(begin())
+    node.handle(Message(MessageType.ROLLBACK, 1, COORDINATOR, body={"to": 0}))
+    runtime.do()
+    assert ("go back", 0) not in work.done
+
+
+def test_a_step_begins_once():
+    node, runtime, work = shard()
+    node.handle(begin())
+    node.handle(begin())
+    runtime.do()
+    node.handle(begin())
+    runtime.do()
+    assert work.done.count(("begin", 1)) == 1
+
+
+def test_a_shard_whose_place_another_node_has_taken_takes_no_part():
+    node, runtime, _ = shard()
+    node.handle(view(2, shards=[7, 2]))
+    node.handle(begin(epoch=2))
+    assert not runtime.jobs
+
+
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [
+        (gradient(3, 0, 2), "names operation 3 of 3"),
+        (gradient(2, 2, 2), "names gradient 2 of 2"),
+        (gradient(2, 1, 2), "is for shard 1, and came to 0"),
+        (gradient(2, 0, 0, 1), "is no sum over all micro-batches"),
+        (gradient(2, 0, 2, payload=np.zeros(5, np.uint8)), "has 5 bytes for 12"),
+        (Message(MessageType.WEIGHT_CREDIT, 1, 100, 1, 4, 0), "counts 4 operations"),
+    ],
+)
+def test_what_makes_no_sense_to_a_shard_is_reported_and_changes_nothing(message, text):
+    node, runtime, work = shard()
+    node.handle(begin())
+    runtime.do()
+    runtime.sent.clear()
+    before = list(work.done)
+    node.handle(message)
+    runtime.do()
+    ((_, said),) = runtime.sent
+    assert (said.kind, said.body["error"]) == (MessageType.FAILURE, "ProtocolError")
+    assert text in said.body["text"]
+    assert work.done == before

@@ -1,0 +1,403 @@
+"""What is read of whom, which links end, and that to read what comes runs no code."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import pickle
+import random
+import resource
+import socket
+import threading
+import time
+
+import numpy as np
+import pytest
+from endpoint_places import greet
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from waiting import SECONDS, wait_until
+
+from penstock.distributed.protocol.messages import (
+    HEADER_BYTES,
+    Message,
+    MessageType,
+    lengths,
+    message_with,
+    pack,
+    pack_arrays,
+    unpack,
+    unpack_arrays,
+)
+from penstock.distributed.transport import Connection, Endpoint, new_token
+from penstock.distributed.transport.stream import PlainStream
+from penstock.errors import ClusterError, CorruptionError
+
+
+def test_messages_pass_with_their_payload_and_in_order(places):
+    token = new_token()
+    one, two = places(token, 1), places(token, 2)
+    link = greet(one, 1, two)
+    payload = np.arange(3_000_000, dtype=np.float32)
+    for op in range(5):
+        message = message_with(
+            payload + op, kind=MessageType.WEIGHTS, epoch=7, sender=1, op=op, to=2
+        )
+        link.send(message)
+    wait_until(lambda: len(two.node.messages) == 5)
+    for op, message in enumerate(two.node.messages):
+        assert (message.op, message.epoch) == (op, 7)
+        np.testing.assert_array_equal(message.payload.view(np.float32), payload + op)
+
+
+def test_links_of_nodes_that_take_part_no_more_end(places):
+    """Their hosts may be gone without a word; who knows of the next epoch before us stays."""
+    token = new_token()
+    here = places(token, 1)
+    others = {number: places(token, number) for number in (0, 2, 3, 4)}
+    epochs = {0: 0, 2: 6, 3: 6, 4: 8}
+    links = {}
+    for number, other in others.items():
+        links[number] = other.endpoint.connect(here.endpoint.address)
+        links[number].send(
+            Message(MessageType.HELLO, epochs[number], number, body={"node": number})
+        )
+        links[number].send(Message(MessageType.HEARTBEAT, 0, number, to=1))
+    wait_until(lambda: len(here.node.messages) == 4)
+    met = {3: others[3].endpoint.address}
+    here.endpoint.call(lambda: here.endpoint.meet(met, 7))
+    wait_until(lambda: not links[2].is_open)
+    for number in (0, 3, 4):
+        links[number].send(Message(MessageType.HEARTBEAT, 0, number, to=1))
+    wait_until(lambda: len(here.node.messages) == 7)
+    assert [link.is_open for link in links.values()] == [True, False, True, True]
+    wait_until(lambda: here.ended)
+    assert len(here.ended) == 1
+    here.endpoint.call(lambda: here.endpoint.meet({}, 9))
+    wait_until(lambda: not links[3].is_open and not links[4].is_open)
+    assert links[0].is_open
+
+
+def test_the_link_to_one_that_is_to_take_part_stays_whoever_comes_and_goes(places):
+    """A learner is given a copy of a shard before it is in any view."""
+    token = new_token()
+    here, learner = places(token, 1), places(token, 2)
+    link = learner.endpoint.connect(here.endpoint.address)
+    link.send(Message(MessageType.HELLO, 0, 2, body={"node": 2}))
+    link.send(Message(MessageType.HEARTBEAT, 0, 2, to=1))
+    wait_until(lambda: here.node.messages)
+    address = learner.endpoint.address
+    here.endpoint.call(lambda: here.endpoint.reach(2, address))
+    here.endpoint.call(lambda: here.endpoint.meet({}, 5))
+    link.send(Message(MessageType.HEARTBEAT, 0, 2, to=1))
+    wait_until(lambda: len(here.node.messages) == 2)
+    here.endpoint.call(lambda: here.endpoint.meet({2: address}, 6))
+    here.endpoint.call(lambda: here.endpoint.meet({}, 7))
+    wait_until(lambda: not link.is_open)
+
+
+def test_the_first_message_to_a_node_says_of_which_epoch_it_is(places):
+    token = new_token()
+    here, other = places(token, 1), places(token, 2)
+    address = other.endpoint.address
+    here.endpoint.call(lambda: here.endpoint.meet({2: address}, 5))
+    runtime = here.endpoint.runtime(1)
+    here.endpoint.call(lambda: runtime.send(2, Message(MessageType.WEIGHT_CREDIT, 5, 1)))
+    wait_until(lambda: other.node.messages)
+    other.endpoint.call(lambda: other.endpoint.meet({}, 5))
+    here.endpoint.call(lambda: runtime.send(2, Message(MessageType.WEIGHT_CREDIT, 5, 1)))
+    wait_until(lambda: len(other.node.messages) == 2)
+    assert not other.ended
+
+
+def test_a_link_on_which_nothing_is_sent_is_asked_whether_its_other_end_is_there(places):
+    """Else the memory and the threads of links from a host that is gone would stay."""
+    token = new_token()
+    link = greet(places(token, 1), 1, places(token, 2))
+    assert link._socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+    if hasattr(socket, "TCP_KEEPIDLE"):
+        idle, between, count = (
+            link._socket.getsockopt(socket.IPPROTO_TCP, option)
+            for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+        )
+        assert idle + between * count <= 30
+
+
+def test_a_node_that_is_taken_out_does_no_more(places):
+    """The job that it is at ends before another node is put in; those behind it are dropped."""
+    here = places(new_token(), 1)
+    runtime = here.endpoint.runtime(1)
+    began, may_end, done = threading.Event(), threading.Event(), []
+
+    def long() -> None:
+        began.set()
+        may_end.wait(SECONDS)
+        done.append("long")
+
+    runtime.work(long, lambda _: None, lambda _: None)
+    runtime.work(lambda: done.append("next"), lambda _: None, lambda _: None)
+    assert began.wait(SECONDS)
+    threading.Timer(0.1, may_end.set).start()
+    here.endpoint.remove(1)
+    assert done == ["long"]
+
+
+def test_a_frame_that_cannot_be_made_ends_the_link(places):
+    token = new_token()
+    one, two = places(token, 1), places(token, 2)
+    link = greet(one, 1, two)
+    link.send(Message(MessageType.HEARTBEAT, 0, 1, to=2, body={"too large": "x" * (2 << 20)}))
+    wait_until(lambda: one.ended and two.ended)
+    assert not link.is_open
+
+
+@pytest.mark.parametrize("size", [100, 5000])
+def test_a_damaged_frame_ends_the_link_and_is_named(size, places):
+    token = new_token()
+    one, two = places(token, 1), places(token, 2)
+    link = greet(one, 1, two)
+    link.send(Message(MessageType.HEARTBEAT, 0, 1, to=2))
+    wait_until(lambda: two.node.messages)
+    message = message_with(np.zeros(size), kind=MessageType.WEIGHTS, epoch=1, sender=1, to=2)
+    payload = bytearray(8 * size)
+    payload[17] ^= 4
+    link._stream.send([*pack(message), payload])
+    wait_until(lambda: two.ended)
+    assert isinstance(two.ended[0], CorruptionError)
+    assert "has checksum" in str(two.ended[0])
+    assert len(two.node.messages) == 1
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES + 200))
+def test_frames_of_any_bytes_are_refused_by_our_error(frame):
+    with pytest.raises(CorruptionError):
+        taken(frame)
+
+
+def taken(frame: bytes) -> Message:
+    """Take a frame as a link does, of which no more comes than this."""
+    header, rest = frame[:HEADER_BYTES], frame[HEADER_BYTES:]
+    body_bytes, payload_bytes = lengths(header)
+    if body_bytes + payload_bytes != len(rest):
+        raise CorruptionError("the next frame's bytes would be read as this one's")
+    return unpack(header, rest[:body_bytes], np.frombuffer(rest[body_bytes:], np.uint8).copy())
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(min_value=0), st.integers(0, 7))
+def test_every_flipped_bit_of_a_frame_is_noticed(place, bit):
+    message = message_with(
+        np.arange(10),
+        kind=MessageType.GRADIENT,
+        epoch=3,
+        sender=9,
+        body={"a": [1, 2.5]},
+        to=4,
+        step=8,
+    )
+    header, body = pack(message)
+    frame = bytearray(header + body + message.payload.tobytes())
+    frame[place % len(frame)] ^= 1 << bit
+    with pytest.raises(CorruptionError):
+        taken(bytes(frame))
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=20,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(JSON, max_size=4), st.binary(max_size=64))
+def test_descriptions_of_arrays_are_refused_by_our_error(described, data):
+    try:
+        arrays = unpack_arrays(described, np.frombuffer(data, np.uint8))
+    except CorruptionError:
+        return
+    assert sum(array.nbytes for array in arrays.values()) >= len(data)
+
+
+def came_back(array: np.ndarray) -> int:
+    """Require that an array comes back as it was; return how many bytes it was on the way."""
+    described, payload = pack_arrays({"a": array, "b": np.zeros((0, 4), np.float32)})
+    found = unpack_arrays(json.loads(json.dumps(described)), payload)
+    np.testing.assert_array_equal(found["a"], array)
+    assert (found["a"].dtype, found["a"].shape) == (array.dtype, array.shape)
+    assert found["b"].shape == (0, 4)
+    return payload.nbytes
+
+
+@pytest.mark.parametrize(
+    ("ends", "each"),
+    [
+        ((0, 50_256), 2),
+        ((-100, 32_767), 2),
+        ((-100, 50_256), 4),
+        ((-1, 127), 1),
+        ((0, 1 << 40), 8),
+        ((-1, (1 << 63) - 1), 8),
+        ((-(1 << 63), 0), 8),
+    ],
+)
+def test_whole_numbers_travel_in_as_few_bytes_as_hold_them_all(ends, each):
+    assert came_back(np.array([ends, ends, ends])) == 6 * each
+
+
+def test_other_arrays_travel_as_they_are():
+    for kind in ("bool", "uint8", "float16", "float32", "float64"):
+        array = np.arange(6).astype(kind).reshape(3, 2)[:, ::-1]
+        assert came_back(array) == array.nbytes
+    assert came_back(np.array([(1 << 64) - 1], np.uint64)) == 8
+    assert came_back(np.array(7)) == 1
+
+
+@pytest.mark.parametrize("types", [("float32", "uint8"), ("bool", "uint8"), ("int64", "object")])
+def test_arrays_that_would_change_on_the_way_are_refused(types):
+    with pytest.raises(CorruptionError, match="an array is described as"):
+        unpack_arrays([["a", *types, [1]]], np.zeros(1, np.uint8))
+
+
+class Bomb:
+    """What unpickling would run."""
+
+    def __reduce__(self):
+        return (os._exit, (66,))
+
+
+def test_a_pickle_that_comes_is_bytes_and_nothing_else(places):
+    token = new_token()
+    one, two = places(token, 1), places(token, 2)
+    bomb = np.frombuffer(pickle.dumps(Bomb()), np.uint8)
+    link = greet(one, 1, two)
+    link.send(message_with(bomb, kind=MessageType.WEIGHTS, epoch=0, sender=1, to=2))
+    wait_until(lambda: two.node.messages)
+    assert two.node.messages[0].payload.tobytes() == bomb.tobytes()
+
+
+def test_a_port_that_was_asked_for_is_listened_on_or_said_to_be_taken():
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        taken = probe.getsockname()[1]
+        with pytest.raises(
+            ClusterError, match=rf"a port that is free and may be used, got {taken}"
+        ):
+            listening(taken)
+    port = free_port()
+    endpoint = listening(port)
+    try:
+        assert endpoint.address == ("127.0.0.1", port)
+    finally:
+        endpoint.close()
+
+
+def free_port() -> int:
+    """Return a port that nobody has, below those that the system gives to whoever asks for any."""
+    for port in random.sample(range(10_000, 30_000), 100):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise AssertionError("none of 100 ports is free")
+
+
+def listening(port: int) -> Endpoint:
+    return Endpoint(
+        "token",
+        "127.0.0.1",
+        on_link_end=lambda link, error: None,
+        on_new_peer=lambda link, message: None,
+        on_failure=lambda error: None,
+        port=port,
+    )
+
+
+def test_what_has_come_counts_before_the_time_does():
+    """A process that was held up takes what waited for it before it calls anybody silent."""
+    seen: list[str] = []
+    endpoint = Endpoint(
+        "token",
+        "127.0.0.1",
+        on_link_end=lambda link, error: None,
+        on_new_peer=lambda link, message: None,
+        on_failure=lambda error: seen.append(str(error)),
+        every=lambda now: seen.append("time"),
+        beat=0.05,
+    )
+    is_held_up, may_go_on = threading.Event(), threading.Event()
+
+    def hold_up() -> None:
+        is_held_up.set()
+        may_go_on.wait(SECONDS)
+
+    endpoint.start()
+    try:
+        endpoint.call(hold_up)
+        assert is_held_up.wait(SECONDS)
+        seen.clear()
+        for number in range(50):
+            endpoint.call(lambda number=number: seen.append(str(number)))
+        time.sleep(0.1)  # it is time by now
+        may_go_on.set()
+        wait_until(lambda: "time" in seen)
+    finally:
+        endpoint.close()
+    assert seen[:51] == [*map(str, range(50)), "time"]
+
+
+def test_a_link_is_heard_by_any_byte_of_a_long_message():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        theirs = socket.create_connection(listener.getsockname())
+        ours, _ = listener.accept()
+    took: list[Message] = []
+    link = Connection(
+        PlainStream(ours),
+        lambda link, message: took.append(message),
+        lambda link, error: None,
+    )
+    try:
+        message = message_with(
+            np.zeros(1 << 20, np.uint8), kind=MessageType.WEIGHTS, epoch=0, sender=1
+        )
+        head = b"".join(pack(message))
+        wait_until(lambda: not link.is_heard(0.1))
+        theirs.sendall(head)
+        for part in range(4):  # a message that takes longer than anybody may be silent
+            wait_until(lambda: not link.is_heard(0.05))
+            sent_at = time.monotonic()
+            theirs.sendall(message.payload[part << 18 : (part + 1) << 18].data)
+            wait_until(lambda since=sent_at: link.is_heard(time.monotonic() - since))
+        wait_until(lambda: took)
+    finally:
+        link.close()
+        theirs.close()
+    assert not link.is_heard(0.0)
+
+
+def test_unread_bytes_count_as_heard_where_the_descriptor_is_above_1024():
+    """`select.select` refuses such descriptors, and a process with many connections has them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        theirs = socket.create_connection(listener.getsockname())
+        accepted, _ = listener.accept()
+    with accepted:
+        ours = socket.socket(fileno=fcntl.fcntl(accepted.fileno(), fcntl.F_DUPFD_CLOEXEC, 2000))
+    is_held, may_go_on = threading.Event(), threading.Event()
+
+    def hold(link, message):
+        is_held.set()
+        may_go_on.wait(SECONDS)
+
+    link = Connection(PlainStream(ours), hold, lambda link, error: None)
+    try:
+        frames = b"".join(pack(Message(MessageType.HEARTBEAT, 0, 1))) * 2
+        theirs.sendall(frames)
+        assert is_held.wait(SECONDS)
+        wait_until(lambda: link.is_heard(0.0))
+    finally:
+        may_go_on.set()
+        link.close()
+        theirs.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

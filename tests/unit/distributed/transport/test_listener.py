@@ -1,0 +1,241 @@
+"""Who is let in, and that strangers keep nobody out."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+
+import pytest
+from endpoint_places import greet, raw
+from waiting import SECONDS, wait_until
+
+from penstock.distributed.protocol.messages import Message, MessageType
+from penstock.distributed.transport import handshake, new_token
+from penstock.distributed.transport.certificates import Credentials
+from penstock.distributed.transport.tls import TlsStream
+from penstock.errors import ClusterError
+
+QUESTION_BYTES = 16 + handshake.HELLO_BYTES
+
+
+def test_who_has_another_token_or_none_is_refused_before_anything_is_read(places, caplog):
+    caplog.set_level(logging.WARNING, "penstock.distributed")
+    here, other = places(new_token(), 1), places(new_token(), 2)
+    with pytest.raises(ClusterError, match="refused this node's token"):
+        other.endpoint.connect(here.endpoint.address)
+    # A stranger who says something else, and one who pretends to speak the protocol.
+    for first_words in (b"GET / HTTP/1.1\r\n\r\n" + bytes(100), bytes(64), os.urandom(4096)):
+        with raw(here) as connection:
+            connection.sendall(first_words)
+            wait_until(lambda connection=connection: closed(connection))
+    wait_until(lambda: here.endpoint.refused["127.0.0.1"] == 4)
+    assert not here.node.messages
+    assert not here.strangers
+    lines = [record.message for record in caplog.records]
+    assert len(lines) == 4
+    assert all("refused a connection from 127.0.0.1" in line for line in lines)
+    # Nothing is disturbed: who has the token still gets in.
+    friend = places(here.endpoint._credentials.token, 3)
+    greet(friend, 3, here).send(Message(MessageType.HEARTBEAT, 0, 3, to=1))
+    wait_until(lambda: here.node.messages)
+
+
+def closed(connection: socket.socket) -> bool:
+    """Whether the other side has closed, having greeted, and said at most that it refuses."""
+    connection.settimeout(SECONDS)
+    said = b""
+    try:
+        while part := connection.recv(4096):
+            said += part
+    except ConnectionResetError:
+        pass
+    assert len(said) <= QUESTION_BYTES or said[QUESTION_BYTES:] == handshake.REFUSAL
+    return True
+
+
+def test_who_is_slow_to_prove_himself_is_not_waited_for(places, monkeypatch):
+    """A byte now and then buys no more time, however many come."""
+    monkeypatch.setattr(handshake, "SECONDS", 0.3)
+    here = places(new_token(), 1)
+    sent = 0
+    with raw(here) as connection:
+        while not here.endpoint.refused:
+            with contextlib.suppress(OSError):
+                connection.sendall(b"x")
+            sent += 1
+            assert sent < 64, "it is refused for its time, not for its words"
+            time.sleep(0.05)
+
+
+def test_strangers_who_stay_and_say_nothing_keep_nobody_out(places):
+    """As many as may come: it is those who have been there longest that go."""
+    token = new_token()
+    here = places(token, 1)
+    strangers = [raw(here) for _ in range(300)]
+    try:
+        for _ in range(5):
+            with raw(here) as friend:
+                handshake.connect(friend, Credentials(token))  # the first time
+        assert closed(strangers[0])
+        strangers[-1].settimeout(SECONDS)
+        assert len(strangers[-1].recv(4096)) == QUESTION_BYTES
+        strangers[-1].setblocking(False)
+        with pytest.raises(BlockingIOError):
+            strangers[-1].recv(1)
+    finally:
+        for stranger in strangers:
+            stranger.close()
+
+
+def test_strangers_from_elsewhere_take_each_others_places(places):
+    """One who takes long to answer stays, as long as it is not from where most come."""
+    token = new_token()
+    here = places(token, 1)
+    with raw(here) as friend:
+        friend.settimeout(SECONDS)
+        theirs, hello = friend.recv(QUESTION_BYTES)[16:], bytes(handshake.HELLO_BYTES)
+        strangers = [
+            socket.create_connection(here.endpoint.address, source_address=("127.0.0.2", 0))
+            for _ in range(400)
+        ]
+        wait_until(lambda: here.endpoint.refused["127.0.0.2"] >= 400 - 256)
+        assert "127.0.0.1" not in here.endpoint.refused
+        friend.sendall(hello + handshake._proof(token, b"connects", theirs, hello))
+        assert friend.recv(32) == handshake._proof(token, b"accepts", theirs, hello)
+        for stranger in strangers:
+            stranger.close()
+
+
+def test_friends_get_in_while_strangers_come_without_end(places):
+    token = new_token()
+    here, friend = places(token, 1), places(token, 2)
+    is_over, strangers = threading.Event(), []
+
+    def flood() -> None:
+        while not is_over.wait(0.002):
+            with contextlib.suppress(OSError):
+                strangers.append(raw(here))
+            if len(strangers) > 400:  # in this process they are open twice
+                strangers.pop(0).close()
+
+    thread = threading.Thread(target=flood)
+    thread.start()
+    try:
+        wait_until(lambda: len(strangers) > 300)
+        for _ in range(10):
+            link = greet(friend, 2, here)
+            link.send(Message(MessageType.HEARTBEAT, 0, 2, to=1))
+            assert link.is_open
+    finally:
+        is_over.set()
+        thread.join()
+        for stranger in strangers:
+            stranger.close()
+    wait_until(lambda: len(here.node.messages) == 10)
+
+
+def test_many_who_are_refused_fill_no_log(places, caplog):
+    caplog.set_level(logging.WARNING, "penstock.distributed")
+    here = places(new_token(), 1)
+    for _ in range(50):
+        raw(here).close()
+    wait_until(lambda: here.endpoint.refused["127.0.0.1"] == 50)
+    assert len(caplog.records) == 10
+
+
+@contextlib.contextmanager
+def turning_away(times: int, token: str):
+    """Listen, and close so many connections before they are answered; yield the address."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def answer() -> None:
+        for number in range(times + 1):
+            connection, _ = listener.accept()
+            with connection:
+                challenge = handshake.Challenge(token, wants_tls=False)
+                connection.sendall(challenge.question)
+                if number % 2:  # what it says is not read: the connection is reset
+                    connection.recv(1)
+                if number == times:
+                    while challenge.missing_bytes:
+                        challenge.take(connection.recv(challenge.missing_bytes))
+                    connection.sendall(challenge.reply)
+                    if challenge.needs_tls:
+                        context = Credentials(token).tls.server
+                        TlsStream(connection, context, server_side=True).handshake(
+                            time.monotonic() + 5
+                        )
+
+    thread = threading.Thread(target=answer, daemon=True)
+    thread.start()
+    try:
+        yield listener.getsockname()
+    finally:
+        listener.close()
+
+
+def test_who_is_turned_away_comes_again(places):
+    token = new_token()
+    here = places(token, 1)
+    with turning_away(4, token) as address:
+        here.endpoint.connect(address)
+
+
+def test_who_is_always_turned_away_is_told_so_and_not_that_its_token_is_wrong(places, monkeypatch):
+    monkeypatch.setattr("penstock.distributed.transport.endpoint._TRY_SECONDS", 0.1)
+    token = new_token()
+    here = places(token, 1)
+    with (
+        turning_away(1000, token) as address,
+        pytest.raises(ClusterError, match="closed the connection before it answered: the run may"),
+    ):
+        here.endpoint.connect(address)
+
+
+def test_the_one_who_connects_wants_proof_too(places):
+    """Who only repeats what it is told does not pass for a node of the run."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def mirror() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.sendall(b"penstock-fabric4" + bytes(handshake.HELLO_BYTES))
+            answer = connection.recv(handshake.HELLO_BYTES + handshake.PROOF_BYTES)
+            connection.sendall(answer[handshake.HELLO_BYTES :])
+
+    thread = threading.Thread(target=mirror)
+    thread.start()
+    here = places(new_token(), 1)
+    with pytest.raises(ClusterError, match="does not have this run's token"):
+        here.endpoint.connect(listener.getsockname())
+    thread.join()
+    listener.close()
+
+
+def test_an_old_proof_is_worth_nothing(places):
+    """What was recorded of one handshake does not open another."""
+    token = new_token()
+    here = places(token, 1)
+    recorded = bytearray()
+
+    class Recorder:
+        def __init__(self, connection) -> None:
+            self.connection = connection
+
+        def sendall(self, data) -> None:
+            recorded.extend(data)
+            self.connection.sendall(data)
+
+        def __getattr__(self, name):
+            return getattr(self.connection, name)
+
+    with raw(here) as connection:
+        handshake.connect(Recorder(connection), Credentials(token))
+    with raw(here) as connection:
+        connection.sendall(recorded)
+        closed(connection)
+    wait_until(lambda: here.endpoint.refused["127.0.0.1"] == 1)

@@ -1,0 +1,49 @@
+"""What an engine's process hands on is its own, whatever the device does with its buffers."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+
+from penstock.collectives.tree_reduce import PartialSum
+from penstock.distributed.protocol.transfer_schedule import (
+    Chunk,
+    TransferOperation,
+    TransferSchedule,
+)
+from penstock.distributed.worker import engine_executor
+from penstock.distributed.worker.engine_executor import LocalEngineExecutor
+
+
+class RingEngine:
+    """An engine whose gradients come in one buffer, used again and again, as a GPU's do."""
+
+    def __init__(self) -> None:
+        self.buffer = torch.zeros(3)
+
+    def load(self, stage, weights) -> None:
+        pass
+
+    def backward(self, stage):
+        self.buffer += 1
+        return self
+
+    def wait(self):
+        return [PartialSum(0, 0, (self.buffer, None))]
+
+
+NO_WEIGHTS = SimpleNamespace(stages=(SimpleNamespace(weights=()),), weights={})
+
+
+def test_gradients_from_a_gpu_are_not_those_that_come_after_them(monkeypatch):
+    monkeypatch.setattr(engine_executor, "positions_of", lambda *_: ())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    operation = TransferOperation(0, 0, "backward", (), (Chunk(0, 0, 0, 3, 4),))
+    work = LocalEngineExecutor(
+        RingEngine(), NO_WEIGHTS, TransferSchedule((operation,), 1), (), "cuda"
+    )
+    first, second = work.compute(operation), work.compute(operation)
+    assert first[0].tensors[0].tolist() == [1, 1, 1]
+    assert second[0].tensors[0].tolist() == [2, 2, 2]
+    assert first[0].tensors[1] is None

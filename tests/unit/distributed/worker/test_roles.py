@@ -1,0 +1,51 @@
+"""What makes a process an engine or a shard, on hosts that are fit for it and that are not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cluster_visitors import config
+
+from penstock.distributed.control_messages import ReplicaSlot
+from penstock.distributed.run_spec import RunSpec
+from penstock.distributed.worker.roles import build_engine, build_shard
+from penstock.errors import UnfitHostError
+from penstock.telemetry import process_memory
+
+
+@pytest.fixture
+def told(layout, tmp_path):
+    """Return what is told of a run whose processes are on other hosts."""
+
+    def tell(device: str = "cpu", **terms) -> tuple[RunSpec, dict]:
+        made = config(tmp_path, start="listen", shards="apart")
+        made = made.model_copy(update={"engine": made.engine.model_copy(update={"device": device})})
+        plan = RunSpec.of(made, layout)
+        return plan, {**plan.terms, "device": device, **terms}
+
+    return tell
+
+
+def test_a_shard_of_a_run_on_gpus_needs_none(told, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    plan, terms = told("cuda")
+    made = build_shard(terms, ReplicaSlot(1, 0), "when asked")
+    assert made.digest == plan.shard_digest
+
+
+def test_a_host_without_a_gpu_is_not_fit_for_an_engine_that_computes_on_one(told, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UnfitHostError, match=r"on GPUs, and .* has none that PyTorch finds"):
+        build_engine(told("cuda")[1])
+
+
+def test_a_host_without_the_memory_is_not_fit_for_an_engine(told, monkeypatch):
+    plan, terms = told()
+    assert 0 < terms["engine_host"] <= terms["engine_bytes"]
+    assert build_engine(terms).digest == plan.engine_digest
+    less = terms["engine_host"] - 1
+    monkeypatch.setattr(process_memory, "available_bytes", lambda: less)
+    with pytest.raises(
+        UnfitHostError, match=r"needs [0-9.]+ [KM]iB of memory, .* start it on a la"
+    ):
+        build_engine(terms)

@@ -1,0 +1,43 @@
+"""How a worker's process is seen from outside, and when it ends by itself."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+from cluster_visitors import TOKEN
+from waiting import wait_until
+
+from penstock.distributed.launchers.local import thread_states
+from penstock.distributed.transport import Endpoint
+from penstock.distributed.worker.main import Worker
+from penstock.errors import ClusterError
+
+
+def test_a_process_that_would_run_is_told_from_one_that_sleeps_or_is_stopped(tmp_path):
+    spin = "while True: pass"
+    for code, states in ((spin, "R"), ("import time; time.sleep(60)", "S")):
+        with subprocess.Popen([sys.executable, "-c", code]) as process:
+            wait_until(lambda p=process, s=states: thread_states(p.pid) == [s])
+            process.send_signal(signal.SIGSTOP)
+            wait_until(lambda p=process: thread_states(p.pid) == ["T"])
+            process.kill()
+        assert thread_states(process.pid) == []
+
+
+def test_a_worker_that_is_cut_off_before_it_is_anything_ends_and_says_so():
+    run = Endpoint(
+        TOKEN,
+        "127.0.0.1",
+        on_link_end=lambda link, error: None,
+        on_new_peer=lambda link, message: link.close(),
+        on_failure=lambda error: None,
+    )
+    run.start()
+    try:
+        with pytest.raises(ClusterError, match="the run ended the connection before it said what"):
+            Worker(run.address, TOKEN).serve()
+    finally:
+        run.close()

@@ -1,0 +1,229 @@
+"""Whose memory engines and the shards of a store take, by where they are."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.config import Config
+from penstock.distributed.protocol import GRADIENTS
+from penstock.engine import EnginePlan, predict_bytes
+from penstock.errors import BudgetError
+from penstock.planning import builders, store_factory
+from penstock.planning.memory_budget import Budget, HostCapacity, MemoryShares, bytes_on_the_way
+from penstock.program import Program
+from penstock.telemetry import process_memory
+
+MIB = 1 << 20
+MODEL = {
+    "preset": "gpt2",
+    "overrides": {"n_layer": 8, "n_embd": 256, "n_head": 4, "vocab_size": 96, "n_positions": 32},
+}
+
+
+@pytest.fixture(autouse=True)
+def _machine(monkeypatch):
+    """A machine on which 330 MiB are free, most of which the parts other than the store take."""
+    monkeypatch.setattr(process_memory, "resident_bytes", lambda: 400 * MIB)
+    monkeypatch.setattr(process_memory, "available_bytes", lambda: 330 * MIB)
+
+
+@pytest.fixture(scope="module")
+def program() -> Program:
+    source = builders.model_source(Config.from_mapping({"model": MODEL}).model)
+    return builders.compile_source(source, micro_batch=1, length=32, precision="fp32", device="cpu")
+
+
+def shares(program: Program, **changes) -> MemoryShares:
+    """Return what the parts of a run of two engines get, two micro-batches each."""
+    engine = {"device": "cpu", "memory": "64MiB"}
+    mapping = {"model": MODEL, "batch": {"size": 256}, "engines": 2, "engine": engine, **changes}
+    config = Config.from_mapping(mapping)
+    budget = Budget(config, program, 2, "cpu", store_factory.optimizer_of(config).roles)
+    engine_bytes = budget.engine_bytes()
+    return budget.divide(budget.plan(engine_bytes), engine_bytes)
+
+
+OTHER_HOSTS = [
+    {"start": "listen", "shards": "apart"},
+    {"start": "ray", "address": "10.0.0.1:6379", "shards": "apart"},
+]
+THIS_HOST = [
+    {"start": "listen"},
+    {"start": "local", "shards": "apart"},
+    {"start": "ray", "shards": "apart"},
+]
+
+
+@pytest.mark.parametrize("cluster", OTHER_HOSTS)
+def test_a_store_in_the_memory_of_other_hosts_may_be_larger_than_this_one(program, cluster):
+    made = shares(program, cluster=cluster, store={"shards": 4})
+    # Weights, gradients and two moments of AdamW, in float32.
+    assert made.store >= 16 * program.parameters > 90 * MIB
+
+
+@pytest.mark.parametrize("cluster", THIS_HOST)
+def test_a_store_in_the_memory_of_this_host_must_fit_it(program, cluster):
+    with pytest.raises(BudgetError, match="cannot hold this run") as caught:
+        shares(program, cluster=cluster, store={"shards": 4})
+    assert "other hosts" not in str(caught.value)
+
+
+@pytest.mark.parametrize("cluster", OTHER_HOSTS)
+def test_the_memory_of_shards_on_flash_is_that_of_their_hosts(program, cluster, tmp_path):
+    store = {"shards": 4, "dram": "2GiB", "flash": {"path": str(tmp_path / "flash")}}
+    assert shares(program, cluster=cluster, store=store).store == 2048 * MIB
+    with pytest.raises(BudgetError, match="store, on flash besides"):
+        shares(program, cluster={"start": "local", "shards": "apart"}, store=store)
+
+
+def test_replicas_count_as_much_as_what_they_hold(program, tmp_path):
+    cluster = OTHER_HOSTS[0]
+    one, two = (
+        shares(program, cluster=cluster, store={"shards": 4, "replicas": replicas}).store
+        for replicas in (1, 2)
+    )
+    assert two > 32 * program.parameters > one
+    flash = {"path": str(tmp_path / "flash")}
+    store = {"shards": 4, "replicas": 2, "flash": flash}
+    config = Config.from_mapping({"model": MODEL, "cluster": cluster, "store": store})
+    with pytest.raises(BudgetError, match=r"in 4 shards with a replica each needs [0-9,]+ bytes"):
+        store_factory.flash_share(config, program, 10 * MIB)
+
+
+@pytest.mark.parametrize("cluster", OTHER_HOSTS)
+def test_a_cap_is_for_the_process_here_and_leaves_what_the_shards_have_alone(program, cluster):
+    engine = {"device": "cpu"}
+    made = shares(program, cluster=cluster, store={"shards": 4}, engine=engine, memory="720MiB")
+    assert made.store > 90 * MIB
+    assert made.engines == 0
+    assert made.engine < 260 * MIB
+
+
+ENGINES_ELSEWHERE = [
+    {"start": "listen"},
+    {"start": "ray", "address": "10.0.0.1:6379"},
+    *OTHER_HOSTS,
+]
+
+
+@pytest.mark.parametrize("cluster", ENGINES_ELSEWHERE)
+def test_engines_on_other_hosts_take_nothing_of_the_memory_of_this_one(
+    program, cluster, monkeypatch
+):
+    monkeypatch.setattr(process_memory, "available_bytes", lambda: 900 * MIB)
+    engine = {"device": "cpu", "memory": "8GiB"}
+    made = shares(program, cluster=cluster, engines=64, engine=engine)
+    assert (made.engine, made.engines) == (8192 * MIB, 0)
+    with pytest.raises(BudgetError, match="64 engines"):
+        shares(program, cluster={"start": "local"}, engines=64, engine=engine)
+
+
+@pytest.mark.parametrize("cluster", ENGINES_ELSEWHERE)
+@pytest.mark.parametrize("memory", [None, "2100MiB"])
+def test_how_many_engines_are_on_other_hosts_does_not_change_what_each_may_use(
+    program, cluster, memory, monkeypatch
+):
+    monkeypatch.setattr(process_memory, "available_bytes", lambda: 1800 * MIB)
+    common = {"cluster": cluster, "engine": {"device": "cpu"}, "memory": memory}
+    found = {n: shares(program, engines=n, **common).engine for n in (1, 2, 64)}
+    assert len(set(found.values())) == 1, found
+    # It is what one engine could have here: less than all of what is free, and not a sliver.
+    assert 150 * MIB < found[64] < 1800 * MIB
+    local = {"cluster": {"start": "local"}, "engine": {"device": "cpu"}, "memory": memory}
+    alone, both = (shares(program, engines=n, **local).engine for n in (1, 2))
+    assert both < 0.6 * alone
+
+
+def test_what_still_does_not_fit_is_not_blamed_on_the_store(program):
+    engine = {"device": "cpu", "memory": "64MiB"}
+    with pytest.raises(BudgetError) as caught:
+        shares(program, cluster=OTHER_HOSTS[0], store={"shards": 4}, engine=engine, memory="600MiB")
+    lines = str(caught.value).splitlines()
+    assert any(line.startswith("  calls to the store's shards, on other hosts") for line in lines)
+    assert "raise memory above" in lines[-1]
+    assert "store.dram" not in lines[-1]
+    assert "store.flash.path" not in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("cluster", "rings"),
+    [
+        ({"start": "none"}, 0),
+        ({"start": "local"}, 5),  # to each, from one to the other and back, the sum from one
+        ({"start": "local", "shared_memory": "off"}, 0),
+        ({"start": "listen"}, 3),
+    ],
+)
+def test_memory_that_processes_share_counts(program, cluster, rings):
+    with pytest.raises(BudgetError) as caught:
+        shares(program, cluster=cluster, memory="500MiB")
+    name = "  memory that processes share (cluster.shared_memory)"
+    found = [line for line in str(caught.value).splitlines() if line.startswith(name)]
+    assert [line.split()[-2:] for line in found] == [[f"{16 * rings}.00", "MiB"]] * bool(rings)
+
+
+def test_what_is_on_its_way_counts_where_engines_are_processes(program, monkeypatch):
+    """Two buffers as large as the largest stage, one of which computes, and gradients, twice."""
+    monkeypatch.setattr(process_memory, "available_bytes", lambda: 999 * MIB)
+    block = 4 * sum(program.weights[name].elements for name in program.stages[1].weights)
+    on_the_way = bytes_on_the_way(program, "cpu")
+    assert on_the_way == block + 2 * GRADIENTS * block  # all weights are trained, in float32
+    assert bytes_on_the_way(program, "cuda") == on_the_way + block  # which computes on the GPU
+
+    def plan(memory: int, start: str) -> EnginePlan:
+        engine = {"device": "cpu", "memory": memory, "recompute": "never"}
+        config = Config.from_mapping(
+            {"model": MODEL, "engine": engine, "cluster": {"start": start}}
+        )
+        budget = Budget(config, program, 2, "cpu", store_factory.optimizer_of(config).roles)
+        return budget.plan(budget.engine_bytes())
+
+    least = predict_bytes(program, 2, EnginePlan()).peak_bytes
+    assert plan(least, "none").beside_bytes == 0
+    assert plan(least + on_the_way, "local").beside_bytes == on_the_way
+    with pytest.raises(BudgetError, match=r"of it for what is on its way\), the budget is"):
+        plan(least + on_the_way - 1, "local")
+
+
+@pytest.mark.parametrize("cluster", [{"start": "local"}, {"start": "ray"}])
+def test_workers_of_this_machine_count_with_spare_ones_and_shards(program, cluster):
+    """A forked one with what it has for itself, another with all libraries."""
+    found = {}
+    for spare, where in ((0, "here"), (3, "here"), (3, "apart")):
+        each = {**cluster, "spare": spare, "shards": where}
+        with pytest.raises(BudgetError) as caught:
+            shares(program, cluster=each, memory="600MiB", store={"shards": 4})
+        (line,) = [x for x in str(caught.value).splitlines() if "workers' processes" in x]
+        found[spare, where] = float(line.split()[-2]) * (1024 if "GiB" in line else 1)
+    one = found[0, "here"] / 2
+    if cluster["start"] == "local":
+        one = 76 + len(program.stages)
+        assert found[0, "here"] == pytest.approx(320 + 2 * one, abs=22)
+    else:
+        assert one == pytest.approx(400, abs=10)
+    assert found[3, "here"] - found[0, "here"] == pytest.approx(3 * one, abs=22)
+    assert found[3, "apart"] - found[3, "here"] == pytest.approx(4 * one, abs=22)
+
+
+def test_more_engines_than_this_machine_has_room_for_are_refused_with_the_sum(program, monkeypatch):
+    monkeypatch.setattr(process_memory, "available_bytes", lambda: 1500 * MIB)
+
+    def room(start: str) -> HostCapacity | None:
+        engine = {"device": "cpu", "memory": "64MiB"}
+        run = {"model": MODEL, "batch": {"size": 64}, "engines": 2, "engine": engine}
+        config = Config.from_mapping({**run, "cluster": {"start": start}})
+        budget = Budget(config, program, 2, "cpu", store_factory.optimizer_of(config).roles)
+        return budget.room(budget.divide(budget.plan(64 * MIB), 64 * MIB))
+
+    found = room("local")
+    assert found is not None
+    most = (found.limit - found.others) // found.engine
+    assert most >= 2
+    found.require(most)
+    with pytest.raises(
+        BudgetError,
+        match=rf"^engines: {most + 1} on this machine need {most + 1} x [0-9.]+ [GM]iB beside the "
+        rf"[0-9.]+ [GM]iB of the other parts, .* the limit is .*: there is room for {most}$",
+    ):
+        found.require(most + 1)
+    assert room("listen") is None

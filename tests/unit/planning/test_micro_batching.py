@@ -1,0 +1,110 @@
+"""How a batch is divided is the same for any number of engines, also where one cannot do it."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+from tiny_models import LENGTH, language_model
+
+from penstock.config import Config
+from penstock.engine import can_fit, predict_bytes
+from penstock.engine.interface import EnginePlan
+from penstock.engine.recompute_planner import bytes_of_choice
+from penstock.errors import BudgetError
+from penstock.planning import builders
+from penstock.planning.execution_plan import plan_execution
+from penstock.planning.micro_batching import MicroBatchPlan, divide_batch
+
+SIZE = 4
+SOURCE = language_model("gpt2").source(0)
+compile_source = builders.compile_source
+
+
+@functools.cache
+def compile_for(micro_batch: int, slot_bytes: int | None):
+    """Compile once what all tests here ask for; an error is raised each time."""
+    return compile_source(
+        SOURCE, micro_batch=micro_batch, length=LENGTH, precision="fp32", slot_bytes=slot_bytes
+    )
+
+
+@pytest.fixture(autouse=True)
+def _compile_once(monkeypatch):
+    def compile_again(source, *, micro_batch, slot_bytes, **same):
+        return compile_for(micro_batch, slot_bytes)
+
+    monkeypatch.setattr(builders, "compile_source", compile_again)
+
+
+@pytest.fixture(scope="module")
+def single():
+    return compile_for(1, None)
+
+
+def config(memory: int, engines: int = 1, **batch) -> Config:
+    return Config.from_mapping(
+        {
+            "model": "gpt2",
+            "batch": {"size": SIZE, **batch},
+            "engine": {"memory": memory, "device": "cpu"},
+            "engines": engines,
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def too_little_for_one(single) -> int:
+    """What does for half the batch, and not for the whole of it."""
+    half, whole = (bytes_of_choice(single, count)[0] for count in (SIZE // 2, SIZE))
+    assert half < whole
+    return (half + whole) // 2
+
+
+def test_more_micro_batches_fit_only_where_fewer_do(single):
+    plan = EnginePlan(
+        recompute=frozenset(s.index for s in single.stages[:-1] if s.kind.saved_bytes)
+    )
+    needs = [predict_bytes(single, count, plan).peak_bytes for count in range(1, 10)]
+    assert needs == sorted(needs)
+    for count, need in enumerate(needs, 1):
+        assert can_fit(single, count, need)
+        assert not can_fit(single, count, need - 1)
+
+
+def test_where_one_engine_cannot_hold_the_batch_the_micro_batch_is_the_least(too_little_for_one):
+    made = [
+        divide_batch(config(too_little_for_one, engines), compile_for, "cpu", LENGTH)
+        for engines in (1, 2, 4)
+    ]
+    assert {(each.micro_batch, each.slot_bytes, each.is_for_many) for each in made} == {
+        (1, made[0].slot_bytes, True)
+    }
+
+
+def test_then_one_engine_is_refused_two_are_not_and_what_else_may_be_done_is_said(
+    too_little_for_one,
+):
+    with pytest.raises(BudgetError, match=r"the engine needs .* for a step of 4 micro-batch"):
+        plan_execution(config(too_little_for_one), SOURCE, "cpu", LENGTH)
+    told: list[str] = []
+    made = plan_execution(config(too_little_for_one, 2), SOURCE, "cpu", LENGTH, notice=told.append)
+    assert (made.micro_batch, made.micro_batches) == (1, SIZE)
+    assert told == [
+        "batch.micro: auto is 1, the least, since one engine cannot hold a step of 4 sequences: "
+        "the number of engines does not decide it, or it would change bits. To choose it for 2 "
+        "engines, set batch.micro to a divisor of 4"
+    ]
+
+
+def test_a_run_keeps_the_cut_that_it_was_started_with_whatever_one_engine_could_hold(
+    too_little_for_one,
+):
+    made = plan_execution(config(too_little_for_one, 4), SOURCE, "cpu", LENGTH, 1, None)
+    assert (made.micro_batch, made.slot_bytes) == (1, None)
+
+
+def test_a_micro_batch_that_is_set_is_taken(too_little_for_one):
+    made = divide_batch(config(too_little_for_one, micro=2), compile_for, "cpu", LENGTH)
+    assert isinstance(made, MicroBatchPlan)
+    assert made.micro_batch == 2

@@ -1,0 +1,226 @@
+"""The figures of a run on disk: each step once, readable by any JSON reader."""
+
+import errno
+import json
+import math
+import os
+import random
+import sys
+from pathlib import Path
+
+import pytest
+from bounded_memory import bounded_memory
+from events_of_a_run import started, step
+
+from penstock.errors import ConfigError, StorageError
+from penstock.io import durable
+from penstock.telemetry.events import Evaluated, Saved
+from penstock.telemetry.metrics_writer import (
+    MetricsFile,
+    _lines_from,
+    _lines_from_end,
+    drop_after,
+    read_metrics,
+    stream_metrics,
+)
+from penstock.telemetry.run_files import RunFiles
+from penstock.telemetry.tensorboard_files import TensorBoard
+
+
+def rows(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_one_object_per_step_evaluation_and_checkpoint(tmp_path):
+    path = tmp_path / "run" / "metrics.jsonl"
+    metrics = MetricsFile(path)
+    for event in (
+        started(),
+        step(1, loss=2.5),
+        Evaluated(1, 3.0, 20.1, 0.5, best=True, accuracy=0.25),
+        Saved(1, Path("checkpoints/step-00000001"), 0.1, 1000),
+    ):
+        metrics(event)
+    first, second, third = rows(path)
+    assert first["event"] == "step"
+    assert (first["step"], first["loss"], first["tokens"]) == (1, 2.5, 16384)
+    assert (second["event"], second["loss"], second["best"]) == ("evaluation", 3.0, True)
+    assert (second["accuracy"], second["exact_match"]) == (0.25, None)
+    assert (third["event"], third["path"]) == ("checkpoint", "checkpoints/step-00000001")
+
+
+def test_after_a_resume_each_step_stands_once(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    interrupted = MetricsFile(path)
+    interrupted(started())
+    for number in range(1, 8):
+        interrupted(step(number, loss=1.0))
+    interrupted(Evaluated(6, 3.0, 20.1, 0.5, best=True))
+    with path.open("a") as file:
+        file.write('{"event": "step", "st')  # as a crash may leave it
+    resumed = MetricsFile(path)
+    resumed(started(resumed_from=5))
+    for number in range(6, 9):
+        resumed(step(number, loss=2.0))
+    found = rows(path)
+    assert [row["step"] for row in found] == list(range(1, 9))
+    assert [row["loss"] for row in found] == [1.0] * 5 + [2.0] * 3
+    assert [item.name for item in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_new_run_starts_its_file_anew(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"event": "step", "step": 3}\n')
+    MetricsFile(path)(started(resumed_from=None))
+    assert rows(path) == []
+
+
+def test_nothing_is_rewritten_where_nothing_is_dropped(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"event":   "step", "step": 3}\n')
+    assert drop_after(path, 3) == 0
+    assert path.read_text() == '{"event":   "step", "step": 3}\n'
+    assert drop_after(tmp_path / "absent", 3) == 0
+
+
+def test_drop_after_keeps_the_events_of_a_cluster_and_ends_the_last_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    kinds = ["step", "cluster", "step", "checkpoint", "cluster", "step", "cluster", "step"]
+    lines = [json.dumps({"event": kind, "step": at}) for at, kind in enumerate(kinds)]
+    path.write_text("\n".join(lines))  # a crash took the end of the last line
+    assert drop_after(path, 7) == 0
+    assert path.read_text() == "\n".join(lines) + "\n"
+    assert drop_after(path, 3) == 2
+    assert path.read_text().splitlines() == [*lines[:5], lines[6]]
+    assert drop_after(path, -1) == 3
+    assert path.read_text().splitlines() == [lines[1], lines[4], lines[6]]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_lines_are_the_same_from_both_ends(tmp_path, seed):
+    """Against Python's own splitting, with lines around the size of the pieces that are read."""
+    draw = random.Random(seed)
+    sizes = [draw.choice([0, 1, 40, 65_535, 65_536, 65_537, 200_000]) for _ in range(12)]
+    lines = [bytes(draw.choices(b"abc", k=size)) for size in sizes]
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"\n".join(lines))
+    begins = [sum(map(len, lines[:at])) + at for at in range(len(lines))]
+    with path.open("rb", buffering=0) as file:
+        assert list(_lines_from(file, 0)) == lines
+        backwards = list(_lines_from_end(file))
+    assert backwards[::-1] == list(zip(begins, lines, strict=True))
+
+
+def read_bytes():
+    return int(Path("/proc/self/io").read_text().split("rchar: ")[1].split()[0])
+
+
+def test_the_figures_of_a_long_run_take_little_memory(tmp_path):
+    """300,000 steps, as much as a week of small steps writes: 220 MB."""
+    path = tmp_path / "metrics.jsonl"
+    row = json.dumps({"event": "step", **vars(step(1234567))})
+    with path.open("w") as file:
+        file.writelines(row.replace("1234567", str(at)) + "\n" for at in range(1, 300_001))
+    before = read_bytes()
+    with bounded_memory(32 << 20):
+        assert drop_after(path, 300_000) == 0
+        assert read_bytes() - before < 1 << 20
+        assert sum(1 for row in stream_metrics(path)) == 300_000
+        assert drop_after(path, 299_000) == 1000
+        assert [item.name for item in tmp_path.iterdir()] == ["metrics.jsonl"]
+    with path.open("rb") as file:
+        file.seek(-1000, 2)
+        assert json.loads(file.read().splitlines()[-1])["step"] == 299_000
+
+
+def test_a_line_without_end_takes_little_memory(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with path.open("w") as file:
+        file.write('{"event": "step", "step": 1}\n')
+    os.truncate(path, 2**28)
+    with bounded_memory(32 << 20):
+        assert len(list(stream_metrics(path))) == 1
+        assert drop_after(path, 1) == 1
+    assert path.read_text() == '{"event": "step", "step": 1}\n'
+
+
+class Full:
+    """A listener whose disk is full from step 2 on."""
+
+    def __init__(self):
+        self.told = []
+
+    def __call__(self, event):
+        self.told.append(event)
+        if getattr(event, "step", 0) >= 2:
+            raise StorageError("metrics.jsonl: cannot write metrics: No space left on device")
+
+
+def test_figures_that_cannot_be_written_ask_once_for_a_stop():
+    asked, full, other = [], Full(), []
+    recorder = RunFiles([full, other.append], asked.append)
+    for event in (started(), step(1), step(2), step(3)):
+        recorder(event)
+    assert asked == ["metrics.jsonl: cannot write metrics: No space left on device"]
+    assert str(recorder.failure) == (
+        "metrics.jsonl: cannot write metrics: No space left on device; the run was saved and "
+        "stopped: make room there, and give the same command to go on"
+    )
+    assert len(full.told) == 3
+    assert len(other) == 2
+
+
+@pytest.mark.parametrize("at", ["events", "step"])
+def test_a_full_disk_under_tensorboard_is_an_error_of_storage(tmp_path, monkeypatch, at):
+    board, write = TensorBoard(tmp_path), durable.write
+
+    def refuse(descriptor, data):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if at == "step":
+        board(started())
+    monkeypatch.setattr(durable, "write", refuse)
+    with pytest.raises(StorageError) as caught:
+        board(step(1) if at == "step" else started())
+    monkeypatch.setattr(durable, "write", write)
+    assert str(caught.value) == (
+        f"{tmp_path}: cannot write TensorBoard's figures: No space left on device"
+    )
+    board.close()
+
+
+def test_what_json_lacks_is_null(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    MetricsFile(path)(step(1, loss=math.nan))
+    MetricsFile(path)(step(2, loss=math.inf))
+    assert [row["loss"] for row in rows(path)] == [None, None]
+    assert [row["step"] for row in read_metrics(path)] == [1, 2]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_tensorboard_gets_the_same_figures(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = TensorBoard(tmp_path)
+    board(started())
+    for number in (1, 2, 3):
+        board(step(number, loss=4.0 / number))
+    board(Evaluated(3, 1.5, 4.48, 0.5, best=True))
+    board.close()
+    board.close()
+    read = EventAccumulator(str(tmp_path))
+    read.Reload()
+    losses = {entry.step: entry.value for entry in read.Scalars("train/loss")}
+    assert losses == pytest.approx({1: 4.0, 2: 2.0, 3: 4 / 3})
+    assert read.Scalars("speed/tokens_per_second")[0].value == 8192
+    assert read.Scalars("evaluation/loss")[0].value == 1.5
+
+
+def test_a_missing_tensorboard_is_named_with_what_installs_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboard.compat.proto", None)
+    with pytest.raises(ConfigError) as raised:
+        TensorBoard(tmp_path)
+    assert str(raised.value) == (
+        "logging.tensorboard: expected the package tensorboard, which is not installed; run "
+        "`pip install 'penstock[tensorboard]'` or set logging.tensorboard to false"
+    )

@@ -1,0 +1,47 @@
+"""What a journal or a checkpoint kept for the trainer is used only if it is what it should be."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import CorruptionError
+from penstock.training.resume_state import ResumeState
+
+ARCHITECTURE = {"class_name": "Net", "graph": "g", "captured_with": "torch 2"}
+KEPT = ResumeState({"batch.size": 4}, 2, None, "d", None, 3.25, 1, "v", ARCHITECTURE)
+
+
+def test_what_was_kept_is_found_again():
+    assert ResumeState.read(json.loads(json.dumps(KEPT.to_mapping())), Path("run")) == KEPT
+
+
+def test_keys_that_older_releases_did_not_keep_may_be_missing():
+    found = ResumeState.read({"trajectory": {}}, Path("run"))
+    assert found == ResumeState({}, None, None, None, None, None, 0)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("trajectory", None),
+        ("trajectory", [1]),
+        ("micro_batch", "4"),
+        ("micro_batch", 0),
+        ("micro_batch", True),
+        ("slot_bytes", 2.5),
+        ("slot_bytes", 2**70),
+        ("data", 7),
+        ("weights", {}),
+        ("values", 7),
+        ("architecture", "Net"),
+        ("architecture", {**ARCHITECTURE, "graph": None}),
+        ("architecture", {"class_name": "Net"}),
+        ("best_loss", "low"),
+        ("evaluations_since_best", None),
+        ("evaluations_since_best", -1),
+    ],
+)
+def test_a_value_of_another_type_is_refused_by_its_place(key, value):
+    with pytest.raises(CorruptionError, match=r"^runs/x/flash: what a run keeps with a step was "):
+        ResumeState.read({**KEPT.to_mapping(), key: value}, Path("runs/x/flash"))
