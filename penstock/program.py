@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 from penstock.errors import ProgramError
-from penstock.formats import WeightFormat
+from penstock.formats import BFLOAT16, WeightFormat
 
 Executable = Callable[..., tuple[Any, ...]]
 
@@ -218,6 +218,11 @@ class Program:
     @property
     def trainable_parameters(self) -> int:
         return sum(w.elements for w in self.weights.values() if w.trainable)
+
+    @property
+    def bfloat16(self) -> frozenset[str]:
+        """Names of the frozen weights that the store keeps as bfloat16."""
+        return frozenset(name for name, w in self.weights.items() if w.format is BFLOAT16)
 
     @property
     def draws_dropout(self) -> bool:

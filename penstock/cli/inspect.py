@@ -219,7 +219,7 @@ def _base_reader(settings: Config, state: CheckpointState) -> ReadBase | None:
     """Return what reads the weights that a checkpoint does not hold, if there are any."""
     if state.base is None:
         return None
-    from penstock.planning import builders
+    from penstock.planning.builders import base_reader
 
     return builders.base_reader(settings, state.base)
 

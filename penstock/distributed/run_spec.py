@@ -138,7 +138,7 @@ def terms_of(config: Config, layout: ExecutionPlan) -> dict[str, Any]:
         "micro_batch": layout.micro_batch,
         "length": layout.sequence_length,
         "slot_bytes": layout.slot_bytes,
-        "bfloat16": sorted(builders.bfloat16_of(layout.program)),
+        "bfloat16": sorted(layout.program.bfloat16),
         "device": layout.device,  # chosen once: hosts that differ would round differently
         "recompute": sorted(layout.plan.recompute),
         "shards": config.store.shards,

@@ -1,6 +1,4 @@
-"""What a model source asks of where its module and its weights come from."""
-
-from __future__ import annotations
+"""Where a model source gets a module's structure and its initial weights."""
 
 from collections.abc import Iterable, Iterator
 from typing import Protocol

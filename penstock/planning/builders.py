@@ -37,7 +37,6 @@ from penstock.engine import (
     return_freed_pages,
 )
 from penstock.errors import ConfigError
-from penstock.formats import BFLOAT16
 from penstock.models import KEPT, ModelSource, WeightFiles, require_clear, verify_kept
 from penstock.planning.memory_budget import MemoryShares
 from penstock.program import Program
@@ -181,11 +180,6 @@ def kept_as_bfloat16(config: Config, source: ModelSource) -> frozenset[str]:
     if not source.bfloat16:
         return frozenset()
     return source.bfloat16 - trained_weights(config, source)
-
-
-def bfloat16_of(program: Program) -> frozenset[str]:
-    """Return the weights of a program that are kept as bfloat16."""
-    return frozenset(name for name, w in program.weights.items() if w.format is BFLOAT16)
 
 
 def compile_source(

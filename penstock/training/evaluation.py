@@ -157,7 +157,7 @@ class Evaluator:
                 length=self._layout.sequence_length,
                 precision=self._config.precision,
                 device=self._device,
-                bfloat16=builders.bfloat16_of(self._layout.program),
+                bfloat16=self._layout.program.bfloat16,
                 goal="evaluate",
                 slot_bytes=self._layout.slot_bytes,
                 known=self._layout.program,

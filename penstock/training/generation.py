@@ -45,7 +45,7 @@ def make_writer(
             length=window,
             precision=config.precision,
             device=device,
-            bfloat16=builders.bfloat16_of(layout.program),
+            bfloat16=layout.program.bfloat16,
             goal="logits",
         )
         return TorchEngine(program, EnginePlan(), device=device, budget_bytes=layout.budget_bytes)

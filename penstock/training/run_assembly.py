@@ -63,7 +63,7 @@ def set_up(
     model: nn.Module | ModelSource | None,
     source: Source | None,
     held_out: Source | None,
-    backend: CheckpointBackend,
+    checkpoints: CheckpointBackend,
     notice: Callable[[str], None],
 ) -> RunSetup:
     """Return the setup of a run.
@@ -72,14 +72,15 @@ def set_up(
         model: in place of `config.model`.
         source: batches in place of `config.data`.
         held_out: the same, for evaluations.
-        backend: of the run's checkpoints, which knows what a run that is resumed has recorded.
+        checkpoints: of the run, which may be resumed.
         notice: is told what a user should know.
 
     Raises:
         ConfigError, DataError, CompileError, BudgetError: as `Trainer` says.
     """
-    recorded = backend.recorded
-    found = builders.source_of(config, model, recorded is not None, notice, backend.needs_base)
+    recorded = checkpoints.recorded
+    is_resumed, needs_base = recorded is not None, checkpoints.needs_base
+    found = builders.source_of(config, model, is_resumed, notice, needs_base)
     devices = choose_devices(config.engine)
     device = kind_of(devices) if devices else builders.choose_device(config.engine.device)
     if source is None:
@@ -95,7 +96,7 @@ def set_up(
         recorded.slot_bytes if recorded else None,
         devices,
         notice,
-        backend.bfloat16,
+        checkpoints.bfloat16,
     )
     return RunSetup(found, data, devices, device, plan)
 

@@ -26,7 +26,6 @@ from penstock.errors import ConfigError
 from penstock.formats import BFLOAT16, DENSE, SPLIT
 from penstock.models import ModelSource
 from penstock.planning import builders
-from penstock.planning.builders import bfloat16_of
 from penstock.store import (
     checkpoint_bytes,
     checkpoint_hash,
@@ -152,7 +151,7 @@ def test_a_checkpoint_holds_what_was_trained_and_the_account_says_how_much(folde
     assert state.weights.keys() == adapters
     assert state.base_weights.keys() == set(trainer.program.weights) - adapters
     assert state.base.fingerprint == trainer.model.weights_fingerprint()
-    assert state.bfloat16 == bfloat16_of(trainer.program) == state.base_weights.keys()
+    assert state.bfloat16 == trainer.program.bfloat16 == state.base_weights.keys()
     on_disk = sum(path.stat().st_size for path in saved.glob("*.safetensors"))
     names = state.base_weights.keys()
     assert checkpoint_bytes(trainer.program, trainer.store.roles, names) == on_disk == state.bytes
@@ -172,7 +171,7 @@ def test_a_worker_of_the_run_makes_the_same_program(folders, tmp_path):
         assert told["kept"] is not None
         made = roles._compile(told, "cpu")
         assert engine_digest(made.program, made.transfers, "cpu") == plan.engine_digest
-        assert bfloat16_of(made.program) == bfloat16_of(trainer.program) != frozenset()
+        assert made.program.bfloat16 == trainer.program.bfloat16 != frozenset()
         trainer.close()
 
 
