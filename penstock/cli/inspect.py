@@ -221,7 +221,7 @@ def _base_reader(settings: Config, state: CheckpointState) -> ReadBase | None:
         return None
     from penstock.planning.builders import base_reader
 
-    return builders.base_reader(settings, state.base)
+    return base_reader(settings, state.base)
 
 
 def _hash(settings: Config, folder: Path, state: CheckpointState) -> str:

@@ -19,7 +19,7 @@ from penstock.distributed.protocol import (
 )
 from penstock.engine import thread_count
 from penstock.models import KEPT
-from penstock.planning import ExecutionPlan, builders
+from penstock.planning import ExecutionPlan
 from penstock.program import Program, Stage, backward_fetch
 from penstock.store import Holding, ShardMap
 
