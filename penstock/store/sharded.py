@@ -17,6 +17,7 @@ import torch
 
 from penstock.errors import StorageError
 from penstock.kernels.memory import allocate, page_lock
+from penstock.program import largest_stage
 from penstock.store.commit import prepare_and_decide
 from penstock.store.content_hash import hash_read
 from penstock.store.gradients import require_gradients, trainable_weights
@@ -293,14 +294,10 @@ class Assembly:
     def needed(cls, program: Holding, shard_map: ShardMap) -> int:
         """Return the bytes that the largest stage takes."""
         cut = {name for name, pieces in shard_map.pieces.items() if len(pieces) > 1}
-        return 2 * max(
-            sum(
-                _aligned(program.weights[name].stream_bytes)
-                for name in stage.weights
-                if name in cut
-            )
-            for stage in program.stages
+        _, largest = largest_stage(
+            program, lambda weight: _aligned(weight.stream_bytes) if weight.name in cut else 0
         )
+        return 2 * largest
 
     @property
     def bytes(self) -> int:
