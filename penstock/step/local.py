@@ -171,20 +171,21 @@ def step_done(
     """Return what is told of a step that was committed.
 
     Args:
-        commit: what the store decided.
+        commit: what was decided.
         store: is asked what has moved since it was asked last.
         seconds: of the whole step.
         store_seconds: of these, those in which no engine computed, whatever they went into.
         engine_bytes: the most that an engine has held.
     """
+    decision = commit.decision
     traffic, flash = store.take_traffic(), store.take_flash_traffic()
     waited = traffic.update_seconds + traffic.snapshot_seconds + flash.waited_seconds
     return StepDone(
-        step=commit.step,
+        step=decision.step,
         loss=loss,
-        learning_rate=commit.learning_rate,
-        grad_norm=commit.grad_norm,
-        clip_scale=commit.clip_scale,
+        learning_rate=decision.learning_rate,
+        grad_norm=decision.norm,
+        clip_scale=decision.clip_scale,
         seconds=seconds,
         tokens=tokens,
         streamed_bytes=traffic.streamed_bytes,

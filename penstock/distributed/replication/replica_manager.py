@@ -26,6 +26,7 @@ from penstock.distributed.rpc.rpc import InvalidResponseError, RpcClient, ShardL
 from penstock.distributed.rpc.store_client import StoreClient
 from penstock.distributed.transport import Address
 from penstock.errors import PenstockError, StorageError
+from penstock.planning.store_factory import commit_rule
 from penstock.store import Holding
 from penstock.store.flash import DurableStore
 
@@ -81,6 +82,7 @@ class ReplicaManager:
                 await_node=functools.partial(self._await_holder, shard),
                 refuse=self._cut_off,
                 copy=functools.partial(self._copy, shard),
+                rule=commit_rule(self._config),
                 replicas=self._config.store.replicas,
             )
             for shard, part in enumerate(self._parts)

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from penstock.distributed.protocol.transfer_schedule import TransferOperation
-from penstock.distributed.rpc.commit_codec import body_of_commit, body_of_report
+from penstock.distributed.rpc.commit_codec import body_of_report, decision_of
 from penstock.distributed.worker.shard_storage import ShardStorage
-from penstock.errors import ClusterError
+from penstock.errors import ClusterError, ProtocolError
 from penstock.step_schedule import StepSchedule
 from penstock.store import (
     ReplicatedStore,
@@ -112,5 +112,12 @@ class LocalShardExecutor:
         return report
 
     def commit(self, step: int, decision: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Commit the step with the norm of all shards' gradients."""
-        return body_of_commit(self._store.decide(float.fromhex(decision["norm"])))
+        """Commit the step by what was decided for all shards."""
+        decided = decision_of(decision)
+        if decided.step != step:
+            raise ProtocolError(
+                f"shard {self._shard} is to commit step {step} by a decision for step "
+                f"{decided.step}; do all nodes run the same version of Penstock?"
+            )
+        self._store.decide(decided)
+        return {"step": step}
