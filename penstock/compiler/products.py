@@ -2,8 +2,8 @@
 
 PyTorch hands float32 products to MKL and bfloat16 products to oneDNN. On processors that are not
 Intel's, oneDNN is the faster one for float32 too (measured: 1.15 to 1.35 times for the shapes of
-GPT-2 on Zen 4, `docs/log.md`), so there large products go to it. The choice depends on the machine
-alone, never on a timing, so that equal runs stay equal to the bit.
+GPT-2 on Zen 4, `docs/decisions.md`), so there large products go to it. The choice depends on the
+machine alone, never on a timing, so that equal runs stay equal to the bit.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From a program to the transfers of its steps, and to digests that nodes must share."""
+"""What all processes of a run are told and must agree on: settings, transfers, digests."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 import xxhash
 
 from penstock.config import Config
-from penstock.distributed.protocol.transfer_schedule import (
+from penstock.distributed.protocol import (
     GRADIENT_WIDTH,
     Chunk,
     TransferOperation,
     TransferSchedule,
     chunks,
 )
-from penstock.engine.threads import thread_count
+from penstock.engine import thread_count
 from penstock.models import KEPT
-from penstock.planning.execution_plan import ExecutionPlan
+from penstock.planning import ExecutionPlan
 from penstock.program import Program
 from penstock.step_schedule import StepSchedule
 from penstock.store import Holding, ShardMap

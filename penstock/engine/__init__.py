@@ -1,17 +1,20 @@
 """The engine: computes one stage at a time; holds activations; stateless between steps."""
 
 from penstock.engine.device_threads import DeviceThread, Member, Rounds
-from penstock.engine.host_memory import keep_freed_pages, return_freed_pages
+from penstock.engine.host_memory import KEPT_OVER_USED, keep_freed_pages, return_freed_pages
 from penstock.engine.interface import Batch, Engine, EnginePlan, PendingGradients, compute
 from penstock.engine.lanes import CudaLanes, HostLanes
 from penstock.engine.memory import MemoryAccount
 from penstock.engine.null_engine import NullEngine
 from penstock.engine.recompute_planner import bytes_of_choice, can_fit, plan_engine, predict_bytes
+from penstock.engine.row_split import Rows, micro_batches
 from penstock.engine.shared_slots import SharedSlots
 from penstock.engine.sharing import Sharing
+from penstock.engine.threads import set_threads, thread_count
 from penstock.engine.torch_engine import TorchEngine
 
 __all__ = [
+    "KEPT_OVER_USED",
     "Batch",
     "CudaLanes",
     "DeviceThread",
@@ -23,6 +26,7 @@ __all__ = [
     "NullEngine",
     "PendingGradients",
     "Rounds",
+    "Rows",
     "SharedSlots",
     "Sharing",
     "TorchEngine",
@@ -30,7 +34,10 @@ __all__ = [
     "can_fit",
     "compute",
     "keep_freed_pages",
+    "micro_batches",
     "plan_engine",
     "predict_bytes",
     "return_freed_pages",
+    "set_threads",
+    "thread_count",
 ]

@@ -17,11 +17,16 @@ from typing import NoReturn
 import torch
 
 from penstock.config import Config, size_above
-from penstock.distributed.protocol import GRADIENTS, WINDOW
-from penstock.distributed.protocol.tree_topology import ways
-from penstock.distributed.transport.shared_memory import LEAST_BYTES, RING_BYTES
-from penstock.engine import EnginePlan, Sharing, bytes_of_choice, plan_engine, predict_bytes
-from penstock.engine.host_memory import KEPT_OVER_USED
+from penstock.distributed.protocol import GRADIENTS, WINDOW, ways
+from penstock.distributed.transport import LEAST_BYTES, RING_BYTES
+from penstock.engine import (
+    KEPT_OVER_USED,
+    EnginePlan,
+    Sharing,
+    bytes_of_choice,
+    plan_engine,
+    predict_bytes,
+)
 from penstock.errors import BudgetError, ConfigError
 from penstock.planning.store_factory import assembly_of, least_flash_store_bytes
 from penstock.program import Program, WeightSpec, largest_stage

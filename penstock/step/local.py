@@ -13,15 +13,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from penstock.collectives import Fabric
-from penstock.engine import Batch, Engine, PendingGradients, compute
-from penstock.engine.row_split import micro_batches
-from penstock.planning.execution_plan import ExecutionPlan
+from penstock.engine import Batch, Engine, PendingGradients, compute, micro_batches
+from penstock.planning import ExecutionPlan
 from penstock.step.micro_batches import Batches
 from penstock.step.nonfinite import NonFiniteLossError, require_finite, trace
 from penstock.step_schedule import Operation
 from penstock.store import Commit, Store
-from penstock.telemetry import process_memory
-from penstock.telemetry.events import StepDone
+from penstock.telemetry import StepDone, process_memory
 
 _Computed = tuple[Operation, list[PendingGradients | None]]
 """An operation, and what each engine has made of it."""

@@ -27,12 +27,11 @@ from penstock.engine import (
     SharedSlots,
     Sharing,
     TorchEngine,
-    threads,
+    set_threads,
 )
 from penstock.errors import ConfigError
 from penstock.kernels.memory import allocate, page_lock
-from penstock.planning import builders
-from penstock.planning.execution_plan import ExecutionPlan
+from penstock.planning import ExecutionPlan, builders
 from penstock.program import Program
 
 
@@ -182,7 +181,7 @@ class DeviceGroup:
         device = torch.device(name)
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        threads.set_threads(self._threads)  # Numba has a number for every thread
+        set_threads(self._threads)  # Numba has a number for every thread
         peers = self._meeting.join(rank)
         slots = SharedSlots(
             self._program,

@@ -18,8 +18,9 @@ from penstock.store.commit import CommitRule, commit_by
 from penstock.store.comparing import Compared
 from penstock.store.dram import DramStore
 from penstock.store.gradients import trainable_weights
-from penstock.store.holding import Holding
+from penstock.store.holding import Holding, Part, PartStage
 from penstock.store.huggingface import MAX_SHARD_BYTES, export_huggingface
+from penstock.store.incoming import fill
 from penstock.store.interface import (
     Commit,
     Decision,
@@ -42,14 +43,15 @@ from penstock.store.optimizers import (
     assign_groups,
     make_optimizer,
 )
-from penstock.store.portions import Portions, ReplicatedStore
-from penstock.store.roles import Role
+from penstock.store.portions import Portions, ReplicatedStore, portions_of
+from penstock.store.roles import MASTER, Role, Stored
 from penstock.store.schedules import Schedule, learning_rate
 from penstock.store.sharded import Assembly, ShardedStore
 from penstock.store.sharded_dram import ShardedDramStore
 from penstock.store.sharding import ShardMap
 
 __all__ = [
+    "MASTER",
     "MAX_SHARD_BYTES",
     "OPTIMIZER_NAMES",
     "SGD",
@@ -72,6 +74,8 @@ __all__ = [
     "MemoryStore",
     "MergedWeights",
     "Optimizer",
+    "Part",
+    "PartStage",
     "Portions",
     "ReplicatedStore",
     "Role",
@@ -82,6 +86,7 @@ __all__ = [
     "ShardedDramStore",
     "ShardedStore",
     "Store",
+    "Stored",
     "Traffic",
     "WeightReader",
     "assign_groups",
@@ -90,11 +95,13 @@ __all__ = [
     "commit_by",
     "export_adapters",
     "export_huggingface",
+    "fill",
     "find_checkpoint",
     "learning_rate",
     "load_checkpoint",
     "make_optimizer",
     "merged",
+    "portions_of",
     "read_state",
     "save_checkpoint",
     "trainable_weights",

@@ -14,8 +14,7 @@ from typing import Any, Protocol
 from penstock.config import Config, recorded_flash, trajectory
 from penstock.errors import ConfigError
 from penstock.models import ModelSource
-from penstock.planning import store_factory
-from penstock.planning.execution_plan import ExecutionPlan
+from penstock.planning import ExecutionPlan, store_factory
 from penstock.store import (
     BackgroundSave,
     MemoryStore,

@@ -31,17 +31,18 @@ from penstock.distributed.rpc.rpc import (
 )
 from penstock.distributed.rpc.store_server import bytes_of
 from penstock.store import (
+    MASTER,
     Commit,
     CommitRule,
     Decision,
     FlashTraffic,
     GradientReport,
     Holding,
+    Stored,
     Traffic,
     commit_by,
+    fill,
 )
-from penstock.store.incoming import fill
-from penstock.store.roles import MASTER, Stored
 
 # These are asked between two steps. They have the same sense for whoever comes in a lost shard's
 # place, and the next step finds out at which step that stands.

@@ -10,14 +10,9 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from penstock.collectives.tree_reduce import PartialSum
-from penstock.distributed.protocol import WINDOW
-from penstock.distributed.protocol.transfer_schedule import (
-    Chunk,
-    TransferOperation,
-)
-from penstock.engine import Batch, Engine, compute
-from penstock.engine.row_split import micro_batches
+from penstock.collectives import PartialSum
+from penstock.distributed.protocol import WINDOW, Chunk, TransferOperation
+from penstock.engine import Batch, Engine, compute, micro_batches
 from penstock.kernels.memory import allocate
 from penstock.program import Program, WeightSpec, largest_stage
 from penstock.step_schedule import StepSchedule

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from penstock.distributed.protocol.transfer_schedule import TransferOperation
-from penstock.distributed.rpc.commit_codec import body_of_report, decision_of
+from penstock.distributed.protocol import TransferOperation
+from penstock.distributed.rpc import body_of_report, decision_of
 from penstock.distributed.worker.shard_storage import ShardStorage
 from penstock.errors import ClusterError, ProtocolError
 from penstock.step_schedule import StepSchedule
