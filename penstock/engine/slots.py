@@ -18,7 +18,7 @@ import torch
 from penstock.collectives import PartialSum
 from penstock.engine.interface import PendingGradients
 from penstock.engine.lanes import CudaLanes, Lanes, Mark
-from penstock.engine.sharing import aligned
+from penstock.engine.sharing import aligned, largest_slot
 from penstock.program import Program
 
 
@@ -41,12 +41,7 @@ def make_slots(program: Program, device: torch.device, slots: int) -> WeightSlot
     """Return the slots that fit a device."""
     if device.type != "cuda":
         return InPlace()
-    return DeviceSlots(slot_bytes(program), slots, CudaLanes(device))
-
-
-def slot_bytes(program: Program) -> int:
-    """Return the bytes of one slot: what the largest stage takes, each weight aligned."""
-    return max(sum(aligned(w.bytes) for w in stage.kind.weights) for stage in program.stages)
+    return DeviceSlots(largest_slot(program), slots, CudaLanes(device))
 
 
 class Arrived:

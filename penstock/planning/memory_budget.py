@@ -29,7 +29,7 @@ from penstock.engine import (
 )
 from penstock.errors import BudgetError, ConfigError
 from penstock.planning.store_factory import assembly_of, least_flash_store_bytes
-from penstock.program import Program, Stage
+from penstock.program import Program, WeightSpec, largest_stage
 from penstock.store import Role
 from penstock.telemetry import process_memory
 
@@ -305,9 +305,7 @@ class Budget:
         """Filling a store on flash gathers a stage's weights and state, before anything runs."""
         if not self._on_flash:
             return
-        needs = {stage.name: self._loading_bytes(stage) for stage in self._program.stages}
-        name = max(needs, key=lambda stage: needs[stage])
-        need = needs[name]
+        name, need = largest_stage(self._program, self._loading_bytes)
         if need > self._rest:
             raise BudgetError(
                 f"{self._limit_name}: gathering the weights and the state of {name} takes "
@@ -316,11 +314,10 @@ class Budget:
                 f"Raise memory by {size_above(need - self._rest)}."
             )
 
-    def _loading_bytes(self, stage: Stage) -> int:
-        """Return what a stage's weights, as they come and as they are kept, and its state take."""
-        specs = [self._program.weights[name] for name in stage.weights]
-        state = 4 * len(self._roles)
-        return sum(s.elements * (4 + s.format.width + (state if s.trainable else 0)) for s in specs)
+    def _loading_bytes(self, weight: WeightSpec) -> int:
+        """Return what a weight, as it comes and as it is kept, and its state take."""
+        state = 4 * len(self._roles) if weight.trainable else 0
+        return weight.elements * (4 + weight.format.width + state)
 
     @property
     def _limit_name(self) -> str:
@@ -391,9 +388,10 @@ def bytes_on_the_way(program: Program, device: str) -> int:
     Gradients are those of as many operations as shards let go at once, twice: an engine's own, and
     the sum with those of others.
     """
-    largest = max(program.stage_stream_bytes(stage) for stage in program.stages)
+    _, largest = largest_stage(program, lambda weight: weight.stream_bytes)
     buffers = (WINDOW if device == "cuda" else WINDOW - 1) * largest
-    gradients = [4 * _trained(program, stage) for stage in program.stages]
+    weights = program.weights
+    gradients = [sum(_gradient_bytes(weights[n]) for n in s.weights) for s in program.stages]
     most = max(sum(gradients[first : first + GRADIENTS]) for first in range(len(gradients)))
     return buffers + 2 * most
 
@@ -404,16 +402,13 @@ def _floor(size: int) -> str:
 
 def _largest_moved(program: Program) -> int:
     """Return the most that moves of a stage one way: what streams, or gradients in float32."""
-    return max(
-        max(program.stage_stream_bytes(stage), 4 * _trained(program, stage))
-        for stage in program.stages
-    )
+    _, streamed = largest_stage(program, lambda weight: weight.stream_bytes)
+    _, returned = largest_stage(program, _gradient_bytes)
+    return max(streamed, returned)
 
 
-def _trained(program: Program, stage: Stage) -> int:
-    """Return the elements of a stage that have gradients."""
-    specs = (program.weights[name] for name in stage.weights)
-    return sum(spec.elements for spec in specs if spec.trainable)
+def _gradient_bytes(weight: WeightSpec) -> int:
+    return 4 * weight.elements if weight.trainable else 0
 
 
 def _shared_bytes(config: Config, program: Program) -> int:
