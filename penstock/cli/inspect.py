@@ -219,9 +219,9 @@ def _base_reader(settings: Config, state: CheckpointState) -> ReadBase | None:
     """Return what reads the weights that a checkpoint does not hold, if there are any."""
     if state.base is None:
         return None
-    from penstock.planning.builders import base_reader
+    from penstock.planning import builders
 
-    return base_reader(settings, state.base)
+    return builders.base_reader(settings, state.base)
 
 
 def _hash(settings: Config, folder: Path, state: CheckpointState) -> str:
