@@ -20,6 +20,7 @@ from penstock.compiler.graph_digest import graph_digest
 from penstock.compiler.hooks import refuse_gradient_hooks
 from penstock.compiler.joint import StageSignature, make_kind
 from penstock.compiler.nodes import source_line, value_of
+from penstock.compiler.products import Products
 from penstock.compiler.rewrites import count_dropouts_from_first, rewrite, share_equal
 from penstock.compiler.selection import select_trainable
 from penstock.errors import CompileError, NoTrainingError, few
@@ -31,13 +32,14 @@ class CompileOptions:
     """What a program is compiled for.
 
     `train`, `freeze` and `adapters` say what is trained (`selection.py`). `device` is where the
-    engine runs. `slot_bytes` bounds the weights of one stage. `weight_prefix` is removed from the
+    engine runs, `products` who multiplies there (`products.py`). `slot_bytes` bounds the weights of one stage. `weight_prefix` is removed from the
     parameters' names (the wrapper that adds the loss). `training` programs return a scalar loss;
     others are only run forward.
     """
 
     precision: Precision = "fp32"
     device: str = "cpu"
+    products: Products = "torch"
     train: tuple[str, ...] = ()
     freeze: tuple[str, ...] = ()
     adapters: frozenset[str] = frozenset()
@@ -390,7 +392,8 @@ class _Assembly:
         digest = digest_of([repr(signature), *lines_of(graph)])
         if digest not in self.kinds:
             label = _kind_name(piece.name, {k.name for k in self.kinds.values()})
-            self.kinds[digest] = make_kind(label, digest, graph, signature, self.options.device)
+            device, products = self.options.device, self.options.products
+            self.kinds[digest] = make_kind(label, digest, graph, signature, device, products)
         kind = self.kinds[digest]
         for node, needs_grad in zip(outputs, kind.outputs_grad, strict=True):
             self._add_value(node, "stage", needs_grad)

@@ -52,7 +52,7 @@ class RunSpec:
         transfers = transfers_of(program, recompute, placement_of(program, shards), shards)
         return cls(
             transfers,
-            engine_digest(program, transfers, layout.device),
+            engine_digest(program, transfers, layout.device, layout.products),
             shard_digest(program, transfers),
             terms_of(config, layout),
             list(ShardMap.of(program, shards).parts(program)),
@@ -123,11 +123,11 @@ def shard_digest(program: Program, transfers: TransferSchedule) -> str:
     return state.hexdigest()
 
 
-def engine_digest(program: Program, transfers: TransferSchedule, device: str) -> str:
-    """Return what two engines must agree on: that, what every stage computes, and on what."""
+def engine_digest(program: Program, transfers: TransferSchedule, device: str, products: str) -> str:
+    """Return what two engines must agree on: that, what every stage computes, and by what."""
     state = xxhash.xxh3_128(shard_digest(program, transfers).encode())
     computed = [(stage.kind.digest, stage.first_dropout) for stage in program.stages]
-    state.update(repr((device, computed)).encode())
+    state.update(repr((device, products, computed)).encode())
     return state.hexdigest()
 
 
@@ -139,6 +139,7 @@ def terms_of(config: Config, layout: ExecutionPlan) -> dict[str, Any]:
         "length": layout.sequence_length,
         "slot_bytes": layout.slot_bytes,
         "device": layout.device,  # chosen once: hosts that differ would round differently
+        "products": layout.products,
         "recompute": sorted(layout.plan.recompute),
         "shards": config.store.shards,
         "engine_bytes": layout.budget_bytes,
@@ -157,6 +158,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "length": (int,),
     "slot_bytes": (int, type(None)),
     "device": (str,),
+    "products": (str,),
     "recompute": (list,),
     "shards": (int,),
     "engine_bytes": (int,),

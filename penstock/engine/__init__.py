@@ -3,21 +3,26 @@
 from penstock.engine.device_threads import DeviceThread, Member, Rounds
 from penstock.engine.host_memory import keep_freed_pages, return_freed_pages
 from penstock.engine.interface import Batch, Engine, EnginePlan, PendingGradients
-from penstock.engine.lanes import CudaLanes, HostLanes
 from penstock.engine.memory import MemoryAccount
 from penstock.engine.null_engine import NullEngine
 from penstock.engine.recompute_planner import bytes_of_choice, can_fit, plan_engine, predict_bytes
 from penstock.engine.shared_slots import SharedSlots
 from penstock.engine.sharing import Sharing
+from penstock.engine.targets import (
+    TARGETS,
+    Target,
+    accelerators,
+    choose_target,
+    target_of,
+)
 from penstock.engine.torch_engine import TorchEngine
 
 __all__ = [
+    "TARGETS",
     "Batch",
-    "CudaLanes",
     "DeviceThread",
     "Engine",
     "EnginePlan",
-    "HostLanes",
     "Member",
     "MemoryAccount",
     "NullEngine",
@@ -25,11 +30,15 @@ __all__ = [
     "Rounds",
     "SharedSlots",
     "Sharing",
+    "Target",
     "TorchEngine",
+    "accelerators",
     "bytes_of_choice",
     "can_fit",
+    "choose_target",
     "keep_freed_pages",
     "plan_engine",
     "predict_bytes",
     "return_freed_pages",
+    "target_of",
 ]

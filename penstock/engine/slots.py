@@ -17,7 +17,7 @@ import torch
 
 from penstock.collectives.tree_reduce import PartialSum
 from penstock.engine.interface import PendingGradients
-from penstock.engine.lanes import CudaLanes, Lanes, Mark
+from penstock.engine.lanes import Lanes, Mark
 from penstock.engine.sharing import aligned
 from penstock.program import Program
 
@@ -35,13 +35,6 @@ class WeightSlots(Protocol):
     def use(self, stage: int) -> AbstractContextManager[Sequence[torch.Tensor]]: ...
 
     def send_back(self, stage: int, nodes: list[PartialSum]) -> PendingGradients: ...
-
-
-def make_slots(program: Program, device: torch.device, slots: int) -> WeightSlots:
-    """Return the slots that fit a device."""
-    if device.type != "cuda":
-        return InPlace()
-    return DeviceSlots(slot_bytes(program), slots, CudaLanes(device))
 
 
 def slot_bytes(program: Program) -> int:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from penstock.config import Config, recorded_flash, trajectory
+from penstock.engine import target_of
 from penstock.errors import ConfigError
 from penstock.models import ModelSource
 from penstock.planning import store_factory
@@ -205,7 +206,7 @@ class FlashCheckpoints:
         else:
             self._store = self._begun(model, layout, notice, apart)
         try:
-            if device == "cuda":
+            if target_of(device).has_own_memory:
                 self._store.page_lock()
             if self._store.is_new:
                 seed = self._config.run.seed

@@ -9,7 +9,7 @@ import torch
 
 from penstock.config import Config
 from penstock.data import TokenDataset, Tokenizer
-from penstock.engine import Batch, EnginePlan, TorchEngine
+from penstock.engine import Batch, Engine, EnginePlan, target_of
 from penstock.errors import ConfigError
 from penstock.models import ModelSource
 from penstock.planning import builders
@@ -39,16 +39,18 @@ def make_writer(
     if dataset is None:
         raise ConfigError("generate needs the data set's tokenizer; this run has none")
 
-    def make_engine(window: int) -> TorchEngine:
+    def make_engine(window: int) -> Engine:
         program = builders.compile_source(
             model,
             micro_batch=1,
             length=window,
             precision=config.precision,
             device=device,
+            products=layout.products,
             goal="logits",
         )
-        return TorchEngine(program, EnginePlan(), device=device, budget_bytes=layout.budget_bytes)
+        target = target_of(device)
+        return target.make_engine(program, EnginePlan(), budget_bytes=layout.budget_bytes)
 
     return TextGenerator(
         make_engine, store.stream, dataset.tokenizer(), sequence_length(config, model)
@@ -65,7 +67,7 @@ class TextGenerator:
 
     def __init__(
         self,
-        make_engine: Callable[[int], TorchEngine],
+        make_engine: Callable[[int], Engine],
         fetch: FetchWeights,
         tokenizer: Tokenizer,
         longest: int,
@@ -74,7 +76,7 @@ class TextGenerator:
         self._fetch = fetch
         self._tokenizer = tokenizer
         self._longest = longest
-        self._engines: dict[int, TorchEngine] = {}
+        self._engines: dict[int, Engine] = {}
 
     def write(
         self,
@@ -112,7 +114,7 @@ class TextGenerator:
 
 
 def generate_tokens(
-    engine: TorchEngine,
+    engine: Engine,
     fetch: FetchWeights,
     prompt: Sequence[int],
     *,

@@ -15,7 +15,7 @@ from torch import nn
 
 from penstock.config import Config, to_config, trajectory, write_record
 from penstock.data import Source
-from penstock.engine import Engine, threads
+from penstock.engine import Engine, choose_target, target_of, threads
 from penstock.errors import ConfigError, DataError, NonFiniteError
 from penstock.models import KEPT, ModelSource, keep_small_files
 from penstock.planning import builders
@@ -27,7 +27,6 @@ from penstock.step.local_engines import (
     LocalEngines,
     choose_devices,
     counted,
-    kind_of,
     make_local_engines,
 )
 from penstock.step.micro_batches import Batches
@@ -116,7 +115,8 @@ class Trainer:
         self.model = builders.source_of(self.config, model, recorded is not None, self._notice)
         self._devices = choose_devices(self.config.engine)
         wanted = self.config.engine.device
-        self.device = kind_of(self._devices) if self._devices else builders.choose_device(wanted)
+        target = target_of(self._devices[0]) if self._devices else choose_target(wanted)
+        self.device = target.name
         if source is None:
             self._data = open_data(self.config, self.model, self._notice)
         else:
@@ -131,6 +131,7 @@ class Trainer:
             recorded.slot_bytes if recorded else None,
             self._devices,
             self._notice,
+            recorded_products=recorded.products if recorded else None,
         )
         self.program: Program = self._layout.program
         self._initial_weights = recorded.weights if recorded else None
@@ -438,6 +439,7 @@ class Trainer:
             trajectory=trajectory(self.config),
             micro_batch=self._layout.micro_batch,
             slot_bytes=self._layout.slot_bytes,
+            products=self._layout.products,
             data=dataset.fingerprint if dataset else None,
             weights=self._initial_weights,
             values=self._initial_values,

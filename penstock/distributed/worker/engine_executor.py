@@ -18,7 +18,7 @@ from penstock.distributed.protocol.transfer_schedule import (
     TransferSchedule,
 )
 from penstock.distributed.run_spec import positions_of
-from penstock.engine import Batch, Engine
+from penstock.engine import Batch, Engine, target_of
 from penstock.engine.row_split import micro_batches
 from penstock.kernels.memory import allocate
 from penstock.program import Program
@@ -52,7 +52,7 @@ class LocalEngineExecutor:
                 begin += -(-spec.stream_bytes // _ALIGNMENT) * _ALIGNMENT
             self._shapes.append(places)
             largest = max(largest, begin)
-        self._is_on_gpu = device == "cuda"
+        self._target = target_of(device)
         self._micro_batches = 0
         self._computed = (0.0, 0)  # seconds, and micro-batches that were begun
         self._buffers = [allocate(largest) for _ in range(WINDOW)]
@@ -111,8 +111,8 @@ class LocalEngineExecutor:
             nodes = engine.turn(stage).wait()
         else:
             nodes = engine.backward(stage).wait()
-        if self._is_on_gpu:
-            torch.cuda.synchronize()  # the buffer is given back when this returns
+        if self._target.has_own_memory:
+            self._target.synchronize()  # the buffer is given back when this returns
             nodes = [_kept(node) for node in nodes]
         seconds, count = self._computed
         if operation.sweep == "turn":
@@ -126,6 +126,6 @@ class LocalEngineExecutor:
 
 
 def _kept(node: PartialSum) -> PartialSum:
-    """Return a node whose memory is its own: from a GPU it comes in buffers that are used again,
+    """Return a node whose memory is its own: from a device it comes in buffers that are used again,
     and is sent, or added to, when it has its turn."""
     return replace(node, tensors=tuple(None if t is None else t.clone() for t in node.tensors))
