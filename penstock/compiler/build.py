@@ -32,9 +32,9 @@ class CompileOptions:
     """What a program is compiled for.
 
     `train`, `freeze` and `adapters` say what is trained (`selection.py`). `device` is where the
-    engine runs, `products` who multiplies there (`products.py`). `slot_bytes` bounds the weights of one stage. `weight_prefix` is removed from the
-    parameters' names (the wrapper that adds the loss). `training` programs return a scalar loss;
-    others are only run forward.
+    engine runs, `products` who multiplies there (`products.py`). `slot_bytes` bounds the weights of
+    one stage. `weight_prefix` is removed from the parameters' names (the wrapper that adds the
+    loss). `training` programs return a scalar loss; others are only run forward.
     """
 
     precision: Precision = "fp32"

@@ -105,10 +105,10 @@ class Target(ABC):
         """Return the queues of a device."""
         return HostLanes()
 
-    def make_current(self, device: str) -> None:
+    def make_current(self, device: str) -> None:  # noqa: B027  most have one device
         """Let this thread compute on a device where none is named."""
 
-    def synchronize(self) -> None:
+    def synchronize(self) -> None:  # noqa: B027  most compute at once
         """Return when all that was queued on this thread's device is done."""
 
     def memory_bytes(self, device: str) -> tuple[int, int] | None:

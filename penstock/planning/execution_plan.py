@@ -24,8 +24,9 @@ class ExecutionPlan:
     """How a step's batch is divided, what an engine keeps of it, and what every part may use.
 
     `device` is the target's name, for all engines. `products` is who multiplies large float32
-    matrices. `slot_bytes` is what the program's stages had to fit, if anything; with fewer engines than `least_engines` a step would not fit the budget of
-    one; `room` bounds how many there may be on this machine.
+    matrices. `slot_bytes` is what the program's stages had to fit, if anything; with fewer engines
+    than `least_engines` a step would not fit the budget of one; `room` bounds how many there may be
+    on this machine.
     """
 
     program: Program
@@ -62,7 +63,8 @@ def plan_execution(
     """Divide the batch (`micro_batching.py`), compile, and decide what is recomputed.
 
     A resumed run keeps the micro-batch and the cut that it was started with, if they fit, and who
-    multiplies. `read_machine` tells of the machine that the engines are on. `devices` are those of a group. `notice` is told what the user should read.
+    multiplies. `devices` are those of a group. `notice` is told what the user should read.
+    `read_machine` tells of the machine that the engines are on.
 
     **Raises:** `BudgetError` if the engines that there are cannot do a step; as
     `refuse_implausible`.

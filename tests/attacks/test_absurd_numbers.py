@@ -13,8 +13,8 @@ from penstock import Trainer
 from penstock.config import ByteSize, Config
 from penstock.data import ArraySource
 from penstock.errors import BudgetError, CompileError, ConfigError
-from penstock.models import ModelSource
 from penstock.kernels.processor import Processor
+from penstock.models import ModelSource
 from penstock.planning.machine import Machine
 from penstock.planning.plausibility import MOST_TENSORS, refuse_implausible
 from penstock.telemetry import process_memory

@@ -171,8 +171,8 @@ def _required_products(told: Mapping[str, Any], device: str) -> Products:
         if products == told["products"] and target_of(device).can_multiply_with(products):
             return products
     raise UnfitHostError(
-        f"the run's engines multiply float32 matrices with {told['products']}, which the PyTorch of "
-        f"{socket.gethostname()} has not; install the one that the run was started with"
+        f"the run's engines multiply float32 matrices by {told['products']}, which PyTorch lacks on "
+        f"{socket.gethostname()}; install there the PyTorch that the run was started with"
     )
 
 
