@@ -69,7 +69,7 @@ def source_text() -> np.ndarray:
 def train(text: np.ndarray, moments: str, seed: int, steps: int) -> tuple[float, int]:
     """Train, and return the mean loss of the last fifth of the steps and the bytes of moments."""
     from penstock.data import ArraySource
-    from penstock.training.trainer import Trainer
+    from penstock.training import Trainer
 
     starts = np.random.default_rng(seed).integers(0, text.size - LENGTH - 1, steps * SEQUENCES)
     tokens = np.stack([text[start : start + LENGTH + 1] for start in starts]).astype(np.int64)

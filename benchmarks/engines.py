@@ -138,7 +138,7 @@ def training_loop(job: Job) -> Callable[[], float]:
     """Return a step of a trainer with the loop's engines."""
     from side_by_side.gpt import HEADS, SEED, VOCABULARY
 
-    from penstock.training.trainer import Trainer
+    from penstock.training import Trainer
 
     engines, start, shared_memory = LOOPS[job.loop]
     text = Path(job.folder) / "text.txt"
@@ -227,11 +227,13 @@ class _Sender:
     """A link to a process that puts what comes into its place."""
 
     def __init__(self, way: str) -> None:
-        from penstock.distributed.transport import new_token
-        from penstock.distributed.transport.certificates import Credentials
-        from penstock.distributed.transport.connection import Connection
-        from penstock.distributed.transport.listener import ConnectionListener
-        from penstock.distributed.transport.stream import Stream
+        from penstock.distributed.transport import (
+            Connection,
+            ConnectionListener,
+            Credentials,
+            Stream,
+            new_token,
+        )
 
         credentials = Credentials(new_token())
         listener = socket.create_server(("127.0.0.1", 0))
@@ -255,7 +257,7 @@ class _Sender:
 
     def send(self, source: np.ndarray, parts: list[slice]) -> float:
         """Send all parts; return the receiver's processor time once they have come."""
-        from penstock.distributed.protocol.messages import MessageType, message_with
+        from penstock.distributed.protocol import MessageType, message_with
 
         for part in parts:
             chunk = part.start // CHUNK_BYTES
@@ -273,11 +275,9 @@ class _Sender:
 
 def receive(way: str) -> None:
     """Take chunks over a link, put them in their place, and answer when all have come."""
-    from penstock.distributed.protocol.messages import Message, MessageType
+    from penstock.distributed.protocol import Message, MessageType
+    from penstock.distributed.transport import Connection, Credentials, connect
     from penstock.distributed.transport import stream as streams
-    from penstock.distributed.transport.certificates import Credentials
-    from penstock.distributed.transport.connection import Connection
-    from penstock.distributed.transport.handshake import connect
 
     if way == "tls":  # either end is enough
         streams.is_within_host = lambda connection: False

@@ -31,7 +31,7 @@ from contract import describe_machine, print_result
 from side_by_side import Worker, median_ratio, print_table, serve, take_turns
 
 if TYPE_CHECKING:
-    from penstock.telemetry.events import StepDone
+    from penstock.telemetry import StepDone
 
 ROOT = Path(__file__).resolve().parent.parent
 LENGTH, LEARNING_RATE, WEIGHT_DECAY, CLIP, SEED = 1024, 3e-4, 0.1, 1.0, 0
@@ -246,7 +246,7 @@ def penstock_loop(job: Job) -> Loop:
 
     from penstock.engine import Sharing, predict_bytes
     from penstock.models import ModelSource
-    from penstock.training.trainer import Trainer
+    from penstock.training import Trainer
 
     vocabulary = ModelSource.from_preset(job.model, {}).vocab_size or 2
     trainer = Trainer(settings(job), source=batches(vocabulary))

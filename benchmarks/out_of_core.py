@@ -161,7 +161,7 @@ def main() -> None:
 
 def size(text: str) -> int:
     """Return a size as a count of bytes."""
-    from penstock.config.size import ByteSize
+    from penstock.config import ByteSize
 
     try:
         return int(ByteSize.parse(text))

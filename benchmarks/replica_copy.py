@@ -85,8 +85,8 @@ def main() -> None:
 def measure(size: int, rounds: int, folder: Path | None, shares_memory: bool) -> dict:
     """Take turns; return bytes/s of both ways, medians, and of their ratio in a round."""
     from penstock.distributed.protocol import COORDINATOR
-    from penstock.distributed.replication.rebuild import copy_shard
-    from penstock.distributed.rpc.rpc import RpcClient
+    from penstock.distributed.replication import copy_shard
+    from penstock.distributed.rpc import RpcClient
 
     run = endpoint_of(os.environ.setdefault(TOKEN, os.urandom(16).hex()), shares_memory)
     calls = RpcClient(
@@ -155,7 +155,7 @@ def endpoint_of(token: str, shares_memory: bool):
         token,
         "127.0.0.1",
         on_link_end=lambda link, error: None,
-        on_stranger=lambda link, message: None,
+        on_new_peer=lambda link, message: None,
         on_failure=lambda error: os._exit(1),
     )
     endpoint.shares_memory = shares_memory
@@ -181,7 +181,7 @@ def be_node(number: int, size: int, folder: str | None, shares_memory: bool, run
     """Hold a store, and do what is called for until the standard input ends."""
     import numpy as np
 
-    from penstock.distributed.worker.node_adapters import WorkerShard
+    from penstock.distributed.worker import WorkerShard
 
     store = store_of(size, folder)
     if number == 1:
@@ -208,9 +208,8 @@ def store_of(size: int, folder: str | None):
     import torch
 
     from penstock.program import WeightSpec
-    from penstock.store import AdamW, DramStore, GroupSettings, Schedule
+    from penstock.store import AdamW, DramStore, GroupSettings, Part, PartStage, Schedule
     from penstock.store.flash import FlashStore
-    from penstock.store.holding import Part, PartStage
 
     weights = weights_of(size)
     specs = {n: WeightSpec(n, (count,), torch.bfloat16, True) for n, count in weights.items()}

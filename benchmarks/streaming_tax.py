@@ -164,7 +164,7 @@ def batches(length: int):  # type: ignore[no-untyped-def]
 def penstock_loop(job: Job) -> Callable[[], float]:
     """Return a step of Penstock's trainer on the CPU."""
     from penstock.data import ArraySource
-    from penstock.training.trainer import Trainer
+    from penstock.training import Trainer
 
     trainer = Trainer(
         {

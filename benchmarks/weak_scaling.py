@@ -42,7 +42,7 @@ from simulated_cluster.picture import draw
 from penstock.config import Config
 from penstock.distributed.simulation import Links
 from penstock.errors import BudgetError
-from penstock.planning.builders import build_program
+from penstock.planning import build_program
 from penstock.program import Program
 
 ENGINES = [1, 2, 4, 8, 16, 32, 64, 128, 192]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.config import Config
-    from penstock.training.trainer import Trainer
+    from penstock.training import Trainer
 
 # PyTorch and Numba each have a pool of OpenMP threads. By default the idle pool's threads spin for
 # milliseconds on the cores that the other one needs; so they sleep. Read when torch is imported.
@@ -25,7 +25,7 @@ def __getattr__(name: str) -> Any:
 
         return Config
     if name == "Trainer":
-        from penstock.training.trainer import Trainer
+        from penstock.training import Trainer
 
         return Trainer
     raise AttributeError(f"module 'penstock' has no attribute {name!r}")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from penstock.data import ArraySource
-    from penstock.training.trainer import Trainer
+    from penstock.training import Trainer
 
 VOCABULARY, WIDTH, HEADS, POSITIONS, SEED = 8192, 1024, 16, 1024, 0
 LEARNING_RATE, BETAS, WEIGHT_DECAY, CLIP = 3e-4, (0.9, 0.95), 0.1, 1.0
@@ -97,7 +97,7 @@ def transformers_config(gpt: Gpt) -> Any:
 
 def make_trainer(gpt: Gpt, run_dir: Path, moments: str, store: dict[str, Any]) -> Trainer:
     """Return Penstock's trainer; `store` and `moments` as in its configuration."""
-    from penstock.training.trainer import Trainer
+    from penstock.training import Trainer
 
     return Trainer(
         {

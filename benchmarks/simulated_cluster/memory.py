@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.engine import EnginePlan, plan_engine, predict_bytes
-from penstock.planning.memory_budget import bytes_on_the_way
+from penstock.planning import bytes_on_the_way
 from penstock.program import Program
 from simulated_cluster.machines import Load, Machine
 

@@ -7,21 +7,19 @@ import math
 from collections.abc import Collection, Sequence
 
 from penstock.distributed.protocol import (
+    CHUNK_BYTES,
+    GRADIENT_WIDTH,
+    Chunk,
     Coordinator,
     EngineNode,
     Phase,
     ShardNode,
     StepResult,
     Timeouts,
-)
-from penstock.distributed.protocol.transfer_schedule import (
-    CHUNK_BYTES,
-    GRADIENT_WIDTH,
-    Chunk,
     TransferOperation,
     TransferSchedule,
 )
-from penstock.distributed.protocol.transfer_schedule import chunks as cut
+from penstock.distributed.protocol import chunks as cut
 from penstock.distributed.run_spec import positions_of
 from penstock.distributed.simulation import Network
 from penstock.program import Program

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from penstock.collectives.tree_reduce import PartialSum
-from penstock.distributed.protocol import EngineInput
-from penstock.distributed.protocol.messages import Message
-from penstock.distributed.protocol.transfer_schedule import (
+from penstock.collectives import PartialSum
+from penstock.distributed.protocol import (
     GRADIENT_WIDTH,
     Chunk,
+    EngineInput,
+    Message,
     TransferOperation,
     TransferSchedule,
 )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from penstock.progress.figures import show_bytes, show_rate
+from penstock.progress import show_bytes, show_rate
 
 if TYPE_CHECKING:
     from penstock.data import TokenDataset

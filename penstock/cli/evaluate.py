@@ -21,12 +21,12 @@ def evaluate(
 ) -> None:
     """Evaluate the newest checkpoint of RUN on its held-out text or records."""
     from penstock.config import load_run
-    from penstock.progress.log import show_evaluation
-    from penstock.telemetry.events import Evaluated
+    from penstock.progress import show_evaluation
+    from penstock.telemetry import Evaluated
 
     settings = load_run(run, overrides or ())
 
-    from penstock.training.trainer import Trainer
+    from penstock.training import Trainer
 
     trainer = Trainer(settings, must_exist=True, cluster="none", quiet=True)
     result = trainer.evaluate(batches)

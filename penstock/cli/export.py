@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.progress.figures import show_bytes
+from penstock.progress import show_bytes
 
 
 class Dtype(StrEnum):
@@ -46,7 +46,7 @@ def export(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} exists and is left as it is; name a new folder")
 
-    from penstock.training.export import export_run
+    from penstock.training import export_run
 
     export_run(settings, out, dtype.value, shard_bytes, only_adapters=adapters)
     files = sorted(out.iterdir())

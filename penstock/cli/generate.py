@@ -28,7 +28,7 @@ def generate(
         raise ConfigError(f"--prompt: expected text in UTF-8, got {prompt!a}")
     settings = load_run(run)
 
-    from penstock.training.trainer import Trainer
+    from penstock.training import Trainer
 
     typer.echo(prompt, nl=False)
     pieces = Trainer(settings, must_exist=True, cluster="none", quiet=True).generate(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.progress.figures import show_bytes, show_count, show_shares
+from penstock.progress import show_bytes, show_count, show_shares
 
 if TYPE_CHECKING:
     from penstock.config import Config
@@ -225,8 +225,7 @@ def _verified(folder: Path) -> CheckpointState:
 
 
 def _configuration_lines(settings: Config) -> list[str]:
-    from penstock.config import digest
-    from penstock.config.document import dump_inline
+    from penstock.config import digest, dump_inline
 
     model = settings.to_mapping()["model"]
     schedule = settings.optimizer.schedule.name
@@ -241,7 +240,7 @@ def _configuration_lines(settings: Config) -> list[str]:
 
 
 def _progress_lines(run: Path) -> list[str]:
-    from penstock.telemetry.metrics_writer import stream_metrics
+    from penstock.telemetry import stream_metrics
 
     step: dict | None = None
     last: dict | None = None

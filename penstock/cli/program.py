@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.progress.figures import show_bytes, show_count, show_flops
+from penstock.progress import show_bytes, show_count, show_flops
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -56,7 +56,7 @@ def program(
 
     from rich.console import Console
 
-    from penstock.planning.builders import build_program
+    from penstock.planning import build_program
 
     built = build_program(
         config,

@@ -24,7 +24,7 @@ def scale(
     if key != "engines" or not number.isdecimal() or int(number) < 1:
         raise ConfigError(f"expected engines=NUMBER, 1 or more, got {engines!r}")
 
-    from penstock.distributed.control.admin_client import scale as order
+    from penstock.distributed.control import scale as order
 
     before = order(run, int(number))
     typer.echo(f"{run}: {before} engine(s) so far, {number} from the next step on")

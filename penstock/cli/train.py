@@ -22,7 +22,7 @@ from penstock.progress import show_on_stderr
 if TYPE_CHECKING:
     from penstock.config import Config
     from penstock.progress import View
-    from penstock.telemetry.events import Event, Listener
+    from penstock.telemetry import Event, Listener
 
 
 def train(
@@ -65,7 +65,7 @@ def train(
 def _run(settings: Config, view: View, resume_command: str) -> None:
     stop = GracefulStop(view.interrupt)
     with surviving_loss(stop.lose_output), view:
-        from penstock.training.trainer import Trainer
+        from penstock.training import Trainer
 
         trainer = Trainer(settings, on_event=naming_command(view, resume_command), quiet=True)
         with closing(trainer), stop.handling(trainer.request_stop):
@@ -79,7 +79,7 @@ def _run(settings: Config, view: View, resume_command: str) -> None:
 
 def naming_command(listener: Listener, resume_command: str) -> Listener:
     """Return a listener that passes events on, with the command that was really typed."""
-    from penstock.telemetry.events import Stopped
+    from penstock.telemetry import Stopped
 
     def tell(event: Event) -> None:
         if isinstance(event, Stopped):

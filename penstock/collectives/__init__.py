@@ -3,6 +3,13 @@
 from penstock.collectives.interface import CollectiveTraffic, Fabric
 from penstock.collectives.local import LocalFabric
 from penstock.collectives.process_group import DeviceRendezvous, GroupFabric, GroupMember
+from penstock.collectives.tree_reduce import (
+    PartialSum,
+    TreeReduction,
+    partial_sums,
+    partition,
+    root_level,
+)
 
 __all__ = [
     "CollectiveTraffic",
@@ -11,4 +18,9 @@ __all__ = [
     "GroupFabric",
     "GroupMember",
     "LocalFabric",
+    "PartialSum",
+    "TreeReduction",
+    "partial_sums",
+    "partition",
+    "root_level",
 ]

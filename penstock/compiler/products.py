@@ -2,9 +2,10 @@
 
 PyTorch hands float32 products to MKL and bfloat16 products to oneDNN. On processors that are not
 Intel's, oneDNN is the faster one for float32 too (measured: 1.15 to 1.35 times for the shapes of
-GPT-2 on Zen 4, `docs/log.md`), so there large products go to it. The two libraries sum in another
-order, so the choice decides bits: a target makes it by the processor alone, never by a timing, a
-run records it, and all processes of the run and every resume compile with what was recorded.
+GPT-2 on Zen 4, `docs/decisions.md`), so there large products go to it. The two libraries sum in
+another order, so the choice decides bits: a target makes it by the processor alone, never by a
+timing, a run records it, and all processes of the run and every resume compile with what was
+recorded.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ Nothing here imports torch, so that a mistake in a file is answered at once.
 from penstock.config.checkpoint import CheckpointConfig
 from penstock.config.cluster import ClusterConfig, cluster_keys
 from penstock.config.deciding_keys import check_resumable, digest, trajectory
+from penstock.config.document import dump_inline
 from penstock.config.engine import EngineConfig
 from penstock.config.load import check_data, load, to_config
 from penstock.config.lora import LoraConfig
@@ -17,13 +18,8 @@ from penstock.config.model import (
     PresetModel,
 )
 from penstock.config.optimizer import GroupConfig, OptimizerConfig
-from penstock.config.record import (
-    check_run,
-    load_run,
-    recorded_flash,
-    verify_record,
-    write_record,
-)
+from penstock.config.presets import resolve_preset
+from penstock.config.record import check_run, load_run, recorded_flash, verify_record, write_record
 from penstock.config.root import Config
 from penstock.config.schedule import ScheduleConfig
 from penstock.config.size import ByteSize, size_above
@@ -50,9 +46,11 @@ __all__ = [
     "cluster_keys",
     "commented",
     "digest",
+    "dump_inline",
     "load",
     "load_run",
     "recorded_flash",
+    "resolve_preset",
     "size_above",
     "to_config",
     "trajectory",

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import yaml
 
 from penstock.errors import ConfigError
-from penstock.io.safe_open import read_plain
+from penstock.io import read_plain
 
 MAX_BYTES = 16 << 20
 _MOST_VALUES = 100_000  # with aliases written out: a page of them can stand for any number

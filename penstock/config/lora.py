@@ -15,6 +15,7 @@ class LoraConfig(Section):
         "rank of the adapters; null: no adapters, the weights themselves are trained",
         example=8,
         ge=1,
+        le=1 << 16,
     )
     alpha: float = setting(16.0, "an adapter's output is scaled by alpha / rank", gt=0)
     targets: Patterns = setting(

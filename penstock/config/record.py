@@ -16,8 +16,7 @@ from penstock.config.document import MAX_BYTES, read
 from penstock.config.problems import Origin
 from penstock.config.root import Config
 from penstock.errors import ConfigError, CorruptionError, StorageError
-from penstock.io import durable
-from penstock.io.safe_open import read_plain
+from penstock.io import durable, read_plain
 
 FILE_NAME = "config.yaml"
 _SEAL = b"# checksum of the lines above: "

@@ -16,8 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from penstock.data.manifest import Content, checksum_of
 from penstock.errors import CorruptionError, DataError
-from penstock.io import durable
-from penstock.io.safe_open import NotPlainError, read_plain
+from penstock.io import NotPlainError, durable, read_plain
 
 BUILT_FROM_NAME = "built_from.json"
 _MOST_BYTES = 16 << 20

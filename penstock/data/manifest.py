@@ -22,7 +22,7 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from penstock.errors import CorruptionError, DataError
-from penstock.io.safe_open import NotPlainError, read_plain
+from penstock.io import NotPlainError, read_plain
 
 FORMAT = "penstock-dataset"
 MANIFEST_NAME = "dataset.json"

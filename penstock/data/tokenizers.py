@@ -17,7 +17,7 @@ from penstock.data.contained_tokenizer import ContainedTokenizer
 from penstock.data.integrity import read_checked
 from penstock.data.manifest import MANIFEST_NAME, TOKENIZER_NAME, load_manifest
 from penstock.errors import ConfigError, DataError, did_you_mean
-from penstock.io.safe_open import read_plain
+from penstock.io import read_plain
 
 if TYPE_CHECKING:
     import tokenizers as library

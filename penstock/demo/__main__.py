@@ -26,7 +26,7 @@ from penstock.errors import ConfigError, PenstockError, ProgramError
 from penstock.progress import View, view_for_command
 
 if TYPE_CHECKING:
-    from penstock.training.trainer import Trainer
+    from penstock.training import Trainer
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "demo.yaml"
 PROMPT = "class Stack:\n    def"
@@ -110,7 +110,7 @@ def fastest_precision() -> str:
 def train(config: Config, console: Console, again: str) -> Trainer:
     """Train to the last step, or until a signal: the run is saved in either case."""
     from penstock.demo.text import build_data
-    from penstock.training.trainer import Trainer
+    from penstock.training import Trainer
 
     build_data(config, console)
     view = view_for_command(console, config.logging.every)
@@ -132,8 +132,7 @@ def train(config: Config, console: Console, again: str) -> Trainer:
 
 def evaluate_untrained(trainer: Trainer, view: View) -> None:
     """Show and record the held-out loss before the first step."""
-    from penstock.telemetry.events import Evaluated, broadcast
-    from penstock.telemetry.metrics_writer import MetricsFile
+    from penstock.telemetry import Evaluated, MetricsFile, broadcast
 
     found = trainer.evaluate()
     folder = trainer.config.run.dir

@@ -11,9 +11,9 @@ from rich.table import Table
 
 from penstock.config import Config
 from penstock.data import TokenDataset
-from penstock.progress.figures import show_bytes, show_duration
-from penstock.telemetry.metrics_writer import read_metrics
-from penstock.training.evaluation import bits_per_byte
+from penstock.progress import show_bytes, show_duration
+from penstock.telemetry import read_metrics
+from penstock.training import bits_per_byte
 
 
 def figures(config: Config, exported: Path) -> Table:

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from penstock.config import Config
 from penstock.data import build_dataset
 from penstock.errors import DataError
-from penstock.progress.figures import show_bytes, show_count
+from penstock.progress import show_bytes, show_count
 
 # Tests, other people's packages, and what no person wrote: tables, generated help.
 _LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}

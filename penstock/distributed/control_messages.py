@@ -1,7 +1,7 @@
-"""What processes of a run say of themselves, beside the step: read from bodies of messages.
+"""Bodies of the messages by which processes join a run and report on themselves.
 
-Peers have the run's token, so that a body which is none of these is a defect, or comes from another
-version of Penstock. It is refused where it is taken, and costs its sender the link.
+Peers have the run's token, so a body of another form is a defect or comes from another version of
+Penstock. It is refused where it is read, and costs its sender the connection.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, cast, get_args
 
-from penstock.distributed.protocol import message_validation
-from penstock.distributed.protocol.messages import Message
+from penstock.distributed.protocol import Message, message_validation
 from penstock.distributed.run_spec import are_terms
 from penstock.distributed.transport import Address
 
@@ -69,7 +68,7 @@ class Assignment:
 
     @classmethod
     def read(cls, message: Message) -> Assignment:
-        """Return what a `WELCOME` says.
+        """Return what a `ASSIGN` says.
 
         **Raises:** `ProtocolError` if it makes no sense.
         """
@@ -99,7 +98,7 @@ class WorkerMetrics:
 
     @classmethod
     def read(cls, message: Message) -> WorkerMetrics | None:
-        """Return what a `BEAT` says; None for a shard's, which says nothing of the kind.
+        """Return what a `HEARTBEAT` says; None for a shard's, which says nothing of the kind.
 
         **Raises:** `ProtocolError` if it makes no sense.
         """

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from penstock.distributed.transport import Address
 from penstock.errors import ConfigError
-from penstock.io.safe_open import read_plain
+from penstock.io import read_plain
 
 NAME = "cluster.json"
 _MOST_BYTES = 4096

@@ -1,4 +1,4 @@
-"""From a program to the transfers of its steps, and to digests that nodes must share."""
+"""What all processes of a run are told and must agree on: settings, transfers, digests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import xxhash
 
 from penstock.config import Config
-from penstock.distributed.protocol.transfer_schedule import (
+from penstock.distributed.protocol import (
     GRADIENT_WIDTH,
     Chunk,
     Sweep,
@@ -17,9 +17,9 @@ from penstock.distributed.protocol.transfer_schedule import (
     TransferSchedule,
     chunks,
 )
-from penstock.engine.threads import thread_count
+from penstock.engine import thread_count
 from penstock.models import KEPT
-from penstock.planning.execution_plan import ExecutionPlan
+from penstock.planning import ExecutionPlan
 from penstock.program import Program, Stage, backward_fetch
 from penstock.store import Holding, ShardMap
 

@@ -1,23 +1,20 @@
 """The engine: computes one stage at a time; holds activations; stateless between steps."""
 
 from penstock.engine.device_threads import DeviceThread, Member, Rounds
-from penstock.engine.host_memory import keep_freed_pages, return_freed_pages
+from penstock.engine.host_memory import KEPT_OVER_USED, keep_freed_pages, return_freed_pages
 from penstock.engine.interface import Batch, Engine, EnginePlan, PendingGradients
 from penstock.engine.memory import MemoryAccount
 from penstock.engine.null_engine import NullEngine
 from penstock.engine.recompute_planner import bytes_of_choice, can_fit, plan_engine, predict_bytes
+from penstock.engine.row_split import Rows, micro_batches
 from penstock.engine.shared_slots import SharedSlots
 from penstock.engine.sharing import Sharing
-from penstock.engine.targets import (
-    TARGETS,
-    Target,
-    accelerators,
-    choose_target,
-    target_of,
-)
+from penstock.engine.targets import TARGETS, Target, accelerators, choose_target, target_of
+from penstock.engine.threads import set_threads, thread_count
 from penstock.engine.torch_engine import TorchEngine
 
 __all__ = [
+    "KEPT_OVER_USED",
     "TARGETS",
     "Batch",
     "DeviceThread",
@@ -28,6 +25,7 @@ __all__ = [
     "NullEngine",
     "PendingGradients",
     "Rounds",
+    "Rows",
     "SharedSlots",
     "Sharing",
     "Target",
@@ -37,8 +35,11 @@ __all__ = [
     "can_fit",
     "choose_target",
     "keep_freed_pages",
+    "micro_batches",
     "plan_engine",
     "predict_bytes",
     "return_freed_pages",
+    "set_threads",
     "target_of",
+    "thread_count",
 ]

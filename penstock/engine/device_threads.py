@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import torch
 
-from penstock.collectives.tree_reduce import PartialSum
+from penstock.collectives import PartialSum
 from penstock.engine.interface import Batch, Engine, PendingGradients
 from penstock.engine.memory import MemoryAccount
 from penstock.engine.shared_slots import SharedSlots

@@ -2,9 +2,10 @@
 
 By default every large tensor is mapped when it is made and unmapped when it dies, so each stage
 touches fresh pages that the kernel must find and clear: a tenth of a bf16 step (measured:
-`docs/log.md`). An engine makes the same tensors again at every stage, so it may keep the pages.
-Then what is resident is up to two thirds more than what is in use, for want of holes of the right
-size. Where memory is short, large tensors go back to the system one by one, and the sum is exact.
+`docs/decisions.md`). An engine makes the same tensors again at every stage, so it may keep the
+pages. Then what is resident is up to two thirds more than what is in use, for want of holes of the
+right size. Where memory is short, large tensors go back to the system one by one, and the sum is
+exact.
 """
 
 from __future__ import annotations

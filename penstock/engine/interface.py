@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from penstock.collectives.tree_reduce import PartialSum
+from penstock.collectives import PartialSum
 from penstock.engine.memory import MemoryAccount
 from penstock.program import Program
 

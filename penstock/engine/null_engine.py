@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from penstock.collectives.tree_reduce import PartialSum
+from penstock.collectives import PartialSum
 from penstock.engine.interface import Batch, EnginePlan, PendingGradients
 from penstock.engine.memory import MemoryAccount
 from penstock.engine.slots import Arrived

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
-from penstock.collectives.tree_reduce import PartialSum, TreeReduction
+from penstock.collectives import PartialSum, TreeReduction
 from penstock.engine.interface import PendingGradients
 from penstock.engine.lanes import Lanes
 from penstock.engine.peers import Peers

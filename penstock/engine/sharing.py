@@ -16,7 +16,7 @@ from functools import cached_property
 
 import torch
 
-from penstock.collectives.tree_reduce import partial_sums, partition, root_level
+from penstock.collectives import partial_sums, partition, root_level
 from penstock.program import Kind, Program, Stage
 
 ALIGNMENT = 512  # bytes; what device allocations are aligned to

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from penstock.collectives.tree_reduce import PartialSum
+from penstock.collectives import PartialSum
 from penstock.engine.interface import PendingGradients
 from penstock.engine.lanes import Lanes, Mark
 from penstock.engine.sharing import aligned

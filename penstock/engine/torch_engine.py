@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from penstock.collectives.tree_reduce import PartialSum, TreeReduction
+from penstock.collectives import PartialSum, TreeReduction
 from penstock.engine.flow import Flow, check_inputs
 from penstock.engine.interface import Batch, EnginePlan, PendingGradients
 from penstock.engine.memory import MemoryAccount

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from penstock.errors import ConfigError, CorruptionError, PenstockError, StorageError
-from penstock.io.safe_open import NotPlainError, open_plain, read_plain
+from penstock.io import NotPlainError, open_plain, read_plain
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 TOKENIZER_FILES = (

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from penstock.config.presets import resolve_preset
+from penstock.config import resolve_preset
 from penstock.errors import CompileError, ConfigError, PenstockError, did_you_mean
 from penstock.models.bound_functions import refuse_bound_loss
 from penstock.models.built import Built

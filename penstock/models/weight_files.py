@@ -19,7 +19,7 @@ import torch
 import xxhash
 
 from penstock.errors import ConfigError, CorruptionError
-from penstock.io.safetensors_header import Extent, header_length, parse_header
+from penstock.io import Extent, header_length, parse_header
 from penstock.kernels.memory import allocate
 from penstock.models.finite import refuse_non_finite
 from penstock.models.folder import cannot_read, open_file, read_json

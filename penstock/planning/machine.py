@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from penstock.engine import target_of, threads
+from penstock.engine import target_of, thread_count
 from penstock.kernels.processor import Processor
 from penstock.telemetry import process_memory
 
@@ -62,7 +62,7 @@ class Machine:
         asked = {name: target_of(name).memory_bytes(name) for name in devices}
         return cls(
             processor=Processor.here(),
-            cores=threads.thread_count(None),
+            cores=thread_count(None),
             resident_bytes=process_memory.resident_bytes(),
             available_bytes=process_memory.available_bytes(),
             is_measurable=process_memory.is_measurable(),

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from penstock.config import Config, size_above
-from penstock.distributed.protocol import GRADIENTS, WINDOW
-from penstock.distributed.protocol.tree_topology import ways
-from penstock.distributed.transport.shared_memory import LEAST_BYTES, RING_BYTES
+from penstock.distributed.protocol import GRADIENTS, WINDOW, ways
+from penstock.distributed.transport import LEAST_BYTES, RING_BYTES
 from penstock.engine import (
+    KEPT_OVER_USED,
     EnginePlan,
     Sharing,
     bytes_of_choice,
@@ -26,7 +26,6 @@ from penstock.engine import (
     predict_bytes,
     target_of,
 )
-from penstock.engine.host_memory import KEPT_OVER_USED
 from penstock.errors import BudgetError, ConfigError
 from penstock.planning.machine import Machine
 from penstock.planning.store_factory import assembly_of, least_flash_store_bytes

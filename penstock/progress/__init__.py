@@ -5,14 +5,23 @@ Everything here is made from events (`penstock.telemetry`) alone. The command li
 figures are also for commands that show no run and should start at once.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from penstock.front_door import lazily
 from penstock.progress.view import SilentView, View, show_on_stderr
 
 if TYPE_CHECKING:
     from penstock.progress.choice import view_for_command, view_from_python
+    from penstock.progress.figures import (
+        show_bytes,
+        show_count,
+        show_duration,
+        show_flops,
+        show_rate,
+        show_shares,
+    )
     from penstock.progress.live import LiveView
-    from penstock.progress.log import LineView
+    from penstock.progress.log import LineView, show_evaluation
     from penstock.progress.notebook import NotebookView
 
 __all__ = [
@@ -21,23 +30,32 @@ __all__ = [
     "NotebookView",
     "SilentView",
     "View",
+    "show_bytes",
+    "show_count",
+    "show_duration",
+    "show_evaluation",
+    "show_flops",
     "show_on_stderr",
+    "show_rate",
+    "show_shares",
     "view_for_command",
     "view_from_python",
 ]
 
-_MODULES = {
-    "LineView": "log",
-    "LiveView": "live",
-    "NotebookView": "notebook",
-    "view_for_command": "choice",
-    "view_from_python": "choice",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        from importlib import import_module
-
-        return getattr(import_module(f"penstock.progress.{_MODULES[name]}"), name)
-    raise AttributeError(f"module 'penstock.progress' has no attribute {name!r}")
+__getattr__ = lazily(
+    __name__,
+    {
+        "LineView": "log",
+        "LiveView": "live",
+        "NotebookView": "notebook",
+        "show_bytes": "figures",
+        "show_count": "figures",
+        "show_duration": "figures",
+        "show_evaluation": "log",
+        "show_flops": "figures",
+        "show_rate": "figures",
+        "show_shares": "figures",
+        "view_for_command": "choice",
+        "view_from_python": "choice",
+    },
+)

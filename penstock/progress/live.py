@@ -9,7 +9,7 @@ from penstock.progress.panel import panel
 from penstock.progress.redrawn import RedrawnLines
 from penstock.progress.state import Progress
 from penstock.progress.view import ALWAYS_TOLD, View
-from penstock.telemetry.events import Evaluated, Event
+from penstock.telemetry import Evaluated, Event
 
 
 class LiveView(View):

@@ -16,7 +16,7 @@ from penstock.progress.figures import (
 )
 from penstock.progress.state import Progress
 from penstock.progress.view import ALWAYS_TOLD, View, show_on_stderr
-from penstock.telemetry.events import (
+from penstock.telemetry import (
     ClusterEvent,
     Evaluated,
     Event,

@@ -9,7 +9,7 @@ from typing import Any
 from penstock.progress.log import event_lines, step_line
 from penstock.progress.state import Progress
 from penstock.progress.view import ALWAYS_TOLD, View
-from penstock.telemetry.events import Evaluated, Event, RunStarted, StepDone
+from penstock.telemetry import Evaluated, Event, RunStarted, StepDone
 
 _SECONDS = 0.25  # between two updates: each is a message to the browser
 _STAYS = (RunStarted, Evaluated, *ALWAYS_TOLD)

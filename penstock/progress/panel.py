@@ -21,7 +21,7 @@ from penstock.progress.figures import (
 )
 from penstock.progress.log import flash_traffic, parameters, show_held_out_loss, show_loss
 from penstock.progress.state import Progress
-from penstock.telemetry.events import RunStarted, StepDone
+from penstock.telemetry import RunStarted, StepDone
 
 _LABEL_WIDTH = len("held out")
 _BAR_WIDTH = 20

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from penstock.telemetry.events import Evaluated, Event, RunStarted, Saved, StepDone
+from penstock.telemetry import Evaluated, Event, RunStarted, Saved, StepDone
 
 # Speeds are means over this many steps: steady enough to read, quick enough to see a change.
 _RECENT_STEPS = 20

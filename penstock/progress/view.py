@@ -7,7 +7,7 @@ import os
 from abc import ABC, abstractmethod
 from typing import Self
 
-from penstock.telemetry.events import ClusterEvent, Event, Finished, Notice, RunMeasured, Stopped
+from penstock.telemetry import ClusterEvent, Event, Finished, Notice, RunMeasured, Stopped
 
 # Events that are told whatever else is left out.
 ALWAYS_TOLD = (Notice, ClusterEvent, RunMeasured, Stopped, Finished)

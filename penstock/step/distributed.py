@@ -14,27 +14,24 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from penstock.config import Config
-from penstock.distributed.control.cluster_manager import ClusterManager
-from penstock.distributed.control.worker_stats import ComputeTimer, StragglerDetector
+from penstock.distributed.control import ClusterManager, ComputeTimer, StragglerDetector
 from penstock.distributed.protocol import (
     EngineInput,
+    Message,
     Phase,
     RolledBackError,
     StepResult,
     UnrecoverableError,
     message_validation,
 )
-from penstock.distributed.protocol.messages import Message
-from penstock.distributed.rpc.commit_codec import ShardReport, commit_of
-from penstock.distributed.rpc.rpc import error_class
-from penstock.planning import builders
-from penstock.planning.execution_plan import ExecutionPlan
+from penstock.distributed.rpc import ShardReport, commit_of, error_class
+from penstock.planning import ExecutionPlan, builders
 from penstock.program import Program
 from penstock.step.local import step_done
 from penstock.step.micro_batches import Batches
 from penstock.step.nonfinite import NonFiniteLossError, require_finite, trace
 from penstock.store import Commit, Store, global_norm, merged, zero_gradients
-from penstock.telemetry.events import StepDone
+from penstock.telemetry import StepDone
 
 _GIVING_UP = 60.0  # seconds in which a step that is decided must end
 _LOOK = 0.05  # seconds between two looks at what has happened
@@ -121,13 +118,13 @@ class DistributedStepRunner:
         manager.call(lambda: manager.coordinator.start(request, done))
         try:
             while not ended.wait(timeout=_LOOK):
-                manager.event_queue.look()
+                manager.event_queue.poll()
                 if manager.coordinator.phase is Phase.GATHERING and manager.should_stop():
                     raise InterruptedError("stopped while waiting for engines or shards")
         except BaseException:  # the next step must find the coordinator at rest
             self._give_up(ended)
             raise
-        manager.event_queue.look()
+        manager.event_queue.poll()
         if outcomes[0].error is not None:
             self._give_up(ended)
         return outcomes[0]
@@ -183,12 +180,12 @@ class DistributedStepRunner:
         coordinator = self.manager.coordinator
         said = self.manager.figures().items()
         computed = {engine: (each.computed, each.micro_batches) for engine, each in said}
-        patience = self._config.cluster.evict_slow
+        looks_to_evict = self._config.cluster.evict_slow
         for slow in self._straggler_detector.look(computed):
             text = f"engine {slow.engine} takes {slow.times:.1f} times as long as the others"
-            self.manager.event_queue.say("slow", text, slow.engine)
+            self.manager.event_queue.emit("slow", text, slow.engine)
             spare = len(coordinator.ready) > coordinator.wanted
-            if patience is not None and slow.looks >= patience and spare:
+            if looks_to_evict is not None and slow.looks >= looks_to_evict and spare:
                 coordinator.lost(slow.engine, f"it was slow {slow.looks} times in a row")
 
 

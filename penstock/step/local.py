@@ -13,15 +13,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from penstock.collectives import Fabric
-from penstock.engine import Batch, Engine, PendingGradients
-from penstock.engine.row_split import micro_batches
-from penstock.planning.execution_plan import ExecutionPlan
+from penstock.engine import Batch, Engine, PendingGradients, micro_batches
+from penstock.planning import ExecutionPlan
 from penstock.program import Stage, backward_fetch
 from penstock.step.micro_batches import Batches
 from penstock.step.nonfinite import NonFiniteLossError, require_finite, trace
 from penstock.store import Commit, Store
-from penstock.telemetry import process_memory
-from penstock.telemetry.events import StepDone
+from penstock.telemetry import StepDone, process_memory
 
 Order = list[tuple[Stage, tuple[int, ...] | None]]
 

@@ -25,13 +25,12 @@ from penstock.engine import (
     SharedSlots,
     Sharing,
     accelerators,
+    set_threads,
     target_of,
-    threads,
 )
 from penstock.errors import ConfigError
 from penstock.kernels.memory import allocate, page_lock
-from penstock.planning import builders
-from penstock.planning.execution_plan import ExecutionPlan
+from penstock.planning import ExecutionPlan, builders
 from penstock.program import Program
 
 
@@ -173,7 +172,7 @@ class DeviceGroup:
         """Make what one device needs, in its own thread."""
         target = target_of(name)
         target.make_current(name)
-        threads.set_threads(self._threads)  # Numba has a number for every thread
+        set_threads(self._threads)  # Numba has a number for every thread
         peers = self._meeting.join(rank)
         slots = SharedSlots(
             self._program,

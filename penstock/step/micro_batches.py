@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from penstock.collectives.tree_reduce import partition
+from penstock.collectives import partition
 from penstock.data import IGNORED_LABEL, Source
-from penstock.engine.row_split import Rows
+from penstock.engine import Rows
 from penstock.errors import DataError
 from penstock.models import ModelSource
 

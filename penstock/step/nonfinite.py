@@ -10,8 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import NoReturn
 
-from penstock.engine import Batch, Engine
-from penstock.engine.row_split import micro_batches
+from penstock.engine import Batch, Engine, micro_batches
 from penstock.errors import NonFiniteError
 from penstock.program import Program
 from penstock.step.micro_batches import Batches

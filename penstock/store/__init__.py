@@ -18,16 +18,10 @@ from penstock.store.commit import prepare_and_decide
 from penstock.store.comparing import Compared
 from penstock.store.dram import DramStore
 from penstock.store.gradients import trainable_weights
-from penstock.store.holding import Holding
+from penstock.store.holding import Holding, Part, PartStage
 from penstock.store.huggingface import MAX_SHARD_BYTES, export_huggingface
-from penstock.store.interface import (
-    Commit,
-    FlashTraffic,
-    MemoryStore,
-    Store,
-    Traffic,
-    WeightReader,
-)
+from penstock.store.incoming import fill
+from penstock.store.interface import Commit, FlashTraffic, MemoryStore, Store, Traffic, WeightReader
 from penstock.store.lock import FolderLock
 from penstock.store.norm import GradientReport, global_norm, merged, zero_gradients
 from penstock.store.optimizers import (
@@ -41,14 +35,15 @@ from penstock.store.optimizers import (
     assign_groups,
     make_optimizer,
 )
-from penstock.store.portions import Portions, ReplicatedStore
-from penstock.store.roles import Role
+from penstock.store.portions import Portions, ReplicatedStore, portions_of
+from penstock.store.roles import MASTER, Role, Stored
 from penstock.store.schedules import Schedule, learning_rate
 from penstock.store.sharded import Assembly, ShardedStore
 from penstock.store.sharded_dram import ShardedDramStore
 from penstock.store.sharding import ShardMap
 
 __all__ = [
+    "MASTER",
     "MAX_SHARD_BYTES",
     "OPTIMIZER_NAMES",
     "SGD",
@@ -69,6 +64,8 @@ __all__ = [
     "MemoryStore",
     "MergedWeights",
     "Optimizer",
+    "Part",
+    "PartStage",
     "Portions",
     "ReplicatedStore",
     "Role",
@@ -79,6 +76,7 @@ __all__ = [
     "ShardedDramStore",
     "ShardedStore",
     "Store",
+    "Stored",
     "Traffic",
     "WeightReader",
     "assign_groups",
@@ -86,12 +84,14 @@ __all__ = [
     "checkpoint_hash",
     "export_adapters",
     "export_huggingface",
+    "fill",
     "find_checkpoint",
     "global_norm",
     "learning_rate",
     "load_checkpoint",
     "make_optimizer",
     "merged",
+    "portions_of",
     "prepare_and_decide",
     "read_state",
     "save_checkpoint",

@@ -5,8 +5,7 @@ import os
 from pathlib import Path
 
 from penstock.errors import StorageError
-from penstock.io import durable
-from penstock.io.safe_open import NotPlainError, open_own
+from penstock.io import NotPlainError, durable, open_own
 from penstock.store import files
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import xxhash
 
 from penstock.errors import CorruptionError, StorageError
-from penstock.io.safe_open import NotPlainError, read_plain
+from penstock.io import NotPlainError, read_plain
 
 MAX_BYTES = 256 << 20
 """Larger files are refused unread: the table of a model of 10^12 weights takes some 70 MB."""

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from penstock.io.safetensors_header import Extent
+from penstock.io import Extent
 from penstock.store.files import ChecksummedFile, FileRecord
 
 DTYPES = {

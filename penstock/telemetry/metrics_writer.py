@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from penstock.errors import StorageError
-from penstock.io import durable
-from penstock.io.safe_open import NotPlainError, open_plain
+from penstock.io import NotPlainError, durable, open_plain
 from penstock.telemetry.events import (
     ClusterEvent,
     Evaluated,

@@ -1,1 +1,21 @@
 """A training run from start to end, and what is done with its weights afterwards."""
+
+from typing import TYPE_CHECKING
+
+from penstock.front_door import lazily
+
+if TYPE_CHECKING:
+    from penstock.training.evaluation import bits_per_byte
+    from penstock.training.export import export_run
+    from penstock.training.trainer import Trainer
+
+__all__ = ["Trainer", "bits_per_byte", "export_run"]
+
+__getattr__ = lazily(
+    __name__,
+    {
+        "Trainer": "trainer",
+        "bits_per_byte": "evaluation",
+        "export_run": "export",
+    },
+)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from penstock.config import Config
 from penstock.errors import few
 from penstock.models import ModelSource, parts_in_eval_mode
-from penstock.planning.execution_plan import ExecutionPlan
+from penstock.planning import ExecutionPlan
 from penstock.program import Program
 
 

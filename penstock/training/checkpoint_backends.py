@@ -15,8 +15,7 @@ from penstock.config import Config, recorded_flash, trajectory
 from penstock.engine import target_of
 from penstock.errors import ConfigError
 from penstock.models import ModelSource
-from penstock.planning import store_factory
-from penstock.planning.execution_plan import ExecutionPlan
+from penstock.planning import ExecutionPlan, store_factory
 from penstock.store import (
     BackgroundSave,
     MemoryStore,

@@ -9,7 +9,7 @@ from typing import Any
 from penstock.config import CheckpointConfig
 from penstock.errors import PenstockError
 from penstock.store import SavedCheckpoint
-from penstock.telemetry.events import Listener, Saved
+from penstock.telemetry import Listener, Saved
 from penstock.training.checkpoint_backends import CheckpointBackend
 
 Extra = Callable[[], Mapping[str, Any]]

@@ -20,10 +20,9 @@ from penstock.data import IGNORED_LABEL, LanguageModelSource, RecordSource, Sour
 from penstock.engine import Batch, Engine, EnginePlan, target_of
 from penstock.errors import CompileError, DataError
 from penstock.models import ModelSource
-from penstock.planning import builders
-from penstock.planning.execution_plan import ExecutionPlan
+from penstock.planning import ExecutionPlan, builders
 from penstock.program import Program
-from penstock.step import micro_batches
+from penstock.step import to_tensors
 from penstock.store import Store
 
 Rows = dict[str, torch.Tensor]
@@ -84,7 +83,7 @@ class Evaluator:
         counts = _Counts()
         micro = self._layout.micro_batch
         for rows in self._held_out.evaluation_batches(micro, batches * self._config.batch.size):
-            self._add(counts, micro_batches.to_tensors(rows))
+            self._add(counts, to_tensors(rows))
         if counts.weight == 0:
             what = "labelled tokens" if self._predicts else "rows"
             raise DataError(f"the held-out data has no {what}: there is nothing to evaluate")

@@ -12,8 +12,7 @@ from penstock.data import TokenDataset, Tokenizer
 from penstock.engine import Batch, Engine, EnginePlan, target_of
 from penstock.errors import ConfigError
 from penstock.models import ModelSource
-from penstock.planning import builders
-from penstock.planning.execution_plan import ExecutionPlan
+from penstock.planning import ExecutionPlan, builders
 from penstock.store import Store
 from penstock.training.data_loading import sequence_length
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from penstock.config import Config
 from penstock.models import ModelSource
-from penstock.planning.execution_plan import ExecutionPlan
+from penstock.planning import ExecutionPlan
 from penstock.program import Program
-from penstock.progress.figures import show_count
+from penstock.progress import show_count
 from penstock.store import Store
-from penstock.telemetry.events import RunStarted
+from penstock.telemetry import RunStarted
 from penstock.training.data_loading import TrainingData
 
 

@@ -16,8 +16,7 @@ from penstock.config import Config, FactoryModel, check_resumable
 from penstock.data import TokenDataset
 from penstock.errors import ConfigError, DataError
 from penstock.models import ModelSource
-from penstock.planning import builders
-from penstock.planning.execution_plan import ExecutionPlan
+from penstock.planning import ExecutionPlan, builders
 from penstock.training.resume_state import ResumeState
 
 

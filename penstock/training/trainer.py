@@ -15,33 +15,32 @@ from torch import nn
 
 from penstock.config import Config, to_config, trajectory, write_record
 from penstock.data import Source
-from penstock.engine import Engine, choose_target, target_of, threads
+from penstock.engine import Engine, choose_target, set_threads, target_of
 from penstock.errors import ConfigError, DataError, NonFiniteError
 from penstock.models import KEPT, ModelSource, keep_small_files
-from penstock.planning import builders
-from penstock.planning.execution_plan import plan_execution
+from penstock.planning import builders, plan_execution
 from penstock.program import Program
 from penstock.progress import view_from_python
-from penstock.step.local import StepRunner
-from penstock.step.local_engines import (
+from penstock.step import (
+    Batches,
     LocalEngines,
+    StepRunner,
     choose_devices,
     counted,
     make_local_engines,
 )
-from penstock.step.micro_batches import Batches
 from penstock.store import MAX_SHARD_BYTES, FolderLock, ShardedStore
-from penstock.telemetry.events import (
+from penstock.telemetry import (
     Evaluated,
     Finished,
     Listener,
     Notice,
+    RunReport,
     StepDone,
     Stopped,
     broadcast,
+    open_run_files,
 )
-from penstock.telemetry.run_files import open_run_files
-from penstock.telemetry.run_report import RunReport
 from penstock.training.cautions import cautions
 from penstock.training.checkpoint_backends import make_checkpoint_backend
 from penstock.training.checkpoint_scheduler import CheckpointScheduler
@@ -56,8 +55,8 @@ from penstock.training.run_start import describe, rows_per_step, run_started
 from penstock.training.same_run import own_architecture, require_same_beginning, require_same_model
 
 if TYPE_CHECKING:
-    from penstock.distributed.control.cluster_manager import ClusterManager
-    from penstock.step.distributed import DistributedStepRunner
+    from penstock.distributed.control import ClusterManager
+    from penstock.step import DistributedStepRunner
 
 
 class Trainer:
@@ -102,7 +101,7 @@ class Trainer:
         self._view = view_from_python(self.config.logging.every, quiet)
         self._listener = broadcast([self._view, *([on_event] if on_event else [])])
         self._tell = self._listener
-        threads.set_threads(self.config.engine.threads)
+        set_threads(self.config.engine.threads)
         self._checkpoints = make_checkpoint_backend(self.config)
         recorded = self._checkpoints.recorded
         if must_exist and recorded is None:
@@ -205,7 +204,7 @@ class Trainer:
         """Have the run's other processes begin to come, if it has any."""
         if self.config.cluster.start == "none":
             return None
-        from penstock.distributed.control.cluster_manager import open_cluster
+        from penstock.distributed.control import open_cluster
 
         if self._brought:
             raise ConfigError(
@@ -236,7 +235,7 @@ class Trainer:
             self._lock.release()
 
     def _run_elsewhere(self, manager: ClusterManager, batches: Batches) -> None:
-        from penstock.step.distributed import DistributedStepRunner
+        from penstock.step import DistributedStepRunner
 
         if self.config.cluster.shards == "here":
             store = self.store

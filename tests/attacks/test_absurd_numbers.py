@@ -37,6 +37,7 @@ COUNTS = [
     "store.replicas",
     "cluster.spare",
     "cluster.port",
+    "lora.rank",
 ]
 RATES = ["optimizer.learning_rate", "optimizer.weight_decay", "optimizer.eps", "optimizer.momentum"]
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import warm_start
 from store_programs import make_program, random_weights, train, training_store
 
 from penstock.errors import StorageError
@@ -85,7 +86,7 @@ def save_watched(store, checkpoints):
 def kill_at_each(source, folder, orders):
     """Save the checkpoint `source` into `folder/order`, killed there, for all orders."""
     script = Path(__file__).with_name("checkpoint_killer.py")
-    result = subprocess.run(
+    result = warm_start.run(
         [sys.executable, script, source, folder, *orders],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, Path(__file__).parents[1:3]))},
         capture_output=True,
@@ -142,8 +143,10 @@ def test_a_first_save_killed_at_any_point_leaves_nothing_or_all_of_it(tmp_path):
 
 
 def test_the_environment_names_the_point(tmp_path):
-    script = "from penstock.io import failpoints\n"
+    script = (
+        "from penstock.io import failpoints\n"
         "for n in range(3):\n print(n, flush=True)\n failpoints.point('x.y')"
+    )
     for order, expected in (("x.y", "0\n"), ("x.y:2", "0\n1\n"), ("other", "0\n1\n2\n")):
         result = subprocess.run(
             [sys.executable, "-c", script],

@@ -2,7 +2,6 @@
 
 import ast
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import test_checkpoint_faults
 import test_flash_faults
 import test_remote_shards
 import test_shard_crashes
+import warm_start
 from journal_killer import KEEP, record, rotate_or_drop
 
 import penstock
@@ -36,7 +36,7 @@ JOURNAL_POINTS = [
 def killed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("killed")
     orders = [f"{point}:1" for point in JOURNAL_POINTS]
-    child = subprocess.run(
+    child = warm_start.run(
         [sys.executable, str(KILLER), str(folder), *orders],
         env={**os.environ, "PYTHONPATH": str(Path(penstock.__file__).parents[1])},
         capture_output=True,

@@ -3,11 +3,11 @@
 import errno
 import functools
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import warm_start
 from test_flash_crashes import SEED, STEPS, clean_hash, opened, operations, run
 
 from penstock.errors import StorageError
@@ -65,7 +65,7 @@ def killed(tmp_path_factory):
             for moments, seed in (FOR_LONG if long else BRIEFLY)
             for point in POINTS
         ]
-        child = subprocess.run(
+        child = warm_start.run(
             [sys.executable, str(KILLER), str(folder), *orders],
             capture_output=True,
             text=True,

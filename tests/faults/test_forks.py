@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import warm_start
 from waiting import wait_until
 
 from penstock.distributed.launchers import local
@@ -183,7 +184,7 @@ TRAINER = (
 
 def test_nobody_is_left_when_the_trainers_process_is_killed(door, tmp_path):
     command = [sys.executable, "-c", TRAINER, *map(str, door.getsockname()), str(tmp_path)]
-    trainer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    trainer = warm_start.Popen(command, stdout=subprocess.PIPE, text=True)
     assert trainer.stdout is not None
     pids = [int(word) for word in trainer.stdout.readline().split()]
     trainer.kill()

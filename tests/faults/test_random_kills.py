@@ -1,11 +1,11 @@
 """`kill -9` at random moments: what is found is the last durable step, to the bit."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import warm_start
 from store_programs import random_weights, train
 from test_flash_crashes import OPTIMIZERS, PROGRAM, SEED, in_memory
 
@@ -32,7 +32,7 @@ def references(tmp_path_factory):
 def kill(kind, moments, folder, references, count, seed):
     """Return what the killer saw; it stops at the first life that finds other than it should."""
     arguments = (kind, moments, folder, references / moments, count, seed)
-    result = subprocess.run(
+    result = warm_start.run(
         [sys.executable, str(KILLER), *map(str, arguments)],
         capture_output=True,
         text=True,

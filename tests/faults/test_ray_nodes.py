@@ -69,6 +69,7 @@ def engines_on(run: SteppedRun) -> dict[str, list[dict]]:
     return found
 
 
+@pytest.mark.slow
 def test_two_engines_are_on_two_hosts_of_which_one_dies(text, cluster, run_on, tmp_path):
     nodes = cluster(2)
     run = run_on(nodes, 0, engines=2)

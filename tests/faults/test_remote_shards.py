@@ -117,7 +117,7 @@ class Run:
         """Wait for who comes in place of one that was lost; the next step gives it a copy."""
 
         def has_come() -> bool:
-            self.manager.event_queue.look()
+            self.manager.event_queue.poll()
             return bool(self.manager._places.learners)
 
         wait_until(has_come)

@@ -1,11 +1,11 @@
 """A store in shards on flash: a crash between two shards' journals costs no bit."""
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import warm_start
 from sharded_stores import sharded_flash
 from store_programs import make_program, random_weights, train, training_store
 
@@ -67,7 +67,7 @@ def killed(tmp_path_factory):
     orders = [f"{place}/{place}" for place in [*(f"{p}:1" for p in POINTS), *BETWEEN]]
     for place in GOING_BACK:  # killed between the last step's seals, and again on the way back
         orders += [f"{place}/journal.after_seal_sync:{2 * STEPS + 1}", f"{place}/{place}"]
-    child = subprocess.run(
+    child = warm_start.run(
         [sys.executable, str(KILLER), str(folder), *orders],
         capture_output=True,
         text=True,

@@ -3,11 +3,11 @@
 import errno
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import warm_start
 from store_programs import train
 from test_checkpoint_faults import (
     Disk,
@@ -34,7 +34,7 @@ def test_a_kill_at_any_point_loses_no_more_than_the_steps_since_the_last(tmp_pat
     for order in orders:
         shutil.copytree(tmp_path / "before", tmp_path / "killed" / order)
     script = Path(__file__).with_name("snapshot_killer.py")
-    result = subprocess.run(
+    result = warm_start.run(
         [sys.executable, script, tmp_path / "killed", str(seed), *orders],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, Path(__file__).parents[1:3]))},
         capture_output=True,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
 from hosts import network_of
 from packet_capture import Capture
 from stepped_run import SteppedRun
@@ -13,6 +14,7 @@ from test_cluster_processes import alone, settings, text
 __all__ = ["network_of", "text"]
 
 
+@pytest.mark.slow  # 40 s of processor time: every process of the two hosts imports everything
 def test_a_cut_cable_costs_no_bit(text, network_of, tmp_path):
     network = network_of(2)
     here = network.hosts[0]

@@ -110,7 +110,7 @@ def test_engines_that_fail_at_different_steps_do_not_add_up():
 
 def test_the_only_engine_ends_the_run_where_no_other_can_come():
     cluster = ToyCluster(1, 1)
-    cluster.others_come = False
+    cluster.can_replace_engine = False
     let_fail(cluster, lambda engine, step, op: ValueError("broken"))
     with pytest.raises(UnrecoverableError, match="the only one there is: ValueError: broken"):
         cluster.train()

@@ -332,10 +332,10 @@ class ToyCluster:
             wanted or engines,
             Timeouts(silence=1.0, stall=2.0, job=20.0),
             self._tell,
-            others_come=lambda: self.others_come,
+            can_replace_engine=lambda: self.can_replace_engine,
         )
         self.network.conduct(self.coordinator)
-        self.others_come = True  # whether the coordinator may count on other engines
+        self.can_replace_engine = True  # whether the coordinator may count on other engines
         self._lost: set[int] = set()  # the last nodes of shards, that have been lost
         self._zombies: dict[int, float] = {}
         self.engine: Callable[[int], ToyEngine] = lambda number: ToyEngine()

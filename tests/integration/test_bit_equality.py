@@ -3,12 +3,12 @@
 Two runs are equal when their losses are equal as numbers and the hashes of their weights agree.
 """
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import warm_start
 from grids import thinned
 from plain_training import Recipe, trainer_of
 from sweeps import gradients_by_weight, sweep
@@ -65,7 +65,7 @@ def test_another_process_goes_on_to_the_same_bits(tmp_path):
         "print(repr(losses)); print(weights)\n"
     )
     here = Path(__file__).parent
-    done = subprocess.run(
+    done = warm_start.run(
         [sys.executable, "-c", script, tmp_path / "parts"],
         env={"PYTHONPATH": f"{here}:{here.parent}", "PATH": ""},
         capture_output=True,

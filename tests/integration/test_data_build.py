@@ -11,6 +11,7 @@ import time
 
 import numpy as np
 import pytest
+import warm_start
 from command_line import penstock
 
 from penstock.data import LanguageModelSource, TokenDataset, build_dataset
@@ -24,7 +25,7 @@ def data(*arguments, cwd=None):
 
 
 def in_a_process(*args, **options):
-    return subprocess.run(
+    return warm_start.run(
         [*PENSTOCK, *map(str, args)], capture_output=True, text=True, timeout=240, **options
     )
 
@@ -237,7 +238,7 @@ def test_processes_agree_on_every_sample(texts):
     for half in (["0", "1", "2", "3"], ["4", "5", "6", "7"]):
         file = texts / f"{half[0]}.npz"
         command = [sys.executable, "-c", code, str(texts / "set"), str(file), *half]
-        subprocess.run(command, check=True)
+        warm_start.run(command, check=True)
         with np.load(file) as arrays:
             rows.append(dict(arrays))
     whole = LanguageModelSource(TokenDataset.open(texts / "set"), "train", 32, 5).batch(

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import warm_start
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from penstock.demo.__main__ import main
@@ -163,7 +164,7 @@ def test_ctrl_c_in_a_terminal_saves_and_the_next_time_goes_on(tmp_path):
     assert stopped_at < 2000
     assert (tmp_path / f"runs/demo/checkpoints/step-{stopped_at:08d}").is_dir()
 
-    process = subprocess.Popen(
+    process = warm_start.Popen(
         [*DEMO, *SMALL, *arguments, "logging.every=1"],
         cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
@@ -187,10 +188,13 @@ def test_ctrl_c_in_a_terminal_saves_and_the_next_time_goes_on(tmp_path):
 
 def in_a_terminal(folder, arguments, until, send):
     """Run the demo in a pseudo-terminal, type `send` once `until` is seen; (output, exit code)."""
-    child, terminal = pty.fork()
-    if child == 0:
-        os.chdir(folder)
-        os.execve(sys.executable, [*DEMO, *SMALL, *arguments], ENVIRONMENT)
+    terminal, theirs = pty.openpty()
+    process = warm_start.Popen(
+        [*DEMO, *SMALL, *arguments],
+        cwd=folder, env=ENVIRONMENT, stdin=theirs, stdout=theirs, stderr=theirs,
+        start_new_session=True, is_terminal=True,
+    )  # fmt: skip
+    os.close(theirs)
     seen, sent, deadline = b"", False, time.monotonic() + 200
     while time.monotonic() < deadline:
         if not select.select([terminal], [], [], 1)[0]:
@@ -206,9 +210,9 @@ def in_a_terminal(folder, arguments, until, send):
             os.write(terminal, send)
             sent = True
     else:
-        os.kill(child, signal.SIGKILL)
+        process.kill()
     os.close(terminal)
-    return seen.decode(errors="replace"), os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return seen.decode(errors="replace"), process.wait()
 
 
 def test_no_python_source_is_said(tmp_path, monkeypatch, capsys):

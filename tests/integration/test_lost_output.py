@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import warm_start
 import yaml
 from waiting import wait_until
 
@@ -38,7 +39,7 @@ def folder(tmp_path):
 def train(folder, *overrides, **streams):
     command = [sys.executable, "-m", "penstock", "train", "run.yaml", *overrides]
     streams = {"stderr": subprocess.PIPE, **streams}
-    return subprocess.Popen(command, cwd=folder, text=True, env=ENVIRONMENT, **streams)
+    return warm_start.Popen(command, cwd=folder, text=True, env=ENVIRONMENT, **streams)
 
 
 def saved_step(folder):
@@ -115,12 +116,8 @@ def test_figures_without_room_stop_the_run_which_is_saved(folder):
     metrics.parent.mkdir(parents=True)
     row = json.dumps({"event": "cluster", "step": 0, "text": "x" * 400}) + "\n"
     metrics.write_text(row * ((limit - 1000) // len(row)))
-
-    def limited():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-
-    arguments = ("run.steps=100000",)
-    process = train(folder, *arguments, stdout=subprocess.PIPE, preexec_fn=limited)
+    limits = {resource.RLIMIT_FSIZE: limit}
+    process = train(folder, "run.steps=100000", stdout=subprocess.PIPE, limits=limits)
     out, err = process.communicate()
     assert process.returncode == 7
     step = saved_step(folder)
@@ -142,7 +139,7 @@ def test_a_result_that_cannot_be_written_is_an_error_of_one_line(folder):
     assert process.returncode == 0
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", "penstock", "inspect", "runs/run"]
-        found = subprocess.run(
+        found = warm_start.run(
             command, cwd=folder, stdout=full, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
         )
     assert found.returncode == 7
@@ -155,14 +152,13 @@ def test_an_error_that_nobody_can_read_keeps_its_exit_code(folder):
     assert not Path(folder / "runs").exists()
 
 
-@pytest.mark.parametrize("closed", ["<&- >&- 2>&-", ">&-", "2>&-"])
+@pytest.mark.parametrize("closed", [(0, 1, 2), (1,), (2,)])
 def test_streams_that_are_closed_cost_nothing_and_are_no_files_of_the_run(folder, closed):
     """The system gives a free descriptor to the next file: standard error would be the store."""
-    command = f"exec {sys.executable} -m penstock train run.yaml run.steps=100000 {closed}"
     settings = SETTINGS | {"store": {"flash": {"path": "flash"}}}
     (folder / "run.yaml").write_text(yaml.safe_dump(settings))
     metrics = folder / "runs/run/metrics.jsonl"
-    with subprocess.Popen(["sh", "-c", command], cwd=folder, env=ENVIRONMENT) as process:
+    with train(folder, "run.steps=100000", closed=closed, stderr=None) as process:
         try:
             wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") > 2, "steps")
             opened = [os.readlink(f"/proc/{process.pid}/fd/{number}") for number in (0, 1, 2)]

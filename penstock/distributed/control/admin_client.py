@@ -1,4 +1,4 @@
-"""Orders to a run that trains, from another process of whoever may read its folder."""
+"""The client of `penstock scale`: a request to a run that trains, from another process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.distributed import rendezvous_file
-from penstock.distributed.protocol.messages import Message, MessageType
+from penstock.distributed.protocol import Message, MessageType
 from penstock.distributed.transport import Endpoint, own_host
 from penstock.errors import ClusterError, ConfigError, ProtocolError
 
@@ -49,7 +49,7 @@ def _ask(run: Path, order: Mapping[str, Any]) -> Mapping[str, Any]:
         token,
         own_host(address),
         on_link_end=lambda link, error: answers.put(error),
-        on_stranger=lambda link, message: answers.put(message.body),
+        on_new_peer=lambda link, message: answers.put(message.body),
         on_failure=answers.put,
     )
     endpoint.start()

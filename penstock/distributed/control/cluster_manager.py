@@ -1,8 +1,8 @@
-"""Where the processes of a run meet, and from where those who are lost are replaced.
+"""The trainer's side of a distributed run: it listens, starts workers and replaces lost ones.
 
-The cluster manager is there before the store: shards that are apart must have come before anything
-can be put into them. How a process becomes a node of the run is in `rendezvous.py`, who is who in
-`guests.py`. Who takes part in which step is decided by the coordinator, which has its seat here.
+The cluster manager exists before the store: shards in processes of their own must have joined
+before anything can be loaded into them. A process joins by `rendezvous.py`, which also keeps the
+registry of members. The coordinator runs here and decides which node takes part in which step.
 """
 
 from __future__ import annotations
@@ -22,29 +22,27 @@ from penstock.distributed.control.rendezvous import ClusterMember, Rendezvous, W
 from penstock.distributed.control.worker_stats import HeartbeatStats
 from penstock.distributed.control.worker_supervisor import WorkerSupervisor
 from penstock.distributed.control_messages import Role, WorkerMetrics
-from penstock.distributed.launchers.base import Launcher
-from penstock.distributed.launchers.factory import make_launcher
+from penstock.distributed.launchers import Launcher, make_launcher
 from penstock.distributed.protocol import (
     COORDINATOR,
     Coordinator,
+    Message,
+    MessageType,
     ProtocolEvent,
     ShardNode,
     Timeouts,
 )
-from penstock.distributed.protocol.messages import Message, MessageType
 from penstock.distributed.rendezvous_file import remove_record, write_record
-from penstock.distributed.replication.replica_manager import ManagerHooks, ReplicaManager
-from penstock.distributed.rpc.rpc import RpcClient
-from penstock.distributed.rpc.store_client import StoreClient
+from penstock.distributed.replication import ManagerHooks, ReplicaManager
+from penstock.distributed.rpc import RpcClient, StoreClient
 from penstock.distributed.run_spec import RunSpec
 from penstock.distributed.transport import Address, Connection, Endpoint, new_token
-from penstock.distributed.worker.shard_executor import LocalShardExecutor
-from penstock.distributed.worker.shard_storage import InProcessShard
+from penstock.distributed.worker import InProcessShard, LocalShardExecutor
 from penstock.errors import ClusterError, CorruptionError, PenstockError
-from penstock.planning.execution_plan import ExecutionPlan
+from penstock.planning import ExecutionPlan
 from penstock.store import Store
 from penstock.store.flash import ShardedFlashStore
-from penstock.telemetry.events import ClusterEvent
+from penstock.telemetry import ClusterEvent
 
 log = logging.getLogger("penstock.distributed")
 
@@ -86,13 +84,13 @@ class ClusterManager:
     def _open(
         self, host: str, launch: Callable[[Endpoint], Launcher], undo: contextlib.ExitStack
     ) -> None:
-        """Open the door, let it be found, and have workers started."""
+        """Listen, write the rendezvous file, and start workers."""
         config, layout, token = self._config, self._layout, self._token
         self._endpoint = Endpoint(
             token,
             host,
             on_link_end=self._link_ended,
-            on_stranger=self._take_stranger,
+            on_new_peer=self._take_from_new_peer,
             on_failure=self._endpoint_failed,
             every=self._every,
             beat=_BEAT,
@@ -108,7 +106,7 @@ class ClusterManager:
             self._happened,
             least=layout.least_engines,
             addresses=self.registry.addresses,
-            others_come=self._can_replace_engine,
+            can_replace_engine=self._can_replace_engine,
             is_there=self._is_there,
         )
         self._endpoint.add(COORDINATOR, _CoordinatorAdapter(self._take))
@@ -128,22 +126,22 @@ class ClusterManager:
         undo.callback(remove_record, self._record, token)
         self.launcher = launch(self._endpoint)
         undo.callback(self.launcher.close)
-        self._supervisor = WorkerSupervisor(self.launcher, self.event_queue.say)
+        self._supervisor = WorkerSupervisor(self.launcher, self.event_queue.emit)
         self._supervisor.fill(self._wanted_workers)
         self._endpoint.start()
 
     def _make_shards(self) -> ReplicaManager:
         event_queue, parts = self.event_queue, self.plan.parts if self.plan.is_apart else []
-        house = ManagerHooks(
+        hooks = ManagerHooks(
             self.coordinator,
-            event_queue.say,
+            event_queue.emit,
             event_queue.fail,
-            event_queue.look,
+            event_queue.poll,
             self._do,
             lambda: self.should_stop(),
             self.registry.addresses.get,
         )
-        return ReplicaManager(self._config, parts, self._calls, house)
+        return ReplicaManager(self._config, parts, self._calls, hooks)
 
     @property
     def _wanted_workers(self) -> Mapping[Role, int]:
@@ -197,7 +195,7 @@ class ClusterManager:
         """Have the shards of a store in this process take part."""
         recompute, program = self._layout.plan.recompute, self._layout.program
 
-        def seat() -> None:
+        def add() -> None:
             for shard, store in enumerate(stores):
                 number = self.plan.first_nodes[shard][0]
                 work = LocalShardExecutor(program, InProcessShard(store), shard, recompute)
@@ -206,7 +204,7 @@ class ClusterManager:
                 self._endpoint.add(number, node)
                 self._local.append(node)
 
-        self._do(seat)
+        self._do(add)
 
     def is_replaced(self, node: int) -> bool:
         """Tell whether a node was that of a shard whose place another takes, or has taken."""
@@ -228,12 +226,12 @@ class ClusterManager:
         """
         wanted, deadline = self._config.engines, time.monotonic() + _PATIENCE
         while len(self.coordinator.ready) < wanted:
-            self.event_queue.look()
+            self.event_queue.poll()
             if self.should_stop():
                 raise InterruptedError("stopped while waiting for engines")
             if time.monotonic() > deadline:
                 text = f"{len(self.coordinator.ready)} of {wanted} engines have come"
-                self.event_queue.say(
+                self.event_queue.emit(
                     "waiting", f"{text} in {_PATIENCE:.0f} s; beginning with those"
                 )
                 return
@@ -276,13 +274,13 @@ class ClusterManager:
     def _scale(self, engines: int) -> int:
         before, self.coordinator.wanted = self.coordinator.wanted, engines
         self._supervisor.fill(self._wanted_workers)
-        self.event_queue.say(
+        self.event_queue.emit(
             "scaled", f"{before} engine(s) so far, {engines} from the next step on"
         )
         return before
 
     def close(self) -> None:
-        """End the workers and close the door."""
+        """End the workers and stop listening."""
         if self.event_queue.is_over:
             return
         self.event_queue.is_over = True
@@ -325,7 +323,7 @@ class ClusterManager:
         self.event_queue.fail(ClusterError(text))
         log.error("the endpoint failed", exc_info=error)
 
-    def _take_stranger(self, link: Connection, message: Message) -> None:
+    def _take_from_new_peer(self, link: Connection, message: Message) -> None:
         """Take what a peer says before it is somebody, which it may never become."""
         if message.kind is MessageType.ADMIN_REQUEST:
             link.send(
@@ -360,7 +358,7 @@ class ClusterManager:
 
     def _happened(self, happened: ProtocolEvent) -> None:
         is_loss = happened.kind in ("engine lost", "shard lost", "replica lost")
-        self.event_queue.say(happened.kind, happened.text, happened.node)
+        self.event_queue.emit(happened.kind, happened.text, happened.node)
         if is_loss and happened.node is not None:
             self._lose(happened.node)
 
@@ -401,7 +399,7 @@ def open_cluster(
     tell: Callable[[ClusterEvent], None],
     should_stop: Callable[[], bool],
 ) -> ClusterManager:
-    """Open the door of a run and start its workers; they come when they can."""
+    """Listen for the processes of a run and start its workers; they join when they can."""
     token = new_token()
     with contextlib.ExitStack() as undo:
         host, launch = make_launcher(config, layout.device, token, undo)

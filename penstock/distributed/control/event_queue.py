@@ -1,4 +1,4 @@
-"""What happens to the processes of a run, for whoever waits for it; and what has ended it."""
+"""Events of a run's processes, queued for the trainer's thread, and the error that ended it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from penstock.errors import ClusterError, PenstockError
-from penstock.telemetry.events import ClusterEvent
+from penstock.telemetry import ClusterEvent
 
 
 class EventQueue:
@@ -25,7 +25,7 @@ class EventQueue:
         self._failed: PenstockError | None = None
         self.is_over = False  # whether the processes have been let go of
 
-    def say(self, kind: str, text: str, node: int | None = None) -> None:
+    def emit(self, kind: str, text: str, node: int | None = None) -> None:
         """Tell of something that has happened, and count it."""
         self.counts[kind] += 1
         self._untold.put(ClusterEvent(kind, text, node, self.step))
@@ -39,7 +39,7 @@ class EventQueue:
         """Whether it is impossible to go on."""
         return self._failed is not None
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Tell what has happened, in this thread, and raise what ends the run."""
         self.tell_all()
         self.require_sound()

@@ -1,9 +1,8 @@
-"""How a process becomes a node of a run: it says who it is, is given a place, and is ready.
+"""How a process becomes a member of a run: it joins, is assigned a role, and says it is ready.
 
-What comes here comes over links that are nobody's yet. A process that joins is given the place of
-a shard that is vacant, else that of an engine, unless it was started as one of them; one that
-cannot be what it was to be is sent away, and would be no better the next time. A process that was
-started as a shard waits here where no place is vacant for it yet.
+A process that joins gets a vacant replica slot of a shard, or else becomes an engine, unless it was
+started as one of them. A process that cannot fill its role is refused, and another of its kind
+would be refused too. A process that was started as a shard waits until a slot is vacant.
 """
 
 from __future__ import annotations
@@ -14,10 +13,9 @@ from typing import Any
 
 from penstock.distributed.control.event_queue import EventQueue
 from penstock.distributed.control_messages import Join, Opens, ReplicaSlot
-from penstock.distributed.protocol import COORDINATOR, Coordinator
-from penstock.distributed.protocol.messages import Message, MessageType
-from penstock.distributed.replication.replica_manager import ReplicaManager
-from penstock.distributed.rpc.rpc import error_class
+from penstock.distributed.protocol import COORDINATOR, Coordinator, Message, MessageType
+from penstock.distributed.replication import ReplicaManager
+from penstock.distributed.rpc import error_class
 from penstock.distributed.run_spec import RunSpec
 from penstock.distributed.transport import Address, Connection
 from penstock.errors import ClusterError, PenstockError, UnfitHostError
@@ -34,7 +32,7 @@ class Rendezvous:
         coordinator: is told of them.
         apart: gives places of shards.
         event_queue: is told of those who are sent away.
-        let_in: makes the link of a guest that of its node.
+        let_in: attaches a member's connection to its node.
         engines_wanted: returns how many engines are wanted, spare ones too.
     """
 
@@ -72,11 +70,11 @@ class Rendezvous:
 
     def look(self) -> None:
         """Give those who wait for the place of a shard one that has become vacant."""
-        for others_come in (True, False):
-            if not others_come and len(self._free()) > len(self._waiting):
+        for others_expected in (True, False):
+            if not others_expected and len(self._free()) > len(self._waiting):
                 return  # to some of these, who may be on other hosts
             for link, said in list(self._waiting.items()):
-                if (place := self._place_for(said, others_come)) is not None:
+                if (place := self._place_for(said, others_expected)) is not None:
                     del self._waiting[link]
                     self._welcome(link, said, place)
 
@@ -118,10 +116,12 @@ class Rendezvous:
         }
         link.send(Message(MessageType.ASSIGN, 0, COORDINATOR, body=body))
 
-    def _place_for(self, said: Join, others_come: bool) -> ReplicaSlot | None:
+    def _place_for(self, said: Join, others_expected: bool) -> ReplicaSlot | None:
         """Return the place of a shard that a process gets which joins, None if it gets none."""
         here = [(m.place, m.listens[0]) for m in self._registry.all if m.place is not None]
-        return self._replicas.place_for(said.role, said.shard, said.listens[0], here, others_come)
+        return self._replicas.place_for(
+            said.role, said.shard, said.listens[0], here, others_expected
+        )
 
     def _free(self) -> Sequence[ReplicaSlot]:
         return self._places.free({member.place for member in self._registry.all})
@@ -152,7 +152,7 @@ class Rendezvous:
         if member.opens == "what was left":
             self._coordinator.shard_joined(place.shard, number)
         else:
-            self._event_queue.say("joined", f"{member} is ready", number)
+            self._event_queue.emit("joined", f"{member} is ready", number)
 
     def _turn_away(self, member: ClusterMember, text: str, kind: type[PenstockError]) -> None:
         """Let a process go that cannot be what it was to be.
@@ -167,7 +167,7 @@ class Rendezvous:
 
     def _refuse(self, link: Connection, text: str, number: int | None = None) -> None:
         """Send a worker away: it would be no better the next time."""
-        self._event_queue.say("refused", text, number)
+        self._event_queue.emit("refused", text, number)
         link.send(Message(MessageType.ADMIN_REPLY, 0, COORDINATOR, body={"error": text}))
 
 

@@ -1,4 +1,4 @@
-"""What the processes of a run say of themselves with every beat, and what is known from it."""
+"""Statistics from heartbeats: memory, computing time, stragglers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from penstock.distributed.control_messages import WorkerMetrics
-from penstock.distributed.protocol.messages import Message
+from penstock.distributed.protocol import Message
 
 
 class HeartbeatStats:

@@ -1,8 +1,7 @@
-"""The workers that a run has started: how many there are, and when to start no more.
+"""Keeps as many workers running as are wanted, and stops after several that failed at once.
 
-They are counted by what they were started as: a launcher may give an engine another place than a
-shard. One that ended before it was of use has ended in vain; after some of these in a row, others
-would do the same.
+Workers are counted by the role that they were started for. A worker that ended before it became an
+engine or a shard has failed; after some failures in a row, more would fail in the same way.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from penstock.distributed.control_messages import Role
-from penstock.distributed.launchers.base import Launcher, WorkerExit
+from penstock.distributed.launchers import Launcher, WorkerExit
 
 _MOST_IN_VAIN = 3
 _NEXT_TRY = 5.0  # seconds after a worker could not be started: memory may be short for a moment

@@ -1,1 +1,20 @@
 """Starting worker processes: on this machine, through Ray, or by others."""
+
+from typing import TYPE_CHECKING
+
+from penstock.front_door import lazily
+
+if TYPE_CHECKING:
+    from penstock.distributed.launchers.base import Launcher, WorkerExit
+    from penstock.distributed.launchers.factory import make_launcher
+
+__all__ = ["Launcher", "WorkerExit", "make_launcher"]
+
+__getattr__ = lazily(
+    __name__,
+    {
+        "Launcher": "base",
+        "WorkerExit": "base",
+        "make_launcher": "factory",
+    },
+)

@@ -19,7 +19,7 @@ from penstock.distributed.control_messages import Role
 from penstock.distributed.launchers.base import WorkerExit
 from penstock.distributed.launchers.fork_client import ForkClient, needed_modules
 from penstock.distributed.transport import Address
-from penstock.distributed.worker.main import NAME, TOKEN
+from penstock.distributed.worker import NAME, TOKEN
 
 log = logging.getLogger("penstock.distributed")
 

@@ -29,7 +29,7 @@ from penstock.distributed.launchers.base import WorkerExit
 from penstock.distributed.launchers.local import would_run
 from penstock.distributed.launchers.ray_placement import PlacementPolicy
 from penstock.distributed.transport import Address, own_host
-from penstock.distributed.worker.main import Worker
+from penstock.distributed.worker import Worker
 from penstock.errors import ClusterError, ConfigError, PenstockError
 
 log = logging.getLogger("penstock.distributed")

@@ -3,8 +3,21 @@
 from penstock.distributed.protocol import message_validation
 from penstock.distributed.protocol.coordinator import Coordinator
 from penstock.distributed.protocol.engine_node import EngineExecutor, EngineNode
-from penstock.distributed.protocol.messages import COORDINATOR
-from penstock.distributed.protocol.node_context import NodeContext
+from penstock.distributed.protocol.messages import (
+    COORDINATOR,
+    HEADER_BYTES,
+    Message,
+    MessageType,
+    lengths,
+    message_with,
+    pack,
+    pack_arrays,
+    sent_on,
+    slot_of,
+    unpack,
+    unpack_arrays,
+)
+from penstock.distributed.protocol.node_context import BoundContext, NodeContext
 from penstock.distributed.protocol.shard_node import GRADIENTS, WINDOW, ShardExecutor, ShardNode
 from penstock.distributed.protocol.step_request import (
     EngineInput,
@@ -16,15 +29,32 @@ from penstock.distributed.protocol.step_request import (
     UnrecoverableError,
 )
 from penstock.distributed.protocol.step_transaction import Phase
+from penstock.distributed.protocol.transfer_schedule import (
+    CHUNK_BYTES,
+    GRADIENT_WIDTH,
+    Chunk,
+    Sweep,
+    TransferOperation,
+    TransferSchedule,
+    chunks,
+)
+from penstock.distributed.protocol.tree_topology import ways
 
 __all__ = [
+    "CHUNK_BYTES",
     "COORDINATOR",
     "GRADIENTS",
+    "GRADIENT_WIDTH",
+    "HEADER_BYTES",
     "WINDOW",
+    "BoundContext",
+    "Chunk",
     "Coordinator",
     "EngineExecutor",
     "EngineInput",
     "EngineNode",
+    "Message",
+    "MessageType",
     "NodeContext",
     "Phase",
     "ProtocolEvent",
@@ -33,7 +63,20 @@ __all__ = [
     "ShardNode",
     "StepRequest",
     "StepResult",
+    "Sweep",
     "Timeouts",
+    "TransferOperation",
+    "TransferSchedule",
     "UnrecoverableError",
+    "chunks",
+    "lengths",
     "message_validation",
+    "message_with",
+    "pack",
+    "pack_arrays",
+    "sent_on",
+    "slot_of",
+    "unpack",
+    "unpack_arrays",
+    "ways",
 ]

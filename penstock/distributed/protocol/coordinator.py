@@ -1,16 +1,15 @@
-"""The coordinator's part of the step protocol: when a step counts.
+"""The coordinator of the step protocol: a two-phase commit decides when a step counts.
 
-A step is an attempt in an epoch: everyone has seen the view, begins, and reports; when all losses
-and all shards' gradients are in, the step is decided, and the shards are told until each has
-answered. Whatever is lost before the decision costs the attempt: the epoch rises, and the step
-begins anew with those who are left. After it the engines are not needed. Who there is, is in the
-roster (`membership.py`); who has answered to an epoch, in its formation (`epoch.py`).
+A step is a transaction in an epoch. Every node acknowledges the epoch's view, begins, and reports.
+When all losses and the gradients of all shards are in, the step is decided, and the shards are sent
+the decision until each has acknowledged it. A loss before the decision aborts the transaction: the
+epoch advances, and the step is retried with the nodes that are left. After the decision the engines
+are not needed. `membership.py` knows the nodes, `epoch.py` who has acknowledged an epoch.
 
-A shard may have several nodes that hold the same and do the same (`holders.py`). As long as one is
-left nothing is lost with the others. When the last is lost the step ends with an error. Another may
-come in its place, with what the lost one had stored; before the next step, then, all shards go back
-to the newest step that all of them hold (`epoch.py`). What is done about damage, standstills
-and failures is chosen in `recovery_policy.py`.
+A shard may have several replicas, which do the same work and hold the same bits. While one is left,
+the others lose nothing. When the last is lost, the step ends with an error. A new node may take its
+place with what the lost one had stored; before the next step all shards roll back to the newest
+step that all of them hold. `recovery_policy.py` chooses what to do about corrupt frames and stalls.
 """
 
 from __future__ import annotations
@@ -35,6 +34,7 @@ from penstock.distributed.protocol.recovery_policy import (
     ResendDecision,
     RetryStep,
     StepStatus,
+    took_too_long,
 )
 from penstock.distributed.protocol.step_request import (
     ProtocolEvent,
@@ -58,12 +58,12 @@ class Coordinator:
         runtime: carries its messages.
         shards: the numbers of each shard's nodes, in the order of the shards.
         engines: how many engines are wanted; `wanted` may be set at any time.
-        leases: when silence and standstill count as losses.
+        timeouts: when silence counts as a loss, and a stall as a failure.
         tell: is told what happens.
         least: with fewer engines than this no step is made: they would not have the memory.
         addresses: where nodes listen, by number; those of a view's nodes are sent with it.
-        others_come: whether another engine may come where none is left.
-        is_there: whether a node that has been silent for so long is there for all that.
+        can_replace_engine: whether another engine may come where none is left.
+        is_there: whether a node that has been silent for so long is alive all the same.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Coordinator:
         tell: Callable[[ProtocolEvent], None],
         least: int = 1,
         addresses: Mapping[int, Any] | None = None,
-        others_come: Callable[[], bool] = lambda: True,
+        can_replace_engine: Callable[[], bool] = lambda: True,
         is_there: Callable[[int, float], bool] = lambda node, silent: False,
     ) -> None:
         self.membership = Membership(shards, engines, least)
@@ -85,7 +85,7 @@ class Coordinator:
         self._is_there = is_there
         addresses = addresses if addresses is not None else {}
         self._epochs = EpochManager(self.membership, addresses, self._send)
-        self._recovery = RecoveryPolicy(self.membership, timeouts.attempts, others_come)
+        self._recovery = RecoveryPolicy(self.membership, timeouts.attempts, can_replace_engine)
         self._transaction: StepTransaction | None = None  # at the step in flight
         self._done: Callable[[StepResult], None] = lambda outcome: None
         self._detector, self._stall_timer = FailureDetector(), StallTimer()
@@ -269,7 +269,7 @@ class Coordinator:
         """
         self.counts["damaged"] += 1
         if self.phase in (Phase.COMMITTING, *_OPEN):
-            self._mend(self._recovery.of_damage(self._status, text, ends))
+            self._recover(self._recovery.of_damage(self._status, text, ends))
 
     def tick(self, now: float) -> None:
         """Look whether somebody has been silent, or nothing has moved, for too long."""
@@ -285,13 +285,13 @@ class Coordinator:
         members = (*self.engines, *self._epochs.view.shard_nodes)
         busy, far = detector.busy(members), tuple(detector.progress(members).values())
         come = (self._epochs.seen, *transaction.counts)
-        still = self._stall_timer.still(now, (self.phase, self.epoch, come, far))
-        if still > self._timeouts.job and busy:
+        stalled = self._stall_timer.stalled_seconds(now, (self.phase, self.epoch, come, far))
+        if stalled > self._timeouts.job and busy:
             self._stall_timer.begin(now)
-            self._blame(busy[0], ClusterError.__name__, _took_too_long(still))
-        elif still > self._timeouts.stall and not busy:
+            self._blame(busy[0], ClusterError.__name__, took_too_long(stalled))
+        elif stalled > self._timeouts.stall and not busy:
             self._stall_timer.begin(now)
-            self._mend(self._recovery.of_standstill(self._status))
+            self._recover(self._recovery.of_standstill(self._status))
 
     # The epoch
 
@@ -426,7 +426,7 @@ class Coordinator:
             self.lost(node, text)
 
     def _fail(self, engine: int, kind: str, text: str) -> None:
-        self._mend(self._recovery.of_failure(engine, kind, text))
+        self._recover(self._recovery.of_failure(engine, kind, text))
 
     def _lose_holder(self, node: int, why: str) -> None:
         holders = self.membership.holders
@@ -456,8 +456,8 @@ class Coordinator:
     def _status(self) -> StepStatus:
         return StepStatus(self.phase, self._epochs, self._present, self._detector)
 
-    def _mend(self, remedy: RecoveryAction) -> None:
-        match remedy:
+    def _recover(self, action: RecoveryAction) -> None:
+        match action:
             case EvictNode(node, why):
                 self.lost(node, why)
             case AbortStep(error):
@@ -466,7 +466,8 @@ class Coordinator:
                 self._present.commit()
             case RetryStep(why):
                 self._happened("retry", f"{why}: the step begins anew in a new epoch")
-                self.membership.holders.turn()  # it may be that the one that streams is not reached
+                # The replica that streams may be unreachable.
+                self.membership.holders.rotate_primary()
                 self._form()
 
     def _end(self, outcome: StepResult) -> None:
@@ -496,10 +497,3 @@ class Coordinator:
     ) -> None:
         said = {"epoch": self.epoch, "sender": COORDINATOR, "step": self._step, "body": body or {}}
         self._runtime.send(to, message_with(payload, kind=kind, **said))
-
-
-def _took_too_long(seconds: float) -> str:
-    return (
-        f"one job of it has taken {seconds:.0f} s, which is over cluster.longest_job; if a "
-        "stage of its share, or an update of a shard, may take that long, raise it"
-    )

@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from penstock.collectives.tree_reduce import PartialSum, TreeReduction, partition
+from penstock.collectives import PartialSum, TreeReduction, partition
 from penstock.distributed.protocol import message_validation
 from penstock.distributed.protocol.membership_view import MembershipView
 from penstock.distributed.protocol.messages import Message, MessageType, sent_on, unpack_arrays

@@ -1,7 +1,7 @@
-"""The epoch in which a step is made: who takes part, and whether all of them may begin.
+"""The epoch in which a step is made: which nodes take part, and whether all of them may begin.
 
-Nobody begins before all have seen the view of the epoch, and all shards stand at one step: each
-says which steps it holds, and all go back to the newest in common (`agreement.py`).
+No node begins before all have acknowledged the epoch's view and all shards stand at one step. Each
+shard says which steps it holds, and all roll back to the newest step in common.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ class Heartbeat:
 
     @classmethod
     def read(cls, message: Message) -> Heartbeat:
-        """Return what a `BEAT` says.
+        """Return what a `HEARTBEAT` says.
 
         **Raises:** `ProtocolError` if it makes no sense.
         """
@@ -92,7 +92,7 @@ class StallTimer:
         """Leave out a time in which nothing could be seen."""
         self._since += seconds
 
-    def still(self, now: float, seen: Any) -> float:
+    def stalled_seconds(self, now: float, seen: Any) -> float:
         """Return for how many seconds all that is seen has been as it is."""
         if seen != self._seen:
             self._seen, self._since = seen, now

@@ -135,6 +135,6 @@ class ReplicaSets:
             if node in nodes:
                 nodes.remove(node)
 
-    def turn(self) -> None:
+    def rotate_primary(self) -> None:
         """Let another node of every shard stream, where there is one."""
         self._shards = [[*nodes[1:], *nodes[:1]] for nodes in self._shards]

@@ -121,7 +121,7 @@ def pack(message: Message, slot: int | None = None) -> tuple[bytes, bytes]:
     """Return a message's header and body; its payload follows as it is, or is in a slot."""
     body = json.dumps(message.body).encode() if message.body else b""
     if len(body) > MAX_BODY_BYTES or message.size > MAX_PAYLOAD_BYTES:
-        raise ValueError(f"a {message.kind.name} message of {len(body)} + {message.size} bytes")
+        raise ValueError(f"a message {message.kind.name} of {len(body)} + {message.size} bytes")
     place = 0 if slot is None else slot + 1
     digest = _digest(_header(message, place, len(body), 0), body, message.payload)
     return _header(message, place, len(body), digest), body

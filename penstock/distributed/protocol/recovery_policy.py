@@ -1,6 +1,8 @@
-"""What follows when something goes wrong with a step: who loses its place, how it is tried again.
+"""What follows when a step fails: which node is evicted, and how the step is tried again.
 
-Nothing is done here: the coordinator does what is returned.
+The policy changes nothing: the coordinator carries out the action that is returned. A suspect of a
+stall may be healthy, because the connection itself may be broken. So the last replica of a shard,
+whose state could be lost with it, is suspected only after several stalls.
 """
 
 from __future__ import annotations
@@ -55,16 +57,16 @@ class RecoveryPolicy:
     Args:
         membership: the nodes of the run.
         attempts: how often a step may begin anew for damage and standstills.
-        others_come: whether another engine may come where none is left.
+        can_replace_engine: whether another engine may come where none is left.
     """
 
     def __init__(
-        self, membership: Membership, attempts: int, others_come: Callable[[], bool]
+        self, membership: Membership, attempts: int, can_replace_engine: Callable[[], bool]
     ) -> None:
         self._membership, self._attempts, self._can_replace_engine = (
             membership,
             attempts,
-            others_come,
+            can_replace_engine,
         )
         self._retry_budget = RetryBudget(0, attempts)
 
@@ -172,3 +174,11 @@ def find_suspect(
     # Who has got least is behind the broken link; of equals, the one nearest the root.
     progress = status.detector.progress(epochs.view.engines)
     return min(progress, key=lambda n: progress[n]), "the step stands still behind it"
+
+
+def took_too_long(seconds: float) -> str:
+    """Return why a node is evicted whose one job has taken so long."""
+    return (
+        f"one job of it has taken {seconds:.0f} s, which is over cluster.longest_job; if a "
+        "stage of its share, or an update of a shard, may take that long, raise it"
+    )

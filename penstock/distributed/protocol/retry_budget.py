@@ -1,7 +1,7 @@
 """What has gone wrong with one step so far, and when it has been tried often enough.
 
 An error that only one engine meets is that engine's; one that a second engine meets at the same
-step follows the step around. A damaged frame or a standstill is made good by trying again; one that
+step follows the step around. A damaged frame or a stall is made good by trying again; one that
 comes again and again has a cause that trying again does not mend.
 """
 

@@ -1,4 +1,4 @@
-"""What the coordinator is given to do, and what it says of it: steps, outcomes, events."""
+"""The step that the coordinator is asked to make, its result, and the events on the way."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""One attempt at a step: what is said to those who take part in it, and what has come of it.
+"""One transaction: what is sent to the nodes that take part in a step, and what they have reported.
 
-Nothing counts twice, and nothing of one attempt counts for another: each has an object of its own.
+Nothing counts twice, and nothing of one transaction counts for another: each is an object.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from penstock.collectives.tree_reduce import partition
+from penstock.collectives import partition
 from penstock.distributed.protocol import message_validation
 from penstock.distributed.protocol.membership_view import MembershipView
 from penstock.distributed.protocol.messages import Message, MessageType, pack_arrays

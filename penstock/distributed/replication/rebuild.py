@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from penstock.distributed.rpc.rpc import (
+from penstock.distributed.rpc import (
     InvalidResponseError,
     PendingCall,
     RpcClient,

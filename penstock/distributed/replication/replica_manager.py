@@ -22,8 +22,7 @@ from penstock.distributed.replication.rebuild import (
     copy_shard,
 )
 from penstock.distributed.replication.replica_assignment import ReplicaAssignment
-from penstock.distributed.rpc.rpc import InvalidResponseError, RpcClient, ShardLostError
-from penstock.distributed.rpc.store_client import StoreClient
+from penstock.distributed.rpc import InvalidResponseError, RpcClient, ShardLostError, StoreClient
 from penstock.distributed.transport import Address
 from penstock.errors import PenstockError, StorageError
 from penstock.store import Holding
@@ -36,7 +35,7 @@ _AGAIN = "give the same command again, the run goes on from the last step that i
 
 @dataclass(frozen=True)
 class ManagerHooks:
-    """What the shards need of the cluster manager in which they are.
+    """What the replica manager needs of the cluster manager.
 
     `say` tells of what has happened, by its kind; `fail` ends the run; `look` tells what has
     happened, in the trainer's thread, and raises what ends the run; `do` has something done in the
@@ -58,13 +57,13 @@ class ReplicaManager:
     Args:
         parts: what each holds.
         calls: asks them.
-        house: where they are.
+        hooks: where they are.
     """
 
     def __init__(
-        self, config: Config, parts: Sequence[Holding], calls: RpcClient, house: ManagerHooks
+        self, config: Config, parts: Sequence[Holding], calls: RpcClient, hooks: ManagerHooks
     ) -> None:
-        self._config, self._parts, self._calls, self._house = config, parts, calls, house
+        self._config, self._parts, self._calls, self._hooks = config, parts, calls, hooks
         self.places = ReplicaAssignment(len(parts), config.store.replicas)
 
     # In the trainer's thread
@@ -72,7 +71,7 @@ class ReplicaManager:
     def remote(self) -> list[StoreClient]:
         """Return the shards, once all have come."""
         while not self.places.wait(_LOOK):
-            self._house.look()
+            self._hooks.look()
         return [
             StoreClient(
                 part,
@@ -88,13 +87,13 @@ class ReplicaManager:
 
     def _cut_off(self, node: int, error: InvalidResponseError) -> None:
         """Take a node its place, and its link, that has answered what makes no sense."""
-        self._house.do(lambda: self._house.coordinator.lost(node, str(error)))
+        self._hooks.do(lambda: self._hooks.coordinator.lost(node, str(error)))
 
     def _await_holder(self, shard: int) -> None:
         """Wait until somebody holds a shard. Raises `StorageError` if a stop is asked for."""
         while not self.places.nodes(shard):
-            self._house.look()
-            if self._house.should_stop():
+            self._hooks.look()
+            if self._hooks.should_stop():
                 raise StorageError(f"stopped while a shard of the store was lost; {_AGAIN}")
             self.places.wait_for_holder(shard, _LOOK)
 
@@ -109,7 +108,7 @@ class ReplicaManager:
             InterruptedError: a stop was asked for.
         """
         learners = self.places.learners
-        if not learners or not self._house.coordinator.is_agreed:
+        if not learners or not self._hooks.coordinator.is_agreed:
             return
         try:
             if on_flash is not None:
@@ -129,7 +128,7 @@ class ReplicaManager:
             except InvalidResponseError as error:
                 self._cut_off(nodes[0], error)
                 continue
-            self._house.do(functools.partial(self._admit, node))
+            self._hooks.do(functools.partial(self._admit, node))
 
     def _copy(self, shard: int, source: int, target: int) -> None:
         """Give a node what another holds of a shard.
@@ -147,8 +146,8 @@ class ReplicaManager:
                     text = f"{tries} copies in a row broke, the last one: {error}"
                     raise ReplicaRejectedError(text) from error
                 text = f"shard {shard}: a copy broke, another one is begun: {error}"
-                self._house.say("replica copied again", text, target)
-        self._house.say(
+                self._hooks.say("replica copied again", text, target)
+        self._hooks.say(
             "replica copied",
             f"the replica of shard {shard} is whole: node {target} was given the "
             f"{size_above(copied)} of node {source} in {time.monotonic() - began:.1f} s",
@@ -163,50 +162,50 @@ class ReplicaManager:
                 raise ShardLostError(lost)
             self._require_no_stop()
 
-        listens = self._house.address(source)
+        listens = self._hooks.address(source)
         if listens is None:
             raise ShardLostError(lost)
         return copy_shard(self._calls, source, listens, target, meanwhile)
 
     def _require_no_stop(self) -> None:
-        self._house.look()
-        if self._house.should_stop():
+        self._hooks.look()
+        if self._hooks.should_stop():
             raise InterruptedError("stopped while a shard of the store was copied")
 
     def _refuse(self, shard: int, node: int, why: str) -> None:
         """Go on without a replica that could not be made: the next would be no better."""
-        house = self._house
+        hooks = self._hooks
 
         def refuse() -> None:
             self.places.give_up(node)
             text = f"shard {shard} goes on without a replica, node {node} cannot be one: {why}"
-            house.say("replica refused", text, node)
-            house.coordinator.lost(node, why)
+            hooks.say("replica refused", text, node)
+            hooks.coordinator.lost(node, why)
 
-        house.do(refuse)
+        hooks.do(refuse)
 
     # In the endpoint's thread
 
     def _admit(self, node: int) -> None:
-        if self._house.coordinator.promote(node):
+        if self._hooks.coordinator.promote(node):
             self.places.promote(node)
 
     def lost(self, place: ReplicaSlot, number: int) -> None:
         """Make room for another; end the run if nobody else has what was lost."""
-        house, shard, why = self._house, place.shard, f"shard {place.shard} of the store was lost"
+        hooks, shard, why = self._hooks, place.shard, f"shard {place.shard} of the store was lost"
         had_come = self.places.have_come
         self.places.lose(number)
         if not had_come:
-            house.fail(StorageError(f"{why} before all had come; give the same command again"))
+            hooks.fail(StorageError(f"{why} before all had come; give the same command again"))
         elif not self.places.is_held(shard) and self._config.store.flash.path is None:
-            house.fail(
+            hooks.fail(
                 StorageError(
                     f"{why}, and with it what it had in memory; give the same command again, it "
                     "goes on from the last checkpoint"
                 )
             )
         elif self._config.cluster.start == "listen":
-            house.say("shard wanted", self._how_to_start(shard), number)
+            hooks.say("shard wanted", self._how_to_start(shard), number)
         self._calls.lost(number, f"{why}; {_AGAIN}")
 
     def _how_to_start(self, shard: int) -> str:
@@ -222,7 +221,7 @@ class ReplicaManager:
         asked: int | None,
         host: str,
         here: Iterable[tuple[ReplicaSlot, str]],
-        others_come: bool,
+        others_expected: bool,
     ) -> ReplicaSlot | None:
         """Return the place that a process gets which joins, None if it gets none.
 
@@ -233,7 +232,7 @@ class ReplicaManager:
             asked: the shard that it wants to be, if it wants any.
             host: where it is.
             here: the places of the others that have come, or are about to, and their hosts.
-            others_come: whether others are to come who could take a place.
+            others_expected: whether others are to come who could take a place.
         """
         others = list(here)
         free = self.places.free({place for place, _ in others})
@@ -243,6 +242,6 @@ class ReplicaManager:
             return None  # people who start workers know which host has which shard's flash
         shards_here = {place.shard for place, where in others if where == host}
         elsewhere = [place for place in free if place.shard not in shards_here]
-        if elsewhere or others_come:
+        if elsewhere or others_expected:
             return next(iter(elsewhere), None)
         return next(iter(free), None)

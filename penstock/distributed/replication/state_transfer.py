@@ -16,14 +16,17 @@ from typing import Any, Protocol
 import numpy as np
 
 from penstock.distributed.control_messages import address_of
-from penstock.distributed.protocol import message_validation
-from penstock.distributed.protocol.messages import Message, MessageType, message_with
-from penstock.distributed.protocol.node_context import NodeContext
-from penstock.distributed.rpc.rpc import RpcMessage
+from penstock.distributed.protocol import (
+    Message,
+    MessageType,
+    NodeContext,
+    message_validation,
+    message_with,
+)
+from penstock.distributed.rpc import RpcMessage
 from penstock.distributed.transport import Address
 from penstock.errors import ClusterError
-from penstock.store import Portions, Store
-from penstock.store.portions import portions_of
+from penstock.store import Portions, Store, portions_of
 
 WINDOW = 4  # portions that are asked for and not written yet
 SILENCE = 60.0  # seconds in which a portion that was asked for must come

@@ -1,1 +1,38 @@
 """Remote calls between the trainer and the shards of the store."""
+
+from penstock.distributed.rpc.commit_codec import (
+    ShardReport,
+    body_of_commit,
+    body_of_report,
+    commit_of,
+)
+from penstock.distributed.rpc.rpc import (
+    WRITE_BYTES,
+    FrameAssembler,
+    InvalidResponseError,
+    PendingCall,
+    RpcClient,
+    RpcMessage,
+    ShardLostError,
+    error_class,
+    frames,
+)
+from penstock.distributed.rpc.store_client import StoreClient
+
+__all__ = [
+    "WRITE_BYTES",
+    "FrameAssembler",
+    "InvalidResponseError",
+    "PendingCall",
+    "RpcClient",
+    "RpcMessage",
+    "ShardLostError",
+    "ShardReport",
+    "StoreClient",
+    "body_of_commit",
+    "body_of_report",
+    "commit_of",
+    "error_class",
+    "frames",
+    "store_server",
+]

@@ -18,8 +18,7 @@ from penstock.distributed.rpc.commit_codec import commit_of, report_of
 from penstock.distributed.rpc.rpc import InvalidResponseError, RpcMessage
 from penstock.errors import ProtocolError
 from penstock.program import WeightSpec
-from penstock.store import Commit, FlashTraffic, GradientReport, Holding, Traffic
-from penstock.store.roles import MASTER, Stored
+from penstock.store import MASTER, Commit, FlashTraffic, GradientReport, Holding, Stored, Traffic
 
 _TYPES = {"float32": torch.float32, "uint8": torch.uint8}
 _ON_THE_WIRE: Mapping[torch.dtype, np.dtype[Any]] = {

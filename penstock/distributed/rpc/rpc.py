@@ -16,8 +16,13 @@ from typing import Any
 import numpy as np
 
 from penstock import errors
-from penstock.distributed.protocol.messages import Message, MessageType, pack_arrays, unpack_arrays
-from penstock.distributed.protocol.transfer_schedule import CHUNK_BYTES
+from penstock.distributed.protocol import (
+    CHUNK_BYTES,
+    Message,
+    MessageType,
+    pack_arrays,
+    unpack_arrays,
+)
 from penstock.errors import (
     ClusterError,
     CorruptionError,
@@ -117,7 +122,7 @@ class FrameAssembler:
         else:
             end = self._came + message.size
             if message.op != self._first.op or message.payload is None or end > self._payload.size:
-                raise CorruptionError(f"a {message.kind.name} has come in pieces that do not fit")
+                raise CorruptionError(f"{message.kind.name} has come in pieces that do not fit")
             self._payload[self._came : end] = message.payload
             self._came = end
         if self._came < self._payload.size:
@@ -131,10 +136,10 @@ class FrameAssembler:
     def _announced(self, message: Message) -> int:
         size, most = message.body.get("bytes"), self._most(message.op)
         if type(size) is not int or size < 0 or message.index != -(-size // PIECE_BYTES):
-            raise CorruptionError(f"a {message.kind.name} announces {str(size)[:40]} bytes")
+            raise CorruptionError(f"{message.kind.name} announces {str(size)[:40]} bytes")
         if size > most:
             raise CorruptionError(
-                f"a {message.kind.name} from node {message.sender} announces {size:,} bytes where "
+                f"{message.kind.name} from node {message.sender} announces {size:,} bytes where "
                 f"{most:,} at most are expected; do all nodes run the same version of Penstock?"
             )
         return size

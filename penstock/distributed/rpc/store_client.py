@@ -30,15 +30,16 @@ from penstock.distributed.rpc.rpc import (
 )
 from penstock.distributed.rpc.store_server import bytes_of
 from penstock.store import (
+    MASTER,
     Commit,
     FlashTraffic,
     GradientReport,
     Holding,
+    Stored,
     Traffic,
+    fill,
     prepare_and_decide,
 )
-from penstock.store.incoming import fill
-from penstock.store.roles import MASTER, Stored
 
 # These are asked between two steps. They have the same sense for whoever comes in a lost shard's
 # place, and the next step finds out at which step that stands.

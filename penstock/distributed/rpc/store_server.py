@@ -15,9 +15,8 @@ import torch
 from penstock.distributed.rpc.commit_codec import body_of_commit, body_of_report
 from penstock.distributed.rpc.rpc import Arrays, RpcMessage
 from penstock.errors import ClusterError, PenstockError
-from penstock.store import Store
+from penstock.store import Store, portions_of
 from penstock.store.flash import FlashStore
-from penstock.store.portions import portions_of
 
 
 class OpenableShard(Protocol):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.distributed.protocol.messages import HEADER_BYTES, Message, lengths, pack, unpack
+from penstock.distributed.protocol import HEADER_BYTES, Message, lengths, pack, unpack
 from penstock.errors import CorruptionError
 
 _FATES = ("lost", "repeated", "delayed", "flipped")

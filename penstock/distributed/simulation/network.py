@@ -15,15 +15,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from penstock.distributed.protocol.coordinator import Coordinator
-from penstock.distributed.protocol.messages import (
+from penstock.distributed.protocol import (
     COORDINATOR,
     HEADER_BYTES,
+    BoundContext,
+    Coordinator,
     Message,
     MessageType,
     sent_on,
 )
-from penstock.distributed.protocol.node_context import BoundContext
 from penstock.distributed.simulation.faults import Faults
 from penstock.errors import CorruptionError
 

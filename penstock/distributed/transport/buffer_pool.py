@@ -12,7 +12,7 @@ import weakref
 
 import numpy as np
 
-from penstock.distributed.protocol.transfer_schedule import CHUNK_BYTES
+from penstock.distributed.protocol import CHUNK_BYTES
 
 _MOST = 8  # kept by one link
 _LEAST_KEPT = 1 << 16  # bytes; below it new memory is as cheap

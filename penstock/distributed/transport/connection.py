@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.distributed.protocol.messages import (
+from penstock.distributed.protocol import (
     HEADER_BYTES,
     Message,
     MessageType,

@@ -18,8 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from penstock.distributed.protocol.messages import COORDINATOR, Message, MessageType
-from penstock.distributed.protocol.node_context import BoundContext
+from penstock.distributed.protocol import COORDINATOR, BoundContext, Message, MessageType
 from penstock.distributed.transport import handshake
 from penstock.distributed.transport.certificates import Credentials
 from penstock.distributed.transport.connection import Connection
@@ -62,7 +61,7 @@ class Endpoint:
         host: the interface on which to listen.
         port: of it; 0: one that is free.
         on_link_end: is told, in the endpoint's thread, when a peer's link ends.
-        on_stranger: takes what comes from a peer before it has said who it is.
+        on_new_peer: takes what comes from a peer before it has said who it is.
         on_failure: is told what no node answers for; the endpoint has then ended.
         every: is called about so often, in the endpoint's thread, with the time.
         beat: seconds between two calls of `every`.
@@ -81,7 +80,7 @@ class Endpoint:
         host: str,
         *,
         on_link_end: Callable[[Connection, Exception], None],
-        on_stranger: Callable[[Connection, Message], None],
+        on_new_peer: Callable[[Connection, Message], None],
         on_failure: Callable[[Exception], None],
         every: Callable[[float], None] = lambda now: None,
         beat: float = 0.1,
@@ -89,7 +88,7 @@ class Endpoint:
     ) -> None:
         self.shares_memory = True
         self._credentials = Credentials(token)
-        self._on_link_end, self._on_stranger = on_link_end, on_stranger
+        self._on_link_end, self._on_stranger = on_link_end, on_new_peer
         self._on_failure = on_failure
         self._every, self._beat = every, beat
         self._places: dict[int, _LocalNode] = {}
@@ -190,7 +189,7 @@ class Endpoint:
         """Return a link to whoever listens at an address and has the run's token.
 
         One who is turned away before the answer tries again for a while: there may have been no
-        room at the door.
+        room among pending connections.
 
         Raises:
             ClusterError: nobody does.

@@ -105,7 +105,7 @@ def connect(connection: socket.socket, credentials: Credentials) -> Stream:
     except (EOFError, ConnectionError):
         raise ConnectionRejectedError(
             "it closed the connection before it answered: the run may be ending, or others take "
-            "up all places at its door"
+            "up all pending connections"
         ) from None
     except OSError as error:
         raise ClusterError(f"it did not answer within {SECONDS:g} s: {error}") from None

@@ -1,13 +1,13 @@
-"""Where strangers come in: each is asked for the proof, and none keeps the place of another.
+"""Accepts connections: each must prove that it has the run's token, and none can block another.
 
-One thread hears all of them, so that a stranger costs a socket and no more. There is room for so
-many. When one more comes it is another that goes: of those whose address takes up most places, the
-one that has been there longest. A node answers as soon as it is asked, so that it is let in as
-long as fewer than those places are taken while its answer is on the way, and a flood from elsewhere
-leaves it alone. One who had to go comes again (`Endpoint.connect`).
+One thread serves all pending connections, so that each costs a socket and no more. Their number is
+limited. When one more connects, another is dropped: of the address with the most pending
+connections, the oldest. A node answers as soon as it is asked, so it is accepted as long as fewer
+than the limit connect while its answer is on the way, and a flood from another address does not
+affect it. A node that was dropped connects again (`Endpoint.connect`).
 
-Who has proved the token from another host is a stranger no more, and takes nobody's place; it is
-let in when the handshake of TLS is complete, for which it has as long again.
+A connection from another host that has proved the token no longer counts towards the limit. It is
+accepted when the TLS handshake is complete, for which it has as long again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from penstock.errors import ClusterError
 
 log = logging.getLogger("penstock.distributed")
 
-_MOST = 256  # strangers at the door
+_MOST = 256  # pending connections
 _AT_ONCE = 16  # of those who come, before those who are there are heard again
 _MOST_ADDRESSES = 1000  # of those who were refused, that are remembered
 _LOOK_SECONDS = 0.5  # the longest wait for anybody to say something
@@ -40,9 +40,9 @@ _LINES, _LINES_SECONDS = 10, 10.0  # of warnings, and the time for which these a
 
 @dataclass(eq=False)
 class _PendingConnection:
-    """One who has connected and has not been let in yet.
+    """A connection that is not accepted yet.
 
-    `encrypted` is there once it has proved the token: the handshake of TLS is going on.
+    `encrypted` is set once the peer has proved the token: its TLS handshake is going on.
     """
 
     connection: socket.socket
@@ -53,12 +53,12 @@ class _PendingConnection:
 
 
 class ConnectionListener:
-    """Lets in who has the run's token.
+    """Accepts the peers that have the run's token.
 
     Args:
-        listener: where strangers come; the door closes it.
+        listener: the socket that listens; it is closed here.
         credentials: of the run.
-        let_in: is given the stream to one who has proved itself, in the door's thread.
+        let_in: is given the stream to one who has proved itself, in the listener's thread.
     """
 
     def __init__(
@@ -66,13 +66,13 @@ class ConnectionListener:
     ) -> None:
         self.refused: Counter[str] = Counter()  # how many were not let in, by address
         self._listener, self._credentials, self._let_in = listener, credentials, let_in
-        self._strangers: dict[
+        self._pending: dict[
             socket.socket, _PendingConnection
         ] = {}  # whose time ends first is first
         self._heard = selectors.DefaultSelector()
         self._warnings = _Warnings()
         self._closing = False
-        self._thread = threading.Thread(target=self._keep, name="penstock door", daemon=True)
+        self._thread = threading.Thread(target=self._keep, name="penstock listener", daemon=True)
 
     def open(self) -> None:
         """Begin to let in."""
@@ -96,17 +96,17 @@ class ConnectionListener:
         while not self._closing:
             said = {key.fileobj for key, _ in self._heard.select(self._patience())}
             # Who has answered is let in before those who come could take its place.
-            for stranger in [s for s in self._strangers.values() if s.connection in said]:
-                self._hear(stranger)
+            for pending in [s for s in self._pending.values() if s.connection in said]:
+                self._hear(pending)
             if self._listener in said:
                 self._take_those_who_come()
             self._send_the_late_away()
-        for stranger in list(self._strangers.values()):
-            self._forget(stranger)
-            stranger.connection.close()
+        for pending in list(self._pending.values()):
+            self._forget(pending)
+            pending.connection.close()
 
     def _patience(self) -> float:
-        first = next(iter(self._strangers.values()), None)
+        first = next(iter(self._pending.values()), None)
         if first is None:
             return _LOOK_SECONDS
         return min(_LOOK_SECONDS, max(0.0, first.deadline - time.monotonic()))
@@ -120,7 +120,7 @@ class ConnectionListener:
             except OSError as error:
                 if self._closing:
                     return
-                # Such as too many open files: the door stays a door.
+                # Such as too many open files: this thread goes on.
                 self._warnings.say(f"a connection could not be accepted: {error}")
                 if not self._make_room():
                     time.sleep(0.1)
@@ -133,30 +133,30 @@ class ConnectionListener:
         wants_tls = not streams.is_within_host(connection)
         challenge = handshake.Challenge(self._credentials.token, wants_tls=wants_tls)
         deadline = time.monotonic() + handshake.SECONDS
-        stranger = _PendingConnection(connection, (peer[0], peer[1]), challenge, deadline)
-        self._strangers[connection] = stranger
+        pending = _PendingConnection(connection, (peer[0], peer[1]), challenge, deadline)
+        self._pending[connection] = pending
         connection.setblocking(False)
         self._heard.register(connection, selectors.EVENT_READ)
         try:
             connection.sendall(challenge.question)  # a new connection has room for so little
         except OSError as error:
-            self._refuse(stranger, f"it did not prove that it has the token: {error}")
+            self._refuse(pending, f"it did not prove that it has the token: {error}")
 
-    def _hear(self, stranger: _PendingConnection) -> None:
-        if stranger.encrypted is None:
-            self._hear_answer(stranger)
+    def _hear(self, pending: _PendingConnection) -> None:
+        if pending.encrypted is None:
+            self._hear_answer(pending)
         else:
-            self._hear_handshake(stranger, stranger.encrypted)
+            self._hear_handshake(pending, pending.encrypted)
 
-    def _hear_answer(self, stranger: _PendingConnection) -> None:
-        connection, challenge = stranger.connection, stranger.challenge
+    def _hear_answer(self, pending: _PendingConnection) -> None:
+        connection, challenge = pending.connection, pending.challenge
         try:
             part = connection.recv(challenge.missing_bytes)
         except OSError as error:
-            self._refuse(stranger, f"it did not prove that it has the token: {error}")
+            self._refuse(pending, f"it did not prove that it has the token: {error}")
             return
         if not part:
-            self._refuse(stranger, "it did not prove that it has the token: it hung up")
+            self._refuse(pending, "it did not prove that it has the token: it hung up")
             return
         challenge.take(part)
         if challenge.missing_bytes:
@@ -164,46 +164,46 @@ class ConnectionListener:
         with contextlib.suppress(OSError):  # then its link ends as it begins
             connection.sendall(challenge.reply if challenge.is_met else handshake.REFUSAL)
         if not challenge.is_met:
-            self._refuse(stranger, "it does not have this run's token")
+            self._refuse(pending, "it does not have this run's token")
         elif challenge.needs_tls:
-            self._begin_tls(stranger)
+            self._begin_tls(pending)
         else:
-            self._admit(stranger, PlainStream(connection))
+            self._admit(pending, PlainStream(connection))
 
-    def _begin_tls(self, stranger: _PendingConnection) -> None:
-        connection = stranger.connection
+    def _begin_tls(self, pending: _PendingConnection) -> None:
+        connection = pending.connection
         try:
             context = self._credentials.tls.server
         except ClusterError as error:
-            self._refuse(stranger, str(error))
+            self._refuse(pending, str(error))
             return
-        stranger.encrypted = TlsStream(connection, context, server_side=True)
-        stranger.deadline = time.monotonic() + handshake.SECONDS
-        self._strangers[connection] = self._strangers.pop(connection)  # now it is the last
+        pending.encrypted = TlsStream(connection, context, server_side=True)
+        pending.deadline = time.monotonic() + handshake.SECONDS
+        self._pending[connection] = self._pending.pop(connection)  # now it is the last
 
-    def _hear_handshake(self, stranger: _PendingConnection, stream: TlsStream) -> None:
+    def _hear_handshake(self, pending: _PendingConnection, stream: TlsStream) -> None:
         try:
             is_complete = stream.advance_by_what_came()
         except (OSError, EOFError, ClusterError) as error:
-            self._refuse(stranger, f"it has the token, but {error}")
+            self._refuse(pending, f"it has the token, but {error}")
             return
         if is_complete:
-            self._admit(stranger, stream)
+            self._admit(pending, stream)
 
-    def _admit(self, stranger: _PendingConnection, stream: Stream) -> None:
-        self._forget(stranger)
-        stranger.connection.setblocking(True)
+    def _admit(self, pending: _PendingConnection, stream: Stream) -> None:
+        self._forget(pending)
+        pending.connection.setblocking(True)
         self._let_in(stream)
 
     def _unproved(self) -> list[_PendingConnection]:
-        return [each for each in self._strangers.values() if each.encrypted is None]
+        return [each for each in self._pending.values() if each.encrypted is None]
 
     def _make_room(self) -> bool:
         """Send one away, if there is any: the first to come from where most are from."""
         unproved = self._unproved()
         if not unproved:
             return False
-        places = Counter(stranger.address[0] for stranger in unproved)
+        places = Counter(pending.address[0] for pending in unproved)
         most = max(places.values())
         first = next(each for each in unproved if places[each.address[0]] == most)
         self._refuse(first, f"{len(unproved)} others had not proved themselves")
@@ -211,22 +211,22 @@ class ConnectionListener:
 
     def _send_the_late_away(self) -> None:
         now = time.monotonic()
-        late = [stranger for stranger in self._strangers.values() if stranger.deadline <= now]
-        for stranger in late:
-            missing = "prove that it has the token" if stranger.encrypted is None else "begin TLS"
-            self._refuse(stranger, f"it did not {missing}: it took too long")
+        late = [pending for pending in self._pending.values() if pending.deadline <= now]
+        for pending in late:
+            missing = "prove that it has the token" if pending.encrypted is None else "begin TLS"
+            self._refuse(pending, f"it did not {missing}: it took too long")
 
-    def _refuse(self, stranger: _PendingConnection, why: str) -> None:
-        self._forget(stranger)
-        stranger.connection.close()
-        host, port = stranger.address
+    def _refuse(self, pending: _PendingConnection, why: str) -> None:
+        self._forget(pending)
+        pending.connection.close()
+        host, port = pending.address
         self._warnings.say(f"refused a connection from {host}:{port}: {why}")
         if len(self.refused) < _MOST_ADDRESSES or host in self.refused:
             self.refused[host] += 1
 
-    def _forget(self, stranger: _PendingConnection) -> None:
-        del self._strangers[stranger.connection]
-        self._heard.unregister(stranger.connection)
+    def _forget(self, pending: _PendingConnection) -> None:
+        del self._pending[pending.connection]
+        self._heard.unregister(pending.connection)
 
 
 class _Warnings:

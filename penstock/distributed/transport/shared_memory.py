@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.distributed.protocol.transfer_schedule import CHUNK_BYTES
+from penstock.distributed.protocol import CHUNK_BYTES
 from penstock.errors import ProtocolError
 
 SLOTS = 4  # more would only push each other out of the processor's cache

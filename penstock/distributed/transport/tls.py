@@ -7,6 +7,7 @@ and written outside of the lock: who waits for the network keeps nobody from the
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import ssl
 import threading
@@ -69,15 +70,13 @@ class TlsStream:
         try:
             self._tls.do_handshake()
         except ssl.SSLWantReadError:
+            self._flush()
             return False
-        except ssl.SSLCertVerificationError as error:
-            raise ClusterError(
-                f"its certificate is not one of this run: {error.verify_message}"
-            ) from None
         except ssl.SSLError as error:
-            raise ClusterError(f"no TLS 1.3 connection with it: {_reason(error)}") from None
-        finally:
-            self._flush()  # an answer, or the alert that says why there is none
+            with contextlib.suppress(OSError):  # the alert is a courtesy to a peer that may be gone
+                self._flush()
+            raise ClusterError(_why_refused(error)) from None
+        self._flush()
         return True
 
     # The stream
@@ -129,6 +128,12 @@ class TlsStream:
             records = self._outgoing.read()
         if records:
             self.socket.sendall(records)
+
+
+def _why_refused(error: ssl.SSLError) -> str:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is not one of this run: {error.verify_message}"
+    return f"no TLS 1.3 connection with it: {_reason(error)}"
 
 
 def _reason(error: ssl.SSLError) -> str:

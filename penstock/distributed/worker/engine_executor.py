@@ -10,16 +10,10 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from penstock.collectives.tree_reduce import PartialSum
-from penstock.distributed.protocol import WINDOW
-from penstock.distributed.protocol.transfer_schedule import (
-    Chunk,
-    TransferOperation,
-    TransferSchedule,
-)
+from penstock.collectives import PartialSum
+from penstock.distributed.protocol import WINDOW, Chunk, TransferOperation, TransferSchedule
 from penstock.distributed.run_spec import positions_of
-from penstock.engine import Batch, Engine, target_of
-from penstock.engine.row_split import micro_batches
+from penstock.engine import Batch, Engine, micro_batches, target_of
 from penstock.kernels.memory import allocate
 from penstock.program import Program
 

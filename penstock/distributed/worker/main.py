@@ -25,8 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.distributed.control_messages import Assignment, Role
-from penstock.distributed.protocol import COORDINATOR, EngineNode, ShardNode
-from penstock.distributed.protocol.messages import Message, MessageType
+from penstock.distributed.protocol import COORDINATOR, EngineNode, Message, MessageType, ShardNode
 from penstock.distributed.rendezvous_file import read_record
 from penstock.distributed.transport import Connection, Endpoint, own_host
 from penstock.distributed.worker.node_adapters import WorkerNode, WorkerShard
@@ -90,7 +89,7 @@ class Worker:
             token,
             own_host(address),
             on_link_end=self._link_ended,
-            on_stranger=lambda link, message: self._events.put(("message", (link, message))),
+            on_new_peer=lambda link, message: self._events.put(("message", (link, message))),
             on_failure=lambda error: self._events.put(("failed", error)),
             every=self._beat,
             port=port,

@@ -6,11 +6,9 @@ A shard's node also has its store do what the run's process calls for, and gives
 from __future__ import annotations
 
 from penstock.distributed.control_messages import addresses_of
-from penstock.distributed.protocol import COORDINATOR, EngineNode, ShardNode
-from penstock.distributed.protocol.messages import Message, MessageType
-from penstock.distributed.replication.state_transfer import SnapshotReceiver, SnapshotSender
-from penstock.distributed.rpc import store_server
-from penstock.distributed.rpc.rpc import FrameAssembler, RpcMessage, frames
+from penstock.distributed.protocol import COORDINATOR, EngineNode, Message, MessageType, ShardNode
+from penstock.distributed.replication import SnapshotReceiver, SnapshotSender
+from penstock.distributed.rpc import FrameAssembler, RpcMessage, frames, store_server
 from penstock.distributed.transport import Endpoint
 from penstock.distributed.worker.shard_storage import OwnedShard
 from penstock.errors import ClusterError, CorruptionError, PenstockError

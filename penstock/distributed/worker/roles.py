@@ -15,9 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.config import size_above
 from penstock.distributed.control_messages import Opens, ReplicaSlot
-from penstock.distributed.protocol import EngineNode, ShardNode
-from penstock.distributed.protocol.node_context import NodeContext
-from penstock.distributed.protocol.transfer_schedule import TransferSchedule
+from penstock.distributed.protocol import EngineNode, NodeContext, ShardNode, TransferSchedule
 from penstock.distributed.run_spec import engine_digest, placement_of, shard_digest, transfers_of
 from penstock.distributed.worker.engine_executor import LocalEngineExecutor
 from penstock.distributed.worker.shard_executor import LocalShardExecutor
@@ -83,11 +81,11 @@ class _Compiled:
 def _compile(told: Mapping[str, Any], device: str, products: Products) -> _Compiled:
     """Compile the run's model, as the coordinator's process said, for one kind of device."""
     from penstock.config import Config
-    from penstock.engine import threads
+    from penstock.engine import set_threads
     from penstock.planning import builders
 
     config = Config.from_mapping(told["config"])
-    threads.set_threads(told["threads"])
+    set_threads(told["threads"])
     assert config.model is not None
     kept = None if told["kept"] is None else Path(told["kept"])
     source = builders.model_source(config.model, kept)
@@ -171,14 +169,14 @@ def _required_products(told: Mapping[str, Any], device: str) -> Products:
         if products == told["products"] and target_of(device).can_multiply_with(products):
             return products
     raise UnfitHostError(
-        f"the run's engines multiply float32 matrices by {told['products']}, which PyTorch lacks on "
-        f"{socket.gethostname()}; install there the PyTorch that the run was started with"
+        f"the run's engines multiply float32 matrices by {told['products']}, which PyTorch lacks "
+        f"on {socket.gethostname()}; install there the PyTorch that the run was started with"
     )
 
 
 def _require_memory(told: Mapping[str, Any], device: str) -> None:
     """Refuse what would end in the middle of a step. What is free may be less by then."""
-    from penstock.planning.machine import Machine
+    from penstock.planning import Machine
 
     machine = Machine.here((device,))
     free = {"memory": (machine.available_bytes, int(told["engine_host"]))}

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from penstock.distributed.protocol.transfer_schedule import TransferOperation
-from penstock.distributed.rpc.commit_codec import body_of_commit, body_of_report
+from penstock.distributed.protocol import TransferOperation
+from penstock.distributed.rpc import body_of_commit, body_of_report
 from penstock.distributed.run_spec import positions_of
 from penstock.distributed.worker.shard_storage import ShardStorage
 from penstock.errors import ClusterError

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from penstock.config import Config
-from penstock.distributed.protocol.transfer_schedule import GRADIENT_WIDTH
-from penstock.distributed.rpc.rpc import WRITE_BYTES
+from penstock.distributed.protocol import GRADIENT_WIDTH
+from penstock.distributed.rpc import WRITE_BYTES
 from penstock.errors import ClusterError, StorageError
 from penstock.planning import store_factory
 from penstock.program import Program

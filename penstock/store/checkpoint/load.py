@@ -15,8 +15,7 @@ import xxhash
 from safetensors import safe_open
 
 from penstock.errors import ConfigError, CorruptionError, StorageError
-from penstock.io.safe_open import NotPlainError, open_plain
-from penstock.io.safetensors_header import Extent, header_length, parse_header
+from penstock.io import Extent, NotPlainError, header_length, open_plain, parse_header
 from penstock.store import tensor_file
 from penstock.store.checkpoint.index import read_index
 from penstock.store.checkpoint.state import (

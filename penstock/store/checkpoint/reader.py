@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from penstock.errors import CorruptionError
-from penstock.io.safe_open import open_plain
-from penstock.io.safetensors_header import ITEM_BYTES
+from penstock.io import ITEM_BYTES, open_plain
 from penstock.store import tensor_file
 from penstock.store.checkpoint.load import (
     holds_header,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import ConfigError, CorruptionError
-from penstock.io.safetensors_header import Extent, is_sound
+from penstock.io import Extent, is_sound
 from penstock.store import sealed_json, tensor_file
 from penstock.store.files import CHUNK_BYTES, FileRecord
 from penstock.store.roles import MASTER

@@ -27,6 +27,7 @@ __all__ = [
     "go_back",
     "holds_store",
     "least_dram_bytes",
+    "medium",
     "open_reader",
     "recorded_extra",
     "repair",

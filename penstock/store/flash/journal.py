@@ -28,8 +28,7 @@ import numpy as np
 import xxhash
 
 from penstock.errors import CorruptionError, StorageError
-from penstock.io import durable, failpoints
-from penstock.io.safe_open import NotPlainError, open_own, open_plain
+from penstock.io import NotPlainError, durable, failpoints, open_own, open_plain
 from penstock.store.flash import medium
 
 VERSION = 1

@@ -12,8 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from penstock.errors import CorruptionError, StorageError
-from penstock.io import durable
-from penstock.io.safe_open import NotPlainError, open_own
+from penstock.io import NotPlainError, durable, open_own
 
 ALIGNMENT_BYTES = 4096
 

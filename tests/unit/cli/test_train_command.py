@@ -2,11 +2,11 @@
 
 import os
 import signal
-import subprocess
 import sys
 import types
 
 import pytest
+import warm_start
 from events_of_a_run import started, step
 from typer.testing import CliRunner
 
@@ -136,7 +136,7 @@ open(sys.argv[1], "w").write(" ".join(asked))
 def test_a_terminal_that_is_closed_asks_for_a_stop_and_is_written_to_no_more(tmp_path):
     ours, theirs = os.openpty()
     command = [sys.executable, "-c", IN_A_TERMINAL, str(tmp_path / "asked")]
-    process = subprocess.Popen(
+    process = warm_start.Popen(
         command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
     )
     os.close(theirs)

@@ -108,7 +108,7 @@ class Guest:
             TOKEN,
             "127.0.0.1",
             on_link_end=lambda link, error: None,
-            on_stranger=lambda link, message: self.said.put(message),
+            on_new_peer=lambda link, message: self.said.put(message),
             on_failure=self.failures.append,
         )
         self.endpoint.start()

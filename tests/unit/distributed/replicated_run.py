@@ -90,7 +90,7 @@ class Nodes:
             return
         giver, taker = self.of(to)
         (giver if message.kind is MessageType.SNAPSHOT_REQUEST else taker).take(message)
-        asked = sum(n for (_, what), n in self.came.items() if what == "COPY")
+        asked = sum(n for (_, what), n in self.came.items() if what == "SNAPSHOT_REQUEST")
         written = sum(n for (_, what), n in self.came.items() if what == "written")
         self.most_waiting = max(self.most_waiting, asked - written)
 
@@ -176,7 +176,7 @@ class Coordinator:
     def __init__(self) -> None:
         self.lost_nodes: list[int] = []
 
-    def whole(self, node) -> bool:
+    def promote(self, node) -> bool:
         return node not in self.lost_nodes
 
     def lost(self, node, why) -> None:

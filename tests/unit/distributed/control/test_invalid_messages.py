@@ -123,7 +123,7 @@ def test_who_speaks_in_the_name_of_another_is_cut_off(open_for_all):
     link = PretendLink(7)
     trouble = {"error": "StorageError", "text": "I am shard 0, and broken"}
     hand_in(open_for_all, link, Message(MessageType.FAILURE, 0, 1, body=trouble))
-    assert "node 7 sent a TROUBLE message in the name of node 1" in str(link.refused[0])
+    assert "node 7 sent a FAILURE message in the name of node 1" in str(link.refused[0])
     open_for_all.event_queue.require_sound()
 
 

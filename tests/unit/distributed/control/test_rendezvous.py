@@ -40,7 +40,7 @@ def test_a_replica_that_is_lost_leaves_its_place_to_a_learner_that_waits_for_a_c
     assert visited.manager.coordinator.holders == ((1, 3), (4,))  # until it has its copy
     member.link.close()
     wait_until(lambda: not visited.manager._places.learners)
-    visited.manager.event_queue.look()
+    visited.manager.event_queue.poll()
     assert visited.told.count("replica lost") == 2
     assert visit.join(visited)[1].body["place"] == [1, 0]
 
@@ -57,7 +57,7 @@ def test_a_learner_that_cannot_be_made_does_not_end_the_run(visit):
     text = {"error": "StorageError", "text": "no space left"}
     member.say(MessageType.FAILURE, welcome.body["node"], **text)
     assert member.hear().kind is MessageType.ADMIN_REPLY
-    visited.manager.event_queue.look()
+    visited.manager.event_queue.poll()
     assert "refused" in visited.told
 
 
@@ -76,7 +76,7 @@ def test_a_shard_that_is_not_wanted_is_told_so_and_the_run_goes_on(visit):
     answer = visit.join(visited, shard=1)[1]
     assert answer.kind is MessageType.ADMIN_REPLY
     assert answer.body["error"] == "shard 1 of the store is not wanted: it is there"
-    visited.manager.event_queue.look()
+    visited.manager.event_queue.poll()
     assert visited.told == ["refused"]
 
 
@@ -89,7 +89,7 @@ def test_who_has_compiled_another_program_is_told_so_and_the_run_needs_it(visit,
     assert answer.kind is MessageType.ADMIN_REPLY
     assert "has compiled another program: are its versions the same?" in answer.body["error"]
     with pytest.raises(ClusterError, match="another program"):
-        visited.manager.event_queue.look()
+        visited.manager.event_queue.poll()
     assert visited.told == ["refused"]
 
 
@@ -137,7 +137,7 @@ def test_a_host_that_is_not_fit_costs_its_place_and_not_the_run(visit, role):
     answer = member.hear()
     assert answer.kind is MessageType.ADMIN_REPLY
     assert answer.body["error"].endswith("could not be made: host7 has no GPU")
-    visited.manager.event_queue.look()
+    visited.manager.event_queue.poll()
     assert visited.told == ["refused"]
     _, again = visit.join(visited, role=role)
     assert again.body["place"] == welcome.body["place"]

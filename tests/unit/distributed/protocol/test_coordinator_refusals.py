@@ -47,7 +47,7 @@ def test_held_steps_that_make_no_sense_cost_the_shard_its_place(steps):
     play.say(1, MessageType.HELD_STEPS, step=0, body={"steps": steps})
     assert isinstance(play.ended[-1].error, UnrecoverableError)
     assert play.happened[-1].kind == "shard lost"
-    assert "node 1 sent a HOLDS message that holds" in play.happened[-1].text
+    assert "node 1 sent a HELD_STEPS message that holds" in play.happened[-1].text
 
 
 @pytest.mark.parametrize("kind", [MessageType.PREPARED, MessageType.COMMITTED])

@@ -95,8 +95,8 @@ def test_two_of_one_host_hold_the_same_only_where_nobody_else_is_to_come(in_memo
     here = [(ReplicaSlot(0, 0), "host-1")]
     in_memory.coordinator.lost_nodes.clear()
 
-    def place_for(host, others_come, asked=None):
-        return in_memory.apart.place_for(None, asked, host, here, others_come)
+    def place_for(host, others_expected, asked=None):
+        return in_memory.apart.place_for(None, asked, host, here, others_expected)
 
     assert place_for("host-2", True) == ReplicaSlot(0, 1)
     assert place_for("host-1", True) is None  # an engine then, and another takes the place

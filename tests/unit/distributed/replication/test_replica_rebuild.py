@@ -55,7 +55,13 @@ def test_a_learner_on_flash_holds_the_step_and_what_is_kept_with_it_durably(on_f
 
 @pytest.mark.parametrize(
     ("what", "times"),
-    [("take_copy", 1), ("PORTION", 1), ("PORTION", 5), ("checksum", 1), ("finish_restore", 1)],
+    [
+        ("take_copy", 1),
+        ("SNAPSHOT_CHUNK", 1),
+        ("SNAPSHOT_CHUNK", 5),
+        ("checksum", 1),
+        ("finish_restore", 1),
+    ],
 )
 def test_a_learner_that_is_lost_during_the_copy_makes_room_for_the_next(run, what, times):
     trained(run)
@@ -75,7 +81,7 @@ def test_on_flash_the_one_that_is_copied_may_be_lost_and_the_copy_begins_anew(on
     run = trained(on_flash)
     run.lose(1)
     run.come(3, 0)
-    run.calls.before[2, "COPY", 4] = lambda: run.lose(2)
+    run.calls.before[2, "SNAPSHOT_REQUEST", 4] = lambda: run.lose(2)
     run.copy()
     assert run.nodes == ()
     run.copy()  # nobody is there
@@ -90,7 +96,7 @@ def test_in_memory_the_run_ends_if_the_one_that_is_copied_is_lost(in_memory):
     run = trained(in_memory)
     run.lose(1)
     run.come(3, 0)
-    run.calls.before[2, "COPY", 4] = lambda: run.lose(2)
+    run.calls.before[2, "SNAPSHOT_REQUEST", 4] = lambda: run.lose(2)
     run.copy()
     assert run.nodes == ()
     with pytest.raises(StorageError, match="goes on from the last checkpoint"):
@@ -124,14 +130,14 @@ def test_a_stop_during_the_copy_ends_it_and_harms_nobody(run):
     trained(run)
     run.lose(2)
     run.come(3, 1)
-    run.calls.before[3, "PORTION", 2] = lambda: setattr(run, "is_stopped", True)
+    run.calls.before[3, "SNAPSHOT_CHUNK", 2] = lambda: setattr(run, "is_stopped", True)
     with pytest.raises(InterruptedError, match="stopped while a shard of the store was copied"):
         run.copy()
     assert run.nodes == (1,)
-    asked = run.calls.came[1, "COPY"]
+    asked = run.calls.came[1, "SNAPSHOT_REQUEST"]
     while run.calls.todo:  # what was on its way comes, and nobody asks for more
         run.calls.todo.popleft()()
-    assert run.calls.came[1, "COPY"] <= asked + state_transfer.WINDOW
+    assert run.calls.came[1, "SNAPSHOT_REQUEST"] <= asked + state_transfer.WINDOW
     assert run.calls.came[3, "give_up_copy"] == 1
     assert run.shard.content_hash() == run.stores[1].content_hash()
 
@@ -158,7 +164,9 @@ def test_what_is_copied_does_not_come_to_the_run_and_few_portions_are_on_their_w
     assert run.nodes == (2, 3)
     assert run.calls.called_with_arrays == before
     assert not [key for key in run.calls.came if key[1] in ("read",)]
-    assert run.calls.came[2, "COPY"] > 3 * state_transfer.WINDOW  # so that this says something
+    assert (
+        run.calls.came[2, "SNAPSHOT_REQUEST"] > 3 * state_transfer.WINDOW
+    )  # so that this says something
     assert run.calls.most_waiting <= state_transfer.WINDOW
 
 
@@ -199,7 +207,9 @@ def test_a_copy_that_breaks_again_and_again_is_refused(run):
     run.come(3, 0)
     taker = run.calls.of(3)[1]
     for count in (3, 6, 9):
-        run.calls.before[3, "PORTION", count] = lambda: taker.link_ended(2, "a cable was cut")
+        run.calls.before[3, "SNAPSHOT_CHUNK", count] = lambda: taker.link_ended(
+            2, "a cable was cut"
+        )
     run.copy()
     assert run.nodes == (2,)
     assert [kind for kind, _ in run.said] == [*["replica copied again"] * 2, "replica refused"]
@@ -213,7 +223,10 @@ def test_a_link_to_somebody_else_that_ends_or_a_portion_that_comes_late_breaks_n
     run.come(3, 0)
     taker = run.calls.of(3)[1]
     stale = Message(MessageType.SNAPSHOT_CHUNK, 0, 2, op=0, index=77)
-    run.calls.before[3, "PORTION", 3] = lambda: (taker.link_ended(9, "gone"), taker.take(stale))
+    run.calls.before[3, "SNAPSHOT_CHUNK", 3] = lambda: (
+        taker.link_ended(9, "gone"),
+        taker.take(stale),
+    )
     run.copy()
     assert run.nodes == (2, 3)
     assert [kind for kind, _ in run.said] == ["replica copied"]
@@ -225,7 +238,10 @@ def test_a_copy_of_which_nothing_comes_is_begun_anew(run):
     run.come(3, 0)
     taker = run.calls.of(3)[1]
     late = time.monotonic() + state_transfer.SILENCE
-    run.calls.before[3, "PORTION", 2] = lambda: (taker.tick(late - 30), taker.tick(late + 30))
+    run.calls.before[3, "SNAPSHOT_CHUNK", 2] = lambda: (
+        taker.tick(late - 30),
+        taker.tick(late + 30),
+    )
     run.copy()
     assert run.nodes == (2, 3)
     assert "node 2 to node 3: nothing came for 60 s" in run.said[0][1]
@@ -250,7 +266,7 @@ def test_a_node_that_goes_on_while_it_is_copied_ends_the_copy(run):
     trained(run)
     run.lose(1)
     run.come(3, 0)
-    run.calls.before[2, "COPY", 6] = lambda: train(run.stores[2], 1, seed=8)
+    run.calls.before[2, "SNAPSHOT_REQUEST", 6] = lambda: train(run.stores[2], 1, seed=8)
     with pytest.raises(ClusterError, match="node 2: it went from step 2 to step 3 while it was"):
         run.copy()
     assert run.nodes == (2,)

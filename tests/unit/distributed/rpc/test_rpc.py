@@ -74,7 +74,7 @@ def test_one_after_the_other_comes_apart():
     [{}, {"bytes": -1}, {"bytes": "1000"}, {"bytes": 10**15}, {"bytes": 3 * PIECE}],
 )
 def test_a_first_frame_that_announces_nonsense_is_refused_before_memory_is_taken(body):
-    with pytest.raises(CorruptionError, match="a CALL announces"):
+    with pytest.raises(CorruptionError, match="RPC_REQUEST announces"):
         FrameAssembler(any_size).take(
             Message(MessageType.RPC_REQUEST, 0, 0, op=1, index=2, body=body)
         )

@@ -318,5 +318,5 @@ def test_in_a_run_a_shard_that_lies_loses_its_link(visit):
     liar.join()
     wait_until(lambda: [member.number for member in visited.manager.registry.here] == [1])
     with pytest.raises(PenstockError, match="shard 1 of the store was lost, and with it what it"):
-        visited.manager.event_queue.look()
+        visited.manager.event_queue.poll()
     assert "shard lost" in visited.told

@@ -307,7 +307,7 @@ def listening(port: int) -> Endpoint:
         "token",
         "127.0.0.1",
         on_link_end=lambda link, error: None,
-        on_stranger=lambda link, message: None,
+        on_new_peer=lambda link, message: None,
         on_failure=lambda error: None,
         port=port,
     )
@@ -320,7 +320,7 @@ def test_what_has_come_counts_before_the_time_does():
         "token",
         "127.0.0.1",
         on_link_end=lambda link, error: None,
-        on_stranger=lambda link, message: None,
+        on_new_peer=lambda link, message: None,
         on_failure=lambda error: seen.append(str(error)),
         every=lambda now: seen.append("time"),
         beat=0.05,
