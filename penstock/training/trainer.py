@@ -1,7 +1,8 @@
 """The trainer: a run from its first step to its last checkpoint.
 
-What happens within a step is in `local.py`. Here: making or resuming the run, evaluation, saving,
-early stop, and what follows training (export, generation). Notebooks use the same class.
+What happens within a step is in `penstock/step/local.py`, what a run is put together from in
+`run_assembly.py`. Here: making or resuming the run, evaluation, saving, early stop, and what
+follows training (export, generation). Notebooks use the same class.
 """
 
 from __future__ import annotations
@@ -15,21 +16,13 @@ from torch import nn
 
 from penstock.config import Config, to_config, trajectory, write_record
 from penstock.data import Source
-from penstock.engine import Engine, choose_target, set_threads, target_of
+from penstock.engine import Engine, set_threads
 from penstock.errors import ConfigError, DataError, NonFiniteError
 from penstock.models import KEPT, ModelSource, keep_small_files
-from penstock.planning import builders, plan_execution
 from penstock.program import Program
 from penstock.progress import view_from_python
-from penstock.step import (
-    Batches,
-    LocalEngines,
-    StepRunner,
-    choose_devices,
-    counted,
-    make_local_engines,
-)
-from penstock.store import MAX_SHARD_BYTES, FolderLock, ShardedStore
+from penstock.step import LocalEngines
+from penstock.store import MAX_SHARD_BYTES, FolderLock
 from penstock.telemetry import (
     Evaluated,
     Finished,
@@ -44,19 +37,23 @@ from penstock.telemetry import (
 from penstock.training.cautions import cautions
 from penstock.training.checkpoint_backends import make_checkpoint_backend
 from penstock.training.checkpoint_scheduler import CheckpointScheduler
-from penstock.training.data_loading import TrainingData, open_data, sequence_length
 from penstock.training.early_stop import EarlyStop
 from penstock.training.evaluation import Evaluator
 from penstock.training.export import export, export_adapters
 from penstock.training.generation import TextGenerator, make_writer
 from penstock.training.gradient_check import GradientCheck
 from penstock.training.resume_state import ResumeState
-from penstock.training.run_start import describe, rows_per_step, run_started
+from penstock.training.run_assembly import (
+    make_runner,
+    require_known_elsewhere,
+    set_up,
+    start_cluster,
+)
+from penstock.training.run_start import describe, run_started
 from penstock.training.same_run import own_architecture, require_same_beginning, require_same_model
 
 if TYPE_CHECKING:
     from penstock.distributed.control import ClusterManager
-    from penstock.step import DistributedStepRunner
 
 
 class Trainer:
@@ -111,27 +108,9 @@ class Trainer:
             )
         self._recorded = recorded
         self._brought = model is not None
-        self.model = builders.source_of(self.config, model, recorded is not None, self._notice)
-        self._devices = choose_devices(self.config.engine)
-        wanted = self.config.engine.device
-        target = target_of(self._devices[0]) if self._devices else choose_target(wanted)
-        self.device = target.name
-        if source is None:
-            self._data = open_data(self.config, self.model, self._notice)
-        else:
-            length = sequence_length(self.config, self.model)
-            self._data = TrainingData(source, held_out, None, length)
-        self._layout = plan_execution(
-            counted(self.config, self._devices),
-            self.model,
-            self.device,
-            self._data.sequence_length,
-            recorded.micro_batch if recorded else None,
-            recorded.slot_bytes if recorded else None,
-            self._devices,
-            self._notice,
-            recorded_products=recorded.products if recorded else None,
-        )
+        self._setup = set_up(self.config, model, source, held_out, recorded, self._notice)
+        self.model, self.device = self._setup.model, self._setup.device
+        self._data, self._layout = self._setup.data, self._setup.plan
         self.program: Program = self._layout.program
         self._initial_weights = recorded.weights if recorded else None
         if self._initial_weights is None:
@@ -140,16 +119,16 @@ class Trainer:
         self._ignore_initial_values = ignore_initial_values
         self._architecture = own_architecture(self.config, self.model, self._layout, self._brought)
         self._stop_reason: str | None = None
-        self._here: LocalEngines | None = None
+        self._here: LocalEngines | None = None  # the engines of this process
         self._lock: FolderLock | None = None  # from before the first process to `close`
-        self._manager = self._open_hall()
+        self._manager = self._open_cluster()
         try:
             apart = self._manager.remote_shards() if self._manager else None
             self.store = self._checkpoints.open(
                 self.model, self._layout, self.device, self._notice, apart
             )
         except BaseException:
-            self._leave_hall()
+            self._close_cluster()
             raise
         try:
             self._make_the_rest(recorded)
@@ -162,15 +141,10 @@ class Trainer:
         if recorded is not None:
             require_same_model(self.config, recorded, self._architecture, self._notice)
         self.resumed_from = self.store.step if recorded else None
-        batches = Batches(
-            self.model, self._data.training, self.config.batch.size, self._layout.micro_batch
-        )
-        self.engines: list[Engine] = []
-        self._runner: StepRunner | DistributedStepRunner
-        if self._manager is None:
-            self._run_here(batches)
-        else:
-            self._run_elsewhere(self._manager, batches)
+        self._runner, self._here = make_runner(self.config, self._setup, self.store, self._manager)
+        self.engines: list[Engine] = self._here.engines if self._here else []
+        if self._here is not None:
+            self.fabric = self._here.fabric
         self._gradient_check = GradientCheck(self._notice)
         self._evaluator = self._make_evaluator()
         self._writer: TextGenerator | None = None
@@ -187,36 +161,17 @@ class Trainer:
             self.resumed_from,
         )
 
-    def _run_here(self, batches: Batches) -> None:
-        self._here = make_local_engines(self.config, self._layout, self._devices, self.device)
-        self.engines, self.fabric = self._here.engines, self._here.fabric
-        self._runner = StepRunner(
-            self._layout,
-            self.store,
-            self.fabric,
-            self.engines,
-            batches,
-            seed=self.config.run.seed,
-            tokens=rows_per_step(self.config, self.model, self._layout),
-        )
-
-    def _open_hall(self) -> ClusterManager | None:
-        """Have the run's other processes begin to come, if it has any."""
+    def _open_cluster(self) -> ClusterManager | None:
+        """Start the run's other processes, if it has any."""
         if self.config.cluster.start == "none":
             return None
-        from penstock.distributed.control import open_cluster
-
-        if self._brought:
-            raise ConfigError(
-                "cluster.start: a module that was given from Python is not known to other "
-                "processes; name a function that makes it in model.factory"
-            )
+        require_known_elsewhere(self._brought)
         # Before anything is written for other processes to find: a run that trains has its own.
         self._lock = self._lock_folder()
         try:
-            return open_cluster(
+            return start_cluster(
                 self.config,
-                self._layout,
+                self._setup,
                 tell=lambda event: self._tell(event),
                 should_stop=lambda: self._stop_reason is not None,
             )
@@ -227,23 +182,12 @@ class Trainer:
     def _lock_folder(self) -> FolderLock:
         return FolderLock(self.config.run.dir, "run.dir", "training.lock")
 
-    def _leave_hall(self) -> None:
+    def _close_cluster(self) -> None:
         """End the run's other processes, if it has any, and let others train in its folder."""
         if self._manager is not None:
             self._manager.close()
         if self._lock is not None:
             self._lock.release()
-
-    def _run_elsewhere(self, manager: ClusterManager, batches: Batches) -> None:
-        from penstock.step import DistributedStepRunner
-
-        if self.config.cluster.shards == "here":
-            store = self.store
-            manager.add_local_shards(store.shards if isinstance(store, ShardedStore) else [store])
-        tokens = rows_per_step(self.config, self.model, self._layout)
-        self._runner = DistributedStepRunner(
-            self.config, self._layout, self.store, batches, manager, tokens=tokens
-        )
 
     @property
     def step(self) -> int:
@@ -251,11 +195,7 @@ class Trainer:
         return self.store.step
 
     def __repr__(self) -> str:
-        return describe(self.config, self.model, self.program, self.step, self._device_names)
-
-    @property
-    def _device_names(self) -> str:
-        return ", ".join(self._devices) or self.device
+        return describe(self.config, self.model, self.program, self.step, self._setup.device_names)
 
     def request_stop(self, reason: str = "a stop was asked for") -> None:
         """Finish the step in flight, save and return from `train`; callable from anywhere."""
@@ -320,7 +260,7 @@ class Trainer:
                 self._layout,
                 self.store,
                 self._data,
-                devices=self._device_names,
+                devices=self._setup.device_names,
                 resumed_from=self.resumed_from,
             )
         )
@@ -455,7 +395,7 @@ class Trainer:
             if self.config.cluster.shards == "apart":
                 self.store.close()  # while there are those who can
         finally:
-            self._leave_hall()
+            self._close_cluster()
         self._checkpoints.abandon()
         self.store.close()
 

@@ -9,7 +9,7 @@ import pytest
 from penstock.distributed.control import cluster_manager
 from penstock.errors import ConfigError, StorageError
 from penstock.planning.execution_plan import plan_execution
-from penstock.training import trainer
+from penstock.training import run_assembly
 from penstock.training.trainer import Trainer
 
 
@@ -21,7 +21,7 @@ def settings(tmp_path, monkeypatch) -> dict:
         made.append(made[0] if made else plan_execution(*arguments))
         return made[0]
 
-    monkeypatch.setattr(trainer, "plan_execution", lay_out_once)
+    monkeypatch.setattr(run_assembly, "plan_execution", lay_out_once)
     text = tmp_path / "text.txt"
     text.write_text("water " * 400)
     overrides = {"n_layer": 1, "n_embd": 16, "n_head": 1, "vocab_size": 260, "n_positions": 16}

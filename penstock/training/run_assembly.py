@@ -1,0 +1,147 @@
+"""Putting a run together: its model, data, devices and plan, then what makes its steps.
+
+Everything in a `RunSetup` is settled before a store or another process is opened, so that a mistake
+in a configuration is reported before anything is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from penstock.config import Config
+from penstock.data import Source
+from penstock.engine import choose_target, target_of
+from penstock.errors import ConfigError
+from penstock.models import ModelSource
+from penstock.planning import ExecutionPlan, builders, plan_execution
+from penstock.step import (
+    Batches,
+    LocalEngines,
+    StepRunner,
+    choose_devices,
+    counted,
+    make_local_engines,
+)
+from penstock.store import ShardedStore, Store
+from penstock.telemetry import ClusterEvent
+from penstock.training.data_loading import TrainingData, open_data, sequence_length
+from penstock.training.resume_state import ResumeState
+from penstock.training.run_start import rows_per_step
+
+if TYPE_CHECKING:
+    from penstock.distributed.control import ClusterManager
+    from penstock.step import DistributedStepRunner
+
+
+@dataclass(frozen=True)
+class RunSetup:
+    """What is settled of a run before anything is opened.
+
+    Attributes:
+        devices: of a group of GPUs, one engine each; empty for engines that take turns on `device`.
+        device: the name of the target that the program was compiled for.
+    """
+
+    model: ModelSource
+    data: TrainingData
+    devices: Sequence[str]
+    device: str
+    plan: ExecutionPlan
+
+    @property
+    def device_names(self) -> str:
+        """The devices, for people."""
+        return ", ".join(self.devices) or self.device
+
+
+def set_up(
+    config: Config,
+    model: nn.Module | ModelSource | None,
+    source: Source | None,
+    held_out: Source | None,
+    recorded: ResumeState | None,
+    notice: Callable[[str], None],
+) -> RunSetup:
+    """Return the setup of a run.
+
+    Args:
+        model: in place of `config.model`.
+        source: batches in place of `config.data`.
+        held_out: the same, for evaluations.
+        recorded: of the run that is resumed.
+        notice: is told what a user should know.
+
+    Raises:
+        ConfigError, DataError, CompileError, BudgetError: as `Trainer` says.
+    """
+    found = builders.source_of(config, model, recorded is not None, notice)
+    devices = choose_devices(config.engine)
+    target = target_of(devices[0]) if devices else choose_target(config.engine.device)
+    if source is None:
+        data = open_data(config, found, notice)
+    else:
+        data = TrainingData(source, held_out, None, sequence_length(config, found))
+    plan = plan_execution(
+        counted(config, devices),
+        found,
+        target.name,
+        data.sequence_length,
+        recorded.micro_batch if recorded else None,
+        recorded.slot_bytes if recorded else None,
+        devices,
+        notice,
+        recorded_products=recorded.products if recorded else None,
+    )
+    return RunSetup(found, data, devices, target.name, plan)
+
+
+def require_known_elsewhere(has_given_model: bool) -> None:
+    """Refuse a module from Python for a run with other processes.
+
+    **Raises:** `ConfigError` if there is one.
+    """
+    if has_given_model:
+        raise ConfigError(
+            "cluster.start: a module that was given from Python is not known to other "
+            "processes; name a function that makes it in model.factory"
+        )
+
+
+def start_cluster(
+    config: Config,
+    setup: RunSetup,
+    tell: Callable[[ClusterEvent], None],
+    should_stop: Callable[[], bool],
+) -> ClusterManager:
+    """Listen for the run's other processes, and start those that it starts itself."""
+    from penstock.distributed.control import open_cluster
+
+    return open_cluster(config, setup.plan, tell=tell, should_stop=should_stop)
+
+
+def make_runner(
+    config: Config, setup: RunSetup, store: Store, manager: ClusterManager | None
+) -> tuple[StepRunner | DistributedStepRunner, LocalEngines | None]:
+    """Return what makes the steps of a run, and the engines of this process if it has any.
+
+    Args:
+        manager: of the run's other processes; None where all engines are here.
+    """
+    plan, model = setup.plan, setup.model
+    batches = Batches(model, setup.data.training, config.batch.size, plan.micro_batch)
+    tokens = rows_per_step(config, model, plan)
+    if manager is None:
+        here = make_local_engines(config, plan, setup.devices, setup.device)
+        runner = StepRunner(
+            plan, store, here.fabric, here.engines, batches, seed=config.run.seed, tokens=tokens
+        )
+        return runner, here
+    from penstock.step import DistributedStepRunner
+
+    if config.cluster.shards == "here":
+        manager.add_local_shards(store.shards if isinstance(store, ShardedStore) else [store])
+    return DistributedStepRunner(config, plan, store, batches, manager, tokens=tokens), None
