@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 from penstock.collectives import Fabric
 from penstock.engine import Batch, Engine, PendingGradients, micro_batches
@@ -19,7 +18,7 @@ from penstock.program import Stage, backward_fetch
 from penstock.step.micro_batches import Batches
 from penstock.step.nonfinite import NonFiniteLossError, require_finite, trace
 from penstock.store import Commit, Store
-from penstock.telemetry import StepDone, process_memory
+from penstock.telemetry import Measured, Spans, StepDone, process_memory
 
 Order = list[tuple[Stage, tuple[int, ...] | None]]
 
@@ -41,6 +40,7 @@ class StepRunner:
         *,
         seed: int,
         tokens: int,
+        spans: Spans | None = None,
     ) -> None:
         self._layout = layout
         self._stages = layout.program.stages
@@ -50,7 +50,8 @@ class StepRunner:
         self._batches = batches
         self._seed = seed
         self._tokens = tokens
-        self._store_seconds = 0.0  # of the step that is being made
+        self._spans = spans or Spans()  # of the step that is being made
+        self.measured: Measured | None = None  # of the last step
         self.commit: Commit | None = None  # of the last step
 
     @property
@@ -64,9 +65,9 @@ class StepRunner:
         **Raises:** `NonFiniteError` and whatever the data or the engines raise; the step has then
         not happened, and running it again is safe.
         """
-        started = time.perf_counter()
-        self._store_seconds = 0.0
-        self._store.discard()  # what an interrupted step left behind
+        started = self._spans.clock()
+        self._spans.drain()  # what an interrupted step left behind, as below
+        self._store.discard()
         self._store.take_traffic()
         loss_scale = self._begin()
         last = self._stages[-1]
@@ -88,12 +89,13 @@ class StepRunner:
         self._return_gradients(*waiting)
         with self._at_the_store():
             commit = self.commit = self._store.commit()
+        measured = self.measured = self._spans.drain()
         return step_done(
             commit,
             self._store,
             loss=math.fsum(losses) * loss_scale,
-            seconds=time.perf_counter() - started,
-            store_seconds=self._store_seconds,
+            seconds=self._spans.clock() - started,
+            store_seconds=measured.seconds["store"],
             tokens=self._tokens,
             engine_bytes=self.engine_peak_bytes,
         )
@@ -135,14 +137,9 @@ class StepRunner:
             for engine, tensors in zip(self._engines, self._fabric.broadcast(weights), strict=True):
                 engine.load(stage.index, tensors)
 
-    @contextmanager
-    def _at_the_store(self) -> Iterator[None]:
+    def _at_the_store(self) -> AbstractContextManager[None]:
         """Count the seconds of the block as the store's."""
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._store_seconds += time.perf_counter() - started
+        return self._spans.span("store", "serve", step=self._store.step + 1)
 
     def _return_gradients(self, stage: Stage, parts: Sequence[PendingGradients]) -> None:
         """Finish a stage's sum in the fabric and hand it to the store."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
@@ -16,6 +15,7 @@ from penstock.distributed.run_spec import positions_of
 from penstock.engine import Batch, Engine, micro_batches, target_of
 from penstock.kernels.memory import allocate
 from penstock.program import Program
+from penstock.telemetry import Spans
 
 _ALIGNMENT = 64
 
@@ -48,7 +48,7 @@ class LocalEngineExecutor:
             largest = max(largest, begin)
         self._target = target_of(device)
         self._micro_batches = 0
-        self._computed = (0.0, 0)  # seconds, and micro-batches that were begun
+        self._spans, self._computed = Spans(), 0  # and how many micro-batches in all of them
         self._buffers = [allocate(largest) for _ in range(WINDOW)]
 
     @property
@@ -59,7 +59,7 @@ class LocalEngineExecutor:
     @property
     def computed(self) -> tuple[float, int]:
         """Seconds of computing so far, and how many micro-batches were computed in them."""
-        return self._computed
+        return self._spans.seconds("compute"), self._computed
 
     def begin(self, step: int, part: Mapping[str, float], rows: Mapping[str, np.ndarray]) -> None:
         """Begin a step with these rows."""
@@ -86,7 +86,13 @@ class LocalEngineExecutor:
 
     def compute(self, operation: TransferOperation) -> Sequence[PartialSum]:
         """Compute an operation; return the sums of its gradients."""
-        began = time.perf_counter()
+        with self._spans.span("compute", operation.sweep, op=operation.number):
+            nodes = self._compute(operation)
+        if operation.sweep == "turn":
+            self._computed += self._micro_batches
+        return nodes if operation.gradients else []
+
+    def _compute(self, operation: TransferOperation) -> Sequence[PartialSum]:
         engine, stage = self._engine, operation.stage
         buffer = self._buffers[operation.number % WINDOW]
         engine.load(
@@ -108,11 +114,7 @@ class LocalEngineExecutor:
         if self._target.has_own_memory:
             self._target.synchronize()  # the buffer is given back when this returns
             nodes = [_kept(node) for node in nodes]
-        seconds, count = self._computed
-        if operation.sweep == "turn":
-            count += self._micro_batches
-        self._computed = (seconds + time.perf_counter() - began, count)
-        return nodes if operation.gradients else []
+        return nodes
 
     def losses(self) -> list[float]:
         """Return the loss of each micro-batch."""
