@@ -154,13 +154,9 @@ def test_a_corrupt_shard_is_reported_by_inspect(texts):
 def test_a_disk_that_takes_no_more(texts):
     # The kernel itself refuses to let the process's files grow beyond the limit.
     (texts / "big.txt").write_bytes(b"word " * 400_000)
-
-    def limit():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
-
     done = in_a_process(
         "build", "--input", "big.txt", "--tokenizer", "bytes", "--out", "set",
-        cwd=texts, preexec_fn=limit,
+        cwd=texts, limits={resource.RLIMIT_FSIZE: 2**20},
     )  # fmt: skip
     assert done.returncode == 7
     assert done.stderr.splitlines()[-1] == (

@@ -78,8 +78,11 @@ def test_a_run_that_was_interrupted_in_a_step_can_go_on(tmp_path):
 
 def test_an_update_that_was_interrupted_is_never_made_twice(tmp_path, monkeypatch):
     """Half of it may be in the weights: they are used no more, and the run goes on from disk."""
-    settings = {**config(tmp_path / "a", 4), "checkpoint": {"every": 2}}
+    settings = config(tmp_path / "a", 4)
     trainer = Trainer(settings)
+    trainer.run_step()
+    trainer.run_step()
+    trainer.save()
     apply, calls = trainer.store._apply, []
 
     def interrupted(name):

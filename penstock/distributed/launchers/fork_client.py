@@ -60,7 +60,6 @@ class ForkClient:
         self.is_ready = False
         self.why_not: str | None = None  # why it is of no use and another would be none
         self._forks: dict[str, _Fork] = {}
-        self._began = time.monotonic()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.setblocking(False)
         with theirs, tempfile.TemporaryFile("w+") as names, log.open("ab") as says:
@@ -78,6 +77,7 @@ class ForkClient:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
+        self._began = time.monotonic()
 
     @property
     def pid(self) -> int:

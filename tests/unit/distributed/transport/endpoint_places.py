@@ -34,7 +34,7 @@ class Place:
             token,
             "127.0.0.1",
             on_link_end=lambda link, error: self.ended.append(error),
-            on_new_peer=lambda link, message: self.pending.append(message),
+            on_new_peer=lambda link, message: self.strangers.append(message),
             on_failure=self.failed.append,
         )
         self.endpoint.add(number, self.node)
