@@ -173,7 +173,7 @@ def test_a_module_of_too_many_tensors_is_refused(monkeypatch):
     source = ModelSource.from_preset("tiny", {k: v for k, v in TINY.items() if k != "preset"})
     monkeypatch.setattr("penstock.planning.plausibility.MOST_TENSORS", 3)
     with pytest.raises(CompileError, match=r"tiny has 16 parameter tensors, at most 3 can be "):
-        refuse_implausible(settings(), source, 16, "cpu")
+        refuse_implausible(settings(), source, 16, "cpu", Machine.here())
     assert MOST_TENSORS > 16
 
 
