@@ -135,21 +135,17 @@ def measure(layers: int, width: int, heads: int) -> dict:
 
 def step(engine, plan, weights: dict, rows: dict) -> None:  # type: ignore[no-untyped-def]
     """Sweep forward, turn, sweep backward; gradients are let go as they come."""
-    from penstock.engine import Batch
-    from penstock.program import backward_fetch
+    from penstock.engine import Batch, compute
+    from penstock.step_schedule import StepSchedule
 
-    program, last = engine.program, engine.program.stages[-1]
+    program, pending = engine.program, None
     engine.begin(Batch([rows], 0, 1, 0, 0))
-    for stage in program.stages:
-        engine.load(stage.index, weights[stage.kind.digest])
-        if stage is not last:
-            engine.forward(stage.index)
-    pending = engine.turn(last.index)
-    for stage in reversed(program.stages[:-1]):
-        positions = backward_fetch(stage, stage.index in plan.recompute, False)
-        engine.load(stage.index, [weights[stage.kind.digest][i] for i in positions])
-        coming = engine.backward(stage.index)
-        pending.wait()
+    for operation in StepSchedule.of(program, plan.recompute).operations:
+        given = weights[program.stages[operation.stage].kind.digest]
+        engine.load(operation.stage, [given[i] for i in operation.positions])
+        coming = compute(engine, operation)
+        if pending is not None:
+            pending.wait()
         pending = coming
     pending.wait()
 

@@ -208,7 +208,15 @@ def store_of(size: int, folder: str | None):
     import torch
 
     from penstock.program import WeightSpec
-    from penstock.store import AdamW, DramStore, GroupSettings, Part, PartStage, Schedule
+    from penstock.store import (
+        AdamW,
+        CommitRule,
+        DramStore,
+        GroupSettings,
+        Part,
+        PartStage,
+        Schedule,
+    )
     from penstock.store.flash import FlashStore
 
     weights = weights_of(size)
@@ -216,16 +224,16 @@ def store_of(size: int, folder: str | None):
     stages = tuple(PartStage(i, f"stage-{i}", (name,)) for i, name in enumerate(weights))
     part = Part("shard 0", stages, specs)
     settings = dict.fromkeys(weights, GroupSettings(1.0, 0.1, None))
-    schedule = Schedule("constant", peak=1e-3)
+    rule = CommitRule(Schedule("constant", peak=1e-3))
     if folder is None:
         # Gradients are no part of a copy: as small as they can be.
-        return DramStore(part, "bf16", AdamW(), settings, schedule, None, torch.bfloat16)
+        return DramStore(part, "bf16", AdamW(), settings, rule, torch.bfloat16)
     return FlashStore(
         part,
         Path(folder),
         optimizer=AdamW(),
         groups=settings,
-        schedule=schedule,
+        rule=rule,
         dram_bytes=size,
         gradient_dtype=torch.bfloat16,
     )

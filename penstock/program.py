@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -225,17 +225,35 @@ class Program:
         return last
 
 
-def backward_fetch(stage: Stage, recompute: bool, last: bool) -> tuple[int, ...]:
-    """Return which of a stage's weights stream again in the backward sweep, as positions.
+class StagedWeights(Protocol):
+    """Weights by name, and the stages that use them: a program, or what a store holds of one."""
 
-    None for the last stage, whose weights are still there; all of them where the forward is
-    recomputed; otherwise those that the backward executable reads.
+    @property
+    def stages(self) -> Sequence[WeightsOfStage]: ...
+
+    @property
+    def weights(self) -> Mapping[str, WeightSpec]: ...
+
+
+class WeightsOfStage(Protocol):
+    """A stage, as far as its weights go."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def weights(self) -> Sequence[str]: ...
+
+
+def largest_stage(held: StagedWeights, size: Callable[[WeightSpec], int]) -> tuple[str, int]:
+    """Return the stage whose weights take the most, by name, and how much that is.
+
+    `size` says what one weight takes: buffers differ in width, alignment and in what they hold.
     """
-    if last:
-        return ()
-    if recompute:
-        return tuple(range(len(stage.weights)))
-    return stage.kind.backward_weights
+    taken = [
+        (stage.name, sum(size(held.weights[n]) for n in stage.weights)) for stage in held.stages
+    ]
+    return max(taken, key=lambda stage: stage[1])
 
 
 def verify(program: Program) -> Program:

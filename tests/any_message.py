@@ -19,7 +19,7 @@ _RIGHT = (
         "non_finite": {"0": ["w"]},
         "zero": {"w": 1},
     },
-    {"step": 1, "grad_norm": "0x1p0", "clip_scale": "0x1p0", "learning_rate": "0x1p0"},
+    {"step": 1, "norm": "0x1p0", "clip_scale": "0x1p0", "learning_rate": "0x1p0"},
     {"error": "ValueError", "text": "it failed", "about": 100},
     {"text": "a checksum", "peer": 1},
     {"progress": 1, "busy": False, "peak_bytes": 1, "computed": [1.0, 2]},

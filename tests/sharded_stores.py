@@ -4,9 +4,9 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from store_programs import flash_store, training_store
+from store_programs import CONSTANT, flash_store, training_store
 
-from penstock.store import AdamW, ShardedDramStore, ShardMap
+from penstock.store import AdamW, CommitRule, ShardedDramStore, ShardMap
 from penstock.store.flash import ShardedFlashStore
 
 LARGE = (
@@ -19,12 +19,17 @@ LARGE = (
 """Weights that are cut and some that are too small for it; `embed` is tied."""
 
 
+def rule_of(settings):
+    """Return the rule of stores with the settings of `training_store` or `flash_store`."""
+    return CommitRule(settings.get("schedule", CONSTANT), settings.get("clip_norm"))
+
+
 def sharded_dram(program, count, precision="fp32", **settings):
     """Return a store in memory in `count` shards, with the settings of `training_store`."""
     shard_map = ShardMap.of(program, count)
     shards = [training_store(part, precision, **settings) for part in shard_map.parts(program)]
     optimizer = settings.get("optimizer") or AdamW(0.9, 0.95, 1e-8)
-    return ShardedDramStore(program, shard_map, shards, optimizer.roles)
+    return ShardedDramStore(program, shard_map, shards, optimizer.roles, rule_of(settings))
 
 
 def sharded_flash(program, folder: Path, count, *, optimizer=None, **settings):
@@ -36,7 +41,9 @@ def sharded_flash(program, folder: Path, count, *, optimizer=None, **settings):
         partial(flash_store, part, optimizer=optimizer, **settings)
         for part in shard_map.parts(program)
     ]
-    return ShardedFlashStore(program, folder, shard_map, openers, optimizer.roles)
+    return ShardedFlashStore(
+        program, folder, shard_map, openers, optimizer.roles, rule_of(settings)
+    )
 
 
 def assert_same_state(ours, theirs):

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from penstock.program import Kind, Program, Stage, TensorSpec, WeightSpec
-from penstock.store import AdamW, DramStore, GroupSettings, Schedule
+from penstock.store import AdamW, CommitRule, DramStore, GroupSettings, Schedule
 from penstock.store.flash import FlashStore
 
 
@@ -115,13 +115,12 @@ def training_store(
         precision,
         optimizer or AdamW(0.9, 0.95, 1e-8),
         dict.fromkeys(program.weights, settings),
-        schedule,
-        clip_norm,
+        CommitRule(schedule, clip_norm),
         gradient_dtype,
     )
 
 
-def flash_store(program, folder, *, optimizer=None, dram_bytes=300_000, **options):
+def flash_store(program, folder, *, optimizer=None, dram_bytes=300_000, clip_norm=None, **options):
     """Return a `FlashStore` with the settings of `training_store`, in small blocks.
 
     `options` go to the store as they are. Whoever makes it closes it.
@@ -132,7 +131,7 @@ def flash_store(program, folder, *, optimizer=None, dram_bytes=300_000, **option
         folder,
         optimizer=optimizer or AdamW(0.9, 0.95, 1e-8),
         groups=dict.fromkeys(program.weights, settings),
-        schedule=CONSTANT,
+        rule=CommitRule(CONSTANT, clip_norm),
         dram_bytes=dram_bytes,
         **{"block_elements": SMALL_BLOCK, **options},
     )

@@ -12,7 +12,7 @@ from penstock.collectives.tree_reduce import PartialSum, TreeReduction
 from penstock.compiler import CompileOptions, compile_module
 from penstock.engine import Batch, Engine, EnginePlan, TorchEngine
 from penstock.engine.threads import set_threads
-from penstock.program import Program, backward_fetch, verify
+from penstock.program import Program, Stage, verify
 
 set_threads(1)  # for tensors this small a second thread is only waited for
 
@@ -69,7 +69,7 @@ def sweep(
     pending = {last.index: engine.turn(last.index)}
     losses = engine.losses()
     for stage in reversed(program.stages[:-1]):
-        positions = backward_fetch(stage, stage.index in plan.recompute, False)
+        positions = read_backward(stage, plan)
         engine.load(stage.index, [weights[stage.weights[i]] for i in positions])
         pending[stage.index] = engine.backward(stage.index)
     nodes = {index: part.wait() for index, part in pending.items()}
@@ -91,12 +91,18 @@ def sweep_and_let_go(
             engine.forward(stage.index)
     waiting = engine.turn(last.index)
     for stage in reversed(program.stages[:-1]):
-        positions = backward_fetch(stage, stage.index in plan.recompute, False)
+        positions = read_backward(stage, plan)
         engine.load(stage.index, [weights[stage.weights[i]] for i in positions])
         pending = engine.backward(stage.index)
         waiting.wait()
         waiting = pending
     waiting.wait()
+
+
+def read_backward(stage: Stage, plan: EnginePlan) -> tuple[int, ...]:
+    """Return the weights that a stage's backward reads: all, where it makes the forward again."""
+    everything = tuple(range(len(stage.weights)))
+    return everything if stage.index in plan.recompute else stage.kind.backward_weights
 
 
 def gradients_by_weight(

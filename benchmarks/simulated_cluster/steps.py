@@ -20,9 +20,9 @@ from penstock.distributed.protocol import (
     TransferSchedule,
 )
 from penstock.distributed.protocol import chunks as cut
-from penstock.distributed.run_spec import positions_of
 from penstock.distributed.simulation import Network
 from penstock.program import Program
+from penstock.step_schedule import StepSchedule
 from simulated_cluster.machines import Machine
 from simulated_cluster.works import Engine, Order, Shard
 
@@ -48,23 +48,23 @@ def transfers_of(
         chunks: into how many an operation's bytes are cut, at most (`Load`).
         most: of every stage, no more than so many weights.
     """
-    stages, shards = program.stages, machine.shards
-    order = [(stage, "forward") for stage in stages[:-1]] + [(stages[-1], "turn")]
-    order += [(stage, "backward") for stage in reversed(stages[:-1])]
+    shards, schedule = machine.shards, StepSchedule.of(program, recompute).operations
     operations = []
-    for number, (stage, sweep) in enumerate(order):
-        is_end = min(number, len(order) - 1 - number) < ENDS
+    for operation in schedule:
+        number, sweep = operation.number, operation.sweep
+        is_end = min(number, len(schedule) - 1 - number) < ENDS
         parts = CHUNKS_AT_ENDS if is_end else chunks
-        specs = [program.weights[stage.weights[p]] for p in positions_of(stage, sweep, recompute)]
+        specs = [program.weights[name] for name in operation.weights]
         widths = [spec.stream_dtype.itemsize for spec in specs]
         width = machine.weight_width or max(widths, default=1)
         weights = _pieces(sum(spec.elements for spec in specs), width, shards, parts, most)
         gradients: Sequence[Chunk] = ()
         if sweep != "forward":
-            trained = [spec for name in stage.weights if (spec := program.weights[name]).trainable]
-            elements = sum(spec.elements for spec in trained)
+            elements = sum(program.weights[name].elements for name in operation.gradients)
             gradients = _pieces(elements, GRADIENT_WIDTH, shards, parts, most)
-        operations.append(TransferOperation(number, stage.index, sweep, weights, tuple(gradients)))
+        operations.append(
+            TransferOperation(number, operation.stage, sweep, weights, tuple(gradients))
+        )
     return TransferSchedule(tuple(operations), shards)
 
 

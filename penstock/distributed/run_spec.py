@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,6 @@ from penstock.config import Config
 from penstock.distributed.protocol import (
     GRADIENT_WIDTH,
     Chunk,
-    Sweep,
     TransferOperation,
     TransferSchedule,
     chunks,
@@ -20,7 +19,8 @@ from penstock.distributed.protocol import (
 from penstock.engine import thread_count
 from penstock.models import KEPT
 from penstock.planning import ExecutionPlan
-from penstock.program import Program, Stage, backward_fetch
+from penstock.program import Program
+from penstock.step_schedule import StepSchedule
 from penstock.store import Holding, ShardMap
 
 Placement = Mapping[str, Sequence[tuple[int, int, int]]]
@@ -47,9 +47,9 @@ class RunSpec:
     @classmethod
     def of(cls, config: Config, layout: ExecutionPlan) -> RunSpec:
         """Return the plan of a run."""
-        program, recompute = layout.program, layout.plan.recompute
+        program, schedule = layout.program, layout.schedule
         shards, replicas = config.store.shards, config.store.replicas
-        transfers = transfers_of(program, recompute, placement_of(program, shards), shards)
+        transfers = transfers_of(program, schedule, placement_of(program, shards), shards)
         return cls(
             transfers,
             engine_digest(program, transfers, layout.device, layout.products),
@@ -62,28 +62,26 @@ class RunSpec:
 
 
 def transfers_of(
-    program: Program, recompute: Collection[int], placement: Placement, shards: int
+    program: Program, schedule: StepSchedule, placement: Placement, shards: int
 ) -> TransferSchedule:
-    """Return the operations of a step: all stages forward, the last of them turning, and back.
+    """Return what the operations of a schedule move.
 
     Args:
-        recompute: the stages whose forward is made again in the backward sweep.
         placement: which shard holds what of every weight.
     """
-    stages = program.stages
-    order: list[tuple[Stage, Sweep]] = [(stage, "forward") for stage in stages[:-1]]
-    order.append((stages[-1], "turn"))
-    order += [(stage, "backward") for stage in reversed(stages[:-1])]
-    operations = []
-    for number, (stage, sweep) in enumerate(order):
-        names = [stage.weights[position] for position in positions_of(stage, sweep, recompute)]
-        weights = _pieces(program, names, placement, None)
-        gradients: tuple[Chunk, ...] = ()
-        if sweep != "forward" and any(stage.kind.outputs_grad):
-            trained = [name for name in stage.weights if program.weights[name].trainable]
-            gradients = _pieces(program, trained, placement, GRADIENT_WIDTH)
-        operations.append(TransferOperation(number, stage.index, sweep, weights, gradients))
-    return TransferSchedule(tuple(operations), shards)
+    return TransferSchedule(
+        tuple(
+            TransferOperation(
+                operation.number,
+                operation.stage,
+                operation.sweep,
+                _pieces(program, operation.weights, placement, None),
+                _pieces(program, operation.gradients, placement, GRADIENT_WIDTH),
+            )
+            for operation in schedule.operations
+        ),
+        shards,
+    )
 
 
 def placement_of(program: Program, shards: int) -> Placement:
@@ -92,13 +90,6 @@ def placement_of(program: Program, shards: int) -> Placement:
         name: [(piece.shard, piece.begin, piece.end) for piece in pieces]
         for name, pieces in ShardMap.of(program, shards).pieces.items()
     }
-
-
-def positions_of(stage: Stage, sweep: Sweep, recompute: Collection[int]) -> tuple[int, ...]:
-    """Return which of a stage's weights an operation needs."""
-    if sweep != "backward":
-        return tuple(range(len(stage.weights)))
-    return backward_fetch(stage, stage.index in recompute, False)
 
 
 def _pieces(

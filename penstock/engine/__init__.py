@@ -2,7 +2,7 @@
 
 from penstock.engine.device_threads import DeviceThread, Member, Rounds
 from penstock.engine.host_memory import KEPT_OVER_USED, keep_freed_pages, return_freed_pages
-from penstock.engine.interface import Batch, Engine, EnginePlan, PendingGradients
+from penstock.engine.interface import Batch, Engine, EnginePlan, PendingGradients, compute
 from penstock.engine.memory import MemoryAccount
 from penstock.engine.null_engine import NullEngine
 from penstock.engine.recompute_planner import bytes_of_choice, can_fit, plan_engine, predict_bytes
@@ -34,6 +34,7 @@ __all__ = [
     "bytes_of_choice",
     "can_fit",
     "choose_target",
+    "compute",
     "keep_freed_pages",
     "micro_batches",
     "plan_engine",

@@ -11,6 +11,7 @@ import torch
 from penstock.collectives import PartialSum
 from penstock.engine.memory import MemoryAccount
 from penstock.program import Program
+from penstock.step_schedule import Operation
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,9 @@ class PendingGradients(Protocol):
 
 
 class Engine(Protocol):
-    """Computes stages. Calls per step: `begin`; `forward` for stages 0..S-2; `turn` for the last;
-    `backward` for stages S-2..0. For evaluation: `begin`; `infer` for every stage; `results`.
+    """Computes stages. Calls per step: `begin`; then `load` and `compute` for each operation of the
+    schedule, in its order; `losses` after the turn. For evaluation: the same with a schedule of
+    `infer` alone; then `results`.
 
     Weights come as the fabric hands them over and may be gone when the next `load` has returned.
     """
@@ -88,6 +90,23 @@ class Engine(Protocol):
     def is_finite(self, stage: int) -> bool:
         """Tell, after `infer` of a stage, whether it wrote no NaN and no infinity."""
         ...
+
+
+def compute(engine: Engine, operation: Operation) -> PendingGradients | None:
+    """Compute an operation whose weights are loaded; return its gradients, if its sweep makes any.
+
+    A stage in a sweep that makes gradients returns them even where none is to be sent.
+    """
+    match operation.sweep:
+        case "forward":
+            engine.forward(operation.stage)
+        case "infer":
+            engine.infer(operation.stage)
+        case "turn":
+            return engine.turn(operation.stage)
+        case "backward":
+            return engine.backward(operation.stage)
+    return None
 
 
 SLOTS = 2  # the stage that computes, and the one on its way

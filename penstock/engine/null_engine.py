@@ -12,11 +12,12 @@ from collections.abc import Callable, Sequence
 import torch
 
 from penstock.collectives import PartialSum
-from penstock.engine.interface import Batch, EnginePlan, PendingGradients
+from penstock.engine.interface import Batch, EnginePlan, PendingGradients, compute
 from penstock.engine.memory import MemoryAccount
 from penstock.engine.slots import Arrived
 from penstock.engine.torch_engine import TorchEngine
-from penstock.program import Kind, Program, TensorSpec, backward_fetch
+from penstock.program import Kind, Program, TensorSpec
+from penstock.step_schedule import StepSchedule
 
 _META = torch.device("meta")
 
@@ -68,19 +69,14 @@ def dry_run(program: Program, micro_batches: int, plan: EnginePlan) -> MemoryAcc
         for _ in range(micro_batches)
     ]
     engine.begin(Batch(batch, 0, micro_batches, 0, 0))
-    last = len(program.stages) - 1
-    for stage in program.stages[:-1]:
-        engine.load(stage.index, [_empty(w) for w in stage.kind.weights])
-        engine.forward(stage.index)
-    engine.load(last, [_empty(w) for w in program.stages[last].kind.weights])
-    if any(program.stages[last].kind.outputs_grad):
-        engine.turn(last)
-        for stage in reversed(program.stages[:-1]):
-            positions = backward_fetch(stage, stage.index in plan.recompute, last=False)
-            engine.load(stage.index, [_empty(stage.kind.weights[i]) for i in positions])
-            engine.backward(stage.index)
+    if any(program.stages[-1].kind.outputs_grad):
+        schedule = StepSchedule.of(program, plan.recompute)
     else:
-        engine.infer(last)
+        schedule = StepSchedule.forward_only(program)
+    for operation in schedule.operations:
+        kind = program.stages[operation.stage].kind
+        engine.load(operation.stage, [_empty(kind.weights[i]) for i in operation.positions])
+        compute(engine, operation)
     return engine.memory
 
 

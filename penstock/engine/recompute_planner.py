@@ -16,7 +16,7 @@ from penstock.engine.null_engine import dry_run
 from penstock.engine.sharing import Sharing
 from penstock.engine.targets import target_of
 from penstock.errors import BudgetError
-from penstock.program import Program, Stage
+from penstock.program import Program, Stage, largest_stage
 
 _TIMES = 8  # as many micro-batches are tried next
 
@@ -46,7 +46,7 @@ def predict_bytes(
         return Prediction(memory.peak_bytes + held, memory.peak_at)
     # Slots on a device are there all the time, the one of the stage that computes included.
     slots = plan.slots if target_of(device).has_own_memory else plan.slots - 1
-    waiting = max(s.kind.weight_bytes for s in program.stages) * slots
+    waiting = largest_stage(program, lambda weight: weight.stream_bytes)[1] * slots
     return Prediction(memory.peak_bytes + waiting + plan.beside_bytes, memory.peak_at)
 
 

@@ -17,7 +17,7 @@ from functools import cached_property
 import torch
 
 from penstock.collectives import partial_sums, partition, root_level
-from penstock.program import Kind, Program, Stage
+from penstock.program import Kind, Program, Stage, largest_stage
 
 ALIGNMENT = 512  # bytes; what device allocations are aligned to
 _ELEMENTS = ALIGNMENT // 4  # of float32
@@ -27,6 +27,11 @@ _ELEMENT_BYTES = 4
 def aligned(size: int) -> int:
     """Return a number of bytes rounded up to a whole number of alignments."""
     return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def largest_slot(program: Program) -> int:
+    """Return the bytes that the largest stage takes in a slot, each weight aligned."""
+    return largest_stage(program, lambda weight: aligned(weight.stream_bytes))[1]
 
 
 @dataclass(frozen=True)
@@ -77,8 +82,7 @@ class Sharing:
 
     def slot_bytes(self, program: Program) -> int:
         """Return the bytes of a slot: the largest stage, filled up to equal pieces."""
-        largest = max(sum(aligned(w.bytes) for w in s.kind.weights) for s in program.stages)
-        return self.devices * self.piece_bytes(largest)
+        return self.devices * self.piece_bytes(largest_slot(program))
 
     def flat_sums(self, kind: Kind) -> FlatSums:
         """Return how the gradients of a kind's trainable weights lie in a row."""

@@ -19,7 +19,6 @@ from penstock.collectives import PartialSum
 from penstock.engine.interface import PendingGradients
 from penstock.engine.lanes import Lanes, Mark
 from penstock.engine.sharing import aligned
-from penstock.program import Program
 
 
 class WeightSlots(Protocol):
@@ -35,11 +34,6 @@ class WeightSlots(Protocol):
     def use(self, stage: int) -> AbstractContextManager[Sequence[torch.Tensor]]: ...
 
     def send_back(self, stage: int, nodes: list[PartialSum]) -> PendingGradients: ...
-
-
-def slot_bytes(program: Program) -> int:
-    """Return the bytes of one slot: what the largest stage takes, each weight aligned."""
-    return max(sum(aligned(w.bytes) for w in stage.kind.weights) for stage in program.stages)
 
 
 class Arrived:

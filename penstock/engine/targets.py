@@ -18,7 +18,8 @@ from penstock.engine.interface import Engine, EnginePlan
 from penstock.engine.lanes import CudaLanes, HostLanes, Lanes
 from penstock.engine.null_engine import NullEngine
 from penstock.engine.repeatable import choose_repeatable_kernels
-from penstock.engine.slots import DeviceSlots, WeightSlots, slot_bytes
+from penstock.engine.sharing import largest_slot
+from penstock.engine.slots import DeviceSlots, WeightSlots
 from penstock.engine.torch_engine import TorchEngine
 from penstock.errors import ConfigError
 from penstock.kernels.processor import Processor
@@ -172,7 +173,7 @@ class CudaTarget(Target):
         choose_repeatable_kernels(program)
         device = device or self.name
         if slots is None:
-            slots = DeviceSlots(slot_bytes(program), plan.slots, self.make_lanes(device))
+            slots = DeviceSlots(largest_slot(program), plan.slots, self.make_lanes(device))
         return TorchEngine(program, plan, device=device, budget_bytes=budget_bytes, slots=slots)
 
     def make_lanes(self, device: str) -> Lanes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from penstock.compiler import Products
 from penstock.config import Config
@@ -17,6 +18,7 @@ from penstock.planning.memory_budget import Budget, HostCapacity, MemoryShares
 from penstock.planning.micro_batching import MicroBatchPlan, divide_batch, divided_as_recorded
 from penstock.planning.plausibility import refuse_implausible
 from penstock.program import Program
+from penstock.step_schedule import StepSchedule
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,15 @@ class ExecutionPlan:
     least_engines: int = 1
     room: HostCapacity | None = None
     products: Products = "torch"
+
+    @cached_property
+    def schedule(self) -> StepSchedule:
+        """The operations of a step that trains every trainable weight."""
+        return StepSchedule.of(self.program, self.plan.recompute)
+
+    def schedule_of(self, step: int) -> StepSchedule:
+        """Return the operations of a step, which counts from 1: a function of its number alone."""
+        return self.schedule
 
     @property
     def budget_bytes(self) -> int:

@@ -29,7 +29,7 @@ from penstock.engine import (
 from penstock.errors import BudgetError, ConfigError
 from penstock.planning.machine import Machine
 from penstock.planning.store_factory import assembly_of, least_flash_store_bytes
-from penstock.program import Program, Stage
+from penstock.program import Program, WeightSpec, largest_stage
 from penstock.store import Role
 
 RESERVE_BYTES = 128 << 20
@@ -187,7 +187,7 @@ class Budget:
         """
         if not self._is_elsewhere:
             return store
-        largest = max(_elements(self._program, stage) for stage in self._program.stages)
+        _, largest = largest_stage(self._program, _elements)
         return 2 * 4 * largest + assembly_of(self._config, self._program)
 
     def engine_bytes(self) -> int:
@@ -283,7 +283,7 @@ class Budget:
             return peak
         if self._sharing is not None:
             return 0
-        largest = max(_elements(self._program, stage) for stage in self._program.stages)
+        _, largest = largest_stage(self._program, _elements)
         return 2 * 4 * largest + self._on_the_way
 
     def _returns_bytes(self, plan: EnginePlan) -> int:
@@ -310,11 +310,11 @@ class Budget:
         """Filling a store on flash gathers a stage's weights and state, before anything runs."""
         if not self._on_flash:
             return
-        largest = max(self._program.stages, key=lambda stage: _elements(self._program, stage))
-        need = (2 + len(self._roles)) * 4 * _elements(self._program, largest)
+        name, elements = largest_stage(self._program, _elements)
+        need = (2 + len(self._roles)) * 4 * elements
         if need > self._rest:
             raise BudgetError(
-                f"{self._limit_name}: gathering the weights and the state of {largest.name} takes "
+                f"{self._limit_name}: gathering the weights and the state of {name} takes "
                 f"{size_above(need)} once, {size_above(max(self._rest, 0))} are left beside the "
                 f"libraries and the reserve.\n{self._table(store, engine)}\n"
                 f"Raise memory by {size_above(need - self._rest)}."
@@ -389,7 +389,7 @@ def bytes_on_the_way(program: Program, device: str) -> int:
     Gradients are those of as many operations as shards let go at once, twice: an engine's own, and
     the sum with those of others.
     """
-    largest = max(program.stage_stream_bytes(stage) for stage in program.stages)
+    _, largest = largest_stage(program, lambda weight: weight.stream_bytes)
     buffers = (WINDOW if target_of(device).has_own_memory else WINDOW - 1) * largest
     gradients = [
         4 * sum(program.weights[n].elements for n in stage.weights if program.weights[n].trainable)
@@ -403,8 +403,8 @@ def _floor(size: int) -> str:
     return f"{max(1, size >> 20)}MiB"
 
 
-def _elements(program: Program, stage: Stage) -> int:
-    return sum(program.weights[name].elements for name in stage.weights)
+def _elements(weight: WeightSpec) -> int:
+    return weight.elements
 
 
 def _shared_bytes(config: Config, program: Program) -> int:

@@ -15,6 +15,7 @@ from penstock.errors import BudgetError
 from penstock.program import Program
 from penstock.store import (
     Assembly,
+    CommitRule,
     DramStore,
     Group,
     GroupSettings,
@@ -65,12 +66,14 @@ def make_store(
     shard_map = ShardMap.of(program, config.store.shards)
     store: Store
     if apart is not None:
-        store = ShardedStore(program, shard_map, [shard.open() for shard in apart], roles)
+        store = ShardedStore(
+            program, shard_map, [shard.open() for shard in apart], roles, commit_rule(config)
+        )
     elif config.store.shards == 1:
         store = make_dram_shard(config, program, program)
     else:
         shards = [make_dram_shard(config, program, part) for part in shard_map.parts(program)]
-        store = ShardedDramStore(program, shard_map, shards, roles)
+        store = ShardedDramStore(program, shard_map, shards, roles, commit_rule(config))
     needed = sum(store.memory_bytes.values())
     if config.store.dram != "auto" and needed > int(config.store.dram):
         raise BudgetError(
@@ -92,8 +95,7 @@ def make_dram_shard(config: Config, program: Program, holding: Holding) -> DramS
         config.precision,
         optimizer=optimizer_of(config),
         groups=_groups(config, program),
-        schedule=_schedule(config),
-        clip_norm=config.optimizer.clip_norm,
+        rule=commit_rule(config),
         gradient_dtype=_FLOATS[config.gradient_precision],
     )
 
@@ -132,6 +134,7 @@ def make_flash_store(
             shard_map,
             openers,
             optimizer_of(config).roles,
+            commit_rule(config),
             replicas=config.store.replicas,
         )
     except BudgetError as error:
@@ -156,9 +159,8 @@ def make_flash_shard(
         folder,
         optimizer=optimizer_of(config),
         groups=_groups(config, program),
-        schedule=_schedule(config),
+        rule=commit_rule(config),
         dram_bytes=dram_bytes,
-        clip_norm=config.optimizer.clip_norm,
         gradient_dtype=_FLOATS[config.gradient_precision],
         keep_steps=config.store.flash.keep_steps,
         durable_every=config.store.flash.durable_every,
@@ -229,9 +231,10 @@ def _groups(config: Config, program: Program) -> dict[str, GroupSettings]:
     )
 
 
-def _schedule(config: Config) -> Schedule:
+def commit_rule(config: Config) -> CommitRule:
+    """Return what decides the configured run's steps beside their gradients."""
     shape = config.optimizer.schedule
-    return Schedule(
+    schedule = Schedule(
         name=shape.name,
         peak=config.optimizer.learning_rate,
         decay_steps=config.decay_steps,
@@ -241,3 +244,4 @@ def _schedule(config: Config) -> Schedule:
         boundaries=tuple(shape.boundaries),
         ratios=tuple(shape.ratios),
     )
+    return CommitRule(schedule, config.optimizer.clip_norm)

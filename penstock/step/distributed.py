@@ -10,7 +10,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NoReturn
 
 from penstock.config import Config
@@ -24,13 +23,13 @@ from penstock.distributed.protocol import (
     UnrecoverableError,
     message_validation,
 )
-from penstock.distributed.rpc import ShardReport, commit_of, error_class
-from penstock.planning import ExecutionPlan, builders
+from penstock.distributed.rpc import ShardReport, body_of_decision, error_class
+from penstock.planning import ExecutionPlan, builders, store_factory
 from penstock.program import Program
 from penstock.step.local import step_done
 from penstock.step.micro_batches import Batches
 from penstock.step.nonfinite import NonFiniteLossError, require_finite, trace
-from penstock.store import Commit, Store, global_norm, merged, zero_gradients
+from penstock.store import Commit, CommitRule, Store, merged
 from penstock.telemetry import StepDone
 
 _GIVING_UP = 60.0  # seconds in which a step that is decided must end
@@ -58,6 +57,7 @@ class DistributedStepRunner:
     ) -> None:
         self._config, self._layout, self._store = config, layout, store
         self._batches, self._tokens = batches, tokens
+        self._rule = store_factory.commit_rule(config)
         self.manager = manager
         self._straggler_detector = StragglerDetector(config.cluster.slow)
         self._compute_timer = ComputeTimer()
@@ -91,7 +91,11 @@ class DistributedStepRunner:
             self.manager.copy_to_learners(self._store)
             self.manager.event_queue.step = self._store.step  # as the shards have last said
             request = _TrainingStepRequest(
-                self._layout.program, self._batches, self._store.step, self._config.run.seed
+                self._layout.program,
+                self._rule,
+                self._batches,
+                self._store.step,
+                self._config.run.seed,
             )
             outcome = self._attempt(request)
             if outcome.error is None:
@@ -154,9 +158,9 @@ class DistributedStepRunner:
         return isinstance(error, RolledBackError)
 
     def _done(self, request: _TrainingStepRequest, outcome: StepResult, started: float) -> StepDone:
-        commit: Commit = replace(outcome.answers[0], zero_gradients=request.zero_gradients)
-        self.commit = commit
-        self.manager.event_queue.step = commit.step
+        commit = self.commit = request.commit
+        assert commit is not None  # the outcome is that of a step that was decided
+        self.manager.event_queue.step = commit.decision.step
         seconds = time.perf_counter() - started
         return step_done(
             commit,
@@ -192,12 +196,14 @@ class DistributedStepRunner:
 class _TrainingStepRequest:
     """One step, as the coordinator has it made."""
 
-    def __init__(self, program: Program, batches: Batches, done: int, seed: int) -> None:
-        self._program = program
+    def __init__(
+        self, program: Program, rule: CommitRule, batches: Batches, done: int, seed: int
+    ) -> None:
+        self._program, self._rule = program, rule
         self.step = done + 1
         self.micro_batches = batches.micro_batches
         self.scale = 1.0
-        self.zero_gradients: tuple[str, ...] = ()
+        self.commit: Commit | None = None  # once it is decided
         self._batches, self._done, self._seed = batches, done, seed
 
     def parts(self, engines: int) -> Sequence[EngineInput]:
@@ -230,9 +236,14 @@ class _TrainingStepRequest:
         """Say in what the reports of two nodes of a shard differ; None if in nothing."""
         return first.difference(other)
 
-    def answer(self, message: Message) -> Commit:
-        """Return what a shard says of its commit."""
-        return commit_of(message.body)
+    def answer(self, message: Message) -> int:
+        """Return the step that a shard says to have committed: this one."""
+        step = message_validation.integer(message, "step", 0)
+        if step != self.step:
+            raise message_validation.refuse(
+                message, f"commits step {step}, it was told to commit {self.step}"
+            )
+        return step
 
     def decide(self, losses: Sequence[float], reports: Sequence[ShardReport]) -> Mapping[str, Any]:
         """Return the decision to commit by.
@@ -243,9 +254,8 @@ class _TrainingStepRequest:
         """
         require_finite(self.step, losses)
         gradients = merged(self._program, [report.gradients for report in reports])
-        norm = global_norm(self._program, self.step, gradients)
-        self.zero_gradients = zero_gradients(self._program, gradients)
-        return {"norm": norm.hex()}
+        self.commit = self._rule.decide(self._program, self.step, gradients)
+        return body_of_decision(self.commit.decision)
 
 
 def _as_ours(error: BaseException) -> BaseException:

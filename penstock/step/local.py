@@ -12,22 +12,25 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 
 from penstock.collectives import Fabric
-from penstock.engine import Batch, Engine, PendingGradients, micro_batches
+from penstock.engine import Batch, Engine, PendingGradients, compute, micro_batches
 from penstock.planning import ExecutionPlan
-from penstock.program import Stage, backward_fetch
 from penstock.step.micro_batches import Batches
 from penstock.step.nonfinite import NonFiniteLossError, require_finite, trace
+from penstock.step_schedule import Operation
 from penstock.store import Commit, Store
 from penstock.telemetry import Measured, Spans, StepDone, process_memory
 
-Order = list[tuple[Stage, tuple[int, ...] | None]]
+_Computed = tuple[Operation, list[PendingGradients | None]]
+"""An operation, and what each engine has made of it."""
 
 
 class StepRunner:
     """Runs steps of one layout over a store, a fabric and engines; no state outlives a step.
 
-    **Arguments:** `batches` gives the rows; `seed` keys the dropout; `tokens` is what a step counts
-    as.
+    Args:
+        batches: gives the rows.
+        seed: keys the dropout.
+        tokens: what a step counts as.
     """
 
     def __init__(
@@ -43,7 +46,6 @@ class StepRunner:
         spans: Spans | None = None,
     ) -> None:
         self._layout = layout
-        self._stages = layout.program.stages
         self._store = store
         self._fabric = fabric
         self._engines = engines
@@ -69,24 +71,16 @@ class StepRunner:
         self._spans.drain()  # what an interrupted step left behind, as below
         self._store.discard()
         self._store.take_traffic()
+        schedule = self._layout.schedule_of(self._store.step + 1)
         loss_scale = self._begin()
-        last = self._stages[-1]
-        for stage in self._streamed(self._forward_order()):
-            if stage is not last:
-                for engine in self._engines:
-                    engine.forward(stage.index)
-        waiting = (last, [engine.turn(last.index) for engine in self._engines])
+        waiting = self._sweep(schedule.before_loss, None)
         losses = [x for engine in self._engines for x in engine.losses()]
         try:
             require_finite(self._store.step + 1, losses)
         except NonFiniteLossError as error:
             program = self._layout.program
             trace(error, program, self._engines, self._store, self._batches, self._seed)
-        for stage in self._streamed(self._backward_order()):
-            parts = [engine.backward(stage.index) for engine in self._engines]
-            self._return_gradients(*waiting)
-            waiting = (stage, parts)
-        self._return_gradients(*waiting)
+        self._return_gradients(self._sweep(schedule.after_loss, waiting))
         with self._at_the_store():
             commit = self.commit = self._store.commit()
         measured = self.measured = self._spans.drain()
@@ -111,44 +105,52 @@ class StepRunner:
             engine.begin(Batch(rows, first, total, self._seed, step, scale))
         return scale
 
-    def _forward_order(self) -> Order:
-        return [(stage, None) for stage in self._stages]
+    def _sweep(
+        self, operations: Sequence[Operation], waiting: _Computed | None
+    ) -> _Computed | None:
+        """Compute operations; each returns the gradients of the one before while it computes.
 
-    def _backward_order(self) -> Order:
-        recompute = self._layout.plan.recompute
-        return [
-            (stage, backward_fetch(stage, stage.index in recompute, False))
-            for stage in reversed(self._stages[:-1])
-        ]
+        Args:
+            waiting: the operation before the first.
 
-    def _streamed(self, order: Order) -> Iterator[Stage]:
-        """Yield stages whose weights are loaded; those of later stages are on their way where the
+        Returns:
+            The last operation, whose gradients are still to be returned.
+        """
+        for operation in self._streamed(operations):
+            made = [compute(engine, operation) for engine in self._engines]
+            self._return_gradients(waiting)
+            waiting = (operation, made)
+        return waiting
+
+    def _streamed(self, operations: Sequence[Operation]) -> Iterator[Operation]:
+        """Yield operations whose weights are loaded; those of later ones are on their way where the
         engines have room for them."""
         ahead = min(engine.stages_ahead for engine in self._engines)
-        coming = iter(order)
-        for number, (stage, _) in enumerate(order):
-            for later in itertools.islice(coming, 1 if number else 1 + ahead):
-                self._load(*later)
-            yield stage
+        coming = iter(operations)
+        for place, operation in enumerate(operations):
+            for later in itertools.islice(coming, 1 if place else 1 + ahead):
+                self._load(later)
+            yield operation
 
-    def _load(self, stage: Stage, positions: tuple[int, ...] | None) -> None:
+    def _load(self, operation: Operation) -> None:
         with self._at_the_store():
-            weights = self._store.fetch(stage.index, positions)
+            weights = self._store.fetch(operation.stage, operation.positions)
             for engine, tensors in zip(self._engines, self._fabric.broadcast(weights), strict=True):
-                engine.load(stage.index, tensors)
+                engine.load(operation.stage, tensors)
 
     def _at_the_store(self) -> AbstractContextManager[None]:
         """Count the seconds of the block as the store's."""
         return self._spans.span("store", "serve", step=self._store.step + 1)
 
-    def _return_gradients(self, stage: Stage, parts: Sequence[PendingGradients]) -> None:
-        """Finish a stage's sum in the fabric and hand it to the store."""
-        if not any(stage.kind.trainable) or not any(stage.kind.outputs_grad):
+    def _return_gradients(self, computed: _Computed | None) -> None:
+        """Finish the sum of an operation's gradients in the fabric and hand it to the store."""
+        if computed is None or not computed[0].gradients:
             return
-        nodes = [part.wait() for part in parts]
+        operation, made = computed
+        nodes = [part.wait() for part in made if part is not None]
         with self._at_the_store():
             total = self._fabric.reduce(nodes, self._layout.micro_batches)
-            self._store.receive(stage.index, total)
+            self._store.receive(operation.stage, total)
 
 
 def step_done(
@@ -164,20 +166,21 @@ def step_done(
     """Return what is told of a step that was committed.
 
     Args:
-        commit: what the store decided.
+        commit: what was decided.
         store: is asked what has moved since it was asked last.
         seconds: of the whole step.
         store_seconds: of these, those in which no engine computed, whatever they went into.
         engine_bytes: the most that an engine has held.
     """
+    decision = commit.decision
     traffic, flash = store.take_traffic(), store.take_flash_traffic()
     waited = traffic.update_seconds + traffic.snapshot_seconds + flash.waited_seconds
     return StepDone(
-        step=commit.step,
+        step=decision.step,
         loss=loss,
-        learning_rate=commit.learning_rate,
-        grad_norm=commit.grad_norm,
-        clip_scale=commit.clip_scale,
+        learning_rate=decision.learning_rate,
+        grad_norm=decision.norm,
+        clip_scale=decision.clip_scale,
         seconds=seconds,
         tokens=tokens,
         streamed_bytes=traffic.streamed_bytes,

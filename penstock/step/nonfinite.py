@@ -10,10 +10,11 @@ import math
 from collections.abc import Sequence
 from typing import NoReturn
 
-from penstock.engine import Batch, Engine, micro_batches
+from penstock.engine import Batch, Engine, compute, micro_batches
 from penstock.errors import NonFiniteError
 from penstock.program import Program
 from penstock.step.micro_batches import Batches
+from penstock.step_schedule import StepSchedule
 from penstock.store import Store
 
 
@@ -59,15 +60,16 @@ def trace(
     for engine in engines:
         engine.begin(Batch(rows, error.number, batches.micro_batches, seed, done))
     found = None
-    for stage in program.stages:
-        weights = store.fetch(stage.index)
+    for operation in StepSchedule.forward_only(program).operations:
+        stage = operation.stage
+        weights = store.fetch(stage, operation.positions)
         for engine in engines:
-            engine.load(stage.index, weights)
+            engine.load(stage, weights)
         for engine in engines:
-            engine.infer(stage.index)
-        finite = [engine.is_finite(stage.index) for engine in engines]
+            compute(engine, operation)
+        finite = [engine.is_finite(stage) for engine in engines]
         if not all(finite):
-            found = f"{stage.name} is the first stage whose output is not finite"
+            found = f"{program.stages[stage].name} is the first stage whose output is not finite"
             break
     if found is None:
         found = (

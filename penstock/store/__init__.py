@@ -14,16 +14,24 @@ from penstock.store.checkpoint import (
     save_checkpoint,
     verify_checkpoint,
 )
-from penstock.store.commit import prepare_and_decide
+from penstock.store.commit import CommitRule, commit_by
 from penstock.store.comparing import Compared
 from penstock.store.dram import DramStore
 from penstock.store.gradients import trainable_weights
 from penstock.store.holding import Holding, Part, PartStage
 from penstock.store.huggingface import MAX_SHARD_BYTES, export_huggingface
 from penstock.store.incoming import fill
-from penstock.store.interface import Commit, FlashTraffic, MemoryStore, Store, Traffic, WeightReader
+from penstock.store.interface import (
+    Commit,
+    Decision,
+    FlashTraffic,
+    MemoryStore,
+    Store,
+    Traffic,
+    WeightReader,
+)
 from penstock.store.lock import FolderLock
-from penstock.store.norm import GradientReport, global_norm, merged, zero_gradients
+from penstock.store.norm import GradientReport, merged
 from penstock.store.optimizers import (
     OPTIMIZER_NAMES,
     SGD,
@@ -52,7 +60,9 @@ __all__ = [
     "BackgroundSave",
     "CheckpointState",
     "Commit",
+    "CommitRule",
     "Compared",
+    "Decision",
     "DramStore",
     "FlashTraffic",
     "FolderLock",
@@ -82,20 +92,18 @@ __all__ = [
     "assign_groups",
     "checkpoint_folders",
     "checkpoint_hash",
+    "commit_by",
     "export_adapters",
     "export_huggingface",
     "fill",
     "find_checkpoint",
-    "global_norm",
     "learning_rate",
     "load_checkpoint",
     "make_optimizer",
     "merged",
     "portions_of",
-    "prepare_and_decide",
     "read_state",
     "save_checkpoint",
     "trainable_weights",
     "verify_checkpoint",
-    "zero_gradients",
 ]

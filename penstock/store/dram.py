@@ -14,20 +14,19 @@ import numpy as np
 import torch
 
 from penstock.errors import StorageError
-from penstock.store.commit import prepare_and_decide
+from penstock.store.commit import CommitRule, commit_by, require_next
 from penstock.store.comparing import Compared, Rotation
 from penstock.store.content_hash import hash_read
 from penstock.store.gradients import Gradients
 from penstock.store.holding import Holding, homes
 from penstock.store.incoming import fill
-from penstock.store.interface import Commit, FlashTraffic, Traffic
+from penstock.store.interface import Commit, Decision, FlashTraffic, Traffic
 from penstock.store.layout import allocate_role, slabs_of
 from penstock.store.masters import Masters
-from penstock.store.norm import GradientReport, clip_scale
+from penstock.store.norm import GradientReport
 from penstock.store.optimizers import GroupSettings, Optimizer, rounding_key
 from penstock.store.portions import SlabPortions
 from penstock.store.roles import MASTER, Stored, stored_of
-from penstock.store.schedules import Schedule, learning_rate
 from penstock.store.snapshot import Parts, Snapshot
 from penstock.store.unchanged import UnchangedWeights
 
@@ -48,8 +47,7 @@ class DramStore:
         precision: `fp32`, or `bf16` for a program whose weights stream as bfloat16.
         optimizer: makes the updates; None for a program that only infers.
         groups: settings of every trainable weight, by name (`assign_groups`).
-        schedule: the learning rate of every update.
-        clip_norm: greatest global norm of the gradients, or None not to clip.
+        rule: decides the steps that are committed.
         gradient_dtype: float32 or bfloat16, how gradients are kept until they are used.
 
     Raises:
@@ -63,8 +61,7 @@ class DramStore:
         precision: Literal["fp32", "bf16"],
         optimizer: Optimizer | None = None,
         groups: Mapping[str, GroupSettings] | None = None,
-        schedule: Schedule | None = None,
-        clip_norm: float | None = None,
+        rule: CommitRule | None = None,
         gradient_dtype: torch.dtype = torch.float32,
     ) -> None:
         _check_precision(program, precision)
@@ -72,8 +69,7 @@ class DramStore:
         self.step = 0
         self._optimizer = optimizer
         self._groups = dict(groups or {})
-        self._schedule = schedule
-        self._clip_norm = clip_norm
+        self._rule = rule
         self._trainable = tuple(n for n in homes(program) if program.weights[n].trainable)
         self._masters = Masters(program)
         self.memory_bytes = dict(self._masters.memory_bytes)
@@ -83,7 +79,7 @@ class DramStore:
             self._prepare_training(optimizer, gradient_dtype)
         self._is_loaded = False
         self._state_is_zero = True
-        self._commit: Commit | None = None
+        self._decision: Decision | None = None
         self._pending: set[str] = set()
         self._updating: str | None = None
         self._snapshot: Snapshot | None = None
@@ -99,8 +95,8 @@ class DramStore:
         missing = [name for name in self._trainable if name not in self._groups]
         if missing:
             raise ValueError(f"trainable weights without settings: {', '.join(missing[:5])}")
-        if self._schedule is None:
-            raise ValueError("an optimizer needs a schedule for its learning rate")
+        if self._rule is None:
+            raise ValueError("a store with an optimizer needs a rule that decides its steps")
         self._gradients = Gradients(self.program, gradient_dtype)
         self.memory_bytes["gradient"] = self._gradients.memory_bytes
         for role in optimizer.roles:
@@ -222,24 +218,27 @@ class DramStore:
             NonFiniteError: a gradient is NaN or infinite. Nothing is committed; after `discard`
                 the step may be replayed.
         """
-        return prepare_and_decide(self)
+        self._require_optimizer()
+        assert self._rule is not None
+        return commit_by(self._rule, self)
 
     def prepare(self) -> GradientReport:
         """Return what is known of the step's gradients, ready to decide: nothing can fail then."""
         self._require_loaded()
         return self._require_optimizer().report()
 
-    def decide(self, norm: float) -> Commit:
-        """Commit the step, given the global norm of the gradients of all shards of the store."""
+    def decide(self, decision: Decision) -> None:
+        """Commit the step by what was decided for all shards of the store.
+
+        **Raises:** `StorageError` for the decision of another step.
+        """
         slabs = self._require_optimizer()
-        assert self._schedule is not None
-        rate = learning_rate(self._schedule, self.step)
-        self._commit = Commit(self.step + 1, norm, clip_scale(norm, self._clip_norm), rate)
+        require_next(decision, self.step)
+        self._decision = decision
         self.step += 1
         self._state_is_zero = False
         self._pending.update(self._trainable)
         slabs.decided()
-        return self._commit
 
     def discard(self) -> None:
         """Throw away the gradients that came since the last commit; the step may be replayed."""
@@ -255,9 +254,9 @@ class DramStore:
         # A name leaves the set only after its update, so that what is not in it is up to date.
         if name not in self._pending:
             return
-        snapshot, commit = self._snapshot, self._commit
-        if snapshot is not None and commit is not None:
-            snapshot.preserve(name, commit.step)
+        snapshot, decision = self._snapshot, self._decision
+        if snapshot is not None and decision is not None:
+            snapshot.preserve(name, decision.step)
         started = time.perf_counter()
         with self._compute:
             if self._updating is not None:
@@ -276,22 +275,22 @@ class DramStore:
             snapshot.updated(name)
 
     def _apply(self, name: str) -> None:
-        commit, slabs, optimizer = self._commit, self._gradients, self._optimizer
-        assert commit is not None
+        decision, slabs, optimizer = self._decision, self._gradients, self._optimizer
+        assert decision is not None
         assert slabs is not None
         assert optimizer is not None
         settings = self._groups[name]
-        rate = commit.learning_rate * settings.learning_rate_scale
+        rate = decision.learning_rate * settings.learning_rate_scale
         weight = self._masters.weight(name)
         with self._unchanged.watching(name, weight, rate):
             optimizer.update(
                 weight,
                 slabs.array(name),
                 self._state.get(name, {}),
-                step=commit.step,
+                step=decision.step,
                 learning_rate=rate,
                 weight_decay=settings.weight_decay,
-                gradient_scale=commit.clip_scale,
+                gradient_scale=decision.clip_scale,
                 key=rounding_key(name),
                 position=self.program.weights[name].begin,
             )
@@ -381,7 +380,7 @@ class DramStore:
         self._is_loaded = False
         self._pending.clear()
         self._updating = None
-        self._commit = None
+        self._decision = None
         self._unchanged.begin()
         if self._gradients is not None:
             self._gradients.clear()

@@ -13,19 +13,25 @@ from penstock.store.roles import Stored
 
 
 @dataclass(frozen=True)
-class Commit:
-    """What was decided when a step's last gradient had arrived.
+class Decision:
+    """All that is fixed at a step's commit; every shard of the store updates its weights by it.
 
-    `step` counts from 1. `grad_norm` is the global norm before clipping, `clip_scale` what every
-    gradient is multiplied by, `learning_rate` the schedule's value for this step's update.
-    `zero_gradients` are the weights whose gradient was zero in every element, as far as whoever
-    decided knows: a shard alone does not.
+    `step` counts from 1. `norm` is the global norm of the gradients before clipping, `clip_scale`
+    what every gradient is multiplied by, `learning_rate` the schedule's value for this step.
     """
 
     step: int
-    grad_norm: float
+    norm: float
     clip_scale: float
     learning_rate: float
+
+
+@dataclass(frozen=True)
+class Commit:
+    """A step that was committed: the decision, and the weights whose gradient was zero in every
+    element."""
+
+    decision: Decision
     zero_gradients: tuple[str, ...] = ()
 
 
@@ -98,7 +104,7 @@ class Store(Protocol):
 
     def prepare(self) -> GradientReport: ...
 
-    def decide(self, norm: float) -> Commit: ...
+    def decide(self, decision: Decision) -> None: ...
 
     def discard(self) -> None: ...
 

@@ -17,12 +17,13 @@ import torch
 
 from penstock.errors import StorageError
 from penstock.kernels.memory import allocate, page_lock
-from penstock.store.commit import prepare_and_decide
+from penstock.program import largest_stage
+from penstock.store.commit import CommitRule, commit_by
 from penstock.store.content_hash import hash_read
 from penstock.store.gradients import require_gradients, trainable_weights
 from penstock.store.holding import Holding, homes
 from penstock.store.incoming import fill
-from penstock.store.interface import Commit, FlashTraffic, Store, Traffic
+from penstock.store.interface import Commit, Decision, FlashTraffic, Store, Traffic
 from penstock.store.layout import ALIGNMENT_BYTES
 from penstock.store.norm import GradientReport, merged
 from penstock.store.roles import MASTER, Role, Stored, stored_of
@@ -40,10 +41,15 @@ class ShardedStore:
     """
 
     def __init__(
-        self, program: Holding, shard_map: ShardMap, shards: Sequence[Store], roles: Sequence[Role]
+        self,
+        program: Holding,
+        shard_map: ShardMap,
+        shards: Sequence[Store],
+        roles: Sequence[Role],
+        rule: CommitRule,
     ) -> None:
         self.program = program
-        self.shard_map, self.shards = shard_map, shards
+        self.shard_map, self.shards, self._rule = shard_map, shards, rule
         self._roles = {role.name: role for role in roles}
         self._trainable = tuple(n for n in homes(program) if program.weights[n].trainable)
         self._assembly = Assembly(Assembly.needed(program, shard_map))
@@ -152,17 +158,17 @@ class ShardedStore:
 
     def commit(self) -> Commit:
         """Decide the step in all shards (`DramStore.commit`)."""
-        return prepare_and_decide(self)
+        return commit_by(self._rule, self)
 
     def prepare(self) -> GradientReport:
         """Return what is known of the step's gradients; every shard is then ready to decide."""
         self._require_whole()
         return merged(self.program, [shard.prepare() for shard in self.shards])
 
-    def decide(self, norm: float) -> Commit:
-        """Commit the step with this global norm, in every shard."""
-        commits = [shard.decide(norm) for shard in self.shards]
-        return commits[0]
+    def decide(self, decision: Decision) -> None:
+        """Commit the step in every shard (`DramStore.decide`)."""
+        for shard in self.shards:
+            shard.decide(decision)
 
     def _require_whole(self) -> None:
         steps = sorted({shard.step for shard in self.shards})
@@ -293,14 +299,10 @@ class Assembly:
     def needed(cls, program: Holding, shard_map: ShardMap) -> int:
         """Return the bytes that the largest stage takes."""
         cut = {name for name, pieces in shard_map.pieces.items() if len(pieces) > 1}
-        return 2 * max(
-            sum(
-                _aligned(program.weights[name].stream_bytes)
-                for name in stage.weights
-                if name in cut
-            )
-            for stage in program.stages
+        _, largest = largest_stage(
+            program, lambda weight: _aligned(weight.stream_bytes) if weight.name in cut else 0
         )
+        return 2 * largest
 
     @property
     def bytes(self) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
+from penstock.store.commit import CommitRule
 from penstock.store.holding import Holding
 from penstock.store.interface import MemoryStore, OpenSnapshot
 from penstock.store.roles import Role, Stored
@@ -22,8 +23,9 @@ class ShardedDramStore(ShardedStore):
         shard_map: ShardMap,
         shards: Sequence[MemoryStore],
         roles: Sequence[Role],
+        rule: CommitRule,
     ) -> None:
-        super().__init__(program, shard_map, shards, roles)
+        super().__init__(program, shard_map, shards, roles, rule)
         self._in_memory = shards
 
     def snapshot(self, buffer_bytes: int) -> ShardedSnapshot:

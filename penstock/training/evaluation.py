@@ -17,12 +17,13 @@ import torch
 
 from penstock.config import Config
 from penstock.data import IGNORED_LABEL, LanguageModelSource, RecordSource, Source
-from penstock.engine import Batch, Engine, EnginePlan, target_of
+from penstock.engine import Batch, Engine, EnginePlan, compute, target_of
 from penstock.errors import CompileError, DataError
 from penstock.models import ModelSource
 from penstock.planning import ExecutionPlan, builders
 from penstock.program import Program
 from penstock.step import to_tensors
+from penstock.step_schedule import StepSchedule
 from penstock.store import Store
 
 Rows = dict[str, torch.Tensor]
@@ -126,9 +127,9 @@ class Evaluator:
         whole = _filled_up(rows, self._layout.micro_batch) if self._predicts else rows
         engine = self._engine(_row_count(whole))
         engine.begin(Batch([whole], 0, 1, self._config.run.seed, 0))
-        for stage in engine.program.stages:
-            engine.load(stage.index, self._store.stream(stage.weights))
-            engine.infer(stage.index)
+        for operation in StepSchedule.forward_only(engine.program).operations:
+            engine.load(operation.stage, self._store.stream(operation.weights))
+            compute(engine, operation)
         (loss,) = engine.losses()
         counts.weight += weight
         counts.loss += loss if self._predicts else loss * weight

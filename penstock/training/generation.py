@@ -9,10 +9,11 @@ import torch
 
 from penstock.config import Config
 from penstock.data import TokenDataset, Tokenizer
-from penstock.engine import Batch, Engine, EnginePlan, target_of
+from penstock.engine import Batch, Engine, EnginePlan, compute, target_of
 from penstock.errors import ConfigError
 from penstock.models import ModelSource
 from penstock.planning import ExecutionPlan, builders
+from penstock.step_schedule import StepSchedule
 from penstock.store import Store
 from penstock.training.data_loading import sequence_length
 
@@ -139,15 +140,16 @@ def generate_tokens(
         raise ConfigError(f"temperature must be 0 or more, got {temperature}")
     generator = np.random.default_rng(seed)
     window = engine.program.values["input_ids"].tensor.shape[1]
+    schedule = StepSchedule.forward_only(engine.program)
     tokens = list(prompt)
     for _ in range(max_new_tokens):
         visible = tokens[-window:]
         ids = torch.zeros((1, window), dtype=torch.int64)
         ids[0, : len(visible)] = torch.tensor(visible)
         engine.begin(Batch([{"input_ids": ids}], 0, 1, 0, 0))
-        for stage in engine.program.stages:
-            engine.load(stage.index, fetch(stage.weights))
-            engine.infer(stage.index)
+        for operation in schedule.operations:
+            engine.load(operation.stage, fetch(operation.weights))
+            compute(engine, operation)
         (logits,) = engine.results()[0]
         token = _choose(logits[0, len(visible) - 1, :vocabulary], temperature, top_k, generator)
         if token == stop:

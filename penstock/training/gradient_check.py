@@ -35,11 +35,12 @@ class GradientCheck:
 
     def look(self, commit: Commit, store: Store) -> None:
         """Take a step's gradients into account; a step that is made again counts once."""
-        if self._is_done or commit.learning_rate <= 0 or commit.step <= self._newest:
+        step, rate = commit.decision.step, commit.decision.learning_rate
+        if self._is_done or rate <= 0 or step <= self._newest:
             return
         zero = frozenset(commit.zero_gradients)
         self._zero = zero & self._zero if self._seen else zero
-        self._newest, self._learning_rate = commit.step, commit.learning_rate
+        self._newest, self._learning_rate = step, rate
         self._seen += 1
         if self._seen == STEPS:
             self._tell(store)

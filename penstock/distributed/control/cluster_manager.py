@@ -193,12 +193,11 @@ class ClusterManager:
 
     def add_local_shards(self, stores: Sequence[Store]) -> None:
         """Have the shards of a store in this process take part."""
-        recompute, program = self._layout.plan.recompute, self._layout.program
 
         def add() -> None:
             for shard, store in enumerate(stores):
                 number = self.plan.first_nodes[shard][0]
-                work = LocalShardExecutor(program, InProcessShard(store), shard, recompute)
+                work = LocalShardExecutor(InProcessShard(store), shard, self._layout.schedule)
                 runtime = self._endpoint.runtime(number)
                 node = ShardNode(number, shard, runtime, self.plan.transfers, work)
                 self._endpoint.add(number, node)

@@ -1,8 +1,8 @@
 """The transfers of a step: which operations there are, and in which chunks their bytes travel.
 
-An operation is one stage's turn in one sweep: its weights come, it is computed, and from the turn
-on its gradients go. Every node of a run derives the same list from the same program, so that an
-operation and a chunk are numbers on the wire.
+They are the schedule of a step (`step_schedule.py`) seen through the map of shards: per operation,
+the chunks in which its weights come and its gradients go. Every node of a run derives the same list
+from the same program, so that an operation and a chunk are numbers on the wire.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+
+from penstock.step_schedule import Sweep
 
 CHUNK_BYTES = 4 << 20
 GRADIENT_WIDTH = 4  # bytes of a float32
-
-Sweep = Literal["forward", "turn", "backward"]
 
 
 @dataclass(frozen=True)

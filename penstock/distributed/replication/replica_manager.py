@@ -25,6 +25,7 @@ from penstock.distributed.replication.replica_assignment import ReplicaAssignmen
 from penstock.distributed.rpc import InvalidResponseError, RpcClient, ShardLostError, StoreClient
 from penstock.distributed.transport import Address
 from penstock.errors import PenstockError, StorageError
+from penstock.planning import store_factory
 from penstock.store import Holding
 from penstock.store.flash import DurableStore
 
@@ -80,6 +81,7 @@ class ReplicaManager:
                 await_node=functools.partial(self._await_holder, shard),
                 refuse=self._cut_off,
                 copy=functools.partial(self._copy, shard),
+                rule=store_factory.commit_rule(self._config),
                 replicas=self._config.store.replicas,
             )
             for shard, part in enumerate(self._parts)

@@ -2,9 +2,9 @@
 
 from penstock.distributed.rpc.commit_codec import (
     ShardReport,
-    body_of_commit,
+    body_of_decision,
     body_of_report,
-    commit_of,
+    decision_of,
 )
 from penstock.distributed.rpc.rpc import (
     WRITE_BYTES,
@@ -29,9 +29,9 @@ __all__ = [
     "ShardLostError",
     "ShardReport",
     "StoreClient",
-    "body_of_commit",
+    "body_of_decision",
     "body_of_report",
-    "commit_of",
+    "decision_of",
     "error_class",
     "frames",
     "store_server",

@@ -1,16 +1,17 @@
-"""Reports on gradients and commits of a shard, as bodies of messages and back."""
+"""What shards report of their gradients, and the decision that they commit by, in messages."""
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from penstock.errors import ProtocolError
 from penstock.store import (
-    Commit,
     Compared,
+    Decision,
     GradientReport,
 )
 
@@ -78,30 +79,37 @@ def report_of(said: Mapping[str, Any]) -> GradientReport:
         raise _none("a report on gradients", said, error) from None
 
 
-def body_of_commit(commit: Commit) -> dict[str, Any]:
-    """Return what a message says of a commit."""
+def body_of_decision(decision: Decision) -> dict[str, Any]:
+    """Return what a message says of a decision; figures keep all their bits."""
     return {
-        "step": commit.step,
-        "grad_norm": commit.grad_norm.hex(),
-        "clip_scale": commit.clip_scale.hex(),
-        "learning_rate": commit.learning_rate.hex(),
+        "step": decision.step,
+        "norm": decision.norm.hex(),
+        "clip_scale": decision.clip_scale.hex(),
+        "learning_rate": decision.learning_rate.hex(),
     }
 
 
-def commit_of(said: Mapping[str, Any]) -> Commit:
-    """Return the commit that a message has said.
+def decision_of(said: Mapping[str, Any]) -> Decision:
+    """Return the decision that a message has said.
 
     **Raises:** `ProtocolError` if it is none.
     """
     try:
-        return Commit(
+        return Decision(
             int(said["step"]),
-            float.fromhex(said["grad_norm"]),
-            float.fromhex(said["clip_scale"]),
-            float.fromhex(said["learning_rate"]),
+            _finite(said["norm"]),
+            _finite(said["clip_scale"]),
+            _finite(said["learning_rate"]),
         )
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise _none("a commit", said, error) from None
+        raise _none("a decision", said, error) from None
+
+
+def _finite(said: str) -> float:
+    value = float.fromhex(said)
+    if not math.isfinite(value):
+        raise ValueError(f"{value} is not finite")
+    return value
 
 
 def _name(said: Any) -> str:
@@ -112,6 +120,6 @@ def _name(said: Any) -> str:
 
 def _none(what: str, said: Mapping[str, Any], error: Exception) -> ProtocolError:
     return ProtocolError(
-        f"a shard says {str(said)[:80]!r} for {what} ({type(error).__name__}: {error}); do all "
-        "nodes run the same version of Penstock?"
+        f"{str(said)[:80]!r} came for {what} ({type(error).__name__}: {error}); do all nodes run "
+        "the same version of Penstock?"
     )

@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from penstock.distributed.rpc.commit_codec import commit_of, report_of
+from penstock.distributed.rpc.commit_codec import report_of
 from penstock.distributed.rpc.rpc import InvalidResponseError, RpcMessage
 from penstock.errors import ProtocolError
 from penstock.program import WeightSpec
-from penstock.store import MASTER, Commit, FlashTraffic, GradientReport, Holding, Stored, Traffic
+from penstock.store import MASTER, FlashTraffic, GradientReport, Holding, Stored, Traffic
 
 _TYPES = {"float32": torch.float32, "uint8": torch.uint8}
 _ON_THE_WIRE: Mapping[torch.dtype, np.dtype[Any]] = {
@@ -146,14 +146,6 @@ def report(answer: Response, holding: Holding) -> GradientReport:
         raise answer.refuse(f"names stages {sorted(stages)[:8]} of {len(holding.stages)}")
     named = (*said.missing, *(n for names in (said.non_finite or {}).values() for n in names))
     _require_known(answer, (*named, *said.zero), holding)
-    return said
-
-
-def commit(answer: Response, step: int) -> Commit:
-    """Return what was decided of a step."""
-    said = _read(answer, commit_of)
-    if said.step != step:
-        raise answer.refuse(f"commits step {said.step}, it was told to commit {step}")
     return said
 
 

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from penstock.distributed.rpc import responses
+from penstock.distributed.rpc.commit_codec import body_of_decision
 from penstock.distributed.rpc.responses import Opened, Response, Status
 from penstock.distributed.rpc.rpc import (
     WRITE_BYTES,
@@ -32,13 +33,15 @@ from penstock.distributed.rpc.store_server import bytes_of
 from penstock.store import (
     MASTER,
     Commit,
+    CommitRule,
+    Decision,
     FlashTraffic,
     GradientReport,
     Holding,
     Stored,
     Traffic,
+    commit_by,
     fill,
-    prepare_and_decide,
 )
 
 # These are asked between two steps. They have the same sense for whoever comes in a lost shard's
@@ -61,6 +64,7 @@ class StoreClient:
         await_node: returns when one does; raises if none can.
         refuse: takes a node its place that has answered what makes no sense.
         copy: gives the second node all that the first holds.
+        rule: decides steps that are committed by this shard's gradients alone.
         replicas: how many nodes there are when none is lost.
     """
 
@@ -73,6 +77,7 @@ class StoreClient:
         await_node: Callable[[], None],
         refuse: Callable[[int, InvalidResponseError], None],
         copy: Callable[[int, int], None],
+        rule: CommitRule,
         replicas: int,
     ) -> None:
         self.program = program
@@ -81,7 +86,7 @@ class StoreClient:
         self.flash_bytes = 0
         self.flash_rule = FlashTraffic()
         self._calls, self._nodes, self._await_node, self._copy = calls, nodes, await_node, copy
-        self._refuse, self._replicas = refuse, replicas
+        self._refuse, self._rule, self._replicas = refuse, rule, replicas
         self._roles: dict[str, dict[str, Stored]] = {}
         self._is_open = False
 
@@ -235,17 +240,19 @@ class StoreClient:
 
     def commit(self) -> Commit:
         """Decide the step by this shard's gradients alone (`DramStore.commit`)."""
-        return prepare_and_decide(self)
+        return commit_by(self._rule, self)
 
     def prepare(self) -> GradientReport:
         """Return what is known of the step's gradients; the shard is then ready to decide."""
         return _first(self._tell("prepare", lambda said: responses.report(said, self.program)))
 
-    def decide(self, norm: float) -> Commit:
-        """Commit the step with the global norm of all shards."""
-        step = self.step + 1
-        decided = self._tell("decide", lambda said: responses.commit(said, step), norm=norm.hex())
-        return _first(decided)
+    def decide(self, decision: Decision) -> None:
+        """Commit the step by what was decided for all shards (`DramStore.decide`)."""
+        self._tell(
+            "decide",
+            lambda said: responses.at(said, decision.step),
+            **body_of_decision(decision),
+        )
 
     def discard(self) -> None:
         """Throw away the gradients that came since the last commit."""

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from penstock.distributed.rpc.commit_codec import body_of_commit, body_of_report
+from penstock.distributed.rpc.commit_codec import body_of_report, decision_of
 from penstock.distributed.rpc.rpc import Arrays, RpcMessage
 from penstock.errors import ClusterError, PenstockError
 from penstock.store import Store, portions_of
@@ -114,7 +114,8 @@ def _prepare(place: OpenableShard, given: Mapping[str, Any], arrays: Arrays) -> 
 
 
 def _decide(place: OpenableShard, given: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
-    return RpcMessage(body_of_commit(place.store.decide(float.fromhex(given["norm"]))))
+    place.store.decide(decision_of(given))
+    return RpcMessage()
 
 
 def _discard(place: OpenableShard, given: Mapping[str, Any], arrays: Arrays) -> RpcMessage:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
 
 from penstock.collectives import PartialSum
-from penstock.distributed.protocol import WINDOW, Chunk, TransferOperation, TransferSchedule
-from penstock.distributed.run_spec import positions_of
-from penstock.engine import Batch, Engine, micro_batches, target_of
+from penstock.distributed.protocol import WINDOW, Chunk, TransferOperation
+from penstock.engine import Batch, Engine, compute, micro_batches, target_of
 from penstock.kernels.memory import allocate
-from penstock.program import Program
+from penstock.program import Program, WeightSpec, largest_stage
+from penstock.step_schedule import StepSchedule
 from penstock.telemetry import Spans
 
 _ALIGNMENT = 64
@@ -24,28 +24,25 @@ class LocalEngineExecutor:
     """Feeds an engine with the weights that come and hands on the gradients that it makes.
 
     The weights of an operation are put together in one of `WINDOW` buffers, each as large as the
-    largest needs; no more operations than that are ever on their way.
+    largest stage needs; no more operations than that are ever on their way.
     """
 
     def __init__(
         self,
         engine: Engine,
         program: Program,
-        transfers: TransferSchedule,
-        recompute: Collection[int],
+        schedule: StepSchedule,
         device: str = "cpu",
     ) -> None:
-        self._engine, self._program, self._recompute = engine, program, recompute
+        self._engine, self._schedule = engine, schedule
         self._shapes: list[list[tuple[int, torch.dtype, tuple[int, ...]]]] = []
-        largest = 0
-        for operation in transfers.operations:
-            stage, begin, places = program.stages[operation.stage], 0, []
-            for position in positions_of(stage, operation.sweep, recompute):
-                spec = program.weights[stage.weights[position]]
+        for operation in schedule.operations:
+            begin, places = 0, []
+            for spec in (program.weights[name] for name in operation.weights):
                 places.append((begin, spec.stream_dtype, spec.shape))
-                begin += -(-spec.stream_bytes // _ALIGNMENT) * _ALIGNMENT
+                begin += _aligned_bytes(spec)
             self._shapes.append(places)
-            largest = max(largest, begin)
+        _, largest = largest_stage(program, _aligned_bytes)
         self._target = target_of(device)
         self._micro_batches = 0
         self._spans, self._computed = Spans(), 0  # and how many micro-batches in all of them
@@ -93,10 +90,10 @@ class LocalEngineExecutor:
         return nodes if operation.gradients else []
 
     def _compute(self, operation: TransferOperation) -> Sequence[PartialSum]:
-        engine, stage = self._engine, operation.stage
+        engine = self._engine
         buffer = self._buffers[operation.number % WINDOW]
         engine.load(
-            stage,
+            operation.stage,
             [
                 torch.from_numpy(buffer[begin : begin + math.prod(shape) * dtype.itemsize])
                 .view(dtype)
@@ -104,13 +101,8 @@ class LocalEngineExecutor:
                 for begin, dtype, shape in self._shapes[operation.number]
             ],
         )
-        nodes: Sequence[PartialSum] = []
-        if operation.sweep == "forward":
-            engine.forward(stage)
-        elif operation.sweep == "turn":
-            nodes = engine.turn(stage).wait()
-        else:
-            nodes = engine.backward(stage).wait()
+        pending = compute(engine, self._schedule.operations[operation.number])
+        nodes: Sequence[PartialSum] = [] if pending is None else pending.wait()
         if self._target.has_own_memory:
             self._target.synchronize()  # the buffer is given back when this returns
             nodes = [_kept(node) for node in nodes]
@@ -119,6 +111,10 @@ class LocalEngineExecutor:
     def losses(self) -> list[float]:
         """Return the loss of each micro-batch."""
         return self._engine.losses()
+
+
+def _aligned_bytes(weight: WeightSpec) -> int:
+    return -(-weight.stream_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _kept(node: PartialSum) -> PartialSum:

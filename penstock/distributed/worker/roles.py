@@ -22,6 +22,7 @@ from penstock.distributed.worker.shard_executor import LocalShardExecutor
 from penstock.distributed.worker.shard_storage import OwnedShard
 from penstock.errors import UnfitHostError
 from penstock.program import Program
+from penstock.step_schedule import StepSchedule
 
 if TYPE_CHECKING:
     from penstock.compiler import Products
@@ -75,6 +76,7 @@ class _Compiled:
     config: Config
     program: Program
     recompute: frozenset[int]
+    schedule: StepSchedule
     transfers: TransferSchedule
 
 
@@ -102,8 +104,9 @@ def _compile(told: Mapping[str, Any], device: str, products: Products) -> _Compi
     )
     recompute = frozenset(told["recompute"])
     shards = int(told["shards"])
-    transfers = transfers_of(program, recompute, placement_of(program, shards), shards)
-    return _Compiled(config, program, recompute, transfers)
+    schedule = StepSchedule.of(program, recompute)
+    transfers = transfers_of(program, schedule, placement_of(program, shards), shards)
+    return _Compiled(config, program, recompute, schedule, transfers)
 
 
 def build_engine(told: Mapping[str, Any]) -> BuiltRole:
@@ -124,7 +127,7 @@ def build_engine(told: Mapping[str, Any]) -> BuiltRole:
     engine = target_of(device).make_engine(
         made.program, EnginePlan(made.recompute), budget_bytes=told["engine_bytes"]
     )
-    work = LocalEngineExecutor(engine, made.program, made.transfers, made.recompute, device)
+    work = LocalEngineExecutor(engine, made.program, made.schedule, device)
     digest = engine_digest(made.program, made.transfers, device, products)
     return BuiltRole(dict(told), EngineRole(work, made.transfers), digest)
 
@@ -146,7 +149,7 @@ def build_shard(told: Mapping[str, Any], place: ReplicaSlot, opens: Opens) -> Bu
     elif opens == "empty":
         apart.open_empty()
     has_replica = made.config.store.replicas > 1
-    work = LocalShardExecutor(made.program, apart, shard, made.recompute, has_replica)
+    work = LocalShardExecutor(apart, shard, made.schedule, has_replica)
     digest = shard_digest(made.program, made.transfers)
     return BuiltRole(dict(told), ShardRole(shard, apart, work, made.transfers), digest)
 

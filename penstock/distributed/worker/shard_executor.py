@@ -6,18 +6,17 @@ which steps it can go back.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from penstock.distributed.protocol import TransferOperation
-from penstock.distributed.rpc import body_of_commit, body_of_report
-from penstock.distributed.run_spec import positions_of
+from penstock.distributed.rpc import body_of_report, decision_of
 from penstock.distributed.worker.shard_storage import ShardStorage
-from penstock.errors import ClusterError
-from penstock.program import Program
+from penstock.errors import ClusterError, ProtocolError
+from penstock.step_schedule import StepSchedule
 from penstock.store import (
     ReplicatedStore,
     Store,
@@ -34,13 +33,12 @@ class LocalShardExecutor:
 
     def __init__(
         self,
-        program: Program,
         place: ShardStorage,
         shard: int,
-        recompute: Collection[int],
+        schedule: StepSchedule,
         has_replica: bool = False,
     ) -> None:
-        self._program, self._recompute = program, recompute
+        self._schedule = schedule
         self._place, self._shard, self._has_replica = place, shard, has_replica
 
     @property
@@ -69,9 +67,7 @@ class LocalShardExecutor:
 
     def fetch(self, operation: TransferOperation) -> Sequence[np.ndarray]:
         """Return the bytes of every chunk of this shard's."""
-        stage, held = self._program.stages[operation.stage], self._store.program
-        positions = positions_of(stage, operation.sweep, self._recompute)
-        names = [stage.weights[position] for position in positions]
+        names, held = self._schedule.operations[operation.number].weights, self._store.program
         here = held.stages[operation.stage].weights
         wanted = [name for name in names if name in here]
         views = self._store.fetch(operation.stage, [here.index(name) for name in wanted])
@@ -93,8 +89,8 @@ class LocalShardExecutor:
         self, operation: TransferOperation, gradients: Mapping[int, np.ndarray | None]
     ) -> None:
         """Take this shard's gradients of an operation."""
-        stage, held = self._program.stages[operation.stage], self._store.program
-        trained = trainable_weights(self._program, stage)
+        trained = self._schedule.operations[operation.number].gradients
+        held = self._store.program
         here = trainable_weights(held, held.stages[operation.stage])
         whole: dict[str, torch.Tensor] = {}
         for number, gradient in gradients.items():
@@ -116,5 +112,12 @@ class LocalShardExecutor:
         return report
 
     def commit(self, step: int, decision: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Commit the step with the norm of all shards' gradients."""
-        return body_of_commit(self._store.decide(float.fromhex(decision["norm"])))
+        """Commit the step by what was decided for all shards."""
+        decided = decision_of(decision)
+        if decided.step != step:
+            raise ProtocolError(
+                f"shard {self._shard} is to commit step {step} by a decision for step "
+                f"{decided.step}; do all nodes run the same version of Penstock?"
+            )
+        self._store.decide(decided)
+        return {"step": step}

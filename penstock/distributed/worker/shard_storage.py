@@ -10,7 +10,7 @@ from penstock.distributed.protocol import GRADIENT_WIDTH
 from penstock.distributed.rpc import WRITE_BYTES
 from penstock.errors import ClusterError, StorageError
 from penstock.planning import store_factory
-from penstock.program import Program
+from penstock.program import Program, largest_stage
 from penstock.store import (
     ShardMap,
     Store,
@@ -40,9 +40,8 @@ class OwnedShard:
     @property
     def most_bytes(self) -> int:
         """The most that a call can bring: a piece of a weight, or the gradients of a stage."""
-        weights = self._part.weights
-        stages = (sum(weights[n].elements for n in stage.weights) for stage in self._part.stages)
-        return max(WRITE_BYTES, GRADIENT_WIDTH * max(stages))
+        _, elements = largest_stage(self._part, lambda weight: weight.elements)
+        return max(WRITE_BYTES, GRADIENT_WIDTH * elements)
 
     @property
     def store(self) -> Store:

@@ -10,13 +10,13 @@ from penstock.store.flash.layout import Block, Unit
 from penstock.store.flash.version import state_parts, state_slices
 from penstock.store.gradients import Gradients
 from penstock.store.holding import Holding
-from penstock.store.interface import Commit
+from penstock.store.interface import Decision
 from penstock.store.optimizers import GroupSettings, Optimizer, rounding_key
 from penstock.store.unchanged import UnchangedWeights
 
 
 class BlockUpdates:
-    """Makes the updates of the present commit, block by block; called by the updater's thread.
+    """Makes the updates of the last decision, block by block; called by the updater's thread.
 
     Args:
         program: names the weights.
@@ -36,7 +36,7 @@ class BlockUpdates:
     ) -> None:
         self._program, self._optimizer, self._groups = program, optimizer, groups
         self._gradients, self._unchanged = gradients, unchanged
-        self.commit: Commit | None = None
+        self.decision: Decision | None = None
 
     def apply(
         self,
@@ -53,15 +53,15 @@ class BlockUpdates:
             data: its state.
             spilled: its gradients, where they are not in memory.
         """
-        commit = self.commit
-        assert commit is not None
+        decision = self.decision
+        assert decision is not None
         stream = frame.view(np.uint16 if unit.split else np.float32)
         low, state = state_parts(unit, block, data)
         for name, begin, end, first in unit.pieces(block):
             here, there = slice(begin - block.begin, end - block.begin), slice(begin, end)
             weight = (stream[there], low[here]) if unit.split else (stream[there],)
             settings = self._groups[name]
-            rate = commit.learning_rate * settings.learning_rate_scale
+            rate = decision.learning_rate * settings.learning_rate_scale
             if spilled is None:
                 gradient = self._gradients.array(name)[first : first + end - begin]
             else:
@@ -71,10 +71,10 @@ class BlockUpdates:
                     weight,
                     gradient,
                     state_slices(unit, state, here),
-                    step=commit.step,
+                    step=decision.step,
                     learning_rate=rate,
                     weight_decay=settings.weight_decay,
-                    gradient_scale=commit.clip_scale,
+                    gradient_scale=decision.clip_scale,
                     key=rounding_key(name),
                     position=self._program.weights[name].begin + first,
                 )

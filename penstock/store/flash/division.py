@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.errors import BudgetError
-from penstock.store.flash.frames import least_bytes
+from penstock.step_schedule import sweep_order
+from penstock.store.flash.frames import Visit, least_bytes
 from penstock.store.flash.layout import BLOCK_ELEMENTS, FlashLayout, Unit
 from penstock.store.holding import Holding
 from penstock.store.roles import Role
@@ -129,10 +130,10 @@ def least_dram_bytes(program: Holding, roles: Sequence[Role], half_gradients: bo
     return _Ways(layout, half_gradients, least_weights).least_bytes
 
 
-def visits_of(program: Holding, layout: FlashLayout) -> list[list[int]]:
-    """Return the units that each visit of a step needs: every stage forward, and back again."""
-    forward = [layout.units_of(stage.weights) for stage in program.stages]
-    return [*forward, *forward[-2::-1]]
+def visits_of(program: Holding, layout: FlashLayout) -> list[Visit]:
+    """Return the units that each operation of a step may need, in their order."""
+    units = [layout.units_of(stage.weights) for stage in program.stages]
+    return [Visit(stage, units[stage]) for stage, _ in sweep_order(len(units))]
 
 
 def gradient_width(unit: Unit, half_gradients: bool) -> int:

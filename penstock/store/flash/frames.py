@@ -1,6 +1,7 @@
 """Which units' weights are in memory, and which leave when another must come.
 
-The order in which stages are visited is known: 0 to S-1, back to 0, and again. So the one that
+The order in which stages are visited is that of the schedule (`step_schedule.py`), step after
+step. So the one that
 leaves is the one whose next visit is farthest away (Belady, A study of replacement algorithms,
 1966), which nothing can beat: what fits stays, the rest streams, and the turns at both ends of the
 sweep cost nothing. Least-recently-used would be the worst choice for this order.
@@ -11,6 +12,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,11 +20,19 @@ from penstock.kernels.memory import allocate, page_lock
 from penstock.store.flash.layout import Unit
 
 
-def least_bytes(units: Sequence[Unit], visits: Sequence[Sequence[int]]) -> int:
+@dataclass(frozen=True)
+class Visit:
+    """One operation of a step: its stage, and the units whose weights that stage uses."""
+
+    stage: int
+    units: Sequence[int]
+
+
+def least_bytes(units: Sequence[Unit], visits: Sequence[Visit]) -> int:
     """Return what must be there at once: the stage that computes and the one that follows."""
     ring = [*visits, *visits[:1]]
     return max(
-        sum(units[unit].stream_bytes for unit in {*first, *second})
+        sum(units[unit].stream_bytes for unit in {*first.units, *second.units})
         for first, second in itertools.pairwise(ring)
     )
 
@@ -31,13 +41,15 @@ class Frames:
     """The weights in memory, one frame per unit, within `budget_bytes`. Not safe by itself: its
     owner calls it under a lock."""
 
-    def __init__(self, units: Sequence[Unit], visits: Sequence[Sequence[int]], budget: int) -> None:
+    def __init__(self, units: Sequence[Unit], visits: Sequence[Visit], budget: int) -> None:
         self.budget_bytes = budget
         self._units = units
         self._visits = visits
         self._places: list[list[int]] = [[] for _ in units]
-        for position, visited in enumerate(visits):
-            for unit in visited:
+        self._places_of_stage: dict[int, list[int]] = {}
+        for position, visit in enumerate(visits):
+            self._places_of_stage.setdefault(visit.stage, []).append(position)
+            for unit in visit.units:
                 self._places[unit].append(position)
         self._frames: dict[int, np.ndarray] = {}
         self._spare: list[np.ndarray] = []
@@ -57,9 +69,8 @@ class Frames:
 
     def visit(self, stage: int) -> None:
         """Note that a stage was fetched: the cursor goes behind its next visit."""
-        count = len(self._visits)
-        both = (stage, count - 1 - stage)  # on the way forward, and on the way back
-        self.cursor = (1 + min(both, key=lambda place: (place - self.cursor) % count)) % count
+        count, places = len(self._visits), self._places_of_stage[stage]
+        self.cursor = (1 + min(places, key=lambda place: (place - self.cursor) % count)) % count
 
     def next_use(self, unit: int) -> int:
         """Return how many visits there are before a unit's next."""

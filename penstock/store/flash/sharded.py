@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
+from penstock.store.commit import CommitRule
 from penstock.store.flash.shards import Shards, agree, require_one_store, require_shards
 from penstock.store.holding import Holding
 from penstock.store.interface import Store
@@ -39,7 +40,7 @@ class ShardedFlashStore(ShardedStore):
     durable step apart, and with `keep_steps` of 2 or more there is one that all hold.
 
     Args:
-        program, shard_map, roles: as for `ShardedStore`.
+        program, shard_map, roles, rule: as for `ShardedStore`.
         folder: where the shards' folders are, or are to be.
         openers: for each shard, what opens its store, given the folder that it is in.
         replicas: how many folders of each shard they open.
@@ -57,6 +58,7 @@ class ShardedFlashStore(ShardedStore):
         shard_map: ShardMap,
         openers: Sequence[Callable[[Path], DurableStore]],
         roles: Sequence[Role],
+        rule: CommitRule,
         replicas: int = 1,
     ) -> None:
         self.folder = folder
@@ -74,7 +76,7 @@ class ShardedFlashStore(ShardedStore):
             for open_shard, where in zip(openers, found.folders, strict=True):
                 shards.append(open_shard(where))
                 opened.callback(shards[-1].close)
-            super().__init__(program, shard_map, shards, roles)
+            super().__init__(program, shard_map, shards, roles, rule)
             self._on_flash = shards
             self._opened = opened.pop_all()
 

@@ -25,7 +25,7 @@ import torch
 from penstock.errors import BudgetError
 from penstock.io import durable, failpoints
 from penstock.store import files
-from penstock.store.commit import prepare_and_decide
+from penstock.store.commit import CommitRule, commit_by, require_next
 from penstock.store.comparing import Compared
 from penstock.store.flash.block_updates import BlockUpdates
 from penstock.store.flash.blocks import StateBlocks
@@ -44,12 +44,11 @@ from penstock.store.flash.version import Version, checksum, recorded_step
 from penstock.store.gradients import Gradients
 from penstock.store.holding import Holding
 from penstock.store.incoming import fill
-from penstock.store.interface import Commit, FlashTraffic, Traffic
+from penstock.store.interface import Commit, Decision, FlashTraffic, Traffic
 from penstock.store.lock import FolderLock
-from penstock.store.norm import GradientReport, clip_scale
+from penstock.store.norm import GradientReport
 from penstock.store.optimizers import GroupSettings, Optimizer
 from penstock.store.roles import MASTER, Stored, stored_of
-from penstock.store.schedules import Schedule, learning_rate
 from penstock.store.unchanged import UnchangedWeights
 
 
@@ -63,9 +62,8 @@ class FlashStore:
         folder: where the files are, or are to be; a store that is there is opened.
         optimizer: makes the updates.
         groups: settings of every trainable weight, by name.
-        schedule: the learning rate of every update.
+        rule: decides the steps that are committed.
         dram_bytes: memory for gradients, weights in memory and state on its way.
-        clip_norm: greatest global norm of the gradients, or None not to clip.
         gradient_dtype: float32 or bfloat16, how gradients are kept until they are used.
         keep_steps: how many durable steps can be opened again.
         flash_bytes: most that the files may take, or None.
@@ -87,9 +85,8 @@ class FlashStore:
         *,
         optimizer: Optimizer,
         groups: Mapping[str, GroupSettings],
-        schedule: Schedule,
+        rule: CommitRule,
         dram_bytes: int,
-        clip_norm: float | None = None,
         gradient_dtype: torch.dtype = torch.float32,
         keep_steps: int = 2,
         flash_bytes: int | None = None,
@@ -100,7 +97,7 @@ class FlashStore:
         self.folder = folder
         self.step = 0
         self.extra: dict[str, Any] = {}
-        self._schedule, self._clip_norm, self._keep = schedule, clip_norm, keep_steps
+        self._rule, self._keep = rule, keep_steps
         self._block_elements = block_elements
         self._layout = FlashLayout.of(program, optimizer.roles, keep_steps, block_elements)
         units = self._layout.units
@@ -308,7 +305,7 @@ class FlashStore:
 
     def commit(self) -> Commit:
         """Decide the step; its updates begin at once, in the background (`DramStore.commit`)."""
-        return prepare_and_decide(self)
+        return commit_by(self._rule, self)
 
     def prepare(self) -> GradientReport:
         """Return what is known of the step's gradients, ready to decide (`DramStore.prepare`)."""
@@ -320,16 +317,14 @@ class FlashStore:
         self._pipeline.wait_for_seals()
         return report
 
-    def decide(self, norm: float) -> Commit:
-        """Commit the step with the global norm of all shards (`DramStore.decide`)."""
-        rate = learning_rate(self._schedule, self.step)
-        commit = Commit(self.step + 1, norm, clip_scale(norm, self._clip_norm), rate)
+    def decide(self, decision: Decision) -> None:
+        """Commit the step by what was decided for all shards (`DramStore.decide`)."""
+        require_next(decision, self.step)
         self._gradients.decided()
-        self._updates.commit, self._unsealed = commit, True
+        self._updates.decision, self._unsealed = decision, True
         self.step += 1
         units = [unit for unit in self._layout.units if unit.is_updated]
         self._pipeline.begin_pass(units, goes_out=self._is_due)
-        return commit
 
     def discard(self) -> None:
         """Throw away the gradients that came since the last commit; the step may be replayed."""

@@ -14,7 +14,7 @@ from random_lanes import Crowd, RandomLanes, World
 from penstock.collectives.tree_reduce import PartialSum, TreeReduction, partition
 from penstock.engine.shared_slots import SharedSlots
 from penstock.engine.sharing import Sharing, sends
-from penstock.program import TensorSpec
+from penstock.program import TensorSpec, WeightSpec
 
 SHAPES = [
     [(7, 3), (), (1,)],
@@ -26,13 +26,16 @@ TYPES = [torch.float32, torch.bfloat16]
 
 
 def program_of(dtype, trainable):
-    stages = []
+    stages, weights = [], {}
     for index, shapes in enumerate(SHAPES):
         specs = tuple(TensorSpec(shape, dtype) for shape in shapes)
         flags = tuple(trainable(index, place) for place in range(len(shapes)))
         kind = SimpleNamespace(weights=specs, trainable=flags, outputs_grad=(True,))
-        stages.append(SimpleNamespace(index=index, kind=kind))
-    return SimpleNamespace(stages=stages)
+        names = tuple(f"{index}.{place}" for place in range(len(shapes)))
+        for name, shape, flag in zip(names, shapes, flags, strict=True):
+            weights[name] = WeightSpec(name, shape, dtype, flag)
+        stages.append(SimpleNamespace(index=index, name=str(index), kind=kind, weights=names))
+    return SimpleNamespace(stages=stages, weights=weights)
 
 
 def every(index, place):

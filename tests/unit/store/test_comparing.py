@@ -20,9 +20,11 @@ from store_programs import (
 
 from penstock.distributed.rpc.commit_codec import ShardReport
 from penstock.distributed.worker.shard_executor import LocalShardExecutor
+from penstock.step_schedule import StepSchedule
 from penstock.store import AdamW, comparing
 
 PROGRAM = make_program(LAYERS, frozen=("position",), stream_dtype=torch.bfloat16)
+SCHEDULE = StepSchedule.of(PROGRAM)
 STAGE_OF = {name: n for n, layer in reversed([*enumerate(LAYERS)]) for name in layer}
 EIGHT_BIT = AdamW(0.9, 0.95, 1e-8, moments="8bit")
 
@@ -44,7 +46,7 @@ class Shard:
         store.load(random_weights(PROGRAM, 0).items())
         self.generator = np.random.default_rng(3)
         place = type("Place", (), {"store": store})
-        self.work = LocalShardExecutor(PROGRAM, place, 0, (), has_replica=True)
+        self.work = LocalShardExecutor(place, 0, SCHEDULE, has_replica=True)
 
     def step(self) -> ShardReport:
         """Make a step; return what is said of it before it is decided."""
@@ -149,7 +151,7 @@ def test_two_on_flash_say_the_same_and_a_bit_that_flips_in_memory_is_found_a_ste
 
 def test_a_shard_without_a_replica_says_nothing_more_than_its_gradients():
     shard = Shard(in_memory(), streams=True)
-    shard.work = LocalShardExecutor(PROGRAM, type("Place", (), {"store": shard.store}), 0, ())
+    shard.work = LocalShardExecutor(type("Place", (), {"store": shard.store}), 0, SCHEDULE)
     assert shard.step().held == ()
 
 

@@ -19,6 +19,7 @@ from store_programs import (
 from penstock.errors import ConfigError, NonFiniteError, NoTrainingError
 from penstock.store import (
     SGD,
+    CommitRule,
     DramStore,
     Group,
     Lion,
@@ -90,9 +91,9 @@ def test_twenty_steps_agree_with_plain_pytorch(seed, clip_norm):
         send(store, gradients)
         commit = store.commit()
         norm = reference.train(gradients)
-        assert commit.step == store.step == number + 1
-        assert commit.learning_rate == learning_rate(schedule, number)
-        assert commit.grad_norm == pytest.approx(norm, rel=1e-6)
+        assert commit.decision.step == store.step == number + 1
+        assert commit.decision.learning_rate == learning_rate(schedule, number)
+        assert commit.decision.norm == pytest.approx(norm, rel=1e-6)
     for name, weight in reference.weights.items():
         np.testing.assert_allclose(
             store.master(name), weight.detach(), rtol=3e-6, atol=3e-7, err_msg=f"{name}, {seed=}"
@@ -137,7 +138,7 @@ def test_groups_scale_the_learning_rate_and_set_the_decay():
         weight_decay=0.1,
         decay_1d=True,
     )
-    store = DramStore(program, "fp32", SGD(), groups, Schedule("constant", 1e-2))
+    store = DramStore(program, "fp32", SGD(), groups, CommitRule(Schedule("constant", 1e-2)))
     weights = random_weights(program, 3)
     store.load(weights.items())
     gradient = torch.randn(40, generator=torch.Generator().manual_seed(0))

@@ -105,7 +105,7 @@ def test_the_norm_is_the_exact_sum_over_all_elements_whatever_the_number_of_shar
         for name, part in zip(names, parts, strict=True):
             whole[name] = part if name not in whole else whole[name] + part
     squares = np.concatenate([g.numpy().astype(np.float64).ravel() ** 2 for g in whole.values()])
-    assert commits[0].grad_norm == pytest.approx(float(np.sqrt(squares.sum())), rel=1e-13)
+    assert commits[0].decision.norm == pytest.approx(float(np.sqrt(squares.sum())), rel=1e-13)
 
 
 def test_views_are_good_until_the_second_fetch_after():

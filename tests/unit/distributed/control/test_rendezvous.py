@@ -145,7 +145,7 @@ def test_a_host_that_is_not_fit_costs_its_place_and_not_the_run(visit, role):
 
 def test_engines_on_another_device_or_with_another_library_have_compiled_another_program(layout):
     program = layout.program
-    transfers = transfers_of(program, (), placement_of(program, 2), 2)
+    transfers = transfers_of(program, layout.schedule, placement_of(program, 2), 2)
     ways = [("cpu", "torch"), ("cpu", "onednn"), ("cuda", "torch")]
     digests = {engine_digest(program, transfers, device, products) for device, products in ways}
     assert len(digests) == len(ways)

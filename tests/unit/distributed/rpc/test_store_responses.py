@@ -19,6 +19,7 @@ from cluster_visitors import Guest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from store_programs import (
+    CONSTANT,
     LAYERS,
     flash_store,
     forward_sweep,
@@ -42,7 +43,7 @@ from penstock.distributed.rpc.rpc import (
 )
 from penstock.distributed.rpc.store_client import StoreClient
 from penstock.errors import PenstockError
-from penstock.store import AdamW, Store
+from penstock.store import AdamW, CommitRule, Store
 from penstock.store.flash import FlashStore
 
 PROGRAM = make_program(LAYERS, frozen=("position",), stream_dtype=torch.bfloat16)
@@ -77,6 +78,7 @@ class Nodes:
             await_node=self.require_one,
             refuse=self.refuse,
             copy=lambda source, target: None,
+            rule=CommitRule(CONSTANT),
             replicas=len(stores),
         )
 
@@ -236,8 +238,8 @@ REPORTS = [
     ("prepare", says(non_finite={"0": ["x"]}), "names a weight 'x' that it does not hold"),
     ("prepare", says(zero={"x": 1}), "names a weight 'x' that it does not hold"),
     ("prepare", says(zero={NAME: "all"}), "for a report on gradients"),
-    ("decide", says(learning_rate=...), "for a commit"),
-    ("decide", says(step=9), "commits step 9, it was told to commit 1"),
+    ("decide", says(step=...), "says 'None' for 'step'"),
+    ("decide", says(step=9), "stands at step 9, it was told to be at 1"),
 ]
 
 
@@ -247,7 +249,7 @@ def test_a_step_is_committed_by_who_does_not_lie(in_memory, method, lie, text):
     forward_sweep(shard)
     send(shard, random_gradients(PROGRAM, np.random.default_rng(5)))
     in_memory.lies[method] = lie
-    assert shard.commit().step == shard.step == 1
+    assert shard.commit().decision.step == shard.step == 1
     ((node, why),) = in_memory.refused
     assert node == 1
     assert text in why

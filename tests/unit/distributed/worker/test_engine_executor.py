@@ -7,13 +7,9 @@ from types import SimpleNamespace
 import torch
 
 from penstock.collectives.tree_reduce import PartialSum
-from penstock.distributed.protocol.transfer_schedule import (
-    Chunk,
-    TransferOperation,
-    TransferSchedule,
-)
-from penstock.distributed.worker import engine_executor
+from penstock.distributed.protocol.transfer_schedule import Chunk, TransferOperation
 from penstock.distributed.worker.engine_executor import LocalEngineExecutor
+from penstock.step_schedule import Operation, StepSchedule
 
 
 class RingEngine:
@@ -33,16 +29,14 @@ class RingEngine:
         return [PartialSum(0, 0, (self.buffer, None))]
 
 
-NO_WEIGHTS = SimpleNamespace(stages=(SimpleNamespace(weights=()),), weights={})
+NO_WEIGHTS = SimpleNamespace(stages=(SimpleNamespace(name="only", weights=()),), weights={})
 
 
 def test_gradients_from_a_gpu_are_not_those_that_come_after_them(monkeypatch):
-    monkeypatch.setattr(engine_executor, "positions_of", lambda *_: ())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     operation = TransferOperation(0, 0, "backward", (), (Chunk(0, 0, 0, 3, 4),))
-    work = LocalEngineExecutor(
-        RingEngine(), NO_WEIGHTS, TransferSchedule((operation,), 1), (), "cuda"
-    )
+    schedule = StepSchedule((Operation(0, 0, "backward", (), (), ("weight",), 0, 0),))
+    work = LocalEngineExecutor(RingEngine(), NO_WEIGHTS, schedule, "cuda")
     first, second = work.compute(operation), work.compute(operation)
     assert first[0].tensors[0].tolist() == [1, 1, 1]
     assert second[0].tensors[0].tolist() == [2, 2, 2]

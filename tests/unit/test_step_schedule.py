@@ -1,0 +1,147 @@
+"""The schedule of a step: which operations there are, what each fetches, returns and costs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from store_programs import make_program
+
+from penstock.program import Program, largest_stage
+from penstock.step_schedule import StepSchedule, sweep_order
+
+LAYERS = (
+    {"embed": (4, 2), "position": (3, 2)},
+    {"one.weight": (2, 2), "one.bias": (2,)},
+    {"two.weight": (2, 2), "two.bias": (2,)},
+    {"norm": (2,), "embed": (4, 2)},
+)
+
+
+def program_of(
+    reads=((), (0,), (0,), (0, 1)), gradients=(0, 1, 2, 3), frozen=("position",)
+) -> Program:
+    """Return a program of four stages.
+
+    Args:
+        reads: per stage, the positions of the weights that its backward reads.
+        gradients: the stages whose outputs have a gradient.
+    """
+    program = make_program(LAYERS, frozen=frozen)
+    stages = []
+    for stage in program.stages:
+        weight = 10**stage.index
+        kind = dataclasses.replace(
+            stage.kind,
+            backward_weights=reads[stage.index],
+            outputs_grad=(stage.index in gradients,),
+            forward_flops=weight,
+            backward_flops=2 * weight,
+            forward_transient_bytes=3 * weight,
+            backward_transient_bytes=4 * weight,
+            recompute_transient_bytes=5 * weight,
+            turn_transient_bytes=6 * weight,
+        )
+        stages.append(dataclasses.replace(stage, kind=kind))
+    return dataclasses.replace(program, stages=tuple(stages))
+
+
+def test_a_training_step_goes_forward_turns_at_the_last_stage_and_goes_back():
+    operations = StepSchedule.of(program_of()).operations
+    assert [(each.number, each.stage, each.sweep) for each in operations] == [
+        (0, 0, "forward"),
+        (1, 1, "forward"),
+        (2, 2, "forward"),
+        (3, 3, "turn"),
+        (4, 2, "backward"),
+        (5, 1, "backward"),
+        (6, 0, "backward"),
+    ]
+
+
+def test_a_program_of_one_stage_only_turns():
+    assert sweep_order(1) == [(0, "turn")]
+
+
+def test_a_backward_fetches_what_it_reads_and_all_where_the_forward_is_made_again():
+    operations = StepSchedule.of(program_of(), recompute={1}).operations
+    assert [each.positions for each in operations] == [
+        (0, 1),
+        (0, 1),
+        (0, 1),
+        (0, 1),
+        (0,),  # kept: only what the backward reads
+        (0, 1),  # made again
+        (),  # the gradient of an embedding reads no weight
+    ]
+    assert [each.weights for each in operations[4:]] == [
+        ("two.weight",),
+        ("one.weight", "one.bias"),
+        (),
+    ]
+
+
+def test_gradients_return_from_the_turn_on_for_weights_that_train():
+    operations = StepSchedule.of(program_of()).operations
+    assert [each.gradients for each in operations] == [
+        (),
+        (),
+        (),
+        ("norm", "embed"),
+        ("two.weight", "two.bias"),
+        ("one.weight", "one.bias"),
+        ("embed",),
+    ]
+
+
+def test_stages_below_what_trains_are_operations_without_gradients():
+    frozen = ("embed", "position", "one.weight", "one.bias")
+    schedule = StepSchedule.of(
+        program_of(reads=((), (), (0,), (0,)), gradients=(2, 3), frozen=frozen)
+    )
+    below = [each for each in schedule.after_loss if each.stage < 2]
+    assert [(each.stage, each.weights, each.gradients) for each in below] == [
+        (1, (), ()),
+        (0, (), ()),
+    ]
+    assert schedule.operations[3].gradients == ("norm",)
+
+
+def test_a_stage_whose_output_has_no_gradient_returns_none_although_its_weights_train():
+    schedule = StepSchedule.of(program_of(gradients=(1, 2, 3)))
+    assert schedule.operations[-1].gradients == ()
+
+
+def test_operations_cost_what_their_sweep_computes():
+    operations = StepSchedule.of(program_of(), recompute={2}).operations
+    assert [each.flops for each in operations] == [1, 10, 100, 3000, 300, 20, 2]
+    assert [each.transient_bytes for each in operations] == [3, 30, 300, 6000, 500, 40, 4]
+
+
+def test_a_forward_sweep_infers_every_stage_with_all_its_weights():
+    schedule = StepSchedule.forward_only(program_of())
+    assert {each.sweep for each in schedule.operations} == {"infer"}
+    assert [each.stage for each in schedule.operations] == [0, 1, 2, 3]
+    assert [each.weights for each in schedule.operations] == [tuple(layer) for layer in LAYERS]
+    assert {each.gradients for each in schedule.operations} == {()}
+    assert schedule.after_loss == ()
+
+
+def test_the_loss_is_known_behind_the_turn():
+    schedule = StepSchedule.of(program_of())
+    assert schedule.before_loss + schedule.after_loss == schedule.operations
+    assert schedule.before_loss[-1].sweep == "turn"
+    assert {each.sweep for each in schedule.after_loss} == {"backward"}
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        (lambda weight: weight.elements, ("stage0", 14)),
+        (lambda weight: weight.stream_bytes, ("stage0", 28)),
+        (lambda weight: 1 if "o." in weight.name else 0, ("stage2", 2)),
+    ],
+)
+def test_the_largest_stage_is_that_of_the_measure(size, expected):
+    assert largest_stage(make_program(LAYERS, stream_dtype=torch.bfloat16), size) == expected
