@@ -72,9 +72,22 @@ def test_the_parts_of_a_step_are_the_sums_of_its_spans(timed):
         assert done.compute_seconds == computing
         assert done.update_seconds == 0.0
         measured = runner.measured
-        assert measured.seconds == {"store": at_store}
+        assert measured.seconds == {"store": at_store, "engine 0": computing, "gradients": 0.0}
         assert {span.step for span in measured.spans} == {step}
-        assert sum(span.seconds for span in measured.spans) == at_store
+        did = [(span.lane, span.what) for span in measured.spans if span.lane != "gradients"]
+        assert [COSTS[what] for _, what in did] == [COSTS[name] for name in calls]
+        assert {span.what for span in measured.spans if span.lane == "engine 0"} == {
+            "forward",
+            "turn",
+            "backward",
+        }
+        moved = {
+            what: sum(span.bytes for span in measured.spans if span.what == what)
+            for what in ("fetch", "receive")
+        }
+        assert moved == {"fetch": done.streamed_bytes, "receive": done.gradient_bytes}
+        ops = [span.op for span in measured.spans if span.lane == "engine 0"]
+        assert ops == list(range(len(ops)))
         assert measured.spans[-1].end == clock.now
 
 
