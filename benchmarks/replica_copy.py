@@ -207,6 +207,7 @@ def store_of(size: int, folder: str | None):
     """Return an empty store, in memory or on flash."""
     import torch
 
+    from penstock.formats import SPLIT
     from penstock.program import WeightSpec
     from penstock.store import (
         AdamW,
@@ -220,7 +221,7 @@ def store_of(size: int, folder: str | None):
     from penstock.store.flash import FlashStore
 
     weights = weights_of(size)
-    specs = {n: WeightSpec(n, (count,), torch.bfloat16, True) for n, count in weights.items()}
+    specs = {n: WeightSpec(n, (count,), SPLIT, True) for n, count in weights.items()}
     stages = tuple(PartStage(i, f"stage-{i}", (name,)) for i, name in enumerate(weights))
     part = Part("shard 0", stages, specs)
     settings = dict.fromkeys(weights, GroupSettings(1.0, 0.1, None))

@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from penstock.errors import ProgramError
+from penstock.formats import BFLOAT16, WeightFormat
 
 Executable = Callable[..., tuple[Any, ...]]
 
@@ -29,14 +30,14 @@ class WeightSpec:
     """One parameter of the model, as the store keeps it and the fabric streams it.
 
     `name` is the parameter's first name in the model's `state_dict`; a tied weight is one weight
-    and `aliases` holds its further names. `stream_dtype` is what travels to engines: float32, or
-    bfloat16 when the store keeps a split master. What a shard of a store keeps is a flat piece of
-    a parameter, which begins at its element `begin`; in a program weights are whole.
+    and `aliases` holds its further names. `format` says how the store keeps it and what of it
+    travels to engines. What a shard of a store keeps is a flat piece of a parameter, which begins
+    at its element `begin`; in a program weights are whole.
     """
 
     name: str
     shape: tuple[int, ...]
-    stream_dtype: torch.dtype
+    format: WeightFormat
     trainable: bool
     aliases: tuple[str, ...] = ()
     begin: int = 0
@@ -46,8 +47,17 @@ class WeightSpec:
         return math.prod(self.shape)
 
     @property
+    def stream_dtype(self) -> torch.dtype:
+        return self.format.stream_dtype
+
+    @property
     def stream_bytes(self) -> int:
         return nbytes(self.shape, self.stream_dtype)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the weight in the store, without the optimizer's state."""
+        return self.elements * self.format.width
 
 
 @dataclass(frozen=True)
@@ -210,6 +220,11 @@ class Program:
         return sum(w.elements for w in self.weights.values() if w.trainable)
 
     @property
+    def bfloat16(self) -> frozenset[str]:
+        """Names of the frozen weights that the store keeps as bfloat16."""
+        return frozenset(name for name, w in self.weights.items() if w.format is BFLOAT16)
+
+    @property
     def draws_dropout(self) -> bool:
         """Tell whether any stage's result depends on its dropout key."""
         return any(stage.kind.draws_dropout for stage in self.stages)
@@ -275,8 +290,12 @@ def verify(program: Program) -> Program:
     for name in (*program.constants, *program.prelude_outputs, *program.inputs):
         _require(name in program.values, f"{name!r} has no value specification")
     used = {name for stage in program.stages for name in stage.weights}
-    for name in program.weights:
+    for name, spec in program.weights.items():
         _require(name in used, f"weight {name!r} is used by no stage")
+        _require(
+            spec.format.is_trainable or not spec.trainable,
+            f"weight {name!r} is trained, and its format {spec.format.name} takes no updates",
+        )
     return program
 
 

@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import torch
 
+from penstock.formats import BFLOAT16, format_of
 from penstock.program import Kind, Program, Stage, TensorSpec, WeightSpec
 from penstock.store import AdamW, CommitRule, DramStore, GroupSettings, Schedule
 from penstock.store.flash import FlashStore
@@ -26,21 +27,23 @@ _NOTHING = {
 """What a kind needs to be made and the store never looks at."""
 
 
-def make_program(layers, frozen=(), stream_dtype=torch.float32, name="small"):
+def make_program(layers, frozen=(), stream_dtype=torch.float32, name="small", narrow=()):
     """Return a program from `[{weight: shape, ...}, ...]`, one table per stage.
 
-    A weight that appears in several stages is tied; those named in `frozen` are not trained.
+    A weight that appears in several stages is tied; those named in `frozen` are not trained, and
+    of these those in `narrow` are kept as bfloat16.
     """
     weights, stages = {}, []
     for index, layer in enumerate(layers):
         for weight, shape in layer.items():
-            weights[weight] = WeightSpec(weight, shape, stream_dtype, weight not in frozen)
+            form = format_of(stream_dtype, weight in narrow)
+            weights[weight] = WeightSpec(weight, shape, form, weight not in frozen)
         kind = Kind(
             **_NOTHING
             | {
                 "name": f"kind{index}",
                 "digest": f"digest{index}",
-                "weights": tuple(TensorSpec(shape, stream_dtype) for shape in layer.values()),
+                "weights": tuple(TensorSpec(s, weights[n].stream_dtype) for n, s in layer.items()),
                 "trainable": tuple(weight not in frozen for weight in layer),
             }
         )
@@ -58,12 +61,13 @@ LAYERS = (
 
 
 def random_weights(program, seed):
-    """Return float32 weights for a program, by name."""
+    """Return float32 weights for a program, by name; bfloat16 values where these are kept."""
     generator = np.random.default_rng(seed)
-    return {
-        name: torch.from_numpy(np.asarray(generator.standard_normal(spec.shape), np.float32))
-        for name, spec in program.weights.items()
-    }
+    found = {}
+    for name, spec in program.weights.items():
+        values = torch.from_numpy(np.asarray(generator.standard_normal(spec.shape), np.float32))
+        found[name] = values.bfloat16().float() if spec.format is BFLOAT16 else values
+    return found
 
 
 def random_gradients(program, generator, scale=1.0):

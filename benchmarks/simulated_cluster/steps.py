@@ -106,6 +106,7 @@ def measure(
         recompute: the stages whose forward is made again.
     """
     shards = range(1, 1 + machine.shards)
+    schedule = StepSchedule.of(program, recompute)
     members = range(FIRST_ENGINE, FIRST_ENGINE + engines)
     works: dict[int, Engine | Shard] = {}
     network = Network(machine.links, cost=lambda number: works[number].seconds, beat=1.0)
@@ -118,7 +119,7 @@ def measure(
         runtime = network.runtime(number)
         network.add(number, ShardNode(number, place, runtime, transfers, shard))
     for number in members:
-        engine = works[number] = Engine(program, machine, sequences, recompute)
+        engine = works[number] = Engine(schedule, machine, sequences)
         network.add(number, EngineNode(number, network.runtime(number), transfers, engine))
         coordinator.joined(number)
     network.conduct(coordinator)

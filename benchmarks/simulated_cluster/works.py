@@ -7,7 +7,7 @@ the rate of the engine, its weights and optimizer state at the rate of the store
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from penstock.distributed.protocol import (
     TransferOperation,
     TransferSchedule,
 )
-from penstock.program import Program
+from penstock.step_schedule import StepSchedule
 from simulated_cluster.machines import Machine
 
 UPDATE_BYTES = 32  # AdamW reads and writes three float32 numbers, reads a gradient, writes weights
@@ -32,19 +32,12 @@ UPDATE_BYTES = 32  # AdamW reads and writes three float32 numbers, reads a gradi
 class Engine:
     """Computes nothing, and knows how long that takes.
 
-    `sequences` of 0 take no time. `recompute` are the stages whose forward is made again.
+    `sequences` of 0 take no time.
     """
 
-    def __init__(
-        self, program: Program, machine: Machine, sequences: int, recompute: Collection[int]
-    ) -> None:
+    def __init__(self, schedule: StepSchedule, machine: Machine, sequences: int) -> None:
         rate = machine.flops / sequences if sequences else math.inf
-        self._forward, self._backward = [], []
-        for stage in program.stages:
-            again = stage.index in recompute or stage is program.stages[-1]  # the last one turns
-            forward, backward = stage.kind.forward_flops, stage.kind.backward_flops
-            self._forward.append(forward / rate)
-            self._backward.append((backward + forward * again) / rate)
+        self._seconds = [operation.flops / rate for operation in schedule.operations]
         self.seconds, self._first = 0.0, 0
 
     def begin(self, step: int, part: Mapping[str, float], rows: Mapping[str, np.ndarray]) -> None:
@@ -54,10 +47,9 @@ class Engine:
         """The bytes were left out."""
 
     def compute(self, operation: TransferOperation) -> list[PartialSum]:
+        self.seconds = self._seconds[operation.number]
         if operation.sweep == "forward":
-            self.seconds = self._forward[operation.stage]
             return []
-        self.seconds = self._backward[operation.stage]
         elements = max((piece.end for piece in operation.gradients), default=0)
         return [PartialSum(0, self._first, (torch.empty(elements, device="meta"),))]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +14,7 @@ from penstock.progress import show_bytes, show_count, show_shares
 if TYPE_CHECKING:
     from penstock.config import Config
     from penstock.errors import CorruptionError
-    from penstock.store import CheckpointState
+    from penstock.store import CheckpointState, ReadBase
     from penstock.store.flash import Repaired
 
 
@@ -66,7 +66,8 @@ def inspect(
     if only_hash:
         if latest is None:
             raise ConfigError(f"{run}: no checkpoint yet, so there are no weights to hash")
-        typer.echo(checkpoint_hash(latest, verify_checkpoint(latest)))
+        base = _base_reader(settings, verify_checkpoint(latest))
+        typer.echo(checkpoint_hash(latest, base))
         return
     for line in (*_configuration_lines(settings), *_progress_lines(run)):
         typer.echo(line)
@@ -83,7 +84,7 @@ def inspect(
             continue
         typer.echo(f"checkpoint   {folder.name}  {_checkpoint(state)}{_marks(run, folder, latest)}")
         if folder == latest:
-            typer.echo(f"weights      {checkpoint_hash(folder, state)}")
+            typer.echo(f"weights      {_hash(settings, folder, state)}")
     if latest is None and flash is None:
         typer.echo("checkpoint   none yet")
     damage.tell()
@@ -214,6 +215,26 @@ def _shards(count: int) -> str:
     return f", in {count} shards" if count > 1 else ""
 
 
+def _base_reader(settings: Config, state: CheckpointState) -> ReadBase | None:
+    """Return what reads the weights that a checkpoint does not hold, if there are any."""
+    if state.base is None:
+        return None
+    from penstock.planning.builders import base_reader
+
+    return base_reader(settings, state.base)
+
+
+def _hash(settings: Config, folder: Path, state: CheckpointState) -> str:
+    """Return the hash of a checkpoint's weights, or why there is none."""
+    from penstock.errors import ConfigError
+    from penstock.store import checkpoint_hash
+
+    try:
+        return checkpoint_hash(folder, _base_reader(settings, state))
+    except ConfigError as error:  # of the base: all that is in the run itself is whole
+        return f"not hashed: {error}"
+
+
 def _verified(folder: Path) -> CheckpointState:
     from penstock.errors import ConfigError, CorruptionError
     from penstock.store import verify_checkpoint
@@ -265,11 +286,17 @@ def _progress_lines(run: Path) -> list[str]:
 
 
 def _checkpoint(state: CheckpointState) -> str:
-    parameters = sum(math.prod(shape) for shape in state.weights.values())
+    based = state.base_weights
+    beside = f" beside {_counted(based)} of the base (model.hf)" if based else ""
     return (
-        f"step {state.step}, {show_count(parameters)} parameters in {len(state.weights)} weights, "
+        f"step {state.step}, {_counted(state.weights)}{beside}, "
         f"{show_bytes(state.bytes)} in {len(state.files)} files, all checksums match"
     )
+
+
+def _counted(shapes: Mapping[str, tuple[int, ...]]) -> str:
+    parameters = sum(math.prod(shape) for shape in shapes.values())
+    return f"{show_count(parameters)} parameters in {len(shapes)} weights"
 
 
 def _marks(run: Path, folder: Path, latest: Path | None) -> str:

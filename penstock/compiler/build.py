@@ -20,10 +20,12 @@ from penstock.compiler.graph_digest import graph_digest
 from penstock.compiler.hooks import refuse_gradient_hooks
 from penstock.compiler.joint import StageSignature, make_kind
 from penstock.compiler.nodes import source_line, value_of
+from penstock.compiler.opening import open_weight
 from penstock.compiler.products import Products
 from penstock.compiler.rewrites import count_dropouts_from_first, rewrite, share_equal
 from penstock.compiler.selection import select_trainable
 from penstock.errors import CompileError, NoTrainingError, few
+from penstock.formats import format_of
 from penstock.program import Kind, Program, Stage, TensorSpec, ValueSpec, WeightSpec, verify
 
 
@@ -31,10 +33,11 @@ from penstock.program import Kind, Program, Stage, TensorSpec, ValueSpec, Weight
 class CompileOptions:
     """What a program is compiled for.
 
-    `train`, `freeze` and `adapters` say what is trained (`selection.py`). `device` is where the
-    engine runs, `products` who multiplies there (`products.py`). `slot_bytes` bounds the weights of
-    one stage. `weight_prefix` is removed from the parameters' names (the wrapper that adds the
-    loss). `training` programs return a scalar loss; others are only run forward.
+    `train`, `freeze` and `adapters` say what is trained (`selection.py`). `bfloat16` names frozen
+    weights that the store keeps, and streams, as bfloat16 whatever the precision. `device` is where
+    the engine runs, `products` who multiplies there (`products.py`). `slot_bytes` bounds the
+    weights of one stage. `weight_prefix` is removed from the parameters' names (the wrapper that
+    adds the loss). `training` programs return a scalar loss; others are only run forward.
     """
 
     precision: Precision = "fp32"
@@ -43,6 +46,7 @@ class CompileOptions:
     train: tuple[str, ...] = ()
     freeze: tuple[str, ...] = ()
     adapters: frozenset[str] = frozenset()
+    bfloat16: frozenset[str] = frozenset()
     slot_bytes: int | None = None
     weight_prefix: str = ""
     training: bool = True
@@ -215,7 +219,7 @@ class _Assembly:
             self.weights[name] = WeightSpec(
                 name=name,
                 shape=tuple(parameter.shape),
-                stream_dtype=STREAM_DTYPE[self.options.precision],
+                format=format_of(self._computed_dtype, name in self.options.bfloat16),
                 trainable=name in self.trainable,
                 aliases=tuple(self.names.aliases[name]),
             )
@@ -224,6 +228,11 @@ class _Assembly:
                 "every weight is frozen: nothing can train; leave some out of freeze, or set "
                 "requires_grad"
             )
+
+    @property
+    def _computed_dtype(self) -> torch.dtype:
+        """The type in which weights take part."""
+        return STREAM_DTYPE[self.options.precision]
 
     def _public(self, full: str) -> str:
         return full.removeprefix(self.options.weight_prefix)
@@ -428,6 +437,9 @@ class _Assembly:
             if isinstance(node.target, CustomGradient):
                 made[node].target = node.target.moved(self.options.device)
         graph.output(tuple(made[n] for n in outputs))
+        for name, weight in by_name.items():
+            if self.weights[name].stream_dtype != self._computed_dtype:
+                open_weight(graph, weight, self._computed_dtype)
         first_dropout = count_dropouts_from_first(graph)
         signature = StageSignature(
             weights=tuple(

@@ -96,7 +96,7 @@ def _pieces(
     program: Program, names: Sequence[str], placement: Placement, width: int | None
 ) -> tuple[Chunk, ...]:
     pieces = [
-        Chunk(shard, tensor, begin, end, width or program.weights[name].stream_dtype.itemsize)
+        Chunk(shard, tensor, begin, end, width or program.weights[name].format.stream.width)
         for tensor, name in enumerate(names)
         for shard, begin, end in placement[name]
     ]
@@ -109,7 +109,7 @@ def shard_digest(program: Program, transfers: TransferSchedule) -> str:
     for stage in program.stages:
         state.update(repr((stage.name, stage.weights)).encode())
     for name, spec in program.weights.items():
-        state.update(repr((name, spec.shape, str(spec.stream_dtype), spec.trainable)).encode())
+        state.update(repr((name, spec.shape, spec.format.name, spec.trainable)).encode())
     state.update(repr(transfers).encode())
     return state.hexdigest()
 
@@ -129,6 +129,7 @@ def terms_of(config: Config, layout: ExecutionPlan) -> dict[str, Any]:
         "micro_batch": layout.micro_batch,
         "length": layout.sequence_length,
         "slot_bytes": layout.slot_bytes,
+        "bfloat16": sorted(layout.program.bfloat16),
         "device": layout.device,  # chosen once: hosts that differ would round differently
         "products": layout.products,
         "recompute": sorted(layout.plan.recompute),
@@ -148,6 +149,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "micro_batch": (int,),
     "length": (int,),
     "slot_bytes": (int, type(None)),
+    "bfloat16": (list,),
     "device": (str,),
     "products": (str,),
     "recompute": (list,),

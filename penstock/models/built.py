@@ -63,6 +63,9 @@ class Built:
             ) from error
         self.names = TensorNames.of(self.module)
         self.aliases = self.names.aliases
+        self.bfloat16 = frozenset(
+            name for name, tensor in names.parameters.items() if tensor.dtype == torch.bfloat16
+        )
         self._values = tensors
         self._class_name = type(module).__name__
 
@@ -104,8 +107,8 @@ class Built:
         types = {str(self._values[n].dtype).removeprefix("torch.") for n in raised}
         return (
             f"{len(raised)} of the {len(self.names.parameters)} weights given are "
-            f"{' and '.join(sorted(types))}: the store's float32 masters begin with exactly their "
-            "values",
+            f"{' and '.join(sorted(types))}: the store begins with exactly their values, those "
+            "that train as float32 masters",
         )
 
     def fingerprint(self) -> str:

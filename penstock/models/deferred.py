@@ -84,6 +84,7 @@ class Deferred:
         self.fake_mode = fake_mode
         self.names = names
         self.aliases = names.aliases
+        self.bfloat16 = frozenset[str]()  # what a constructor makes is float32
         self._windows = windows
         self._operations = operations
         self._storage_bytes = storage_bytes

@@ -170,6 +170,7 @@ class AdaptedOrigin:
         self.fake_mode = base.fake_mode
         self.names = TensorNames.of(module)
         self.aliases = self.names.aliases
+        self.bfloat16 = base.bfloat16
         self._base = base
         parameters = self.names.parameters
         self._down = {a.down: tuple(parameters[a.down].shape) for a in adapters}

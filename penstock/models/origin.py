@@ -11,7 +11,11 @@ from penstock.models.deferred import TensorNames
 
 
 class WeightSource(Protocol):
-    """What `Deferred` and `Built` have in common."""
+    """A module on fake tensors, and its weights one at a time: `Deferred`, `Built`, `Pretrained`.
+
+    `bfloat16` are the parameters that came as bfloat16: they are given out as float32, and every
+    value is a bfloat16.
+    """
 
     @property
     def module(self) -> nn.Module: ...
@@ -24,6 +28,9 @@ class WeightSource(Protocol):
 
     @property
     def aliases(self) -> dict[str, str]: ...
+
+    @property
+    def bfloat16(self) -> frozenset[str]: ...
 
     def materialise(
         self, seed: int, names: Iterable[str] | None = None

@@ -32,6 +32,13 @@ class Pretrained:
         self._origins = match(
             files.tensors, deferred.module, deferred.aliases, folder=files.folder, ignore=ignore
         )
+        self.bfloat16 = frozenset(
+            name
+            for name in self.names.parameters
+            if isinstance(origin := self._origins.get(name), Direct | Converted)
+            and origin.keeps_values
+            and all(files.tensors[part].extent.dtype == "BF16" for part in origin.tensors)
+        )
         self._shapes = {
             name: tuple(tensor.shape)
             for name, tensor in {**self.names.parameters, **self.names.buffers}.items()

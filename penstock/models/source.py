@@ -127,6 +127,21 @@ class ModelSource:
             n for adapter in self.adapters.values() for n in (adapter.down, adapter.up)
         )
 
+    @property
+    def bfloat16(self) -> frozenset[str]:
+        """Names of the parameters that came as bfloat16, in a folder or a module."""
+        return self._origin.bfloat16
+
+    @property
+    def weights_folder(self) -> Path | None:
+        """Where the weights are read from, if from a folder."""
+        return self._files.folder if self._files else None
+
+    @property
+    def folder_weights(self) -> frozenset[str]:
+        """Names of the parameters that can be read from the folder again."""
+        return frozenset(self.shapes()) - self.adapter_weights if self._files else frozenset()
+
     def public_name(self, exported: str) -> str:
         """The name in the user's model of a tensor or module path in an export of `module`."""
         name = exported.removeprefix(self.weight_prefix)
@@ -274,6 +289,7 @@ class ModelSource:
         overrides: Mapping[str, Any] | None = None,
         *,
         ignore: Sequence[str] = (),
+        weights: str | Path | None = None,
     ) -> "ModelSource":
         """A `transformers` model with the weights of a local Hugging Face folder.
 
@@ -283,6 +299,7 @@ class ModelSource:
             folder: with `config.json` and safetensors, single or sharded.
             overrides: fields of the configuration to replace, such as a dropout.
             ignore: patterns of tensors in the folder that the model need not have a place for.
+            weights: the folder of the safetensors, where that is another.
 
         Raises:
             ConfigError: no such folder, no safetensors in it, or weights of another model.
@@ -291,7 +308,7 @@ class ModelSource:
         folder = Path(folder)
         refuse_unreadable(folder)
         fields = read_config(folder)
-        files = WeightFiles(folder)
+        files = WeightFiles(folder if weights is None else Path(weights))
         made = make_config(fields, overrides or {}, tensors=len(files.tensors))
         task = find_task(made)
         origin = Pretrained(_recorded(made, task), files, ignore)

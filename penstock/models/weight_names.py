@@ -27,6 +27,17 @@ from penstock.models.weight_files import FLOATS, StoredTensor
 from penstock.name_patterns import matches
 
 _SHOWN = 5
+# What `transformers` does to tensors without computing a value.
+_MOVES = {
+    "Chunk",
+    "Concatenate",
+    "Interleave",
+    "MergeModulelist",
+    "PermuteForRope",
+    "Split",
+    "SplitModulelist",
+    "Transpose",
+}
 _LEFT_OUT = re.compile(
     # Buffers that older versions of transformers saved and newer ones compute.
     r"(^|\.)position_ids$|rotary_emb\.inv_freq$|(^|\.)(attn|attention)\.(masked_)?bias$"
@@ -41,6 +52,12 @@ class Direct:
 
     tensor: str
     also: tuple[str, ...] = ()
+    keeps_values = True
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """The tensors of the folder that have its values."""
+        return (self.tensor,)
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +68,16 @@ class Converted:
     first: str
     parts: tuple[tuple[str, str], ...]
     targets: tuple[str, ...]
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """The tensors of the folder that have its values."""
+        return tuple(tensor for _, tensor in self.parts)
+
+    @property
+    def keeps_values(self) -> bool:
+        """Whether its values are only moved, and none is computed."""
+        return all(type(step).__name__ in _MOVES for step in self.converter.operations)
 
     def convert(
         self,

@@ -5,7 +5,8 @@ Each function makes one part and nothing else; the trainer puts them together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -41,27 +42,58 @@ from penstock.kernels.processor import Processor
 from penstock.models import KEPT, ModelSource, WeightFiles, require_clear, verify_kept
 from penstock.planning.memory_budget import MemoryShares
 from penstock.program import Program
+from penstock.store import Base, ReadBase
 
 _FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def model_source(spec: ModelSpec, kept: Path | None = None) -> ModelSource:
+def model_source(
+    spec: ModelSpec, kept: Path | None = None, needs_base: bool = False
+) -> ModelSource:
     """Return the model that a configuration's `model` section describes.
 
     `kept` is where a run that has weights of its own keeps the small files of `model.hf`; the
-    folder itself is then not needed.
+    folder itself is then not needed, unless the run's checkpoints leave frozen weights to it.
     """
     if isinstance(spec, PresetModel):
         return ModelSource.from_preset(spec.preset, spec.overrides)
     if isinstance(spec, HuggingFaceModel):
         if kept is not None and kept.is_dir():
             verify_kept(kept)
+            if needs_base:
+                return _with_base(spec, kept)
             return ModelSource.without_weights(kept, spec.overrides)
         return ModelSource.from_hf(spec.hf, spec.overrides, ignore=spec.ignore)
     if isinstance(spec, HuggingFaceConfigModel):
         return ModelSource.from_hf_config(spec.hf_config)
     assert isinstance(spec, FactoryModel)
     return ModelSource.from_factory(spec.factory, spec.args, loss=spec.loss, task=spec.task)
+
+
+def _with_base(spec: HuggingFaceModel, kept: Path) -> ModelSource:
+    """Return the model of `model.hf` with its weights, and what the run has kept of the rest."""
+    folder = Path(spec.hf)
+    if not folder.is_dir():
+        raise ConfigError(
+            f"model.hf: {folder} is not there, and the checkpoints of this run take their frozen "
+            "weights from it; restore it, or point model.hf at a copy"
+        )
+    return ModelSource.from_hf(kept, spec.overrides, ignore=spec.ignore, weights=folder)
+
+
+def base_reader(config: Config, base: Base) -> ReadBase:
+    """Return what reads the weights that a run's checkpoints leave to the folder it began with.
+
+    **Raises:** `ConfigError` where it is not there, or another.
+    """
+    if config.model is None:
+        raise ConfigError(
+            f"{config.run.dir} trains a model given from Python, with whose weights its "
+            "checkpoints make a whole: use Trainer(config, model=...)"
+        )
+    source = model_source(config.model, config.run.dir / KEPT, needs_base=True)
+    base.require(source.weights_fingerprint(), source.weights_folder)
+    return functools.partial(source.initial_weights, config.run.seed)
 
 
 def folder_fingerprint(config: Config, source: ModelSource) -> str | None:
@@ -88,19 +120,21 @@ def source_of(
     model: nn.Module | ModelSource | None,
     is_resumed: bool,
     notice: Callable[[str], None],
+    needs_base: bool = False,
 ) -> ModelSource:
     """Return the model that a run trains, with its adapters: the one that is given, or configured.
 
-    Where the run `is_resumed` it has weights of its own, and what it needs besides.
+    Where the run `is_resumed` it has weights of its own, and what it needs besides; where its
+    checkpoints leave frozen weights to the folder that it began with, it `needs_base`.
     """
-    source = _base_of(config, model, is_resumed)
+    source = _base_of(config, model, is_resumed, needs_base)
     for note in () if is_resumed else source.notes:
         notice(note)
     return with_adapters(source, config.lora)
 
 
 def _base_of(
-    config: Config, model: nn.Module | ModelSource | None, is_resumed: bool
+    config: Config, model: nn.Module | ModelSource | None, is_resumed: bool, needs_base: bool
 ) -> ModelSource:
     if isinstance(model, ModelSource):
         return model
@@ -113,7 +147,7 @@ def _base_of(
         return ModelSource.from_module(model)
     if config.model is None:
         raise ConfigError("model: expected a preset or a mapping; from Python, Trainer(model=...)")
-    return model_source(config.model, config.run.dir / KEPT if is_resumed else None)
+    return model_source(config.model, config.run.dir / KEPT if is_resumed else None, needs_base)
 
 
 def trained_weights(config: Config, source: ModelSource) -> frozenset[str]:
@@ -134,6 +168,13 @@ def trained_weights(config: Config, source: ModelSource) -> frozenset[str]:
     )
 
 
+def kept_as_bfloat16(config: Config, source: ModelSource) -> frozenset[str]:
+    """Return the weights that a run that begins keeps as bfloat16: frozen, and so they came."""
+    if not source.bfloat16:
+        return frozenset()
+    return source.bfloat16 - trained_weights(config, source)
+
+
 def compile_source(
     source: ModelSource,
     *,
@@ -144,6 +185,7 @@ def compile_source(
     products: Products | None = None,
     train: Sequence[str] = (),
     freeze: Sequence[str] = (),
+    bfloat16: Collection[str] = (),
     goal: Literal["train", "evaluate", "logits"] = "train",
     with_buffers: bool = True,
     slot_bytes: int | None = None,
@@ -154,7 +196,8 @@ def compile_source(
     `evaluate` returns the loss without dropout and, of language models, the most likely label of
     each token; `logits` what comes before the loss. Both are only run forward, with every module
     in eval mode. `products` is who multiplies (None: as a run that starts here would choose).
-    `known` is returned where the model's graph is the one that it was compiled from.
+    `bfloat16` are the weights that the store keeps so. `known` is returned where the model's graph
+    is the one that it was compiled from.
     """
     target = target_of(device)
     inputs = source.example_inputs(micro_batch, length)
@@ -180,6 +223,7 @@ def compile_source(
                 train=tuple(train),
                 freeze=tuple(freeze),
                 adapters=source.adapter_weights,
+                bfloat16=frozenset(bfloat16),
                 slot_bytes=slot_bytes,
                 weight_prefix=source.weight_prefix,
                 training=goal == "train",
@@ -204,7 +248,7 @@ def build_program(
     config: Config, *, micro_batch: int, sequence_length: int | None, precision: str
 ) -> Program:
     """Compile a model to look at: nothing is made that has the size of a weight."""
-    source = with_adapters(_base_of(config, None, is_resumed=False), config.lora)
+    source = with_adapters(_base_of(config, None, False, False), config.lora)
     length = sequence_length or source.max_sequence_length or 1
     return compile_source(
         source,
@@ -213,6 +257,7 @@ def build_program(
         precision="bf16" if precision == "bf16" else "fp32",
         train=config.train,
         freeze=config.freeze,
+        bfloat16=kept_as_bfloat16(config, source),
         with_buffers=False,
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -67,6 +67,7 @@ def plan_execution(
     recorded_slot_bytes: int | None = None,
     devices: Sequence[str] = (),
     notice: Callable[[str], None] = lambda text: None,
+    bfloat16: Collection[str] | None = None,
     *,
     recorded_products: Products | None = None,
     read_machine: ReadMachine = Machine.here,
@@ -75,11 +76,15 @@ def plan_execution(
 
     A resumed run keeps the micro-batch and the cut that it was started with, if they fit, and who
     multiplies. `devices` are those of a group. `notice` is told what the user should read.
+    `bfloat16` are the frozen weights that are kept so; by default, those that came so.
     `read_machine` tells of the machine that the engines are on.
 
     **Raises:** `BudgetError` if the engines that there are cannot do a step; as
     `refuse_implausible`.
     """
+
+    if bfloat16 is None:
+        bfloat16 = builders.kept_as_bfloat16(config, source)
 
     def compile_for(micro_batch: int, slot_bytes: int | None) -> Program:
         return builders.compile_source(
@@ -91,6 +96,7 @@ def plan_execution(
             products=products,
             train=config.train,
             freeze=config.freeze,
+            bfloat16=bfloat16,
             slot_bytes=slot_bytes,
         )
 

@@ -187,8 +187,7 @@ class Budget:
         """
         if not self._is_elsewhere:
             return store
-        _, largest = largest_stage(self._program, _elements)
-        return 2 * 4 * largest + assembly_of(self._config, self._program)
+        return 2 * _largest_moved(self._program) + assembly_of(self._config, self._program)
 
     def engine_bytes(self) -> int:
         """Return the budget of one engine.
@@ -283,8 +282,7 @@ class Budget:
             return peak
         if self._sharing is not None:
             return 0
-        _, largest = largest_stage(self._program, _elements)
-        return 2 * 4 * largest + self._on_the_way
+        return 2 * _largest_moved(self._program) + self._on_the_way
 
     def _returns_bytes(self, plan: EnginePlan) -> int:
         """Return what the devices of a group have of host memory together."""
@@ -310,8 +308,7 @@ class Budget:
         """Filling a store on flash gathers a stage's weights and state, before anything runs."""
         if not self._on_flash:
             return
-        name, elements = largest_stage(self._program, _elements)
-        need = (2 + len(self._roles)) * 4 * elements
+        name, need = largest_stage(self._program, self._loading_bytes)
         if need > self._rest:
             raise BudgetError(
                 f"{self._limit_name}: gathering the weights and the state of {name} takes "
@@ -319,6 +316,11 @@ class Budget:
                 f"libraries and the reserve.\n{self._table(store, engine)}\n"
                 f"Raise memory by {size_above(need - self._rest)}."
             )
+
+    def _loading_bytes(self, weight: WeightSpec) -> int:
+        """Return what a weight, as it comes and as it is kept, and its state take."""
+        state = 4 * len(self._roles) if weight.trainable else 0
+        return weight.elements * (4 + weight.format.width + state)
 
     @property
     def _limit_name(self) -> str:
@@ -391,10 +393,8 @@ def bytes_on_the_way(program: Program, device: str) -> int:
     """
     _, largest = largest_stage(program, lambda weight: weight.stream_bytes)
     buffers = (WINDOW if target_of(device).has_own_memory else WINDOW - 1) * largest
-    gradients = [
-        4 * sum(program.weights[n].elements for n in stage.weights if program.weights[n].trainable)
-        for stage in program.stages
-    ]
+    weights = program.weights
+    gradients = [sum(_gradient_bytes(weights[n]) for n in s.weights) for s in program.stages]
     most = max(sum(gradients[first : first + GRADIENTS]) for first in range(len(gradients)))
     return buffers + 2 * most
 
@@ -403,8 +403,15 @@ def _floor(size: int) -> str:
     return f"{max(1, size >> 20)}MiB"
 
 
-def _elements(weight: WeightSpec) -> int:
-    return weight.elements
+def _largest_moved(program: Program) -> int:
+    """Return the most that moves of a stage one way: what streams, or gradients in float32."""
+    _, streamed = largest_stage(program, lambda weight: weight.stream_bytes)
+    _, returned = largest_stage(program, _gradient_bytes)
+    return max(streamed, returned)
+
+
+def _gradient_bytes(weight: WeightSpec) -> int:
+    return 4 * weight.elements if weight.trainable else 0
 
 
 def _shared_bytes(config: Config, program: Program) -> int:
@@ -428,5 +435,6 @@ def _dram_store_bytes(config: Config, program: Program, roles: Sequence[Role]) -
     gradient = _FLOAT_BYTES[config.gradient_precision]
     trained = [weight.elements for weight in program.weights.values() if weight.trainable]
     state = sum(role.bytes(elements) for elements in trained for role in roles)
-    once = 4 * program.parameters + gradient * sum(trained) + state
+    weights = sum(weight.stored_bytes for weight in program.weights.values())
+    once = weights + gradient * sum(trained) + state
     return config.store.replicas * once + assembly_of(config, program)

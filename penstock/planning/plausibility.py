@@ -8,6 +8,7 @@ buffers.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from penstock.config import Config, size_above
@@ -87,5 +88,8 @@ def _store_bytes(config: Config, source: ModelSource) -> int:
     trains_all = not (config.freeze or config.train or config.lora.rank is not None)
     trained = source.trained_count() if trains_all else 0
     roles = sum(role.bytes(trained) for role in store_factory.optimizer_of(config).roles)
-    once = 4 * source.parameter_count() + _FLOAT_BYTES[config.gradient_precision] * trained + roles
+    weights = 4 * source.parameter_count()
+    if not trains_all:  # frozen ones that came as bfloat16 stay so
+        weights -= 2 * sum(math.prod(source.shapes()[name]) for name in source.bfloat16)
+    once = weights + _FLOAT_BYTES[config.gradient_precision] * trained + roles
     return config.store.replicas * once

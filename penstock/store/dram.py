@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from penstock.errors import StorageError
+from penstock.formats import BFLOAT16, DENSE, SPLIT
 from penstock.store.commit import CommitRule, commit_by, require_next
 from penstock.store.comparing import Compared, Rotation
 from penstock.store.content_hash import hash_read
@@ -30,10 +31,7 @@ from penstock.store.roles import MASTER, Stored, stored_of
 from penstock.store.snapshot import Parts, Snapshot
 from penstock.store.unchanged import UnchangedWeights
 
-_STREAM_DTYPES = {
-    "fp32": (torch.float32,),
-    "bf16": (torch.bfloat16, torch.float32),
-}
+_FORMATS = {"fp32": (DENSE, BFLOAT16), "bf16": (SPLIT, DENSE, BFLOAT16)}
 
 
 class DramStore:
@@ -336,7 +334,7 @@ class DramStore:
     def roles(self, name: str) -> dict[str, Stored]:
         """Return what `read` and `write` know of a weight: its master, then its state."""
         roles = self._optimizer.roles if self._optimizer and name in self._state else ()
-        return stored_of(self.program.weights[name].shape, roles)
+        return stored_of(self.program.weights[name], roles)
 
     def read(self, name: str, role: str, begin: int, end: int) -> np.ndarray:
         """Return values `begin` to `end` of a weight or of its state, flat; maybe a view."""
@@ -451,8 +449,8 @@ class DramStore:
 
 
 def _check_precision(program: Holding, precision: str) -> None:
-    if precision not in _STREAM_DTYPES:
+    if precision not in _FORMATS:
         raise ValueError(f"precision must be 'fp32' or 'bf16', not {precision!r}")
     for name, spec in program.weights.items():
-        if spec.stream_dtype not in _STREAM_DTYPES[precision]:
+        if spec.format not in _FORMATS[precision]:
             raise ValueError(f"{name} streams as {spec.stream_dtype}, the precision is {precision}")

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from penstock.program import WeightSpec
+
 MASTER = "master"
-"""The role of the float32 weight itself."""
+"""The role of the weight itself."""
 
 _TORCH = {"float32": torch.float32, "uint8": torch.uint8}
 
@@ -45,13 +47,16 @@ class Role:
 
 @dataclass(frozen=True)
 class Stored:
-    """Type and shape of one array that a store holds of a weight."""
+    """Type and shape in which a checkpoint holds one array of a weight.
+
+    What a store gives out and takes of the weight itself is float32, whatever the type here.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
 
 
-def stored_of(weight: tuple[int, ...], roles: Iterable[Role]) -> dict[str, Stored]:
-    """Return what a store holds of a weight of this shape: its master, then its state."""
-    state = {role.name: Stored(role.torch, role.shape(weight)) for role in roles}
-    return {MASTER: Stored(torch.float32, weight), **state}
+def stored_of(weight: WeightSpec, roles: Iterable[Role]) -> dict[str, Stored]:
+    """Return what a checkpoint holds of a weight: itself, then its state."""
+    state = {role.name: Stored(role.torch, role.shape(weight.shape)) for role in roles}
+    return {MASTER: Stored(weight.format.saved_dtype, weight.shape), **state}

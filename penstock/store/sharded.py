@@ -244,7 +244,7 @@ class ShardedStore:
     def roles(self, name: str) -> dict[str, Stored]:
         """Return what `read` and `write` know of a weight: its master, then its state."""
         spec = self.program.weights[name]
-        return stored_of(spec.shape, self._roles.values() if spec.trainable else ())
+        return stored_of(spec, self._roles.values() if spec.trainable else ())
 
     def read(self, name: str, role: str, begin: int, end: int) -> np.ndarray:
         """Return values `begin` to `end` of a weight or of its state, flat; maybe a view."""

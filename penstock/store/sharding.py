@@ -63,7 +63,7 @@ class ShardMap:
         loads = _Loads(count)
         for names in by_stage.values():
             loads.begin_stage()
-            widths = {n: holding.weights[n].stream_dtype.itemsize for n in names}
+            widths = {n: holding.weights[n].format.stream.width for n in names}
             sizes = {name: holding.weights[name].elements for name in names}
             for name in names:
                 if sizes[name] // GRANULE >= count:

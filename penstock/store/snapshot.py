@@ -15,13 +15,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 import numpy as np
 
 from penstock.errors import StorageError
+from penstock.formats import DENSE
 from penstock.kernels.memory import allocate
+from penstock.store.codecs import decode
 from penstock.store.holding import Holding
-from penstock.store.masters import join_piece
-from penstock.store.roles import Stored
+from penstock.store.roles import MASTER, Stored
 
 Parts = tuple[np.ndarray, ...]
-"""The memory of a tensor: one array, or the two halves of a split weight."""
+"""The memory of a tensor: one array, or the parts of a weight in its format."""
 
 Tensor = tuple[str, str]
 """A weight's name and a role."""
@@ -88,9 +89,12 @@ class Snapshot:
             self._changed.wait_for(lambda: self._is_closed or name not in self._awaited)
             self._reading = tensor
             memory = self._copies.get(tensor) or self._memory(name, role)
+        is_weight = role == MASTER
+        weight_format = self.program.weights[name].format if is_weight else DENSE
         try:
             for begin in range(0, memory[0].size, piece_elements):
-                yield join_piece(memory, begin, min(begin + piece_elements, memory[0].size))
+                end = min(begin + piece_elements, memory[0].size)
+                yield decode(weight_format, memory, begin, end)
                 if self._is_closed:  # after its use: an update may have overwritten it meanwhile
                     raise StorageError(f"the snapshot of step {self.step} was given up")
         finally:

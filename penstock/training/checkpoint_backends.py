@@ -6,10 +6,13 @@ make the present step survive.
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
+
+import torch
 
 from penstock.config import Config, recorded_flash, trajectory
 from penstock.engine import target_of
@@ -18,6 +21,8 @@ from penstock.models import ModelSource
 from penstock.planning import ExecutionPlan, store_factory
 from penstock.store import (
     BackgroundSave,
+    Base,
+    BaseNotes,
     MemoryStore,
     SavedCheckpoint,
     Store,
@@ -31,6 +36,7 @@ from penstock.store.flash import (
     OtherStoreError,
     discard_untrained,
     holds_store,
+    recorded_bfloat16,
     recorded_extra,
 )
 from penstock.training.resume_state import ResumeState
@@ -44,6 +50,16 @@ class CheckpointBackend(Protocol):
     @property
     def recorded(self) -> ResumeState | None:
         """What the trainer kept with the newest step; None where there is none."""
+        ...
+
+    @property
+    def bfloat16(self) -> frozenset[str] | None:
+        """The frozen weights that the run keeps as bfloat16; None where it has not begun."""
+        ...
+
+    @property
+    def needs_base(self) -> bool:
+        """Whether frozen weights are to be read again from the folder that the run began with."""
         ...
 
     @property
@@ -89,9 +105,13 @@ class FileCheckpoints:
         self._config = config
         self._folder = config.run.dir / "checkpoints"
         self._latest = find_checkpoint(self._folder, "latest")
+        found = read_state(self._latest) if self._latest else None
         self.recorded = (
-            ResumeState.read(read_state(self._latest).extra, self._latest) if self._latest else None
+            ResumeState.read(found.extra, self._latest) if found and self._latest else None
         )
+        self.bfloat16 = found.bfloat16 if found else None
+        self._base = found.base if found else None
+        self.needs_base = self._base is not None
         self._store: Store | None = None
         self._saving: BackgroundSave | None = None
         self._saved: SavedCheckpoint | None = None
@@ -113,12 +133,27 @@ class FileCheckpoints:
         """Return a store in memory."""
         program = layout.program
         self._store = store_factory.make_store(self._config, program, device, notice, apart)
-        if self._latest is not None:
-            load_checkpoint(self._store, self._latest)
-        else:
-            seed = self._config.run.seed
-            self._store.load(model.initial_weights(seed, list(program.weights)))
+        read = functools.partial(model.initial_weights, self._config.run.seed)
+        if self._latest is None:
+            self._begin(self._store, model, read(list(program.weights)))
+            return self._store
+        if self._base is not None:
+            self._base.require(model.weights_fingerprint(), model.weights_folder or model.name)
+        load_checkpoint(self._store, self._latest, base=read)
         return self._store
+
+    def _begin(
+        self, store: Store, model: ModelSource, weights: Iterable[tuple[str, torch.Tensor]]
+    ) -> None:
+        """Load initial weights; note those that no checkpoint need hold."""
+        fingerprint, specs = model.weights_fingerprint(), store.program.weights
+        based = {n: w for n, w in specs.items() if n in model.folder_weights and not w.trainable}
+        if fingerprint is None or not based:
+            store.load(weights)
+            return
+        notes = BaseNotes(fingerprint, based)
+        store.load(notes.passing(weights))
+        self._base = notes.base
 
     def begin_save(self, extra: Mapping[str, Any], best: bool) -> None:
         """Begin to write a checkpoint; there is one at a time.
@@ -130,7 +165,12 @@ class FileCheckpoints:
         section = self._config.checkpoint
         if not isinstance(self._store, MemoryStore):
             self._saved = save_checkpoint(
-                self._store, self._folder, dict(extra), best=best, keep_last=section.keep_last
+                self._store,
+                self._folder,
+                dict(extra),
+                best=best,
+                keep_last=section.keep_last,
+                base=self._base,
             )
             return
         self._saving = BackgroundSave(
@@ -139,6 +179,7 @@ class FileCheckpoints:
             dict(extra),
             best=best,
             keep_last=section.keep_last,
+            base=self._base,
         )
 
     def poll(self) -> SavedCheckpoint | None:
@@ -179,6 +220,9 @@ class FlashCheckpoints:
             if self._found and "trajectory" in self._found
             else None
         )
+        self.bfloat16 = None if self.recorded is None else recorded_bfloat16(folder)
+        self.needs_base = False  # it holds all weights itself
+        self._model: ModelSource | None = None
         self._store: DurableStore | None = None
         self._saved: SavedCheckpoint | None = None
 
@@ -200,6 +244,7 @@ class FlashCheckpoints:
         Weights that lie there and were never trained are taken only if this run would begin with
         the same; else they are loaded anew.
         """
+        self._model = model
         if self.recorded is not None:
             self._store = self._made(layout, apart)
         else:
@@ -261,7 +306,20 @@ class FlashCheckpoints:
         self._store.make_durable()
         if best:
             folder = self._config.run.dir / "checkpoints"
-            self._saved = save_checkpoint(self._store, folder, dict(extra), best=True, keep_last=1)
+            self._saved = save_checkpoint(
+                self._store, folder, dict(extra), best=True, keep_last=1, base=self._base
+            )
+
+    @functools.cached_property
+    def _base(self) -> Base | None:
+        """What the best checkpoint leaves out, though the store has it."""
+        store, model = self._store, self._model
+        assert store is not None
+        assert model is not None
+        known = self.recorded.weights if self.recorded else model.weights_fingerprint()
+        specs = store.program.weights
+        frozen = [n for n, w in specs.items() if not w.trainable and n not in model.adapter_weights]
+        return Base.held_by(store, known, frozen) if known is not None and frozen else None
 
     def poll(self) -> SavedCheckpoint | None:
         """Return the best that was written."""

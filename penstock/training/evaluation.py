@@ -156,6 +156,7 @@ class Evaluator:
                 precision=self._config.precision,
                 device=self._device,
                 products=self._layout.products,
+                bfloat16=self._layout.program.bfloat16,
                 goal="evaluate",
                 slot_bytes=self._layout.slot_bytes,
                 known=self._layout.program,

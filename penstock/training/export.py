@@ -26,6 +26,7 @@ from penstock.store import (
     WeightReader,
     export_huggingface,
     find_checkpoint,
+    read_state,
 )
 from penstock.store.flash import open_reader
 
@@ -47,7 +48,7 @@ def export_run(
             f"{config.run.dir} trains a module given from Python; export it there: "
             "Trainer(config, model=...).export(FOLDER)"
         )
-    with _newest(config) as weights:
+    with _newest(config, only_trained=only_adapters) as weights:
         base = builders.model_source(config.model, config.run.dir / KEPT)
         source = builders.with_adapters(base, config.lora)
         if only_adapters:
@@ -58,7 +59,8 @@ def export_run(
 
 
 @contextmanager
-def _newest(config: Config) -> Iterator[WeightReader]:
+def _newest(config: Config, only_trained: bool) -> Iterator[WeightReader]:
+    """Open the newest state; with `only_trained`, frozen weights may be out of reach."""
     run, flash = config.run.dir, config.store.flash.path
     if flash is not None:
         with open_reader(flash) as reader:
@@ -71,7 +73,9 @@ def _newest(config: Config) -> Iterator[WeightReader]:
         raise ConfigError(
             f"{run} holds no checkpoint: nothing was trained there yet; run `penstock train` first"
         )
-    yield SavedWeights(latest)
+    base = read_state(latest).base
+    needed = base is not None and not only_trained
+    yield SavedWeights(latest, builders.base_reader(config, base) if base and needed else None)
 
 
 def export(

@@ -47,6 +47,7 @@ def make_writer(
             precision=config.precision,
             device=device,
             products=layout.products,
+            bfloat16=layout.program.bfloat16,
             goal="logits",
         )
         target = target_of(device)

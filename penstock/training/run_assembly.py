@@ -28,8 +28,8 @@ from penstock.step import (
 )
 from penstock.store import ShardedStore, Store
 from penstock.telemetry import ClusterEvent
+from penstock.training.checkpoint_backends import CheckpointBackend
 from penstock.training.data_loading import TrainingData, open_data, sequence_length
-from penstock.training.resume_state import ResumeState
 from penstock.training.run_start import rows_per_step
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def set_up(
     model: nn.Module | ModelSource | None,
     source: Source | None,
     held_out: Source | None,
-    recorded: ResumeState | None,
+    checkpoints: CheckpointBackend,
     notice: Callable[[str], None],
 ) -> RunSetup:
     """Return the setup of a run.
@@ -72,13 +72,15 @@ def set_up(
         model: in place of `config.model`.
         source: batches in place of `config.data`.
         held_out: the same, for evaluations.
-        recorded: of the run that is resumed.
+        checkpoints: of the run, which may be resumed.
         notice: is told what a user should know.
 
     Raises:
         ConfigError, DataError, CompileError, BudgetError: as `Trainer` says.
     """
-    found = builders.source_of(config, model, recorded is not None, notice)
+    recorded = checkpoints.recorded
+    is_resumed, needs_base = recorded is not None, checkpoints.needs_base
+    found = builders.source_of(config, model, is_resumed, notice, needs_base)
     devices = choose_devices(config.engine)
     target = target_of(devices[0]) if devices else choose_target(config.engine.device)
     if source is None:
@@ -94,6 +96,7 @@ def set_up(
         recorded.slot_bytes if recorded else None,
         devices,
         notice,
+        checkpoints.bfloat16,
         recorded_products=recorded.products if recorded else None,
     )
     return RunSetup(found, data, devices, target.name, plan)

@@ -108,13 +108,12 @@ class Trainer:
             )
         self._recorded = recorded
         self._brought = model is not None
-        self._setup = set_up(self.config, model, source, held_out, recorded, self._notice)
+        self._setup = set_up(self.config, model, source, held_out, self._checkpoints, self._notice)
         self.model, self.device = self._setup.model, self._setup.device
         self._data, self._layout = self._setup.data, self._setup.plan
         self.program: Program = self._layout.program
-        self._initial_weights = recorded.weights if recorded else None
-        if self._initial_weights is None:
-            self._initial_weights = self.model.weights_fingerprint()
+        known = recorded.weights if recorded else None
+        self._initial_weights = self.model.weights_fingerprint() if known is None else known
         self._initial_values = recorded.values if recorded else self.model.values_fingerprint()
         self._ignore_initial_values = ignore_initial_values
         self._architecture = own_architecture(self.config, self.model, self._layout, self._brought)

@@ -174,13 +174,36 @@ def test_a_file_that_is_none(folder, record):
     refuse_all(folder, r"state\.json: file 'stage-00000\.safetensors' is described by")
 
 
+@pytest.mark.parametrize(
+    "base",
+    [
+        5,
+        {},
+        {"fingerprint": 5, "weights": {}},
+        {"fingerprint": "f", "weights": []},
+        {"fingerprint": "f", "weights": {"b": []}},
+        {"fingerprint": "f", "weights": {"b": ["F128", [3], "0"]}},
+        {"fingerprint": "f", "weights": {"b": ["F32", [-3], "0"]}},
+        {"fingerprint": "f", "weights": {"b": ["F32", [True], "0"]}},
+        {"fingerprint": "f", "weights": {"b": ["F32", [10**4000], "0"]}},
+        {"fingerprint": "f", "weights": {"b": ["F32", 3, "0"]}},
+        {"fingerprint": "f", "weights": {"b": ["F32", [3], 0]}},
+        {"fingerprint": "f", "weights": {"a": ["F32", [3], "0"]}},
+    ],
+    ids=lambda base: str(base)[:60],
+)
+def test_a_base_that_is_none(folder, base):
+    resealed(folder / "state.json", lambda c: c.update(base=base))
+    refuse_all(folder, r"state\.json: (its base|weight '[ab]' (of its base )?is )")
+
+
 @pytest.mark.parametrize("step", [-1, 2**63, 10**4000, True, "2", 2.0, None])
 def test_a_step_that_is_none(folder, step):
     resealed(folder / "state.json", lambda c: c.update(step=step))
     refuse_all(folder, r"state\.json: it does not describe a checkpoint")
 
 
-@pytest.mark.parametrize("version", [2, 2**63, 10**4000])
+@pytest.mark.parametrize("version", [3, 2**63, 10**4000])
 def test_a_format_that_is_yet_to_be_invented(folder, version):
     resealed(folder / "state.json", lambda c: c.update(version=version))
     refuse_all(folder, "by a newer penstock; .*update penstock", ConfigError)

@@ -249,6 +249,8 @@ def test_repair_lists_no_step_whose_place_is_used_again(folder):
 
 # What the first record says
 
+UNIT = {"stage": 0, "weights": {"w": [5]}, "trainable": False, "tied": False, "roles": []}
+
 
 @pytest.mark.parametrize(
     "changes",
@@ -268,6 +270,9 @@ def test_repair_lists_no_step_whose_place_is_used_again(folder):
         {"units": [{"weights": {"w": [2.0]}}]},
         {"units": [{"weights": {"w": 5}}]},
         {"units": [{"weights": {"\ud800": [5]}}]},
+        {"units": [{**UNIT, "format": "int4"}]},
+        {"units": [{**UNIT, "format": ["bfloat16"]}]},
+        {"units": [{**UNIT, "format": None}]},
     ],
     ids=lambda changes: ascii(changes)[:40],
 )
@@ -314,10 +319,10 @@ def test_a_sparse_file_that_makes_room_for_a_trillion_blocks(folder):
         verified(folder)
 
 
-@pytest.mark.parametrize("version", [1, 3, 2**63, "2", None, 2.5])
+@pytest.mark.parametrize("version", [1, 4, 2**63, "2", None, 2.5])
 def test_a_format_that_is_yet_to_be_invented(folder, version):
     rewritten(folder / "journal", lambda r: [with_content(r[0], version=version), *r[1:]])
-    refuse_all(folder, ConfigError, "its format has version .*, this Penstock reads 2")
+    refuse_all(folder, ConfigError, "its format has version .*, this Penstock reads 2 to 3")
 
 
 def test_a_journal_of_something_else(folder):

@@ -198,7 +198,7 @@ class Checkpoints(Scenario):
         assert (0 if found is None else verify_checkpoint(found).step) >= max(promised, default=0)
         for path in folder.glob("step-*"):  # under its own name a folder is whole, listed or not
             state = verify_checkpoint(path)
-            assert checkpoint_hash(path, state) == hashes()[state.step]
+            assert checkpoint_hash(path) == hashes()[state.step]
 
 
 class LeftCheckpoint(Checkpoints):

@@ -19,7 +19,7 @@ LAYERS = (
     {"0.weight": (100, 90), "0.bias": (90,)},
     {"norm": (16,), "embed": (300, 50)},
 )
-PROGRAM = make_program(LAYERS, frozen=("frozen",), stream_dtype=torch.bfloat16)
+PROGRAM = make_program(LAYERS, frozen=("frozen",), stream_dtype=torch.bfloat16, narrow=("frozen",))
 STEPS, SEED = 4, 7
 KILLER = Path(__file__).with_name("shard_killer.py")
 

@@ -332,14 +332,14 @@ def test_formats_of_the_future_are_refused_politely(tmp_path):
 
     store = trained()
     folder = save_checkpoint(store, tmp_path, {}).folder
-    for path in (folder / "state.json", tmp_path / "index.json"):
+    for path, known in ((folder / "state.json", 2), (tmp_path / "index.json", 1)):
         content = sealed_json.unseal(path)
-        path.write_bytes(sealed_json.seal(content | {"version": 2}))
+        path.write_bytes(sealed_json.seal(content | {"version": 3}))
         with pytest.raises(ConfigError) as caught:
             load_checkpoint(store, find_checkpoint(tmp_path, "latest"))
         assert str(caught.value) == (
-            f"{path}: written in format 2 by a newer penstock; this one reads formats up to 1; "
-            "update penstock to use it"
+            f"{path}: written in format 3 by a newer penstock; this one reads formats up to "
+            f"{known}; update penstock to use it"
         )
         path.write_bytes(sealed_json.seal(content))
 

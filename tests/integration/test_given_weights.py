@@ -74,8 +74,8 @@ def test_the_masters_of_weights_of_half_precision_have_exactly_their_values(tmp_
         assert torch.equal(trainer.store.master(name), parameter.detach().float()), name
     assert module.first.weight.dtype == torch.bfloat16  # the module itself stays as it was
     assert said == [
-        "5 of the 7 weights given are bfloat16 and float16: the store's float32 masters begin "
-        "with exactly their values"
+        "5 of the 7 weights given are bfloat16 and float16: the store begins with exactly their "
+        "values, those that train as float32 masters"
     ]
 
 

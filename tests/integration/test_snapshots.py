@@ -13,7 +13,7 @@ import yaml
 from penstock import Trainer
 from penstock.errors import StorageError
 from penstock.io import durable
-from penstock.store import checkpoint_hash, find_checkpoint, read_state
+from penstock.store import checkpoint_hash, find_checkpoint
 from penstock.telemetry.events import Saved, StepDone
 
 ROOT = Path(__file__).parents[2]
@@ -65,7 +65,7 @@ def test_when_a_checkpoint_is_written_changes_no_bit(undisturbed, when, buffer):
     assert record.saved == list(range(1, STEPS + 1))
     assert trainer.store.content_hash() == content
     latest = find_checkpoint(folder / "checkpoints", "latest")
-    assert checkpoint_hash(latest, read_state(latest)) == content
+    assert checkpoint_hash(latest) == content
 
 
 def test_a_full_disk_ends_the_run_at_the_next_step_and_spoils_nothing(undisturbed, monkeypatch):

@@ -20,11 +20,7 @@ from penstock.errors import ProtocolError
 from penstock.program import WeightSpec
 from penstock.store import MASTER, FlashTraffic, GradientReport, Holding, Stored, Traffic
 
-_TYPES = {"float32": torch.float32, "uint8": torch.uint8}
-_ON_THE_WIRE: Mapping[torch.dtype, np.dtype[Any]] = {
-    torch.bfloat16: np.dtype(np.uint16),
-    torch.float32: np.dtype(np.float32),
-}
+_TYPES = {"float32": torch.float32, "uint8": torch.uint8, "bfloat16": torch.bfloat16}
 _HASH_DIGITS = 32
 
 T = TypeVar("T")
@@ -123,12 +119,9 @@ def weights_of(answer: Response, specs: Sequence[WeightSpec]) -> list[torch.Tens
     """Return the weights that were asked for, in memory of their own."""
     tensors = []
     for number, spec in enumerate(specs):
-        array = answer.array(str(number), _ON_THE_WIRE[spec.stream_dtype], spec.elements)
-        if spec.stream_dtype is torch.bfloat16:
-            tensor = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-        else:
-            tensor = torch.from_numpy(array)
-        tensors.append(tensor.view(spec.shape))
+        kind = np.dtype(spec.format.stream.dtype)
+        array = answer.array(str(number), kind, spec.elements)
+        tensors.append(torch.from_numpy(array).view(spec.stream_dtype).view(spec.shape))
     return tensors
 
 
@@ -174,7 +167,10 @@ def roles(answer: Response, spec: WeightSpec) -> dict[str, Stored]:
     said = answer.get("roles", _mapping_to(_is_stored))
     found = {role: Stored(_TYPES[kind], tuple(shape)) for role, (kind, shape) in said.items()}
     most = max((math.prod(stored.shape) for stored in found.values()), default=0)
-    if found.get(MASTER) != Stored(torch.float32, tuple(spec.shape)) or most > spec.elements:
+    if (
+        found.get(MASTER) != Stored(spec.format.saved_dtype, tuple(spec.shape))
+        or most > spec.elements
+    ):
         raise answer.refuse(f"says {str(said)[:80]!r} for the roles of {spec.name}")
     return found
 

@@ -100,6 +100,7 @@ def _compile(told: Mapping[str, Any], device: str, products: Products) -> _Compi
         products=products,
         train=config.train,
         freeze=config.freeze,
+        bfloat16=told["bfloat16"],
         slot_bytes=told["slot_bytes"],
     )
     recompute = frozenset(told["recompute"])

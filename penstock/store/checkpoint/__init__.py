@@ -1,22 +1,26 @@
 """Checkpoints of a store: saved so that no crash can spoil them, checked before they are used."""
 
 from penstock.store.checkpoint.background import BackgroundSave
+from penstock.store.checkpoint.base import Base, BaseNotes, ReadBase
 from penstock.store.checkpoint.index import find_checkpoint
 from penstock.store.checkpoint.load import (
     checkpoint_folders,
-    checkpoint_hash,
     load_checkpoint,
     verify_checkpoint,
 )
-from penstock.store.checkpoint.reader import SavedWeights
-from penstock.store.checkpoint.save import SavedCheckpoint, save_checkpoint
+from penstock.store.checkpoint.reader import SavedWeights, checkpoint_hash
+from penstock.store.checkpoint.save import SavedCheckpoint, checkpoint_bytes, save_checkpoint
 from penstock.store.checkpoint.state import CheckpointState, read_state
 
 __all__ = [
     "BackgroundSave",
+    "Base",
+    "BaseNotes",
     "CheckpointState",
+    "ReadBase",
     "SavedCheckpoint",
     "SavedWeights",
+    "checkpoint_bytes",
     "checkpoint_folders",
     "checkpoint_hash",
     "find_checkpoint",

@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from penstock.store.checkpoint.base import Base
 from penstock.store.checkpoint.save import SavedCheckpoint, write_checkpoint
 from penstock.store.interface import OpenSnapshot
 
@@ -15,7 +16,7 @@ class BackgroundSave:
 
     Args:
         snapshot: what is saved; closed when that is done, or has failed.
-        checkpoints, extra, best, keep_last: as for `save_checkpoint`.
+        checkpoints, extra, best, keep_last, base: as for `save_checkpoint`.
     """
 
     def __init__(
@@ -26,10 +27,11 @@ class BackgroundSave:
         *,
         best: bool = False,
         keep_last: int = 2,
+        base: Base | None = None,
     ) -> None:
         self.step = snapshot.step
         self._snapshot = snapshot
-        self._order = (checkpoints, extra, best, keep_last)
+        self._order = (checkpoints, extra, best, keep_last, base)
         self._saved: SavedCheckpoint | None = None
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._write, name="penstock saver", daemon=True)
@@ -61,10 +63,10 @@ class BackgroundSave:
         import numba
 
         numba.set_num_threads(1)  # the others compute; a thread of one's own is a pool of its own
-        checkpoints, extra, best, keep_last = self._order
+        checkpoints, extra, best, keep_last, base = self._order
         try:
             self._saved = write_checkpoint(
-                self._snapshot, checkpoints, extra, best=best, keep_last=keep_last
+                self._snapshot, checkpoints, extra, best=best, keep_last=keep_last, base=base
             )
         except BaseException as error:  # raised to whoever waits
             self._error = error

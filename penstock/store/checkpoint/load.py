@@ -12,27 +12,31 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import xxhash
-from safetensors import safe_open
 
 from penstock.errors import ConfigError, CorruptionError, StorageError
 from penstock.io import Extent, NotPlainError, header_length, open_plain, parse_header
 from penstock.store import tensor_file
+from penstock.store.checkpoint.base import ReadBase
 from penstock.store.checkpoint.index import read_index
 from penstock.store.checkpoint.state import (
     CheckpointState,
     read_state,
     tensor_name,
 )
-from penstock.store.content_hash import hash_weights
+from penstock.store.codecs import values_of_saved
 from penstock.store.files import CHUNK_BYTES, FileRecord
 from penstock.store.interface import Store
 from penstock.store.roles import MASTER
+
+_WEIGHT, _WEIGHT_TYPES = "F32", ("F32", "BF16")
 
 Piece = tuple[str, int, np.ndarray]
 """Name of a tensor, number of the first element, some elements (valid until the next piece)."""
 
 
-def load_checkpoint(store: Store, folder: Path, verify: bool = True) -> dict[str, Any]:
+def load_checkpoint(
+    store: Store, folder: Path, verify: bool = True, base: ReadBase | None = None
+) -> dict[str, Any]:
     """Put a store into exactly the state in which it was saved.
 
     Args:
@@ -40,13 +44,15 @@ def load_checkpoint(store: Store, folder: Path, verify: bool = True) -> dict[str
             into stages in any way and of any precision.
         folder: the checkpoint, such as `checkpoints/step-00000100`.
         verify: check the checksums; headers and sizes are checked in any case.
+        base: reads the weights that the checkpoint does not hold, if there are any.
 
     Returns:
         What was given to `save_checkpoint` as `extra`.
 
     Raises:
         ConfigError: there is no checkpoint, it is of another model or optimizer, or a newer
-            penstock wrote it. The store is as it was.
+            penstock wrote it. The store is as it was. Or the base is not that of the checkpoint;
+            the store is of no use then.
         CorruptionError: some bytes are not those that were written. The store is of no use until
             another checkpoint is loaded.
         StorageError: the operating system could not read it.
@@ -58,10 +64,13 @@ def load_checkpoint(store: Store, folder: Path, verify: bool = True) -> dict[str
         for role in store.roles(name)
     }
     _require_same_model(store, folder, state)
+    frozen = state.base.read(state.base.reader(base)) if state.base is not None else ()
     store.begin_restore()
     for tensor, begin, values in _pieces(folder, state, verify):
         name, role = sources[tensor]
-        store.write(name, role, begin, values)
+        store.write(name, role, begin, values_of_saved(values) if role == MASTER else values)
+    for name, values in frozen:
+        store.write(name, MASTER, 0, values)
     store.finish_restore(state.step)
     return state.extra
 
@@ -82,32 +91,24 @@ def checkpoint_folders(checkpoints: Path) -> list[Path]:
     return [checkpoints / name for name in read_index(checkpoints).folders]
 
 
-def checkpoint_hash(folder: Path, state: CheckpointState) -> str:
-    """Return the hash that `DramStore.content_hash` gives after loading this checkpoint.
-
-    One tensor is read at a time, so that a model larger than memory can be hashed.
-    """
-
-    def values(name: str) -> Iterator[memoryview]:
-        tensor = tensor_name(MASTER, name)
-        with safe_open(folder / state.tensors[tensor].file, framework="numpy") as file:
-            yield file.get_tensor(tensor).data
-
-    return hash_weights((n, shape, values(n)) for n, shape in sorted(state.weights.items()))
-
-
 def _require_same_model(store: Store, folder: Path, state: CheckpointState) -> None:
+    # A weight may be held in any type that has its values: whether it can be kept is seen then.
     wanted = {
-        tensor_name(role, name): (tensor_file.DTYPES[stored.dtype], stored.shape)
+        tensor_name(role, name): (
+            _WEIGHT if role == MASTER else tensor_file.DTYPES[stored.dtype],
+            stored.shape,
+        )
         for name in store.program.weights
         for role, stored in store.roles(name).items()
     }
+    masters = tensor_name(MASTER, "")
     found = {
-        name: (place.extent.dtype, place.extent.shape) for name, place in state.tensors.items()
+        name: (_type_of(name, place.extent.dtype), place.extent.shape)
+        for name, place in state.tensors.items()
     }
+    found |= {masters + name: (_WEIGHT, shape) for name, shape in state.base_weights.items()}
     if wanted == found:
         return
-    masters = tensor_name(MASTER, "")
     same_weights = {n: w for n, w in wanted.items() if n.startswith(masters)} == {
         n: f for n, f in found.items() if n.startswith(masters)
     }
@@ -128,6 +129,11 @@ def _require_same_model(store: Store, folder: Path, state: CheckpointState) -> N
         else "use the configuration that wrote it"
     )
     raise ConfigError(f"{folder}: a checkpoint {what}: {shown}{rest}; {advice}")
+
+
+def _type_of(tensor: str, dtype: str) -> str:
+    is_weight = tensor.startswith(tensor_name(MASTER, "")) and dtype in _WEIGHT_TYPES
+    return _WEIGHT if is_weight else dtype
 
 
 def _spelled(dtype: str, shape: tuple[int, ...]) -> str:

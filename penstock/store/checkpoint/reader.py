@@ -9,6 +9,7 @@ import numpy as np
 from penstock.errors import CorruptionError
 from penstock.io import ITEM_BYTES, open_plain
 from penstock.store import tensor_file
+from penstock.store.checkpoint.base import ReadBase
 from penstock.store.checkpoint.load import (
     holds_header,
     read_into,
@@ -16,24 +17,30 @@ from penstock.store.checkpoint.load import (
     unreadable,
 )
 from penstock.store.checkpoint.state import read_state, tensor_name
+from penstock.store.codecs import values_of_saved
+from penstock.store.content_hash import hash_read
 from penstock.store.files import CHUNK_BYTES
+from penstock.store.roles import MASTER
 
 
 class SavedWeights:
     """Reads a checkpoint; no byte is given out whose checksum was not compared.
 
-    One chunk and the piece that was asked for are in memory.
+    One chunk and the piece that was asked for are in memory, and the last weight of the base.
 
     Args:
         folder: the checkpoint, such as `checkpoints/step-00000100`.
+        base: reads the weights that the checkpoint does not hold, if there are any.
 
     Raises:
         ConfigError: there is no checkpoint, or a newer penstock wrote it.
         CorruptionError: its description is damaged.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, base: ReadBase | None = None) -> None:
         self._folder = folder
+        self._read_base = base
+        self._base_weight: tuple[str, np.ndarray] | None = None
         self._state = read_state(folder)
         self._tensors = {
             name: sorted(
@@ -48,18 +55,21 @@ class SavedWeights:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every weight, by name."""
-        return self._state.weights
+        return {**self._state.weights, **self._state.base_weights}
 
     def flush(self) -> None:
         """What is saved awaits nothing."""
 
     def read(self, name: str, role: str, begin: int, end: int) -> np.ndarray:
-        """Return elements `begin` to `end` of a weight or of its state, flat.
+        """Return elements `begin` to `end` of a weight, float32, or of its state, flat.
 
         Raises:
             CorruptionError: bytes are not those that were written.
+            ConfigError: a weight of the base is not there, or is another.
             StorageError: the operating system could not read them.
         """
+        if role == MASTER and name in self._state.base_weights:
+            return self._of_base(name)[begin:end]
         place = self._state.tensors[tensor_name(role, name)]
         self._require_header(place.file)
         extent = place.extent
@@ -72,7 +82,15 @@ class SavedWeights:
             found[here.start - first : here.stop - first] = data[
                 here.start - origin : here.stop - origin
             ]
-        return tensor_file.elements(memoryview(found), extent.dtype)
+        values = tensor_file.elements(memoryview(found), extent.dtype)
+        return values_of_saved(values) if role == MASTER else values
+
+    def _of_base(self, name: str) -> np.ndarray:
+        assert self._state.base is not None
+        if self._base_weight is None or self._base_weight[0] != name:
+            self._base_weight = None  # before the next takes its memory
+            (self._base_weight,) = self._state.base.read(self._read_base, [name])
+        return self._base_weight[1]
 
     def _require_header(self, file: str) -> None:
         if file in self._known:
@@ -104,3 +122,13 @@ class SavedWeights:
         require_checksum(path, record, number, data, self._tensors[file])
         self._chunk = (file, number, data)
         return data
+
+
+def checkpoint_hash(folder: Path, base: ReadBase | None = None) -> str:
+    """Return the hash that `DramStore.content_hash` gives after loading this checkpoint.
+
+    A piece of a tensor is read at a time, so that a model larger than memory can be hashed. Errors
+    are those of `SavedWeights`.
+    """
+    saved = SavedWeights(folder, base)
+    return hash_read(saved.shapes, lambda name, begin, end: saved.read(name, MASTER, begin, end))

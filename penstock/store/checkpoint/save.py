@@ -9,7 +9,7 @@
 import contextlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import numpy as np
 from penstock.errors import NonFiniteError
 from penstock.io import durable, failpoints
 from penstock.store import tensor_file
+from penstock.store.checkpoint.base import Base
 from penstock.store.checkpoint.index import (
     fresh_name,
     read_index,
@@ -32,6 +33,7 @@ from penstock.store.checkpoint.state import (
     state_bytes,
     tensor_name,
 )
+from penstock.store.codecs import saved_values
 from penstock.store.files import (
     ChecksummedFile,
     FileRecord,
@@ -40,9 +42,9 @@ from penstock.store.files import (
     require_space,
     storage_errors,
 )
-from penstock.store.holding import homes
+from penstock.store.holding import Holding, homes
 from penstock.store.interface import SavedState, Store
-from penstock.store.roles import MASTER
+from penstock.store.roles import MASTER, Stored
 
 MAX_FILE_BYTES = 4 << 30
 """A stage's tensors go on in another file here; a file exceeds it only for a single tensor."""
@@ -89,6 +91,7 @@ def save_checkpoint(
     *,
     best: bool = False,
     keep_last: int = 2,
+    base: Base | None = None,
 ) -> SavedCheckpoint:
     """Save all weights and optimizer state of a store, with all pending updates made.
 
@@ -100,6 +103,7 @@ def save_checkpoint(
         extra: what `load_checkpoint` is to return: a table that JSON can hold.
         best: mark this checkpoint as the best, so that it is kept until a better one comes.
         keep_last: how many of the latest are kept, 1 or more; the best is kept besides.
+        base: what can be read elsewhere again, and is left out.
 
     Raises:
         StorageError: the disk is full, read-only or failing; the previous checkpoint is untouched
@@ -108,17 +112,38 @@ def save_checkpoint(
         NonFiniteError: a weight is NaN or infinite; the previous checkpoint stays in force.
     """
     store.flush()
-    return write_checkpoint(_AtRest(store), checkpoints, extra, best=best, keep_last=keep_last)
+    at_rest = _AtRest(store)
+    return write_checkpoint(at_rest, checkpoints, extra, best=best, keep_last=keep_last, base=base)
+
+
+def checkpoint_bytes(
+    program: Holding, roles: Callable[[str], Mapping[str, Stored]], base: Collection[str] = ()
+) -> int:
+    """Return the bytes of a checkpoint's tensor files, without making one.
+
+    Args:
+        program: names the weights.
+        roles: gives what there is of a weight, as `Store.roles`.
+        base: the weights that are left out.
+    """
+    plan = _plan(program, roles, base)
+    return sum(tensor_file.file_bytes(list(entries)) for entries in plan.values())
 
 
 def write_checkpoint(
-    saved: SavedState, checkpoints: Path, extra: dict[str, Any], *, best: bool, keep_last: int
+    saved: SavedState,
+    checkpoints: Path,
+    extra: dict[str, Any],
+    *,
+    best: bool,
+    keep_last: int,
+    base: Base | None = None,
 ) -> SavedCheckpoint:
     """Write a state as a checkpoint and put it in force; as `save_checkpoint`."""
     if keep_last < 1:
         raise ValueError(f"keep_last must be 1 or more, not {keep_last}")
     started = time.perf_counter()
-    plan = _plan(saved)
+    plan = _plan(saved.program, saved.roles, base.weights if base is not None else ())
     needed_bytes = sum(tensor_file.file_bytes(list(entries)) for entries in plan.values())
     with storage_errors(checkpoints, needed_bytes):
         durable.make_folder(checkpoints)
@@ -136,7 +161,7 @@ def write_checkpoint(
                 remove_folder(folder)
             with durable.new_folder(folder, "checkpoint") as temporary:
                 failpoints.point("checkpoint.begin")
-                state = _write_files(saved, temporary, plan, extra, best)
+                state = _write_files(saved, temporary, plan, extra, best, base)
             write_index(checkpoints, after)
         except BaseException:
             _withdraw(folder)
@@ -145,11 +170,16 @@ def write_checkpoint(
     return SavedCheckpoint(folder, saved.step, state.bytes, time.perf_counter() - started)
 
 
-def _plan(saved: SavedState) -> dict[str, dict[tensor_file.Entry, _Source]]:
-    """Return which tensors go into which file: one per stage, more where it would be too large."""
+def _plan(
+    program: Holding, roles: Callable[[str], Mapping[str, Stored]], base: Collection[str]
+) -> dict[str, dict[tensor_file.Entry, _Source]]:
+    """Return which tensors go into which file: one per stage, more where it would be too large.
+
+    Weights of the `base` are left out.
+    """
     by_stage: dict[int, list[tuple[tensor_file.Entry, _Source]]] = {}
-    for name, home in homes(saved.program).items():
-        for role, stored in saved.roles(name).items():
+    for name, home in homes(program).items():
+        for role, stored in roles(name).items() if name not in base else ():
             entry = tensor_file.Entry(tensor_name(role, name), stored.dtype, stored.shape)
             by_stage.setdefault(home, []).append((entry, _Source(name, role)))
     for tensors in by_stage.values():
@@ -177,6 +207,7 @@ def _write_files(
     plan: dict[str, dict[tensor_file.Entry, _Source]],
     extra: dict[str, Any],
     best: bool,
+    base: Base | None,
 ) -> CheckpointState:
     files: dict[str, FileRecord] = {}
     tensors: dict[str, Place] = {}
@@ -190,7 +221,7 @@ def _write_files(
         for name, extent in tensor_file.extents(entries).items():
             tensors[name] = Place(file_name, extent)
         failpoints.point("checkpoint.after_file")
-    state = CheckpointState(saved.step, files, tensors, extra, best)
+    state = CheckpointState(saved.step, files, tensors, extra, best, base)
     file = ChecksummedFile(temporary / STATE_NAME)
     try:
         file.write(state_bytes(state))
@@ -210,6 +241,9 @@ def _pieces(saved: SavedState, entry: tensor_file.Entry, source: _Source) -> Ite
                 "the checkpoints before it stand. Start a run with a lower "
                 "optimizer.learning_rate in another run.dir"
             )
+        if source.role == MASTER:
+            weight_format = saved.program.weights[source.weight].format
+            piece = saved_values(weight_format, source.weight, piece)
         yield piece
 
 

@@ -1,7 +1,8 @@
 """`state.json`: what a checkpoint is, where each tensor lies in it, and the checksums of its files.
 
-Tensors are named `role/weight`: `master/wte.weight` is the float32 weight, `exp_avg/wte.weight` a
-moment of the optimizer.
+Tensors are named `role/weight`: `master/wte.weight` is the weight, `exp_avg/wte.weight` a moment of
+the optimizer. A weight is float32, or bfloat16 where it is frozen and that is what its values are.
+Frozen weights of the folder that the run began with are not held: `base` says which those are.
 """
 
 from dataclasses import dataclass
@@ -11,12 +12,14 @@ from typing import Any
 from penstock.errors import ConfigError, CorruptionError
 from penstock.io import Extent, is_sound
 from penstock.store import sealed_json, tensor_file
+from penstock.store.checkpoint.base import Base, BaseWeight
 from penstock.store.files import CHUNK_BYTES, FileRecord
 from penstock.store.roles import MASTER
 
 STATE_NAME = "state.json"
 FORMAT = "penstock checkpoint"
-VERSION = 1
+VERSION = 2
+_FLOAT32_AND_WHOLE = 1  # what checkpoints that hold all weights, in float32, are still written as
 
 
 @dataclass(frozen=True)
@@ -30,13 +33,14 @@ class Place:
 @dataclass(frozen=True)
 class CheckpointState:
     """The content of `state.json`; `extra` is what the trainer wants to find again, `best` whether
-    it was the best when it was saved."""
+    it was the best when it was saved, `base` what it does not hold."""
 
     step: int
     files: dict[str, FileRecord]
     tensors: dict[str, Place]
     extra: dict[str, Any]
     best: bool = False
+    base: Base | None = None
 
     @property
     def bytes(self) -> int:
@@ -44,10 +48,27 @@ class CheckpointState:
 
     @property
     def weights(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every weight, by name."""
+        """Shape of every weight that it holds, by name."""
+        return {name: extent.shape for name, extent in self._masters.items()}
+
+    @property
+    def base_weights(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every weight that it leaves to its base, by name."""
+        return {name: w.shape for name, w in self.base.weights.items()} if self.base else {}
+
+    @property
+    def bfloat16(self) -> frozenset[str]:
+        """Names of the weights that were kept as bfloat16, here or in the base."""
+        types = {name: extent.dtype for name, extent in self._masters.items()}
+        if self.base is not None:
+            types |= {name: weight.dtype for name, weight in self.base.weights.items()}
+        return frozenset(name for name, dtype in types.items() if dtype == "BF16")
+
+    @property
+    def _masters(self) -> dict[str, Extent]:
         prefix = tensor_name(MASTER, "")
         return {
-            name.removeprefix(prefix): place.extent.shape
+            name.removeprefix(prefix): place.extent
             for name, place in self.tensors.items()
             if name.startswith(prefix)
         }
@@ -65,17 +86,24 @@ def state_bytes(state: CheckpointState) -> bytes:
         for name, record in state.files.items()
     }
     tensors = {name: _described(place) for name, place in state.tensors.items()}
+    is_old = state.base is None and not state.bfloat16
     content = {
         "format": FORMAT,
-        "version": VERSION,
+        "version": _FLOAT32_AND_WHOLE if is_old else VERSION,
         "step": state.step,
         "chunk_bytes": CHUNK_BYTES,
         "files": files,
         "tensors": tensors,
         "extra": state.extra,
         "best": state.best,
+        **({} if state.base is None else {"base": _base_described(state.base)}),
     }
     return sealed_json.seal(content)
+
+
+def _base_described(base: Base) -> dict[str, object]:
+    weights = {name: [w.dtype, list(w.shape), w.checksum] for name, w in base.weights.items()}
+    return {"fingerprint": base.fingerprint, "weights": weights}
 
 
 def _described(place: Place) -> list[object]:
@@ -122,7 +150,11 @@ def read_state(folder: Path) -> CheckpointState:
                 if place.extent.end > records[place.file].bytes:
                     raise _broken(path, f"tensor {name!r} reaches beyond the end of {place.file!r}")
             best = content.get("best") is True
-            return CheckpointState(step, records, places, extra, best)
+            base = _base(path, content.get("base"))
+            state = CheckpointState(step, records, places, extra, best, base)
+            for name in state.weights.keys() & state.base_weights.keys():
+                raise _broken(path, f"weight {name!r} is both in it and in its base")
+            return state
     raise _broken(path, "it does not describe a checkpoint")
 
 
@@ -158,6 +190,25 @@ def _place(path: Path, name: str, entry: object) -> Place:
             if is_sound(extent) and dtype in tensor_file.DTYPES.values():
                 return Place(file, extent)
     raise _broken(path, f"tensor {name!r} is described by {str(entry)[:100]}")
+
+
+def _base(path: Path, entry: object) -> Base | None:
+    match entry:
+        case None:
+            return None
+        case {"fingerprint": str(fingerprint), "weights": dict(weights)}:
+            return Base(fingerprint, {n: _base_weight(path, n, w) for n, w in weights.items()})
+    raise _broken(path, f"its base is described by {str(entry)[:100]}")
+
+
+def _base_weight(path: Path, name: str, entry: object) -> BaseWeight:
+    match entry:
+        case ["F32" | "BF16" as dtype, [*shape], str(checksum)] if all(
+            type(length) is int and 0 <= length < 2**63 for length in shape
+        ):
+            lengths: list[Any] = shape
+            return BaseWeight(dtype, tuple(lengths), checksum)
+    raise _broken(path, f"weight {name!r} of its base is described by {str(entry)[:100]}")
 
 
 def _broken(path: Path, what: str) -> CorruptionError:

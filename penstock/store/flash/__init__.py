@@ -7,6 +7,7 @@ from penstock.store.flash.folder import (
     discard_untrained,
     holds_store,
     open_reader,
+    recorded_bfloat16,
     recorded_extra,
     repair,
 )
@@ -29,6 +30,7 @@ __all__ = [
     "least_dram_bytes",
     "medium",
     "open_reader",
+    "recorded_bfloat16",
     "recorded_extra",
     "repair",
     "require_shards",

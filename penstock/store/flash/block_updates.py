@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from penstock.store.flash.layout import Block, Unit
-from penstock.store.flash.version import state_parts, state_slices
+from penstock.store.flash.version import state_roles, state_slices, weight_parts
 from penstock.store.gradients import Gradients
 from penstock.store.holding import Holding
 from penstock.store.interface import Decision
@@ -55,11 +55,10 @@ class BlockUpdates:
         """
         decision = self.decision
         assert decision is not None
-        stream = frame.view(np.uint16 if unit.split else np.float32)
-        low, state = state_parts(unit, block, data)
+        parts, state = weight_parts(unit, block, frame, data), state_roles(unit, block, data)
         for name, begin, end, first in unit.pieces(block):
             here, there = slice(begin - block.begin, end - block.begin), slice(begin, end)
-            weight = (stream[there], low[here]) if unit.split else (stream[there],)
+            weight = (parts[0][there], *(part[here] for part in parts[1:]))
             settings = self._groups[name]
             rate = decision.learning_rate * settings.learning_rate_scale
             if spilled is None:

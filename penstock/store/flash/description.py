@@ -7,12 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import ConfigError
-from penstock.store.flash.layout import FlashLayout
+from penstock.formats import BFLOAT16, DENSE, SPLIT
+from penstock.store.flash.layout import FlashLayout, described_format
 
 JOURNAL, EXTENTS = "journal", "extents"
 
 FORMAT = "penstock-flash"
-VERSION = 2
+VERSION = 3
+_WITHOUT_FORMATS = 2  # what stores of dense and split weights are still written as
+_KEPT_AS = {
+    DENSE.name: "fp32",
+    SPLIT.name: "fp32, of which bf16 streams",
+    BFLOAT16.name: "bf16, frozen",
+}
 
 
 def describe(
@@ -22,11 +29,17 @@ def describe(
     return {
         **({} if store_id is None else {"store": store_id}),
         "format": FORMAT,
-        "version": VERSION,
+        "version": _version_of(layout),
         "block_elements": block_elements,
         "keep_steps": keep_steps,
         "units": layout.described(),
     }
+
+
+def _version_of(layout: FlashLayout) -> int:
+    """Return the oldest version that can describe a layout."""
+    is_old = all(unit.format in (DENSE, SPLIT) for unit in layout.units)
+    return _WITHOUT_FORMATS if is_old else VERSION
 
 
 class OtherStoreError(ConfigError):
@@ -95,7 +108,7 @@ def _by_weight(units: Any) -> dict[str, dict[str, Any]]:
             "shape": list(shape),
             "first element": unit.get("origins", {}).get(name, 0),
             "trainable": unit["trainable"],
-            "streamed as": "bf16" if unit["split"] else "fp32",
+            "kept as": _KEPT_AS[described_format(unit).name],
             "optimizer state": ", ".join(f"{r['name']} ({r['dtype']})" for r in unit["roles"])
             or "none",
         }
@@ -113,9 +126,10 @@ def require_readable(folder: Path, found: Mapping[str, Any]) -> None:
     if found.get("format") != FORMAT:
         raise ConfigError(f"{folder}: not a Penstock store; choose another store.flash.path")
     version = found.get("version")
-    if version != VERSION:
+    if version not in (_WITHOUT_FORMATS, VERSION):
         newer = isinstance(version, int) and version > VERSION
         raise ConfigError(
-            f"{folder}: its format has version {version}, this Penstock reads {VERSION}; "
-            "open it with " + ("a newer one" if newer else "the one that made it")
+            f"{folder}: its format has version {version}, this Penstock reads "
+            f"{_WITHOUT_FORMATS} to {VERSION}; open it with "
+            + ("a newer one" if newer else "the one that made it")
         )

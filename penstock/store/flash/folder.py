@@ -12,9 +12,9 @@ from typing import Any
 from penstock.errors import ConfigError
 from penstock.io import durable
 from penstock.store import files
-from penstock.store.flash.description import JOURNAL
+from penstock.store.flash.description import JOURNAL, require_readable
 from penstock.store.flash.journal import read_records
-from penstock.store.flash.reader import FlashReader
+from penstock.store.flash.reader import FlashReader, bfloat16_units
 from penstock.store.flash.sharded_reader import ShardedReader
 from penstock.store.flash.shards import (
     SHARDS,
@@ -133,3 +133,20 @@ def recorded_extra(folder: Path) -> dict[str, Any] | None:
         return None
     records, _ = read_records(journal)
     return recorded_step(journal, records[-1])[1] if len(records) > 1 else None
+
+
+def recorded_bfloat16(folder: Path) -> frozenset[str]:
+    """Return the weights that the store in `folder` keeps as bfloat16.
+
+    Raises:
+        ConfigError: the store's format is newer.
+        CorruptionError: a journal's bytes have changed.
+    """
+    shards = read_shards(folder)
+    folders = [folder] if shards is None else [f for copies in shards.copies for f in copies]
+    found: set[str] = set()
+    for journal in (each / JOURNAL for each in folders if (each / JOURNAL).exists()):
+        content = read_records(journal)[0][0].content
+        require_readable(journal.parent, content)
+        found |= bfloat16_units(journal, content)
+    return frozenset(found)

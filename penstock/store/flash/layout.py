@@ -1,10 +1,10 @@
 """Where everything lies in the flash tier's file.
 
-A *unit* is the weights of one home stage that are treated alike: same stream type, trainable or
+A *unit* is the weights of one home stage that are treated alike: same format, trainable or
 not, tied or not. Its weights lie one behind the other in one flat range of elements,
 which is cut into *blocks*: what is read, updated and written at a time, and has one checksum. On
-flash a unit has two extents: its weights as they stream (float32, or the high halves of split
-masters), and its state, per block the low halves and then each role of the optimizer.
+flash a unit has two extents: its weights as they stream, and its state, per block the parts of the
+format that do not stream (low halves of split masters) and then each role of the optimizer.
 
 A trainable unit has several *places*, each with room for both extents. An update goes to the next
 place, never over what a durable step may need.
@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import torch
-
+from penstock.formats import DENSE, FORMATS, SPLIT, WeightFormat
 from penstock.store.flash.medium import ALIGNMENT_BYTES
 from penstock.store.holding import Holding, homes
 from penstock.store.roles import MASTER, Role
@@ -60,7 +59,7 @@ class Unit:
     begins: tuple[int, ...]
     origins: tuple[int, ...]
     elements: int
-    split: bool
+    format: WeightFormat
     trainable: bool
     tied: bool
     roles: tuple[Role, ...]
@@ -81,19 +80,19 @@ class Unit:
     @property
     def stream_width(self) -> int:
         """Bytes of an element as it streams."""
-        return 2 if self.split else 4
+        return self.format.stream.width
 
     @property
     def stream_bytes(self) -> int:
         return self.elements * self.stream_width
 
     def role(self, name: str) -> Role:
-        """Return the role of this name; the master is one value per element."""
+        """Return the role of this name; a weight has one value per element."""
         return next((role for role in self.roles if role.name == name), Role(MASTER))
 
     def state_bytes(self, elements: int) -> int:
-        """Bytes of a block's part that does not stream: low halves, and the optimizer's roles."""
-        size = (2 * elements if self.split else 0) + sum(r.bytes(elements) for r in self.roles)
+        """Bytes of a block's part that does not stream: the format's, and the optimizer's roles."""
+        size = self.format.rest_width * elements + sum(r.bytes(elements) for r in self.roles)
         return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
     @property
@@ -151,22 +150,22 @@ class FlashLayout:
         `block_elements` is a multiple of 2048, so that every part of a block can be read directly.
         """
         uses = Counter(name for stage in program.stages for name in stage.weights)
-        groups: dict[tuple[int, bool, bool, bool], list[str]] = {}
+        groups: dict[tuple[int, WeightFormat, bool, bool], list[str]] = {}
         for name, stage in homes(program).items():
             spec = program.weights[name]
-            alike = (stage, spec.stream_dtype == torch.bfloat16, spec.trainable, uses[name] > 1)
+            alike = (stage, spec.format, spec.trainable, uses[name] > 1)
             groups.setdefault(alike, []).append(name)
         described = [
             {
                 "stage": stage,
                 "weights": {name: list(program.weights[name].shape) for name in names},
                 **_origins({name: program.weights[name].begin for name in names}),
-                "split": split,
+                **_described_format(weight_format),
                 "trainable": trainable,
                 "tied": tied,
                 "roles": [dataclasses.asdict(role) for role in roles] if trainable else [],
             }
-            for (stage, split, trainable, tied), names in groups.items()
+            for (stage, weight_format, trainable, tied), names in groups.items()
         ]
         return cls.from_description(described, keep_steps, block_elements)
 
@@ -194,7 +193,7 @@ class FlashLayout:
                 begins=tuple(begins),
                 origins=tuple(group.get("origins", {}).get(name, 0) for name in group["weights"]),
                 elements=-(-end // _PAD_ELEMENTS) * _PAD_ELEMENTS,
-                split=group["split"],
+                format=described_format(group),
                 trainable=group["trainable"],
                 tied=group["tied"],
                 roles=roles,
@@ -236,13 +235,30 @@ class FlashLayout:
                 "stage": unit.stage,
                 "weights": {n: list(s) for n, s in zip(unit.names, unit.shapes, strict=True)},
                 **_origins(dict(zip(unit.names, unit.origins, strict=True))),
-                "split": unit.split,
+                **_described_format(unit.format),
                 "trainable": unit.trainable,
                 "tied": unit.tied,
                 "roles": [dataclasses.asdict(role) for role in unit.roles],
             }
             for unit in self.units
         ]
+
+
+def described_format(unit: Mapping[str, Any]) -> WeightFormat:
+    """Return the format that the description of a unit says."""
+    if "format" in unit:
+        return FORMATS[unit["format"]]
+    return SPLIT if unit["split"] else DENSE
+
+
+def _described_format(weight_format: WeightFormat) -> dict[str, Any]:
+    """Return the entry of a description that says a unit's format.
+
+    The two formats of the first releases are said as these said them, and read them.
+    """
+    if weight_format in (DENSE, SPLIT):
+        return {"split": weight_format is SPLIT}
+    return {"format": weight_format.name}
 
 
 def _origins(begins: Mapping[str, int]) -> dict[str, dict[str, int]]:

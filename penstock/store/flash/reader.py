@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import ConfigError, CorruptionError
+from penstock.formats import BFLOAT16
 from penstock.store import files
 from penstock.store.flash.description import EXTENTS, JOURNAL, require_readable
 from penstock.store.flash.journal import Record, begin_anew, read_records, whole_records
@@ -209,3 +210,13 @@ def _layout(journal: Path, content: Mapping[str, Any]) -> FlashLayout:
 def _require_count(found: object, least: int, most: int) -> None:
     if type(found) is not int or not least <= found <= most:
         raise ValueError(f"{least} to {most} was expected, {str(found)[:40]} came")
+
+
+def bfloat16_units(journal: Path, content: Mapping[str, Any]) -> set[str]:
+    """Return the weights that a journal's first record describes as bfloat16.
+
+    Raises:
+        CorruptionError: it does not describe a store.
+    """
+    units = _layout(journal, content).units
+    return {name for unit in units if unit.format is BFLOAT16 for name in unit.names}

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import numpy as np
 
 from penstock.kernels.memory import allocate
-from penstock.kernels.split_master import split
+from penstock.store.codecs import encode_saved, saved_values
 from penstock.store.flash.layout import Block, Unit
-from penstock.store.flash.version import state_parts
+from penstock.store.flash.version import state_roles, weight_parts
 from penstock.store.roles import MASTER, Role
 
 
@@ -24,11 +24,17 @@ class Staging:
         self._hand_over = hand_over
         self._units: dict[int, StagedUnit] = {}
 
-    def take(self, unit: Unit, role: str, begin: int, values: np.ndarray) -> None:
-        """Take values of a unit's weights or state, each once."""
+    def take(self, unit: Unit, name: str, role: str, begin: int, values: np.ndarray) -> None:
+        """Take values of a unit's weights or state, each once; they are of the weight `name`.
+
+        Raises:
+            ConfigError: the unit's format cannot hold them exactly.
+        """
         if not values.size:
             return  # the unit may be whole without a weight of no elements
         staged = self._of(unit)
+        if role == MASTER:
+            values = saved_values(unit.format, name, values)
         staged.values[role][begin : begin + values.size] = values
         self._came(staged, role, values.size)
 
@@ -58,7 +64,7 @@ class StagedUnit:
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
-        roles = (Role(MASTER), *unit.roles)
+        roles = (Role(MASTER, unit.format.saved_numpy), *unit.roles)
         self.values = {r.name: allocate(r.bytes(unit.elements)).view(r.numpy) for r in roles}
         self.missing = {r.name: sum(map(r.count, unit.sizes)) for r in roles}
 
@@ -67,11 +73,9 @@ class StagedUnit:
         unit, here = self.unit, slice(block.begin, block.end)
         stream = allocate(block.elements * unit.stream_width)
         state = allocate(unit.state_bytes(block.elements))
-        low, roles = state_parts(unit, block, state)
-        if unit.split:
-            split(self.values[MASTER][here], stream.view(np.uint16), low)
-        else:
-            stream.view(np.float32)[:] = self.values[MASTER][here]
+        weight = weight_parts(unit, block, stream, state)
+        encode_saved(unit.format, self.values[MASTER][here], weight)
+        roles = state_roles(unit, block, state)
         for role in unit.roles:
             begin = block.begin // role.group
             values = roles[role.name]

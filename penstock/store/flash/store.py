@@ -46,6 +46,7 @@ from penstock.store.holding import Holding
 from penstock.store.incoming import fill
 from penstock.store.interface import Commit, Decision, FlashTraffic, Traffic
 from penstock.store.lock import FolderLock
+from penstock.store.masters import stream_of
 from penstock.store.norm import GradientReport
 from penstock.store.optimizers import GroupSettings, Optimizer
 from penstock.store.roles import MASTER, Stored, stored_of
@@ -398,7 +399,7 @@ class FlashStore:
         assert self._staging is not None
         unit = self._layout.unit(name)
         origin = self._layout.begin_of(name) // unit.role(role).group
-        self._staging.take(unit, role, origin + begin, values)
+        self._staging.take(unit, name, role, origin + begin, values)
 
     def portions(self, portion_bytes: int) -> BlockPortions:
         """Return all that it holds, in portions of at most so many bytes (`portions.py`)."""
@@ -461,7 +462,7 @@ class FlashStore:
 
     def roles(self, name: str) -> dict[str, Stored]:
         """Return what `read` and `write` know of a weight: its master, then its state."""
-        return stored_of(self.program.weights[name].shape, self._layout.unit(name).roles)
+        return stored_of(self.program.weights[name], self._layout.unit(name).roles)
 
     def content_hash(self) -> str:
         """Return a hash of all weights (`content_hash.py`)."""
@@ -476,13 +477,10 @@ class FlashStore:
         self._pipeline.drain()
 
     def _view(self, name: str, frame: np.ndarray) -> torch.Tensor:
-        spec = self.program.weights[name]
-        unit = self._layout.unit(name)
+        spec, unit = self.program.weights[name], self._layout.unit(name)
         begin = self._layout.begin_of(name) * unit.stream_width
         part = frame[begin : begin + spec.elements * unit.stream_width]
-        if unit.split:
-            return torch.from_numpy(part.view(np.uint16)).view(torch.bfloat16).view(spec.shape)
-        return torch.from_numpy(part.view(np.float32)).view(spec.shape)
+        return stream_of(part.view(unit.format.stream.dtype), spec)
 
     def _require_loaded(self) -> None:
         if not self._is_loaded:

@@ -11,7 +11,8 @@ import xxhash
 
 from penstock.errors import CorruptionError
 from penstock.kernels.memory import allocate
-from penstock.kernels.split_master import join
+from penstock.kernels.split_master import Weight
+from penstock.store.codecs import decode
 from penstock.store.content_hash import hash_read
 from penstock.store.flash.journal import Record
 from penstock.store.flash.layout import Block, FlashLayout, Unit
@@ -110,7 +111,7 @@ class Version:
             self._check(unit, block, part, 0, offset + block.begin * width)
 
     def read_state(self, unit: Unit, block: Block, into: np.ndarray) -> None:
-        """Read the rest of a block: low halves and the optimizer's state; errors as above."""
+        """Read what does not stream of a block, and the optimizer's state; errors as above."""
         self.fetch_state(unit, block, into)
         self.check_state(unit, block, into)
 
@@ -159,15 +160,13 @@ class Version:
         state = allocate(unit.state_bytes(block.elements))
         if role != MASTER:
             self.read_state(unit, block, state)
-            return state_parts(unit, block, state)[1][role]
+            return state_roles(unit, block, state)[role]
         stream = allocate(block.elements * unit.stream_width)
         self.read_stream(unit, block, stream)
-        if not unit.split:
-            return stream.view(np.float32)
-        self.read_state(unit, block, state)
-        joined = np.empty(block.elements, np.float32)
-        join(stream.view(np.uint16), state_parts(unit, block, state)[0], joined)
-        return joined
+        if unit.format.rest:
+            self.read_state(unit, block, state)
+        weight = weight_parts(unit, block, stream, state)
+        return decode(unit.format, weight, 0, block.elements)
 
     def verify(self) -> None:
         """Read every block. Raises `CorruptionError` at the first that has changed."""
@@ -183,18 +182,24 @@ class Version:
         )
 
 
-def state_parts(
-    unit: Unit, block: Block, data: np.ndarray
-) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Return the low halves and the roles that lie in a block's state."""
-    low_bytes = 2 * block.elements if unit.split else 0
-    low = data[:low_bytes].view(np.uint16)
-    roles, begin = {}, low_bytes
+def weight_parts(unit: Unit, block: Block, stream: np.ndarray, state: np.ndarray) -> Weight:
+    """Return the arrays of a block's weights that lie in its stream and in its state."""
+    parts, begin = [stream.view(unit.format.stream.dtype)], 0
+    for part in unit.format.rest:
+        end = begin + part.width * block.elements
+        parts.append(state[begin:end].view(part.dtype))
+        begin = end
+    return tuple(parts)
+
+
+def state_roles(unit: Unit, block: Block, state: np.ndarray) -> dict[str, np.ndarray]:
+    """Return the roles of the optimizer that lie in a block's state."""
+    roles, begin = {}, unit.format.rest_width * block.elements
     for role in unit.roles:
         end = begin + role.bytes(block.elements)
-        roles[role.name] = data[begin:end].view(role.numpy)
+        roles[role.name] = state[begin:end].view(role.numpy)
         begin = end
-    return low, roles
+    return roles
 
 
 def recorded_step(path: Path, record: Record) -> tuple[int, dict[str, Any]]:

@@ -8,6 +8,7 @@ import torch
 from rich.console import Console
 
 from penstock.cli.program import live_values, render, title
+from penstock.formats import DENSE
 from penstock.program import (
     Kind,
     Program,
@@ -84,7 +85,7 @@ def small_program(blocks=4):
             name="small",
             stages=tuple(stages),
             weights={
-                name: WeightSpec(name, (32, 16) if name == "wte.weight" else (16, 16), F32, True)
+                name: WeightSpec(name, (32, 16) if name == "wte.weight" else (16, 16), DENSE, True)
                 for name in names
             },
             values=values,

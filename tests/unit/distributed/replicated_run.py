@@ -27,7 +27,9 @@ from penstock.distributed.rpc.rpc import RpcMessage, ShardLostError, error_class
 from penstock.store import AdamW
 
 EIGHT_BIT = AdamW(0.9, 0.95, 1e-8, moments="8bit")
-PROGRAM = make_program(LAYERS, frozen=("position",), stream_dtype=torch.bfloat16)
+PROGRAM = make_program(
+    LAYERS, frozen=("position",), stream_dtype=torch.bfloat16, narrow=("position",)
+)
 
 
 class Kept:

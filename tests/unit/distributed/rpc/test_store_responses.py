@@ -46,7 +46,9 @@ from penstock.errors import PenstockError
 from penstock.store import AdamW, CommitRule, Store
 from penstock.store.flash import FlashStore
 
-PROGRAM = make_program(LAYERS, frozen=("position",), stream_dtype=torch.bfloat16)
+PROGRAM = make_program(
+    LAYERS, frozen=("position",), stream_dtype=torch.bfloat16, narrow=("position",)
+)
 NAME = "block.0.weight"
 Lie = Callable[[RpcMessage], RpcMessage]
 

@@ -1,0 +1,141 @@
+"""Weights that a checkpoint does not hold: frozen ones, which the folder that a run began with has.
+
+A checkpoint names that folder by its fingerprint, and of each of these weights it has a checksum:
+whoever loads it reads them from the folder again, and takes nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import xxhash
+
+from penstock.errors import ConfigError, few
+from penstock.program import WeightSpec
+from penstock.store.interface import Store
+from penstock.store.masters import PIECE_ELEMENTS
+from penstock.store.roles import MASTER
+from penstock.store.tensor_file import DTYPES
+
+ReadBase = Callable[[Collection[str]], Iterable[tuple[str, torch.Tensor]]]
+"""Reads weights of a base by name, float32, each in its shape."""
+
+
+@dataclass(frozen=True)
+class BaseWeight:
+    """A weight of the base: the type in which a store keeps it, its shape, and the checksum of its
+    float32 values."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    checksum: str
+
+
+@dataclass(frozen=True)
+class Base:
+    """The weights of a base that a checkpoint stands on; `fingerprint` is that of its folder."""
+
+    fingerprint: str
+    weights: Mapping[str, BaseWeight]
+
+    @classmethod
+    def held_by(cls, store: Store, fingerprint: str, names: Iterable[str]) -> Base:
+        """Return frozen weights of a store, which come from the folder with this fingerprint.
+
+        They are read once, a piece at a time.
+        """
+        weights = {}
+        for name in names:
+            spec, digest = store.program.weights[name], xxhash.xxh3_128()
+            for begin in range(0, spec.elements, PIECE_ELEMENTS):
+                end = min(begin + PIECE_ELEMENTS, spec.elements)
+                digest.update(store.read(name, MASTER, begin, end).data)
+            dtype = DTYPES[spec.format.saved_dtype]
+            weights[name] = BaseWeight(dtype, spec.shape, digest.hexdigest())
+        return cls(fingerprint, weights)
+
+    def require(self, fingerprint: str | None, where: object) -> None:
+        """Refuse another folder.
+
+        Raises:
+            ConfigError: its fingerprint is another.
+        """
+        if fingerprint != self.fingerprint:
+            raise ConfigError(
+                f"the checkpoints of this run hold what was trained, and take the "
+                f"{len(self.weights)} frozen weights from the folder that it began with "
+                f"(fingerprint {self.fingerprint}); {where} is another ({fingerprint}). Point "
+                "model.hf at that folder, or at a copy of it"
+            )
+
+    def reader(self, read: ReadBase | None) -> ReadBase:
+        """Return what reads the base.
+
+        Raises:
+            ConfigError: there is nothing that does.
+        """
+        if read is None:
+            raise ConfigError(
+                f"this checkpoint does not hold {few(list(self.weights))}: they are those of the "
+                f"folder that the run began with (fingerprint {self.fingerprint}), which must be "
+                "given"
+            )
+        return read
+
+    def read(
+        self, read: ReadBase | None, names: Collection[str] | None = None
+    ) -> Iterator[tuple[str, np.ndarray]]:
+        """Yield weights by name, flat float32, each compared with its checksum; all by default.
+
+        Raises:
+            ConfigError: there is nothing to read from, or a weight is another than it was.
+        """
+        wanted = list(self.weights) if names is None else list(names)
+        if not wanted:
+            return
+        for name, tensor in self.reader(read)(wanted):
+            shape, checksum, expected = tuple(tensor.shape), _checksum(tensor), self.weights[name]
+            if (shape, checksum) != (expected.shape, expected.checksum):
+                raise ConfigError(
+                    f"weight {name} of the base is {list(shape)} with checksum {checksum}, the run "
+                    f"began with {list(expected.shape)} and {expected.checksum}; point model.hf at "
+                    "the folder that the run began with, or restore it from a copy"
+                )
+            wanted.remove(name)
+            yield name, tensor.detach().contiguous().view(-1).numpy()
+        if wanted:
+            raise ConfigError(
+                f"the base has no {few(wanted)}; point model.hf at the folder that the run began "
+                "with"
+            )
+
+
+class BaseNotes:
+    """Notes the weights of a base while they go into a store for the first time."""
+
+    def __init__(self, fingerprint: str, specs: Mapping[str, WeightSpec]) -> None:
+        self._fingerprint, self._specs = fingerprint, specs
+        self._weights: dict[str, BaseWeight] = {}
+
+    def passing(
+        self, weights: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield weights as they come."""
+        for name, tensor in weights:
+            if name in self._specs:
+                dtype = DTYPES[self._specs[name].format.saved_dtype]
+                self._weights[name] = BaseWeight(dtype, tuple(tensor.shape), _checksum(tensor))
+            yield name, tensor
+
+    @property
+    def base(self) -> Base:
+        """What was noted."""
+        return Base(self._fingerprint, self._weights)
+
+
+def _checksum(tensor: torch.Tensor) -> str:
+    values = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
+    return xxhash.xxh3_128_hexdigest(values.data)
