@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -29,18 +29,20 @@ TIMEOUT = timedelta(minutes=10)
 
 _LOOK_SECONDS = 1e-4
 
+Backend = Literal["gloo", "nccl"]
+
 
 class DeviceRendezvous:
     """Where the devices of one group find each other, by memory of this process.
 
     Args:
-        kind: "cuda" or "cpu".
+        backend: "nccl" between GPUs, "gloo" between parts of a CPU.
         size: devices.
         timeout: how long one may wait for another.
     """
 
-    def __init__(self, kind: str, size: int, timeout: timedelta = TIMEOUT) -> None:
-        self.kind, self.size, self.timeout = kind, size, timeout
+    def __init__(self, backend: Backend, size: int, timeout: timedelta = TIMEOUT) -> None:
+        self.backend, self.size, self.timeout = backend, size, timeout
         self.store = dist.HashStore()
         self.is_broken = threading.Event()
         self._groups: list[Any] = []
@@ -53,7 +55,7 @@ class DeviceRendezvous:
             GroupError: they cannot find each other.
         """
         try:
-            group = self._nccl(rank) if self.kind == "cuda" else self._gloo(rank)
+            group = self._nccl(rank) if self.backend == "nccl" else self._gloo(rank)
         except RuntimeError as error:
             raise GroupError(
                 f"the devices of engine.devices do not find each other: {error}"
@@ -64,7 +66,7 @@ class DeviceRendezvous:
     def abort(self) -> None:
         """Let no device wait for another any more; from any thread."""
         self.is_broken.set()
-        if self.kind == "cuda":
+        if self.backend == "nccl":
             for group in self._groups:
                 group.abort()
 
@@ -118,7 +120,7 @@ class GroupMember:
 
     def leave(self) -> None:
         """Let go of the group; the others need not be there any more."""
-        if self._meeting.kind == "cuda" and not self._meeting.is_broken.is_set():
+        if self._meeting.backend == "nccl" and not self._meeting.is_broken.is_set():
             self._group.shutdown()
         self._group = None
 
@@ -133,7 +135,7 @@ class GroupMember:
         try:
             work = begin()
             # Gloo knows no abort: who waits for it would wait until the time-out.
-            while self._meeting.kind == "cpu" and not work.is_completed():
+            while self._meeting.backend == "gloo" and not work.is_completed():
                 if self._meeting.is_broken.is_set():
                     raise GroupError("another device has left the group")
                 time.sleep(_LOOK_SECONDS)

@@ -3,12 +3,16 @@
 from penstock.compiler.build import CompileOptions, compile_module
 from penstock.compiler.capture import Precision
 from penstock.compiler.hooks import refuse_gradient_hooks
+from penstock.compiler.products import Products, has_onednn, products_for
 from penstock.compiler.selection import select_trainable
 
 __all__ = [
     "CompileOptions",
     "Precision",
+    "Products",
     "compile_module",
+    "has_onednn",
+    "products_for",
     "refuse_gradient_hooks",
     "select_trainable",
 ]

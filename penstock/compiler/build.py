@@ -21,6 +21,7 @@ from penstock.compiler.hooks import refuse_gradient_hooks
 from penstock.compiler.joint import StageSignature, make_kind
 from penstock.compiler.nodes import source_line, value_of
 from penstock.compiler.opening import open_weight
+from penstock.compiler.products import Products
 from penstock.compiler.rewrites import count_dropouts_from_first, rewrite, share_equal
 from penstock.compiler.selection import select_trainable
 from penstock.errors import CompileError, NoTrainingError, few
@@ -34,13 +35,14 @@ class CompileOptions:
 
     `train`, `freeze` and `adapters` say what is trained (`selection.py`). `bfloat16` names frozen
     weights that the store keeps, and streams, as bfloat16 whatever the precision. `device` is where
-    the engine runs. `slot_bytes` bounds the weights of one stage. `weight_prefix` is removed from
-    the parameters' names (the wrapper that adds the loss). `training` programs return a scalar
-    loss; others are only run forward.
+    the engine runs, `products` who multiplies there (`products.py`). `slot_bytes` bounds the
+    weights of one stage. `weight_prefix` is removed from the parameters' names (the wrapper that
+    adds the loss). `training` programs return a scalar loss; others are only run forward.
     """
 
     precision: Precision = "fp32"
     device: str = "cpu"
+    products: Products = "torch"
     train: tuple[str, ...] = ()
     freeze: tuple[str, ...] = ()
     adapters: frozenset[str] = frozenset()
@@ -399,7 +401,8 @@ class _Assembly:
         digest = digest_of([repr(signature), *lines_of(graph)])
         if digest not in self.kinds:
             label = _kind_name(piece.name, {k.name for k in self.kinds.values()})
-            self.kinds[digest] = make_kind(label, digest, graph, signature, self.options.device)
+            device, products = self.options.device, self.options.products
+            self.kinds[digest] = make_kind(label, digest, graph, signature, device, products)
         kind = self.kinds[digest]
         for node, needs_grad in zip(outputs, kind.outputs_grad, strict=True):
             self._add_value(node, "stage", needs_grad)

@@ -34,28 +34,39 @@ def chunk_rows(tokens: int, vocabulary: int, element_bytes: int) -> int:
 
 
 def loss_sum(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ignore_index: int
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    ignore_index: int,
+    onednn: bool = False,
 ) -> Tensor:
     """Return the sum of the cross-entropies of `hidden @ weight.T + bias`, float32 [].
 
     **Arguments:** `hidden` [tokens, width]; `weight` [vocabulary, width]; `bias` [vocabulary] or
-    None; `labels` int64 [tokens], entries equal to `ignore_index` count nothing.
+    None; `labels` int64 [tokens], entries equal to `ignore_index` count nothing; `onednn` says who
+    multiplies (`products.py`).
     """
     losses = []
-    for rows, logits in _logit_chunks(hidden, weight, bias):
+    for rows, logits in _logit_chunks(hidden, weight, bias, onednn):
         losses.append(_losses(logits, labels[rows], ignore_index))
     return torch.cat(losses).sum()
 
 
 def loss_sum_and_predictions(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ignore_index: int
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    ignore_index: int,
+    onednn: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return what `loss_sum` does, to the bit, and each token's most likely label, int64 [tokens].
 
     Of equal logits the first one is taken, as `torch.argmax` does.
     """
     losses, predictions = [], []
-    for rows, logits in _logit_chunks(hidden, weight, bias):
+    for rows, logits in _logit_chunks(hidden, weight, bias, onednn):
         losses.append(_losses(logits, labels[rows], ignore_index))
         predictions.append(_most_likely(logits))
     return torch.cat(losses).sum(), torch.cat(predictions)
@@ -69,11 +80,12 @@ def gradients(
     labels: Tensor,
     ignore_index: int,
     with_weight: bool,
+    onednn: bool = False,
 ) -> list[Tensor]:
     """Return the gradients of `scale * loss_sum` for hidden, weight and bias (if any)."""
-    return loss_sum_and_gradients(scale, hidden, weight, bias, labels, ignore_index, with_weight)[
-        1:
-    ]
+    return loss_sum_and_gradients(
+        scale, hidden, weight, bias, labels, ignore_index, with_weight, onednn
+    )[1:]
 
 
 def loss_sum_and_gradients(
@@ -84,6 +96,7 @@ def loss_sum_and_gradients(
     labels: Tensor,
     ignore_index: int,
     with_weight: bool,
+    onednn: bool = False,
 ) -> list[Tensor]:
     """Return the loss sum and, in the same pass over the logits, all its gradients times `scale`.
 
@@ -95,12 +108,12 @@ def loss_sum_and_gradients(
     grad_weight = torch.empty(0)
     grad_bias = torch.zeros(weight.shape[0], dtype=torch.float32, device=weight.device)
     losses = []
-    for number, (rows, logits) in enumerate(_logit_chunks(hidden, weight, bias)):
+    for number, (rows, logits) in enumerate(_logit_chunks(hidden, weight, bias, onednn)):
         losses.append(_losses_to_gradients(logits, labels[rows], ignore_index, factor))
-        grad_hidden[rows] = product(logits, weight)
+        grad_hidden[rows] = product(logits, weight, onednn)
         if not with_weight:
             continue
-        part = product(logits.t(), hidden[rows])
+        part = product(logits.t(), hidden[rows], onednn)
         # Chunks add up in float32 whatever the type, not to round away what others added.
         grad_weight = part if number == 0 else grad_weight.float().add_(part)
         if bias is not None:
@@ -114,14 +127,14 @@ def loss_sum_and_gradients(
 
 
 def _logit_chunks(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, onednn: bool
 ) -> Iterator[tuple[slice, Tensor]]:
     """Yield (rows of this chunk, its logits [rows, vocabulary]); logits are the caller's to use."""
     tokens = hidden.shape[0]
     step = chunk_rows(tokens, weight.shape[0], hidden.element_size())
     for start in range(0, tokens, step):
         rows = slice(start, min(start + step, tokens))
-        logits = product(hidden[rows], weight.t())
+        logits = product(hidden[rows], weight.t(), onednn)
         if bias is not None:
             logits += bias
         yield rows, logits
@@ -177,7 +190,7 @@ def scratch_bytes(hidden: Tensor, weight: Tensor, gradients: bool) -> int:
     element = hidden.element_size()
     rows = chunk_rows(hidden.shape[0], weight.shape[0], element)
     logits = rows * weight.shape[0] * element
-    if hidden.device.type == "cuda":
+    if hidden.device.type != "cpu":
         logits += 2 * rows * weight.shape[0] * 4  # the losses' copies in float32
     if not gradients or rows == hidden.shape[0]:
         return logits

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from penstock.compiler.cost import graph_flops, peak_bytes
-from penstock.compiler.products import choose_products
+from penstock.compiler.products import Products, choose_products
 from penstock.compiler.remake import keep_costly, make_late
 from penstock.errors import ProgramError
 from penstock.program import Kind, Saved, TensorSpec
@@ -40,14 +40,20 @@ class StageSignature:
 
 
 def make_kind(
-    name: str, digest: str, graph: fx.Graph, signature: StageSignature, device: str
+    name: str,
+    digest: str,
+    graph: fx.Graph,
+    signature: StageSignature,
+    device: str,
+    products: Products,
 ) -> Kind:
     """Compile one stage's forward graph into a kind.
 
     **Arguments:** `graph` takes (*weights, *inputs, key) and returns its outputs as a tuple, in
-    ATen operators before autograd; `device` is where the engine will run it ("cpu", "cuda").
+    ATen operators before autograd; `device` is where the engine will run it ("cpu", "cuda");
+    `products` is who multiplies large float32 matrices there.
     """
-    joint, outputs, outputs_grad = _trace(graph, signature, device)
+    joint, outputs, outputs_grad = _trace(graph, signature, device, products)
     parts = _Parts.of(joint, signature, len(outputs), sum(outputs_grad))
     needs_backward = any(outputs_grad)
     saved_nodes = _saved_nodes(parts) if needs_backward else []
@@ -101,7 +107,7 @@ def _executable(graph: fx.Graph, name: str) -> fx.GraphModule:
 
 
 def _trace(
-    graph: fx.Graph, signature: StageSignature, device: str
+    graph: fx.Graph, signature: StageSignature, device: str, products: Products
 ) -> tuple[fx.Graph, list[TensorSpec], list[bool]]:
     """Return the joint graph (*weights, *inputs, key, *tangents) -> (*outputs, *gradients)."""
     interpreter = fx.Interpreter(fx.GraphModule(torch.nn.Module(), graph))
@@ -145,19 +151,19 @@ def _trace(
         traced = make_fx(joint)(*flat, key, *tangents).graph
     leave_device_open(traced)
     _simplify(traced)
-    choose_products(traced)
+    choose_products(traced, products)
     return traced, outputs, outputs_grad
 
 
 def leave_device_open(graph: fx.Graph) -> None:
-    """Let what makes tensors on the GPU that was traced make them on the one that is current.
+    """Let what makes tensors on the device that was traced make them on the one that is current.
 
-    So that one kind serves all GPUs of a host.
+    So that one kind serves all devices of its type on a host.
     """
 
     def opened(value: Any) -> Any:
-        is_one = isinstance(value, torch.device) and value.type == "cuda"
-        return torch.device("cuda") if is_one else value
+        is_one = isinstance(value, torch.device) and value.index is not None
+        return torch.device(value.type) if is_one else value
 
     for node in graph.nodes:
         node.args = fx.node.map_aggregate(node.args, opened)
@@ -378,7 +384,7 @@ def _fuse_turns(graph: fx.Graph) -> fx.Graph:
                 continue
             with graph.inserting_before(backward):
                 turn = graph.call_function(
-                    penstock.linear_cross_entropy_turn.default, backward.args
+                    penstock.linear_cross_entropy_turn.default, backward.args, dict(backward.kwargs)
                 )
                 turn.meta = dict(backward.meta)
                 turn.meta["val"] = [forward.meta["val"], *backward.meta["val"]]

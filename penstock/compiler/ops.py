@@ -33,14 +33,24 @@ dropout = torch.library.custom_op("penstock::dropout", keyed_dropout.dropout, mu
 
 @linear_cross_entropy.register_fake
 def _(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ignore_index: int
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    ignore_index: int,
+    onednn: bool = False,
 ) -> Tensor:
     return hidden.new_empty((), dtype=torch.float32)
 
 
 @linear_cross_entropy_predictions.register_fake
 def _(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ignore_index: int
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    ignore_index: int,
+    onednn: bool = False,
 ) -> tuple[Tensor, Tensor]:
     return hidden.new_empty((), dtype=torch.float32), torch.empty_like(labels)
 
@@ -59,6 +69,7 @@ def _(
     labels: Tensor,
     ignore_index: int,
     with_weight: bool,
+    onednn: bool = False,
 ) -> list[Tensor]:
     grads = _gradients_like(hidden, weight, bias)
     return grads if with_weight else grads[:1]
@@ -73,6 +84,7 @@ def _(
     labels: Tensor,
     ignore_index: int,
     with_weight: bool,
+    onednn: bool = False,
 ) -> list[Tensor]:
     grads = _gradients_like(hidden, weight, bias)
     loss = hidden.new_empty((), dtype=torch.float32)
@@ -80,7 +92,8 @@ def _(
 
 
 def _save_head(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    hidden, weight, bias, labels, ctx.ignore_index = inputs
+    # Who multiplies is chosen in the traced graph (`products.py`), behind autograd.
+    hidden, weight, bias, labels, ctx.ignore_index, _ = inputs
     ctx.save_for_backward(hidden, weight, bias, labels)
 
 
@@ -91,7 +104,7 @@ def _head_backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
         scale, hidden, weight, bias, labels, ctx.ignore_index, with_weight
     )
     by_place: list[Tensor | None] = [*grads, None, None][:3]
-    return (*by_place, None, None)
+    return (*by_place, None, None, None)
 
 
 linear_cross_entropy.register_autograd(_head_backward, setup_context=_save_head)

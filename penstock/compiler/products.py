@@ -2,52 +2,67 @@
 
 PyTorch hands float32 products to MKL and bfloat16 products to oneDNN. On processors that are not
 Intel's, oneDNN is the faster one for float32 too (measured: 1.15 to 1.35 times for the shapes of
-GPT-2 on Zen 4, `docs/decisions.md`), so there large products go to it. The choice depends on the
-machine alone, never on a timing, so that equal runs stay equal to the bit.
+GPT-2 on Zen 4, `docs/decisions.md`), so there large products go to it. The two libraries sum in
+another order, so the choice decides bits: a target makes it by the processor alone, never by a
+timing, a run records it, and all processes of the run and every resume compile with what was
+recorded.
 """
 
 from __future__ import annotations
 
-import functools
-import platform
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx
 
+from penstock.kernels.processor import Processor
+
 aten = torch.ops.aten
+penstock = torch.ops.penstock
+
+Products = Literal["torch", "onednn"]
+"""Who multiplies large float32 matrices: what PyTorch would choose, or oneDNN."""
+
 _LEAST_FLOPS = 1 << 22  # smaller products are over before a library could matter
 
 
-@functools.cache
-def prefers_onednn() -> bool:
-    """Tell whether float32 products should go to oneDNN on this machine's processor."""
-    if platform.machine() not in ("x86_64", "AMD64") or not torch.backends.mkldnn.is_available():
-        return False
-    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        return False
-    cpuinfo = Path("/proc/cpuinfo")
-    return cpuinfo.exists() and "GenuineIntel" not in cpuinfo.read_text(errors="replace")
+def has_onednn() -> bool:
+    """Tell whether this PyTorch can be told to multiply with oneDNN."""
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
-def product(left: Tensor, right: Tensor) -> Tensor:
-    """Return `left @ right` for matrices, by the library that is chosen for them."""
+def products_for(processor: Processor) -> Products:
+    """Return the library for large float32 products on a processor, with this PyTorch."""
+    if not processor.is_x86 or processor.vendor in (None, "GenuineIntel"):
+        return "torch"
+    return "onednn" if has_onednn() else "torch"
+
+
+def product(left: Tensor, right: Tensor, onednn: bool) -> Tensor:
+    """Return `left @ right` for matrices; large float32 ones on the CPU by oneDNN, if `onednn`."""
     if (
-        left.dtype == torch.float32
+        onednn
+        and left.dtype == torch.float32
         and left.device.type == "cpu"
         and 2 * left.shape[0] * left.shape[1] * right.shape[1] >= _LEAST_FLOPS
-        and prefers_onednn()
     ):
         return torch.ops.mkldnn._linear_pointwise.default(left, right.t(), None, "none", [], "")
     return torch.mm(left, right)
 
 
-def choose_products(graph: fx.Graph) -> None:
-    """Send a traced graph's large float32 products to oneDNN, where that is preferred."""
-    if not prefers_onednn():
+def choose_products(graph: fx.Graph, products: Products) -> None:
+    """Send a traced graph's large float32 products to the library that was chosen."""
+    if products == "torch":
         return
+    heads = (
+        penstock.linear_cross_entropy.default,
+        penstock.linear_cross_entropy_predictions.default,
+        penstock.linear_cross_entropy_backward.default,
+    )
     for node in list(graph.nodes):
+        if node.target in heads:
+            node.kwargs = {**node.kwargs, "onednn": True}
+            continue
         if node.target is aten.mm.default:
             bias, (left, right) = None, node.args
         elif node.target is aten.addmm.default and not node.kwargs:

@@ -52,7 +52,7 @@ class RunSpec:
         transfers = transfers_of(program, schedule, placement_of(program, shards), shards)
         return cls(
             transfers,
-            engine_digest(program, transfers, layout.device),
+            engine_digest(program, transfers, layout.device, layout.products),
             shard_digest(program, transfers),
             terms_of(config, layout),
             list(ShardMap.of(program, shards).parts(program)),
@@ -114,11 +114,11 @@ def shard_digest(program: Program, transfers: TransferSchedule) -> str:
     return state.hexdigest()
 
 
-def engine_digest(program: Program, transfers: TransferSchedule, device: str) -> str:
-    """Return what two engines must agree on: that, what every stage computes, and on what."""
+def engine_digest(program: Program, transfers: TransferSchedule, device: str, products: str) -> str:
+    """Return what two engines must agree on: that, what every stage computes, and by what."""
     state = xxhash.xxh3_128(shard_digest(program, transfers).encode())
     computed = [(stage.kind.digest, stage.first_dropout) for stage in program.stages]
-    state.update(repr((device, computed)).encode())
+    state.update(repr((device, products, computed)).encode())
     return state.hexdigest()
 
 
@@ -131,6 +131,7 @@ def terms_of(config: Config, layout: ExecutionPlan) -> dict[str, Any]:
         "slot_bytes": layout.slot_bytes,
         "bfloat16": sorted(layout.program.bfloat16),
         "device": layout.device,  # chosen once: hosts that differ would round differently
+        "products": layout.products,
         "recompute": sorted(layout.plan.recompute),
         "shards": config.store.shards,
         "engine_bytes": layout.budget_bytes,
@@ -150,6 +151,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "slot_bytes": (int, type(None)),
     "bfloat16": (list,),
     "device": (str,),
+    "products": (str,),
     "recompute": (list,),
     "shards": (int,),
     "engine_bytes": (int,),

@@ -3,24 +3,23 @@
 from penstock.engine.device_threads import DeviceThread, Member, Rounds
 from penstock.engine.host_memory import KEPT_OVER_USED, keep_freed_pages, return_freed_pages
 from penstock.engine.interface import Batch, Engine, EnginePlan, PendingGradients, compute
-from penstock.engine.lanes import CudaLanes, HostLanes
 from penstock.engine.memory import MemoryAccount
 from penstock.engine.null_engine import NullEngine
 from penstock.engine.recompute_planner import bytes_of_choice, can_fit, plan_engine, predict_bytes
 from penstock.engine.row_split import Rows, micro_batches
 from penstock.engine.shared_slots import SharedSlots
 from penstock.engine.sharing import Sharing
+from penstock.engine.targets import TARGETS, Target, accelerators, choose_target, target_of
 from penstock.engine.threads import set_threads, thread_count
 from penstock.engine.torch_engine import TorchEngine
 
 __all__ = [
     "KEPT_OVER_USED",
+    "TARGETS",
     "Batch",
-    "CudaLanes",
     "DeviceThread",
     "Engine",
     "EnginePlan",
-    "HostLanes",
     "Member",
     "MemoryAccount",
     "NullEngine",
@@ -29,9 +28,12 @@ __all__ = [
     "Rows",
     "SharedSlots",
     "Sharing",
+    "Target",
     "TorchEngine",
+    "accelerators",
     "bytes_of_choice",
     "can_fit",
+    "choose_target",
     "compute",
     "keep_freed_pages",
     "micro_batches",
@@ -39,5 +41,6 @@ __all__ = [
     "predict_bytes",
     "return_freed_pages",
     "set_threads",
+    "target_of",
     "thread_count",
 ]

@@ -19,10 +19,9 @@ from typing import Any, Literal
 import torch
 
 from penstock.collectives import PartialSum
-from penstock.engine.interface import Batch, PendingGradients
+from penstock.engine.interface import Batch, Engine, PendingGradients
 from penstock.engine.memory import MemoryAccount
 from penstock.engine.shared_slots import SharedSlots
-from penstock.engine.torch_engine import TorchEngine
 from penstock.errors import GroupError
 from penstock.program import Program
 
@@ -35,7 +34,7 @@ Job = Callable[[], None]
 class Member:
     """What a thread makes for its device: an engine, its slots, and how to let go of the group."""
 
-    engine: TorchEngine
+    engine: Engine
     slots: SharedSlots
     leave: Callable[[], None]
 
@@ -201,6 +200,10 @@ class DeviceThread:
     def infer(self, stage: int) -> None:
         """Run a stage forward, keeping nothing for a backward."""
         self._rounds.give(self, Call("infer", stage))
+
+    def results(self) -> list[tuple[torch.Tensor, ...]]:
+        """Return the program's results per micro-batch, after `infer` of the last stage."""
+        return self._ask(lambda: self._member.engine.results())
 
     def losses(self) -> list[float]:
         """Return the loss of each micro-batch, once the last stage has run."""

@@ -79,6 +79,10 @@ class Engine(Protocol):
         """Run a stage forward, keeping nothing for a backward."""
         ...
 
+    def results(self) -> list[tuple[torch.Tensor, ...]]:
+        """Return the program's results per micro-batch, after `infer` of the last stage."""
+        ...
+
     def losses(self) -> list[float]:
         """Return the loss of each micro-batch, once the last stage has run."""
         ...

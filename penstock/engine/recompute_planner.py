@@ -14,6 +14,7 @@ from penstock.config import size_above
 from penstock.engine.interface import EnginePlan
 from penstock.engine.null_engine import dry_run
 from penstock.engine.sharing import Sharing
+from penstock.engine.targets import target_of
 from penstock.errors import BudgetError
 from penstock.program import Program, Stage, largest_stage
 
@@ -43,8 +44,8 @@ def predict_bytes(
     if sharing is not None:
         held = sharing.device_bytes(program, plan.slots)
         return Prediction(memory.peak_bytes + held, memory.peak_at)
-    # On a GPU every slot is there all the time, the one of the stage that computes included.
-    slots = plan.slots if device == "cuda" else plan.slots - 1
+    # Slots on a device are there all the time, the one of the stage that computes included.
+    slots = plan.slots if target_of(device).has_own_memory else plan.slots - 1
     waiting = largest_stage(program, lambda weight: weight.stream_bytes)[1] * slots
     return Prediction(memory.peak_bytes + waiting + plan.beside_bytes, memory.peak_at)
 

@@ -17,9 +17,8 @@ import torch
 
 from penstock.collectives import PartialSum
 from penstock.engine.interface import PendingGradients
-from penstock.engine.lanes import CudaLanes, Lanes, Mark
-from penstock.engine.sharing import aligned, largest_slot
-from penstock.program import Program
+from penstock.engine.lanes import Lanes, Mark
+from penstock.engine.sharing import aligned
 
 
 class WeightSlots(Protocol):
@@ -35,13 +34,6 @@ class WeightSlots(Protocol):
     def use(self, stage: int) -> AbstractContextManager[Sequence[torch.Tensor]]: ...
 
     def send_back(self, stage: int, nodes: list[PartialSum]) -> PendingGradients: ...
-
-
-def make_slots(program: Program, device: torch.device, slots: int) -> WeightSlots:
-    """Return the slots that fit a device."""
-    if device.type != "cuda":
-        return InPlace()
-    return DeviceSlots(largest_slot(program), slots, CudaLanes(device))
 
 
 class Arrived:

@@ -1,4 +1,4 @@
-"""The engine that computes with PyTorch, on the CPU or on one GPU.
+"""The engine that computes with PyTorch, on the CPU or on one GPU (`targets.py` makes it for each).
 
 It runs each stage on all its micro-batches before the next stage (so a stage's weights pass once
 per sweep), keeps what the backward needs or makes it again as its plan says, and sums gradients in
@@ -16,15 +16,14 @@ from penstock.collectives import PartialSum, TreeReduction
 from penstock.engine.flow import Flow, check_inputs
 from penstock.engine.interface import Batch, EnginePlan, PendingGradients
 from penstock.engine.memory import MemoryAccount
-from penstock.engine.repeatable import choose_repeatable_kernels
-from penstock.engine.slots import WeightSlots, make_slots
+from penstock.engine.slots import InPlace, WeightSlots
 from penstock.program import Program, Stage
 
 
 class TorchEngine:
     """Runs a program's stages with PyTorch on `device` within `budget_bytes`.
 
-    `slots` are the path of weights and gradients, where it is not the device's own.
+    `slots` are the path of weights and gradients; without them weights are read in place.
     """
 
     def __init__(
@@ -40,9 +39,7 @@ class TorchEngine:
         self.memory = MemoryAccount(budget_bytes)
         self._plan = plan
         self._device = torch.device(device)
-        if self._device.type == "cuda":
-            choose_repeatable_kernels(program)
-        self._slots = slots or make_slots(program, self._device, plan.slots)
+        self._slots = slots or InPlace()
         self._last_use = program.last_use()
         self._flows: list[Flow] = []
         self._batch: Batch | None = None

@@ -13,6 +13,7 @@ __all__ = [
     "memory",
     "moments",
     "philox",
+    "processor",
     "sgd",
     "split_master",
 ]

@@ -16,6 +16,7 @@ from torch import nn
 from penstock.compiler import (
     CompileOptions,
     Precision,
+    Products,
     compile_module,
     refuse_gradient_hooks,
     select_trainable,
@@ -32,11 +33,12 @@ from penstock.config import (
 from penstock.engine import (
     Engine,
     EnginePlan,
-    TorchEngine,
     keep_freed_pages,
     return_freed_pages,
+    target_of,
 )
 from penstock.errors import ConfigError
+from penstock.kernels.processor import Processor
 from penstock.models import KEPT, ModelSource, WeightFiles, require_clear, verify_kept
 from penstock.planning.memory_budget import MemoryShares
 from penstock.program import Program
@@ -148,15 +150,6 @@ def _base_of(
     return model_source(config.model, config.run.dir / KEPT if is_resumed else None, needs_base)
 
 
-def choose_device(wanted: Literal["auto", "cpu", "cuda"]) -> str:
-    """Return "cpu" or "cuda"; `auto` takes a GPU if there is one."""
-    if wanted == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("engine.device: expected cpu, got cuda, which this machine has not")
-    return wanted
-
-
 def trained_weights(config: Config, source: ModelSource) -> frozenset[str]:
     """Return the names of the weights that a run trains.
 
@@ -189,6 +182,7 @@ def compile_source(
     length: int,
     precision: Precision,
     device: str = "cpu",
+    products: Products | None = None,
     train: Sequence[str] = (),
     freeze: Sequence[str] = (),
     bfloat16: Collection[str] = (),
@@ -201,9 +195,11 @@ def compile_source(
 
     `evaluate` returns the loss without dropout and, of language models, the most likely label of
     each token; `logits` what comes before the loss. Both are only run forward, with every module
-    in eval mode. `bfloat16` are the weights that the store keeps so. `known` is
-    returned where the model's graph is the one that it was compiled from.
+    in eval mode. `products` is who multiplies (None: as a run that starts here would choose).
+    `bfloat16` are the weights that the store keeps so. `known` is returned where the model's graph
+    is the one that it was compiled from.
     """
+    target = target_of(device)
     inputs = source.example_inputs(micro_batch, length)
     module = source.module
     if goal == "logits":
@@ -222,7 +218,8 @@ def compile_source(
             inputs,
             CompileOptions(
                 precision=precision,
-                device=device,
+                device=target.trace_device,
+                products=products or target.choose_products(Processor.here()),
                 train=tuple(train),
                 freeze=tuple(freeze),
                 adapters=source.adapter_weights,
@@ -269,15 +266,15 @@ def make_engines(
     program: Program, plan: EnginePlan, shares: MemoryShares, engines: int, device: str
 ) -> list[Engine]:
     """Return that many engines of this process, each with its own budget."""
-    return [
-        TorchEngine(program, plan, device=device, budget_bytes=shares.engine)
-        for _ in range(engines)
-    ]
+    target = target_of(device)
+    return [target.make_engine(program, plan, budget_bytes=shares.engine) for _ in range(engines)]
 
 
 def settle_pages(shares: MemoryShares, device: str) -> None:
     """Let the C library keep the pages of tensors that die, or give them back, as there is room."""
-    if device == "cpu" and shares.keep_pages:
+    if target_of(device).has_own_memory:
+        return
+    if shares.keep_pages:
         keep_freed_pages()
-    elif device == "cpu":
+    else:
         return_freed_pages()

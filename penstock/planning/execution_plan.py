@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
+from penstock.compiler import Products
 from penstock.config import Config
-from penstock.engine import EnginePlan, Sharing, predict_bytes
+from penstock.engine import EnginePlan, Sharing, predict_bytes, target_of
 from penstock.errors import BudgetError, ConfigError
 from penstock.models import ModelSource
 from penstock.planning import builders, store_factory
+from penstock.planning.machine import Machine, ReadMachine
 from penstock.planning.memory_budget import Budget, HostCapacity, MemoryShares
 from penstock.planning.micro_batching import MicroBatchPlan, divide_batch, divided_as_recorded
 from penstock.planning.plausibility import refuse_implausible
@@ -23,9 +25,10 @@ from penstock.step_schedule import StepSchedule
 class ExecutionPlan:
     """How a step's batch is divided, what an engine keeps of it, and what every part may use.
 
-    `device` is "cpu" or "cuda", for all engines. `slot_bytes` is what the program's stages had to
-    fit, if anything; with fewer engines than `least_engines` a step would not fit the budget of
-    one; `room` bounds how many there may be on this machine.
+    `device` is the target's name, for all engines. `products` is who multiplies large float32
+    matrices. `slot_bytes` is what the program's stages had to fit, if anything; with fewer engines
+    than `least_engines` a step would not fit the budget of one; `room` bounds how many there may be
+    on this machine.
     """
 
     program: Program
@@ -38,6 +41,7 @@ class ExecutionPlan:
     slot_bytes: int | None
     least_engines: int = 1
     room: HostCapacity | None = None
+    products: Products = "torch"
 
     @cached_property
     def schedule(self) -> StepSchedule:
@@ -64,12 +68,16 @@ def plan_execution(
     devices: Sequence[str] = (),
     notice: Callable[[str], None] = lambda text: None,
     bfloat16: Collection[str] | None = None,
+    *,
+    recorded_products: Products | None = None,
+    read_machine: ReadMachine = Machine.here,
 ) -> ExecutionPlan:
     """Divide the batch (`micro_batching.py`), compile, and decide what is recomputed.
 
-    A resumed run keeps the micro-batch and the cut that it was started with, if they fit.
-    `devices` are those of a group. `notice` is told what the user should read. `bfloat16` are the
-    frozen weights that are kept so; by default, those that came so.
+    A resumed run keeps the micro-batch and the cut that it was started with, if they fit, and who
+    multiplies. `devices` are those of a group. `notice` is told what the user should read.
+    `bfloat16` are the frozen weights that are kept so; by default, those that came so.
+    `read_machine` tells of the machine that the engines are on.
 
     **Raises:** `BudgetError` if the engines that there are cannot do a step; as
     `refuse_implausible`.
@@ -85,20 +93,31 @@ def plan_execution(
             length=length,
             precision=config.precision,
             device=device,
+            products=products,
             train=config.train,
             freeze=config.freeze,
             bfloat16=bfloat16,
             slot_bytes=slot_bytes,
         )
 
-    refuse_implausible(config, source, length, device)
+    machine = read_machine(())
+    refuse_implausible(config, source, length, device, machine)
+    products = target_of(device).products_as_recorded(recorded_products, machine.processor)
+
+    def planned(division: MicroBatchPlan) -> ExecutionPlan:
+        machine = read_machine(devices or (device,))  # which has the program by now
+        plan = _planned(config, division, device, length, devices, machine)
+        return replace(plan, products=products)
+
     with contextlib.suppress(BudgetError):
         recorded = recorded_micro_batch, recorded_slot_bytes
         if (kept := divided_as_recorded(config, compile_for, *recorded)) is not None:
-            return _planned(config, kept, device, length, devices)
-    division = divide_batch(config, compile_for, device, length, recorded_micro_batch, devices)
+            return planned(kept)
+    division = divide_batch(
+        config, compile_for, device, length, recorded_micro_batch, devices, read_machine
+    )
     try:
-        layout = _planned(config, division, device, length, devices)
+        layout = planned(division)
     except BudgetError as error:
         if config.batch.micro != "auto" or config.engines == 1:
             raise
@@ -129,7 +148,12 @@ def _largest_shared(config: Config) -> int:
 
 
 def _planned(
-    config: Config, division: MicroBatchPlan, device: str, length: int, devices: Sequence[str]
+    config: Config,
+    division: MicroBatchPlan,
+    device: str,
+    length: int,
+    devices: Sequence[str],
+    machine: Machine,
 ) -> ExecutionPlan:
     """Return the layout of a division for the engines that there are."""
     program, micro_batch = division.program, division.micro_batch
@@ -144,7 +168,7 @@ def _planned(
     least = _least_engines(config)
     per_engine = -(-micro_batches // least)
     roles = store_factory.optimizer_of(config).roles
-    budget = Budget(config, program, per_engine, device, roles, devices, sharing)
+    budget = Budget(config, program, per_engine, device, roles, machine, devices, sharing)
     engine_bytes = budget.engine_bytes()
     plan = budget.plan(engine_bytes)
     shares = budget.divide(plan, engine_bytes)

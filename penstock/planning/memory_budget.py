@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-import torch
-
 from penstock.config import Config, size_above
 from penstock.distributed.protocol import GRADIENTS, WINDOW, ways
 from penstock.distributed.transport import LEAST_BYTES, RING_BYTES
@@ -26,12 +24,13 @@ from penstock.engine import (
     bytes_of_choice,
     plan_engine,
     predict_bytes,
+    target_of,
 )
 from penstock.errors import BudgetError, ConfigError
+from penstock.planning.machine import Machine
 from penstock.planning.store_factory import assembly_of, least_flash_store_bytes
 from penstock.program import Program, WeightSpec, largest_stage
 from penstock.store import Role
-from penstock.telemetry import process_memory
 
 RESERVE_BYTES = 128 << 20
 """For what no part accounts for: machine code of kernels, scratch of products, Python itself."""
@@ -94,7 +93,8 @@ class Budget:
     """Divides the memory of a process between the parts of one run. Made after compilation.
 
     **Arguments:** `micro_batches` are those of one engine; `roles` what the optimizer keeps;
-    `devices` are those of a group, if engines are one.
+    `machine` is where they run, with the memory of the device; `devices` are those of a group, if
+    engines are one.
 
     **Raises:** `BudgetError` where nothing is left for engines, however small a step is made.
     """
@@ -106,21 +106,24 @@ class Budget:
         micro_batches: int,
         device: str,
         roles: Sequence[Role],
+        machine: Machine,
         devices: Sequence[str] = (),
         sharing: Sharing | None = None,
     ) -> None:
         self._config, self._program, self._device = config, program, device
-        self._devices, self._sharing = devices, sharing
+        self._target, self._machine = target_of(device), machine
+        self._devices, self._sharing = devices or (device,), sharing
         self._roles = roles
         self._micro_batches = micro_batches
-        self._libraries = process_memory.resident_bytes()
-        machine = self._libraries + process_memory.available_bytes()
-        if config.memory is not None and not process_memory.is_measurable():
+        self._libraries = machine.resident_bytes
+        if config.memory is not None and not machine.is_measurable:
             raise ConfigError(
                 "memory: expected null, since this system does not say what a process has of "
                 "memory; set store.dram and engine.memory instead"
             )
-        self._limit = machine if config.memory is None else min(int(config.memory), machine)
+        self._limit = machine.memory_bytes
+        if config.memory is not None:
+            self._limit = min(int(config.memory), self._limit)
         inputs = [program.values[n].tensor for n in program.inputs if n in program.values]
         batch_bytes = sum(i.bytes * config.batch.size // i.shape[0] for i in inputs)
         self._data = _CHECKING_BYTES + _COPIES_OF_BATCH * batch_bytes
@@ -154,7 +157,7 @@ class Budget:
 
     @property
     def _are_forked(self) -> bool:
-        return self._config.cluster.start == "local" and self._device != "cuda"
+        return self._config.cluster.start == "local" and self._target.survives_fork
 
     def _process_bytes(self) -> int:
         """Return what one worker of this machine takes before it does anything."""
@@ -194,9 +197,9 @@ class Budget:
         config, sharers, rest = self._config, max(1, self._engines_here), self._rest
         if config.engine.memory != "auto":
             return int(config.engine.memory)
-        if self._device == "cuda":
-            least = min(torch.cuda.mem_get_info(name)[0] for name in self._devices or (None,))
-            on_one = sharers if config.cluster.start == "local" else 1  # processes on one GPU
+        if self._target.has_own_memory:
+            least = self._machine.free_bytes(self._devices)
+            on_one = sharers if config.cluster.start == "local" else 1  # processes on one device
             return int(least * _AUTO_ENGINE) // on_one
         if not self._engines_here:  # as for one, whose links are those of one
             alone = config.model_copy(update={"engines": 1})
@@ -239,7 +242,7 @@ class Budget:
             )
         except BudgetError:
             is_divided = config.memory is not None and config.engine.memory == "auto"
-            if not is_divided or self._device == "cuda" or not self._engines_here:
+            if not is_divided or self._target.has_own_memory or not self._engines_here:
                 raise
             self._refuse(self._rest - self._engines_here * engine_bytes, self._least())
 
@@ -275,7 +278,7 @@ class Budget:
 
     def _host_bytes(self, peak: int) -> int:
         """Return what one engine has of host memory: all, or what its copies go through."""
-        if self._device != "cuda":
+        if not self._target.has_own_memory:
             return peak
         if self._sharing is not None:
             return 0
@@ -299,7 +302,7 @@ class Budget:
     @property
     def _beside(self) -> int:
         """What is on its way, where that is in the memory that engines compute in."""
-        return 0 if self._device == "cuda" else self._on_the_way
+        return 0 if self._target.has_own_memory else self._on_the_way
 
     def _require_loading(self, store: int, engine: int) -> None:
         """Filling a store on flash gathers a stage's weights and state, before anything runs."""
@@ -389,7 +392,7 @@ def bytes_on_the_way(program: Program, device: str) -> int:
     the sum with those of others.
     """
     _, largest = largest_stage(program, lambda weight: weight.stream_bytes)
-    buffers = (WINDOW if device == "cuda" else WINDOW - 1) * largest
+    buffers = (WINDOW if target_of(device).has_own_memory else WINDOW - 1) * largest
     weights = program.weights
     gradients = [sum(_gradient_bytes(weights[n]) for n in s.weights) for s in program.stages]
     most = max(sum(gradients[first : first + GRADIENTS]) for first in range(len(gradients)))

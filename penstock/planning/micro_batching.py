@@ -13,14 +13,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from penstock.config import ClusterConfig, Config
-from penstock.engine import can_fit
+from penstock.engine import can_fit, target_of
 from penstock.errors import BudgetError
 from penstock.planning import store_factory
+from penstock.planning.machine import Machine, ReadMachine
 from penstock.planning.memory_budget import Budget
 from penstock.program import Program
 
-# Beyond this many tokens a micro-batch gains nothing: the products are large enough.
-_MICRO_BATCH_TOKENS = {"cpu": 4096, "cuda": 32768}
 _LEAST_TOKENS = 512  # of a micro-batch; smaller products spend their time on starting
 _ENGINES = 8  # that a micro-batch each is left to; more want a larger batch, or `batch.micro`
 _BUDGET_SLOTS = 4  # a stage of a quarter of the budget leaves room for slots and activations
@@ -64,13 +63,14 @@ def divide_batch(
     length: int,
     recorded_micro_batch: int | None = None,
     devices: Sequence[str] = (),
+    read_machine: ReadMachine = Machine.here,
 ) -> MicroBatchPlan:
     """Choose the micro-batch of sequences of `length`, and cut the stages where they are too large.
 
     With `batch.micro: auto` it is the largest divisor of the batch that is not beyond what helps,
     leaves `_ENGINES` engines a micro-batch each (unless that makes it small), and fits one engine;
     where none does, the least. Stages are cut smaller before the micro-batch is. A resumed run
-    keeps its micro-batch.
+    keeps its micro-batch. `read_machine` says what there is of memory.
 
     **Raises:** `BudgetError` where a stage cannot be cut so small, or nothing is left for engines.
     """
@@ -84,7 +84,10 @@ def divide_batch(
         for _ in ("stages as they are", "stages cut to what an engine may use"):
             try:
                 program = compile_for(micro_batch, slot_bytes)
-                budget_bytes = _one_engine_bytes(config, program, micro_batches, device, devices)
+                machine = read_machine(devices or (device,))  # which has the program by now
+                budget_bytes = _one_engine_bytes(
+                    config, program, micro_batches, device, machine, devices
+                )
             except BudgetError as error:
                 problem = problem or error
                 break
@@ -106,7 +109,12 @@ def divide_batch(
 
 
 def _one_engine_bytes(
-    config: Config, program: Program, micro_batches: int, device: str, devices: Sequence[str]
+    config: Config,
+    program: Program,
+    micro_batches: int,
+    device: str,
+    machine: Machine,
+    devices: Sequence[str],
 ) -> int:
     """Return the budget that an engine has, or would have if there were one of them."""
     if config.engine.memory != "auto":
@@ -115,7 +123,7 @@ def _one_engine_bytes(
     if cluster.shards == "here" or not cluster.has_other_hosts:
         cluster = ClusterConfig()  # as in one process
     alone = config.model_copy(update={"engines": 1, "cluster": cluster})
-    return Budget(alone, program, micro_batches, device, roles, devices).engine_bytes()
+    return Budget(alone, program, micro_batches, device, roles, machine, devices).engine_bytes()
 
 
 def _candidates(config: Config, length: int, device: str, recorded: int | None) -> list[int]:
@@ -125,6 +133,6 @@ def _candidates(config: Config, length: int, device: str, recorded: int | None) 
     if recorded is not None and size % recorded == 0:
         return [recorded]
     share = size * length // _ENGINES
-    tokens = max(_LEAST_TOKENS, min(share, _MICRO_BATCH_TOKENS[device]))
+    tokens = max(_LEAST_TOKENS, min(share, target_of(device).micro_batch_tokens))
     most = max(1, tokens // length)
     return [c for c in range(min(most, size), 0, -1) if size % c == 0]

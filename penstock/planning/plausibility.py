@@ -12,10 +12,11 @@ import math
 from typing import Any
 
 from penstock.config import Config, size_above
+from penstock.engine import target_of
 from penstock.errors import BudgetError, CompileError
 from penstock.models import ModelSource
 from penstock.planning import store_factory
-from penstock.telemetry import process_memory
+from penstock.planning.machine import Machine
 
 MOST_TENSORS = 1 << 16
 """Parameters of a model that is traced: 4,096 layers of 16. A layer takes some 50 ms."""
@@ -25,8 +26,10 @@ _TIMES = 8  # below, compiling takes no longer than for a run that fits, and the
 _FLOAT_BYTES = {"fp32": 4, "bf16": 2}
 
 
-def refuse_implausible(config: Config, source: ModelSource, length: int, device: str) -> None:
-    """Refuse a run of sequences of `length` on `device` that is far from fitting.
+def refuse_implausible(
+    config: Config, source: ModelSource, length: int, device: str, machine: Machine
+) -> None:
+    """Refuse a run of sequences of `length` on `device` that is far from fitting the machine.
 
     **Raises:** `CompileError` for a model of too many tensors; `BudgetError` where the sum is many
     times the limit, with the parts.
@@ -37,8 +40,7 @@ def refuse_implausible(config: Config, source: ModelSource, length: int, device:
             f"{source.name} has {tensors:,} parameter tensors, at most {MOST_TENSORS:,} can be "
             "traced in sensible time; give it fewer, larger layers"
         )
-    limit = process_memory.resident_bytes() + process_memory.available_bytes()
-    limit_name = "this machine has"
+    limit, limit_name = machine.memory_bytes, "this machine has"
     if config.memory is not None and int(config.memory) < limit:
         limit, limit_name = int(config.memory), "memory allows"
     parts = [part for part in _parts(config, source, length, device) if part[1]]
@@ -65,7 +67,8 @@ def _parts(config: Config, source: ModelSource, length: int, device: str) -> lis
     batch = _COPIES_OF_BATCH * config.batch.size * row
     hidden: Any = getattr(source.hf_config, "hidden_size", None)
     states = 0
-    if isinstance(hidden, int) and device == "cpu" and not config.cluster.has_other_hosts:
+    in_host_memory = not (target_of(device).has_own_memory or config.cluster.has_other_hosts)
+    if isinstance(hidden, int) and in_host_memory:
         states = length * hidden * _FLOAT_BYTES[config.precision]
     return [
         (f"store ({source.parameter_count():,} parameters)", _store_bytes(config, source)),

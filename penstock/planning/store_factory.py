@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from penstock.config import Config
+from penstock.engine import target_of
 from penstock.errors import BudgetError
 from penstock.program import Program
 from penstock.store import (
@@ -79,7 +80,7 @@ def make_store(
             f"store.dram: the store of {program.name} needs {needed:,} bytes of memory, the limit "
             f"is {int(config.store.dram):,}; raise it, or name a folder in store.flash.path"
         )
-    if device == "cuda" and not store.page_lock():
+    if target_of(device).has_own_memory and not store.page_lock():
         notice(
             "the system did not lock all of the weights' memory in place: they go to the GPU "
             "through the driver's buffers, more slowly and not beside its work"

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
         LocalEngines,
         choose_devices,
         counted,
-        kind_of,
         make_local_engines,
     )
     from penstock.step.micro_batches import Batches, to_tensors
@@ -23,7 +22,6 @@ __all__ = [
     "StepRunner",
     "choose_devices",
     "counted",
-    "kind_of",
     "make_local_engines",
     "to_tensors",
 ]
@@ -37,7 +35,6 @@ __getattr__ = lazily(
         "StepRunner": "local",
         "choose_devices": "local_engines",
         "counted": "local_engines",
-        "kind_of": "local_engines",
         "make_local_engines": "local_engines",
         "to_tensors": "micro_batches",
     },

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 
 from penstock.collectives import Fabric
 from penstock.engine import Batch, Engine, PendingGradients, compute, micro_batches
@@ -19,7 +17,7 @@ from penstock.step.micro_batches import Batches
 from penstock.step.nonfinite import NonFiniteLossError, require_finite, trace
 from penstock.step_schedule import Operation
 from penstock.store import Commit, Store
-from penstock.telemetry import StepDone, process_memory
+from penstock.telemetry import Measured, Spans, StepDone, process_memory
 
 _Computed = tuple[Operation, list[PendingGradients | None]]
 """An operation, and what each engine has made of it."""
@@ -44,6 +42,7 @@ class StepRunner:
         *,
         seed: int,
         tokens: int,
+        spans: Spans | None = None,
     ) -> None:
         self._layout = layout
         self._store = store
@@ -52,7 +51,9 @@ class StepRunner:
         self._batches = batches
         self._seed = seed
         self._tokens = tokens
-        self._store_seconds = 0.0  # of the step that is being made
+        self._spans = spans or Spans()  # of the step that is being made
+        self._step = 0  # the one that is being made
+        self.measured: Measured | None = None  # of the last step
         self.commit: Commit | None = None  # of the last step
 
     @property
@@ -66,28 +67,30 @@ class StepRunner:
         **Raises:** `NonFiniteError` and whatever the data or the engines raise; the step has then
         not happened, and running it again is safe.
         """
-        started = time.perf_counter()
-        self._store_seconds = 0.0
-        self._store.discard()  # what an interrupted step left behind
+        started = self._spans.clock()
+        self._spans.drain()  # what an interrupted step left behind, as below
+        self._store.discard()
         self._store.take_traffic()
-        schedule = self._layout.schedule_of(self._store.step + 1)
+        self._step = self._store.step + 1
+        schedule = self._layout.schedule_of(self._step)
         loss_scale = self._begin()
         waiting = self._sweep(schedule.before_loss, None)
         losses = [x for engine in self._engines for x in engine.losses()]
         try:
-            require_finite(self._store.step + 1, losses)
+            require_finite(self._step, losses)
         except NonFiniteLossError as error:
             program = self._layout.program
             trace(error, program, self._engines, self._store, self._batches, self._seed)
         self._return_gradients(self._sweep(schedule.after_loss, waiting))
-        with self._at_the_store():
+        with self._spans.span("store", "commit", step=self._step):
             commit = self.commit = self._store.commit()
+        measured = self.measured = self._spans.drain()
         return step_done(
             commit,
             self._store,
             loss=math.fsum(losses) * loss_scale,
-            seconds=time.perf_counter() - started,
-            store_seconds=self._store_seconds,
+            seconds=self._spans.clock() - started,
+            store_seconds=measured.seconds["store"],
             tokens=self._tokens,
             engine_bytes=self.engine_peak_bytes,
         )
@@ -115,7 +118,7 @@ class StepRunner:
             The last operation, whose gradients are still to be returned.
         """
         for operation in self._streamed(operations):
-            made = [compute(engine, operation) for engine in self._engines]
+            made = [self._compute(number, operation) for number in range(len(self._engines))]
             self._return_gradients(waiting)
             waiting = (operation, made)
         return waiting
@@ -131,27 +134,28 @@ class StepRunner:
             yield operation
 
     def _load(self, operation: Operation) -> None:
-        with self._at_the_store():
+        size = sum(self._layout.program.weights[name].stream_bytes for name in operation.weights)
+        with self._spans.span("store", "fetch", step=self._step, op=operation.number, bytes=size):
             weights = self._store.fetch(operation.stage, operation.positions)
             for engine, tensors in zip(self._engines, self._fabric.broadcast(weights), strict=True):
                 engine.load(operation.stage, tensors)
 
-    @contextmanager
-    def _at_the_store(self) -> Iterator[None]:
-        """Count the seconds of the block as the store's."""
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._store_seconds += time.perf_counter() - started
+    def _compute(self, number: int, operation: Operation) -> PendingGradients | None:
+        """Have an engine compute; on a device of its own memory this is the time of queueing it."""
+        lane, op = f"engine {number}", operation.number
+        with self._spans.span(lane, operation.sweep, step=self._step, op=op):
+            return compute(self._engines[number], operation)
 
     def _return_gradients(self, computed: _Computed | None) -> None:
         """Finish the sum of an operation's gradients in the fabric and hand it to the store."""
         if computed is None or not computed[0].gradients:
             return
         operation, made = computed
-        nodes = [part.wait() for part in made if part is not None]
-        with self._at_the_store():
+        step, op = self._step, operation.number
+        with self._spans.span("gradients", "wait", step=step, op=op):
+            nodes = [part.wait() for part in made if part is not None]
+        size = sum(4 * self._layout.program.weights[name].elements for name in operation.gradients)
+        with self._spans.span("store", "receive", step=step, op=op, bytes=size):
             total = self._fabric.reduce(nodes, self._layout.micro_batches)
             self._store.receive(operation.stage, total)
 

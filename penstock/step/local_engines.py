@@ -17,17 +17,16 @@ import torch
 from penstock.collectives import DeviceRendezvous, Fabric, GroupFabric, LocalFabric
 from penstock.config import Config, EngineConfig
 from penstock.engine import (
-    CudaLanes,
     DeviceThread,
     Engine,
     EnginePlan,
-    HostLanes,
     Member,
     Rounds,
     SharedSlots,
     Sharing,
-    TorchEngine,
+    accelerators,
     set_threads,
+    target_of,
 )
 from penstock.errors import ConfigError
 from penstock.kernels.memory import allocate, page_lock
@@ -45,28 +44,21 @@ def choose_devices(config: EngineConfig) -> tuple[str, ...]:
     """
     if config.devices is None:
         return ()
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    there = [f"cuda:{number}" for number in range(count)]
+    there = accelerators()
     if config.devices == "all" and not there:
         raise ConfigError(
             "engine.devices: all stands for all GPUs, of which this machine has none; leave it "
             "out to compute on the CPU"
         )
-    names = tuple(there) if config.devices == "all" else config.devices
+    names = there if config.devices == "all" else config.devices
     missing = [name for name in names if name not in ("cpu", *there)]
     if missing:
         raise ConfigError(
             f"engine.devices: this machine has {', '.join(there) or 'no GPU'}, got "
             f"{', '.join(missing)}"
         )
-    if kind_of(names) == "cuda":
-        torch.cuda.set_device(names[0])
+    target_of(names[0]).make_current(names[0])
     return names
-
-
-def kind_of(devices: Sequence[str]) -> str:
-    """Return "cpu" or "cuda"."""
-    return devices[0].partition(":")[0]
 
 
 def counted(config: Config, devices: Sequence[str]) -> Config:
@@ -142,7 +134,7 @@ class DeviceGroup:
         self._program, self._plan = program, plan
         self._budget_bytes, self._threads = budget_bytes, threads
         self._sharing = Sharing(len(devices), micro_batches)
-        self._meeting = DeviceRendezvous(kind_of(devices), len(devices))
+        self._meeting = DeviceRendezvous(target_of(devices[0]).collectives, len(devices))
         self._returns = self._make_returns()
         self._rounds = Rounds(self._meeting.abort)
         members = [
@@ -178,21 +170,20 @@ class DeviceGroup:
 
     def _member(self, rank: int, name: str) -> Member:
         """Make what one device needs, in its own thread."""
-        device = torch.device(name)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
+        target = target_of(name)
+        target.make_current(name)
         set_threads(self._threads)  # Numba has a number for every thread
         peers = self._meeting.join(rank)
         slots = SharedSlots(
             self._program,
             self._plan.slots,
-            CudaLanes(device) if device.type == "cuda" else HostLanes(),
+            target.make_lanes(name),
             self._sharing,
             peers,
             self._returns,
         )
-        constants = {n: value.to(device) for n, value in self._program.constants.items()}
-        engine = TorchEngine(
+        constants = {n: value.to(name) for n, value in self._program.constants.items()}
+        engine = target.make_engine(
             dataclasses.replace(self._program, constants=constants),
             self._plan,
             device=name,

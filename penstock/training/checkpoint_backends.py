@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from penstock.config import Config, recorded_flash, trajectory
+from penstock.engine import target_of
 from penstock.errors import ConfigError
 from penstock.models import ModelSource
 from penstock.planning import ExecutionPlan, store_factory
@@ -249,7 +250,7 @@ class FlashCheckpoints:
         else:
             self._store = self._begun(model, layout, notice, apart)
         try:
-            if device == "cuda":
+            if target_of(device).has_own_memory:
                 self._store.page_lock()
             if self._store.is_new:
                 seed = self._config.run.seed

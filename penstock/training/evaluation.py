@@ -17,7 +17,7 @@ import torch
 
 from penstock.config import Config
 from penstock.data import IGNORED_LABEL, LanguageModelSource, RecordSource, Source
-from penstock.engine import Batch, EnginePlan, TorchEngine, compute
+from penstock.engine import Batch, Engine, EnginePlan, compute, target_of
 from penstock.errors import CompileError, DataError
 from penstock.models import ModelSource
 from penstock.planning import ExecutionPlan, builders
@@ -70,7 +70,7 @@ class Evaluator:
         self._store = store
         self._held_out = held_out
         self._device = device
-        self._engines: dict[int, TorchEngine] = {}
+        self._engines: dict[int, Engine] = {}
 
     def evaluate(self, batches: int) -> dict[str, float]:
         """Return the figures of the first `batches` held-out batches, by name.
@@ -138,14 +138,11 @@ class Evaluator:
             have = rows["labels"].numel()
             counts.add_predictions(rows["labels"], predictions.cpu()[:have])
 
-    def _engine(self, rows: int) -> TorchEngine:
+    def _engine(self, rows: int) -> Engine:
         """Return an engine for micro-batches of so many rows: a whole one, or what is left over."""
         if rows not in self._engines:
-            self._engines[rows] = TorchEngine(
-                self._program(rows),
-                EnginePlan(),
-                device=self._device,
-                budget_bytes=self._layout.budget_bytes,
+            self._engines[rows] = target_of(self._device).make_engine(
+                self._program(rows), EnginePlan(), budget_bytes=self._layout.budget_bytes
             )
         return self._engines[rows]
 
@@ -158,6 +155,7 @@ class Evaluator:
                 length=self._layout.sequence_length,
                 precision=self._config.precision,
                 device=self._device,
+                products=self._layout.products,
                 bfloat16=self._layout.program.bfloat16,
                 goal="evaluate",
                 slot_bytes=self._layout.slot_bytes,

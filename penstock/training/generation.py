@@ -9,7 +9,7 @@ import torch
 
 from penstock.config import Config
 from penstock.data import TokenDataset, Tokenizer
-from penstock.engine import Batch, EnginePlan, TorchEngine, compute
+from penstock.engine import Batch, Engine, EnginePlan, compute, target_of
 from penstock.errors import ConfigError
 from penstock.models import ModelSource
 from penstock.planning import ExecutionPlan, builders
@@ -39,17 +39,19 @@ def make_writer(
     if dataset is None:
         raise ConfigError("generate needs the data set's tokenizer; this run has none")
 
-    def make_engine(window: int) -> TorchEngine:
+    def make_engine(window: int) -> Engine:
         program = builders.compile_source(
             model,
             micro_batch=1,
             length=window,
             precision=config.precision,
             device=device,
+            products=layout.products,
             bfloat16=layout.program.bfloat16,
             goal="logits",
         )
-        return TorchEngine(program, EnginePlan(), device=device, budget_bytes=layout.budget_bytes)
+        target = target_of(device)
+        return target.make_engine(program, EnginePlan(), budget_bytes=layout.budget_bytes)
 
     return TextGenerator(
         make_engine, store.stream, dataset.tokenizer(), sequence_length(config, model)
@@ -66,7 +68,7 @@ class TextGenerator:
 
     def __init__(
         self,
-        make_engine: Callable[[int], TorchEngine],
+        make_engine: Callable[[int], Engine],
         fetch: FetchWeights,
         tokenizer: Tokenizer,
         longest: int,
@@ -75,7 +77,7 @@ class TextGenerator:
         self._fetch = fetch
         self._tokenizer = tokenizer
         self._longest = longest
-        self._engines: dict[int, TorchEngine] = {}
+        self._engines: dict[int, Engine] = {}
 
     def write(
         self,
@@ -113,7 +115,7 @@ class TextGenerator:
 
 
 def generate_tokens(
-    engine: TorchEngine,
+    engine: Engine,
     fetch: FetchWeights,
     prompt: Sequence[int],
     *,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from penstock.compiler import Products
 from penstock.errors import CorruptionError
 
 
@@ -21,9 +22,10 @@ class ResumeState:
 
     `trajectory` is the part of the configuration that decides the result; `micro_batch`
     decides in which order sums are taken, `slot_bytes` how stages are cut, by which files on flash
-    are laid out. `data`, `weights` (of a folder) and `values` (of a module) are fingerprints of
-    what the run began with, None where there is none; `architecture` is what a model of the user's
-    own code computes (`same_run.Architecture`).
+    are laid out, `products` who multiplies (`compiler/products.py`). `data`, `weights` (of a
+    folder) and `values` (of a module) are fingerprints of what the run began with, None where there
+    is none; `architecture` is what a model of the user's own code computes
+    (`same_run.Architecture`).
     """
 
     trajectory: Mapping[str, Any]
@@ -35,6 +37,7 @@ class ResumeState:
     evaluations_since_best: int
     values: str | None = None
     architecture: Mapping[str, str] | None = None
+    products: Products | None = None
 
     @classmethod
     def read(cls, found: Mapping[str, Any], place: Path) -> ResumeState:
@@ -57,6 +60,7 @@ class ResumeState:
                 "data": None | str(),
                 "weights": None | str(),
                 "values": None | str(),
+                "products": None | "torch" | "onednn",
                 "architecture": None
                 | {"class_name": str(), "graph": str(), "captured_with": str()},
                 "best_loss": None | float() | int(),

@@ -14,6 +14,7 @@ from torch import nn
 
 from penstock.config import Config
 from penstock.data import Source
+from penstock.engine import choose_target, target_of
 from penstock.errors import ConfigError
 from penstock.models import ModelSource
 from penstock.planning import ExecutionPlan, builders, plan_execution
@@ -23,7 +24,6 @@ from penstock.step import (
     StepRunner,
     choose_devices,
     counted,
-    kind_of,
     make_local_engines,
 )
 from penstock.store import ShardedStore, Store
@@ -43,7 +43,7 @@ class RunSetup:
 
     Attributes:
         devices: of a group of GPUs, one engine each; empty for engines that take turns on `device`.
-        device: "cpu" or "cuda", on which the program was compiled.
+        device: the name of the target that the program was compiled for.
     """
 
     model: ModelSource
@@ -82,7 +82,7 @@ def set_up(
     is_resumed, needs_base = recorded is not None, checkpoints.needs_base
     found = builders.source_of(config, model, is_resumed, notice, needs_base)
     devices = choose_devices(config.engine)
-    device = kind_of(devices) if devices else builders.choose_device(config.engine.device)
+    target = target_of(devices[0]) if devices else choose_target(config.engine.device)
     if source is None:
         data = open_data(config, found, notice)
     else:
@@ -90,15 +90,16 @@ def set_up(
     plan = plan_execution(
         counted(config, devices),
         found,
-        device,
+        target.name,
         data.sequence_length,
         recorded.micro_batch if recorded else None,
         recorded.slot_bytes if recorded else None,
         devices,
         notice,
         checkpoints.bfloat16,
+        recorded_products=recorded.products if recorded else None,
     )
-    return RunSetup(found, data, devices, device, plan)
+    return RunSetup(found, data, devices, target.name, plan)
 
 
 def require_known_elsewhere(has_given_model: bool) -> None:

@@ -21,9 +21,7 @@ from penstock.errors import ConfigError, DataError, NonFiniteError
 from penstock.models import KEPT, ModelSource, keep_small_files
 from penstock.program import Program
 from penstock.progress import view_from_python
-from penstock.step import (
-    LocalEngines,
-)
+from penstock.step import LocalEngines
 from penstock.store import MAX_SHARD_BYTES, FolderLock
 from penstock.telemetry import (
     Evaluated,
@@ -379,6 +377,7 @@ class Trainer:
             trajectory=trajectory(self.config),
             micro_batch=self._layout.micro_batch,
             slot_bytes=self._layout.slot_bytes,
+            products=self._layout.products,
             data=dataset.fingerprint if dataset else None,
             weights=self._initial_weights,
             values=self._initial_values,

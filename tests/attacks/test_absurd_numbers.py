@@ -13,7 +13,9 @@ from penstock import Trainer
 from penstock.config import ByteSize, Config
 from penstock.data import ArraySource
 from penstock.errors import BudgetError, CompileError, ConfigError
+from penstock.kernels.processor import Processor
 from penstock.models import ModelSource
+from penstock.planning.machine import Machine
 from penstock.planning.plausibility import MOST_TENSORS, refuse_implausible
 from penstock.telemetry import process_memory
 
@@ -152,24 +154,26 @@ def test_what_no_machine_can_hold_is_refused_by_arithmetic(what, tmp_path, monke
     assert f"; {advice}" in text
 
 
-def test_arithmetic_refuses_nothing_that_the_budget_allows(monkeypatch):
+def test_arithmetic_refuses_nothing_that_the_budget_allows():
     """Only what is many times too large is refused before the budget, which is exact."""
     config = settings()
     source = ModelSource.from_preset("tiny", {k: v for k, v in TINY.items() if k != "preset"})
     store = source.parameter_count() * 16
-    monkeypatch.setattr(process_memory, "resident_bytes", lambda: 0)
-    monkeypatch.setattr(process_memory, "available_bytes", lambda: store // 8 + 2**12)
-    refuse_implausible(config, source, 16, "cpu")
-    monkeypatch.setattr(process_memory, "available_bytes", lambda: store // 8 - 1)
+
+    def refuse(free: int) -> None:
+        machine = Machine(Processor("x86_64", "GenuineIntel"), 2, 0, free)
+        refuse_implausible(config, source, 16, "cpu", machine)
+
+    refuse(store // 8 + 2**12)
     with pytest.raises(BudgetError, match="this run needs at least"):
-        refuse_implausible(config, source, 16, "cpu")
+        refuse(store // 8 - 1)
 
 
 def test_a_module_of_too_many_tensors_is_refused(monkeypatch):
     source = ModelSource.from_preset("tiny", {k: v for k, v in TINY.items() if k != "preset"})
     monkeypatch.setattr("penstock.planning.plausibility.MOST_TENSORS", 3)
     with pytest.raises(CompileError, match=r"tiny has 16 parameter tensors, at most 3 can be "):
-        refuse_implausible(settings(), source, 16, "cpu")
+        refuse_implausible(settings(), source, 16, "cpu", Machine.here())
     assert MOST_TENSORS > 16
 
 

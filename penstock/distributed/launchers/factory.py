@@ -30,6 +30,8 @@ def make_launcher(
     host = "127.0.0.1" if host == "auto" else host
     if config.cluster.start == "listen":
         return host, lambda endpoint: ExternalLauncher()
+    from penstock.engine import target_of
+
     logs = config.run.dir / WORKER_LOGS
-    forks = device != "cuda"  # whose driver survives no fork
+    forks = target_of(device).survives_fork
     return host, lambda endpoint: LocalLauncher(endpoint.address, token, logs, forks=forks)

@@ -57,6 +57,8 @@ class RayConnection:
     """
 
     def __init__(self, config: Config, device: str) -> None:
+        from penstock.engine import target_of
+
         address = config.cluster.address
         is_local = address is None
         variables = _variables(config.cluster.environment)
@@ -70,7 +72,7 @@ class RayConnection:
         # On one machine it is `engines` that says how many fit, as with cluster.start: local.
         threads = 0 if is_local else config.engine.threads or 1
         self.wants: Mapping[Role, Mapping[str, int]] = {
-            "engine": {"num_cpus": threads, "num_gpus": 1 if device == "cuda" else 0},
+            "engine": {"num_cpus": threads, "num_gpus": target_of(device).gpus},
             "shard": {"num_cpus": min(threads, 1), "num_gpus": 0},
         }
         self.options: dict[str, Any] = {

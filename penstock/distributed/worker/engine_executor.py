@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -12,10 +11,11 @@ import torch
 
 from penstock.collectives import PartialSum
 from penstock.distributed.protocol import WINDOW, Chunk, TransferOperation
-from penstock.engine import Batch, Engine, compute, micro_batches
+from penstock.engine import Batch, Engine, compute, micro_batches, target_of
 from penstock.kernels.memory import allocate
 from penstock.program import Program, WeightSpec, largest_stage
 from penstock.step_schedule import StepSchedule
+from penstock.telemetry import Spans
 
 _ALIGNMENT = 64
 
@@ -43,9 +43,9 @@ class LocalEngineExecutor:
                 begin += _aligned_bytes(spec)
             self._shapes.append(places)
         _, largest = largest_stage(program, _aligned_bytes)
-        self._is_on_gpu = device == "cuda"
+        self._target = target_of(device)
         self._micro_batches = 0
-        self._computed = (0.0, 0)  # seconds, and micro-batches that were begun
+        self._spans, self._computed = Spans(), 0  # and how many micro-batches in all of them
         self._buffers = [allocate(largest) for _ in range(WINDOW)]
 
     @property
@@ -56,7 +56,7 @@ class LocalEngineExecutor:
     @property
     def computed(self) -> tuple[float, int]:
         """Seconds of computing so far, and how many micro-batches were computed in them."""
-        return self._computed
+        return self._spans.seconds("compute"), self._computed
 
     def begin(self, step: int, part: Mapping[str, float], rows: Mapping[str, np.ndarray]) -> None:
         """Begin a step with these rows."""
@@ -83,7 +83,13 @@ class LocalEngineExecutor:
 
     def compute(self, operation: TransferOperation) -> Sequence[PartialSum]:
         """Compute an operation; return the sums of its gradients."""
-        began = time.perf_counter()
+        with self._spans.span("compute", operation.sweep, op=operation.number):
+            nodes = self._compute(operation)
+        if operation.sweep == "turn":
+            self._computed += self._micro_batches
+        return nodes if operation.gradients else []
+
+    def _compute(self, operation: TransferOperation) -> Sequence[PartialSum]:
         engine = self._engine
         buffer = self._buffers[operation.number % WINDOW]
         engine.load(
@@ -97,14 +103,10 @@ class LocalEngineExecutor:
         )
         pending = compute(engine, self._schedule.operations[operation.number])
         nodes: Sequence[PartialSum] = [] if pending is None else pending.wait()
-        if self._is_on_gpu:
-            torch.cuda.synchronize()  # the buffer is given back when this returns
+        if self._target.has_own_memory:
+            self._target.synchronize()  # the buffer is given back when this returns
             nodes = [_kept(node) for node in nodes]
-        seconds, count = self._computed
-        if operation.sweep == "turn":
-            count += self._micro_batches
-        self._computed = (seconds + time.perf_counter() - began, count)
-        return nodes if operation.gradients else []
+        return nodes
 
     def losses(self) -> list[float]:
         """Return the loss of each micro-batch."""
@@ -116,6 +118,6 @@ def _aligned_bytes(weight: WeightSpec) -> int:
 
 
 def _kept(node: PartialSum) -> PartialSum:
-    """Return a node whose memory is its own: from a GPU it comes in buffers that are used again,
+    """Return a node whose memory is its own: from a device it comes in buffers that are used again,
     and is sent, or added to, when it has its turn."""
     return replace(node, tensors=tuple(None if t is None else t.clone() for t in node.tensors))

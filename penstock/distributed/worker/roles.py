@@ -23,9 +23,9 @@ from penstock.distributed.worker.shard_storage import OwnedShard
 from penstock.errors import UnfitHostError
 from penstock.program import Program
 from penstock.step_schedule import StepSchedule
-from penstock.telemetry import process_memory
 
 if TYPE_CHECKING:
+    from penstock.compiler import Products
     from penstock.config import Config
 
 
@@ -80,7 +80,7 @@ class _Compiled:
     transfers: TransferSchedule
 
 
-def _compile(told: Mapping[str, Any], device: str) -> _Compiled:
+def _compile(told: Mapping[str, Any], device: str, products: Products) -> _Compiled:
     """Compile the run's model, as the coordinator's process said, for one kind of device."""
     from penstock.config import Config
     from penstock.engine import set_threads
@@ -97,6 +97,7 @@ def _compile(told: Mapping[str, Any], device: str) -> _Compiled:
         length=told["length"],
         precision=config.precision,
         device=device,
+        products=products,
         train=config.train,
         freeze=config.freeze,
         bfloat16=told["bfloat16"],
@@ -116,21 +117,19 @@ def build_engine(told: Mapping[str, Any]) -> BuiltRole:
         UnfitHostError: this host has not got the device, or the memory.
         PenstockError: no host could be such an engine.
     """
-    from penstock.engine import EnginePlan, TorchEngine
+    from penstock.engine import EnginePlan, target_of
 
     device = str(told["device"])
     _require_device(device)
-    made = _compile(told, device)
+    products = _required_products(told, device)
+    made = _compile(told, device, products)
     if made.config.cluster.has_other_hosts:  # on its own host the run has counted them
         _require_memory(told, device)
-    engine = TorchEngine(
-        made.program,
-        EnginePlan(made.recompute),
-        device=device,
-        budget_bytes=told["engine_bytes"],
+    engine = target_of(device).make_engine(
+        made.program, EnginePlan(made.recompute), budget_bytes=told["engine_bytes"]
     )
     work = LocalEngineExecutor(engine, made.program, made.schedule, device)
-    digest = engine_digest(made.program, made.transfers, device)
+    digest = engine_digest(made.program, made.transfers, device, products)
     return BuiltRole(dict(told), EngineRole(work, made.transfers), digest)
 
 
@@ -144,7 +143,7 @@ def build_shard(told: Mapping[str, Any], place: ReplicaSlot, opens: Opens) -> Bu
     Raises:
         PenstockError: this machine cannot be such a shard.
     """
-    made, shard = _compile(told, "cpu"), place.shard
+    made, shard = _compile(told, "cpu", "torch"), place.shard
     apart = OwnedShard(made.config, made.program, shard, told["store_bytes"], place.replica)
     if opens == "what was left":
         apart.open(must_hold=True)
@@ -157,22 +156,36 @@ def build_shard(told: Mapping[str, Any], place: ReplicaSlot, opens: Opens) -> Bu
 
 
 def _require_device(device: str) -> None:
-    import torch
+    from penstock.engine import target_of
 
-    if device == "cuda" and not torch.cuda.is_available():
+    if not target_of(device).is_available:
         raise UnfitHostError(
             f"the run's engines compute on GPUs, and {socket.gethostname()} has none that PyTorch "
             "finds; start engines on hosts with one, or the run with engine.device: cpu"
         )
 
 
+def _required_products(told: Mapping[str, Any], device: str) -> Products:
+    """Return who multiplies in the engines of this run: another library would round otherwise."""
+    from penstock.engine import target_of
+
+    for products in target_of(device).products:
+        if products == told["products"] and target_of(device).can_multiply_with(products):
+            return products
+    raise UnfitHostError(
+        f"the run's engines multiply float32 matrices by {told['products']}, which PyTorch lacks "
+        f"on {socket.gethostname()}; install there the PyTorch that the run was started with"
+    )
+
+
 def _require_memory(told: Mapping[str, Any], device: str) -> None:
     """Refuse what would end in the middle of a step. What is free may be less by then."""
-    import torch
+    from penstock.planning import Machine
 
-    free = {"memory": (process_memory.available_bytes(), int(told["engine_host"]))}
-    if device == "cuda":
-        free["GPU memory"] = torch.cuda.mem_get_info()[0], int(told["engine_peak"])
+    machine = Machine.here((device,))
+    free = {"memory": (machine.available_bytes, int(told["engine_host"]))}
+    if device in machine.devices:
+        free["GPU memory"] = machine.devices[device].free, int(told["engine_peak"])
     for what, (has, needs) in free.items():
         if has < needs:
             raise UnfitHostError(

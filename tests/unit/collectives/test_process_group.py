@@ -21,7 +21,7 @@ GROUPS += [("cuda", size) for size in (1, GPUS) if 0 < size <= GPUS]
 
 def together(kind, size, act, timeout=timedelta(seconds=60)):
     """Have every device of a group act in a thread of its own; return what each returned."""
-    meeting = DeviceRendezvous(kind, size, timeout)
+    meeting = DeviceRendezvous("nccl" if kind == "cuda" else "gloo", size, timeout)
     found = [None] * size
 
     def be(rank):
@@ -155,7 +155,7 @@ def test_the_fabric_takes_one_root_of_each_device_and_counts_each_byte_once():
 @pytest.mark.skipif(torch.distributed.is_nccl_available(), reason="this PyTorch has NCCL")
 def test_gpus_without_nccl_are_refused_with_what_to_do():
     with pytest.raises(GroupError) as caught:
-        DeviceRendezvous("cuda", 1).join(0)
+        DeviceRendezvous("nccl", 1).join(0)
     assert str(caught.value) == (
         "engine.devices: GPUs find each other through NCCL, which this PyTorch was built without; "
         "install one for CUDA on Linux, or set engine.device: cuda for one GPU"

@@ -60,6 +60,10 @@ class Device:
     def losses(self):
         return [float(self.rank)]
 
+    def results(self):
+        self._maybe_fail("results")
+        return [(float(self.rank),)]
+
     def is_finite(self, stage):
         return True
 
@@ -173,6 +177,16 @@ def test_an_error_of_one_device_is_raised_and_the_next_step_is_made(event, rank)
     assert group.step() == GOOD
     assert not group.aborted.is_set()
     group.close()
+
+
+def test_each_device_is_asked_for_its_results_and_raises_what_it_met():
+    group = Group({(1, "results"): RuntimeError("out of memory")})
+    try:
+        assert [group.engines[rank].results() for rank in (0, 2)] == [[(0.0,)], [(2.0,)]]
+        with pytest.raises(RuntimeError, match="out of memory"):
+            group.engines[1].results()
+    finally:
+        group.rounds.close()
 
 
 def test_every_device_may_fail_at_once():

@@ -8,10 +8,11 @@ from penstock.config import Config
 from penstock.distributed.protocol import GRADIENTS
 from penstock.engine import EnginePlan, predict_bytes
 from penstock.errors import BudgetError
+from penstock.kernels.processor import Processor
 from penstock.planning import builders, store_factory
+from penstock.planning.machine import Machine
 from penstock.planning.memory_budget import Budget, HostCapacity, MemoryShares, bytes_on_the_way
 from penstock.program import Program
-from penstock.telemetry import process_memory
 
 MIB = 1 << 20
 MODEL = {
@@ -20,11 +21,9 @@ MODEL = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _machine(monkeypatch):
-    """A machine on which 330 MiB are free, most of which the parts other than the store take."""
-    monkeypatch.setattr(process_memory, "resident_bytes", lambda: 400 * MIB)
-    monkeypatch.setattr(process_memory, "available_bytes", lambda: 330 * MIB)
+def machine(free: int = 330) -> Machine:
+    """Return a machine with so many MiB free: by default most go to other parts than the store."""
+    return Machine(Processor("x86_64", "GenuineIntel"), 2, 400 * MIB, free * MIB)
 
 
 @pytest.fixture(scope="module")
@@ -33,12 +32,17 @@ def program() -> Program:
     return builders.compile_source(source, micro_batch=1, length=32, precision="fp32", device="cpu")
 
 
-def shares(program: Program, **changes) -> MemoryShares:
+def budget_of(config: Config, program: Program, free: int = 330) -> Budget:
+    roles = store_factory.optimizer_of(config).roles
+    return Budget(config, program, 2, "cpu", roles, machine(free))
+
+
+def shares(program: Program, free: int = 330, **changes) -> MemoryShares:
     """Return what the parts of a run of two engines get, two micro-batches each."""
     engine = {"device": "cpu", "memory": "64MiB"}
     mapping = {"model": MODEL, "batch": {"size": 256}, "engines": 2, "engine": engine, **changes}
     config = Config.from_mapping(mapping)
-    budget = Budget(config, program, 2, "cpu", store_factory.optimizer_of(config).roles)
+    budget = budget_of(config, program, free)
     engine_bytes = budget.engine_bytes()
     return budget.divide(budget.plan(engine_bytes), engine_bytes)
 
@@ -107,30 +111,26 @@ ENGINES_ELSEWHERE = [
 
 
 @pytest.mark.parametrize("cluster", ENGINES_ELSEWHERE)
-def test_engines_on_other_hosts_take_nothing_of_the_memory_of_this_one(
-    program, cluster, monkeypatch
-):
-    monkeypatch.setattr(process_memory, "available_bytes", lambda: 900 * MIB)
+def test_engines_on_other_hosts_take_nothing_of_the_memory_of_this_one(program, cluster):
     engine = {"device": "cpu", "memory": "8GiB"}
-    made = shares(program, cluster=cluster, engines=64, engine=engine)
+    made = shares(program, 900, cluster=cluster, engines=64, engine=engine)
     assert (made.engine, made.engines) == (8192 * MIB, 0)
     with pytest.raises(BudgetError, match="64 engines"):
-        shares(program, cluster={"start": "local"}, engines=64, engine=engine)
+        shares(program, 900, cluster={"start": "local"}, engines=64, engine=engine)
 
 
 @pytest.mark.parametrize("cluster", ENGINES_ELSEWHERE)
 @pytest.mark.parametrize("memory", [None, "2100MiB"])
 def test_how_many_engines_are_on_other_hosts_does_not_change_what_each_may_use(
-    program, cluster, memory, monkeypatch
+    program, cluster, memory
 ):
-    monkeypatch.setattr(process_memory, "available_bytes", lambda: 1800 * MIB)
     common = {"cluster": cluster, "engine": {"device": "cpu"}, "memory": memory}
-    found = {n: shares(program, engines=n, **common).engine for n in (1, 2, 64)}
+    found = {n: shares(program, 1800, engines=n, **common).engine for n in (1, 2, 64)}
     assert len(set(found.values())) == 1, found
     # It is what one engine could have here: less than all of what is free, and not a sliver.
     assert 150 * MIB < found[64] < 1800 * MIB
     local = {"cluster": {"start": "local"}, "engine": {"device": "cpu"}, "memory": memory}
-    alone, both = (shares(program, engines=n, **local).engine for n in (1, 2))
+    alone, both = (shares(program, 1800, engines=n, **local).engine for n in (1, 2))
     assert both < 0.6 * alone
 
 
@@ -162,9 +162,8 @@ def test_memory_that_processes_share_counts(program, cluster, rings):
     assert [line.split()[-2:] for line in found] == [[f"{16 * rings}.00", "MiB"]] * bool(rings)
 
 
-def test_what_is_on_its_way_counts_where_engines_are_processes(program, monkeypatch):
+def test_what_is_on_its_way_counts_where_engines_are_processes(program):
     """Two buffers as large as the largest stage, one of which computes, and gradients, twice."""
-    monkeypatch.setattr(process_memory, "available_bytes", lambda: 999 * MIB)
     block = 4 * sum(program.weights[name].elements for name in program.stages[1].weights)
     on_the_way = bytes_on_the_way(program, "cpu")
     assert on_the_way == block + 2 * GRADIENTS * block  # all weights are trained, in float32
@@ -175,7 +174,7 @@ def test_what_is_on_its_way_counts_where_engines_are_processes(program, monkeypa
         config = Config.from_mapping(
             {"model": MODEL, "engine": engine, "cluster": {"start": start}}
         )
-        budget = Budget(config, program, 2, "cpu", store_factory.optimizer_of(config).roles)
+        budget = budget_of(config, program, 999)
         return budget.plan(budget.engine_bytes())
 
     least = predict_bytes(program, 2, EnginePlan()).peak_bytes
@@ -205,14 +204,13 @@ def test_workers_of_this_machine_count_with_spare_ones_and_shards(program, clust
     assert found[3, "apart"] - found[3, "here"] == pytest.approx(4 * one, abs=22)
 
 
-def test_more_engines_than_this_machine_has_room_for_are_refused_with_the_sum(program, monkeypatch):
-    monkeypatch.setattr(process_memory, "available_bytes", lambda: 1500 * MIB)
+def test_more_engines_than_this_machine_has_room_for_are_refused_with_the_sum(program):
 
     def room(start: str) -> HostCapacity | None:
         engine = {"device": "cpu", "memory": "64MiB"}
         run = {"model": MODEL, "batch": {"size": 64}, "engines": 2, "engine": engine}
         config = Config.from_mapping({**run, "cluster": {"start": start}})
-        budget = Budget(config, program, 2, "cpu", store_factory.optimizer_of(config).roles)
+        budget = budget_of(config, program, 1500)
         return budget.room(budget.divide(budget.plan(64 * MIB), 64 * MIB))
 
     found = room("local")

@@ -9,7 +9,7 @@ from penstock.errors import CorruptionError
 from penstock.training.resume_state import ResumeState
 
 ARCHITECTURE = {"class_name": "Net", "graph": "g", "captured_with": "torch 2"}
-KEPT = ResumeState({"batch.size": 4}, 2, None, "d", None, 3.25, 1, "v", ARCHITECTURE)
+KEPT = ResumeState({"batch.size": 4}, 2, None, "d", None, 3.25, 1, "v", ARCHITECTURE, "onednn")
 
 
 def test_what_was_kept_is_found_again():
@@ -37,6 +37,8 @@ def test_keys_that_older_releases_did_not_keep_may_be_missing():
         ("architecture", "Net"),
         ("architecture", {**ARCHITECTURE, "graph": None}),
         ("architecture", {"class_name": "Net"}),
+        ("products", "mkl"),
+        ("products", True),
         ("best_loss", "low"),
         ("evaluations_since_best", None),
         ("evaluations_since_best", -1),

@@ -143,9 +143,10 @@ def test_a_host_that_is_not_fit_costs_its_place_and_not_the_run(visit, role):
     assert again.body["place"] == welcome.body["place"]
 
 
-def test_engines_on_another_device_have_compiled_another_program(layout):
+def test_engines_on_another_device_or_with_another_library_have_compiled_another_program(layout):
     program = layout.program
     transfers = transfers_of(program, layout.schedule, placement_of(program, 2), 2)
-    cpu, gpu = (engine_digest(program, transfers, device) for device in ("cpu", "cuda"))
-    assert cpu != gpu
-    assert shard_digest(program, transfers) not in (cpu, gpu)
+    ways = [("cpu", "torch"), ("cpu", "onednn"), ("cuda", "torch")]
+    digests = {engine_digest(program, transfers, device, products) for device, products in ways}
+    assert len(digests) == len(ways)
+    assert shard_digest(program, transfers) not in digests

@@ -49,3 +49,21 @@ def test_a_host_without_the_memory_is_not_fit_for_an_engine(told, monkeypatch):
         UnfitHostError, match=r"needs [0-9.]+ [KM]iB of memory, .* start it on a la"
     ):
         build_engine(terms)
+
+
+def test_an_engine_multiplies_as_the_run_says_and_not_as_its_host_would(told, monkeypatch):
+    monkeypatch.setattr("penstock.engine.targets.has_onednn", lambda: True)
+    plan, terms = told()
+    other = {"torch": "onednn", "onednn": "torch"}[terms["products"]]
+    assert build_engine(terms).digest == plan.engine_digest
+    assert build_engine({**terms, "products": other}).digest != plan.engine_digest
+
+
+def test_a_host_whose_pytorch_lacks_the_library_is_not_fit_for_an_engine(told, monkeypatch):
+    monkeypatch.setattr("penstock.engine.targets.has_onednn", lambda: False)
+    plan, terms = told()
+    assert build_engine({**terms, "products": "torch"})
+    with pytest.raises(UnfitHostError, match=r"multiply float32 matrices by onednn, which PyTorch"):
+        build_engine({**terms, "products": "onednn"})
+    shard = build_shard({**terms, "products": "onednn"}, ReplicaSlot(1, 0), "when asked")
+    assert shard.digest == plan.shard_digest

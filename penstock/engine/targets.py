@@ -1,0 +1,251 @@
+"""What a run can compute on: one registry of targets by name.
+
+A target says everything that depends on the kind of device: what stages are traced on, which
+library multiplies, how an engine is made, where it has its memory, and how its processes start.
+Other parts ask `target_of(name)` and never compare the name. A device is named for its target,
+with a number where a host has several of them ("cuda:1").
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar, Literal
+
+import torch
+
+from penstock.compiler import Products, has_onednn, products_for
+from penstock.engine.interface import Engine, EnginePlan
+from penstock.engine.lanes import CudaLanes, HostLanes, Lanes
+from penstock.engine.null_engine import NullEngine
+from penstock.engine.repeatable import choose_repeatable_kernels
+from penstock.engine.sharing import largest_slot
+from penstock.engine.slots import DeviceSlots, WeightSlots
+from penstock.engine.torch_engine import TorchEngine
+from penstock.errors import ConfigError
+from penstock.kernels.processor import Processor
+from penstock.program import Program
+
+
+class Target(ABC):
+    """A kind of device.
+
+    Attributes:
+        name: as in `engine.device`, and before the colon in `engine.devices`.
+        trace_device: PyTorch's device on whose (fake) tensors stages are traced.
+        products: who may multiply large float32 matrices there, the default first.
+        has_own_memory: weights are copied there; otherwise they are read where the store has them.
+        micro_batch_tokens: beyond so many a micro-batch gains nothing: products are large enough.
+        survives_fork: a process that has looked for the device may be forked.
+        gpus: of a scheduler's resources, what one engine takes.
+        collectives: the back end by which devices of a group talk to each other.
+    """
+
+    name: ClassVar[str]
+    trace_device: ClassVar[str]
+    products: ClassVar[tuple[Products, ...]] = ("torch",)
+    has_own_memory: ClassVar[bool] = False
+    micro_batch_tokens: ClassVar[int] = 4096
+    survives_fork: ClassVar[bool] = True
+    gpus: ClassVar[int] = 0
+    collectives: ClassVar[Literal["gloo", "nccl"]] = "gloo"
+
+    @abstractmethod
+    def devices(self) -> tuple[str, ...]:
+        """Return the names of this machine's devices."""
+
+    @abstractmethod
+    def make_engine(
+        self,
+        program: Program,
+        plan: EnginePlan,
+        *,
+        device: str | None = None,
+        budget_bytes: int | None = None,
+        slots: WeightSlots | None = None,
+    ) -> Engine:
+        """Return an engine.
+
+        Args:
+            device: one of the target's; None: the current one.
+            budget_bytes: what it may hold.
+            slots: the path of weights and gradients, where it is not the device's own.
+        """
+
+    @property
+    def is_available(self) -> bool:
+        """Whether this machine has such a device."""
+        return bool(self.devices())
+
+    def choose_products(self, processor: Processor) -> Products:
+        """Return who multiplies large float32 matrices in a run that starts on this machine."""
+        return self.products[0]
+
+    def can_multiply_with(self, products: Products) -> bool:
+        """Tell whether this machine's PyTorch has a library that the target offers."""
+        return products == "torch" or has_onednn()
+
+    def products_as_recorded(self, recorded: Products | None, processor: Processor) -> Products:
+        """Return who multiplies in a run that was started with `recorded`.
+
+        A run that has recorded nothing, or something that this target does not offer, chooses.
+
+        Raises:
+            ConfigError: this machine's PyTorch cannot do what the run was started with.
+        """
+        if recorded is None or recorded not in self.products:
+            return self.choose_products(processor)
+        if not self.can_multiply_with(recorded):
+            raise ConfigError(
+                f"this run was started with float32 products by {recorded}, which this PyTorch was "
+                "built without; resume it with the PyTorch that it was started with, or train in "
+                "another run.dir"
+            )
+        return recorded
+
+    def make_lanes(self, device: str) -> Lanes:
+        """Return the queues of a device."""
+        return HostLanes()
+
+    def make_current(self, device: str) -> None:  # noqa: B027  most have one device
+        """Let this thread compute on a device where none is named."""
+
+    def synchronize(self) -> None:  # noqa: B027  most compute at once
+        """Return when all that was queued on this thread's device is done."""
+
+    def memory_bytes(self, device: str) -> tuple[int, int] | None:
+        """Return what is free of a device's own memory, and all of it; None if it has none."""
+        return None
+
+
+class CpuTarget(Target):
+    """The processor: weights are read in place."""
+
+    name = "cpu"
+    trace_device = "cpu"
+    products = ("torch", "onednn")
+
+    def devices(self) -> tuple[str, ...]:
+        return ("cpu",)
+
+    def choose_products(self, processor: Processor) -> Products:
+        return products_for(processor)
+
+    def make_engine(
+        self,
+        program: Program,
+        plan: EnginePlan,
+        *,
+        device: str | None = None,
+        budget_bytes: int | None = None,
+        slots: WeightSlots | None = None,
+    ) -> Engine:
+        return TorchEngine(program, plan, budget_bytes=budget_bytes, slots=slots)
+
+
+class CudaTarget(Target):
+    """GPUs of NVIDIA's: weights come through page-locked memory on streams of their own."""
+
+    name = "cuda"
+    trace_device = "cuda"
+    has_own_memory = True
+    micro_batch_tokens = 32768
+    survives_fork = False  # the driver does not
+    gpus = 1
+    collectives = "nccl"
+
+    def devices(self) -> tuple[str, ...]:
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        return tuple(f"cuda:{number}" for number in range(count))
+
+    @property
+    def is_available(self) -> bool:
+        return torch.cuda.is_available()
+
+    def make_engine(
+        self,
+        program: Program,
+        plan: EnginePlan,
+        *,
+        device: str | None = None,
+        budget_bytes: int | None = None,
+        slots: WeightSlots | None = None,
+    ) -> Engine:
+        choose_repeatable_kernels(program)
+        device = device or self.name
+        if slots is None:
+            slots = DeviceSlots(largest_slot(program), plan.slots, self.make_lanes(device))
+        return TorchEngine(program, plan, device=device, budget_bytes=budget_bytes, slots=slots)
+
+    def make_lanes(self, device: str) -> Lanes:
+        return CudaLanes(torch.device(device))
+
+    def make_current(self, device: str) -> None:
+        torch.cuda.set_device(device)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
+    def memory_bytes(self, device: str) -> tuple[int, int] | None:
+        free, total = torch.cuda.mem_get_info(device if ":" in device else None)
+        return free, total
+
+
+class NullTarget(Target):
+    """No device: shapes, traffic and bytes of a run, and no arithmetic.
+
+    Stages are traced as for a processor whose library is PyTorch's own, on every machine alike.
+    """
+
+    name = "null"
+    trace_device = "cpu"
+
+    def devices(self) -> tuple[str, ...]:
+        return ("null",)
+
+    def make_engine(
+        self,
+        program: Program,
+        plan: EnginePlan,
+        *,
+        device: str | None = None,
+        budget_bytes: int | None = None,
+        slots: WeightSlots | None = None,
+    ) -> Engine:
+        return NullEngine(program, plan, budget_bytes=budget_bytes)
+
+
+TARGETS: dict[str, Target] = {
+    target.name: target for target in (CpuTarget(), CudaTarget(), NullTarget())
+}
+_PREFERRED = ("cuda", "cpu")  # of `engine.device: auto`, the first that there is
+
+
+def target_of(device: str) -> Target:
+    """Return the target of a device ("cuda:1"), or of that name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    name = device.partition(":")[0]
+    if name not in TARGETS:
+        raise ConfigError(f"device: expected one of {', '.join(TARGETS)}, got {device!r}")
+    return TARGETS[name]
+
+
+def choose_target(wanted: str) -> Target:
+    """Return the target that `engine.device` asks for; `auto` takes a GPU if there is one.
+
+    Raises:
+        ConfigError: this machine has no such device.
+    """
+    if wanted == "auto":
+        return next(TARGETS[name] for name in _PREFERRED if TARGETS[name].is_available)
+    target = target_of(wanted)
+    if not target.is_available:
+        raise ConfigError(f"engine.device: expected cpu, got {wanted}, which this machine has not")
+    return target
+
+
+def accelerators() -> tuple[str, ...]:
+    """Return the devices of this machine that have memory of their own."""
+    return tuple(name for t in TARGETS.values() if t.has_own_memory for name in t.devices())

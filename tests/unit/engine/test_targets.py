@@ -1,0 +1,119 @@
+"""The registry of targets: what depends on the kind of device is asked there by name."""
+
+import pytest
+import torch
+from sweeps import compiled, weights_of
+from torch import nn
+
+from penstock.engine import (
+    TARGETS,
+    Batch,
+    EnginePlan,
+    NullEngine,
+    Target,
+    TorchEngine,
+    accelerators,
+    choose_target,
+    target_of,
+)
+from penstock.errors import ConfigError
+from penstock.kernels.processor import Processor
+
+AMD, INTEL = Processor("x86_64", "AuthenticAMD"), Processor("x86_64", "GenuineIntel")
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x))).square().mean()
+
+
+def without_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def with_gpus(monkeypatch, count):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+
+
+def test_a_device_is_of_the_target_before_the_colon():
+    assert target_of("cpu") is TARGETS["cpu"]
+    assert target_of("cuda:3") is target_of("cuda")
+    with pytest.raises(ConfigError, match=r"expected one of cpu, cuda, null, got 'wafer:0'"):
+        target_of("wafer:0")
+
+
+def test_auto_takes_a_gpu_where_there_is_one(monkeypatch):
+    without_gpu(monkeypatch)
+    assert choose_target("auto").name == "cpu"
+    assert accelerators() == ()
+    with pytest.raises(ConfigError, match=r"expected cpu, got cuda, which this machine has not"):
+        choose_target("cuda")
+    with_gpus(monkeypatch, 2)
+    assert choose_target("auto").name == "cuda"
+    assert choose_target("cpu").name == "cpu"
+    assert accelerators() == ("cuda:0", "cuda:1")
+
+
+def test_a_target_that_is_added_is_found_by_all(monkeypatch):
+    class Simulated(type(target_of("null"))):
+        name = "simulated"
+
+    made = Simulated()
+    monkeypatch.setitem(TARGETS, made.name, made)
+    assert target_of("simulated:7") is made
+    assert choose_target("simulated") is made
+
+
+@pytest.mark.parametrize("name", ["cpu", "null"])
+def test_an_engine_of_each_target_takes_a_step_and_has_results(name):
+    module, rows = Net(), {"x": torch.ones(3, 4)}
+    program = compiled(module, rows, device=target_of(name).trace_device)
+    plan = EnginePlan()
+    engine = target_of(name).make_engine(program, plan, budget_bytes=1 << 20)
+    assert isinstance(engine, NullEngine if name == "null" else TorchEngine)
+    engine.begin(Batch([rows], 0, 1, 0, 0))
+    weights = weights_of(module, program)
+    for stage in program.stages:
+        engine.load(stage.index, [weights[n] for n in stage.weights])
+        engine.infer(stage.index)
+    ((loss,),) = engine.results()
+    assert loss.numel() == 1
+    if name == "cpu":
+        assert float(loss) == pytest.approx(float(module(**rows).detach()), rel=1e-5)
+        assert engine.losses() == [float(loss)]
+    else:
+        assert engine.losses() == [0.0]
+
+
+@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
+def test_what_a_run_recorded_is_kept_where_the_target_offers_it(target: Target, monkeypatch):
+    monkeypatch.setattr("penstock.compiler.products.has_onednn", lambda: True)
+    monkeypatch.setattr("penstock.engine.targets.has_onednn", lambda: True)
+    for processor in (AMD, INTEL):
+        chosen = target.products_as_recorded(None, processor)
+        assert chosen == target.choose_products(processor)
+        assert chosen in target.products
+        for recorded in ("torch", "onednn"):
+            kept = recorded if recorded in target.products else chosen
+            assert target.products_as_recorded(recorded, processor) == kept
+    chooses = {target.choose_products(each) for each in (AMD, INTEL)}
+    assert len(chooses) == (2 if target.name == "cpu" else 1)  # no host decides a simulation
+
+
+def test_a_library_that_this_pytorch_lacks_is_refused_with_what_to_do(monkeypatch):
+    monkeypatch.setattr("penstock.engine.targets.has_onednn", lambda: False)
+    with pytest.raises(ConfigError, match=r"float32 products by onednn, which this PyTorch was"):
+        target_of("cpu").products_as_recorded("onednn", AMD)
+    assert target_of("cpu").products_as_recorded("torch", AMD) == "torch"
+
+
+def test_only_a_target_with_memory_of_its_own_says_what_is_free():
+    for name, target in TARGETS.items():
+        if not target.has_own_memory:
+            assert target.memory_bytes(name) is None
