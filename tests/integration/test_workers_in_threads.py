@@ -43,10 +43,10 @@ _COMPILE = roles._compile
 _COMPILED: list = []
 
 
-def compiled_once(told, device):
+def compiled_once(told, device, products):
     """PyTorch compiles in one thread at a time; the model of all these runs is one."""
     with _ONE_AT_A_TIME:
-        _COMPILED.append(_COMPILED[0] if _COMPILED else _COMPILE(told, device))
+        _COMPILED.append(_COMPILED[0] if _COMPILED else _COMPILE(told, device, products))
         return _COMPILED[0]
 
 

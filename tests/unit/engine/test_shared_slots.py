@@ -14,6 +14,7 @@ from random_lanes import Crowd, RandomLanes, World
 from penstock.collectives.tree_reduce import PartialSum, TreeReduction, partition
 from penstock.engine.shared_slots import SharedSlots
 from penstock.engine.sharing import Sharing, sends
+from penstock.formats import format_of
 from penstock.program import TensorSpec, WeightSpec
 
 SHAPES = [
@@ -33,7 +34,7 @@ def program_of(dtype, trainable):
         kind = SimpleNamespace(weights=specs, trainable=flags, outputs_grad=(True,))
         names = tuple(f"{index}.{place}" for place in range(len(shapes)))
         for name, shape, flag in zip(names, shapes, flags, strict=True):
-            weights[name] = WeightSpec(name, shape, dtype, flag)
+            weights[name] = WeightSpec(name, shape, format_of(dtype), flag)
         stages.append(SimpleNamespace(index=index, name=str(index), kind=kind, weights=names))
     return SimpleNamespace(stages=stages, weights=weights)
 

@@ -17,8 +17,8 @@ from penstock.training.trainer import Trainer
 def settings(tmp_path, monkeypatch) -> dict:
     made: list = []
 
-    def lay_out_once(*arguments: object) -> object:
-        made.append(made[0] if made else plan_execution(*arguments))
+    def lay_out_once(*arguments: object, **named: object) -> object:
+        made.append(made[0] if made else plan_execution(*arguments, **named))
         return made[0]
 
     monkeypatch.setattr(run_assembly, "plan_execution", lay_out_once)
