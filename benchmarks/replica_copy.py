@@ -214,7 +214,7 @@ def store_of(size: int, folder: str | None):
         CommitRule,
         DramStore,
         GroupSettings,
-        Part,
+        HeldPart,
         PartStage,
         Schedule,
     )
@@ -223,7 +223,7 @@ def store_of(size: int, folder: str | None):
     weights = weights_of(size)
     specs = {n: WeightSpec(n, (count,), SPLIT, True) for n, count in weights.items()}
     stages = tuple(PartStage(i, f"stage-{i}", (name,)) for i, name in enumerate(weights))
-    part = Part("shard 0", stages, specs)
+    part = HeldPart("shard 0", stages, specs)
     settings = dict.fromkeys(weights, GroupSettings(1.0, 0.1, None))
     rule = CommitRule(Schedule("constant", peak=1e-3))
     if folder is None:

@@ -91,7 +91,7 @@ class ValueSpec:
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedTensor:
     """One value that a stage's forward keeps for its backward.
 
     Either the stage's own input number `input` (nothing is copied), or a tensor that the forward
@@ -137,7 +137,7 @@ class Kind:
     inputs_grad: tuple[bool, ...]
     outputs: tuple[TensorSpec, ...]
     outputs_grad: tuple[bool, ...]
-    saved: tuple[Saved, ...]
+    saved: tuple[SavedTensor, ...]
     backward_weights: tuple[int, ...]
     forward: Executable
     infer: Executable

@@ -85,7 +85,7 @@ def compile_module(
         return known
     captured, key = rewrite(captured)
     fold_custom_gradients(captured.graph)
-    assembly = _Assembly(module, captured, key, options, name, buffers, names, trainable)
+    assembly = _ProgramAssembly(module, captured, key, options, name, buffers, names, trainable)
     return verify(replace(assembly.program(), graph_digest=digest))
 
 
@@ -150,7 +150,7 @@ def _gradients_of(
 
 
 @dataclass
-class _Assembly:
+class _ProgramAssembly:
     """The state of one compilation, from the rewritten graph to the program."""
 
     module: nn.Module

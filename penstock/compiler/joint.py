@@ -23,7 +23,7 @@ from penstock.compiler.cost import graph_flops, peak_bytes
 from penstock.compiler.products import Products, choose_products
 from penstock.compiler.remake import keep_costly, make_late
 from penstock.errors import ProgramError
-from penstock.program import Kind, Saved, TensorSpec
+from penstock.program import Kind, SavedTensor, TensorSpec
 
 aten = torch.ops.aten
 penstock = torch.ops.penstock
@@ -316,24 +316,24 @@ def _backward(parts: _Parts, saved: Sequence[fx.Node]) -> tuple[fx.Graph, list[i
     return make_late(backward, [tangent.name for tangent in parts.tangents]), weights
 
 
-def _saved_specs(parts: _Parts, saved: Sequence[fx.Node]) -> list[Saved]:
+def _saved_specs(parts: _Parts, saved: Sequence[fx.Node]) -> list[SavedTensor]:
     """Describe what backward gets saved: inputs that it reads first, then the saved tensors."""
     backward, _ = _backward(parts, saved)
     given = [n.name for n in backward.nodes if n.op == "placeholder"]
-    specs: list[Saved] = []
+    specs: list[SavedTensor] = []
     inputs = {_storage(node): position for position, node in enumerate(parts.inputs)}
     known = set(inputs)
     weights = {_storage(node) for node in parts.weights}
     for position, node in enumerate(parts.inputs):
         if node.name in given:
-            specs.append(Saved(_spec(node), input=position))
+            specs.append(SavedTensor(_spec(node), input=position))
     for node in saved:
         storage = _storage(node)
         if storage in weights:
             raise ProgramError(f"saved value {node.name} is a view of a weight")
         whole = node.meta["val"].untyped_storage().nbytes()
         own = 0 if storage in known else whole
-        specs.append(Saved(_spec(node), bytes=own, view_of=inputs.get(storage)))
+        specs.append(SavedTensor(_spec(node), bytes=own, view_of=inputs.get(storage)))
         known.add(storage)
     return specs
 

@@ -17,7 +17,7 @@ from penstock.errors import ConfigError, did_you_mean
 
 
 @dataclass(frozen=True)
-class Architecture:
+class PresetArchitecture:
     """What can be set: `fields` by name, `synonyms` for some of them, and the `dropouts`."""
 
     task: str
@@ -55,8 +55,8 @@ class ResolvedPreset:
     config: Mapping[str, Any]
 
 
-ARCHITECTURES: dict[str, Architecture] = {
-    "gpt2": Architecture(
+ARCHITECTURES: dict[str, PresetArchitecture] = {
+    "gpt2": PresetArchitecture(
         task="causal_lm",
         fields=(
             "vocab_size",
@@ -87,7 +87,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "num_hidden_layers": "n_layer",
         },
     ),
-    "llama": Architecture(
+    "llama": PresetArchitecture(
         task="causal_lm",
         fields=(
             "vocab_size",
@@ -112,7 +112,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         ),
         dropouts=("attention_dropout",),
     ),
-    "bert": Architecture(
+    "bert": PresetArchitecture(
         task="masked_lm",
         fields=(
             "vocab_size",
@@ -338,7 +338,7 @@ _SHAPE_FIELDS = {
 
 
 def _canonical(
-    preset: Preset, architecture: Architecture, overrides: Mapping[str, Any]
+    preset: Preset, architecture: PresetArchitecture, overrides: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Overrides by the architecture's own names; a single dropout outranks `dropout`."""
     known = [*architecture.fields, *architecture.synonyms, "dropout"]

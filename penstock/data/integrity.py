@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from penstock.data.manifest import FileRecord
+from penstock.data.manifest import DataFileRecord
 from penstock.errors import CorruptionError
 
 ADVICE = "restore the file from a copy or build the data set again"
 
 
-def check_size(folder: Path, record: FileRecord) -> None:
+def check_size(folder: Path, record: DataFileRecord) -> None:
     """Raise CorruptionError unless the file is there with the size that the manifest says."""
     path = folder / record.file
     try:
@@ -33,7 +33,7 @@ def check_size(folder: Path, record: FileRecord) -> None:
         )
 
 
-def map_file(folder: Path, record: FileRecord) -> np.ndarray:
+def map_file(folder: Path, record: DataFileRecord) -> np.ndarray:
     """Return the bytes of a file as a read-only memory map, uint8 [size]; nothing is read yet."""
     if record.size_bytes == 0:  # the system refuses to map nothing
         return np.empty(0, dtype=np.uint8)
@@ -60,7 +60,7 @@ def release_pages(part: np.ndarray) -> None:
 
 
 def check_chunk(
-    folder: Path, record: FileRecord, content: np.ndarray, number: int, chunk_bytes: int
+    folder: Path, record: DataFileRecord, content: np.ndarray, number: int, chunk_bytes: int
 ) -> None:
     """Raise CorruptionError unless chunk `number` of `content`, uint8 [size], has its checksum."""
     start = number * chunk_bytes
@@ -85,7 +85,7 @@ class CheckedFile:
     def __init__(
         self,
         folder: Path,
-        record: FileRecord,
+        record: DataFileRecord,
         chunk_bytes: int,
         check: Callable[[np.ndarray, int], None] = lambda content, start: None,
     ) -> None:
@@ -113,7 +113,7 @@ class CheckedFile:
         return self._content[start:stop]
 
 
-def read_checked(folder: Path, record: FileRecord, chunk_bytes: int) -> np.ndarray:
+def read_checked(folder: Path, record: DataFileRecord, chunk_bytes: int) -> np.ndarray:
     """Return a whole file, uint8 [size], every chunk of it checked."""
     check_size(folder, record)
     content = map_file(folder, record)

@@ -42,11 +42,11 @@ Version = Literal[1, 2]
 VERSIONS: dict[Content, Version] = {"text": 1, "records": 2}
 
 
-class _Part(BaseModel):
+class _ManifestPart(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class FileRecord(_Part):
+class DataFileRecord(_ManifestPart):
     """One file: its name, its size and the xxh3_128 checksum of every chunk of it."""
 
     file: FileName
@@ -54,16 +54,16 @@ class FileRecord(_Part):
     chunks: list[Checksum]
 
 
-class ShardRecord(_Part):
+class ShardRecord(_ManifestPart):
     """One shard: its tokens and the ends of the documents that end in it."""
 
     tokens: Count
     documents: Count
-    data: FileRecord
-    index: FileRecord
+    data: DataFileRecord
+    index: DataFileRecord
 
 
-class SplitRecord(_Part):
+class SplitRecord(_ManifestPart):
     """One split: an unbroken sequence of tokens, cut into shards."""
 
     tokens: Count
@@ -71,16 +71,16 @@ class SplitRecord(_Part):
     shards: list[ShardRecord]
 
 
-class TokenizerRecord(_Part):
+class TokenizerRecord(_ManifestPart):
     """Which tokenizer made the tokens; `data` is its file, absent for bytes."""
 
     kind: Literal["bytes", "file"]
     name: str
     end_of_document: Count
-    data: FileRecord | None
+    data: DataFileRecord | None
 
 
-class Manifest(_Part):
+class Manifest(_ManifestPart):
     """The whole of `dataset.json` but for its own checksum."""
 
     format: Literal["penstock-dataset"]
@@ -101,7 +101,7 @@ class Manifest(_Part):
         """Bytes of one stored token."""
         return 2 if self.dtype == "uint16" else 4
 
-    def files(self) -> list[FileRecord]:
+    def files(self) -> list[DataFileRecord]:
         """Every file of the data set but `dataset.json`, in a fixed order."""
         found = [self.tokenizer.data] if self.tokenizer.data else []
         for split in self.splits.values():

@@ -25,7 +25,7 @@ from penstock.data.manifest import (
     TokenType,
     dump_manifest,
 )
-from penstock.data.shards import ChecksummedFile, SplitWriter, cut_tail
+from penstock.data.shards import DataSetFile, SplitWriter, cut_tail
 from penstock.data.sources import Pair, TextPiece
 from penstock.data.tokenizers import ByteTokenizer, Tokenizer
 from penstock.errors import DataError
@@ -157,7 +157,7 @@ class Packer(ABC, Generic[_Part]):
         data = None
         if not isinstance(self._tokenizer, ByteTokenizer):
             kind = "file"
-            file = ChecksummedFile(self._folder / TOKENIZER_NAME, self._chunk_bytes)
+            file = DataSetFile(self._folder / TOKENIZER_NAME, self._chunk_bytes)
             try:
                 file.write(self._tokenizer.to_json().encode())
                 data = file.finish()

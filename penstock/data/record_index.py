@@ -19,7 +19,7 @@ _BLOCK = 2**16  # entries that a walk through the whole index holds at once
 
 
 @dataclass(frozen=True)
-class Spans:
+class RecordSpans:
     """Positions in a split of records in a row, each int64 [records].
 
     A record is tokens `start` to `end`; its prompt ends, and its completion begins, at `border`.
@@ -60,7 +60,7 @@ class RecordIndex:
     def __len__(self) -> int:
         return int(self._firsts[-1])
 
-    def spans(self, first: int, stop: int) -> Spans:
+    def spans(self, first: int, stop: int) -> RecordSpans:
         """Return where records `first` to `stop` lie.
 
         Raises:
@@ -74,7 +74,7 @@ class RecordIndex:
         ends = entries[:, 0]
         starts = np.concatenate([[0] if first == 0 else [], ends[:-1]]).astype(np.int64)
         own = entries[first - before :]
-        spans = Spans(starts, starts + own[:, 1], own[:, 0])
+        spans = RecordSpans(starts, starts + own[:, 1], own[:, 0])
         # In this order: an entry beyond 2^63 is negative here, and sums may wrap around.
         right = (own[:, 1] > 0) & (own[:, 0] <= self._tokens) & (starts >= 0)
         right &= (own[:, 1] < own[:, 0]) & (spans.border > starts) & (spans.border < spans.end)
@@ -88,7 +88,7 @@ class RecordIndex:
             )
         return spans
 
-    def blocks(self) -> Iterator[Spans]:
+    def blocks(self) -> Iterator[RecordSpans]:
         """Yield the spans of all records in order, a bounded number at a time."""
         for first in range(0, len(self), _BLOCK):
             yield self.spans(first, min(first + _BLOCK, len(self)))

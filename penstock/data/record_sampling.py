@@ -11,7 +11,7 @@ import numpy as np
 
 from penstock.constants import IGNORED_LABEL
 from penstock.data.dataset import TokenDataset
-from penstock.data.record_index import Spans
+from penstock.data.record_index import RecordSpans
 from penstock.data.sampling import Batch, evaluation_rows, sample_places
 from penstock.errors import DataError
 
@@ -127,7 +127,7 @@ class RecordSource:
             self._fill(inputs[place], labels[place], self._index.spans(record, record + 1))
         return {"input_ids": inputs, "labels": labels}
 
-    def _fill(self, inputs: np.ndarray, labels: np.ndarray, spans: Spans) -> None:
+    def _fill(self, inputs: np.ndarray, labels: np.ndarray, spans: RecordSpans) -> None:
         end, border = int(spans.end[0]), int(spans.border[0])
         start = max(int(spans.start[0]), end - 1 - self.sequence_length)
         tokens = self.dataset.read(self.split, start, end).astype(np.int64)

@@ -13,7 +13,7 @@ import xxhash
 from penstock.data.manifest import (
     INDEX_ENTRY_BYTES,
     Content,
-    FileRecord,
+    DataFileRecord,
     ShardRecord,
     SplitRecord,
     TokenType,
@@ -26,7 +26,7 @@ CHUNK_BYTES = 2**20
 SHARD_BYTES = 2**28
 
 
-class ChecksummedFile:
+class DataSetFile:
     """A file that is written once, front to back, with a checksum for every `chunk_bytes`."""
 
     def __init__(self, path: Path, chunk_bytes: int) -> None:
@@ -52,13 +52,13 @@ class ChecksummedFile:
         while view:
             view = view[self._file.write(view) :]
 
-    def finish(self) -> FileRecord:
+    def finish(self) -> DataFileRecord:
         """Write what is pending, sync the file to the disk and close it."""
         if self._pending:
             self._put(len(self._pending))
         durable.sync(self._file.fileno())
         self._file.close()
-        return FileRecord(file=self.path.name, size_bytes=self.size_bytes, chunks=self._chunks)
+        return DataFileRecord(file=self.path.name, size_bytes=self.size_bytes, chunks=self._chunks)
 
     def abandon(self) -> None:
         """Close the file as it is; closing one that is finished does nothing."""
@@ -95,8 +95,8 @@ class SplitWriter:
         self._chunk_bytes = chunk_bytes
         self._entry_bytes = INDEX_ENTRY_BYTES[content]
         self._shards: list[ShardRecord] = []
-        self._data: ChecksummedFile | None = None
-        self._index: ChecksummedFile | None = None
+        self._data: DataSetFile | None = None
+        self._index: DataSetFile | None = None
 
     def append(self, ids: np.ndarray) -> None:
         """Append token ids, int [n], already known to be within the vocabulary."""
@@ -129,8 +129,8 @@ class SplitWriter:
     def _next_shard(self) -> None:
         self._finish_shard()
         stem = f"{self._stem}-{len(self._shards):05d}"
-        self._data = ChecksummedFile(Path(f"{stem}.bin"), self._chunk_bytes)
-        self._index = ChecksummedFile(Path(f"{stem}.idx"), self._chunk_bytes)
+        self._data = DataSetFile(Path(f"{stem}.bin"), self._chunk_bytes)
+        self._index = DataSetFile(Path(f"{stem}.idx"), self._chunk_bytes)
 
     def _finish_shard(self) -> None:
         if self._data is None or self._index is None:
@@ -223,7 +223,7 @@ def _shorten(
     ends = np.fromfile(folder / shard.index.file, dtype="<u8")
     ends = np.append(ends[ends < start + here], np.uint64(start + here)).astype("<u8")
     (folder / shard.index.file).unlink()
-    index = ChecksummedFile(folder / shard.index.file, chunk_bytes)
+    index = DataSetFile(folder / shard.index.file, chunk_bytes)
     try:
         index.write(ends.tobytes())
         index_record = index.finish()
@@ -232,6 +232,6 @@ def _shorten(
     return ShardRecord(
         tokens=here,
         documents=ends.size,
-        data=FileRecord(file=shard.data.file, size_bytes=size_bytes, chunks=chunks),
+        data=DataFileRecord(file=shard.data.file, size_bytes=size_bytes, chunks=chunks),
         index=index_record,
     )

@@ -30,7 +30,7 @@ def main() -> None:
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    worker = _Worker()
+    worker = _TokenizerWorker()
     while line := requests.readline():
         request = json.loads(line)
         content = requests.read(sum(request["sizes"]))
@@ -50,7 +50,7 @@ def _end_with(parent: int) -> None:
     os._exit(1)
 
 
-class _Worker:
+class _TokenizerWorker:
     def __init__(self) -> None:
         self._tokenizer: Any = None
 

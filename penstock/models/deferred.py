@@ -22,7 +22,7 @@ from penstock.errors import CompileError, ConfigError, did_you_mean
 from penstock.models.recording import recording
 from penstock.models.replay import Replay, plan
 from penstock.models.shared_memory import refuse_shared_memory
-from penstock.models.tape import Operation, Window
+from penstock.models.tape import RecordedOperation, Window
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Deferred:
         fake_mode: FakeTensorMode,
         names: TensorNames,
         windows: dict[str, Window],
-        operations: list[Operation],
+        operations: list[RecordedOperation],
         storage_bytes: list[int],
         generator_states: list[torch.Tensor | None],
     ) -> None:

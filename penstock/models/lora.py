@@ -57,7 +57,7 @@ class Adapter:
         return self.down.removesuffix("lora_A.weight").removesuffix(".")
 
 
-class _Adapted(nn.Module):
+class _AdaptedLayer(nn.Module):
     """Goes before the class of a layer: its `forward` adds what the adapter makes of the input."""
 
     lora_A: nn.Linear
@@ -72,7 +72,7 @@ class _Adapted(nn.Module):
 
 
 @dataclass(frozen=True)
-class Adapted:
+class AdaptedModel:
     """What `adapt` makes: wrappers of a model with adapters, its tensors, and the adapters."""
 
     modules: tuple[Any, ...]
@@ -87,7 +87,7 @@ def adapt(
     alpha: float,
     dropout: float,
     targets: Sequence[str],
-) -> Adapted:
+) -> AdaptedModel:
     """Put an adapter beside every weight that `targets` matches; see `ModelSource.with_adapters`.
 
     `wrappers` hold the origin's module as `model`; they are copied, over the same tensors.
@@ -103,7 +103,7 @@ def adapt(
         adapters[name] = Adapter(down, up, rank, alpha, dropout, isinstance(layer, Conv1D))
         with origin.fake_mode:
             _add(adapters[name], layer)
-    return Adapted(copies, AdaptedOrigin(origin, model, adapters.values()), adapters)
+    return AdaptedModel(copies, AdaptedOrigin(origin, model, adapters.values()), adapters)
 
 
 def _targeted(module: nn.Module, names: TensorNames, targets: Sequence[str]) -> list[str]:
@@ -157,7 +157,7 @@ def _add(adapter: Adapter, layer: Any) -> None:
     layer.lora_A = nn.Linear(inputs, adapter.rank, bias=False, dtype=torch.float32)
     layer.lora_B = nn.Linear(adapter.rank, outputs, bias=False, dtype=torch.float32)
     layer.lora_scale, layer.lora_dropout = adapter.scale, adapter.dropout
-    layer.__class__ = type(type(layer).__name__, (_Adapted, type(layer)), {})
+    layer.__class__ = type(type(layer).__name__, (_AdaptedLayer, type(layer)), {})
 
 
 class AdaptedOrigin:

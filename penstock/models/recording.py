@@ -29,7 +29,7 @@ from penstock.models.tape import (
     Constant,
     Draw,
     GeneratorNumber,
-    Operation,
+    RecordedOperation,
     Window,
 )
 
@@ -90,7 +90,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, fake_mode: FakeTensorMode) -> None:
         super().__init__()
         self.fake_mode = fake_mode
-        self.operations: list[Operation] = []
+        self.operations: list[RecordedOperation] = []
         self.generator_states: list[torch.Tensor | None] = [None]  # first state, None: the seed's
         self._numbers: dict[int, int] = {}
         self._storages: list[torch.UntypedStorage] = []  # held, so that no address is used twice
@@ -131,7 +131,9 @@ class Recorder(TorchDispatchMode):
         window = arguments[0]
         draw = self._draw(_generator_of(flat), flat)
         self.operations.append(
-            Operation(function, arguments, structure, (), (window,), self._full(window), (), draw)
+            RecordedOperation(
+                function, arguments, structure, (), (window,), self._full(window), (), draw
+            )
         )
 
     def __torch_dispatch__(
@@ -160,7 +162,7 @@ class Recorder(TorchDispatchMode):
         if overwrites and arguments.count(overwrites[0]) > 1:
             reads += overwrites  # x.copy_(x)
         self.operations.append(
-            Operation(func, arguments, structure, reads, writes, overwrites, creates, draw)
+            RecordedOperation(func, arguments, structure, reads, writes, overwrites, creates, draw)
         )
         return result
 

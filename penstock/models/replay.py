@@ -19,7 +19,7 @@ from penstock.models.tape import (
     DEFAULT_GENERATOR,
     Constant,
     GeneratorNumber,
-    Operation,
+    RecordedOperation,
     Window,
 )
 
@@ -32,13 +32,13 @@ class PlannedOperation:
     goes back to the state after this one.
     """
 
-    operation: Operation
+    operation: RecordedOperation
     scratch: bool
     finished: tuple[int, ...] = ()
     remember: bool = False
 
 
-def plan(operations: Sequence[Operation], wanted: Iterable[int]) -> list[PlannedOperation]:
+def plan(operations: Sequence[RecordedOperation], wanted: Iterable[int]) -> list[PlannedOperation]:
     """Return the operations that the storages `wanted` need, in order."""
     live = set(wanted)
     drawn_later: set[int] = set()
@@ -171,7 +171,7 @@ class Replay:
             self._remembered[draw.generator, draw.number] = generator.get_state()
         return result
 
-    def _keep(self, operation: Operation, tensor: torch.Tensor, window: Window) -> None:
+    def _keep(self, operation: RecordedOperation, tensor: torch.Tensor, window: Window) -> None:
         came = (tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset())
         if came != (window.dtype, window.size, window.stride, window.offset):
             raise CompileError(

@@ -65,7 +65,7 @@ class Draw:
 
 
 @dataclass(frozen=True)
-class Operation:
+class RecordedOperation:
     """One logged call: `arguments` is its flattened (args, kwargs) with tensors as windows.
 
     `writes` are windows changed in place, `overwrites` those among them of which no old byte is

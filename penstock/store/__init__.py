@@ -22,7 +22,7 @@ from penstock.store.commit import CommitRule, commit_by
 from penstock.store.comparing import Compared
 from penstock.store.dram import DramStore
 from penstock.store.gradients import trainable_weights
-from penstock.store.holding import Holding, Part, PartStage
+from penstock.store.holding import HeldPart, Holding, PartStage
 from penstock.store.huggingface import MAX_SHARD_BYTES, export_huggingface
 from penstock.store.incoming import fill
 from penstock.store.interface import (
@@ -75,12 +75,12 @@ __all__ = [
     "GradientReport",
     "Group",
     "GroupSettings",
+    "HeldPart",
     "Holding",
     "Lion",
     "MemoryStore",
     "MergedWeights",
     "Optimizer",
-    "Part",
     "PartStage",
     "Portions",
     "ReadBase",

@@ -1,6 +1,6 @@
 """What a store holds: weights, and the stages that use them. A program, or one shard's part of it.
 
-A `Program` is a holding as it is. Of a model that is held in shards, each shard has a `Part`: the
+A `Program` is a holding. Of a model that is held in shards, each shard has a `HeldPart`: the
 same stages, of every weight a flat piece or nothing.
 """
 
@@ -49,7 +49,7 @@ class PartStage:
 
 
 @dataclass(frozen=True)
-class Part:
+class HeldPart:
     """What one shard holds; the shape of a weight is that of its flat piece."""
 
     name: str

@@ -27,7 +27,7 @@ from penstock.store.interface import Commit, Decision, FlashTraffic, Store, Traf
 from penstock.store.layout import ALIGNMENT_BYTES
 from penstock.store.norm import GradientReport, merged
 from penstock.store.roles import MASTER, Role, Stored, stored_of
-from penstock.store.sharding import ShardMap, Span
+from penstock.store.sharding import HeldRange, ShardMap
 
 
 class ShardedStore:
@@ -282,7 +282,7 @@ class ShardedStore:
         self.flush()
         return hash_read(self.shapes, lambda name, begin, end: self.read(name, MASTER, begin, end))
 
-    def _spans(self, name: str, role: str, begin: int, end: int) -> Iterator[Span]:
+    def _spans(self, name: str, role: str, begin: int, end: int) -> Iterator[HeldRange]:
         return self.shard_map.spans(name, begin, end, self._role(role).group)
 
     def _role(self, name: str) -> Role:

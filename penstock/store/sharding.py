@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.kernels.blocks import GRANULE
-from penstock.store.holding import Holding, Part, PartStage, homes
+from penstock.store.holding import HeldPart, Holding, PartStage, homes
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Span:
+class HeldRange:
     """Values `begin` to `end` of what a shard has of a weight; `offset` is where they go."""
 
     shard: int
@@ -75,7 +75,7 @@ class ShardMap:
                 pieces[name] = (Piece(shard, 0, sizes[name]),)
         return cls(count, {name: pieces[name] for name in holding.weights})
 
-    def part(self, holding: Holding, shard: int) -> Part:
+    def part(self, holding: Holding, shard: int) -> HeldPart:
         """Return what one shard holds of a holding that this map divides."""
         weights = {
             name: replace(holding.weights[name], shape=(piece.elements,), begin=piece.begin)
@@ -87,13 +87,13 @@ class ShardMap:
             PartStage(s.index, s.name, tuple(n for n in s.weights if n in weights))
             for s in holding.stages
         )
-        return Part(f"shard {shard} of {holding.name}", stages, weights)
+        return HeldPart(f"shard {shard} of {holding.name}", stages, weights)
 
-    def parts(self, holding: Holding) -> Iterator[Part]:
+    def parts(self, holding: Holding) -> Iterator[HeldPart]:
         """Yield what each shard holds, in their order."""
         return (self.part(holding, shard) for shard in range(self.count))
 
-    def spans(self, name: str, begin: int, end: int, group: int = 1) -> Iterator[Span]:
+    def spans(self, name: str, begin: int, end: int, group: int = 1) -> Iterator[HeldRange]:
         """Yield where values `begin` to `end` of a weight are, in order.
 
         With `group`, the values are of a role that has one for so many elements.
@@ -102,7 +102,7 @@ class ShardMap:
             origin, last = piece.begin // group, -(-piece.end // group)
             first, last = max(begin, origin), min(end, last)
             if first < last:
-                yield Span(piece.shard, first - origin, last - origin, first - begin)
+                yield HeldRange(piece.shard, first - origin, last - origin, first - begin)
 
 
 class _Loads:

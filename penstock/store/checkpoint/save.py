@@ -79,7 +79,7 @@ class _AtRest:
 
 
 @dataclass(frozen=True)
-class _Source:
+class _SavedSource:
     weight: str
     role: str
 
@@ -172,22 +172,22 @@ def write_checkpoint(
 
 def _plan(
     program: Holding, roles: Callable[[str], Mapping[str, Stored]], base: Collection[str]
-) -> dict[str, dict[tensor_file.Entry, _Source]]:
+) -> dict[str, dict[tensor_file.Entry, _SavedSource]]:
     """Return which tensors go into which file: one per stage, more where it would be too large.
 
     Weights of the `base` are left out.
     """
-    by_stage: dict[int, list[tuple[tensor_file.Entry, _Source]]] = {}
+    by_stage: dict[int, list[tuple[tensor_file.Entry, _SavedSource]]] = {}
     for name, home in homes(program).items():
         for role, stored in roles(name).items() if name not in base else ():
             entry = tensor_file.Entry(tensor_name(role, name), stored.dtype, stored.shape)
-            by_stage.setdefault(home, []).append((entry, _Source(name, role)))
+            by_stage.setdefault(home, []).append((entry, _SavedSource(name, role)))
     for tensors in by_stage.values():
         # The masters first: who wants the weights only need not read past them.
         tensors.sort(key=lambda tensor: tensor[1].role != MASTER)
-    plan: dict[str, dict[tensor_file.Entry, _Source]] = {}
+    plan: dict[str, dict[tensor_file.Entry, _SavedSource]] = {}
     for home, tensors in by_stage.items():
-        parts: list[dict[tensor_file.Entry, _Source]] = [{}]
+        parts: list[dict[tensor_file.Entry, _SavedSource]] = [{}]
         for entry, source in tensors:
             held_bytes = sum(other.bytes for other in parts[-1])
             if parts[-1] and held_bytes + entry.bytes > MAX_FILE_BYTES:
@@ -204,7 +204,7 @@ def _plan(
 def _write_files(
     saved: SavedState,
     temporary: Path,
-    plan: dict[str, dict[tensor_file.Entry, _Source]],
+    plan: dict[str, dict[tensor_file.Entry, _SavedSource]],
     extra: dict[str, Any],
     best: bool,
     base: Base | None,
@@ -232,7 +232,9 @@ def _write_files(
     return state
 
 
-def _pieces(saved: SavedState, entry: tensor_file.Entry, source: _Source) -> Iterator[np.ndarray]:
+def _pieces(
+    saved: SavedState, entry: tensor_file.Entry, source: _SavedSource
+) -> Iterator[np.ndarray]:
     length = _PIECE_BYTES // entry.dtype.itemsize
     for piece in saved.pieces(source.weight, source.role, length):
         if source.role == MASTER and not np.isfinite(piece).all():

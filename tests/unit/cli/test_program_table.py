@@ -12,7 +12,7 @@ from penstock.formats import DENSE
 from penstock.program import (
     Kind,
     Program,
-    Saved,
+    SavedTensor,
     Stage,
     TensorSpec,
     ValueSpec,
@@ -59,7 +59,11 @@ def small_program(blocks=4):
     square = TensorSpec((16, 16), F32)
     embed = kind("embedding", (table,), (TOKENS,), HIDDEN)
     block = kind(
-        "block", (square,), (HIDDEN,), HIDDEN, (Saved(HIDDEN, bytes=1024), Saved(HIDDEN, input=0))
+        "block",
+        (square,),
+        (HIDDEN,),
+        HIDDEN,
+        (SavedTensor(HIDDEN, bytes=1024), SavedTensor(HIDDEN, input=0)),
     )
     head = kind("head", (table,), (HIDDEN, TOKENS), LOSS)
     stages = [Stage(0, "wte", embed, ("wte.weight",), ("ids",), ("x0",))]
