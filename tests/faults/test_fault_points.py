@@ -85,7 +85,7 @@ def points_in_the_code():
             if not isinstance(node, ast.Call):
                 continue
             called = ast.unparse(node.func)
-            if called == "fault.point":
+            if called == "failpoints.point":
                 name = node.args[0]
                 if isinstance(name, ast.Constant):
                     found.add(name.value)
