@@ -155,8 +155,7 @@ class Coordinator:
         self._happened("replica joined", f"shard {shard}: node {node} waits for a copy of it", node)
 
     def promote(self, node: int) -> bool:
-        """Make a learner a replica, between two steps, after it has received the whole state of its
-        shard.
+        """Make a learner a replica, between two steps; it has the whole state of its shard.
 
         Returns whether it is a replica now: it is not if it or all replicas of its shard were lost.
         """
@@ -449,7 +448,7 @@ class Coordinator:
         if self.phase is Phase.COMMITTING:
             self._end_if_committed()
         elif self.phase is Phase.RUNNING and not streamed:
-            self._decide_if_whole()  # no node waits for messages of a replica that does not stream
+            self._decide_if_whole()  # no node needs the gradients sent to this replica
         elif self.phase in _OPEN:
             self._form()
 

@@ -260,9 +260,7 @@ class EngineNode(ProtocolNode[_EngineStep]):
         self._release(shard, message.sender, count)
 
     def _release(self, shard: int, sender: int, count: int) -> None:
-        """Send credit to the parent when the count grows of operations done here and in all
-        children.
-        """
+        """Send credit to the parent when more operations need no weights here and below."""
         step = self._step
         step.released[shard, sender] = max(count, step.released.get((shard, sender), 0))
         here_and_below = (self.number, *self._place.below[shard, 0])

@@ -93,8 +93,7 @@ class EpochManager:
             before: the number of the step to make.
 
         Returns:
-            The nodes to evict first, with reasons: other replicas of the shard hold the rollback
-                step.
+            The nodes to evict first, with reasons: they lack the step that other replicas hold.
 
         Raises:
             ProtocolError: the message has no list of steps.
@@ -122,8 +121,7 @@ class RollbackPoint:
     """The steps that the shards hold, and the replicas that have rolled back.
 
     Args:
-        shards: the replicas of each shard, in shard order. A shard holds a step if any replica
-            does.
+        shards: the replicas of each shard, in order. A shard holds a step if a replica does.
     """
 
     def __init__(self, shards: Sequence[Sequence[int]]) -> None:

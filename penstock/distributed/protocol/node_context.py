@@ -22,9 +22,7 @@ class NodeContext(Protocol):
         then: Callable[[Any], None],
         failed: Callable[[Exception], None],
     ) -> None:
-        """Run a job outside the node's thread, after all earlier jobs; then call `then` or
-        `failed`.
-        """
+        """Run a job in another thread, after all earlier jobs; then call `then` or `failed`."""
         ...
 
 

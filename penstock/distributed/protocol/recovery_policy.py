@@ -76,8 +76,7 @@ class RecoveryPolicy:
             self._retry_budget = RetryBudget(step, self._attempts)
 
     def of_failure(self, engine: int, kind: str, text: str) -> RecoveryAction:
-        """Choose the action after an engine failed: evict it, unless others would fail in the same
-        way.
+        """Choose the action after an engine failed: evict it, unless others would fail, too.
 
         Args:
             kind: the name of the error's class.
@@ -108,9 +107,7 @@ class RecoveryPolicy:
         return self._again(status, "damage", text, behind)
 
     def of_standstill(self, status: StepStatus) -> RecoveryAction:
-        """Choose the action after a stall: no node computes and nothing moves, so a message was
-        lost.
-        """
+        """Choose the action after a stall: no node computes, so a message was lost."""
         behind = self._behind(status) if self._retry_budget.standstills else None
         text = "nothing moves"
         if behind is not None:

@@ -38,9 +38,7 @@ class StepRequest(Protocol):
         ...
 
     def decide(self, losses: Sequence[float], reports: Sequence[Any]) -> Mapping[str, Any]:
-        """Return the decision that the shards commit by, or raise the error that forbids the
-        commit.
-        """
+        """Return the decision for the shards' commit, or raise the error that forbids it."""
         ...
 
     def answer(self, message: Message) -> Any:

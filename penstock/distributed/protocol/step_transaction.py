@@ -129,10 +129,10 @@ class StepTransaction:
 
     @property
     def behind(self) -> list[int]:
-        """The replicas without all gradients, if every shard has a replica with all of them.
+        """The replicas that lack gradients, if every shard has another replica with all gradients.
 
-        The connections to these replicas are the suspects. The list is empty while a whole shard
-        waits.
+        The list is empty while all replicas of a shard lack gradients. The stall is on the
+        connections to the listed replicas.
         """
         for nodes in self._shards:
             if not any(node in self._prepared for node in nodes):

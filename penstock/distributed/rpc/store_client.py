@@ -115,9 +115,7 @@ class StoreClient:
         arrays: Mapping[str, np.ndarray] | None = None,
         **arguments: Any,
     ) -> dict[int, T]:
-        """Return the responses of all replicas, called at once, except replicas lost during the
-        call.
-        """
+        """Return the responses of all replicas, called concurrently, except lost replicas."""
         while True:
             nodes = self._nodes()
             asked = [self._calls.begin(node, method, arguments, arrays or {}) for node in nodes]

@@ -1,8 +1,8 @@
 """A network of nodes in virtual time.
 
 Every node has a network card with a rate in each direction, and every message has a latency. A card
-sends messages one after another, and receives them one after another. Nothing depends on the clock,
-or on chance other than the seed of `Faults`: one seed is one run.
+sends messages one after another, and receives them one after another. The seed of `Faults` is the
+only source of chance, and nothing depends on the clock: one seed is one run.
 """
 
 from __future__ import annotations
@@ -144,9 +144,7 @@ class Network:
         return number in self._stopped
 
     def stop(self, number: int) -> None:
-        """Pause a node: it handles no messages and sends no heartbeats, and it does not know of the
-        pause.
-        """
+        """Pause a node: it handles no messages, sends no heartbeats, and does not know of it."""
         self._stopped.setdefault(number, [])
 
     def resume(self, number: int) -> None:

@@ -213,9 +213,7 @@ class Connection:
                 self._ring.close()
 
     def _gather(self) -> bool:
-        """Take the queued work; wait if there is none. Returns False after the connection has
-        ended.
-        """
+        """Take the queued work, after a wait if needed; False: the connection has ended."""
         is_held_up = bool(self._waiting) and not self._has_room(self._waiting[0])
         must_wait = is_held_up or not self._waiting
         while must_wait or not self._todo.empty():

@@ -136,7 +136,7 @@ class ConnectionListener:
         connection.setblocking(False)
         self._heard.register(connection, selectors.EVENT_READ)
         try:
-            connection.sendall(challenge.question)  # these few bytes fit into a new buffer
+            connection.sendall(challenge.question)  # fits into a new socket's buffer
         except OSError as error:
             self._refuse(pending, f"it did not prove that it has the token: {error}")
 

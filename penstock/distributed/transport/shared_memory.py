@@ -126,8 +126,7 @@ class ShmReceiver:
     """The receiver's side: payloads in slots.
 
     Args:
-        given_back: receives a slot's number after the last view of its bytes has ended; in any
-            thread.
+        given_back: receives a slot's number after its last view has ended; in any thread.
     """
 
     def __init__(
