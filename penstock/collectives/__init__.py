@@ -1,4 +1,4 @@
-"""Broadcast of weights and reduction of gradients between engines; nothing here knows models."""
+"""Broadcast of weights and reduction of gradients between engines, independent of models."""
 
 from penstock.collectives.interface import CollectiveTraffic, Fabric
 from penstock.collectives.local import LocalFabric

@@ -1,4 +1,4 @@
-"""What every fabric offers: a few verbs over tensors."""
+"""The interface of a fabric: broadcast of weights, reduction of gradients."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from penstock.collectives.tree_reduce import PartialSum
 
 @dataclass
 class CollectiveTraffic:
-    """Bytes that left the store (`broadcast_bytes`) and that reached it (`reduced_bytes`)."""
+    """Bytes sent by the store (`broadcast_bytes`) and received by it (`reduced_bytes`)."""
 
     broadcast_bytes: int = 0
     reduced_bytes: int = 0
 
 
 class Fabric(Protocol):
-    """Moves a stage's weights to every engine and its gradients, summed, back."""
+    """Sends a stage's weights to every engine, and returns the sum of their gradients."""
 
     traffic: CollectiveTraffic
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
-        """Hand the same tensors to every engine; one entry per engine."""
+        """Send the same tensors to every engine; return one entry per engine."""
         ...
 
     def reduce(
         self, parts: Sequence[Sequence[PartialSum]], leaves: int
     ) -> tuple[torch.Tensor | None, ...]:
-        """Finish the sum over `leaves` micro-batches from each engine's part; float32."""
+        """Add the engines' partial sums; return the sum over `leaves` micro-batches, float32."""
         ...
 
     def close(self) -> None:
-        """Give back whatever the fabric holds."""
+        """Release the fabric's resources."""
         ...

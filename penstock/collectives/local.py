@@ -11,21 +11,21 @@ from penstock.collectives.tree_reduce import PartialSum, TreeReduction
 
 
 class LocalFabric:
-    """Passes references; counts the bytes that a fabric between machines would carry."""
+    """Passes references; counts the bytes that a network fabric would carry."""
 
     def __init__(self, engines: int = 1) -> None:
         self._engines = engines
         self.traffic = CollectiveTraffic()
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
-        """Hand the same tensors to every engine; the store sends each byte once."""
+        """Pass the same tensors to every engine; each byte counts once."""
         self.traffic.broadcast_bytes += sum(t.nbytes for t in tensors)
         return [tensors] * self._engines
 
     def reduce(
         self, parts: Sequence[Sequence[PartialSum]], leaves: int
     ) -> tuple[torch.Tensor | None, ...]:
-        """Finish the sum over all micro-batches; only the root travels to the store."""
+        """Return the sum over all micro-batches; only the root counts as received bytes."""
         total = TreeReduction(leaves)
         for nodes in parts:
             for node in nodes:
@@ -35,4 +35,4 @@ class LocalFabric:
         return root
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there are no resources."""

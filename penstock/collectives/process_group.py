@@ -1,11 +1,11 @@
-"""The fabric of several devices in one process: each takes its part, and they exchange the parts.
+"""The fabric of several devices in one process: each loads a part, and they exchange the parts.
 
-The devices are ranks of a `torch.distributed` process group, each driven by a thread of its own:
-NCCL for GPUs, which moves bytes from GPU to GPU; gloo for CPUs, over the loopback interface, to try
-the same without GPUs. The host sends each byte once and gets each once, whatever their number.
+The devices are ranks of a `torch.distributed` process group, and each has a thread of its own. GPUs
+use NCCL, which moves bytes from GPU to GPU. CPUs use gloo over the loopback interface, to test the
+same code without GPUs. The host sends and receives each byte once, whatever the number of devices.
 
-One group does all of it, weights and sums: operations of two NCCL groups on the same devices may
-wait for each other in a circle, and every device calls in the same order here anyhow.
+One group carries both weights and sums. Operations of two NCCL groups on the same devices may
+deadlock, and here every device calls in the same order anyway.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from penstock.collectives.tree_reduce import PartialSum, root_level
 from penstock.errors import GroupError
 
 TIMEOUT = timedelta(minutes=10)
-"""How long a device may wait for another: longer than any stage should compute."""
+"""The longest wait of a device for another device; no stage should compute for longer."""
 
 _LOOK_SECONDS = 1e-4
 
@@ -33,12 +33,12 @@ Backend = Literal["gloo", "nccl"]
 
 
 class DeviceRendezvous:
-    """Where the devices of one group find each other, by memory of this process.
+    """The rendezvous of one group's devices, in the memory of this process.
 
     Args:
         backend: "nccl" between GPUs, "gloo" between parts of a CPU.
-        size: devices.
-        timeout: how long one may wait for another.
+        size: the number of devices.
+        timeout: the longest wait of a device for another device.
     """
 
     def __init__(self, backend: Backend, size: int, timeout: timedelta = TIMEOUT) -> None:
@@ -48,11 +48,12 @@ class DeviceRendezvous:
         self._groups: list[Any] = []
 
     def join(self, rank: int) -> GroupMember:
-        """Join as one of the devices; returns when all have. Called by the device's own thread,
-        whose current device is the one.
+        """Join the group as one device; returns when all devices have joined.
+
+        The device's own thread calls this, with the device as its current device.
 
         Raises:
-            GroupError: they cannot find each other.
+            GroupError: the devices cannot connect to each other.
         """
         try:
             group = self._nccl(rank) if self.backend == "nccl" else self._gloo(rank)
@@ -64,7 +65,7 @@ class DeviceRendezvous:
         return GroupMember(self, group, rank)
 
     def abort(self) -> None:
-        """Let no device wait for another any more; from any thread."""
+        """Abort all waits of the devices; from any thread."""
         self.is_broken.set()
         if self.backend == "nccl":
             for group in self._groups:
@@ -76,7 +77,7 @@ class DeviceRendezvous:
                 "engine.devices: GPUs find each other through NCCL, which this PyTorch was built "
                 "without; install one for CUDA on Linux, or set engine.device: cuda for one GPU"
             )
-        # All of the group is on this host: nothing of it need listen to others.
+        # The whole group is on this host, so NCCL need not listen to other hosts.
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self.timeout
@@ -92,15 +93,17 @@ class DeviceRendezvous:
 
 
 class GroupMember:
-    """One device of a group, as its own thread sees the others. Made by `DeviceRendezvous.join`."""
+    """One device of a group, for use in its own thread. Made by `DeviceRendezvous.join`."""
 
     def __init__(self, meeting: DeviceRendezvous, group: Any, rank: int) -> None:
         self.rank, self.size = rank, meeting.size
         self._meeting, self._group = meeting, group
 
     def all_gather(self, whole: torch.Tensor, own: torch.Tensor) -> None:
-        """Fill `whole`, uint8 [size * piece], with everyone's `own` [piece], by rank; `own` is
-        this device's place in `whole`."""
+        """Fill `whole`, uint8 [size * piece], with every device's `own` [piece], by rank.
+
+        `own` is this device's part of `whole`.
+        """
         self._finish(lambda: self._group._allgather_base(whole, own))
 
     def exchange(
@@ -110,8 +113,10 @@ class GroupMember:
         incoming_sizes: Sequence[int],
         outgoing_sizes: Sequence[int],
     ) -> None:
-        """Send each device its part of `outgoing`, float32 [sum of sizes], and put what each
-        has for this one into `incoming`, by rank."""
+        """Send each device its part of `outgoing`, float32 [sum of sizes].
+
+        The parts for this device are written to `incoming`, by rank.
+        """
         self._finish(
             lambda: self._group.alltoall_base(
                 incoming, outgoing, list(incoming_sizes), list(outgoing_sizes)
@@ -119,7 +124,7 @@ class GroupMember:
         )
 
     def leave(self) -> None:
-        """Let go of the group; the others need not be there any more."""
+        """Leave the group; the other devices may have left already."""
         if self._meeting.backend == "nccl" and not self._meeting.is_broken.is_set():
             self._group.shutdown()
         self._group = None
@@ -128,13 +133,13 @@ class GroupMember:
         """Begin an operation; return when it is done or, on a GPU, queued in the current stream.
 
         Raises:
-            GroupError: it was aborted, or has failed.
+            GroupError: the operation was aborted, or has failed.
         """
         if self._meeting.is_broken.is_set():
             raise GroupError("another device has left the group")
         try:
             work = begin()
-            # Gloo knows no abort: who waits for it would wait until the time-out.
+            # Gloo has no abort: a plain wait would last until the timeout.
             while self._meeting.backend == "gloo" and not work.is_completed():
                 if self._meeting.is_broken.is_set():
                     raise GroupError("another device has left the group")
@@ -145,22 +150,24 @@ class GroupMember:
 
 
 class GroupFabric:
-    """Passes references to the store's memory, of which each device of a group takes its part;
-    counts the bytes that the host sends and gets."""
+    """Passes references to the store's memory, of which each device of a group loads its part.
+
+    Counts the bytes that the host sends and receives.
+    """
 
     def __init__(self, devices: int) -> None:
         self._devices = devices
         self.traffic = CollectiveTraffic()
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
-        """Hand the same tensors to every engine; each byte leaves host memory once."""
+        """Pass the same tensors to every engine; each byte leaves host memory once."""
         self.traffic.broadcast_bytes += sum(t.nbytes for t in tensors)
         return [tensors] * self._devices
 
     def reduce(
         self, parts: Sequence[Sequence[PartialSum]], leaves: int
     ) -> tuple[torch.Tensor | None, ...]:
-        """Return the sum that the devices have made, each of them its part of the same memory."""
+        """Return the sum, of which each device has written its part to the same memory."""
         roots = [node for nodes in parts for node in nodes]
         places = {(node.level, node.index) for node in roots}
         whole = (root_level(leaves), 0)
@@ -173,4 +180,4 @@ class GroupFabric:
         return roots[0].tensors
 
     def close(self) -> None:
-        """Nothing is held: the devices leave by themselves."""
+        """Do nothing: the devices leave the group themselves."""

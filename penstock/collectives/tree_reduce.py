@@ -1,9 +1,9 @@
 """One fixed binary tree over the micro-batches, in which every gradient of a step is summed.
 
-Floating-point addition is not associative, so the order of the additions is part of the result.
-Fixing it as a tree over the micro-batch index makes the sum the same to the bit whichever engine
-computed which micro-batch, and in whatever order they arrive: an engine sums the subtrees that it
-owns whole, the fabric goes on with what the engines hand over.
+Floating-point addition is not associative, so the order of the additions is part of the result. The
+order is a fixed tree over the micro-batch index. So the sum has the same bits whichever engine
+computed a micro-batch, and in whatever order the micro-batches arrive. An engine sums the complete
+subtrees of its own micro-batches; the fabric adds the sums of the engines.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import torch
 
 @dataclass(frozen=True)
 class PartialSum:
-    """The sum over micro-batches `index * 2**level` up to, not including, the next node's first.
+    """The sum over micro-batches `index * 2**level` to `(index + 1) * 2**level`, exclusive.
 
-    `tensors` are float32 once anything was added; a leaf may still be in the stream's type. None
-    stands for a gradient that does not exist.
+    `tensors` are float32 after an addition; a leaf may still be in the stream's type. None stands
+    for a gradient that does not exist.
     """
 
     level: int
@@ -28,15 +28,15 @@ class PartialSum:
     tensors: tuple[torch.Tensor | None, ...]
 
     def leaves(self, total: int) -> int:
-        """Return over how many of `total` micro-batches it sums."""
+        """Return the number of micro-batches in the sum, of `total` in the tree."""
         return min((self.index + 1) << self.level, total) - (self.index << self.level)
 
 
 class TreeReduction:
-    """Adds nodes of the tree as they come; a sum is made as soon as both its parts are there.
+    """Adds the nodes of the tree; two siblings are added as soon as both have arrived.
 
-    At most one node per level waits when leaves come in order, so that summing M micro-batches
-    holds at most 1 + log2(M) gradients.
+    If leaves arrive in order, at most one node per level waits. So the sum of M micro-batches holds
+    at most 1 + log2(M) gradients.
     """
 
     def __init__(self, leaves: int) -> None:
@@ -44,7 +44,7 @@ class TreeReduction:
         self._waiting: dict[tuple[int, int], PartialSum] = {}
 
     def add(self, node: PartialSum) -> None:
-        """Add a node, whose tensors this object may overwrite from now on."""
+        """Add a node; this object may overwrite its tensors from now on."""
         level, index, tensors = node.level, node.index, node.tensors
         while (1 << level) < self._leaves:
             sibling = index ^ 1
@@ -60,7 +60,7 @@ class TreeReduction:
         self._waiting[(level, index)] = PartialSum(level, index, tensors)
 
     def nodes(self) -> list[PartialSum]:
-        """Return the sums that are left: the root alone once every leaf was added."""
+        """Return the remaining sums: only the root after all leaves were added."""
         return [self._waiting[key] for key in sorted(self._waiting)]
 
     def root(self) -> tuple[torch.Tensor | None, ...]:
@@ -73,12 +73,12 @@ class TreeReduction:
 
 
 def root_level(leaves: int) -> int:
-    """Return the level of the sum over so many leaves."""
+    """Return the level of the sum over `leaves` leaves."""
     return (leaves - 1).bit_length()
 
 
 def partial_sums(numbers: range, leaves: int) -> list[tuple[int, int]]:
-    """Return level and index of the sums that are left when the leaves `numbers` are added."""
+    """Return level and index of the sums that remain after the leaves `numbers` were added."""
     total = TreeReduction(leaves)
     for number in numbers:
         total.add(PartialSum(0, number, ()))
@@ -94,9 +94,9 @@ def _add(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tensor 
 
 
 def partition(leaves: int, parts: int) -> Sequence[range]:
-    """Divide micro-batches over engines: contiguous, as even as can be, aligned when powers of 2.
+    """Divide micro-batches over engines: contiguous, nearly equal, aligned for powers of 2.
 
-    **Raises:** `ValueError` when there are more parts than leaves.
+    **Raises:** `ValueError` if there are more parts than leaves.
     """
     if parts > leaves:
         raise ValueError(f"{parts} engines cannot share {leaves} micro-batches")

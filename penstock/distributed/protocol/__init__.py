@@ -1,4 +1,4 @@
-"""The nodes of a run as state machines: what each makes of a message, whoever carries it."""
+"""The state machines of a run's nodes and the messages between them, without I/O and threads."""
 
 from penstock.distributed.protocol import message_validation
 from penstock.distributed.protocol.coordinator import Coordinator

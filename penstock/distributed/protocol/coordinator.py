@@ -1,15 +1,15 @@
-"""The coordinator of the step protocol: a two-phase commit decides when a step counts.
+"""The coordinator of the step protocol: a two-phase commit decides whether a step counts.
 
-A step is a transaction in an epoch. Every node acknowledges the epoch's view, begins, and reports.
-When all losses and the gradients of all shards are in, the step is decided, and the shards are sent
-the decision until each has acknowledged it. A loss before the decision aborts the transaction: the
-epoch advances, and the step is retried with the nodes that are left. After the decision the engines
-are not needed. `membership.py` knows the nodes, `epoch.py` who has acknowledged an epoch.
+A step is a transaction in an epoch. Every node acknowledges the epoch's view, begins the step, and
+reports. When all losses and the gradients of all shards have arrived, the step is decided. The
+decision is sent to the shards until each has acknowledged it. The loss of a node before the
+decision aborts the transaction: the epoch advances, and the remaining nodes retry the step. After
+the decision the engines are not needed. `membership.py` has the nodes, `epoch.py` the epoch.
 
-A shard may have several replicas, which do the same work and hold the same bits. While one is left,
-the others lose nothing. When the last is lost, the step ends with an error. A new node may take its
-place with what the lost one had stored; before the next step all shards roll back to the newest
-step that all of them hold. `recovery_policy.py` chooses what to do about corrupt frames and stalls.
+A shard may have several replicas. They do the same work and hold the same bits, so the loss of one
+replica loses no state. The loss of the last replica ends the step with an error. A new node may
+take over the shard with the stored state of the lost node. Before the next step all shards roll
+back to the newest step that all of them hold. `recovery_policy.py` handles corruption and stalls.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from penstock.distributed.protocol.step_request import (
 from penstock.distributed.protocol.step_transaction import Phase, StepTransaction
 from penstock.errors import ClusterError, ProtocolError, StorageError
 
-# The attempt can be given up and made again in these.
+# In these phases the transaction can be aborted and retried.
 _OPEN = (Phase.FORMING, Phase.AGREEING, Phase.RUNNING)
 
 
@@ -55,15 +55,15 @@ class Coordinator:
     """Drives one step at a time.
 
     Args:
-        runtime: carries its messages.
-        shards: the numbers of each shard's nodes, in the order of the shards.
+        runtime: carries the coordinator's messages.
+        shards: the node numbers of each shard's replicas, in shard order.
         engines: how many engines are wanted; `wanted` may be set at any time.
-        timeouts: when silence counts as a loss, and a stall as a failure.
-        tell: is told what happens.
-        least: with fewer engines than this no step is made: they would not have the memory.
-        addresses: where nodes listen, by number; those of a view's nodes are sent with it.
-        can_replace_engine: whether another engine may come where none is left.
-        is_there: whether a node that has been silent for so long is alive all the same.
+        timeouts: the limits for silence, stalls and jobs.
+        tell: receives the protocol's events.
+        least: the number of engines whose memory suffices; with fewer engines no step is made.
+        addresses: the listening addresses by node number; a view is sent with its nodes' addresses.
+        can_replace_engine: whether a new engine may join when no engine is left.
+        is_there: whether a node is alive although it has been silent for so many seconds.
     """
 
     def __init__(
@@ -86,25 +86,25 @@ class Coordinator:
         addresses = addresses if addresses is not None else {}
         self._epochs = EpochManager(self.membership, addresses, self._send)
         self._recovery = RecoveryPolicy(self.membership, timeouts.attempts, can_replace_engine)
-        self._transaction: StepTransaction | None = None  # at the step in flight
+        self._transaction: StepTransaction | None = None  # of the step in flight
         self._done: Callable[[StepResult], None] = lambda outcome: None
         self._detector, self._stall_timer = FailureDetector(), StallTimer()
 
-    # What the run's process says
+    # Requests of the trainer process
 
     @property
     def ready(self) -> Sequence[int]:
-        """The engines that may take part, spare ones too."""
+        """The engines that may take part, including spare engines."""
         return self.membership.engines
 
     @property
     def engines(self) -> tuple[int, ...]:
-        """The engines of the present view."""
+        """The engines of the current view."""
         return self._epochs.view.engines
 
     @property
     def epoch(self) -> int:
-        """The present epoch."""
+        """The current epoch."""
         return self._epochs.epoch
 
     @property
@@ -117,7 +117,7 @@ class Coordinator:
         self.membership.wanted = engines
 
     def joined(self, engine: int) -> None:
-        """An engine is ready; it takes part from the next step on, if it is wanted."""
+        """Add an engine that is ready; it takes part from the next step on, if it is wanted."""
         self.membership.join(engine)
         self._detector.watch(engine)
         self._happened("joined", f"engine {engine} is ready", engine)
@@ -126,7 +126,7 @@ class Coordinator:
 
     @property
     def holders(self) -> Sequence[Sequence[int]]:
-        """The nodes of every shard, the one that streams first."""
+        """The replicas of every shard, the streaming replica first."""
         return self.membership.holders.shards
 
     @property
@@ -136,11 +136,11 @@ class Coordinator:
 
     @property
     def is_agreed(self) -> bool:
-        """Whether all nodes of all shards are known to stand at one step."""
+        """Whether all replicas of all shards are known to stand at one step."""
         return self._epochs.is_agreed
 
     def shard_joined(self, shard: int, node: int) -> None:
-        """A new node has taken the place of a shard that was lost, with what that had stored."""
+        """Assign a lost shard to a new node, which has the stored state of the lost node."""
         self.membership.assign_shard(shard, node)
         self._detector.watch(node)
         self._epochs.is_agreed = False
@@ -149,15 +149,15 @@ class Coordinator:
             self._form()
 
     def learner_joined(self, shard: int, node: int) -> None:
-        """A new node has come to hold a shard beside others, as soon as it has a copy of it."""
+        """Add a new node as a learner; it becomes a replica of the shard when it has a copy."""
         self.membership.come(shard, node)
         self._detector.watch(node)
         self._happened("replica joined", f"shard {shard}: node {node} waits for a copy of it", node)
 
     def promote(self, node: int) -> bool:
-        """A learner has been given, between two steps, all that the nodes of its shard hold.
+        """Make a learner a replica, between two steps; it has the whole state of its shard.
 
-        Returns whether it is one of them now: it is not if it was lost, or they all were.
+        Returns whether it is a replica now: it is not if it or all replicas of its shard were lost.
         """
         holders = self.membership.holders
         shard = holders.learners.get(node)
@@ -169,7 +169,7 @@ class Coordinator:
         return True
 
     def lost(self, node: int, why: str) -> None:
-        """A node is gone, or counts as gone."""
+        """Remove a node that is gone, or counts as gone."""
         if node not in self.membership:
             return
         if node in self._shards:
@@ -186,7 +186,7 @@ class Coordinator:
             self._form()
 
     def start(self, request: StepRequest, done: Callable[[StepResult], None]) -> None:
-        """Have a step made; `done` is called once, with how it ended."""
+        """Start a step; `done` is called once, with the result."""
         if self.phase is not Phase.IDLE:
             raise RuntimeError(f"a step is in flight: {self.phase.value}")
         view = self.membership.view(request.micro_batches)
@@ -198,20 +198,20 @@ class Coordinator:
             self._form()
 
     def cancel(self) -> None:
-        """Give the step in flight up, unless it is decided: then it ends by itself."""
+        """Abort the step in flight, unless the step is decided: a decided step runs to its end."""
         if self.phase in (Phase.GATHERING, *_OPEN):
             self._epochs.is_quiescent = False
             self._end(StepResult(self._step, error=InterruptedError("the step was given up")))
 
     def advance_epoch(self) -> None:
-        """After a step that ended with an error: let nobody go on with it."""
-        if self.phase is Phase.IDLE and self.engines:  # else nobody has begun anything
+        """Fence the last step after it ended with an error: no node continues it."""
+        if self.phase is Phase.IDLE and self.engines:  # else no node has begun a step
             self._epochs.advance_epoch()
 
-    # What nodes say
+    # Messages and time
 
     def handle(self, message: Message) -> None:
-        """Take a message; one that makes no sense costs its sender its place."""
+        """Handle a message; a node that sends an invalid message is evicted."""
         try:
             self._take(message)
         except ProtocolError as error:
@@ -258,21 +258,21 @@ class Coordinator:
             self._take_committed(message)
 
     def _hear(self, sender: int, beat: Heartbeat | None = None) -> None:
-        if sender in self.membership:  # a node that was lost does not count
+        if sender in self.membership:  # a lost node does not count
             self._detector.hear(sender, beat)
 
     def damaged(self, text: str, ends: Collection[int] = ()) -> None:
-        """Something came whose checksum is wrong: nobody knows what it was to say.
+        """Handle a frame with a wrong checksum, whose content is unknown.
 
         Args:
-            ends: the nodes at the ends of the link, as far as they are known.
+            ends: the nodes at the two ends of the connection, as far as they are known.
         """
         self.counts["damaged"] += 1
         if self.phase in (Phase.COMMITTING, *_OPEN):
             self._recover(self._recovery.of_damage(self._status, text, ends))
 
     def tick(self, now: float) -> None:
-        """Look whether somebody has been silent, or nothing has moved, for too long."""
+        """Check the timeouts: silent nodes, and a step without progress."""
         detector = self._detector
         self._stall_timer.pause(detector.pass_time(now, self._timeouts.silence / 4))
         for node, silent in detector.silent(self.membership.all, self._timeouts.silence):
@@ -304,7 +304,7 @@ class Coordinator:
         return self.membership.holders.nodes
 
     def _form(self) -> None:
-        """Raise the epoch and tell everybody who takes part."""
+        """Advance the epoch and send the view to its nodes."""
         request = self._present.request
         view = self.membership.view(request.micro_batches)
         self._epochs.is_quiescent = False
@@ -345,7 +345,7 @@ class Coordinator:
         self._happened("went back", f"all shards stand at step {to}")
         self._end(StepResult(self._step, error=RolledBackError(to)))
 
-    # The attempt
+    # The transaction
 
     @property
     def _present(self) -> StepTransaction:
@@ -353,12 +353,12 @@ class Coordinator:
         return self._transaction
 
     def _begin(self) -> None:
-        # Until this step has come to its end, nobody may begin another.
+        # No other step may begin before this step has ended.
         self._epochs.is_quiescent = False
         self._phase(Phase.RUNNING)
         try:
             self._present.begin()
-        except Exception as error:  # the data's: it ends the step, not the coordinator
+        except Exception as error:  # the data's error ends the step, not the coordinator
             self._end(StepResult(self._step, error=error))
 
     def _take_losses(self, message: Message) -> None:
@@ -375,7 +375,7 @@ class Coordinator:
             return
         try:
             transaction.decide()
-        except Exception as error:  # not committed, for a reason that the caller is told
+        except Exception as error:  # the step is not committed; the caller receives the error
             self._end(StepResult(self._step, error=error))
             return
         self._phase(Phase.COMMITTING)
@@ -390,7 +390,7 @@ class Coordinator:
             self._epochs.is_quiescent = True
             self._end(self._present.outcome)
 
-    # What goes wrong
+    # Failures and recovery
 
     def _take_damaged(self, message: Message) -> None:
         sender, peer = message.sender, message.body.get("peer")
@@ -405,12 +405,12 @@ class Coordinator:
             return
         if self.phase is Phase.COMMITTING:
             if sender not in self._shards:
-                return  # the step needs no engine any more
+                return  # a decided step needs no engine
         elif self.phase not in _OPEN:
-            return  # it was about an attempt that is given up
+            return  # the report is about an aborted transaction
         kind, text = str(message.body.get("error")), str(message.body.get("text"))
         if about in self.engines:
-            self._fail(about, kind, text)  # it has sent what makes no sense
+            self._fail(about, kind, text)  # the engine has sent an invalid message
         elif sender in self.engines:
             self._fail(sender, kind, text)
         elif self.membership.holders.is_last_replica(sender):
@@ -419,7 +419,7 @@ class Coordinator:
             self.lost(sender, f"it cannot go on: {text}")
 
     def _blame(self, node: int, kind: str, text: str) -> None:
-        """What a node has done costs it its place; to the run it is no node any more."""
+        """Fail an engine of the step in flight; evict any other node."""
         if node in self.engines and self.phase in _OPEN:
             self._fail(node, kind, text)
         else:
@@ -448,7 +448,7 @@ class Coordinator:
         if self.phase is Phase.COMMITTING:
             self._end_if_committed()
         elif self.phase is Phase.RUNNING and not streamed:
-            self._decide_if_whole()  # what the others send it, nobody needs
+            self._decide_if_whole()  # no node needs the gradients sent to this replica
         elif self.phase in _OPEN:
             self._form()
 
@@ -466,7 +466,7 @@ class Coordinator:
                 self._present.commit()
             case RetryStep(why):
                 self._happened("retry", f"{why}: the step begins anew in a new epoch")
-                # The replica that streams may be unreachable.
+                # The streaming replica may be unreachable.
                 self.membership.holders.rotate_primary()
                 self._form()
 

@@ -1,9 +1,9 @@
 """An engine's part of the step protocol.
 
-Weights come in chunks down the tree and are passed on as they come; when an operation has all of
-its own, and those before it are computed, it is computed; its gradients go up the tree, where this
-engine may also add those of others. All of it is of one epoch and one step: what comes from
-another counts for nothing.
+Chunks of weights arrive from the parent in a tree, and the engine forwards each chunk to its
+children at once. The engine computes an operation when all weights of the operation have arrived
+and all earlier operations are computed. The gradients go up a tree, in which this engine may also
+add the gradients of other engines. The engine ignores messages of another epoch or step.
 """
 
 from __future__ import annotations
@@ -34,32 +34,35 @@ from penstock.errors import ProtocolError
 
 
 class EngineExecutor(Protocol):
-    """What an engine does between the messages. `place` is called by the node's own thread, the
-    others by the runtime's worker; never while a job of an earlier step is still being done."""
+    """The computation of an engine.
+
+    The node's own thread calls `place`; the worker calls the other methods. The worker calls none
+    of them while a job of an earlier step is still running.
+    """
 
     def begin(self, step: int, part: Mapping[str, float], rows: Mapping[str, np.ndarray]) -> None:
-        """Begin a step with these rows; forget the one before."""
+        """Begin a step with these rows, and drop the state of the previous step."""
         ...
 
     def place(self, operation: TransferOperation, piece: Chunk, payload: np.ndarray | None) -> None:
-        """Put a chunk of weights where the operation will find it."""
+        """Store a chunk of weights where the operation reads it."""
         ...
 
     def compute(self, operation: TransferOperation) -> Sequence[PartialSum]:
-        """Compute an operation whose weights are placed; return its gradients' sums.
+        """Compute an operation whose weights are placed; return the sums of its gradients.
 
-        Their tensors are the node's from then on: it adds to them, and sends them.
+        The node owns the returned tensors: it adds to them, and sends them.
         """
         ...
 
     def losses(self) -> list[float]:
-        """Return the loss of each micro-batch, after the turn."""
+        """Return the loss of each micro-batch, after the operation whose sweep is "turn"."""
         ...
 
 
 @dataclass
 class _Sum:
-    """A chunk of gradients that this engine adds up, and over how many micro-batches still."""
+    """A chunk of gradients that this engine adds, and the number of missing micro-batches."""
 
     tree: TreeReduction
     missing: int
@@ -68,16 +71,16 @@ class _Sum:
 
 @dataclass
 class _TreePosition:
-    """What a view means for one engine: whom it hands weights to, and what it adds."""
+    """One engine's position in the trees of a view: its children, its parents, and its sums."""
 
     number: int
-    below: Mapping[tuple[int, int], Sequence[int]]  # by shard and parity of the chunk, nodes
-    above: Sequence[int]  # by shard, the node that is told of room
+    below: Mapping[tuple[int, int], Sequence[int]]  # child nodes, by shard and parity of the chunk
+    above: Sequence[int]  # by shard, the node that receives this engine's credit
     summing: Summing
 
     @classmethod
     def of(cls, view: MembershipView, engine: int) -> _TreePosition:
-        """Return the place of an engine by its number."""
+        """Return the position of an engine, given its node number."""
         place, engines, shards = view.engines.index(engine), view.engines, len(view.shards)
         below, above = {}, []
         for shard, parity in itertools.product(range(shards), range(2)):
@@ -92,13 +95,13 @@ class _TreePosition:
 
 @dataclass
 class _EngineStep:
-    """What an engine knows of the step in flight."""
+    """An engine's state of the step in flight."""
 
     number: int
-    total: int | None = None  # its micro-batches; known once it has begun
-    sums_begin: int = 0  # of the micro-batches, those whose sums this engine adds
+    total: int | None = None  # its micro-batches; known after BEGIN
+    sums_begin: int = 0  # this engine adds the sums of micro-batches sums_begin to sums_end
     sums_end: int = 0
-    is_ready: bool = False  # whether the engine has taken its rows
+    is_ready: bool = False  # whether the executor has the rows
     arrived: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
     waiting: list[tuple[TransferOperation, Chunk, np.ndarray | None]] = field(default_factory=list)
     computed: int = 0
@@ -106,18 +109,18 @@ class _EngineStep:
     released: dict[tuple[int, int], int] = field(default_factory=dict)
     announced: dict[int, int] = field(default_factory=dict)
     sums: dict[tuple[int, int], _Sum] = field(default_factory=dict)
-    early: list[Message] = field(default_factory=list)  # gradients that came before the rows
+    early: list[Message] = field(default_factory=list)  # gradients that arrived before BEGIN
 
 
 def _tensor_of(message: Message) -> torch.Tensor:
-    """Return a gradient that came; one without memory where a simulation left the bytes out."""
+    """Return a received gradient; a meta tensor where a simulation has omitted the bytes."""
     if message.payload is None:
         return torch.empty(message.size // GRADIENT_WIDTH, device="meta")
     return torch.frombuffer(message.payload, dtype=torch.float32)
 
 
 def _bytes_of(tensor: torch.Tensor | None) -> tuple[np.ndarray | None, int]:
-    """Return a gradient's memory, and how many bytes it has."""
+    """Return a gradient's memory, and its size in bytes."""
     if tensor is None:
         return None, 0
     if tensor.is_meta:
@@ -126,13 +129,13 @@ def _bytes_of(tensor: torch.Tensor | None) -> tuple[np.ndarray | None, int]:
 
 
 class EngineNode(ProtocolNode[_EngineStep]):
-    """One engine among others.
+    """One engine of a run.
 
     Args:
-        number: its own among all nodes of the run.
+        number: its node number.
         runtime: carries its messages.
         transfers: the operations of a step.
-        work: computes them.
+        work: computes the operations.
     """
 
     def __init__(
@@ -153,7 +156,7 @@ class EngineNode(ProtocolNode[_EngineStep]):
             self.refused += 1
             return
         if message.step > self._step.number:
-            # The step before is over everywhere, or nobody would have begun this one.
+            # A step begins only after the previous step has ended on all nodes.
             self._step = _EngineStep(message.step)
         if message.kind is MessageType.BEGIN:
             self._begin(message)
@@ -166,7 +169,7 @@ class EngineNode(ProtocolNode[_EngineStep]):
         else:
             self.refused += 1
 
-    # Weights come
+    # Weights
 
     def _begin(self, message: Message) -> None:
         step, view = self._step, self._view
@@ -187,7 +190,7 @@ class EngineNode(ProtocolNode[_EngineStep]):
 
         def ready(_: object) -> None:
             step.is_ready = True
-            # What a job of an earlier step could still have used is free only now.
+            # Only now is the memory free that a job of an earlier step may have used.
             waiting, step.waiting = step.waiting, []
             for operation, piece, payload in waiting:
                 self._work.place(operation, piece, payload)
@@ -212,13 +215,13 @@ class EngineNode(ProtocolNode[_EngineStep]):
             return
         try:
             self._work.place(operation, piece, message.payload)
-        except Exception as error:  # the work's: the coordinator decides what becomes of the step
+        except Exception as error:  # the executor's error; the coordinator recovers
             self._report(self.epoch, step.number, error)
             return
         self._compute_next()
 
     def _compute_next(self) -> None:
-        """Compute the next operation, if it is its time."""
+        """Compute the next operation, if its weights and rows are here and no job is running."""
         step = self._step
         if not step.is_ready or step.is_busy or step.computed == len(self._transfers.operations):
             return
@@ -257,7 +260,7 @@ class EngineNode(ProtocolNode[_EngineStep]):
         self._release(shard, message.sender, count)
 
     def _release(self, shard: int, sender: int, count: int) -> None:
-        """Say up the tree, when it grows, how many operations need no weights here or below."""
+        """Send credit to the parent when more operations need no weights here and below."""
         step = self._step
         step.released[shard, sender] = max(count, step.released.get((shard, sender), 0))
         here_and_below = (self.number, *self._place.below[shard, 0])
@@ -270,7 +273,7 @@ class EngineNode(ProtocolNode[_EngineStep]):
         )
         self._runtime.send(self._place.above[shard], message)
 
-    # Gradients go
+    # Gradients
 
     def _send_own(self, operation: TransferOperation, node: PartialSum) -> None:
         for number, piece in enumerate(operation.gradients):
@@ -284,7 +287,7 @@ class EngineNode(ProtocolNode[_EngineStep]):
             )
 
     def _take_gradient(self, message: Message) -> None:
-        """Add a chunk of a sum, and send on what is whole."""
+        """Add a chunk of a sum; send the sum when it is complete."""
         step = self._step
         if step.total is None:
             step.early.append(message)
@@ -315,7 +318,7 @@ class EngineNode(ProtocolNode[_EngineStep]):
             missing = step.sums_end - step.sums_begin
             total = step.sums[op, chunk] = _Sum(TreeReduction(step.total), missing)
         if (node.level, node.index) in total.seen:
-            return  # nothing counts twice
+            return  # a repeated sum is not added twice
         total.seen.add((node.level, node.index))
         total.missing -= node.leaves(step.total)
         if total.missing < 0:
@@ -328,7 +331,7 @@ class EngineNode(ProtocolNode[_EngineStep]):
         if total.missing:
             return
         nodes = total.tree.nodes()
-        total.tree = TreeReduction(step.total)  # what is sent needs no memory here
+        total.tree = TreeReduction(step.total)  # frees the memory of the sent sums
         for whole in nodes:
             self._send_sum(self._place.summing.target, op, chunk, whole)
 
@@ -340,7 +343,7 @@ class EngineNode(ProtocolNode[_EngineStep]):
             return
         if target is None:
             piece = self._transfers.operations[op].gradients[chunk]
-            to = view.shards[piece.shard]  # all of its nodes
+            to = view.shards[piece.shard]  # all replicas of the shard
         else:
             to = (view.engines[target],)
         payload, size = _bytes_of(node.tensors[0])

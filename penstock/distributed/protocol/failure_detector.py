@@ -1,4 +1,4 @@
-"""Which nodes are silent or make no progress, from their heartbeats and from what has changed."""
+"""Detects silent nodes by their heartbeats, and stalled steps by the lack of change."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from penstock.distributed.protocol.messages import Message
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """What a node said when it last said that it is there."""
+    """The content of a node's heartbeat: its progress in the epoch, and whether it has work."""
 
     progress: int = 0
     is_busy: bool = False
 
     @classmethod
     def read(cls, message: Message) -> Heartbeat:
-        """Return what a `HEARTBEAT` says.
+        """Return the content of a `HEARTBEAT` message.
 
-        **Raises:** `ProtocolError` if it makes no sense.
+        **Raises:** `ProtocolError` if the message is invalid.
         """
         return cls(
             message_validation.integer(message, "progress", 0), message.body.get("busy") is True
@@ -29,7 +29,7 @@ class Heartbeat:
 
 
 class FailureDetector:
-    """The time at which each node was last heard, and its last heartbeat."""
+    """The time of each node's last message, and its last heartbeat."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -37,38 +37,38 @@ class FailureDetector:
         self._beats: dict[int, Heartbeat] = {}
 
     def watch(self, node: int) -> None:
-        """Begin to count the silence of a node that has joined."""
+        """Start the timeout of a node that has joined."""
         self._heard[node] = self.now
 
     def forget(self, node: int) -> None:
-        """Keep nothing of a node that is lost."""
+        """Remove the state of a lost node."""
         self._heard.pop(node, None)
         self._beats.pop(node, None)
 
     def hear(self, node: int, beat: Heartbeat | None = None) -> None:
-        """Record that a node has sent something, and its heartbeat if it was one."""
+        """Record that a message of a node has arrived, and the heartbeat if it was one."""
         self._heard[node] = self.now
         if beat is not None:
             self._beats[node] = beat
 
     def silent(self, nodes: Iterable[int], seconds: float) -> list[tuple[int, float]]:
-        """Return the nodes that have been silent for longer than that, and for how long."""
+        """Return the nodes that have been silent for more than `seconds`, and for how long."""
         found = [(node, self.now - self._heard.get(node, self.now)) for node in nodes]
         return [(node, silent) for node, silent in found if silent > seconds]
 
     def progress(self, nodes: Iterable[int]) -> dict[int, int]:
-        """Return each node's progress in this epoch, as its last heartbeat says."""
+        """Return each node's progress in this epoch, from its last heartbeat."""
         return {node: self._beats.get(node, Heartbeat()).progress for node in nodes}
 
     def busy(self, nodes: Iterable[int]) -> list[int]:
-        """Return the nodes whose last heartbeat says that they have work."""
+        """Return the nodes that had work at their last heartbeat."""
         return [node for node in nodes if self._beats.get(node, Heartbeat()).is_busy]
 
     def pass_time(self, now: float, most: float) -> float:
-        """Advance the clock; return the time in which this process cannot have heard anybody.
+        """Advance the clock; return the seconds in which this process could not receive messages.
 
-        Of a pause longer than `most`, the rest counts as time in which this process was not
-        scheduled: what others sent meanwhile has yet to be read.
+        If more than `most` seconds have passed since the last call, this process was not scheduled
+        for the rest of them. Messages that arrived in that time are still unread.
         """
         pause, self.now = now - self.now, now
         unheard = max(0.0, pause - most)
@@ -78,22 +78,22 @@ class FailureDetector:
 
 
 class StallTimer:
-    """Compares what is seen of a step at one time and the next."""
+    """Measures for how long the observed state of a step has not changed."""
 
     def __init__(self) -> None:
         self._since = 0.0
         self._seen: Any = None
 
     def begin(self, now: float) -> None:
-        """Count from now on."""
+        """Restart the timer."""
         self._since = now
 
     def pause(self, seconds: float) -> None:
-        """Leave out a time in which nothing could be seen."""
+        """Exclude seconds in which nothing could be observed."""
         self._since += seconds
 
     def stalled_seconds(self, now: float, seen: Any) -> float:
-        """Return for how many seconds all that is seen has been as it is."""
+        """Return for how many seconds the observed state has not changed."""
         if seen != self._seen:
             self._seen, self._since = seen, now
         return now - self._since

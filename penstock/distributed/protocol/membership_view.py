@@ -1,4 +1,4 @@
-"""Who takes part in an epoch, in which order."""
+"""The nodes of an epoch, in order."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from penstock.errors import ProtocolError
 
 @dataclass(frozen=True)
 class MembershipView:
-    """The nodes of every shard, and the engines of an epoch, by their numbers.
+    """The replicas of every shard and the engines of an epoch, by node number.
 
-    The order of shards and engines is their place. All nodes of a shard hold the same and do the
-    same; the first of them streams the weights.
+    The order of shards and engines is their position in the trees. All replicas of a shard hold the
+    same state and do the same work; the first replica streams the weights.
     """
 
     shards: tuple[tuple[int, ...], ...]
@@ -23,18 +23,18 @@ class MembershipView:
 
     @property
     def shard_nodes(self) -> tuple[int, ...]:
-        """The nodes of all shards."""
+        """The replicas of all shards."""
         return tuple(itertools.chain.from_iterable(self.shards))
 
     def as_body(self) -> dict[str, Any]:
-        """Return it as the body of a message."""
+        """Return the view as the body of a message."""
         return {"shards": [list(nodes) for nodes in self.shards], "engines": list(self.engines)}
 
     @classmethod
     def read(cls, body: Mapping[str, Any]) -> MembershipView:
-        """Return the view that a body says.
+        """Return the view in the body of a message.
 
-        **Raises:** `ProtocolError` if it says none.
+        **Raises:** `ProtocolError` if the body has no valid view.
         """
         shards, engines = body.get("shards"), body.get("engines")
         if not isinstance(shards, list) or not shards:

@@ -1,8 +1,7 @@
-"""What a message must be before a node acts on it.
+"""Checks that a node makes before it acts on a message.
 
-The checksum of whatever comes here was right, so that a message which names an operation, a chunk
-or a number that cannot be is a defect, or comes from another version; it must not be able to harm
-more than its step.
+The checksum of every message here was right. So a message with an impossible operation, chunk or
+number is a defect, or comes from another version. Such a message may harm no more than its step.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from penstock.errors import ProtocolError
 
 
 def refuse(message: Message, what: str) -> ProtocolError:
-    """Return the error of a message that cannot be."""
+    """Return the error for an invalid message."""
     return ProtocolError(
         f"node {message.sender} sent a {message.kind.name} message that {what}; do all nodes run "
         "the same version of Penstock with the same configuration?"
@@ -29,7 +28,7 @@ def refuse(message: Message, what: str) -> ProtocolError:
 
 
 def weights_of(transfers: TransferSchedule, message: Message) -> tuple[TransferOperation, Chunk]:
-    """Return the operation and the piece of a chunk of weights."""
+    """Return the operation of a chunk of weights, and the chunk."""
     operation = _operation(transfers, message)
     if message.chunk >= len(operation.weights):
         raise refuse(message, f"names chunk {message.chunk} of {len(operation.weights)}")
@@ -39,18 +38,18 @@ def weights_of(transfers: TransferSchedule, message: Message) -> tuple[TransferO
 
 
 def gradient_of(transfers: TransferSchedule, message: Message) -> tuple[TransferOperation, Chunk]:
-    """Return the operation and the piece of a chunk of gradients."""
+    """Return the operation of a chunk of gradients, and the chunk."""
     operation = _operation(transfers, message)
     if message.chunk >= len(operation.gradients):
         raise refuse(message, f"names gradient {message.chunk} of {len(operation.gradients)}")
     piece = operation.gradients[message.chunk]
-    if message.size:  # nothing stands for a gradient that does not exist
+    if message.size:  # size 0 means that the gradient does not exist
         _require_size(message, (piece.end - piece.begin) * GRADIENT_WIDTH)
     return operation, piece
 
 
 def integer(message: Message, key: str, least: int, body: Mapping[str, Any] | None = None) -> int:
-    """Return an integer of a message's body."""
+    """Return an integer in a message's body, at least `least`."""
     value = (message.body if body is None else body).get(key)
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise refuse(message, f"says {str(value)[:40]!r} for {key!r}")
@@ -58,7 +57,7 @@ def integer(message: Message, key: str, least: int, body: Mapping[str, Any] | No
 
 
 def real(message: Message, key: str) -> float:
-    """Return a number of a message's body."""
+    """Return a number in a message's body."""
     value = message.body.get(key)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise refuse(message, f"says {str(value)[:40]!r} for {key!r}")
@@ -66,7 +65,7 @@ def real(message: Message, key: str) -> float:
 
 
 def hexadecimals(message: Message, key: str, count: int) -> list[float]:
-    """Return so many floating-point numbers, spelled exactly, of a message's body."""
+    """Return `count` floating-point numbers in a message's body, written as exact hexadecimals."""
     values = message.body.get(key)
     if not isinstance(values, list) or len(values) != count:
         raise refuse(message, f"has other than {count} numbers as {key!r}")

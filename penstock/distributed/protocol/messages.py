@@ -1,11 +1,14 @@
-"""What nodes of a run say to each other: a fixed header, a small body of JSON, raw bytes.
+"""The messages between nodes of a run: a fixed header, a small body of JSON, raw bytes.
 
-To read a message runs no code, whatever bytes come: the header is a packed struct, the body is
-JSON, the payload is the memory of tensors. To do what it says may: a worker compiles the model that
-it is told of. So only who has the run's token is heard (`transport/handshake.py`), and between
-hosts nobody else can read or change a message (`transport/tls.py`). The payload follows the body,
-or lies in a slot of memory that both ends see (`transport/shared_memory.py`), and the header says
-which. Every frame carries the epoch in which it was sent, and a checksum (XXH3) over all of it.
+Reading a message runs no code, whatever its bytes are: the header is a packed struct, the body is
+JSON, the payload is the memory of tensors. Acting on a message may run code: a worker compiles the
+model that the message names. So a process accepts messages only from holders of the run's token
+(`transport/handshake.py`), and between hosts nobody else can read or change a message
+(`transport/tls.py`).
+
+The payload follows the body, or is in a slot of shared memory (`transport/shared_memory.py`); the
+header says which. Every frame carries the epoch in which it was sent, and a checksum (XXH3) over
+the whole frame.
 """
 
 from __future__ import annotations
@@ -32,50 +35,50 @@ _ARRAY_TYPES = ("bool", *_WHOLE_TYPES, "float16", "float32", "float64")
 
 
 class MessageType(enum.IntEnum):
-    """What a message is. Of the data: weights go out, gradients come back, room is given back."""
+    """The type of a message.
 
-    VIEW = 1  # coordinator: who takes part from this epoch on
-    VIEW_ACK = 2  # to the coordinator: the epoch's view has come
-    BEGIN = 3  # coordinator: a step begins; an engine's rows are with it
+    Three types carry the data: weights go out, gradients come back, credit allows more weights.
+    """
+
+    VIEW = 1  # coordinator: the nodes of this epoch
+    VIEW_ACK = 2  # to the coordinator: the view has arrived
+    BEGIN = 3  # coordinator: a step begins; carries an engine's rows
     WEIGHTS = 4  # shard to engine, engine to engine
-    WEIGHT_CREDIT = (
-        5  # engine to engine, engine to shard: so many operations need no weights any more
-    )
-    GRADIENT = 6  # engine to engine, engine to shard: a node of the sum
+    WEIGHT_CREDIT = 5  # engine to engine, engine to shard: operations that need no more weights
+    GRADIENT = 6  # engine to engine, engine to shard: a partial sum
     LOSSES = 7  # engine to coordinator
-    PREPARED = 8  # shard to coordinator: all gradients are here
+    PREPARED = 8  # shard to coordinator: all gradients have arrived
     COMMIT = 9  # coordinator to shards: the step is decided
     COMMITTED = 10  # shard to coordinator
-    FAILURE = 11  # to the coordinator: what went wrong
-    HEARTBEAT = 12  # to the coordinator: still here, and how far
-    CORRUPT_FRAME = 13  # to the coordinator: a frame has come whose checksum is wrong
-    HELD_STEPS = 14  # coordinator to shard: which steps do you hold? And the answer
-    ROLLBACK = 15  # coordinator to shard: go back to a step that all hold. And the answer
-    # Between processes, beside the step:
-    HELLO = 16  # which node is at this end of a link
-    JOIN = 17  # to the coordinator's process: a process that would take part
-    ASSIGN = 18  # what it is to be, and of which run
-    READY = 19  # it is
+    FAILURE = 11  # to the coordinator: an error
+    HEARTBEAT = 12  # to the coordinator: the node is alive; its progress
+    CORRUPT_FRAME = 13  # to the coordinator: a frame with a wrong checksum has arrived
+    HELD_STEPS = 14  # coordinator to shard: which steps are held; and the answer
+    ROLLBACK = 15  # coordinator to shard: roll back to a step that all shards hold; and the answer
+    # Between processes, outside the step protocol:
+    HELLO = 16  # the node at the sender's end of a connection
+    JOIN = 17  # to the coordinator's process: a process offers to be a worker
+    ASSIGN = 18  # the role of the worker, and its run
+    READY = 19  # the worker has taken the role
     ADMIN_REQUEST = 20  # from a command: change the run (`penstock scale`)
     ADMIN_REPLY = 21  # to a command
-    RPC_REQUEST = 22  # from the run's process: have a shard's store do something
-    RPC_REPLY = 23  # what came of it
-    SNAPSHOT_REQUEST = (
-        24  # shard to shard, which hold the same: give me this portion of what you hold
-    )
-    SNAPSHOT_CHUNK = 25  # here it is
-    # Between the two ends of a link:
-    SHM_OFFER = 100  # here is memory that you may see too
-    BUFFER_CREDIT = 101  # these slots of yours may be used again; none: it is not seen here
+    RPC_REQUEST = 22  # from the trainer process: an operation on a shard's store
+    RPC_REPLY = 23  # its result
+    SNAPSHOT_REQUEST = 24  # replica to replica: send this portion of the state
+    SNAPSHOT_CHUNK = 25  # the portion
+    # Between the two ends of a connection:
+    SHM_OFFER = 100  # an offer of shared memory
+    BUFFER_CREDIT = 101  # slots for reuse; empty: the receiver cannot map the shared memory
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message. `size` is the bytes of the payload, which a simulation may leave out; `to` is
-    filled in where it is sent.
+    """One message.
 
-    `op` numbers the operations of a step (`transfer_schedule.py`), `chunk` the chunks of an
-    operation; `level` and `index` are the place of a gradient in the tree over micro-batches.
+    `size` is the bytes of the payload; a simulation may omit the payload itself. `to` is set by the
+    sending endpoint. `op` numbers the operations of a step (`transfer_schedule.py`), `chunk` the
+    chunks of an operation. `level` and `index` are the position of a gradient in the tree over
+    micro-batches.
     """
 
     kind: MessageType
@@ -93,7 +96,7 @@ class Message:
 
 
 def message_with(payload: np.ndarray | None, **fields: Any) -> Message:
-    """Return a message whose payload is the memory of an array, uncopied."""
+    """Return a message whose payload is the memory of an array, without a copy."""
     if payload is None:
         return Message(**fields)
     flat = np.ascontiguousarray(payload).reshape(-1).view(np.uint8)
@@ -101,7 +104,7 @@ def message_with(payload: np.ndarray | None, **fields: Any) -> Message:
 
 
 def sent_on(message: Message, sender: int, payload: np.ndarray | None = None) -> Message:
-    """Return a message as another node sends it on: the same payload, or one that equals it."""
+    """Return a message for forwarding by `sender`, with the same or an equal payload."""
     return Message(
         message.kind,
         message.epoch,
@@ -118,7 +121,7 @@ def sent_on(message: Message, sender: int, payload: np.ndarray | None = None) ->
 
 
 def pack(message: Message, slot: int | None = None) -> tuple[bytes, bytes]:
-    """Return a message's header and body; its payload follows as it is, or is in a slot."""
+    """Return a message's header and body; the payload follows them, or is in a slot."""
     body = json.dumps(message.body).encode() if message.body else b""
     if len(body) > MAX_BODY_BYTES or message.size > MAX_PAYLOAD_BYTES:
         raise ValueError(f"a message {message.kind.name} of {len(body)} + {message.size} bytes")
@@ -158,7 +161,7 @@ def lengths(header: bytes) -> tuple[int, int]:
     """Return the bytes of body and payload that follow a header.
 
     Raises:
-        CorruptionError: it is no header, or claims more than any message has.
+        CorruptionError: it is no header, or its lengths are over the limits.
     """
     magic, *_, body_bytes, payload_bytes, _ = _HEADER.unpack(header)
     if magic != _MAGIC or body_bytes > MAX_BODY_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
@@ -167,16 +170,16 @@ def lengths(header: bytes) -> tuple[int, int]:
 
 
 def slot_of(header: bytes) -> int | None:
-    """Return the slot in which the payload of a header is; None if it follows."""
+    """Return the slot that holds the payload; None if the payload follows the body."""
     place = _HEADER.unpack(header)[2]
     return place - 1 if place else None
 
 
 def unpack(header: bytes, body: bytes, payload: np.ndarray | None) -> Message:
-    """Return the message of a frame that has come whole.
+    """Return the message of a complete frame.
 
     Raises:
-        CorruptionError: its checksum is wrong, or it is of a kind that is not known.
+        CorruptionError: the checksum is wrong, or the type of the message is unknown.
     """
     (_, kind, _, level, epoch, sender, to, op, chunk, index, step, _, size, digest) = (
         _HEADER.unpack(header)
@@ -202,9 +205,10 @@ _DIGEST_BYTES = 8
 
 
 def pack_arrays(arrays: Mapping[str, np.ndarray]) -> tuple[list[list[Any]], np.ndarray]:
-    """Return what a body says of arrays, and their bytes one behind the other.
+    """Return the description of arrays for a body, and the concatenated bytes of the arrays.
 
-    Numbers of 64 bits travel in as few bytes as their values need: tokens in two instead of eight.
+    64-bit integers are sent in as few bytes as their values need: tokens in two bytes instead of
+    eight.
     """
     described, parts = [], []
     for name, array in arrays.items():
@@ -217,9 +221,10 @@ def pack_arrays(arrays: Mapping[str, np.ndarray]) -> tuple[list[list[Any]], np.n
 
 
 def _narrowed(array: np.ndarray) -> np.ndarray:
-    """Return the same values in the smallest type of whole numbers that holds them all.
+    """Return the same values in the smallest integer type that holds all of them.
 
-    Smaller ones are left: they may be a shard's whole state, which is not to be looked through.
+    Only 64-bit arrays are narrowed: a smaller type may be a shard's whole state, which would take
+    too long to scan.
     """
     if array.dtype.name not in ("int64", "uint64") or not array.size:
         return array
@@ -235,7 +240,7 @@ def unpack_arrays(described: Sequence[Any], payload: np.ndarray | None) -> dict[
     """Return the arrays that `pack_arrays` described.
 
     Raises:
-        CorruptionError: the description does not fit the bytes.
+        CorruptionError: the description does not match the bytes.
     """
     arrays: dict[str, np.ndarray] = {}
     rest = np.zeros(0, np.uint8) if payload is None else payload
@@ -248,7 +253,7 @@ def unpack_arrays(described: Sequence[Any], payload: np.ndarray | None) -> dict[
             raise CorruptionError(f"{name}: {size} bytes are described, {rest.nbytes} came")
         try:
             arrays[name] = rest[:size].copy().view(sent).astype(kind, copy=False).reshape(shape)
-        except (ValueError, OverflowError) as error:  # such as more dimensions than there can be
+        except (ValueError, OverflowError) as error:  # such as too many dimensions
             raise CorruptionError(f"{name}: it is described as {shape}: {error}") from None
         rest = rest[size:]
     if rest.nbytes:

@@ -1,7 +1,7 @@
-"""What all nodes of a run have in common: an epoch, a step in flight, and one worker.
+"""The base of all nodes of a run: an epoch, a step in flight, and one worker.
 
-A node is only ever called from one thread. Its work is done elsewhere, one job behind the other;
-what comes of a job counts only if its step is still the one in flight.
+A node is only ever called from one thread. Its jobs run elsewhere, one after another. The result of
+a job counts only if the job's step is still in flight.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from penstock.errors import ProtocolError
 
 
 class StepState(Protocol):
-    """What a node knows of the step in flight; its number is 0 before the epoch's first."""
+    """A node's state of the step in flight; the number is 0 before the epoch's first step."""
 
     number: int
 
@@ -26,32 +26,32 @@ Step = TypeVar("Step", bound=StepState)
 
 
 class ProtocolNode(ABC, Generic[Step]):
-    """One engine or shard among the nodes of a run.
+    """One engine or replica of a run.
 
     Args:
-        number: its own among all nodes of the run.
-        runtime: carries its messages and does its work.
-        step: makes what is known of a step, given its number.
+        number: its node number.
+        runtime: carries its messages and runs its jobs.
+        step: creates the state of a step from its number.
     """
 
     def __init__(self, number: int, runtime: NodeContext, step: Callable[[int], Step]) -> None:
         self.number = number
         self.epoch = 0
         self.refused = 0  # messages of another epoch or step
-        self.progress = 0  # in this epoch: grows with everything that this node gets done
-        self.failure: Exception | None = None  # what its own work ran into last
+        self.progress = 0  # grows with everything that this node completes in this epoch
+        self.failure: Exception | None = None  # the last error of its own work
         self._runtime, self._new_step = runtime, step
         self._step = step(0)
-        self._view: MembershipView | None = None  # of the epoch; None if this node takes no part
+        self._view: MembershipView | None = None  # of the epoch; None if this node is not in it
         self._jobs = 0
 
     @property
     def is_busy(self) -> bool:
-        """Whether its worker has something to do, be it for a step that is over."""
+        """Whether a job is queued or running, even a job of an earlier step."""
         return self._jobs > 0
 
     def handle(self, message: Message) -> None:
-        """Take a message; one that makes no sense is reported to the coordinator."""
+        """Handle a message; an invalid message is reported to the coordinator."""
         try:
             if message.kind is MessageType.VIEW:
                 self._take_view(message)
@@ -64,7 +64,7 @@ class ProtocolNode(ABC, Generic[Step]):
 
     @abstractmethod
     def _take(self, message: Message) -> None:
-        """Take a message of this epoch, in which the node takes part."""
+        """Handle a message of this epoch, in which the node takes part."""
 
     @abstractmethod
     def _takes_part(self, view: MembershipView) -> bool:
@@ -86,12 +86,12 @@ class ProtocolNode(ABC, Generic[Step]):
             self._say(MessageType.VIEW_ACK)
 
     def _say(self, kind: MessageType, body: Mapping[str, Any] | None = None) -> None:
-        """Say something of the step in flight to the coordinator."""
+        """Send a message of the step in flight to the coordinator."""
         message = Message(kind, self.epoch, self.number, self._step.number, body=body or {})
         self._runtime.send(COORDINATOR, message)
 
     def _report(self, epoch: int, step: int, error: Exception, sender: int | None = None) -> None:
-        """Say what went wrong, in the node's own work or with what a sender has sent."""
+        """Report an error of the node's own work, or an invalid message of a sender."""
         body: dict[str, Any] = {"error": type(error).__name__, "text": str(error)}
         if sender is None:
             self.failure = error
@@ -102,7 +102,7 @@ class ProtocolNode(ABC, Generic[Step]):
         )
 
     def _run(self, step: Step, job: Callable[[], Any], then: Callable[[Any], None]) -> None:
-        """Have a job done; what comes of it counts for its own step only."""
+        """Run a job; its result counts only while its step is in flight."""
         self._jobs += 1
 
         def done(result: Any) -> None:
@@ -112,7 +112,7 @@ class ProtocolNode(ABC, Generic[Step]):
             self.progress += 1
             try:
                 then(result)
-            except Exception as error:  # the work's, or what it returned is none of its promises
+            except Exception as error:  # an error of the work, or an invalid result of it
                 self._report(self.epoch, step.number, error)
 
         def failed(error: Exception) -> None:

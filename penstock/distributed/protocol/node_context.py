@@ -1,4 +1,4 @@
-"""What a node may ask of whatever runs it: a network of processes, or a simulation of one."""
+"""The services of a node's host, which is a network of processes or a simulation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.distributed.protocol.messages import Message
 
 
 class NodeContext(Protocol):
-    """Carries a node's messages and does its work. A node is only ever called from one thread."""
+    """Carries a node's messages and runs its jobs. A node is only ever called from one thread."""
 
     def send(self, to: int, message: Message) -> None:
         """Send to a node by its number; a node that is gone is no error."""
@@ -22,12 +22,12 @@ class NodeContext(Protocol):
         then: Callable[[Any], None],
         failed: Callable[[Exception], None],
     ) -> None:
-        """Do a job away from the node's thread, behind those before it; then tell the node."""
+        """Run a job in another thread, after all earlier jobs; then call `then` or `failed`."""
         ...
 
 
 class NodeHost(Protocol):
-    """What carries the messages and does the work of several nodes."""
+    """Carries the messages and runs the jobs of several nodes."""
 
     def send(self, sender: int, to: int, message: Message) -> None:
         """Send from one node to another, each by its number."""
@@ -40,13 +40,13 @@ class NodeHost(Protocol):
         then: Callable[[Any], None],
         failed: Callable[[Exception], None],
     ) -> None:
-        """Do a job of a node, behind those before it; then tell the node."""
+        """Run a job of a node after its earlier jobs; then call `then` or `failed`."""
         ...
 
 
 @dataclass(frozen=True)
 class BoundContext:
-    """A carrier as one of its nodes sees it."""
+    """The context of one node of a host."""
 
     carrier: NodeHost
     number: int
@@ -61,5 +61,5 @@ class BoundContext:
         then: Callable[[Any], None],
         failed: Callable[[Exception], None],
     ) -> None:
-        """Do a job, then tell the node."""
+        """Run a job, then call `then` or `failed`."""
         self.carrier.work(self.number, job, then, failed)

@@ -1,8 +1,8 @@
-"""What follows when a step fails: which node is evicted, and how the step is tried again.
+"""The recovery after a failure: which node is evicted, and how the step is retried.
 
-The policy changes nothing: the coordinator carries out the action that is returned. A suspect of a
-stall may be healthy, because the connection itself may be broken. So the last replica of a shard,
-whose state could be lost with it, is suspected only after several stalls.
+The policy changes nothing: the coordinator carries out the returned action. The suspect of a stall
+may be healthy, because the connection itself may be broken. The eviction of a shard's last replica
+could lose the shard's state. So the last replica becomes a suspect only after several stalls.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from penstock.distributed.protocol.step_request import UnrecoverableError
 from penstock.distributed.protocol.step_transaction import Phase, StepTransaction
 from penstock.errors import ClusterError
 
-_MOST_COMMITS = 4  # to a shard that does not answer
+_MOST_COMMITS = 4  # to a replica that does not acknowledge
 
 
 @dataclass(frozen=True)
 class EvictNode:
-    """A node loses its place."""
+    """Remove a node from the run."""
 
     node: int
     why: str
@@ -31,33 +31,33 @@ class EvictNode:
 
 @dataclass(frozen=True)
 class AbortStep:
-    """The step ends, for what trying again would not mend."""
+    """End the step with an error that a retry would not repair."""
 
     error: Exception
 
 
 @dataclass(frozen=True)
 class RetryStep:
-    """The step begins anew, in a new epoch."""
+    """Retry the step in a new epoch."""
 
     why: str
 
 
 @dataclass(frozen=True)
 class ResendDecision:
-    """What is decided is said again."""
+    """Send the decision again."""
 
 
 RecoveryAction = EvictNode | AbortStep | RetryStep | ResendDecision
 
 
 class RecoveryPolicy:
-    """Remembers what has gone wrong with a step, and says what to do about it.
+    """Counts the failures of a step and chooses the recovery action.
 
     Args:
         membership: the nodes of the run.
-        attempts: how often a step may begin anew for damage and standstills.
-        can_replace_engine: whether another engine may come where none is left.
+        attempts: how often a step may be retried after corrupt frames and stalls.
+        can_replace_engine: whether a new engine may join when no engine is left.
     """
 
     def __init__(
@@ -71,12 +71,12 @@ class RecoveryPolicy:
         self._retry_budget = RetryBudget(0, attempts)
 
     def begin(self, step: int) -> None:
-        """Begin to count for a step, unless it is tried again."""
+        """Start a new retry budget for a step, unless the step is a retry."""
         if step > self._retry_budget.step:
             self._retry_budget = RetryBudget(step, self._attempts)
 
     def of_failure(self, engine: int, kind: str, text: str) -> RecoveryAction:
-        """An engine has failed: it loses its place, unless others would fail in the same way.
+        """Choose the action after an engine failed: evict it, unless others would fail, too.
 
         Args:
             kind: the name of the error's class.
@@ -93,12 +93,12 @@ class RecoveryPolicy:
         return len(left) >= self._membership.least or self._can_replace_engine()
 
     def of_damage(self, status: StepStatus, text: str, ends: Collection[int]) -> RecoveryAction:
-        """Something came whose checksum is wrong: nobody knows what it was to say.
+        """Choose the action after a frame with a wrong checksum, whose content is unknown.
 
         Args:
-            ends: the nodes at the ends of the link, as far as they are known.
+            ends: the nodes at the two ends of the connection, as far as they are known.
         """
-        # The last node of a shard keeps its place: it may be all that there is of it.
+        # A shard's last replica is not evicted: it may hold the only copy of the state.
         is_last_replica = self._membership.holders.is_last_replica
         known = [node for node in ends if node in self._membership and not is_last_replica(node)]
         worst = self._retry_budget.damaged(known, status.epochs.view.engines)
@@ -107,7 +107,7 @@ class RecoveryPolicy:
         return self._again(status, "damage", text, behind)
 
     def of_standstill(self, status: StepStatus) -> RecoveryAction:
-        """Nobody computes and nothing moves: something was lost on the way."""
+        """Choose the action after a stall: no node computes, so a message was lost."""
         behind = self._behind(status) if self._retry_budget.standstills else None
         text = "nothing moves"
         if behind is not None:
@@ -119,7 +119,7 @@ class RecoveryPolicy:
     def _again(
         self, status: StepStatus, why: str, text: str, behind: EvictNode | None
     ) -> RecoveryAction:
-        """Try the step again, or say what is decided again; at the cost of who is behind it."""
+        """Retry the step or resend the decision; evict the suspect if there is one."""
         is_decided, transaction = status.phase is Phase.COMMITTING, status.transaction
         transaction.commits += is_decided
         try:
@@ -127,7 +127,7 @@ class RecoveryPolicy:
         except ClusterError as error:
             if not is_decided:
                 return self._give_up(error)
-            behind = self._behind(status)  # it has to be made; without a shard it cannot be
+            behind = self._behind(status)  # a decided step needs the commit of every shard
         if behind is not None and (not is_decided or transaction.commits > _MOST_COMMITS):
             return behind
         return ResendDecision() if is_decided else RetryStep(text)
@@ -137,7 +137,7 @@ class RecoveryPolicy:
         return None if found is None else EvictNode(*found)
 
     def _give_up(self, error: Exception) -> AbortStep:
-        """End the step; who tries it again begins to count."""
+        """Abort the step; a later attempt has a new retry budget."""
         self._retry_budget = RetryBudget(0, self._attempts)
         return AbortStep(error)
 
@@ -147,7 +147,7 @@ _TRIES = 5
 
 @dataclass(frozen=True)
 class StepStatus:
-    """Where the step in flight stands."""
+    """The state of the step in flight."""
 
     phase: Phase
     epochs: EpochManager
@@ -158,7 +158,7 @@ class StepStatus:
 def find_suspect(
     status: StepStatus, membership: Membership, standstills: int
 ) -> tuple[int, str] | None:
-    """Return who is nearest to what was lost on the way, and why; None if it is too early."""
+    """Return the suspect of a stall and the reason; None if it is too early for a suspect."""
     phase, epochs, transaction = status.phase, status.epochs, status.transaction
     if phase is Phase.COMMITTING:
         return transaction.unanswered[0], "it has not answered to the commit"
@@ -171,13 +171,14 @@ def find_suspect(
         return (missing[0], why) if missing else None
     if behind := transaction.behind:
         return behind[0], "the others of its shard have got on, it has not"
-    # Who has got least is behind the broken link; of equals, the one nearest the root.
+    # The engine with the least progress is behind the broken connection. A tie goes to the engine
+    # nearest the root.
     progress = status.detector.progress(epochs.view.engines)
     return min(progress, key=lambda n: progress[n]), "the step stands still behind it"
 
 
 def took_too_long(seconds: float) -> str:
-    """Return why a node is evicted whose one job has taken so long."""
+    """Return the reason for the eviction of a node whose single job has taken so long."""
     return (
         f"one job of it has taken {seconds:.0f} s, which is over cluster.longest_job; if a "
         "stage of its share, or an update of a shard, may take that long, raise it"

@@ -1,8 +1,8 @@
-"""What has gone wrong with one step so far, and when it has been tried often enough.
+"""Counts the failures of one step and limits its retries.
 
-An error that only one engine meets is that engine's; one that a second engine meets at the same
-step follows the step around. A damaged frame or a stall is made good by trying again; one that
-comes again and again has a cause that trying again does not mend.
+An error that only one engine meets is caused by that engine. An error that a second engine meets at
+the same step is caused by the step. A retry repairs a single corrupt frame or stall. Repeated
+corrupt frames or stalls have a cause that a retry does not repair.
 """
 
 from __future__ import annotations
@@ -13,30 +13,30 @@ from collections.abc import Collection
 
 from penstock.errors import ClusterError, NonFiniteError
 
-_DAMAGES_OF_A_PLACE = 4  # in a row; then a node loses its place
-_FAILURES = 3  # of different engines at one step, with whatever errors
+_DAMAGES_OF_A_PLACE = 4  # in succession; then a node is evicted
+_FAILURES = 3  # of different engines at one step, with any errors
 _OF_THE_MODEL = NonFiniteError.__name__
 
 
 class RetryBudget:
-    """Counts what went wrong with one step.
+    """Counts the failures of one step.
 
     Args:
-        step: its number.
-        attempts: how often it may begin anew for damage and standstills.
+        step: the number of the step.
+        attempts: how often the step may be retried after corrupt frames and stalls.
     """
 
     def __init__(self, step: int, attempts: int) -> None:
         self.step = step
         self._attempts = attempts
-        self._failed: dict[int, str] = {}  # what each engine met
-        self._damaged: Counter[int] = Counter()  # at a node's links, since one lost its place
+        self._failed: dict[int, str] = {}  # the error of each engine
+        self._damaged: Counter[int] = Counter()  # corrupt frames by node, since the last eviction
         self._damages = 0
         self._counts: Counter[str] = Counter()
         self._last = ""
 
     def failed(self, engine: int, kind: str, text: str) -> str | None:
-        """Take what an engine's work ran into; return what to end with if it is not the engine's.
+        """Record an engine's error; return the final error's text if the engine is not the cause.
 
         Args:
             kind: the name of the error's class.
@@ -59,9 +59,9 @@ class RetryBudget:
         return None
 
     def damaged(self, ends: Collection[int], engines: Collection[int]) -> int | None:
-        """Take which nodes are at the ends of a link on which a frame was damaged.
+        """Record the nodes at the two ends of a connection with a corrupt frame.
 
-        Returns: who is to lose its place, if anybody: of whose links it were most.
+        Returns: the node to evict, if any: the node whose connections had the most corrupt frames.
         """
         self._damages += 1
         self._damaged.update(ends)
@@ -73,14 +73,14 @@ class RetryBudget:
         return worst
 
     def count_retry(self, why: str, last: str) -> None:
-        """Take note that the step begins anew.
+        """Record a retry of the step.
 
         Args:
             why: "damage" or "standstill".
-            last: what was seen.
+            last: the last failure, as text.
 
         Raises:
-            ClusterError: it has begun often enough.
+            ClusterError: the retry budget is spent.
         """
         self._counts[why] += 1
         self._last = last
@@ -97,10 +97,10 @@ class RetryBudget:
 
     @property
     def standstills(self) -> int:
-        """How often nothing has moved."""
+        """How many stalls there were."""
         return self._counts["standstill"]
 
 
 def _without_figures(text: str) -> str:
-    """Return a text by which the same error is known on another host: sizes and places differ."""
+    """Return an error's text without numbers, which differ between hosts for the same error."""
     return re.sub(r"0x[0-9a-f]+|[0-9]+(\.[0-9]+)?", "#", text)

@@ -1,11 +1,12 @@
 """A store shard's part of the step protocol.
 
-It streams its pieces of the weights, an operation at a time and only so far ahead as the engines
-It streams its pieces of the weights, unless another node of the shard does: an operation at a time
-and only so far ahead as the engines have room and their gradients have been taken. Without weights
-nobody computes more of these, so that no more than a few wait in an engine's memory, however slow
-its links are. It takes the sums of its pieces' gradients, once each; says when it has them all; and
-commits when it is told to, once. Between steps it may be told to go back to a step that it holds.
+One replica of the shard streams its pieces of the weights, operation by operation. Two limits apply
+back-pressure: the buffers of the engines, and the number of operations whose gradients the shard
+has not stored yet. Without weights the engines compute no more gradients, so only a few operations'
+gradients wait in an engine's memory, however slow its connections are. The shard receives the sum
+of each of its gradients once. It reports when all gradients have arrived. It commits once, on the
+coordinator's decision. Between steps the coordinator may roll the shard back to a step that it
+holds.
 """
 
 from __future__ import annotations
@@ -24,58 +25,58 @@ from penstock.distributed.protocol.node_context import NodeContext
 from penstock.distributed.protocol.transfer_schedule import TransferOperation, TransferSchedule
 from penstock.distributed.protocol.tree_topology import root
 
-WINDOW = 2  # operations on their way; what a store on flash hands out is good for as many
-GRADIENTS = 4  # operations whose gradients are made or on their way: two computing, two going up
+WINDOW = 2  # operations in flight; a store on flash keeps the memory of this many fetches valid
+GRADIENTS = 4  # operations with gradients in progress or in flight: two computing, two going up
 
 
 class ShardExecutor(Protocol):
-    """What a shard does between the messages; called by the runtime's worker, one at a time."""
+    """The store operations of a shard; the worker calls them one at a time."""
 
     def held_steps(self) -> Sequence[int]:
-        """Return the steps that this shard can go back to, as a crash of it would leave them.
+        """Return the steps that this shard can roll back to, even after a crash.
 
-        A store on flash says its durable steps; one in memory the step at which it stands.
+        A store on flash returns its durable steps. A store in memory returns its current step.
         """
         ...
 
     def go_back(self, step: int) -> None:
-        """Stand at a step that is held: forget whatever came after it."""
+        """Roll back to a held step and drop all later state."""
         ...
 
     def begin(self, step: int) -> None:
-        """Forget what came of a step that was not committed; `step` comes next."""
+        """Drop the state of a step that was not committed; `step` comes next."""
         ...
 
     def settle(self) -> None:
-        """Make whatever is still awaited of the step before: no fetch will ask for it."""
+        """Finish pending work of the previous step; called on replicas that do not stream."""
         ...
 
     def fetch(self, operation: TransferOperation) -> Sequence[np.ndarray | None]:
-        """Return, for every chunk of this shard's in the operation, its bytes.
+        """Return the bytes of every chunk of this shard in the operation.
 
-        The memory stays as it is until so many more operations are fetched as there are on their
-        way at once. None stands for bytes that a simulation leaves out.
+        The memory stays valid until the shard has fetched as many more operations as may be in
+        flight at once. None stands for bytes that a simulation leaves out.
         """
         ...
 
     def receive(
         self, operation: TransferOperation, gradients: Mapping[int, np.ndarray | None]
     ) -> None:
-        """Take this shard's gradients of an operation: by chunk, float32; None for no gradient."""
+        """Store this shard's gradients of an operation: by chunk, float32; None for no gradient."""
         ...
 
     def prepare(self) -> Mapping[str, Any]:
-        """Say what the coordinator must know of the gradients, as JSON."""
+        """Return the shard's report on the gradients for the coordinator, as JSON."""
         ...
 
     def commit(self, step: int, decision: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Commit a step. Called once for it, unless the shard went back before it."""
+        """Commit a step. Called once per step, unless the shard rolled back to before the step."""
         ...
 
 
 @dataclass
 class _ShardStep:
-    """What a shard knows of the step in flight; its number is 0 before the epoch's first."""
+    """A shard's state of the step in flight; the number is 0 before the epoch's first step."""
 
     number: int
     fetched: int = 0
@@ -83,24 +84,24 @@ class _ShardStep:
     released: int = 0
     begun: bool = False
     gradients: dict[int, dict[int, np.ndarray | None]] = field(default_factory=dict)
-    received: int = 0  # of the operations with gradients, in their order
-    stored: int = 0  # of these, those whose gradients the store has taken
+    received: int = 0  # of the operations with gradients, in order: how many have all gradients
+    stored: int = 0  # how many of these the store has taken
     is_prepared: bool = False
     commit_began: bool = False
     answer: Mapping[str, Any] | None = None  # to the commit
 
 
 class ShardNode(ProtocolNode[_ShardStep]):
-    """One shard of the store among others.
+    """One replica of a shard.
 
     Args:
-        number: its own among all nodes of the run.
-        shard: which shard it holds.
+        number: its node number.
+        shard: the shard that it holds.
         runtime: carries its messages.
         transfers: the operations of a step.
         work: reads and writes the shard's store.
-        window: how many operations' weights may be on their way; as many as engines have slots.
-        gradients: of how many operations gradients may be made or on their way.
+        window: how many operations' weights may be in flight; equal to the slots of an engine.
+        gradients: how many operations may have gradients in progress or in flight.
     """
 
     def __init__(
@@ -120,9 +121,9 @@ class ShardNode(ProtocolNode[_ShardStep]):
         self._sends = [operation.of_shard(shard) for operation in operations]
         wanted = [(op, op.gradients_of(shard)) for op in operations]
         self._wanted = [(op, numbers) for op, numbers in wanted if numbers]
-        self._streams = False  # whether it is this node of the shard that does
-        self._asked: set[MessageType] = set()  # what the coordinator has asked in this epoch
-        self.sent_bytes = 0  # of weights, since the node was made
+        self._streams = False  # whether this replica streams the weights
+        self._asked: set[MessageType] = set()  # the coordinator's questions in this epoch
+        self.sent_bytes = 0  # weights sent since the node was created
 
     def _takes_part(self, view: MembershipView) -> bool:
         return self._shard < len(view.shards) and self.number in view.shards[self._shard]
@@ -148,9 +149,9 @@ class ShardNode(ProtocolNode[_ShardStep]):
             self.refused += 1
 
     def _take_question(self, message: Message) -> None:
-        """Say which steps this shard holds, or go back to one: before the epoch's first step."""
+        """Answer with the held steps, or roll back; valid only before the epoch's first step."""
         if self._step.number or message.kind in self._asked:
-            self.refused += 1  # a repetition: the first one is answered or being answered
+            self.refused += 1  # a repetition: the first answer is sent or in progress
             return
         self._asked.add(message.kind)
         step, kind = self._step, message.kind
@@ -172,7 +173,7 @@ class ShardNode(ProtocolNode[_ShardStep]):
         def ready(_: object) -> None:
             step.begun = True
             self._pump()
-            self._prepare_if_whole()  # it may be that this shard has no gradients to wait for
+            self._prepare_if_whole()  # this shard may have no gradients
 
         def begin() -> None:
             self._work.begin(message.step)
@@ -182,7 +183,7 @@ class ShardNode(ProtocolNode[_ShardStep]):
         self._run(step, begin, ready)
 
     def _pump(self) -> None:
-        """Fetch the next operation, if the engines have room for it."""
+        """Fetch the next operation, if the two limits allow it."""
         step = self._step
         if not self._streams or not step.begun or step.is_fetching:
             return
@@ -243,7 +244,7 @@ class ShardNode(ProtocolNode[_ShardStep]):
             raise message_validation.refuse(message, "is no sum over all micro-batches")
         came = step.gradients.setdefault(message.op, {})
         if message.chunk in came:
-            return  # nothing counts twice
+            return  # a repeated chunk is ignored
         came[message.chunk] = None
         if message.payload is not None:
             came[message.chunk] = message.payload.view(np.float32)
@@ -251,7 +252,7 @@ class ShardNode(ProtocolNode[_ShardStep]):
         self._prepare_if_whole()
 
     def _prepare_if_whole(self) -> None:
-        """Hand on what is whole, in the order of the sweep, and say when all of it is."""
+        """Store operations whose gradients have arrived, in order; report when all are stored."""
         step = self._step
 
         def stored(_: object) -> None:
@@ -263,7 +264,7 @@ class ShardNode(ProtocolNode[_ShardStep]):
             came = step.gradients.get(operation.number, {})
             if len(came) < len(numbers):
                 return
-            step.gradients[operation.number] = dict.fromkeys(numbers)  # its memory is the job's
+            step.gradients[operation.number] = dict.fromkeys(numbers)  # the job owns the memory
             step.received += 1
             self._run(step, self._receiving(operation, came), stored)
         if step.is_prepared:
@@ -286,7 +287,7 @@ class ShardNode(ProtocolNode[_ShardStep]):
             self._say(MessageType.COMMITTED, step.answer)
             return
         if step.commit_began:
-            return  # the answer is on its way
+            return  # the commit is still running
         step.commit_began = True
         decision = dict(message.body)
 

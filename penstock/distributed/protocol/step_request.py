@@ -1,4 +1,4 @@
-"""The step that the coordinator is asked to make, its result, and the events on the way."""
+"""The step requested from the coordinator, its result, and the protocol's events."""
 
 from __future__ import annotations
 
@@ -13,42 +13,42 @@ from penstock.distributed.protocol.messages import Message
 
 @dataclass(frozen=True)
 class EngineInput:
-    """What one engine begins a step with: which micro-batches (`BEGIN`'s body), and their rows."""
+    """The input of one engine for a step: its micro-batches (`BEGIN`'s body), and their rows."""
 
     body: Mapping[str, Any]
     rows: Mapping[str, np.ndarray]
 
 
 class StepRequest(Protocol):
-    """What the coordinator needs to know of a step that it is to have made."""
+    """The coordinator's interface to a requested step."""
 
     step: int
     micro_batches: int
 
     def parts(self, engines: int) -> Sequence[EngineInput]:
-        """Return, for so many engines, what each begins with."""
+        """Return the input of each of so many engines."""
         ...
 
     def report(self, message: Message) -> Any:
-        """Return what a shard says of its gradients, or raise `ProtocolError`."""
+        """Return a shard's report on its gradients, or raise `ProtocolError`."""
         ...
 
     def difference(self, first: Any, other: Any) -> str | None:
-        """Say in what the reports of two nodes of a shard differ; None if in nothing."""
+        """Return the difference between the reports of two replicas; None if they are equal."""
         ...
 
     def decide(self, losses: Sequence[float], reports: Sequence[Any]) -> Mapping[str, Any]:
-        """Return the decision that shards commit by, or raise what forbids it."""
+        """Return the decision for the shards' commit, or raise the error that forbids it."""
         ...
 
     def answer(self, message: Message) -> Any:
-        """Return what a shard says of its commit, or raise `ProtocolError`."""
+        """Return a shard's acknowledgement of the commit, or raise `ProtocolError`."""
         ...
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """How a step ended: with the decision and the shards' answers, or with an error."""
+    """The result of a step: the decision and the shards' acknowledgements, or an error."""
 
     step: int
     losses: Sequence[float] = ()
@@ -59,11 +59,12 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Seconds: `silence` without a word is a loss; `stall` in which nobody gets on is a retry.
+    """The timeouts in seconds, and the number of retries.
 
-    While somebody computes, nobody need get on for as long as `job`, the longest that one job of a
-    node may take. `attempts` is how often one step may begin anew for damaged frames and
-    standstills before it is given up.
+    A node that is silent for `silence` is lost. A step without progress for `stall` is retried,
+    unless a node computes. One job of a node may take `job`; until then a step with a busy node
+    needs no progress. `attempts` is how often one step may be retried after corrupt frames and
+    stalls.
     """
 
     silence: float = 1.0
@@ -74,7 +75,7 @@ class Timeouts:
 
 @dataclass(frozen=True)
 class ProtocolEvent:
-    """Something that people should know of: what kind of thing, and a line about it."""
+    """An event for the log: its kind, and one line of text."""
 
     kind: str
     text: str
@@ -82,7 +83,7 @@ class ProtocolEvent:
 
 
 class UnrecoverableError(Exception):
-    """A node could not do its work, for a reason that trying again would not mend."""
+    """A node failed for a reason that a retry would not repair."""
 
     def __init__(self, node: int, kind: str, text: str) -> None:
         super().__init__(text)
@@ -90,9 +91,9 @@ class UnrecoverableError(Exception):
 
 
 class RolledBackError(Exception):
-    """All shards stand at `step`, which is not the one before the step that was to be made.
+    """All shards stand at `step`, which is not the step before the requested step.
 
-    Nothing is wrong: the run goes on with the step after it.
+    This is no failure: the run continues with the step after `step`.
     """
 
     def __init__(self, step: int) -> None:

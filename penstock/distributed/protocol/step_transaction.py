@@ -1,6 +1,7 @@
-"""One transaction: what is sent to the nodes that take part in a step, and what they have reported.
+"""One transaction: the messages to the nodes of a step, and the reports of the nodes.
 
-Nothing counts twice, and nothing of one transaction counts for another: each is an object.
+A repeated report changes nothing. Each transaction is an object of its own, so no report of one
+transaction counts for another.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from penstock.errors import CorruptionError
 
 
 class Send(Protocol):
-    """Sends to a node, in the present epoch and of the step in flight."""
+    """Sends a message to a node, in the current epoch and for the step in flight."""
 
     def __call__(
         self,
@@ -32,12 +33,12 @@ class Send(Protocol):
 
 
 class StepTransaction:
-    """One attempt.
+    """One attempt to make a step.
 
     Args:
-        view: who takes part.
-        order: the step that is to be made.
-        send: sends to a node.
+        view: the nodes that take part.
+        request: the step to make.
+        send: sends a message to a node.
     """
 
     def __init__(self, view: MembershipView, request: StepRequest, send: Send) -> None:
@@ -47,13 +48,13 @@ class StepTransaction:
         self._prepared: dict[int, Any] = {}
         self._answers: dict[int, Any] = {}
         self._decision: Mapping[str, Any] = {}
-        self.commits = 0  # how often the decision has been said again
-        self._nodes = list(view.shard_nodes)  # the shards' that have not left
+        self.commits = 0  # how often the decision was sent again
+        self._nodes = list(view.shard_nodes)  # the replicas that have not left
 
     def begin(self) -> None:
-        """Have all begin, engines with their rows.
+        """Send BEGIN to all nodes, and to each engine its rows.
 
-        **Raises:** whatever the data raise; nobody has begun then.
+        **Raises:** whatever the data raise; no node has begun then.
         """
         engines = self._view.engines
         parts = [
@@ -66,31 +67,31 @@ class StepTransaction:
             self._send(engine, MessageType.BEGIN, {**body, "rows": described}, payload)
 
     def decide(self) -> None:
-        """Decide by what has come how the step is committed.
+        """Make the decision from the losses and the reports.
 
-        **Raises:** whatever forbids it; nothing is committed then.
+        **Raises:** whatever forbids the commit; nothing is committed then.
         """
         self._decision = self.request.decide(self.losses, self.reports)
 
     def commit(self) -> None:
-        """Say the decision to all nodes of shards that have not answered to it."""
+        """Send the decision to all replicas that have not acknowledged it."""
         for node in self.unanswered:
             self._send(node, MessageType.COMMIT, self._decision)
 
     @property
     def outcome(self) -> StepResult:
-        """How the step has ended, once all have committed."""
+        """The result of the step, once all replicas have committed."""
         return StepResult(self.request.step, self.losses, self._decision, self.answers)
 
     def leave(self, node: int) -> None:
-        """Do without a node of a shard that has others, which do the same."""
+        """Remove a replica; the other replicas of its shard do the same work."""
         if node in self._nodes:
             self._nodes.remove(node)
 
     def lose(self, message: Message) -> None:
-        """Take the losses of an engine's micro-batches.
+        """Record the losses of an engine's micro-batches.
 
-        **Raises:** `ProtocolError` if they are none.
+        **Raises:** `ProtocolError` if the message has no valid losses.
         """
         engines = self._view.engines
         if message.sender in engines:
@@ -102,35 +103,36 @@ class StepTransaction:
             )
 
     def prepare(self, message: Message) -> None:
-        """Take what a node of a shard says of its gradients.
+        """Record a replica's report on its gradients.
 
-        **Raises:** `ProtocolError` if it makes no sense.
+        **Raises:** `ProtocolError` if the report is invalid.
         """
         self._prepared[message.sender] = self.request.report(message)
 
     def answer(self, message: Message) -> None:
-        """Take the answer of a node of a shard to the commit.
+        """Record a replica's acknowledgement of the commit.
 
-        **Raises:** `ProtocolError` if it makes no sense.
+        **Raises:** `ProtocolError` if the acknowledgement is invalid.
         """
         self._answers[message.sender] = self.request.answer(message)
 
     @property
     def is_whole(self) -> bool:
-        """Whether all losses and all shards' gradients are in."""
+        """Whether all losses and the reports of all replicas have arrived."""
         has_losses = len(self._losses) == len(self._view.engines)
         return has_losses and self._prepared.keys() >= {*self._nodes}
 
     @property
     def unanswered(self) -> list[int]:
-        """The nodes of shards that have not answered to the commit."""
+        """The replicas that have not acknowledged the commit."""
         return [node for node in self._nodes if node not in self._answers]
 
     @property
     def behind(self) -> list[int]:
-        """The nodes that lack gradients which others of their shard have; none while a shard does.
+        """The replicas that lack gradients, if every shard has another replica with all gradients.
 
-        It is the links to these, then, over which nothing comes.
+        The list is empty while all replicas of a shard lack gradients. The stall is on the
+        connections to the listed replicas.
         """
         for nodes in self._shards:
             if not any(node in self._prepared for node in nodes):
@@ -139,15 +141,15 @@ class StepTransaction:
 
     @property
     def losses(self) -> list[float]:
-        """The losses of all micro-batches, in their order."""
+        """The losses of all micro-batches, in order."""
         return [x for engine in self._view.engines for x in self._losses[engine]]
 
     @property
     def reports(self) -> Sequence[Any]:
-        """What all shards say of their gradients, in their order.
+        """The reports on gradients, one per shard, in shard order.
 
         Raises:
-            CorruptionError: two nodes of a shard have said different things.
+            CorruptionError: the reports of two replicas of a shard differ.
         """
         for shard, (first, *others) in enumerate(self._shards):
             for other in others:
@@ -164,22 +166,22 @@ class StepTransaction:
 
     @property
     def answers(self) -> Sequence[Any]:
-        """What all shards have answered to the commit, in their order."""
+        """The acknowledgements of the commit, one per shard, in shard order."""
         return [self._answers[nodes[0]] for nodes in self._shards]
 
     @property
     def _shards(self) -> list[list[int]]:
-        """The nodes of each shard that have not left."""
+        """The replicas of each shard that have not left."""
         return [[node for node in nodes if node in self._nodes] for nodes in self._view.shards]
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """How much has come: it grows as long as something moves."""
+        """How many losses, reports and acknowledgements have arrived; each number only grows."""
         return len(self._losses), len(self._prepared), len(self._answers)
 
 
 class Phase(enum.Enum):
-    """Where the step in flight stands."""
+    """The phase of the step in flight."""
 
     IDLE = "no step"
     GATHERING = "waiting for engines or shards"

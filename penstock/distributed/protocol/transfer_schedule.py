@@ -1,8 +1,8 @@
-"""The transfers of a step: which operations there are, and in which chunks their bytes travel.
+"""The transfers of a step: its operations, and the chunks of their weights and gradients.
 
-They are the schedule of a step (`step_schedule.py`) seen through the map of shards: per operation,
-the chunks in which its weights come and its gradients go. Every node of a run derives the same list
-from the same program, so that an operation and a chunk are numbers on the wire.
+The operations are the schedule of a step (`step_schedule.py`). The map of shards gives the chunks
+of each operation. Every node of a run derives the same list from the same program, so a message
+names an operation and a chunk by number.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ GRADIENT_WIDTH = 4  # bytes of a float32
 
 @dataclass(frozen=True)
 class Chunk:
-    """Elements `begin` to `end` of a flat tensor, as one shard holds them.
+    """Elements `begin` to `end` of a flat tensor; one shard holds them.
 
-    `tensor` is the tensor's place in its operation; `width` the bytes of an element.
+    `tensor` is the tensor's position in its operation; `width` the bytes of an element.
     """
 
     shard: int
@@ -32,13 +32,13 @@ class Chunk:
 
     @property
     def size(self) -> int:
-        """Its bytes."""
+        """The chunk's bytes."""
         return (self.end - self.begin) * self.width
 
 
 @dataclass(frozen=True)
 class TransferOperation:
-    """One stage in one sweep: the chunks of its weights, and those of its gradients."""
+    """One stage in one sweep: the chunks of its weights, and the chunks of its gradients."""
 
     number: int
     stage: int
@@ -47,34 +47,34 @@ class TransferOperation:
     gradients: tuple[Chunk, ...]
 
     def of_shard(self, shard: int) -> list[int]:
-        """Return the numbers of the weights' chunks that a shard sends."""
+        """Return the numbers of the weight chunks that a shard sends."""
         return [n for n, piece in enumerate(self.weights) if piece.shard == shard]
 
     def gradients_of(self, shard: int) -> list[int]:
-        """Return the numbers of the gradients' chunks that go to a shard."""
+        """Return the numbers of the gradient chunks that a shard receives."""
         return [n for n, piece in enumerate(self.gradients) if piece.shard == shard]
 
 
 @dataclass(frozen=True)
 class TransferSchedule:
-    """The operations of a step in their order, between so many shards and any engines."""
+    """The operations of a step in order, for `shards` shards and any number of engines."""
 
     operations: tuple[TransferOperation, ...]
     shards: int
 
     @property
     def weight_bytes(self) -> int:
-        """What the shards send in a step, whatever the number of engines."""
+        """The bytes that the shards send in a step, whatever the number of engines."""
         return sum(piece.size for op in self.operations for piece in op.weights)
 
     @property
     def gradient_bytes(self) -> int:
-        """What the shards receive in a step."""
+        """The bytes that the shards receive in a step."""
         return sum(piece.size for op in self.operations for piece in op.gradients)
 
 
 def chunks(pieces: Sequence[Chunk], chunk_bytes: int = CHUNK_BYTES) -> tuple[Chunk, ...]:
-    """Cut pieces into chunks of at most so many bytes."""
+    """Split pieces into chunks of at most `chunk_bytes` bytes."""
     result: list[Chunk] = []
     for piece in pieces:
         step = max(1, chunk_bytes // piece.width)

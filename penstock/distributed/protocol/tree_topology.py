@@ -1,12 +1,14 @@
-"""Who passes what to whom: trees over the engines of a view, by their place in it.
+"""The trees over the engines of a view, by their position in the view.
 
-Weights go down binary trees, so that a shard sends each byte once, whatever the number of engines,
-and the last engine is a logarithm of it away. Half the engines of such a tree send everything twice
-and the others nothing; so every shard has two of them, in which they change places, and its chunks
-take turns: an engine sends about as much as it takes. Gradients go up another: the
-fixed tree over micro-batches itself, whose every inner node is made by an engine of its own, so
-that an engine sends at most two sums and takes at most two, and a whole subtree of micro-batches
-travels as one sum wherever the engines' shares allow.
+Weights go down binary trees. A shard sends each byte once, whatever the number of engines, and the
+depth of a tree is the logarithm of the number of engines. In one such tree half the engines send
+everything twice and the other half send nothing. So every shard has two trees, in which the two
+halves change roles, and its chunks alternate between the trees: an engine sends about as much as it
+receives.
+
+Gradients go up another tree: the fixed tree over micro-batches itself. An engine of its own makes
+each inner node of this tree, so an engine sends at most two sums and receives at most two. A whole
+subtree of micro-batches travels as one sum wherever the engines' shares allow it.
 """
 
 from __future__ import annotations
@@ -17,18 +19,18 @@ from dataclasses import dataclass
 
 
 def root(shard: int, chunk: int, shards: int, engines: int) -> int:
-    """Return the place at which the tree begins that a chunk of a shard's weights goes down."""
+    """Return the position of the first engine in the tree of a shard's chunk."""
     return (2 * shard + chunk % 2) * engines // (2 * shards)
 
 
 def parent(place: int, root: int, engines: int) -> int | None:
-    """Return who hands weights to an engine in the tree that begins at `root`; None: a shard."""
+    """Return the parent of an engine in the tree that begins at `root`; None for the shard."""
     distance = (place - root) % engines
     return None if distance == 0 else ((distance - 1) // 2 + root) % engines
 
 
 def children(place: int, root: int, engines: int) -> list[int]:
-    """Return to whom an engine hands weights on."""
+    """Return the children of an engine in the tree that begins at `root`."""
     distance = (place - root) % engines
     below = (2 * distance + 1, 2 * distance + 2)
     return [(child + root) % engines for child in below if child < engines]
@@ -36,10 +38,10 @@ def children(place: int, root: int, engines: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Summing:
-    """What one engine does in the sum: where its own part goes, and what it adds, if anything.
+    """One engine's part in the sum.
 
-    `begin` and `end` are the engines whose parts it adds; `target` is where that sum goes, and
-    `own_target` where its own part does, as places; None stands for the shards.
+    The engine adds the parts of engines `begin` to `end` and sends that sum to `target`. It sends
+    its own part to `own_target`. Targets are positions; None stands for the shards.
     """
 
     own_target: int | None
@@ -49,15 +51,15 @@ class Summing:
 
     @property
     def adds(self) -> bool:
-        """Whether parts of others come here."""
+        """Whether this engine adds the parts of other engines."""
         return self.end > self.begin
 
 
 def summing(engines: int) -> Sequence[Summing]:
-    """Return what each of so many engines does.
+    """Return the part of each engine in the sum.
 
-    The sum over engines a to b is split where its left part is a whole power of two, as the tree
-    over micro-batches is, and is made by the first engine of the right part.
+    The sum over engines a to b is split where its left part is a whole power of two, like the tree
+    over micro-batches. The first engine of the right part makes the sum.
     """
     own: list[int | None] = [None] * engines
     inner: dict[int, tuple[int, int, int | None]] = {}
@@ -76,9 +78,9 @@ def summing(engines: int) -> Sequence[Summing]:
 
 
 def ways(engines: int, shards: int) -> set[tuple[int, int]]:
-    """Return from whom to whom weights or gradients go: engines by their place, shard k as -1 - k.
+    """Return the connections of one view as pairs: engines by position, shard k as -1 - k.
 
-    In one view; who had other places in an earlier one may have a link more.
+    An engine with another position in an earlier view may have one more connection.
     """
     pairs = set()
     for shard, parity in itertools.product(range(shards), range(2)):

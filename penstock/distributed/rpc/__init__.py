@@ -1,4 +1,4 @@
-"""Remote calls between the trainer and the shards of the store."""
+"""RPC between the trainer process and the shards of the store."""
 
 from penstock.distributed.rpc.commit_codec import (
     ShardReport,

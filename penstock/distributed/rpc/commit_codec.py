@@ -1,4 +1,4 @@
-"""What shards report of their gradients, and the decision that they commit by, in messages."""
+"""Encodes the shards' reports on gradients, and the commit decision, as message bodies."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from penstock.store import (
 
 @dataclass(frozen=True)
 class ShardReport:
-    """What a shard says before a step is decided.
+    """A shard's report before a step is decided.
 
-    `held` are checksums of a part of what it holds, if it has a replica: the same of both.
+    `held` are checksums of a part of the shard's state, if the shard has several replicas: replicas
+    send equal checksums.
     """
 
     gradients: GradientReport
@@ -28,9 +29,9 @@ class ShardReport:
 
     @classmethod
     def read(cls, said: Mapping[str, Any]) -> ShardReport:
-        """Return what a message has said.
+        """Return the report in a message body.
 
-        **Raises:** `ProtocolError` if it is no such report.
+        **Raises:** `ProtocolError` if the body has no valid report.
         """
         gradients, held = report_of(said), said.get("held", [])
         try:
@@ -39,8 +40,8 @@ class ShardReport:
             raise _none("checksums of what it holds", said, error) from None
 
     def difference(self, other: ShardReport) -> str | None:
-        """Say in what it differs from that of another node of the shard; None if in nothing."""
-        # As they are said: NaN is what it is, though not equal to itself.
+        """Return the difference from another replica's report; None if the reports are equal."""
+        # Encoded reports are compared, because NaN is not equal to itself.
         if body_of_report(self.gradients) != body_of_report(other.gradients):
             return "a step's gradients"
         for ours, theirs in itertools.zip_longest(self.held, other.held):
@@ -50,7 +51,7 @@ class ShardReport:
 
 
 def body_of_report(report: GradientReport) -> dict[str, Any]:
-    """Return what a message says of a report; figures keep all their bits."""
+    """Return the message body of a report; hexadecimal numbers keep all their bits."""
     return {
         "squares": [square.hex() for square in report.squares],
         "silent": list(report.silent),
@@ -63,9 +64,9 @@ def body_of_report(report: GradientReport) -> dict[str, Any]:
 
 
 def report_of(said: Mapping[str, Any]) -> GradientReport:
-    """Return the report that a message has said.
+    """Return the report in a message body.
 
-    **Raises:** `ProtocolError` if it is none.
+    **Raises:** `ProtocolError` if the body has no valid report.
     """
     try:
         return GradientReport(
@@ -80,7 +81,7 @@ def report_of(said: Mapping[str, Any]) -> GradientReport:
 
 
 def body_of_decision(decision: Decision) -> dict[str, Any]:
-    """Return what a message says of a decision; figures keep all their bits."""
+    """Return the message body of a decision; hexadecimal numbers keep all their bits."""
     return {
         "step": decision.step,
         "norm": decision.norm.hex(),
@@ -90,9 +91,9 @@ def body_of_decision(decision: Decision) -> dict[str, Any]:
 
 
 def decision_of(said: Mapping[str, Any]) -> Decision:
-    """Return the decision that a message has said.
+    """Return the decision in a message body.
 
-    **Raises:** `ProtocolError` if it is none.
+    **Raises:** `ProtocolError` if the body has no valid decision.
     """
     try:
         return Decision(

@@ -1,7 +1,7 @@
-"""What a shard's process answers to the calls of the run's: read from bodies and arrays.
+"""Decodes the responses of a shard's process from bodies and arrays.
 
-As in `control_messages.py`, an answer that is none of these is a defect, or comes from another
-version of Penstock. It is refused where it is taken, and costs the node that gave it its place.
+As in `control_messages.py`, an invalid response is a defect, or comes from another version of
+Penstock. The receiver refuses it and evicts the node that sent it.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Response:
-    """What a node has answered to a call of a method."""
+    """The response of a node to a method call."""
 
     node: int
     method: str
     said: RpcMessage
 
     def refuse(self, what: str) -> InvalidResponseError:
-        """Return the error of an answer that cannot be."""
+        """Return the error for an invalid response."""
         return InvalidResponseError(
             f"node {self.node} answered to {self.method!r} with what {what}; do all nodes run the "
             "same version of Penstock with the same configuration?"
         )
 
     def get(self, key: str, is_right: Callable[[Any], bool]) -> Any:
-        """Return a part of what was said, if it is right."""
+        """Return a value of the body; raises if the value is invalid."""
         value = self.said.body.get(key)
         if not is_right(value):
             raise self.refuse(f"says {str(value)[:40]!r} for {key!r}")
         return value
 
     def array(self, key: str, kind: np.dtype[Any], count: int) -> np.ndarray:
-        """Return an array of so many values of a type."""
+        """Return a flat array of `count` values of a type."""
         array = self.said.arrays.get(key)
         if array is None:
             raise self.refuse(f"has no array {key!r}")
@@ -63,7 +63,7 @@ class Response:
 
 @dataclass(frozen=True)
 class Opened:
-    """What a store says of itself when it is opened: what it takes, and whether it is new."""
+    """A store's answer to `open`: the bytes that the store needs, and whether the store is new."""
 
     memory_bytes: Mapping[str, int]
     flash_bytes: int
@@ -72,7 +72,7 @@ class Opened:
 
     @classmethod
     def read(cls, answer: Response) -> Opened:
-        """Return what the answer to `open` says."""
+        """Return the content of the response to `open`."""
         read, written = answer.get("flash_rule", _pair_of(_is_count))
         return cls(
             answer.get("memory_bytes", _mapping_to(_is_count)),
@@ -84,7 +84,7 @@ class Opened:
 
 @dataclass(frozen=True)
 class Status:
-    """What a store on flash says of its durable steps, and what is kept with the present one."""
+    """The durable step of a store on flash, and the data stored with the current step."""
 
     is_new: bool
     durable_step: int | None
@@ -92,7 +92,7 @@ class Status:
 
     @classmethod
     def read(cls, answer: Response) -> Status:
-        """Return what the answer to `status` says."""
+        """Return the content of the response to `status`."""
         return cls(
             answer.get("is_new", _is_bool),
             answer.get("durable_step", lambda step: step is None or _is_count(step)),
@@ -101,22 +101,22 @@ class Status:
 
 
 def step_of(answer: Response) -> int | None:
-    """Return the step at which a store stands; None once it is closed."""
+    """Return the current step of a store; None after it is closed."""
     return None if answer.method == "close" else answer.get("step", _is_count)
 
 
 def nothing(answer: Response) -> None:
-    """Take an answer that says only that it is done."""
+    """Accept a response without a result."""
 
 
 def at(answer: Response, step: int) -> None:
-    """Require that a store stands at a step."""
+    """Require that a store is at a step."""
     if step_of(answer) != step:
         raise answer.refuse(f"stands at step {step_of(answer)}, it was told to be at {step}")
 
 
 def weights_of(answer: Response, specs: Sequence[WeightSpec]) -> list[torch.Tensor]:
-    """Return the weights that were asked for, in memory of their own."""
+    """Return the requested weights, in memory of their own."""
     tensors = []
     for number, spec in enumerate(specs):
         kind = np.dtype(spec.format.stream.dtype)
@@ -126,13 +126,13 @@ def weights_of(answer: Response, specs: Sequence[WeightSpec]) -> list[torch.Tens
 
 
 def values_of(answer: Response, kind: torch.dtype, count: int) -> np.ndarray:
-    """Return so many values of a weight, or of its state."""
+    """Return `count` values of a weight, or of its state."""
     wanted = next(np.dtype(name) for name, known in _TYPES.items() if known is kind)
     return answer.array("values", wanted, count)
 
 
 def report(answer: Response, holding: Holding) -> GradientReport:
-    """Return what is known of a step's gradients."""
+    """Return the report on a step's gradients."""
     said = _read(answer, report_of)
     stages = {*said.silent, *(said.non_finite or {})}
     if not stages <= {*range(len(holding.stages))}:
@@ -150,20 +150,20 @@ def unchanged(answer: Response, holding: Holding) -> tuple[str, ...]:
 
 
 def traffic(answer: Response) -> Traffic:
-    """Return what was streamed, received and waited for."""
+    """Return the bytes streamed and received, and the seconds waited."""
     streamed, received = answer.get("bytes", _pair_of(_is_count))
     updates, snapshots = answer.get("seconds", _pair_of(_is_seconds))
     return Traffic(streamed, received, float(updates), float(snapshots))
 
 
 def flash_traffic(answer: Response) -> FlashTraffic:
-    """Return what moved to and from flash."""
+    """Return the bytes moved to and from flash, and the seconds waited."""
     read, written = answer.get("moved", _pair_of(_is_count))
     return FlashTraffic(read, written, float(answer.get("seconds", _is_seconds)))
 
 
 def roles(answer: Response, spec: WeightSpec) -> dict[str, Stored]:
-    """Return what there is of a weight: its master in its shape, then its state."""
+    """Return what is stored of a weight: its master in the weight's shape, then its state."""
     said = answer.get("roles", _mapping_to(_is_stored))
     found = {role: Stored(_TYPES[kind], tuple(shape)) for role, (kind, shape) in said.items()}
     most = max((math.prod(stored.shape) for stored in found.values()), default=0)

@@ -1,7 +1,7 @@
-"""Calls between processes: a method by its name, plain arguments, arrays; an answer or an error.
+"""RPC between processes: a method name, plain arguments and arrays; a response or an error.
 
-Arrays go in pieces of the size that shared memory takes, where there is some. A method is looked up
-by whoever answers in a table of its own (`store_server.py`); nothing else can be named.
+Arrays travel in pieces that fit into a slot of shared memory. The responder looks up a method in a
+fixed table (`store_server.py`); no other function can be called.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ Arrays = Mapping[str, np.ndarray]
 
 PIECE_BYTES = CHUNK_BYTES
 WRITE_BYTES = 64 << 20
-"""The most values that one call overwrites."""
-_LOOK = 0.1  # seconds between two looks at what else has happened
-_SILENCE = 60.0  # seconds without a word from a node that is to answer
+"""The most bytes of values that one call overwrites."""
+_LOOK = 0.1  # seconds between two checks for other events
+_SILENCE = 60.0  # seconds without any message from the node that is to respond
 
 _ERRORS: Mapping[str, type[PenstockError]] = {
     kind.__name__: kind
@@ -52,24 +52,24 @@ class ShardLostError(StorageError):
 
 
 class InvalidResponseError(ProtocolError):
-    """What a node has answered is no answer to what it was asked."""
+    """A node's response does not match the request."""
 
 
 @dataclass(frozen=True)
 class RpcMessage:
-    """What a call or its answer says: plain data, and arrays."""
+    """The content of a call or a response: plain data, and arrays."""
 
     body: Mapping[str, Any] = field(default_factory=dict)
     arrays: Arrays = field(default_factory=dict)
 
 
 def error_class(name: str) -> type[PenstockError]:
-    """Return the class of an error that another process has named; `ClusterError` for others'."""
+    """Return the class of an error's name; `ClusterError` for an unknown name."""
     return _ERRORS.get(name, ClusterError)
 
 
 def frames(kind: MessageType, sender: int, number: int, said: RpcMessage) -> Iterator[Message]:
-    """Yield the messages in which a call, or its answer, goes: what it says, then its bytes."""
+    """Yield the messages of a call or a response: first the body, then the bytes of the arrays."""
     described, payload = pack_arrays(said.arrays)
     count = -(-payload.nbytes // PIECE_BYTES)
     body = {"says": dict(said.body), "arrays": described, "bytes": payload.nbytes}
@@ -80,31 +80,30 @@ def frames(kind: MessageType, sender: int, number: int, said: RpcMessage) -> Ite
 
 
 class FrameAssembler:
-    """Puts the frames from one node together; they come in the order in which they were sent.
+    """Assembles the frames of one node; frames arrive in the order in which they were sent.
 
     Args:
-        most: returns the most bytes of arrays that may come with a call or an answer, by its
-            number.
+        most: returns the most bytes of arrays in a call or response, given its number.
     """
 
     def __init__(self, most: Callable[[int], int]) -> None:
         self._most = most
         self._first: Message | None = None
-        self._refused: int | None = None  # of what is refused, the rest may come yet
+        self._refused: int | None = None  # the refused number, of which more frames may arrive
         self._payload = np.zeros(0, np.uint8)
         self._came = 0
 
     @property
     def number(self) -> int | None:
-        """The number of the call or answer that has come in part."""
+        """The number of the incomplete call or response."""
         return None if self._first is None else self._first.op
 
     def take(self, message: Message) -> tuple[int, RpcMessage] | None:
-        """Take a frame; return a call's number and what it says once it is whole.
+        """Add a frame; return the number and the content of a call once it is complete.
 
         Raises:
-            CorruptionError: the frames do not make up what the first has announced, or that is more
-                than can be. What comes next is taken as if nothing had been.
+            CorruptionError: the frames do not match the announcement in the first frame, or the
+                announcement is over the limit. The next frame begins a new call.
         """
         if self._first is None and self._refused == message.op and not message.body:
             return None
@@ -146,7 +145,7 @@ class FrameAssembler:
 
 
 class PendingCall:
-    """A call that is on its way, and who waits for its answer."""
+    """A call without a response yet, and the queue for its response."""
 
     def __init__(self, calls: RpcClient, node: int, method: str, most: int) -> None:
         self.node, self.method, self.most = node, method, most
@@ -154,9 +153,9 @@ class PendingCall:
         self._calls = calls
 
     def answer(self, meanwhile: Callable[[], None] = lambda: None) -> RpcMessage:
-        """Wait for the answer, and return it; as `RpcClient.ask`.
+        """Wait for the response, and return it; raises as `RpcClient.ask` does.
 
-        `meanwhile` is called again and again; it may raise, which ends the waiting.
+        `meanwhile` is called repeatedly; an error that it raises ends the wait.
         """
         answer = self._calls._await(self, meanwhile)
         if isinstance(answer, Exception):
@@ -167,18 +166,18 @@ class PendingCall:
 
 
 class RpcClient:
-    """Has other processes do something and waits for it.
+    """Calls methods of other processes.
 
     Args:
         send: sends to a node; from any thread.
-        broken: raises if nobody will ever answer any more.
+        broken: raises if no node will ever respond.
     """
 
     def __init__(self, send: Callable[[int, Message], None], broken: Callable[[], None]) -> None:
         self._send, self._broken = send, broken
         self._guard = threading.Lock()
         self._number = 0
-        self._waiting: dict[int, PendingCall] = {}  # until their answers are whole
+        self._waiting: dict[int, PendingCall] = {}  # until their responses are complete
         self._gathered: dict[int, FrameAssembler] = {}
         self._heard: dict[int, float] = {}
         self._lost: dict[int, str] = {}
@@ -191,15 +190,15 @@ class RpcClient:
         arrays: Arrays,
         most: int = 0,
     ) -> RpcMessage:
-        """Have a node do something; return its answer.
+        """Call a method of a node; return the response.
 
         Args:
-            most: the most bytes of arrays that can be in the answer.
+            most: the most bytes of arrays in the response.
 
         Raises:
-            ShardLostError: it was lost before it had answered.
-            InvalidResponseError: its answer makes no sense.
-            PenstockError: whatever it met.
+            ShardLostError: the node was lost before it responded.
+            InvalidResponseError: the response is invalid.
+            PenstockError: the error of the method.
         """
         return self.begin(node, method, arguments, arrays, most).answer()
 
@@ -211,7 +210,7 @@ class RpcClient:
         arrays: Arrays,
         most: int = 0,
     ) -> PendingCall:
-        """Have a node begin to do something, whose answer can be waited for; as `ask`."""
+        """Call a method of a node without waiting for the response; arguments as in `ask`."""
         asked = PendingCall(self, node, method, most)
         with self._guard:
             if node in self._lost:
@@ -240,11 +239,11 @@ class RpcClient:
                     ) from None
 
     def heard(self, node: int) -> None:
-        """Take note that a node is alive; in the endpoint's thread."""
+        """Record that a node is alive; in the endpoint's thread."""
         self._heard[node] = time.monotonic()
 
     def take(self, message: Message) -> None:
-        """Take a frame of an answer; in the endpoint's thread."""
+        """Handle a frame of a response; in the endpoint's thread."""
         self.heard(message.sender)
         gathered = self._gathered.setdefault(message.sender, FrameAssembler(self._most))
         under_way = gathered.number
@@ -268,7 +267,7 @@ class RpcClient:
             asked.answers.put(answer)
 
     def lost(self, node: int, why: str) -> None:
-        """Let nobody wait for a node that is gone."""
+        """Fail all pending calls of a lost node."""
         with self._guard:
             self._lost[node] = why
             numbers = [number for number, asked in self._waiting.items() if asked.node == node]

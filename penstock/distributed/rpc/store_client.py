@@ -1,13 +1,13 @@
-"""The store of a shard in another process, as the trainer's process sees it.
+"""The client for the store of a shard in another process; the trainer process uses it.
 
-Every method of the store's interface is a call (`rpc.py`) that the shard's process answers, in
-the order in which they were made, beside the steps (`store_server.py`). What goes this way is what
-the trainer itself does with a store: filling it, saving, evaluating, looking. A step's weights and
-gradients go between shards and engines and never through here.
+Every method of the store's interface is a call (`rpc.py`). The shard's process executes the calls
+in the order in which they were made, separately from the step protocol (`store_server.py`). The
+calls carry the trainer's own use of a store: filling, saving, evaluating and inspecting it. A
+step's weights and gradients go between shards and engines and never through this client.
 
-A shard with a replica is held by two nodes: what changes it goes to both, what is read comes from
-one. As long as one is left, the loss of the other is no error here. What they answer is checked
-(`responses.py`): a node whose answer makes no sense loses its place, and counts as lost.
+A shard may have two replicas. A write goes to both replicas, and a read comes from one. The loss of
+one replica is no error here as long as the other is left. Responses are validated (`responses.py`):
+a node with an invalid response is evicted, and counts as lost.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from penstock.store import (
     fill,
 )
 
-# These are asked between two steps. They have the same sense for whoever comes in a lost shard's
-# place, and the next step finds out at which step that stands.
+# These methods are called between two steps. They mean the same for the node that replaces a lost
+# shard, and the next step finds out at which step that node stands.
 _BETWEEN_STEPS = frozenset({"remember", "take_traffic", "take_flash_traffic", "status"})
 
 _AGAIN = "give the same command again, the run goes on from the last step that is safe"
@@ -55,17 +55,17 @@ Read = Callable[[Response], T]
 
 
 class StoreClient:
-    """One shard's store, on flash or in memory; see `DramStore` for what each method does.
+    """One shard's store, on flash or in memory; `DramStore` describes the methods.
 
     Args:
-        program: what the shard holds.
-        calls: asks nodes.
-        nodes: returns those that hold the shard now.
-        await_node: returns when one does; raises if none can.
-        refuse: takes a node its place that has answered what makes no sense.
-        copy: gives the second node all that the first holds.
+        program: the weights that the shard holds.
+        calls: sends the calls to nodes.
+        nodes: returns the current replicas of the shard.
+        await_node: returns when the shard has a replica; raises if it can have none.
+        refuse: evicts a node after an invalid response.
+        copy: copies the whole state of the first node to the second node.
         rule: decides steps that are committed by this shard's gradients alone.
-        replicas: how many nodes there are when none is lost.
+        replicas: how many replicas there are when none is lost.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class StoreClient:
         replicas: int,
     ) -> None:
         self.program = program
-        self.step = 0  # as the shard has last said
+        self.step = 0  # of the shard's last response
         self.memory_bytes: Mapping[str, int] = {}
         self.flash_bytes = 0
         self.flash_rule = FlashTraffic()
@@ -92,11 +92,11 @@ class StoreClient:
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shape of what there is of every weight, by name."""
+        """The shape of every weight that the shard holds, by name."""
         return {name: spec.shape for name, spec in self.program.weights.items()}
 
     def _ask(self, method: str, read: Read[T], most: int = 0, **arguments: Any) -> T:
-        """Return what one of the nodes answers; another, if that one is lost meanwhile."""
+        """Return the response of one replica; of another if the first is lost during the call."""
         while True:
             lost = None
             for node in self._nodes():
@@ -115,7 +115,7 @@ class StoreClient:
         arrays: Mapping[str, np.ndarray] | None = None,
         **arguments: Any,
     ) -> dict[int, T]:
-        """Return what the nodes answer, all at once, but for those that are lost meanwhile."""
+        """Return the responses of all replicas, called concurrently, except lost replicas."""
         while True:
             nodes = self._nodes()
             asked = [self._calls.begin(node, method, arguments, arrays or {}) for node in nodes]
@@ -131,7 +131,7 @@ class StoreClient:
             self._require_another(method, lost)
 
     def _take(self, method: str, asked: PendingCall, read: Read[T]) -> T:
-        """Return what a node has answered, if it makes sense; else the node is lost."""
+        """Return the decoded response of a node; an invalid response evicts the node."""
         try:
             answer = Response(asked.node, method, asked.answer())
             step, taken = responses.step_of(answer), read(answer)
@@ -148,9 +148,9 @@ class StoreClient:
         self._await_node()
 
     def open(self) -> StoreClient:
-        """Have the shard's processes open their stores, new or as they were left.
+        """Open the stores in the shard's processes, new or existing.
 
-        A replica that holds nothing of what the other holds is given a copy.
+        An empty replica receives a copy of a replica that has state.
         """
         opened = self._tell("open", Opened.read)
         found, times = _first(opened), self._replicas
@@ -165,7 +165,7 @@ class StoreClient:
         return self
 
     def close(self) -> None:
-        """Have it let go of its files; one that is gone has done so."""
+        """Close the stores; a lost shard's store is closed already."""
         if not self._is_open:
             return
         self._is_open = False
@@ -178,32 +178,32 @@ class StoreClient:
 
     @property
     def is_new(self) -> bool:
-        """Whether it holds no durable step yet."""
+        """Whether the store holds no durable step yet."""
         return self._ask("status", Status.read).is_new
 
     @property
     def durable_step(self) -> int | None:
-        """The step that would be found after a crash now; None before the first."""
+        """The step that a restart after a crash would find now; None before the first."""
         return self._ask("status", Status.read).durable_step
 
     @property
     def extra(self) -> Mapping[str, Any]:
-        """What was kept with the present step."""
+        """The data stored with the current step."""
         return self._ask("status", Status.read).extra
 
     def make_durable(self) -> None:
-        """Return when the present step would be found after a crash."""
+        """Return when the current step would survive a crash."""
         self._tell("make_durable", responses.nothing)
 
     def page_lock(self) -> bool:
-        """Nothing streams from here to a GPU: engines have buffers of their own."""
+        """Lock nothing and return True: engines stream to a GPU from buffers of their own."""
         return True
 
     def remember(self, extra: Mapping[str, Any]) -> None:
-        """Keep plain data with the present step."""
+        """Store plain data with the current step."""
         self._tell("remember", responses.nothing, extra=dict(extra))
 
-    # Weights out and in
+    # Weights out, gradients in
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Fill all masters, one weight at a time (`DramStore.load`)."""
@@ -228,7 +228,7 @@ class StoreClient:
         return self._ask(method, lambda said: responses.weights_of(said, specs), most, **asked)
 
     def receive(self, stage: int, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Take the gradients of one stage (`DramStore.receive`)."""
+        """Send the gradients of one stage to the store (`DramStore.receive`)."""
         held = self.program.stages[stage].weights
         names = [name for name in held if self.program.weights[name].trainable]
         arrays = {
@@ -243,11 +243,11 @@ class StoreClient:
         return commit_by(self._rule, self)
 
     def prepare(self) -> GradientReport:
-        """Return what is known of the step's gradients; the shard is then ready to decide."""
+        """Return the report on the step's gradients; the shard is then ready for the decision."""
         return _first(self._tell("prepare", lambda said: responses.report(said, self.program)))
 
     def decide(self, decision: Decision) -> None:
-        """Commit the step by what was decided for all shards (`DramStore.decide`)."""
+        """Commit the step by the decision for all shards (`DramStore.decide`)."""
         self._tell(
             "decide",
             lambda said: responses.at(said, decision.step),
@@ -255,11 +255,11 @@ class StoreClient:
         )
 
     def discard(self) -> None:
-        """Throw away the gradients that came since the last commit."""
+        """Drop the gradients received since the last commit."""
         self._tell("discard", responses.nothing)
 
     def flush(self) -> None:
-        """Make all updates that are still awaited, now."""
+        """Finish all pending updates now."""
         self._tell("flush", responses.nothing)
 
     def unchanged(self) -> tuple[str, ...]:
@@ -267,7 +267,7 @@ class StoreClient:
         return self._ask("unchanged", lambda said: responses.unchanged(said, self.program))
 
     def take_traffic(self) -> Traffic:
-        """Return what was streamed, received and waited for, since the last call."""
+        """Return the bytes streamed and received and the seconds waited, since the last call."""
         taken = self._tell("take_traffic", responses.traffic).values()
         return Traffic(
             sum(each.streamed_bytes for each in taken),
@@ -277,7 +277,7 @@ class StoreClient:
         )
 
     def take_flash_traffic(self) -> FlashTraffic:
-        """Return what moved to and from flash, since the last call."""
+        """Return the bytes moved to and from flash and the seconds waited, since the last call."""
         taken = self._tell("take_flash_traffic", responses.flash_traffic).values()
         return FlashTraffic(
             sum(each.read_bytes for each in taken),
@@ -285,11 +285,11 @@ class StoreClient:
             max(each.waited_seconds for each in taken),
         )
 
-    # Looking at the state, and restoring it
+    # Inspecting and restoring the state
 
     def roles(self, name: str) -> dict[str, Stored]:
-        """Return what there is of a weight: its master, then its state."""
-        if name not in self._roles:  # they are what the optimizer keeps, as long as it runs
+        """Return what is stored of a weight: its master, then its state."""
+        if name not in self._roles:  # the optimizer's roles never change during a run
             spec = self.program.weights[name]
             self._roles[name] = self._ask(
                 "roles", lambda said: responses.roles(said, spec), name=name
@@ -302,7 +302,7 @@ class StoreClient:
         return torch.from_numpy(self.read(name, MASTER, 0, spec.elements)).view(spec.shape)
 
     def state(self, name: str) -> dict[str, torch.Tensor]:
-        """Return copies of the optimizer's state of a weight by role, as they would be saved."""
+        """Return copies of the optimizer's state of a weight by role, in the saved format."""
         return {
             role: torch.from_numpy(self.read(name, role, 0, math.prod(kind.shape))).view(kind.shape)
             for role, kind in self.roles(name).items()
@@ -319,30 +319,30 @@ class StoreClient:
         )
 
     def begin_restore(self) -> None:
-        """Forget everything; the store is of no use until `finish_restore`."""
+        """Drop all state; the store is unusable until `finish_restore`."""
         self._tell("begin_restore", responses.nothing)
 
     def write(self, name: str, role: str, begin: int, values: np.ndarray) -> None:
         """Overwrite values of a weight or of its state, while restoring."""
         most = max(1, WRITE_BYTES // values.itemsize)
-        for first in range(0, values.size, most):  # the other side has memory for one at a time
+        for first in range(0, values.size, most):  # the server has memory for one part at a time
             part = values[first : first + most]
             where = {"name": name, "role": role, "begin": begin + first}
             self._tell("write", responses.nothing, {"values": part}, **where)
 
     def clear_state(self, name: str) -> None:
-        """Put the optimizer's state of a weight to zero, while restoring."""
+        """Set the optimizer's state of a weight to zero, while restoring."""
         self._tell("clear_state", responses.nothing, name=name)
 
     def finish_restore(self, step: int) -> None:
-        """Make the store usable: all weights and state are those after `step` commits."""
+        """Make the store usable: all weights and state are as after `step` commits."""
         self._tell("finish_restore", lambda said: responses.at(said, step), step=step)
 
     def content_hash(self) -> str:
-        """Return a hash of what the shard holds of all weights."""
+        """Return a hash of the shard's part of all weights."""
         return self._ask("content_hash", responses.content_hash)
 
 
 def _first(taken: Mapping[int, T]) -> T:
-    """Return what the first node has said; the others do the same, and say so."""
+    """Return the result of the first node; the results of replicas are equal."""
     return next(iter(taken.values()))

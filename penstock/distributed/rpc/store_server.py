@@ -1,7 +1,7 @@
-"""What another process may have a shard's store do: one fixed table of methods.
+"""The methods of a shard's store that another process may call: one fixed table.
 
-Here is the side that answers. Arguments are plain data from a peer that has the run's token; each
-is made what it should be before the store sees it. The side that asks is `store_client.py`.
+This is the server; the client is `store_client.py`. Arguments are plain data from a peer that has
+the run's token. Each argument is converted to its type before the store receives it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from penstock.store.flash import FlashStore
 
 
 class OpenableShard(Protocol):
-    """Where a shard's store is: it can be opened and closed, and opened again."""
+    """The storage of a shard: its store can be opened, closed, and opened again."""
 
     @property
     def store(self) -> Store: ...
@@ -31,7 +31,7 @@ class OpenableShard(Protocol):
 
 
 def bytes_of(tensor: torch.Tensor) -> np.ndarray:
-    """Return a tensor as an array of a type that goes over the wire, flat; bfloat16 as uint16."""
+    """Return a tensor as a flat array of a type that a message can carry; bfloat16 as uint16."""
     flat = tensor.detach().contiguous().view(-1)
     if flat.dtype is torch.bfloat16:
         return flat.view(torch.int16).numpy().view(np.uint16)
@@ -39,9 +39,10 @@ def bytes_of(tensor: torch.Tensor) -> np.ndarray:
 
 
 def answer(place: OpenableShard, said: RpcMessage) -> RpcMessage:
-    """Do what a call asks for, and return what is to be answered.
+    """Execute a call, and return the response.
 
-    An error is an answer too. Every answer says at which step the store stands after it.
+    An error is a response, too. Every other response except to `close` has the store's step after
+    the call.
     """
     try:
         name = said.body.get("method")
@@ -53,7 +54,7 @@ def answer(place: OpenableShard, said: RpcMessage) -> RpcMessage:
         return RpcMessage({**done.body, **step}, done.arrays)
     except PenstockError as error:
         return RpcMessage({"error": type(error).__name__, "text": str(error)})
-    except Exception as error:  # a defect, here or there: the other side says it
+    except Exception as error:  # a defect, here or in the client; the client raises the error
         return RpcMessage({"error": "ClusterError", "text": f"{type(error).__name__}: {error}"})
 
 

@@ -1,4 +1,4 @@
-"""The fabric in one process and virtual time: deterministic, and as faulty as it is told to be."""
+"""A simulated network in one process and virtual time: deterministic, with injected faults."""
 
 from penstock.distributed.simulation.faults import Faults
 from penstock.distributed.simulation.network import Links, Network

@@ -1,7 +1,8 @@
-"""What goes wrong with messages in a simulated network, decided by a seed.
+"""The faults of messages in a simulated network, chosen by a seed.
 
-Loss, repetition, delay (which also reorders), a flipped bit anywhere in the frame, and links that
-are cut for a while. A flipped bit goes through the real packing and its checksum.
+The faults are loss, repetition, delay (which also reorders), one flipped bit anywhere in the frame,
+and connections that are cut for a while. A frame with a flipped bit goes through the real packing
+and its checksum.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _Carried = list[tuple[float, Message | CorruptionError]]
 
 @dataclass(frozen=True)
 class Rates:
-    """How probable each fault is, for each message."""
+    """The probability of each fault per message, and the longest delay in seconds."""
 
     lost: float = 0.0
     repeated: float = 0.0
@@ -31,13 +32,13 @@ class Rates:
 
 
 class Faults:
-    """Decides what becomes of each message.
+    """Chooses the fault of each message.
 
     Args:
-        seed: of all chance; equal seeds and equal messages, equal faults.
-        rates: how probable they are.
-        cuts: pairs of nodes whose link is cut, with begin and end in seconds.
-        until: when messages are no longer lost, repeated, delayed or flipped.
+        seed: of all random choices; equal seeds and equal messages give equal faults.
+        rates: the probabilities of the faults.
+        cuts: pairs of nodes whose connection is cut, with begin and end in seconds.
+        until: the time after which messages are no longer lost, repeated, delayed or flipped.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class Faults:
         self.counts = dict.fromkeys((*_FATES, "cut"), 0)
 
     def carry(self, now: float, sender: int, to: int, message: Message) -> _Carried:
-        """Return what comes of a message: copies, each with how much later than it should."""
+        """Return the delivered copies of a message, each with its delay in seconds."""
         if self._cuts:
             begin, end = self._cuts.get((min(sender, to), max(sender, to)), (0.0, 0.0))
             if begin <= now < end:
@@ -74,7 +75,7 @@ class Faults:
         return self._count(fate, [(late, message)])
 
     def _fate(self) -> str:
-        """Return what becomes of the next message."""
+        """Return the fault of the next message."""
         left = self._random.random()
         for fate, rate in self._chances:
             left -= rate
@@ -87,7 +88,7 @@ class Faults:
         return result
 
     def _flip(self, message: Message) -> Message | CorruptionError:
-        """Return what the receiver makes of the frame with one bit flipped."""
+        """Return the receiver's result for the frame with one bit flipped."""
         header, body = pack(message)
         payload = b"" if message.payload is None else message.payload.tobytes()
         frame = bytearray(header + body + payload)
@@ -98,7 +99,7 @@ class Faults:
             body_bytes, payload_bytes = lengths(head)
             rest = frame[HEADER_BYTES:]
             if body_bytes + payload_bytes != len(rest):
-                # A real receiver would read on into the next frame, and find its checksum wrong.
+                # A real receiver would read into the next frame, and find its checksum wrong.
                 return CorruptionError("a frame's length was damaged on the way")
             part = np.frombuffer(bytes(rest[body_bytes:]), np.uint8).copy()
             return unpack(head, bytes(rest[:body_bytes]), part if payload_bytes else None)

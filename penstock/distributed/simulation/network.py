@@ -1,8 +1,8 @@
 """A network of nodes in virtual time.
 
-Every node has a network card with a rate in each direction, and every message a latency. A message
-leaves when those before it have left, and has come when those before it have come. Nothing depends
-on the clock or on chance other than the seeds of `Faults`: one seed is one run.
+Every node has a network card with a rate in each direction, and every message has a latency. A card
+sends messages one after another, and receives them one after another. The seed of `Faults` is the
+only source of chance, and nothing depends on the clock: one seed is one run.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Links:
     latency: float = 1e-5
 
     def seconds(self, size: int) -> float:
-        """Return how long a message of so many bytes occupies a card."""
+        """Return for how many seconds a message of `size` bytes occupies a card."""
         return (HEADER_BYTES + size) / self.bytes_per_second
 
 
@@ -44,7 +44,7 @@ _Job = tuple[Callable[[], Any], Callable[[Any], None], Callable[[Exception], Non
 
 
 class Node(Protocol):
-    """What the network delivers to."""
+    """A node that receives messages from the network."""
 
     epoch: int
     progress: int
@@ -53,15 +53,15 @@ class Node(Protocol):
 
 
 class Network:
-    """Delivers messages among nodes and does their work, in virtual time.
+    """Delivers the messages of nodes and runs their jobs, in virtual time.
 
     Args:
-        links: what every node's card can do.
-        faults: what goes wrong; nothing by default.
-        cost: seconds of the job that a node has just begun; none by default.
-        beat: seconds between the words by which nodes say that they are there.
-        notice: seconds until the coordinator is told that a node has died; None: it is not told,
-            the lease must find out.
+        links: the rate and the latency of every node's card.
+        faults: the faults of messages; none by default.
+        cost: returns the seconds of the job that a node has just begun; 0 by default.
+        beat: seconds between two heartbeats of a node.
+        notice: seconds until the coordinator is notified of a node's death; None: never, so that
+            the coordinator's timeout must detect it.
     """
 
     def __init__(
@@ -83,40 +83,40 @@ class Network:
         self._coordinator: Coordinator | None = None
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._order = itertools.count()
-        self._leaving: dict[int, float] = defaultdict(float)  # when a card is free again
+        self._leaving: dict[int, float] = defaultdict(float)  # when a card is free to send
         self._coming: dict[int, float] = defaultdict(float)
         self._jobs: dict[int, deque[_Job]] = defaultdict(deque)
-        self._working: set[int] = set()  # the nodes whose worker is at a job
+        self._working: set[int] = set()  # the nodes whose worker is running a job
         self._dead: set[int] = set()
-        self._cut_off: set[int] = set()  # of those, whose process goes on
-        # By sender and receiver: what was sent before is lost, its connection has ended.
+        self._cut_off: set[int] = set()  # dead nodes whose process continues
+        # By sender and receiver: messages sent before this time are lost with their connection.
         self._ended: dict[tuple[int, int], float] = defaultdict(float)
         self._stopped: dict[int, list[tuple[Callable[..., None], tuple[Any, ...]]]] = {}
 
-    # Making it
+    # Setup
 
     def runtime(self, number: int) -> BoundContext:
-        """Return what a node of this number is to send and work by."""
+        """Return the context of a node."""
         return BoundContext(self, number)
 
     def add(self, number: int, node: Node) -> None:
-        """Add a node; its beats begin now."""
+        """Add a node; its heartbeats begin now."""
         self._nodes[number] = node
         self.after(0.0, self._beats, number)
 
     def conduct(self, coordinator: Coordinator) -> None:
-        """Add the coordinator, which is also told the time and who dies."""
+        """Add the coordinator, which is also notified of time and of deaths."""
         self._coordinator = coordinator
         self._tick()
 
-    # Running it
+    # Running
 
     def after(self, seconds: float, action: Callable[..., None], *arguments: Any) -> None:
-        """Do something so much later."""
+        """Schedule an action in `seconds` seconds."""
         self._at(self.now + seconds, action, arguments)
 
     def run(self, until: Callable[[], bool], limit: float) -> bool:
-        """Let time pass until something is so; return whether it became so within `limit`."""
+        """Run until a condition holds; return whether it holds by the time `limit`."""
         while not until():
             if not self._events or self._events[0][0] > limit:
                 return False
@@ -125,37 +125,37 @@ class Network:
         return True
 
     def kill(self, number: int) -> None:
-        """End a node at once; what it has sent already still travels."""
+        """Kill a node at once; its messages in flight are still delivered."""
         self._dead.add(number)
         self._stopped.pop(number, None)
         if self._notice is not None:
             self.after(self._notice, self._tell_lost, number, "its process ended")
 
     def is_dead(self, number: int) -> bool:
-        """Whether a node was killed, or is no more since its link to the coordinator has ended."""
+        """Whether a node was killed, or its connection to the coordinator has ended."""
         return number in self._dead
 
     def is_cut_off(self, number: int) -> bool:
-        """Whether a node is no more, and its process may come again as another."""
+        """Whether a node's connection has ended; its process may join again as another node."""
         return number in self._cut_off
 
     def is_stopped(self, number: int) -> bool:
-        """Whether a node stands still."""
+        """Whether a node is paused."""
         return number in self._stopped
 
     def stop(self, number: int) -> None:
-        """Let a node stand still: it neither hears nor beats; it is not told of it."""
+        """Pause a node: it handles no messages, sends no heartbeats, and does not know of it."""
         self._stopped.setdefault(number, [])
 
     def resume(self, number: int) -> None:
-        """Let a stopped node go on, with all that has come meanwhile."""
+        """Resume a paused node, which then receives all deferred messages."""
         for action, arguments in self._stopped.pop(number, []):
             action(*arguments)
 
-    # What runtimes ask
+    # The node context
 
     def send(self, sender: int, to: int, message: Message) -> None:
-        """Carry a message, as far as the faults let it."""
+        """Send a message, subject to the faults."""
         if sender in self._dead:
             return
         seconds = self._links.seconds(message.size)
@@ -176,10 +176,10 @@ class Network:
         then: Callable[[Any], None],
         failed: Callable[[Exception], None],
     ) -> None:
-        """Do a job when the node's worker is free; it takes as long as `cost` says.
+        """Run a job when the node's worker is free; the job takes `cost` seconds.
 
-        What the job does has happened when it begins; the node learns of it at its end, if it is
-        still there.
+        The effects of the job happen at its start. The node receives the result at its end, if the
+        node is still alive.
         """
         self._jobs[number].append((job, then, failed))
         if number not in self._working:
@@ -194,7 +194,7 @@ class Network:
         tell: Callable[[], None]
         try:
             result = job()
-        except Exception as error:  # it is the node's to report, as a real worker's is
+        except Exception as error:  # the node reports the error, as with a real worker
             tell = functools.partial(failed, error)
         else:
             tell = functools.partial(then, result)
@@ -227,9 +227,9 @@ class Network:
             self._nodes[to].handle(carried)
 
     def _report_damage(self, sender: int, to: int, error: CorruptionError) -> None:
-        """Do as a real node does with a frame whose checksum is wrong: end the link, and tell.
+        """Handle a frame with a wrong checksum like a real node: end the connection, and report.
 
-        A node's link to the coordinator is its place: with it the node is lost.
+        A node whose connection to the coordinator has ended is lost.
         """
         assert self._coordinator is not None
         if to == COORDINATOR:
@@ -237,13 +237,13 @@ class Network:
         if COORDINATOR in (sender, to):
             self._cut(sender or to)
             return
-        # What follows is lost too, until the sender has noticed and connects again.
+        # Later messages are lost, too, until the sender has noticed and connects again.
         self._ended[sender, to] = self.now + self._links.latency
         epoch, body = self._nodes[to].epoch, {"text": str(error), "peer": sender}
         self.send(to, COORDINATOR, Message(MessageType.CORRUPT_FRAME, epoch, to, body=body))
 
     def _cut(self, number: int) -> None:
-        """End a node's link to the coordinator."""
+        """End a node's connection to the coordinator."""
         if number in self._dead:
             return
         self._dead.add(number)
@@ -282,10 +282,10 @@ class Network:
 
 
 def _taken(message: Message) -> Message:
-    """Return a message as it comes over a wire: in memory of the receiver's own.
+    """Return a message as received over a wire: with a payload in the receiver's own memory.
 
-    It is copied when it comes and not when it is sent, as a real sender reads what it sends after
-    `send` has returned: who uses that memory again too early sends something else.
+    The payload is copied on delivery, not on sending, because a real sender reads the payload after
+    `send` has returned. So a test fails if a node reuses the payload's memory too early.
     """
     if message.payload is None:
         return message

@@ -1,4 +1,4 @@
-"""The fabric between processes: authenticated connections, TLS between hosts, no pickle."""
+"""The network between processes: authenticated connections, TLS between hosts, no pickle."""
 
 from penstock.distributed.transport.certificates import Credentials
 from penstock.distributed.transport.connection import Connection

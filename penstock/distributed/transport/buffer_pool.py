@@ -1,8 +1,8 @@
-"""Memory for what comes over a link, used again when nobody has it any more.
+"""Receive buffers of a connection, reused when nothing refers to them.
 
-New pages take longer to come by than to fill. What is handed out is watched by a weak reference:
-as long as any view of it is alive, whoever holds that, it is not handed out again. References are
-not counted, since what an interpreter counts changes from version to version.
+The allocation of new pages takes longer than filling them. A weak reference watches each buffer in
+use: the pool reuses a buffer only after the last view of it has ended. The pool does not read
+reference counts, because they differ between versions of the interpreter.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ import numpy as np
 
 from penstock.distributed.protocol import CHUNK_BYTES
 
-_MOST = 8  # kept by one link
-_LEAST_KEPT = 1 << 16  # bytes; below it new memory is as cheap
+_MOST = 8  # buffers of one connection
+_LEAST_KEPT = 1 << 16  # bytes; below this size new memory is as fast
 
 
 class BufferPool:
-    """The memory of one link; one thread takes of it."""
+    """The receive buffers of one connection; one thread takes buffers."""
 
     def __init__(self) -> None:
         self._free: list[memoryview] = []
         self._held: dict[int, tuple[weakref.ref[np.ndarray], memoryview]] = {}
         self._next = 0
-        # A view may end in any thread, also in the middle of what follows: put is reentrant.
+        # The last view may end in any thread, even during `take`: `SimpleQueue.put` is reentrant.
         self._gone: queue.SimpleQueue[int] = queue.SimpleQueue()
 
     def take(self, size: int) -> np.ndarray:
-        """Return so many bytes that nobody else sees."""
+        """Return `size` bytes of memory that nothing else refers to."""
         if size < _LEAST_KEPT:
             return np.empty(size, np.uint8)
         while not self._gone.empty():
@@ -43,7 +43,8 @@ class BufferPool:
         return self._hand_out(np.empty(max(size, CHUNK_BYTES), np.uint8).data, size)
 
     def _hand_out(self, memory: memoryview, size: int) -> np.ndarray:
-        # Made of what is no array: views of its views hold this one, not what is behind it.
+        # The base is a memoryview, not an array. So NumPy makes every view of a view refer to this
+        # array, and the weak reference ends with the last view.
         payload = np.frombuffer(memory, np.uint8, size)
         number, gone = self._next, self._gone
         self._next += 1

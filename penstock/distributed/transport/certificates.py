@@ -1,11 +1,11 @@
-"""TLS 1.3 between the processes of one run: who has the run's token has a valid certificate.
+"""TLS 1.3 between the processes of one run: a valid certificate proves the run's token.
 
-The token determines the private key of the run's certificate authority, so every process of the
-run can compute that key and no other process can. Each process makes a key pair of its own, signs
-a certificate for it as this authority, and accepts only certificates that the authority has signed.
-A valid certificate therefore proves that its owner has the token. The keys that encrypt a
-connection come from an ephemeral key exchange: whoever learns the token later cannot decrypt what
-was recorded before.
+The token determines the private key of the run's certificate authority, so every process of the run
+can compute that key and no other process can. Each process makes its own key pair, signs a
+certificate for it as this authority, and accepts only certificates that the authority has signed. A
+valid certificate therefore proves that its owner has the token. The keys that encrypt a connection
+come from an ephemeral key exchange: an attacker who learns the token later cannot decrypt recorded
+connections.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ if TYPE_CHECKING:
 # The order of the group of P-256 (FIPS 186-5, SP 800-186).
 _P256_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
 # The token ends with the run, so certificates need no end of their own, and the clocks of two hosts
-# need not agree. The end is the one that RFC 5280, 4.1.2.5, has for this.
+# need not agree. RFC 5280, 4.1.2.5, defines this end for such certificates.
 _NOT_BEFORE = datetime.datetime(1970, 1, 1)
 _NOT_AFTER = datetime.datetime(9999, 12, 31, 23, 59, 59)
 
 
 @dataclass(frozen=True)
 class TlsContexts:
-    """What a process uses for the connections that it accepts, and for those that it makes."""
+    """A process's contexts for the connections that it accepts, and for those that it opens."""
 
     server: ssl.SSLContext
     client: ssl.SSLContext
 
 
 class Credentials:
-    """The run's token and what is made from it.
+    """The run's token and the TLS contexts made from it.
 
     Args:
-        token: of the run.
+        token: the token of the run.
     """
 
     def __init__(self, token: str) -> None:
@@ -64,7 +64,7 @@ class Credentials:
 
 
 def tls_contexts(token: str, not_after: datetime.datetime = _NOT_AFTER) -> TlsContexts:
-    """Make a key and a certificate, and return contexts that prove and demand the run's token.
+    """Make a key and a certificate; return contexts that prove and require the run's token.
 
     Raises:
         ClusterError: the temporary folder cannot be written.
@@ -82,7 +82,7 @@ def tls_contexts(token: str, not_after: datetime.datetime = _NOT_AFTER) -> TlsCo
 
 
 def _authority_secret(token: str) -> int:
-    """Return the authority's private key: from 512 bits, so that no value is much likelier."""
+    """Return the authority's private key, from 512 bits: the bias of the modulus is negligible."""
     digest = hmac.new(token.encode(), b"penstock certificate authority", hashlib.sha512).digest()
     return int.from_bytes(digest, "big") % (_P256_ORDER - 1) + 1
 
@@ -170,15 +170,15 @@ def _context(
 
     context = ssl.SSLContext(protocol)
     context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_3
-    context.check_hostname = False  # the certificate says who has the token, not which host it is
+    context.check_hostname = False  # the certificate proves the token, not the host
     context.verify_mode = ssl.CERT_REQUIRED  # of servers and of clients
     context.verify_flags |= ssl.VERIFY_X509_STRICT
     if protocol == ssl.PROTOCOL_TLS_SERVER:
-        context.num_tickets = 0  # every connection proves the certificates anew
+        context.num_tickets = 0  # every connection verifies the certificates again
     pem = serialization.Encoding.PEM
     context.load_verify_locations(cadata=authority.public_bytes(pem).decode())
-    # `ssl` reads keys from files only. What the file holds is encrypted with a password that
-    # never leaves this function.
+    # `ssl` reads keys from files only. The file's key is encrypted with a password that never
+    # leaves this function.
     password = secrets.token_bytes(32)
     encryption = serialization.BestAvailableEncryption(password)
     own = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, encryption)

@@ -1,11 +1,10 @@
 """One connection between two processes of a run: frames in, frames out.
 
-A thread reads and a thread writes, so that neither waits for the other and both wait for the
-network, not for Python. What comes damaged is reported and ends the link: after it, nobody knows
-where the next frame begins.
+One thread reads and another thread writes, so neither direction waits for the other. A corrupt
+frame is reported and ends the connection, because the start of the next frame is unknown.
 
-Between processes of one host large payloads do not go over the socket: the sender puts them into
-memory that both see (`shared_memory.py`), and the frame says where. Frames stay in the order in
+Between processes of one host large payloads do not go over the socket. The sender puts them into
+shared memory (`shared_memory.py`), and the frame names the slot. Frames arrive in the order in
 which they were sent, whichever way their payloads go.
 """
 
@@ -38,28 +37,28 @@ from penstock.distributed.transport.stream import Stream, read_exactly
 from penstock.errors import ProtocolError
 
 _BUFFER_BYTES = 4 << 20
-_BUFFER_BYTES_HERE = 1 << 20  # within a host: what waits in the kernel stays in the cache
-_CUT_SECONDS = 10.0  # without an answer to what was sent; then the link is no more
+_BUFFER_BYTES_HERE = 1 << 20  # within a host: kernel buffers of this size stay in the cache
+_CUT_SECONDS = 10.0  # without an acknowledgement of sent data; then the connection ends
 _LIMITS = {
     "TCP_USER_TIMEOUT": int(1000 * _CUT_SECONDS),
-    # A link on which nothing is sent is asked now and then whether its other end is still there.
+    # Keepalive probes find out on an idle connection whether the peer is alive.
     "TCP_KEEPIDLE": int(_CUT_SECONDS),
     "TCP_KEEPINTVL": int(_CUT_SECONDS / 2),
     "TCP_KEEPCNT": 2,
 }
-_LOOK_SECONDS = 1.0  # the longest wait that counts: in a longer one this process stood still
+_LOOK_SECONDS = 1.0  # the longest counted wait: in a longer wait this process was not scheduled
 
 
 @dataclass(frozen=True)
 class _SlotsToReturn:
-    """Slots of the peer's ring that nobody here has any more; none: its ring is not seen here."""
+    """Slots of the peer's shared memory to return; empty if this end cannot map the memory."""
 
     slots: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class _SlotsReturned:
-    """Slots of this end's ring that the peer gives back; none: it does not see the ring."""
+    """Slots of this end's shared memory that the peer has returned; empty if it cannot map it."""
 
     slots: tuple[int, ...]
 
@@ -68,10 +67,10 @@ class Connection:
     """Sends and receives messages over an authenticated connection.
 
     Args:
-        stream: of its bytes, whose other end has proved itself; the link closes its socket.
-        take: is given every message, in the reader's thread.
-        ended: is called once, when the connection is no more, with the reason.
-        shares: whether payloads may go through memory that both ends see.
+        stream: the bytes of an authenticated peer; the connection closes its socket.
+        take: receives every message, in the reader's thread.
+        ended: is called once with the reason when the connection has ended.
+        shares: whether payloads may go through shared memory.
     """
 
     def __init__(
@@ -81,11 +80,11 @@ class Connection:
         ended: Callable[[Connection, Exception], None],
         shares: Callable[[], bool] = lambda: True,
     ) -> None:
-        self.peer: int | None = None  # the node at the other end, once it has said so
-        self.nodes: set[int] = set()  # all that are known to be there
-        self.epoch = 0  # the latest of which the other end has said something
+        self.peer: int | None = None  # the node at the other end, once it is known
+        self.nodes: set[int] = set()  # all nodes known at the other end
+        self.epoch = 0  # the latest epoch in a message of the other end
         self.sent_bytes = self.taken_bytes = 0
-        self.shared_bytes = 0  # of those that were sent, what went through shared memory
+        self.shared_bytes = 0  # the part of sent_bytes that went through shared memory
         self._stream, self._socket = stream, stream.socket
         self._take, self._ended, self._shares = take, ended, shares
         self._todo: queue.SimpleQueue[Message | _SlotsToReturn | _SlotsReturned | None] = (
@@ -94,38 +93,39 @@ class Connection:
         self._buffers = BufferPool()
         self._once = threading.Lock()
         self._has_ended = False
-        # The writer's: what waits, slots to be given back, and its own ring once it is offered.
+        # Owned by the writer: waiting messages, slots to return, and the offered shared memory.
         self._waiting: deque[Message] = deque()
         self._used_up: list[int] = []
         self._ring: ShmSender | None = None
-        self._held_up_seconds = 0.0  # since a slot has come back
-        self._may_offer = stream.is_local  # else there is nothing to look for
-        self._peer_ring: ShmReceiver | None = None  # the reader's
+        self._held_up_seconds = 0.0  # since a slot was returned
+        self._may_offer = stream.is_local  # else the peer cannot map shared memory
+        self._peer_ring: ShmReceiver | None = None  # owned by the reader
         self._heard_at = time.monotonic()
         _set_options(stream)
         for name, work in (("reads", self._read), ("writes", self._write)):
             threading.Thread(target=work, name=f"penstock link {name}", daemon=True).start()
 
     def send(self, message: Message) -> None:
-        """Send, behind what was sent before; returns at once. A link that has ended sends nothing.
+        """Queue a message after all earlier messages; returns at once.
 
-        The payload must stay as it is until its receiver has answered to it.
+        A connection that has ended sends nothing. The payload must not change until its receiver
+        has answered.
         """
         self._todo.put(message)
 
     def close(self, why: Exception | None = None) -> None:
-        """End the link at once; what has not been written is not sent."""
+        """End the connection at once; unwritten messages are not sent."""
         self._end(why or ConnectionError("it was closed here"))
 
     @property
     def is_open(self) -> bool:
-        """Whether messages still pass."""
+        """Whether the connection still carries messages."""
         return not self._has_ended
 
     def is_heard(self, seconds: float) -> bool:
-        """Tell whether anything has come within so many seconds, or waits to be read.
+        """Tell whether bytes have arrived within so many seconds, or wait to be read.
 
-        A large message holds up those behind it, and a busy machine holds up who reads.
+        Heartbeats may wait behind a large message, and the reader may wait for a processor.
         """
         if time.monotonic() - self._heard_at < seconds:
             return True
@@ -133,13 +133,13 @@ class Connection:
             unread = select.poll()  # unlike select(), for descriptors of any number
             unread.register(self._socket, select.POLLIN)
             return bool(unread.poll(0)) and not self._has_ended
-        except (OSError, ValueError):  # it has just been closed
+        except (OSError, ValueError):  # the socket was just closed
             return False
 
     def _hear(self) -> None:
         self._heard_at = time.monotonic()
 
-    # The reader
+    # The reader thread
 
     def _read(self) -> None:
         try:
@@ -152,13 +152,13 @@ class Connection:
                     payload = self._payload(slot_of(header), size)
                 self._heed(unpack(header, body, payload))
                 self.taken_bytes += size
-                del payload  # a slot is given back when nobody has it any more
-        except Exception as error:  # whatever it is, nothing more is read: the link has ended
-            payload = self._peer_ring = None  # an error remembers the frames that it came through
+                del payload  # a slot is returned after its last view has ended
+        except Exception as error:  # after any error the connection has ended
+            payload = self._peer_ring = None  # else the error's traceback keeps the payload's slot
             self._end(error)
 
     def _payload(self, slot: int | None, size: int) -> np.ndarray:
-        """Return the bytes of a frame: those that follow, or those in a slot."""
+        """Return the payload of a frame, from the socket or from a slot."""
         if slot is None:
             payload = self._buffers.take(size)
             self._stream.read_into(payload.data, self._hear)
@@ -168,7 +168,8 @@ class Connection:
         payload = self._peer_ring.take(slot, size)
         if not self._peer_ring.is_short:
             return payload
-        # Who holds the others may wait for what comes next: this one must go back at once.
+        # The holders of the other slots may wait for the next message. So this slot is returned at
+        # once.
         copy = self._buffers.take(size)
         copy[:] = payload
         return copy
@@ -187,7 +188,7 @@ class Connection:
     def _find_ring(self, message: Message) -> None:
         if self._peer_ring is not None:
             raise ProtocolError("shared memory was offered twice over one link")
-        todo = self._todo  # the link itself is not held by what it has handed out
+        todo = self._todo  # the callback keeps no reference to the connection
         if self._shares():
             self._peer_ring = ShmReceiver.open(
                 message.body, lambda slot: todo.put(_SlotsToReturn((slot,)))
@@ -195,7 +196,7 @@ class Connection:
         slots = 0 if self._peer_ring is None else self._peer_ring.slots
         todo.put(_SlotsToReturn(tuple(range(slots))))
 
-    # The writer
+    # The writer thread
 
     def _write(self) -> None:
         try:
@@ -205,14 +206,14 @@ class Connection:
                     self._put(Message(MessageType.BUFFER_CREDIT, 0, 0, body={"slots": slots}))
                 if self._waiting and self._has_room(self._waiting[0]):
                     self._put(self._waiting.popleft())
-        except Exception as error:  # a frame that cannot be made is no better than a cut cable
+        except Exception as error:  # an invalid frame ends the connection, too
             self._end(error)
         finally:
             if self._ring is not None:
                 self._ring.close()
 
     def _gather(self) -> bool:
-        """Take what is to be done, and wait for it if nothing is; False once the link has ended."""
+        """Take the queued work, after a wait if needed; False: the connection has ended."""
         is_held_up = bool(self._waiting) and not self._has_room(self._waiting[0])
         must_wait = is_held_up or not self._waiting
         while must_wait or not self._todo.empty():
@@ -231,7 +232,7 @@ class Connection:
         return True
 
     def _next_thing(self, is_held_up: bool) -> Message | _SlotsToReturn | _SlotsReturned | None:
-        """Return the next thing to do; not for ever, if the peer keeps all slots."""
+        """Return the next queued item; limits the wait for a peer that returns no slots."""
         if not is_held_up:
             return self._todo.get()
         while self._held_up_seconds < _CUT_SECONDS:
@@ -254,11 +255,11 @@ class Connection:
             self._ring.close()
 
     def _has_room(self, message: Message) -> bool:
-        """Whether a message can go: over the socket it always can."""
+        """Whether a message can be sent now; only shared memory can be full."""
         return self._ring is None or not self._ring.takes(message.size) or self._ring.has_room
 
     def _put(self, message: Message) -> None:
-        """Send one message; its payload through the ring if there is one that takes it."""
+        """Send one message, with its payload through shared memory if possible."""
         payload = message.payload if message.size else None
         if payload is not None and self._ring is not None and self._ring.takes(message.size):
             slot = self._ring.claim()
@@ -274,7 +275,7 @@ class Connection:
         self.sent_bytes += message.size
 
     def _offer(self) -> None:
-        """Offer a ring, once; what is sent before the peer has answered goes over the socket."""
+        """Offer shared memory, once; until the peer answers, payloads go over the socket."""
         self._may_offer = False
         self._ring = ShmSender.make()
         if self._ring is not None:
@@ -298,7 +299,7 @@ def _set_options(stream: Stream) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _LIMITS.items():
-        if hasattr(socket, name):  # else a cut cable is noticed after minutes
+        if hasattr(socket, name):  # else the loss of a peer is detected only after minutes
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
         size = _BUFFER_BYTES_HERE if stream.is_local else _BUFFER_BYTES

@@ -1,8 +1,8 @@
-"""A process's place in the network of a run: its nodes, its listening port, its links.
+"""A process's endpoint in the network of a run: its nodes, its listening port, its connections.
 
-All nodes of the process are called by one thread, the endpoint's; links and workers only leave
-things for it to do. A peer is let in when it has proved that it has the run's token
-(`handshake.py`); who it is, it says in its first message.
+One thread, the endpoint's, calls all nodes of the process. Connections and workers only queue
+actions for this thread. A peer is accepted after it has proved that it has the run's token
+(`handshake.py`); its first message names its node.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from penstock.errors import ClusterError, CorruptionError, ProtocolError
 
 log = logging.getLogger("penstock.distributed")
 Address = tuple[str, int]
-_BACKLOG = 1024  # of connections that the system keeps until they are taken
-_TRY_SECONDS = 10.0  # in which one who is turned away tries again
-_PAUSE_SECONDS = 0.02, 0.3  # between two tries: by chance, so that all do not come at once
+_BACKLOG = 1024  # connections that the kernel queues until they are accepted
+_TRY_SECONDS = 10.0  # in which a rejected connection is retried
+_PAUSE_SECONDS = 0.02, 0.3  # between two tries: random, so that retries do not come all at once
 
 
 class EndpointNode(Protocol):
-    """What an endpoint delivers to."""
+    """A node that receives messages from an endpoint."""
 
     @property
     def progress(self) -> int: ...
@@ -45,11 +45,11 @@ class EndpointNode(Protocol):
 
 @dataclass
 class _LocalNode:
-    """A node of this process, and the thread that does its work."""
+    """A node of this process, and the thread that runs its jobs."""
 
     node: EndpointNode
     jobs: queue.SimpleQueue[tuple[Callable[[], Any], Callable[[Any], None], Any] | None]
-    is_over: bool = False  # jobs that have not begun are not done any more
+    is_over: bool = False  # jobs that have not begun are dropped
     thread: threading.Thread | None = None
 
 
@@ -57,17 +57,17 @@ class Endpoint:
     """Carries the messages of this process's nodes.
 
     Args:
-        token: of the run.
+        token: the token of the run.
         host: the interface on which to listen.
-        port: of it; 0: one that is free.
-        on_link_end: is told, in the endpoint's thread, when a peer's link ends.
-        on_new_peer: takes what comes from a peer before it has said who it is.
-        on_failure: is told what no node answers for; the endpoint has then ended.
-        every: is called about so often, in the endpoint's thread, with the time.
+        port: the listening port; 0: any free port.
+        on_link_end: is called in the endpoint's thread when a peer's connection has ended.
+        on_new_peer: receives the messages of a peer whose node is not known yet.
+        on_failure: receives an error that no node handles; the endpoint has then ended.
+        every: is called every `beat` seconds in the endpoint's thread, with the time.
         beat: seconds between two calls of `every`.
 
-    `shares_memory` says whether links to processes of this host may carry payloads in memory that
-    both see; it may be set before the first payload.
+    `shares_memory` says whether connections within this host may carry payloads in shared memory.
+    It may be set before the first payload.
 
     Raises:
         ClusterError: this machine has no such interface, the port is taken, or no certificate for
@@ -95,7 +95,7 @@ class Endpoint:
         self._links: dict[int, Connection] = {}
         self._all_links: set[Connection] = set()
         self._addresses: dict[int, Address] = {}
-        self._beside: dict[int, Address] = {}  # of them, those that take no part yet
+        self._beside: dict[int, Address] = {}  # the addresses of nodes outside the epoch
         self._opening: dict[int, list[Message]] = {}
         self._todo: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._closing = False
@@ -111,7 +111,7 @@ class Endpoint:
         self.address: Address = listener.getsockname()[:2]
         if not is_loopback(self.address[0]):
             try:
-                _ = self._credentials.tls  # now, so that nobody who connects waits for it
+                _ = self._credentials.tls  # now, so that no connection waits for it
             except ClusterError:
                 listener.close()
                 raise
@@ -119,13 +119,13 @@ class Endpoint:
         self._thread = threading.Thread(target=self._loop, name="penstock endpoint", daemon=True)
 
     def start(self) -> None:
-        """Begin to listen, and to call nodes."""
+        """Start the listener and the endpoint's thread."""
         self._thread.start()
         self._door.open()
 
     @property
     def refused(self) -> Mapping[str, int]:
-        """How many peers were not let in, by address."""
+        """How many connections were refused, by address."""
         return self._door.refused
 
     def add(self, number: int, node: EndpointNode) -> None:
@@ -137,7 +137,7 @@ class Endpoint:
         place.thread.start()
 
     def remove(self, number: int) -> None:
-        """Take a node of this process out; returns when its worker has done the job it is at."""
+        """Remove a node of this process; returns after its worker has finished the current job."""
         place = self._places.pop(number, None)
         if place is None:
             return
@@ -147,14 +147,15 @@ class Endpoint:
             place.thread.join()
 
     def runtime(self, number: int) -> BoundContext:
-        """Return what a node of this process is to send and work by."""
+        """Return the context of a node of this process."""
         return BoundContext(self, number)
 
     def meet(self, addresses: Mapping[int, Address], epoch: int) -> None:
-        """Learn where the nodes of other processes listen that take part from an epoch on.
+        """Set the addresses of the nodes in other processes that take part from an epoch on.
 
-        The others are forgotten, and links to and from them end: one whose host is gone would not
-        say so. Who has sent something of that epoch already, or of a later one, is known to it.
+        The addresses of all other nodes are removed, and connections with them are closed: a host
+        that is gone does not close its connections. A connection stays open if the peer has already
+        sent a message of this epoch or a later one.
         """
         self._beside = {n: where for n, where in self._beside.items() if n not in addresses}
         self._addresses = {**self._beside, **addresses}
@@ -166,33 +167,33 @@ class Endpoint:
                 self._forget(link)
 
     def reach(self, number: int, address: Address) -> None:
-        """Learn where one node of another process listens that does not take part yet.
+        """Set the address of a node in another process that takes no part yet.
 
-        It is known, whoever comes and goes, until it takes part.
+        The address stays known across changes of the epoch, until the node takes part.
         """
         self._beside[number] = self._addresses[number] = address
 
     def attach(self, number: int, link: Connection) -> None:
-        """Say that a node is at the other end of a link: from now on it is sent to over it.
+        """Record that a node is at the other end of a connection; messages to the node use it.
 
-        The first that is said to be there is the one that the link is known by.
+        The first recorded node names the connection.
         """
         link.peer = number if link.peer is None else link.peer
         link.nodes.add(number)
         self._links[number] = link
 
     def call(self, action: Callable[[], None]) -> None:
-        """Do something in the endpoint's thread, soon."""
+        """Queue an action for the endpoint's thread."""
         self._todo.put(action)
 
     def connect(self, address: Address, seconds: float = 5.0) -> Connection:
-        """Return a link to whoever listens at an address and has the run's token.
+        """Return a connection to a listener that has the run's token.
 
-        One who is turned away before the answer tries again for a while: there may have been no
-        room among pending connections.
+        A connection that the listener closes before it answers is retried for a while: the
+        listener's limit of pending connections may have been reached.
 
         Raises:
-            ClusterError: nobody does.
+            ClusterError: no listener with the run's token answers at the address.
         """
         deadline = time.monotonic() + _TRY_SECONDS
         while True:
@@ -206,7 +207,7 @@ class Endpoint:
                 raise ClusterError(f"{address[0]}:{address[1]}: {error}") from None
 
     def _proved(self, address: Address, seconds: float) -> Stream:
-        """Return a connection whose two ends have proved themselves."""
+        """Return a mutually authenticated connection."""
         connection = socket.create_connection(address, timeout=seconds)
         try:
             return handshake.connect(connection, self._credentials)
@@ -215,7 +216,7 @@ class Endpoint:
             raise
 
     def send(self, sender: int, to: int, message: Message) -> None:
-        """Send to a node, of this process or another; to one that is gone, nothing is sent."""
+        """Send to a node of any process; a message to a node that is gone is dropped."""
         place = self._places.get(to)
         if place is not None:
             self.call(lambda: self._deliver(to, message))
@@ -237,13 +238,13 @@ class Endpoint:
         then: Callable[[Any], None],
         failed: Callable[[Exception], None],
     ) -> None:
-        """Do a job of a node of this process, behind those before it; then tell the node."""
+        """Run a job of a local node after its earlier jobs; then call `then` or `failed`."""
         place = self._places.get(number)
         if place is not None:
             place.jobs.put((job, then, failed))
 
     def _open(self, sender: int, to: int, address: Address, epoch: int) -> None:
-        """Make a link to a node that has none; what is to be sent over it waits meanwhile."""
+        """Open a connection to a node; messages to the node wait meanwhile."""
         try:
             link = self.connect(address)
         except ClusterError as error:
@@ -255,7 +256,7 @@ class Endpoint:
         def opened() -> None:
             waiting = self._opening.pop(to, [])
             if self._addresses.get(to) != address:
-                link.close()  # the node left while the link was made
+                link.close()  # the node left while the connection was opened
                 return
             self.attach(to, link)
             for message in waiting:
@@ -267,7 +268,7 @@ class Endpoint:
         self._opening.pop(to, None)
 
     def close(self) -> None:
-        """Stop listening, end all links, and let the threads end."""
+        """Stop listening, close all connections, and stop the threads."""
         self._closing = True
         self._door.close()
         for link in list(self._all_links):
@@ -283,7 +284,7 @@ class Endpoint:
     def _link(self, stream: Stream) -> Connection:
         link = Connection(stream, self._took, self._link_ended, lambda: self.shares_memory)
         self._all_links.add(link)
-        if not link.is_open:  # it may have ended, and been forgotten, before it was noted
+        if not link.is_open:  # the connection may have ended before it was added
             self._all_links.discard(link)
         return link
 
@@ -304,7 +305,7 @@ class Endpoint:
             del self._links[number]
 
     def _route(self, link: Connection, message: Message) -> None:
-        """Hand a message on; who has sent what makes no sense loses its link, and nothing else."""
+        """Deliver a message; an invalid message closes its connection, and nothing else."""
         link.epoch = max(link.epoch, message.epoch)
         try:
             if link.peer is None:
@@ -338,7 +339,7 @@ class Endpoint:
     def _loop(self) -> None:
         try:
             self._turn()
-        except Exception as error:  # a defect: whoever owns the endpoint must know
+        except Exception as error:  # a defect: the endpoint's owner must know
             self._on_failure(error)
 
     def _turn(self) -> None:
@@ -351,7 +352,7 @@ class Endpoint:
                 action()
             if time.monotonic() < due:
                 continue
-            # What has come by now counts before anybody is said to be silent.
+            # Messages that have arrived by now count before a node is declared silent.
             for _ in range(self._todo.qsize()):
                 action = self._todo.get_nowait()
                 if action is None:
@@ -374,17 +375,17 @@ class Endpoint:
                 return
             try:
                 result = job()
-            except Exception as error:  # the node's to report
+            except Exception as error:  # the node reports the error
                 self.call(lambda error=error, failed=failed: failed(error))  # type: ignore[misc]
             else:
                 self.call(lambda result=result, then=then: then(result))  # type: ignore[misc]
 
 
 def own_host(address: Address) -> str:
-    """Return this machine's address on the way to another's.
+    """Return this machine's address on the route to another machine.
 
     Raises:
-        ClusterError: there is no way.
+        ClusterError: there is no route.
     """
     try:
         (family, _, _, _, there), *_ = socket.getaddrinfo(*address, type=socket.SOCK_DGRAM)

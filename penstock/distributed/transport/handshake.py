@@ -1,14 +1,14 @@
-"""Who may talk: both sides prove that they have the run's token before anything else is read.
+"""Authentication: both sides prove that they have the run's token before anything else is read.
 
-A challenge and response over HMAC-SHA256 (RFC 2104), each side with a nonce of its own, so that
-neither the token nor anything from which it could be found, or that could be sent again, crosses
-the wire. Until a peer has proved itself, a fixed number of bytes is read from it and compared;
+The method is challenge and response over HMAC-SHA256 (RFC 2104), with a nonce from each side. The
+token never crosses the wire, and an eavesdropper can neither compute the token nor replay a
+response. Before a peer is authenticated, a fixed number of bytes is read from it and compared;
 nothing is parsed.
 
 Each side also says whether it sees the other on another host. If either does, TLS follows
-(`certificates.py`), in which both prove the token again, by their certificates: whoever only passed
-on the challenge and the response is left out. Strangers never get as far as TLS, so they cannot
-make a node compute its handshakes.
+(`certificates.py`). In TLS both sides prove the token again by their certificates, which excludes
+an attacker who relayed the challenge and the response. Only authenticated peers reach TLS, so an
+attacker without the token cannot make a node compute TLS handshakes.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from penstock.errors import ClusterError
 NONCE_BYTES = 32
 HELLO_BYTES = 1 + NONCE_BYTES  # whether TLS is to follow, and a nonce
 PROOF_BYTES = 32
-SECONDS = 5.0  # in which a peer must have proved itself, and again for the handshake of TLS
+SECONDS = 5.0  # limit for the authentication, and again for the TLS handshake
 _GREETING = b"penstock-fabric4"
-REFUSAL = bytes(PROOF_BYTES)  # what one is told whose proof is wrong, before the end
+REFUSAL = bytes(PROOF_BYTES)  # sent to a peer whose proof is wrong, before the connection is closed
 
 
 def new_token() -> str:
@@ -39,16 +39,16 @@ def new_token() -> str:
 
 
 class ConnectionRejectedError(ClusterError):
-    """The peer closed the connection before it answered: the next time it may have room."""
+    """The peer closed the connection before it answered; a retry may succeed."""
 
 
 class Challenge:
-    """What one who is connected to asks of the other, of whose answer any part may come at a time.
+    """A listener's challenge, and the check of the answer, which may arrive in parts.
 
-    `question` is to be sent first.
+    The listener sends `question` first.
 
     Args:
-        token: of the run.
+        token: the token of the run.
         wants_tls: whether this side sees the other on another host.
     """
 
@@ -59,37 +59,37 @@ class Challenge:
 
     @property
     def missing_bytes(self) -> int:
-        """How many bytes of the answer are yet to come; more are not read."""
+        """How many bytes of the answer are missing; no more are read."""
         return HELLO_BYTES + PROOF_BYTES - len(self._answer)
 
     def take(self, part: bytes) -> None:
-        """Take the next bytes of the answer."""
+        """Append the next bytes of the answer."""
         self._answer += part
 
     @property
     def is_met(self) -> bool:
-        """Whether the whole answer has come, and is one that only the token makes."""
+        """Whether the answer is complete and proves the token."""
         theirs, proof = self._answer[:HELLO_BYTES], self._answer[HELLO_BYTES:]
         return hmac.compare_digest(proof, _proof(self._token, b"connects", self._hello, theirs))
 
     @property
     def needs_tls(self) -> bool:
-        """Whether TLS is to follow, with one who has met it."""
+        """Whether TLS is to follow after a correct answer."""
         return _need_tls(self._hello, self._answer)
 
     @property
     def reply(self) -> bytes:
-        """What is sent to one who has met it: this side's own proof."""
+        """This side's own proof, sent after a correct answer."""
         theirs = self._answer[:HELLO_BYTES]
         return _proof(self._token, b"accepts", self._hello, theirs)
 
 
 def connect(connection: socket.socket, credentials: Credentials) -> Stream:
-    """Prove oneself to a peer, and let it prove itself; return the stream to it.
+    """Authenticate both ends of a connection; return the stream.
 
     Raises:
-        ConnectionRejectedError: it closed the connection before it answered.
-        ClusterError: it does not have the run's token, or is not a peer at all.
+        ConnectionRejectedError: the peer closed the connection before it answered.
+        ClusterError: the peer does not have the run's token, or is no node of a run.
     """
     token, deadline = credentials.token, time.monotonic() + SECONDS
     try:
@@ -137,12 +137,12 @@ def _hello(wants_tls: bool) -> bytes:
 
 
 def _need_tls(*hellos: bytes) -> bool:
-    """Whether either side wants it: so neither can be talked out of it."""
+    """Whether either side wants TLS: one side cannot waive the demand of the other."""
     return any(hello[0] for hello in hellos)
 
 
 def _read_by(connection: socket.socket, size: int, deadline: float) -> bytes:
-    """Return the next `size` bytes, if all of them come before the deadline."""
+    """Return the next `size` bytes, if all of them arrive before the deadline."""
     said = b""
     while len(said) < size:
         connection.settimeout(max(0.001, deadline - time.monotonic()))
@@ -154,6 +154,6 @@ def _read_by(connection: socket.socket, size: int, deadline: float) -> bytes:
 
 
 def _proof(token: str, side: bytes, accepts: bytes, connects: bytes) -> bytes:
-    """Return what proves the token to who has the hellos of both sides."""
+    """Return the proof of the token over the hellos of both sides."""
     said = _GREETING + side + accepts + connects
     return hmac.new(token.encode(), said, hashlib.sha256).digest()

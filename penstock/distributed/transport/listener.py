@@ -1,13 +1,13 @@
-"""Accepts connections: each must prove that it has the run's token, and none can block another.
+"""Accepts connections: each peer must prove the run's token, and no peer can block another.
 
-One thread serves all pending connections, so that each costs a socket and no more. Their number is
-limited. When one more connects, another is dropped: of the address with the most pending
-connections, the oldest. A node answers as soon as it is asked, so it is accepted as long as fewer
-than the limit connect while its answer is on the way, and a flood from another address does not
-affect it. A node that was dropped connects again (`Endpoint.connect`).
+One thread serves all pending connections, so each costs only a socket. Their number is limited.
+When the limit is reached, a new connection replaces another: the oldest of the address with the
+most pending connections. A node answers its challenge at once. So it is accepted if fewer
+connections than the limit arrive while the answer is in flight, and a flood from another address
+does not affect it. A dropped node connects again (`Endpoint.connect`).
 
 A connection from another host that has proved the token no longer counts towards the limit. It is
-accepted when the TLS handshake is complete, for which it has as long again.
+accepted when the TLS handshake is complete, for which it has the same time again.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from penstock.errors import ClusterError
 log = logging.getLogger("penstock.distributed")
 
 _MOST = 256  # pending connections
-_AT_ONCE = 16  # of those who come, before those who are there are heard again
-_MOST_ADDRESSES = 1000  # of those who were refused, that are remembered
-_LOOK_SECONDS = 0.5  # the longest wait for anybody to say something
-_LINES, _LINES_SECONDS = 10, 10.0  # of warnings, and the time for which these are all
+_AT_ONCE = 16  # connections accepted in a row before pending connections are read again
+_MOST_ADDRESSES = 1000  # addresses of refused connections that are counted
+_LOOK_SECONDS = 0.5  # the longest wait for bytes
+_LINES, _LINES_SECONDS = 10, 10.0  # the most warnings in so many seconds
 
 
 @dataclass(eq=False)
 class _PendingConnection:
     """A connection that is not accepted yet.
 
-    `encrypted` is set once the peer has proved the token: its TLS handshake is going on.
+    `encrypted` is set during the TLS handshake, after the peer has proved the token.
     """
 
     connection: socket.socket
@@ -56,30 +56,28 @@ class ConnectionListener:
     """Accepts the peers that have the run's token.
 
     Args:
-        listener: the socket that listens; it is closed here.
+        listener: the listening socket; the listener closes it.
         credentials: of the run.
-        let_in: is given the stream to one who has proved itself, in the listener's thread.
+        let_in: receives the stream of an authenticated peer, in the listener's thread.
     """
 
     def __init__(
         self, listener: socket.socket, credentials: Credentials, let_in: Callable[[Stream], None]
     ) -> None:
-        self.refused: Counter[str] = Counter()  # how many were not let in, by address
+        self.refused: Counter[str] = Counter()  # refused connections by address
         self._listener, self._credentials, self._let_in = listener, credentials, let_in
-        self._pending: dict[
-            socket.socket, _PendingConnection
-        ] = {}  # whose time ends first is first
+        self._pending: dict[socket.socket, _PendingConnection] = {}  # by deadline, first to last
         self._heard = selectors.DefaultSelector()
         self._warnings = _Warnings()
         self._closing = False
         self._thread = threading.Thread(target=self._keep, name="penstock listener", daemon=True)
 
     def open(self) -> None:
-        """Begin to let in."""
+        """Start to accept connections."""
         self._thread.start()
 
     def close(self) -> None:
-        """Let nobody in any more; those who have not proved themselves are sent away."""
+        """Stop accepting connections; pending connections are closed."""
         self._closing = True
         with contextlib.suppress(OSError):  # it wakes the thread
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -95,7 +93,7 @@ class ConnectionListener:
         self._heard.register(self._listener, selectors.EVENT_READ)
         while not self._closing:
             said = {key.fileobj for key, _ in self._heard.select(self._patience())}
-            # Who has answered is let in before those who come could take its place.
+            # Answers are read before new connections could drop a pending connection.
             for pending in [s for s in self._pending.values() if s.connection in said]:
                 self._hear(pending)
             if self._listener in said:
@@ -120,7 +118,7 @@ class ConnectionListener:
             except OSError as error:
                 if self._closing:
                     return
-                # Such as too many open files: this thread goes on.
+                # Such as too many open files; the thread continues.
                 self._warnings.say(f"a connection could not be accepted: {error}")
                 if not self._make_room():
                     time.sleep(0.1)
@@ -138,7 +136,7 @@ class ConnectionListener:
         connection.setblocking(False)
         self._heard.register(connection, selectors.EVENT_READ)
         try:
-            connection.sendall(challenge.question)  # a new connection has room for so little
+            connection.sendall(challenge.question)  # fits into a new socket's buffer
         except OSError as error:
             self._refuse(pending, f"it did not prove that it has the token: {error}")
 
@@ -161,7 +159,7 @@ class ConnectionListener:
         challenge.take(part)
         if challenge.missing_bytes:
             return
-        with contextlib.suppress(OSError):  # then its link ends as it begins
+        with contextlib.suppress(OSError):  # then the connection ends as it begins
             connection.sendall(challenge.reply if challenge.is_met else handshake.REFUSAL)
         if not challenge.is_met:
             self._refuse(pending, "it does not have this run's token")
@@ -179,7 +177,7 @@ class ConnectionListener:
             return
         pending.encrypted = TlsStream(connection, context, server_side=True)
         pending.deadline = time.monotonic() + handshake.SECONDS
-        self._pending[connection] = self._pending.pop(connection)  # now it is the last
+        self._pending[connection] = self._pending.pop(connection)  # now its deadline is the last
 
     def _hear_handshake(self, pending: _PendingConnection, stream: TlsStream) -> None:
         try:
@@ -199,7 +197,7 @@ class ConnectionListener:
         return [each for each in self._pending.values() if each.encrypted is None]
 
     def _make_room(self) -> bool:
-        """Send one away, if there is any: the first to come from where most are from."""
+        """Drop the oldest connection of the address with the most pending ones, if there is any."""
         unproved = self._unproved()
         if not unproved:
             return False
@@ -230,14 +228,14 @@ class ConnectionListener:
 
 
 class _Warnings:
-    """Lines of the log, of which strangers may cause no more than so many in so long."""
+    """Warnings with a limited rate, so that unauthenticated peers cannot flood the log."""
 
     def __init__(self) -> None:
         self._since = float("-inf")
         self._said = self._left_out = 0
 
     def say(self, line: str) -> None:
-        """Log a line, or count it."""
+        """Log a line, or only count it above the limit."""
         now = time.monotonic()
         if now - self._since > _LINES_SECONDS:
             if self._left_out:

@@ -1,13 +1,13 @@
-"""Memory that the two ends of a link see, where both are processes of one host.
+"""Shared memory between the two ends of a connection within one host.
 
-A ring belongs to the end that sends. It is a file without a name (`memfd_create`): no folder shows
-it, no mount's size binds it, and it is gone with the last process that has it, however that ends.
-The other end finds it under /proc as what the offer says, which nobody can guess; an end on another
-host, in another container or of another user does not, and then all goes over the socket.
+The memory belongs to the sending end. It is a file without a name (`memfd_create`): no folder lists
+it, no mount limits its size, and it ends with the last process that has it, even after a crash. The
+other end opens it under /proc by the offer's name, which cannot be guessed. A process on another
+host, in another container or of another user cannot open it; then all payloads go over the socket.
 
-A slot is the sender's until its number is on its way, then the receiver's until nobody there has
-the bytes any more and the sender has been told. So no byte is overwritten that somebody reads, and
-what is read is as good as memory of the receiver's own.
+A slot is the sender's until the slot's number is sent. Then it is the receiver's, until the
+receiver's last view has ended and the sender has received the slot back. So no byte is overwritten
+while it is read, and the receiver can use a slot like its own memory.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ import numpy as np
 from penstock.distributed.protocol import CHUNK_BYTES
 from penstock.errors import ProtocolError
 
-SLOTS = 4  # more would only push each other out of the processor's cache
-RING_BYTES = SLOTS * CHUNK_BYTES  # the memory of one ring
-LEAST_BYTES = 1 << 16  # of a payload: below it a slot saves nothing
-_MOST_BYTES = 1 << 30  # of a ring that another process offers
+SLOTS = 4  # more slots would only evict each other from the processor's cache
+RING_BYTES = SLOTS * CHUNK_BYTES  # the memory of one connection's sender
+LEAST_BYTES = 1 << 16  # of a payload; below this size a slot saves nothing
+_MOST_BYTES = 1 << 30  # of shared memory that another process offers
 
 
 class ShmSender:
-    """The sender's side: where payloads are put.
+    """The sender's side: slots for payloads.
 
-    One that nobody has opened yet has no room.
+    No slot is free until the other end has opened the memory.
     """
 
     def __init__(self, file: int, name: str, slots: int, slot_bytes: int) -> None:
@@ -43,11 +43,11 @@ class ShmSender:
         self._slots, self._slot_bytes = slots, slot_bytes
         self._memory = np.frombuffer(mmap.mmap(file, slots * slot_bytes), np.uint8)
         self._free: list[int] = []
-        self.is_open = False  # whether the other end has it
+        self.is_open = False  # whether the other end has opened it
 
     @classmethod
     def make(cls, slots: int = SLOTS, slot_bytes: int = CHUNK_BYTES) -> ShmSender | None:
-        """Return a ring, or None where the system has none to give."""
+        """Return new shared memory, or None if the system cannot provide it."""
         if not hasattr(os, "memfd_create"):
             return None
         name = f"penstock-{secrets.token_hex(16)}"
@@ -56,7 +56,7 @@ class ShmSender:
         except OSError:
             return None
         try:
-            # All of it now: a page that cannot be had later would end the process.
+            # All pages now: a page that cannot be allocated later would kill the process.
             os.posix_fallocate(file, 0, slots * slot_bytes)
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
             fcntl.fcntl(file, fcntl.F_ADD_SEALS, seals)
@@ -66,7 +66,7 @@ class ShmSender:
             return None
 
     def offer(self) -> dict[str, Any]:
-        """Return what the other end finds it by."""
+        """Return the description by which the other end finds the memory."""
         return {
             "process": os.getpid(),
             "file": self._file,
@@ -76,17 +76,17 @@ class ShmSender:
         }
 
     def takes(self, size: int) -> bool:
-        """Whether a payload of so many bytes goes through it."""
+        """Whether a payload of so many bytes goes through shared memory."""
         return self.is_open and LEAST_BYTES <= size <= self._slot_bytes
 
     @property
     def has_room(self) -> bool:
-        """Whether a payload can be put into it now."""
+        """Whether a slot is free."""
         return bool(self._free)
 
     def claim(self) -> int:
-        """Return the number of a slot that is now the sender's to fill."""
-        return self._free.pop()  # the last that came back: the cache may still have it
+        """Return the number of a free slot, which is then the sender's to fill."""
+        return self._free.pop()  # the last returned slot: the cache may still hold it
 
     def put(self, slot: int, payload: np.ndarray) -> None:
         """Copy a payload into a slot."""
@@ -94,10 +94,10 @@ class ShmSender:
         self._memory[begin : begin + payload.nbytes] = payload
 
     def come_back(self, slots: Iterable[int]) -> None:
-        """Take slots of which the other end has no use any more; at first, all.
+        """Add returned slots to the free slots; the first return has all slots.
 
         Raises:
-            ProtocolError: they are not there, or are free already.
+            ProtocolError: a slot does not exist, or is free already.
         """
         for slot in slots:
             if not 0 <= slot < self._slots or slot in self._free:
@@ -107,10 +107,10 @@ class ShmSender:
                 )
             self._free.append(slot)
         self.is_open = True
-        self._shut()  # the other end has it open
+        self._shut()  # the other end has opened the file
 
     def close(self) -> None:
-        """Let go of it."""
+        """Release the memory."""
         self.is_open = False
         self._free.clear()
         self._memory = np.zeros(0, np.uint8)
@@ -123,10 +123,10 @@ class ShmSender:
 
 
 class ShmReceiver:
-    """The receiver's side: where payloads are found.
+    """The receiver's side: payloads in slots.
 
     Args:
-        given_back: is told of a slot when nobody has its bytes any more; by any thread.
+        given_back: receives a slot's number after its last view has ended; in any thread.
     """
 
     def __init__(
@@ -140,10 +140,10 @@ class ShmReceiver:
     def open(
         cls, offer: Mapping[str, Any], given_back: Callable[[int], None]
     ) -> ShmReceiver | None:
-        """Return the ring that a peer offers; None if it is not on this host, or not ours to see.
+        """Open the memory that a peer offers; None if it is on another host or not accessible.
 
         Raises:
-            ProtocolError: it is none that a node would offer.
+            ProtocolError: the offer is invalid.
         """
         process, number, slots, slot_bytes = (
             _integer(offer, key) for key in ("process", "file", "slots", "bytes")
@@ -172,10 +172,10 @@ class ShmReceiver:
         return cls(memory, slots, slot_bytes, given_back)
 
     def take(self, slot: int, size: int) -> np.ndarray:
-        """Return the bytes that have been put into a slot; it is given back with the last view.
+        """Return the bytes in a slot; the slot is returned after the last view has ended.
 
         Raises:
-            ProtocolError: there is no such slot, it has no such bytes, or is held already.
+            ProtocolError: the slot does not exist, is smaller than `size`, or is held already.
         """
         if slot >= self.slots or not 0 < size <= self._slot_bytes or slot in self._held:
             state = "held here" if slot in self._held else f"one of {self.slots}"
@@ -195,12 +195,12 @@ class ShmReceiver:
 
     @property
     def is_short(self) -> bool:
-        """Whether all its slots are held: the sender has none until one is given back."""
+        """Whether all slots are held: the sender has none until one is returned."""
         return len(self._held) >= self.slots
 
 
 def _is_sealed(file: int) -> bool:
-    """Whether nobody can cut the file: who reads behind its end would be ended by the system."""
+    """Whether the file cannot shrink; a read behind its end would kill the process."""
     with contextlib.suppress(OSError):
         return bool(fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
     return False

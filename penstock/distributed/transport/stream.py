@@ -1,7 +1,7 @@
-"""Bytes of one connection, in order: as they are within a host, encrypted between hosts.
+"""The bytes of one connection, in order: plain within a host, encrypted between hosts.
 
-Within a host the kernel carries a connection and no network does: only a process with the rights of
-root could read or change its bytes. So there TLS would cost time and protect nothing.
+Within a host the kernel carries a connection, not a network. Only a process with root rights could
+read or change its bytes, so TLS would cost time and protect nothing.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-_PART_BYTES = 256 << 10  # of what is read, after which it counts as heard
+_PART_BYTES = 256 << 10  # bytes per read, after which the peer counts as heard
 
 
 class Stream(Protocol):
-    """What a link reads from and writes to; one thread reads and another one writes."""
+    """The byte stream of a connection; one thread reads and another thread writes."""
 
     socket: socket.socket
     is_local: bool  # whether the other end is on this host
 
     def read_into(self, buffer: memoryview, came: Callable[[], None] = ...) -> None:
-        """Fill a buffer with what comes next; `came` is called for every part of it.
+        """Fill a buffer with the next bytes; `came` is called after every part.
 
         Raises:
-            EOFError: the peer closes before.
-            CorruptionError: the bytes are not those that the peer has sent.
+            EOFError: the peer has closed the connection.
+            CorruptionError: the bytes were changed after the peer sent them.
         """
 
     def send(self, parts: Sequence[bytes | memoryview]) -> None:
-        """Send all of the parts, one after the other."""
+        """Send all parts in order."""
 
 
 def read_exactly(stream: Stream, size: int) -> bytes:
@@ -49,9 +49,9 @@ class PlainStream:
         self.socket = connection
 
     def read_into(self, buffer: memoryview, came: Callable[[], None] = lambda: None) -> None:
-        """Fill a buffer with what comes next."""
+        """Fill a buffer with the next bytes."""
         while buffer.nbytes:
-            # A large part at once: every call that brings less is one more to wake up for.
+            # Large parts: every call costs a wake-up.
             got = self.socket.recv_into(buffer[:_PART_BYTES], 0, socket.MSG_WAITALL)
             if got == 0:
                 raise EOFError("the connection was closed")
@@ -59,7 +59,7 @@ class PlainStream:
             buffer = buffer[got:]
 
     def send(self, parts: Sequence[bytes | memoryview]) -> None:
-        """Send all of the parts."""
+        """Send all parts."""
         views = [memoryview(part) for part in parts]
         while views:
             sent = self.socket.sendmsg(views)
@@ -70,18 +70,18 @@ class PlainStream:
 
 
 def is_within_host(connection: socket.socket) -> bool:
-    """Whether both ends are on this host: one address is at both of them, or both are loopback.
+    """Whether both ends are on this host: they have the same address, or both are loopback.
 
     No packet from a network has such a source: the kernel drops it.
     """
-    with contextlib.suppress(OSError):  # it has ended already, as who reads from it will find out
+    with contextlib.suppress(OSError):  # the connection has ended, which its reader will detect
         own, peer = connection.getsockname()[0], connection.getpeername()[0]
         return bool(own == peer or (is_loopback(own) and is_loopback(peer)))
     return False
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address is one of those that never leave a host; a name is not."""
+    """Whether an address never leaves the host; a host name is no address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

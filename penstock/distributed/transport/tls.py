@@ -1,8 +1,8 @@
 """A connection between hosts: TLS 1.3, by `ssl` over two buffers in memory.
 
-Python's TLS connection may not be used by two threads at once. So the encryption works on buffers,
-under a lock that is held for as long as a piece is encrypted or decrypted, and the socket is read
-and written outside of the lock: who waits for the network keeps nobody from the other direction.
+Two threads may not use Python's TLS connection at once. So the encryption works on buffers. A lock
+is held only while a piece is encrypted or decrypted. The socket is read and written without the
+lock, so neither direction waits for the other's network.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from collections.abc import Callable, Sequence
 
 from penstock.errors import ClusterError, CorruptionError
 
-_PIECE_BYTES = 64 << 10  # encrypted or received at once: it stays in the processor's cache
+_PIECE_BYTES = 64 << 10  # encrypted or received at once: this size stays in the processor's cache
 
 
 class TlsStream:
-    """One end of an encrypted connection; it may be used once the handshake is complete.
+    """One end of an encrypted connection, for use after the handshake.
 
     Args:
         connection: the socket.
-        context: with this process's certificate and the authority that the peer's must be from.
+        context: this process's certificate, and the authority that must have signed the peer's.
         server_side: whether this end has accepted the connection.
     """
 
@@ -42,12 +42,12 @@ class TlsStream:
     # The handshake
 
     def handshake(self, deadline: float) -> None:
-        """Shake hands with a peer that does so too.
+        """Complete the TLS handshake.
 
         Raises:
-            ClusterError: the peer has no certificate of this run, or speaks no TLS 1.3.
-            EOFError: it has closed the connection.
-            OSError: it has not answered by the deadline.
+            ClusterError: the peer has no certificate of this run, or does not support TLS 1.3.
+            EOFError: the peer has closed the connection.
+            OSError: the peer has not answered by the deadline.
         """
         is_complete = self.advance(b"")
         while not is_complete:
@@ -55,7 +55,7 @@ class TlsStream:
             is_complete = self.advance_by_what_came()
 
     def advance_by_what_came(self) -> bool:
-        """Receive, and go on with the handshake; return whether it is complete.
+        """Receive bytes and continue the handshake; return whether it is complete.
 
         Raises as `handshake` does.
         """
@@ -65,7 +65,7 @@ class TlsStream:
         return self.advance(self._received[:received])
 
     def advance(self, came: bytes | memoryview) -> bool:
-        """Go on with the handshake by what has come; return whether it is complete."""
+        """Continue the handshake with received bytes; return whether it is complete."""
         self._incoming.write(came)
         try:
             self._tls.do_handshake()
@@ -73,7 +73,7 @@ class TlsStream:
             self._flush()
             return False
         except ssl.SSLError as error:
-            with contextlib.suppress(OSError):  # the alert is a courtesy to a peer that may be gone
+            with contextlib.suppress(OSError):  # the alert is optional: the peer may be gone
                 self._flush()
             raise ClusterError(_why_refused(error)) from None
         self._flush()
@@ -82,7 +82,7 @@ class TlsStream:
     # The stream
 
     def read_into(self, buffer: memoryview, came: Callable[[], None] = lambda: None) -> None:
-        """Fill a buffer with what comes next."""
+        """Fill a buffer with the next bytes."""
         while buffer.nbytes:
             if got := self._decrypt_into(buffer):
                 buffer = buffer[got:]
@@ -95,7 +95,7 @@ class TlsStream:
                 self._incoming.write(self._received[:received])
 
     def _decrypt_into(self, buffer: memoryview) -> int:
-        """Decrypt into a buffer at most one record; return its bytes, 0 if none has come whole."""
+        """Decrypt at most one record into a buffer; return its size, 0 if no record is complete."""
         try:
             with self._lock:
                 got = self._tls.read(buffer.nbytes, buffer)
@@ -112,7 +112,7 @@ class TlsStream:
         return int(got)
 
     def send(self, parts: Sequence[bytes | memoryview]) -> None:
-        """Send all of the parts."""
+        """Send all parts."""
         for part in parts:
             view = memoryview(part)
             while view.nbytes:
@@ -137,5 +137,5 @@ def _why_refused(error: ssl.SSLError) -> str:
 
 
 def _reason(error: ssl.SSLError) -> str:
-    """Return what OpenSSL says of an error, in words: `wrong version number`."""
+    """Return OpenSSL's reason of an error as text: `wrong version number`."""
     return (error.reason or str(error)).replace("_", " ").lower()
