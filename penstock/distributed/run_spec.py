@@ -104,9 +104,7 @@ def _pieces(
 
 
 def shard_digest(program: Program, transfers: TransferSchedule) -> str:
-    """Return the digest of stages, weights and chunks that shards and engines share; on any
-    device.
-    """
+    """Return the digest of stages, weights and chunks, which shards and engines share."""
     state = xxhash.xxh3_128()
     for stage in program.stages:
         state.update(repr((stage.name, stage.weights)).encode())
@@ -117,9 +115,7 @@ def shard_digest(program: Program, transfers: TransferSchedule) -> str:
 
 
 def engine_digest(program: Program, transfers: TransferSchedule, device: str, products: str) -> str:
-    """Return the digest that two engines must share: `shard_digest`, the stages' operations,
-    products.
-    """
+    """Return the digest that engines share: `shard_digest`, the stages' operations, products."""
     state = xxhash.xxh3_128(shard_digest(program, transfers).encode())
     computed = [(stage.kind.digest, stage.first_dropout) for stage in program.stages]
     state.update(repr((device, products, computed)).encode())
@@ -175,8 +171,6 @@ def are_terms(told: object) -> bool:
 
 
 def _kept_files(config: Config) -> str | None:
-    """Return the folder with the run's copy of the needed files of `model.hf`, which may be
-    removed.
-    """
+    """Return the folder with the run's copy of files of `model.hf`, which may be removed."""
     kept = (config.run.dir / KEPT).absolute()
     return str(kept) if kept.is_dir() else None

@@ -44,8 +44,7 @@ def trace(
     batches: Batches,
     seed: int,
 ) -> NoReturn:
-    """Find the first non-finite stage by a repeated forward sweep, and raise an error that names
-    it.
+    """Find the first non-finite stage by another forward sweep, and raise an error that names it.
 
     Args:
         engines: run the sweep. All of them run the same sweep, since the engines of a group act

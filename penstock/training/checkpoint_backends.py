@@ -209,9 +209,7 @@ class FileCheckpoints:
 
 
 class FlashCheckpoints:
-    """A store on flash, which is durable by itself; only the best step is also saved as
-    safetensors.
-    """
+    """A store on flash, durable by itself; only the best step is also saved as safetensors."""
 
     def __init__(self, config: Config, folder: Path) -> None:
         self._config = config

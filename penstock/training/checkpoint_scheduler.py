@@ -43,9 +43,7 @@ class CheckpointScheduler:
         return minutes is not None and time.monotonic() - self._begun_at >= 60 * minutes
 
     def begin(self, step: int, best: bool = False) -> None:
-        """Start to save `step`, the last committed step, after the checkpoint that is already
-        started.
-        """
+        """Start to save `step`, the last committed step, after the pending checkpoint."""
         if self._saved_step == step and not best:
             return
         self.finish()
@@ -70,11 +68,10 @@ class CheckpointScheduler:
             raise
 
     def end(self, error: BaseException) -> None:
-        """Leave no pending checkpoint when the run ends with `error`, which remains the reported
-        error.
+        """Abandon or complete the pending checkpoint when the run ends with `error`.
 
-        After a failure the pending checkpoint may still complete; after an interrupt it is
-        abandoned.
+        `error` remains the reported error. After a failure the pending checkpoint may still
+        complete; after an interrupt it is abandoned.
         """
         try:
             if isinstance(error, Exception):

@@ -110,9 +110,7 @@ def _check_content(config: Config, source: ModelSource, dataset: TokenDataset) -
 
 
 def _check_build(config: Config, dataset: TokenDataset) -> None:
-    """Refuse a data set that the run has built from other input or settings than the current
-    ones.
-    """
+    """Refuse a data set that the run has built from other input or settings than configured."""
     if config.data.path is not None:
         return
     advice = f"set it back, delete {dataset.path} to have it built again, or choose another run.dir"

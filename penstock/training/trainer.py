@@ -197,9 +197,7 @@ class Trainer:
         return describe(self.config, self.model, self.program, self.step, self._setup.device_names)
 
     def request_stop(self, reason: str = "a stop was asked for") -> None:
-        """Finish the current step, save and return from `train`; callable from any thread or
-        handler.
-        """
+        """Finish the current step, save and return from `train`; callable from any thread."""
         self._stop_reason = reason
 
     # The run

@@ -16,8 +16,7 @@ _SECONDS = 10.0  # time limit for the reply
 
 
 def scale(run: Path, engines: int) -> int:
-    """Set the number of engines of a running trainer from its next step on; return the previous
-    number.
+    """Set a running trainer's number of engines from its next step on; return the previous number.
 
     Raises:
         ConfigError: the run does not exist, is not training, or cannot have this many engines.

@@ -145,9 +145,7 @@ class ClusterManager:
 
     @property
     def _wanted_workers(self) -> Mapping[Role, int]:
-        """The number of workers that should run: separate shard processes, and engines with
-        spares.
-        """
+        """The number of workers that should run: separate shards, and engines with spares."""
         shards = self._config.store.holders - self._places.given_up if self.plan.is_apart else 0
         return {"shard": shards, "engine": self._wanted_engines}
 
@@ -244,7 +242,7 @@ class ClusterManager:
         return bool(self.registry.joining) or (is_ours and self._supervisor.given_up is None)
 
     def _is_there(self, node: int, silent: float) -> bool:
-        """Tell whether a silent node is alive: its connection delivers data, or it waits for a
+        """Tell whether a silent node is alive: it sends on its connection or waits for a
         processor.
         """
         member, lease = self.registry.find(node), self._config.cluster.lease

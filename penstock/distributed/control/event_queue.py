@@ -1,4 +1,4 @@
-"""Events of a run's processes, queued for the trainer's thread, and the error that ended the
+"""Queued events of a run's processes, for the trainer's thread, and the error that ended the
 run.
 """
 

@@ -220,9 +220,7 @@ class WorkerRegistry:
 
     @property
     def carried_bytes(self) -> int:
-        """Bytes that this process has sent to and received from all members, without frame
-        headers.
-        """
+        """Bytes that this process has exchanged with all members, without frame headers."""
         return sum(member.link.sent_bytes + member.link.taken_bytes for member in self.here)
 
     def admit(self, member: ClusterMember) -> None:

@@ -17,9 +17,7 @@ class WorkerExit:
 
 
 class Launcher(Protocol):
-    """Starts workers. Only one thread at a time calls a launcher, and no method except `close`
-    blocks.
-    """
+    """Starts workers. One thread at a time calls a launcher; only `close` may block."""
 
     def start(self, role: Role) -> str:
         """Start one more worker and return its name at once; the worker joins asynchronously.
@@ -73,9 +71,7 @@ class ExternalLauncher:
         return False
 
     def end(self, worker: str) -> None:
-        """Do nothing: the worker's connection is closed, and the worker may join again as a new
-        engine.
-        """
+        """Do nothing: the worker has no connection any more, and may join again as a new engine."""
 
     def close(self) -> None:
         """Do nothing: the workers end with the run."""

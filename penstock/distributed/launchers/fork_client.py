@@ -138,9 +138,7 @@ class ForkClient:
         """
         ended = []
         for worker, fork in list(self._forks.items()):
-            knows = (
-                fork.code is not None or not self.is_there
-            )  # else it comes
+            knows = fork.code is not None or not self.is_there  # else the code follows
             if fork.pid is not None and knows and _has_ended(fork):
                 assert fork.file is not None
                 os.close(fork.file)
@@ -179,9 +177,7 @@ class ForkClient:
         return True
 
     def _hear(self) -> tuple[dict, list[int]] | None:
-        """Return the next message of the fork server and its file descriptors; None without a
-        message.
-        """
+        """Return the fork server's next message and file descriptors; None without a message."""
         try:
             said, files, _, _ = socket.recv_fds(
                 self._control, MOST_BYTES, 1, socket.MSG_CMSG_CLOEXEC

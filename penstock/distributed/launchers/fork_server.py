@@ -64,9 +64,7 @@ class _ForkServer:
             self._say(ready=os.getpid())
 
     def serve(self) -> dict[str, Any] | None:
-        """Serve requests until the socket is closed; in a forked process, return the worker's
-        request.
-        """
+        """Serve requests until the socket is closed; in a fork, return the worker's request."""
         while True:
             control = self._control.fileno()
             ready, _, _ = select.select([control, *self._workers], [], [])

@@ -140,7 +140,7 @@ class _Rooms:
     free: Mapping[str, float]
 
     def lets_in(self, wants: Sequence[Mapping[str, int]]) -> bool:
-        """Tell whether each request fits the free resources, and some node is large enough for
+        """Tell whether the free resources cover each request, and some node is large enough for
         it.
         """
         return all(_covers(self.free, each) for each in wants) and self._have_nodes_for(wants)
@@ -192,7 +192,7 @@ class RayLauncher:
 
     @property
     def pids(self) -> Mapping[str, int]:
-        """The process numbers of the running workers, by worker name; each is valid on its own
+        """The process numbers of the running workers, by worker name; valid on each worker's
         host.
         """
         actors = list(self._actors.items())
@@ -248,9 +248,7 @@ class RayLauncher:
         return [a for a in list(self._actors.values()) if a.place is None and a.asked_at < late]
 
     def starves(self, worker: str) -> bool:
-        """Tell whether a worker waits for a processor; known only if Ray runs on this machine
-        alone.
-        """
+        """Tell whether a worker waits for a processor; False if Ray has other nodes."""
         pid = self.pids.get(worker)
         return self._connection.is_one_node and pid is not None and would_run(pid)
 

@@ -93,9 +93,7 @@ class SnapshotSender:
 
 @dataclass
 class _Copy:
-    """A running copy. `call` is the RPC that started it; `number` distinguishes it from earlier
-    copies.
-    """
+    """A running copy, started by the RPC `call`; `number` distinguishes it from earlier copies."""
 
     call: int
     number: int

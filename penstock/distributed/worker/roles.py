@@ -165,9 +165,7 @@ def _require_device(device: str) -> None:
 
 
 def _required_products(told: Mapping[str, Any], device: str) -> Products:
-    """Return the library of matrix products of this run's engines: another library rounds
-    differently.
-    """
+    """Return the run's library of matrix products: another library rounds differently."""
     from penstock.engine import target_of
 
     for products in target_of(device).products:

@@ -92,9 +92,7 @@ class OwnedShard:
             store.close()
 
     def held_steps(self) -> Sequence[int]:
-        """Return the steps to which the store can roll back: its current step and its durable
-        steps.
-        """
+        """Return the steps to which the store can roll back: the current step and durable steps."""
         store = self.store
         durable = store.durable_steps if isinstance(store, FlashStore) else []
         return sorted({*durable, store.step})
