@@ -1,4 +1,4 @@
-"""The specification that all processes of a run receive and must agree on: settings, transfers."""
+"""The specification that all processes of a run must agree on: settings, transfers, digests."""
 
 from __future__ import annotations
 

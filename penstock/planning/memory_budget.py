@@ -306,9 +306,7 @@ class Budget:
         return 0 if self._target.has_own_memory else self._on_the_way
 
     def _require_loading(self, store: int, engine: int) -> None:
-        """Check the memory for loading a flash store: a stage's weights and state, before any
-        step.
-        """
+        """Check the memory for loading a flash store: one stage's weights and state together."""
         if not self._on_flash:
             return
         name, need = largest_stage(self._program, self._loading_bytes)

@@ -1,6 +1,4 @@
-"""The view of a run as lines of text for logs and pipes: one every few steps, one per other
-event.
-"""
+"""The view of a run as lines of text, for logs and pipes: one every few steps, one per event."""
 
 from __future__ import annotations
 

@@ -96,9 +96,7 @@ class Progress:
 
     @property
     def seconds_left(self) -> float | None:
-        """Estimated seconds of the remaining steps; None before a step has repeated, and at the
-        end.
-        """
+        """Estimated seconds of the remaining steps; None at the end, and before a repeated step."""
         if self.started is None or self.last is None or self._steps <= _FIRST_STEPS:
             return None
         steps = self.started.steps - self.last.step

@@ -1,6 +1,6 @@
 """The step protocol: forward sweep, turn, backward sweep, commit.
 
-The collective streams weights from the store to the engines and reduces gradients to the store. A
+The fabric streams weights from the store to the engines and reduces gradients to the store. A
 step counts only after its commit; a failure before the commit leaves the store unchanged.
 """
 
@@ -24,7 +24,7 @@ _Computed = tuple[Operation, list[PendingGradients | None]]
 
 
 class StepRunner:
-    """Runs the steps of one execution plan over a store, a collective and engines.
+    """Runs the steps of one execution plan over a store, a fabric and engines.
 
     No state outlives a step.
 

@@ -67,7 +67,7 @@ def counted(config: Config, devices: Sequence[str]) -> Config:
 
 
 class LocalEngines(Protocol):
-    """The engines of this process, and their collective."""
+    """The engines of this process, and their fabric."""
 
     engines: list[Engine]
     fabric: Fabric
@@ -112,7 +112,7 @@ class SingleDevice:
 
 
 class DeviceGroup:
-    """The engines of a group, and their collective.
+    """The engines of a group, and their fabric.
 
     Args:
         devices: as `choose_devices` returns them.
@@ -168,7 +168,7 @@ class DeviceGroup:
         size = self._sharing.return_bytes(self._program)
         buffers = [allocate(size) for _ in range(self._plan.slots)]
         for memory in buffers:
-            page_lock(memory)  # without page locking, copies are slower but correct
+            page_lock(memory)  # without page locking, copies do not overlap but are correct
         return [torch.from_numpy(memory) for memory in buffers]
 
     def _member(self, rank: int, name: str) -> Member:

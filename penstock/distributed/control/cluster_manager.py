@@ -242,9 +242,7 @@ class ClusterManager:
         return bool(self.registry.joining) or (is_ours and self._supervisor.given_up is None)
 
     def _is_there(self, node: int, silent: float) -> bool:
-        """Tell whether a silent node is alive: it sends on its connection or waits for a
-        processor.
-        """
+        """Tell whether a silent node is alive: it is sending, or it waits for a processor."""
         member, lease = self.registry.find(node), self._config.cluster.lease
         if member is None:
             return False

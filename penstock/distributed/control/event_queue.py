@@ -1,6 +1,4 @@
-"""Queued events of a run's processes, for the trainer's thread, and the error that ended the
-run.
-"""
+"""Queued events of a run's processes for the trainer's thread, and the run's fatal error."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 A process that joins gets a vacant replica slot of a shard; without a vacant slot it becomes an
 engine. A process that was started for one role gets only that role. A process started as a shard
-waits until a slot is vacant. A process that cannot fill its role is refused permanently, because
-another process of its kind would be refused too.
+waits until a slot is vacant. A process that cannot fill its role is refused; another process of its
+kind would be refused too.
 """
 
 from __future__ import annotations

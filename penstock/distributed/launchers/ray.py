@@ -140,9 +140,7 @@ class _Rooms:
     free: Mapping[str, float]
 
     def lets_in(self, wants: Sequence[Mapping[str, int]]) -> bool:
-        """Tell whether the free resources cover each request, and some node is large enough for
-        it.
-        """
+        """Tell whether the free resources, and the size of some node, cover each request."""
         return all(_covers(self.free, each) for each in wants) and self._have_nodes_for(wants)
 
     def hold(self, wants: Sequence[Mapping[str, int]]) -> bool:
@@ -192,9 +190,7 @@ class RayLauncher:
 
     @property
     def pids(self) -> Mapping[str, int]:
-        """The process numbers of the running workers, by worker name; valid on each worker's
-        host.
-        """
+        """The process numbers of the running workers, by worker name; valid on its host."""
         actors = list(self._actors.items())
         return {worker: actor.place[1] for worker, actor in actors if actor.place is not None}
 

@@ -1,4 +1,4 @@
-"""Rebuild of a replica: copies a shard's weights, optimizer state and saved metadata to a learner.
+"""Rebuild of a replica: copies a shard's weights, optimizer state and resume state to a learner.
 
 This module is the trainer's side: it starts the copy and verifies the result. The data goes
 directly from one node to the other (`state_transfer.py`). All data comes from one node, which stays

@@ -31,7 +31,7 @@ class ReplicaAssignment:
         ] = {}  # the slot lost last, of each shard without a holder
         self._left: set[int] = set()  # nodes that held a shard and were lost
         self._changed = threading.Condition()
-        self.have_come = not shards  # whether all slots were taken once
+        self.have_come = not shards  # whether all slots were filled at the same time
         self.given_up = 0  # slots that stay vacant permanently
 
     @property
