@@ -96,7 +96,7 @@ class Progress:
 
     @property
     def seconds_left(self) -> float | None:
-        """Estimated seconds of the remaining steps; None at the end, and before a repeated step."""
+        """Estimated seconds of the remaining steps; None in the first two steps and at the end."""
         if self.started is None or self.last is None or self._steps <= _FIRST_STEPS:
             return None
         steps = self.started.steps - self.last.step
