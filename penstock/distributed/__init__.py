@@ -1,1 +1,1 @@
-"""A run in several processes: the protocol, what carries it, and both of its sides."""
+"""Runs in several processes: protocol, transport, and the sides of trainer and worker."""

@@ -1,7 +1,7 @@
-"""Bodies of the messages by which processes join a run and report on themselves.
+"""Bodies of the messages by which processes join a run and report their state.
 
-Peers have the run's token, so a body of another form is a defect or comes from another version of
-Penstock. It is refused where it is read, and costs its sender the connection.
+Peers have the run's token, so a malformed body is a defect or comes from another version of
+Penstock. The reader refuses a malformed body and closes the sender's connection.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ _LONGEST = 200  # characters of a name
 
 @dataclass(frozen=True)
 class Join:
-    """A process that would take part: its name, where it listens, what it is to be.
+    """A request to join: the worker's name, listening address, and requested role.
 
-    `role` is None for one that may be either, `shard` None for one that may be any shard.
+    `role` is None for a process that accepts either role. `shard` is None for a process that
+    accepts any shard.
     """
 
     worker: str
@@ -36,9 +37,9 @@ class Join:
 
     @classmethod
     def read(cls, message: Message) -> Join:
-        """Return what a `JOIN` says.
+        """Return the content of a `JOIN`.
 
-        **Raises:** `ProtocolError` if it makes no sense.
+        **Raises:** `ProtocolError` if the body is malformed.
         """
         body = message.body
         worker, role, shard = body.get("worker"), body.get("role"), body.get("shard")
@@ -53,11 +54,12 @@ class Join:
 
 @dataclass(frozen=True)
 class Assignment:
-    """What a process is to be: its node, its place as a shard or None, of which run (`terms.py`).
+    """The assignment of a process: node number, replica slot or None, run specification.
 
-    `opens` says what it does with a shard's store: `when asked` in a run's beginning; `what was
-    left` in the place of one that was lost; `empty` to be given a copy of what another holds.
-    `shards_there` are the nodes that are in the process which says so.
+    `opens` says how a shard opens its store: `when asked` at the start of a run; `what was left` as
+    the replacement of a lost last holder; `empty` to receive a copy from another holder.
+    `shards_there` are the shard nodes inside the sender's process. The run specification is made by
+    `run_spec.py`.
     """
 
     node: int
@@ -68,9 +70,9 @@ class Assignment:
 
     @classmethod
     def read(cls, message: Message) -> Assignment:
-        """Return what a `ASSIGN` says.
+        """Return the content of an `ASSIGN`.
 
-        **Raises:** `ProtocolError` if it makes no sense.
+        **Raises:** `ProtocolError` if the body is malformed.
         """
         body = message.body
         there = body.get("shards_there")
@@ -87,9 +89,9 @@ class Assignment:
 
 @dataclass(frozen=True)
 class WorkerMetrics:
-    """What an engine says of itself with every beat: its memory, and how long it has computed.
+    """The metrics in an engine's heartbeat: memory and computing time.
 
-    `computed` is in seconds, over `micro_batches`, both since it was made.
+    `computed` is in seconds, over `micro_batches`, both since the engine's creation.
     """
 
     peak_bytes: int = 0
@@ -98,9 +100,9 @@ class WorkerMetrics:
 
     @classmethod
     def read(cls, message: Message) -> WorkerMetrics | None:
-        """Return what a `HEARTBEAT` says; None for a shard's, which says nothing of the kind.
+        """Return the metrics of a `HEARTBEAT`; None for a shard, which reports no metrics.
 
-        **Raises:** `ProtocolError` if it makes no sense.
+        **Raises:** `ProtocolError` if the body is malformed.
         """
         body = message.body
         if "computed" not in body:
@@ -115,9 +117,9 @@ class WorkerMetrics:
 
 
 def addresses_of(message: Message) -> dict[int, Address]:
-    """Return where nodes listen, by number, as a `VIEW` says.
+    """Return the nodes' listening addresses in a `VIEW`, by node number.
 
-    **Raises:** `ProtocolError` if it makes no sense.
+    **Raises:** `ProtocolError` if the body is malformed.
     """
     said = message.body.get("addresses", {})
     if not isinstance(said, Mapping) or not all(key.isdecimal() for key in said):
@@ -126,9 +128,9 @@ def addresses_of(message: Message) -> dict[int, Address]:
 
 
 def address_of(message: Message, said: Any) -> Address:
-    """Return the address that a part of a body says.
+    """Return the address in a part of a body.
 
-    **Raises:** `ProtocolError` if it is none.
+    **Raises:** `ProtocolError` if the part is not an address.
     """
     match said:
         case [str(host), int(port)] if len(host) <= _LONGEST and 0 < port < 1 << 16:
@@ -158,7 +160,7 @@ def _is_number(value: Any) -> bool:
 
 
 class ReplicaSlot(NamedTuple):
-    """One of the places of a shard."""
+    """One replica of one shard."""
 
     shard: int
     replica: int

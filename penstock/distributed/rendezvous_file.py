@@ -1,4 +1,4 @@
-"""`RUN/cluster.json`: where a run listens and its token, for who may read the run's folder."""
+"""`RUN/cluster.json`: the address and token of a run, for users who may read the run's folder."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _MOST_BYTES = 4096
 
 
 def write_record(run: Path, address: Address, token: str) -> Path:
-    """Write the record of a run that listens; only this user may read it.
+    """Write the rendezvous file of a listening run; only this user may read it.
 
-    It appears whole or not at all: workers may be waiting for it.
+    The file appears atomically: workers may be polling for it.
     """
     run.mkdir(parents=True, exist_ok=True)
     path, new = run / NAME, run / f"{NAME}.new"
@@ -30,17 +30,17 @@ def write_record(run: Path, address: Address, token: str) -> Path:
 
 
 def remove_record(path: Path, token: str) -> None:
-    """Remove the record of a run that listens no more; another run's stays."""
+    """Remove the rendezvous file of a run that has stopped listening; keep another run's file."""
     with contextlib.suppress(ConfigError):
         if read_record(path)[1] == token:
             path.unlink(missing_ok=True)
 
 
 def read_record(path: Path) -> tuple[Address, str]:
-    """Return the address and the token that a record holds.
+    """Return the address and the token in a rendezvous file.
 
     Raises:
-        ConfigError: there is none, or it is none.
+        ConfigError: the file is missing or malformed.
     """
     try:
         content = json.loads(read_plain(path, _MOST_BYTES))

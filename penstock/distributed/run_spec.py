@@ -1,4 +1,4 @@
-"""What all processes of a run are told and must agree on: settings, transfers, digests."""
+"""The specification that all processes of a run must agree on: settings, transfers, digests."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from penstock.step_schedule import StepSchedule
 from penstock.store import Holding, ShardMap
 
 Placement = Mapping[str, Sequence[tuple[int, int, int]]]
-"""Which shards hold a weight: shard, and the first and last + 1 of its elements, in order."""
+"""The shards that hold each weight: shard, first element, last element + 1, in order."""
 
 
 @dataclass(frozen=True)
 class RunSpec:
-    """What the processes of a run must agree on, and what each is told of it.
+    """The values on which the processes of a run must agree, and the terms that each receives.
 
-    `engine_digest` is of all that engines must have in common, `shard_digest` of what shards must
-    share with them. `parts` are what each shard of the store holds, `first_nodes` the numbers of
-    its first nodes; `is_apart` says whether these are processes of their own.
+    `engine_digest` covers everything that engines must have in common; `shard_digest` covers the
+    part that shards must share with engines. `parts` are the holdings of each shard, `first_nodes`
+    the numbers of its first nodes. `is_apart` says whether shards are processes of their own.
     """
 
     transfers: TransferSchedule
@@ -46,7 +46,7 @@ class RunSpec:
 
     @classmethod
     def of(cls, config: Config, layout: ExecutionPlan) -> RunSpec:
-        """Return the plan of a run."""
+        """Return the specification of a run."""
         program, schedule = layout.program, layout.schedule
         shards, replicas = config.store.shards, config.store.replicas
         transfers = transfers_of(program, schedule, placement_of(program, shards), shards)
@@ -64,10 +64,10 @@ class RunSpec:
 def transfers_of(
     program: Program, schedule: StepSchedule, placement: Placement, shards: int
 ) -> TransferSchedule:
-    """Return what the operations of a schedule move.
+    """Return the transfers of a schedule's operations.
 
     Args:
-        placement: which shard holds what of every weight.
+        placement: the shards that hold each weight.
     """
     return TransferSchedule(
         tuple(
@@ -85,7 +85,7 @@ def transfers_of(
 
 
 def placement_of(program: Program, shards: int) -> Placement:
-    """Return which of so many shards holds what: the same for all who ask."""
+    """Return the distribution of weights over shards: a deterministic function of its arguments."""
     return {
         name: [(piece.shard, piece.begin, piece.end) for piece in pieces]
         for name, pieces in ShardMap.of(program, shards).pieces.items()
@@ -104,7 +104,7 @@ def _pieces(
 
 
 def shard_digest(program: Program, transfers: TransferSchedule) -> str:
-    """Return what a shard must agree on with engines: stages, weights, chunks; on no device."""
+    """Return the digest of stages, weights and chunks, which shards and engines share."""
     state = xxhash.xxh3_128()
     for stage in program.stages:
         state.update(repr((stage.name, stage.weights)).encode())
@@ -115,7 +115,7 @@ def shard_digest(program: Program, transfers: TransferSchedule) -> str:
 
 
 def engine_digest(program: Program, transfers: TransferSchedule, device: str, products: str) -> str:
-    """Return what two engines must agree on: that, what every stage computes, and by what."""
+    """Return the digest that engines share: `shard_digest`, the stages' operations, products."""
     state = xxhash.xxh3_128(shard_digest(program, transfers).encode())
     computed = [(stage.kind.digest, stage.first_dropout) for stage in program.stages]
     state.update(repr((device, products, computed)).encode())
@@ -123,14 +123,14 @@ def engine_digest(program: Program, transfers: TransferSchedule, device: str, pr
 
 
 def terms_of(config: Config, layout: ExecutionPlan) -> dict[str, Any]:
-    """Return it as plain data; `main.py` makes an engine or a shard of it."""
+    """Return the terms as plain data, from which `main.py` builds an engine or a shard."""
     return {
         "config": config.to_mapping(),
         "micro_batch": layout.micro_batch,
         "length": layout.sequence_length,
         "slot_bytes": layout.slot_bytes,
         "bfloat16": sorted(layout.program.bfloat16),
-        "device": layout.device,  # chosen once: hosts that differ would round differently
+        "device": layout.device,  # chosen once: different devices round differently
         "products": layout.products,
         "recompute": sorted(layout.plan.recompute),
         "shards": config.store.shards,
@@ -139,7 +139,7 @@ def terms_of(config: Config, layout: ExecutionPlan) -> dict[str, Any]:
         "engine_host": layout.shares.engine_host,
         "store_bytes": layout.shares.store,
         "kept": _kept_files(config),
-        # The same for all: PyTorch cuts sums over rows by the number of its threads.
+        # Equal on all hosts: PyTorch splits sums over rows by its number of threads.
         "threads": thread_count(config.engine.threads),
     }
 
@@ -164,13 +164,13 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 def are_terms(told: object) -> bool:
-    """Tell whether plain data that came from elsewhere is what `terms_of` makes."""
+    """Tell whether received plain data has the form of `terms_of`."""
     return isinstance(told, dict) and all(
         isinstance(told.get(key, ...), types) for key, types in _TYPES.items()
     )
 
 
 def _kept_files(config: Config) -> str | None:
-    """Return where the run keeps what it needs of `model.hf`, which may be gone."""
+    """Return the folder with the run's copy of files of `model.hf`, which may be removed."""
     kept = (config.run.dir / KEPT).absolute()
     return str(kept) if kept.is_dir() else None

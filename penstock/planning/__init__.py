@@ -1,4 +1,4 @@
-"""What a run will need and how it is divided, decided before its first step."""
+"""The resources and the division of a run, decided before its first step."""
 
 from typing import TYPE_CHECKING
 

@@ -1,6 +1,6 @@
-"""From a configuration to the parts of a run: model, program, data, store, engines.
+"""Builders from a configuration to the parts of a run: model, program, data, store, engines.
 
-Each function makes one part and nothing else; the trainer puts them together.
+Each function builds one part; the trainer combines the parts.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def model_source(
 ) -> ModelSource:
     """Return the model that a configuration's `model` section describes.
 
-    `kept` is where a run that has weights of its own keeps the small files of `model.hf`; the
-    folder itself is then not needed, unless the run's checkpoints leave frozen weights to it.
+    `kept` is the run's copy of the small files of `model.hf`, for a run with weights of its own.
+    The folder of `model.hf` is then needed only if checkpoints omit frozen weights.
     """
     if isinstance(spec, PresetModel):
         return ModelSource.from_preset(spec.preset, spec.overrides)
@@ -71,7 +71,7 @@ def model_source(
 
 
 def _with_base(spec: HuggingFaceModel, kept: Path) -> ModelSource:
-    """Return the model of `model.hf` with its weights, and what the run has kept of the rest."""
+    """Return the model of `model.hf` with its weights; other files come from the run's copy."""
     folder = Path(spec.hf)
     if not folder.is_dir():
         raise ConfigError(
@@ -82,9 +82,9 @@ def _with_base(spec: HuggingFaceModel, kept: Path) -> ModelSource:
 
 
 def base_reader(config: Config, base: Base) -> ReadBase:
-    """Return what reads the weights that a run's checkpoints leave to the folder it began with.
+    """Return the reader of the base weights that a run's checkpoints omit.
 
-    **Raises:** `ConfigError` where it is not there, or another.
+    **Raises:** `ConfigError` if the base folder is missing or has other weights.
     """
     if config.model is None:
         raise ConfigError(
@@ -97,7 +97,7 @@ def base_reader(config: Config, base: Base) -> ReadBase:
 
 
 def folder_fingerprint(config: Config, source: ModelSource) -> str | None:
-    """Return what tells the weights apart that the run would start from, if these are there."""
+    """Return the fingerprint of the run's initial weights, if their folder is present."""
     if not isinstance(config.model, HuggingFaceModel):
         return source.weights_fingerprint()
     folder = Path(config.model.hf)
@@ -107,7 +107,7 @@ def folder_fingerprint(config: Config, source: ModelSource) -> str | None:
 
 
 def with_adapters(source: ModelSource, lora: LoraConfig) -> ModelSource:
-    """Return the model with the adapters that `lora` asks for; as it is if it asks for none."""
+    """Return the model with the adapters of `lora`; unchanged if `lora` configures none."""
     if lora.rank is None:
         return source
     return source.with_adapters(
@@ -122,10 +122,10 @@ def source_of(
     notice: Callable[[str], None],
     needs_base: bool = False,
 ) -> ModelSource:
-    """Return the model that a run trains, with its adapters: the one that is given, or configured.
+    """Return the model that a run trains, given or configured, with its adapters.
 
-    Where the run `is_resumed` it has weights of its own, and what it needs besides; where its
-    checkpoints leave frozen weights to the folder that it began with, it `needs_base`.
+    A run that `is_resumed` has its own copy of weights and small files. A run that `needs_base` has
+    checkpoints that omit frozen weights, so the base folder is needed.
     """
     source = _base_of(config, model, is_resumed, needs_base)
     for note in () if is_resumed else source.notes:
@@ -169,7 +169,7 @@ def trained_weights(config: Config, source: ModelSource) -> frozenset[str]:
 
 
 def kept_as_bfloat16(config: Config, source: ModelSource) -> frozenset[str]:
-    """Return the weights that a run that begins keeps as bfloat16: frozen, and so they came."""
+    """Return the weights that a new run stores as bfloat16: frozen and bfloat16 at their source."""
     if not source.bfloat16:
         return frozenset()
     return source.bfloat16 - trained_weights(config, source)
@@ -193,11 +193,11 @@ def compile_source(
 ) -> Program:
     """Compile a model for one micro-batch of sequences.
 
-    `evaluate` returns the loss without dropout and, of language models, the most likely label of
-    each token; `logits` what comes before the loss. Both are only run forward, with every module
-    in eval mode. `products` is who multiplies (None: as a run that starts here would choose).
-    `bfloat16` are the weights that the store keeps so. `known` is returned where the model's graph
-    is the one that it was compiled from.
+    The goal `evaluate` computes the loss without dropout and, for language models, the most likely
+    label of each token. The goal `logits` computes the logits. Both goals run only the forward
+    sweep, with every module in eval mode. `products` is the library of matrix products (None: the
+    choice of a new run on this host). `bfloat16` are the weights that the store keeps as bfloat16.
+    `known` is returned if its source graph equals the model's graph.
     """
     target = target_of(device)
     inputs = source.example_inputs(micro_batch, length)
@@ -208,9 +208,9 @@ def compile_source(
     elif goal == "evaluate":
         module = source.evaluation_module
     modes = [(child, child.training) for child in module.modules()]
-    if goal == "train":  # on fake tensors, parameters have lost what their owner put on them
+    if goal == "train":  # on fake tensors, parameters lose their owner's attributes
         refuse_gradient_hooks(source.original)
-    if goal != "train":  # for training, every module is in the mode that its owner left it in
+    if goal != "train":  # training keeps the mode that each module's owner has set
         module.eval()
     try:
         return compile_module(
@@ -238,7 +238,7 @@ def compile_source(
 
 
 def _buffers(source: ModelSource) -> dict[str, torch.Tensor]:
-    """Return the real buffers under every name that they have."""
+    """Return the real buffers under all their names."""
     real = source.buffers()
     known = {alias: real[name] for alias, name in source.aliases.items() if name in real}
     return {**known, **real}
@@ -247,7 +247,7 @@ def _buffers(source: ModelSource) -> dict[str, torch.Tensor]:
 def build_program(
     config: Config, *, micro_batch: int, sequence_length: int | None, precision: str
 ) -> Program:
-    """Compile a model to look at: nothing is made that has the size of a weight."""
+    """Compile a model for inspection: no memory of a weight's size is allocated."""
     source = with_adapters(_base_of(config, None, False, False), config.lora)
     length = sequence_length or source.max_sequence_length or 1
     return compile_source(
@@ -265,13 +265,13 @@ def build_program(
 def make_engines(
     program: Program, plan: EnginePlan, shares: MemoryShares, engines: int, device: str
 ) -> list[Engine]:
-    """Return that many engines of this process, each with its own budget."""
+    """Return this many engines of this process, each with its own budget."""
     target = target_of(device)
     return [target.make_engine(program, plan, budget_bytes=shares.engine) for _ in range(engines)]
 
 
 def settle_pages(shares: MemoryShares, device: str) -> None:
-    """Let the C library keep the pages of tensors that die, or give them back, as there is room."""
+    """Let the C library keep the pages of freed tensors if memory suffices, else return them."""
     if target_of(device).has_own_memory:
         return
     if shares.keep_pages:

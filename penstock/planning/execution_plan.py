@@ -1,4 +1,4 @@
-"""How a step is laid out: its micro-batch, its program, and what each part may use of memory."""
+"""The execution plan of a step: micro-batch, program, and memory of each part."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from penstock.step_schedule import StepSchedule
 
 @dataclass(frozen=True)
 class ExecutionPlan:
-    """How a step's batch is divided, what an engine keeps of it, and what every part may use.
+    """The division of a step's batch, the recomputation of an engine, and the memory of every part.
 
-    `device` is the target's name, for all engines. `products` is who multiplies large float32
-    matrices. `slot_bytes` is what the program's stages had to fit, if anything; with fewer engines
-    than `least_engines` a step would not fit the budget of one; `room` bounds how many there may be
-    on this machine.
+    `device` is the target's name, for all engines. `products` is the library that multiplies large
+    float32 matrices. `slot_bytes` is the limit on the program's stages, if any. With fewer engines
+    than `least_engines` a step would exceed the budget of one engine. `room` limits the number of
+    engines on this machine.
     """
 
     program: Program
@@ -49,12 +49,12 @@ class ExecutionPlan:
         return StepSchedule.of(self.program, self.plan.recompute)
 
     def schedule_of(self, step: int) -> StepSchedule:
-        """Return the operations of a step, which counts from 1: a function of its number alone."""
+        """Return the operations of a step, which counts from 1; depends only on the step number."""
         return self.schedule
 
     @property
     def budget_bytes(self) -> int:
-        """What one engine may compute with: its budget, less what is on its way to and from it."""
+        """The memory of one engine for computation: its budget without its transfer buffers."""
         return self.shares.engine - self.plan.beside_bytes
 
 
@@ -72,14 +72,14 @@ def plan_execution(
     recorded_products: Products | None = None,
     read_machine: ReadMachine = Machine.here,
 ) -> ExecutionPlan:
-    """Divide the batch (`micro_batching.py`), compile, and decide what is recomputed.
+    """Divide the batch (`micro_batching.py`), compile, and choose the stages to recompute.
 
-    A resumed run keeps the micro-batch and the cut that it was started with, if they fit, and who
-    multiplies. `devices` are those of a group. `notice` is told what the user should read.
-    `bfloat16` are the frozen weights that are kept so; by default, those that came so.
-    `read_machine` tells of the machine that the engines are on.
+    A resumed run keeps the micro-batch and the cut of its start, if they fit, and its library of
+    matrix products. `devices` are those of a group. `notice` is called with sentences for the user.
+    `bfloat16` are the frozen weights to store as bfloat16; by default, the weights that came as
+    bfloat16. `read_machine` reads the machine of the engines.
 
-    **Raises:** `BudgetError` if the engines that there are cannot do a step; as
+    **Raises:** `BudgetError` if the engines cannot execute a step; the errors of
     `refuse_implausible`.
     """
 
@@ -105,7 +105,7 @@ def plan_execution(
     products = target_of(device).products_as_recorded(recorded_products, machine.processor)
 
     def planned(division: MicroBatchPlan) -> ExecutionPlan:
-        machine = read_machine(devices or (device,))  # which has the program by now
+        machine = read_machine(devices or (device,))  # includes the compiled program
         plan = _planned(config, division, device, length, devices, machine)
         return replace(plan, products=products)
 
@@ -128,7 +128,7 @@ def plan_execution(
 
 
 def _why(config: Config, division: MicroBatchPlan) -> str:
-    """Say why the micro-batch is what it is, and what else may be done."""
+    """Explain the choice of the micro-batch, and name the alternatives."""
     text = "as for one engine, so that the number of engines changes no bit"
     if division.is_for_many:
         text = (
@@ -142,7 +142,10 @@ def _why(config: Config, division: MicroBatchPlan) -> str:
 
 
 def _largest_shared(config: Config) -> int:
-    """Return the largest `batch.micro` of which every engine has one; `batch.size` is enough."""
+    """Return the largest `batch.micro` that gives every engine a micro-batch.
+
+    `batch.size` is at least the number of engines.
+    """
     size = config.batch.size
     return next(micro for micro in range(size // config.engines, 0, -1) if size % micro == 0)
 
@@ -155,7 +158,7 @@ def _planned(
     devices: Sequence[str],
     machine: Machine,
 ) -> ExecutionPlan:
-    """Return the layout of a division for the engines that there are."""
+    """Return the execution plan of a division for the configured engines."""
     program, micro_batch = division.program, division.micro_batch
     micro_batches = config.batch.size // micro_batch
     if micro_batches < config.engines:
@@ -189,7 +192,7 @@ def _planned(
 
 
 def _least_engines(config: Config) -> int:
-    """Return with how many engines a step must still fit: where some may be lost, with half."""
+    """Return the number of engines with which a step must fit: half, if engines may be lost."""
     return config.engines if config.cluster.start == "none" else -(-config.engines // 2)
 
 
@@ -201,7 +204,7 @@ def _fewest(
     device: str,
     budget_bytes: int,
 ) -> int:
-    """Return how few engines still have room for a step that is planned for `engines`."""
+    """Return the smallest number of engines that can hold a step planned for `engines`."""
     while engines > 1:
         share = -(-micro_batches // (engines - 1))
         if predict_bytes(program, share, plan, device).peak_bytes > budget_bytes:

@@ -1,7 +1,7 @@
-"""The machine that a run is planned for, as data.
+"""The machine for which a run is planned, as data.
 
-Everything that planning asks of the system is read here, at once; the account of memory and the
-choice of the micro-batch take it as an argument, so a run can be planned for another machine.
+All queries of the operating system for planning are here. The memory budget and the choice of the
+micro-batch receive a `Machine` as an argument, so a run can be planned for another machine.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from penstock.telemetry import process_memory
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """The memory of a device's own, in bytes."""
+    """The memory of a device that has its own memory, in bytes."""
 
     free: int
     total: int
@@ -24,16 +24,16 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class Machine:
-    """One host, as one process of a run sees it now.
+    """The current state of one host, as seen by one process of a run.
 
     Attributes:
         processor: of the host.
-        cores: that this process may use.
-        resident_bytes: what this process has of host memory: libraries, and what was compiled.
-        available_bytes: what it may still take before the system, a control group or a limit of
-            the process stops it.
-        is_measurable: whether the system says what a process has.
-        devices: by name, those that have memory of their own and were asked for.
+        cores: the number of cores that this process may use.
+        resident_bytes: resident host memory of this process: libraries and compiled programs.
+        available_bytes: memory that this process can still allocate before the system, a control
+            group or a limit of the process stops it.
+        is_measurable: whether the system reports the resident memory of a process.
+        devices: the requested devices that have memory of their own, by name.
     """
 
     processor: Processor
@@ -45,20 +45,20 @@ class Machine:
 
     @property
     def memory_bytes(self) -> int:
-        """What this process may have of host memory in all."""
+        """The total host memory that this process may use."""
         return self.resident_bytes + self.available_bytes
 
     def free_bytes(self, devices: Sequence[str]) -> int:
-        """Return the least that is free on any of these devices.
+        """Return the least free memory of any of these devices.
 
         Raises:
-            KeyError: a device has no memory of its own, or was not asked for.
+            KeyError: a device has no memory of its own, or was not requested.
         """
         return min(self.devices[name].free for name in devices)
 
     @classmethod
     def here(cls, devices: Sequence[str] = ()) -> Machine:
-        """Read this machine; of its devices those named, since asking one starts its driver."""
+        """Read this machine and the named devices; a query of a device starts its driver."""
         asked = {name: target_of(name).memory_bytes(name) for name in devices}
         return cls(
             processor=Processor.here(),
@@ -71,7 +71,7 @@ class Machine:
 
 
 ReadMachine = Callable[[Sequence[str]], Machine]
-"""Reads the machine, with the memory of these devices; `Machine.here`, or one that is made up.
+"""Reads the machine and the memory of these devices: `Machine.here`, or a stand-in.
 
-Called again after each compilation: what the process has is measured, not estimated.
+Called again after each compilation: the resident memory is measured, not estimated.
 """

@@ -1,11 +1,11 @@
-"""The memory of the whole process, divided before the first step.
+"""The memory budget of the whole process, divided between its parts before the first step.
 
-The sum of all parts stays below `memory`, or below what the machine has where no cap is given;
-what cannot be is refused with the sum, part by part. The libraries are not estimated: they are
-measured, when everything is imported and the model is compiled. Engines and shards in processes of
-this machine count as parts; those on other hosts do not. What an engine there may use is, where
-nothing else is said, what one engine could have here: hosts of a run are of one kind, and how many
-there are must not change what one of them does.
+The sum of all parts stays below `memory`, or below the machine's memory if `memory` is not set. An
+impossible division is refused with the size of every part. The memory of the libraries is measured
+after all imports and after compilation, not estimated. Engines and shards in processes of this
+machine count as parts; those on other hosts do not. By default, an engine on another host may use
+as much as a single engine could use here: the hosts of a run are of one kind, and their number must
+not change the work of one host.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from penstock.program import Program, WeightSpec, largest_stage
 from penstock.store import Role
 
 RESERVE_BYTES = 128 << 20
-"""For what no part accounts for: machine code of kernels, scratch of products, Python itself."""
+"""Memory outside all parts: machine code of kernels, scratch of products, Python itself."""
 
-_SAVING_BYTES = 48 << 20  # the pieces in which a checkpoint is written
+_SAVING_BYTES = 48 << 20  # buffers of the checkpoint writer
 _CHECKING_BYTES = 16 << 20  # of a data set, whose chunks are checked one at a time
-_COPIES_OF_BATCH = 3  # as drawn, as tensors, as the engine holds them
-_AUTO_ENGINE, _AUTO_FLASH = 0.5, 0.25  # of what is free, where no cap says how much is ours
-# Of workers that are forked, private to each (`/proc/PID/smaps_rollup`, Private_Dirty, PyTorch 2.13
-# for CPUs): the template has 315 MiB; a worker 80 MiB after its first steps with 4 stages, 102 MiB
-# with 26, as an engine or as a shard; a spare one 27 MiB less.
+_COPIES_OF_BATCH = 3  # as drawn, as tensors, as the engine's inputs
+_AUTO_ENGINE, _AUTO_FLASH = 0.5, 0.25  # of free memory, where no cap is set
+# Private memory of forked processes (`/proc/PID/smaps_rollup`, Private_Dirty, PyTorch 2.13 for
+# CPUs). The fork server has 315 MiB. An engine or shard has 80 MiB after its first steps with 4
+# stages, 102 MiB with 26 stages. A spare engine has 27 MiB less.
 _TEMPLATE_BYTES = 320 << 20
 _FORKED_BYTES, _FORKED_STAGE_BYTES = 76 << 20, 1 << 20
 _FLOAT_BYTES = {"fp32": 4, "bf16": 2}
@@ -49,11 +49,11 @@ _FLOAT_BYTES = {"fp32": 4, "bf16": 2}
 
 @dataclass(frozen=True)
 class MemoryShares:
-    """What the parts of the process may take, in bytes.
+    """The memory of the parts of the process, in bytes.
 
-    `engine` is the budget of one engine, of which it will use `engine_peak`, and `engine_host` of
-    its host's memory; `engines` is what all that are on this host will have of its memory.
-    `keep_pages` says whether there is room for the pages that they would keep as well
+    `engine` is the budget of one engine. `engine_peak` is its expected use, and `engine_host` its
+    use of host memory. `engines` is the memory of this host that all its engines use together.
+    `keep_pages` says whether memory suffices for the freed pages that engines would keep as well
     (`engine/host_memory.py`).
     """
 
@@ -67,9 +67,9 @@ class MemoryShares:
 
 @dataclass(frozen=True)
 class HostCapacity:
-    """What engines of this machine find room in: a limit, less the parts that they do not change.
+    """The memory for engines on this machine: a limit, and the fixed memory of the other parts.
 
-    `engine` is what one takes of it, its process included.
+    `engine` is the memory of one engine, its process included.
     """
 
     limit: int
@@ -77,7 +77,7 @@ class HostCapacity:
     engine: int
 
     def require(self, engines: int) -> None:
-        """**Raises:** `BudgetError` if there is no room for so many."""
+        """**Raises:** `BudgetError` if the memory is too small for this number of engines."""
         need = self.others + engines * self.engine
         if need <= self.limit:
             return
@@ -90,13 +90,13 @@ class HostCapacity:
 
 
 class Budget:
-    """Divides the memory of a process between the parts of one run. Made after compilation.
+    """Divides the memory of a process between the parts of one run. Created after compilation.
 
-    **Arguments:** `micro_batches` are those of one engine; `roles` what the optimizer keeps;
-    `machine` is where they run, with the memory of the device; `devices` are those of a group, if
-    engines are one.
+    **Arguments:** `micro_batches` are those of one engine. `roles` are the optimizer's state
+    tensors. `machine` is the host of the engines, with the memory of the device. `devices` are
+    those of a group, if the engines form a group.
 
-    **Raises:** `BudgetError` where nothing is left for engines, however small a step is made.
+    **Raises:** `BudgetError` if no memory is left for engines, however small a step is.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class Budget:
             self._refuse(self._need, self._least())
 
     def room(self, shares: MemoryShares) -> HostCapacity | None:
-        """Return what bounds the number of engines; None where they are on other hosts."""
+        """Return the limit on the number of engines; None if engines are on other hosts."""
         if not self._engines_here:
             return None
         one = shares.engine_host + self._process
@@ -160,7 +160,7 @@ class Budget:
         return self._config.cluster.start == "local" and self._target.survives_fork
 
     def _process_bytes(self) -> int:
-        """Return what one worker of this machine takes before it does anything."""
+        """Return the initial memory of one worker process of this machine."""
         cluster = self._config.cluster
         if cluster.start == "none" or cluster.has_other_hosts:
             return 0
@@ -169,9 +169,10 @@ class Budget:
         return _FORKED_BYTES + _FORKED_STAGE_BYTES * len(self._program.stages)
 
     def _processes_bytes(self) -> int:
-        """Return what all workers of this machine take before they do anything.
+        """Return the initial memory of all worker processes of this machine.
 
-        A spare one takes no more: it computes when another is gone, and with it its memory.
+        A spare worker adds no engine memory: it computes only after another engine, and its memory,
+        is gone.
         """
         config = self._config
         if not self._process:
@@ -181,9 +182,9 @@ class Budget:
         return workers * self._process + (_TEMPLATE_BYTES if self._are_forked else 0)
 
     def _here(self, store: int) -> int:
-        """Return what of the store's memory is this machine's.
+        """Return the part of the store's memory that is on this machine.
 
-        Of shards on other hosts only what a call brings: a stage, in pieces and put together.
+        For shards on other hosts this is the memory of an RPC: one stage, in pieces and assembled.
         """
         if not self._is_elsewhere:
             return store
@@ -192,7 +193,7 @@ class Budget:
     def engine_bytes(self) -> int:
         """Return the budget of one engine.
 
-        **Raises:** `BudgetError` where the other parts leave nothing.
+        **Raises:** `BudgetError` if the other parts leave no memory.
         """
         config, sharers, rest = self._config, max(1, self._engines_here), self._rest
         if config.engine.memory != "auto":
@@ -201,7 +202,7 @@ class Budget:
             least = self._machine.free_bytes(self._devices)
             on_one = sharers if config.cluster.start == "local" else 1  # processes on one device
             return int(least * _AUTO_ENGINE) // on_one
-        if not self._engines_here:  # as for one, whose links are those of one
+        if not self._engines_here:  # as for one engine, with its connections only
             alone = config.model_copy(update={"engines": 1})
             rest += self._links - _shared_bytes(alone, self._program)
         store = self._need
@@ -217,7 +218,7 @@ class Budget:
                 self._refuse(store, self._least())
             return share
         if self._on_flash and config.store.dram == "auto" and not self._is_elsewhere:
-            # Half for each; what engines cannot use is better used by weights.
+            # Engines and store start with half each; the store gets memory that engines cannot use.
             least, wanted = self._choice()
             share = min(max(least, rest // 2 // sharers), wanted)
             store = rest - sharers * share
@@ -228,7 +229,7 @@ class Budget:
         return share
 
     def plan(self, engine_bytes: int) -> EnginePlan:
-        """Choose what to recompute (`plan_engine`), within the budget of one engine."""
+        """Choose the stages to recompute (`plan_engine`), within the budget of one engine."""
         config = self._config
         try:
             return plan_engine(
@@ -247,9 +248,9 @@ class Budget:
             self._refuse(self._rest - self._engines_here * engine_bytes, self._least())
 
     def divide(self, plan: EnginePlan, engine_bytes: int) -> MemoryShares:
-        """Return what every part gets, once it is known what the engines will use.
+        """Return the memory of every part, given the expected use of the engines.
 
-        **Raises:** `BudgetError` where the sum is above the limit.
+        **Raises:** `BudgetError` if the sum exceeds the limit.
         """
         config = self._config
         peak = self._peak_bytes(plan)
@@ -264,7 +265,7 @@ class Budget:
                 left = int(_AUTO_FLASH * self._rest)
             store = left if config.store.dram == "auto" else int(config.store.dram)
         if config.store.dram == "auto":
-            store = max(store, self._need)  # a share of what is free may be too little
+            store = max(store, self._need)  # a share of free memory may be too small
         if self._here(store) + engines > self._rest:
             self._refuse(store, shown)
         self._require_loading(store, shown)
@@ -272,12 +273,12 @@ class Budget:
         return MemoryShares(engine_bytes, peak, one, engines, store, keep_pages)
 
     def _peak_bytes(self, plan: EnginePlan) -> int:
-        """Return what one engine will have of the memory that it computes in."""
+        """Return one engine's use of the memory in which it computes."""
         program, micro_batches = self._program, self._micro_batches
         return predict_bytes(program, micro_batches, plan, self._device, self._sharing).peak_bytes
 
     def _host_bytes(self, peak: int) -> int:
-        """Return what one engine has of host memory: all, or what its copies go through."""
+        """Return one engine's host memory: all of its memory, or its copy buffers."""
         if not self._target.has_own_memory:
             return peak
         if self._sharing is not None:
@@ -285,7 +286,7 @@ class Budget:
         return 2 * _largest_moved(self._program) + self._on_the_way
 
     def _returns_bytes(self, plan: EnginePlan) -> int:
-        """Return what the devices of a group have of host memory together."""
+        """Return the host memory of all devices of a group together."""
         if self._sharing is None:
             return 0
         return plan.slots * self._sharing.return_bytes(self._program)
@@ -301,11 +302,11 @@ class Budget:
 
     @property
     def _beside(self) -> int:
-        """What is on its way, where that is in the memory that engines compute in."""
+        """The transfer buffers, if they are in the memory in which engines compute."""
         return 0 if self._target.has_own_memory else self._on_the_way
 
     def _require_loading(self, store: int, engine: int) -> None:
-        """Filling a store on flash gathers a stage's weights and state, before anything runs."""
+        """Check the memory for loading a flash store: one stage's weights and state together."""
         if not self._on_flash:
             return
         name, need = largest_stage(self._program, self._loading_bytes)
@@ -318,7 +319,7 @@ class Budget:
             )
 
     def _loading_bytes(self, weight: WeightSpec) -> int:
-        """Return what a weight, as it comes and as it is kept, and its state take."""
+        """Return the memory of a weight, in its source and its stored format, and of its state."""
         state = 4 * len(self._roles) if weight.trainable else 0
         return weight.elements * (4 + weight.format.width + state)
 
@@ -360,7 +361,7 @@ class Budget:
         return "\n".join(f"  {name:42} {size_above(size):>12}" for name, size in rows)
 
     def _advice(self, store: int, engine: int) -> str:
-        """Say which key to set to which value."""
+        """Return the configuration key to change, with its value."""
         config = self._config
         total = sum(size for _, size in self._parts(store, engine))
         over = total - self._limit
@@ -384,12 +385,12 @@ class Budget:
 
 
 def bytes_on_the_way(program: Program, device: str) -> int:
-    """Return what an engine in a process of its own has of weights and gradients on their way.
+    """Return the memory of the transfer buffers of an engine in a process of its own.
 
-    Weights come into `WINDOW` buffers, each as large as the largest stage; on a CPU they are
-    computed with in place, so that one of these is the stage that waits while another computes.
-    Gradients are those of as many operations as shards let go at once, twice: an engine's own, and
-    the sum with those of others.
+    Weights arrive in `WINDOW` buffers, each as large as the largest stage. A CPU computes with the
+    buffers in place, so one buffer is the stage that waits while another computes. Gradients need
+    memory for as many operations as shards release at once, twice: the engine's own gradients, and
+    their sum with those of other engines.
     """
     _, largest = largest_stage(program, lambda weight: weight.stream_bytes)
     buffers = (WINDOW if target_of(device).has_own_memory else WINDOW - 1) * largest
@@ -404,7 +405,7 @@ def _floor(size: int) -> str:
 
 
 def _largest_moved(program: Program) -> int:
-    """Return the most that moves of a stage one way: what streams, or gradients in float32."""
+    """Return the largest transfer of a stage one way: streamed weights, or gradients in float32."""
     _, streamed = largest_stage(program, lambda weight: weight.stream_bytes)
     _, returned = largest_stage(program, _gradient_bytes)
     return max(streamed, returned)
@@ -415,7 +416,7 @@ def _gradient_bytes(weight: WeightSpec) -> int:
 
 
 def _shared_bytes(config: Config, program: Program) -> int:
-    """Return what links within this host take of memory that both ends see, at most."""
+    """Return the largest shared memory of the connections within this host."""
     cluster, shards = config.cluster, config.store.shards
     largest = max(weight.stream_bytes for weight in program.weights.values())
     if cluster.start == "none" or cluster.shared_memory == "off" or largest < LEAST_BYTES:
@@ -424,14 +425,14 @@ def _shared_bytes(config: Config, program: Program) -> int:
     if cluster.shards == "here":  # in one process
         pairs = {(max(sender, -1), max(taker, -1)) for sender, taker in pairs}
     calls = 2 * shards if cluster.shards == "apart" else 0
-    if cluster.has_other_hosts:  # only what begins or ends in this process is surely here
+    if cluster.has_other_hosts:  # only connections of this process are surely here
         pairs = {pair for pair in pairs if -1 in pair and cluster.shards == "here"}
         calls = 0
     return (len(pairs) + calls) * RING_BYTES
 
 
 def _dram_store_bytes(config: Config, program: Program, roles: Sequence[Role]) -> int:
-    """Return what a store in memory takes: masters, gradients, moments."""
+    """Return the memory of a store in memory: masters, gradients, moments."""
     gradient = _FLOAT_BYTES[config.gradient_precision]
     trained = [weight.elements for weight in program.weights.values() if weight.trainable]
     state = sum(role.bytes(elements) for elements in trained for role in roles)

@@ -1,10 +1,10 @@
-"""How a step's batch is divided: into which micro-batches, for stages cut how small.
+"""The division of a step's batch into micro-batches, and the size limit of stages.
 
-The first decides bits: the tree of sums has the micro-batches as its leaves. The second decides how
-a store on flash is laid out; and bits only where a stage cannot be cut without another order of
-sums (`compiler/cut.py`). So both are chosen as for one engine that takes the whole batch, and the
-number of engines, where they are, and what there is of the store decide nothing here. Whether the
-engines that there are can do it is another question (`execution_plan.py`).
+The micro-batch decides bits: the micro-batches are the leaves of the tree of sums. The stage limit
+decides the layout of a store on flash. The stage limit decides bits only where a stage cannot be
+cut without changing the order of sums (`compiler/cut.py`). So both are chosen as for one engine
+that computes the whole batch. The number and location of engines, and the existing store, have no
+influence. `execution_plan.py` checks whether the available engines can execute the result.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from penstock.planning.machine import Machine, ReadMachine
 from penstock.planning.memory_budget import Budget
 from penstock.program import Program
 
-_LEAST_TOKENS = 512  # of a micro-batch; smaller products spend their time on starting
-_ENGINES = 8  # that a micro-batch each is left to; more want a larger batch, or `batch.micro`
-_BUDGET_SLOTS = 4  # a stage of a quarter of the budget leaves room for slots and activations
+_LEAST_TOKENS = 512  # of a micro-batch; smaller products are dominated by their start-up time
+_ENGINES = 8  # that get a micro-batch each; more engines need a larger batch, or `batch.micro`
+_BUDGET_SLOTS = 4  # a stage of 1/4 of the budget leaves memory for slots and activations
 
 Compile = Callable[[int, int | None], Program]
-"""Compiles for a micro-batch of so many sequences, and stages of so many bytes at most."""
+"""Compiles for a micro-batch of so many sequences, with stages of at most so many bytes."""
 
 
 @dataclass(frozen=True)
 class MicroBatchPlan:
-    """A micro-batch, and the program for it.
+    """A micro-batch, and its program.
 
-    `slot_bytes` is what the program's stages had to fit, if anything; `is_for_many` says that one
-    engine could not hold the whole batch.
+    `slot_bytes` is the limit on the program's stages, if any. `is_for_many` says that one engine
+    could not hold the whole batch.
     """
 
     program: Program
@@ -45,9 +45,9 @@ class MicroBatchPlan:
 def divided_as_recorded(
     config: Config, compile_for: Compile, micro_batch: int | None, slot_bytes: int | None
 ) -> MicroBatchPlan | None:
-    """Return the division that a run was started with; None if it has none, or another is asked.
+    """Return the division with which a run was started; None for a new run or another setting.
 
-    **Raises:** `BudgetError` where a stage cannot be cut so small.
+    **Raises:** `BudgetError` if a stage cannot be cut small enough.
     """
     if micro_batch is None or config.batch.micro not in ("auto", micro_batch):
         return None
@@ -65,14 +65,16 @@ def divide_batch(
     devices: Sequence[str] = (),
     read_machine: ReadMachine = Machine.here,
 ) -> MicroBatchPlan:
-    """Choose the micro-batch of sequences of `length`, and cut the stages where they are too large.
+    """Choose the micro-batch of sequences of `length`, and cut stages that are too large.
 
-    With `batch.micro: auto` it is the largest divisor of the batch that is not beyond what helps,
-    leaves `_ENGINES` engines a micro-batch each (unless that makes it small), and fits one engine;
-    where none does, the least. Stages are cut smaller before the micro-batch is. A resumed run
-    keeps its micro-batch. `read_machine` says what there is of memory.
+    With `batch.micro: auto` the micro-batch is the largest divisor of the batch that meets three
+    conditions. It does not exceed the useful size; it leaves `_ENGINES` engines a micro-batch each
+    (unless that makes it small); it fits one engine. If no divisor fits, the least is taken. Stages
+    are cut smaller before the micro-batch is. A resumed run keeps its micro-batch. `read_machine`
+    reads the available memory.
 
-    **Raises:** `BudgetError` where a stage cannot be cut so small, or nothing is left for engines.
+    **Raises:** `BudgetError` if a stage cannot be cut small enough, or no memory is left for
+    engines.
     """
     problem: BudgetError | None = None
     tried: list[MicroBatchPlan] = []
@@ -84,7 +86,7 @@ def divide_batch(
         for _ in ("stages as they are", "stages cut to what an engine may use"):
             try:
                 program = compile_for(micro_batch, slot_bytes)
-                machine = read_machine(devices or (device,))  # which has the program by now
+                machine = read_machine(devices or (device,))  # includes the program
                 budget_bytes = _one_engine_bytes(
                     config, program, micro_batches, device, machine, devices
                 )
@@ -116,7 +118,7 @@ def _one_engine_bytes(
     machine: Machine,
     devices: Sequence[str],
 ) -> int:
-    """Return the budget that an engine has, or would have if there were one of them."""
+    """Return the budget of an engine, or the budget that a single engine would have."""
     if config.engine.memory != "auto":
         return int(config.engine.memory)
     cluster, roles = config.cluster, store_factory.optimizer_of(config).roles

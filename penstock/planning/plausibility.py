@@ -1,8 +1,8 @@
-"""Refusing by arithmetic what no machine at hand can hold, before anything is compiled.
+"""Refusal of runs that are far too large for the machine, before compilation.
 
-The budget (`memory_budget.py`) is exact, and needs the compiled program. With a number that is
-wrong by orders of magnitude, compiling would take hours, or all memory. What is added up here is
-less than any run can do with: the store, a step's batch, one micro-batch's hidden states, the
+The memory budget (`memory_budget.py`) is exact, but needs the compiled program. With a number that
+is wrong by orders of magnitude, compilation would take hours, or all memory. This module computes a
+lower bound on a run's memory: the store, a step's batch, one micro-batch's hidden states, the
 buffers.
 """
 
@@ -19,20 +19,20 @@ from penstock.planning import store_factory
 from penstock.planning.machine import Machine
 
 MOST_TENSORS = 1 << 16
-"""Parameters of a model that is traced: 4,096 layers of 16. A layer takes some 50 ms."""
+"""Limit on the parameters of a traced model: 4,096 layers of 16. A layer takes some 50 ms."""
 
 _COPIES_OF_BATCH = 2
-_TIMES = 8  # below, compiling takes no longer than for a run that fits, and the budget says more
+_TIMES = 8  # below, compilation takes no longer than for a run that fits; the budget reports more
 _FLOAT_BYTES = {"fp32": 4, "bf16": 2}
 
 
 def refuse_implausible(
     config: Config, source: ModelSource, length: int, device: str, machine: Machine
 ) -> None:
-    """Refuse a run of sequences of `length` on `device` that is far from fitting the machine.
+    """Refuse a run of sequences of `length` on `device` that greatly exceeds the machine.
 
-    **Raises:** `CompileError` for a model of too many tensors; `BudgetError` where the sum is many
-    times the limit, with the parts.
+    **Raises:** `CompileError` for a model with too many tensors. `BudgetError` if the sum is many
+    times the limit; the text lists the parts.
     """
     tensors = len(source.shapes())
     if tensors > MOST_TENSORS:
@@ -79,7 +79,7 @@ def _parts(config: Config, source: ModelSource, length: int, device: str) -> lis
 
 
 def _store_bytes(config: Config, source: ModelSource) -> int:
-    """Return the least that this host's memory holds of the store, if it is in memory here."""
+    """Return a lower bound on the store's memory on this host, if the store is in its memory."""
     cluster = config.cluster
     if config.store.flash.path is not None:
         return 0
@@ -89,7 +89,7 @@ def _store_bytes(config: Config, source: ModelSource) -> int:
     trained = source.trained_count() if trains_all else 0
     roles = sum(role.bytes(trained) for role in store_factory.optimizer_of(config).roles)
     weights = 4 * source.parameter_count()
-    if not trains_all:  # frozen ones that came as bfloat16 stay so
+    if not trains_all:  # frozen weights that came as bfloat16 stay bfloat16
         weights -= 2 * sum(math.prod(source.shapes()[name]) for name in source.bfloat16)
     once = weights + _FLOAT_BYTES[config.gradient_precision] * trained + roles
     return config.store.replicas * once

@@ -1,4 +1,4 @@
-"""From a configuration to the store of a run: in memory or on flash, whole or in shards."""
+"""Construction of a run's store: in memory or on flash, whole or in shards."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class RemoteShardStore(DurableStore, Protocol):
     """The store of one shard in another process, in memory or on flash."""
 
     def open(self) -> RemoteShardStore:
-        """Have that process open it."""
+        """Make the other process open its store."""
         ...
 
 
@@ -58,9 +58,10 @@ def make_store(
 ) -> Store:
     """Return an empty store with the configured optimizer and schedule, for engines on `device`.
 
-    Its shards are in this process, unless they are given (`apart`): then it is not a `MemoryStore`.
+    The shards are in this process unless `apart` is given; with `apart` the result is not a
+    `MemoryStore`.
 
-    **Raises:** `BudgetError` if it needs more than `store.dram`.
+    **Raises:** `BudgetError` if the store needs more than `store.dram`.
     """
     roles = optimizer_of(config).roles
     shard_map = ShardMap.of(program, config.store.shards)
@@ -107,11 +108,11 @@ def make_flash_store(
     folder: Path,
     apart: Sequence[RemoteShardStore] | None = None,
 ) -> DurableStore:
-    """Return the store in a folder on flash, new or as it was left, with that much of memory.
+    """Return the store in a folder on flash, new or existing, with this much memory.
 
-    Its shards are opened in this process, or by others (`apart`).
+    The shards are opened in this process, or by other processes (`apart`).
 
-    **Raises:** what `FlashStore` raises, and `OtherStoreError` for another number of shards.
+    **Raises:** the errors of `FlashStore`, and `OtherStoreError` for another number of shards.
     """
     count = config.store.shards
     if count == 1 and apart is None:
@@ -145,7 +146,7 @@ def make_flash_store(
 
 
 def _open_in(shard: RemoteShardStore, folder: Path) -> RemoteShardStore:
-    """Have another process open a shard; it knows the folder's name by itself."""
+    """Make another process open a shard; that process has its own name for the folder."""
     return shard.open()
 
 
@@ -169,9 +170,9 @@ def make_flash_shard(
 
 
 def flash_share(config: Config, program: Program, dram_bytes: int) -> int:
-    """Return what each shard on flash, and each replica, gets of the memory for all of them.
+    """Return the memory of each shard and replica on flash, out of the memory for all of them.
 
-    **Raises:** `BudgetError` if that is too little.
+    **Raises:** `BudgetError` if the share is too small.
     """
     count = config.store.shards
     least = least_flash_store_bytes(config, program, optimizer_of(config).roles)
@@ -189,15 +190,15 @@ def _with_replicas(config: Config) -> str:
 
 
 def least_flash_store_bytes(config: Config, program: Program, roles: Sequence[Role]) -> int:
-    """Return the least that a store on flash takes of memory, all shards and replicas together."""
+    """Return the least memory of a store on flash, all shards and replicas together."""
     half, shard_map = config.gradient_precision == "bf16", ShardMap.of(program, config.store.shards)
     largest = max(least_dram_bytes(part, roles, half) for part in shard_map.parts(program))
-    # What is left is shared equally.
+    # The remaining memory is shared equally.
     return config.store.holders * largest + assembly_of(config, program)
 
 
 def assembly_of(config: Config, program: Program) -> int:
-    """Return what a store in shards takes of memory to put weights together; 0 for one store."""
+    """Return the memory in which a sharded store assembles weights; 0 without shards."""
     return Assembly.needed(program, ShardMap.of(program, config.store.shards))
 
 
@@ -232,7 +233,7 @@ def _groups(config: Config, program: Program) -> dict[str, GroupSettings]:
 
 
 def commit_rule(config: Config) -> CommitRule:
-    """Return what decides the configured run's steps beside their gradients."""
+    """Return the commit rule: the configured part of a step's decision, beside the gradients."""
     shape = config.optimizer.schedule
     schedule = Schedule(
         name=shape.name,

@@ -1,8 +1,8 @@
-"""What people see of a run while it goes on: in a terminal, in a notebook, in a log.
+"""The views of a running run: in a terminal, in a notebook, in a log.
 
-Everything here is made from events (`penstock.telemetry`) alone. The command line and the demo ask
-`view_for_command` for their view, `Trainer` asks `view_from_python`. Both are loaded on first use:
-figures are also for commands that show no run and should start at once.
+Views are made from events (`penstock.telemetry`) alone. The command line and the demo call
+`view_for_command`; `Trainer` calls `view_from_python`. Both are loaded on first use, because
+commands that show no run use the number formats and should start at once.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Which view a run gets: a panel in a terminal, a live line in a notebook, else lines of a log."""
+"""The choice of a run's view: a panel in a terminal, a live line in a notebook, else log lines."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from penstock.progress.view import SilentView, View
 
 
 def view_for_command(console: Console, every: int, quiet: bool = False) -> View:
-    """Return the view of a command that writes to `console`; `quiet` leaves what must be read."""
+    """Return the view of a command that writes to `console`; `quiet` keeps required messages."""
     if _can_redraw(console) and not quiet:
         return LiveView(console)
     return LineView(console, every, quiet)
 
 
 def view_from_python(every: int, quiet: bool) -> View:
-    """Return the view of a `Trainer` that a script or a notebook makes.
+    """Return the view of a `Trainer` that a script or a notebook creates.
 
-    It is written to stderr, so that what a script prints stays its own. `quiet` shows nothing.
+    The view writes to stderr, so stdout has only the output of the script. `quiet` shows nothing.
     """
     if quiet:
         return SilentView()
@@ -33,7 +33,7 @@ def view_from_python(every: int, quiet: bool) -> View:
 
 
 def in_notebook() -> bool:
-    """Tell whether this process is the kernel of a notebook; IPython in a terminal has none."""
+    """Tell whether this process is a notebook's kernel; IPython in a terminal has no kernel."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return getattr(shell, "kernel", None) is not None

@@ -1,4 +1,4 @@
-"""Numbers for people: bytes, counts, durations, and a line chart one row high.
+"""Number formats for people: bytes, counts, durations, and a line chart one row high.
 
 Sizes and rates are in units of 1024 everywhere: KiB, MiB, GiB, TiB, and MiB/s.
 """
@@ -13,7 +13,7 @@ _YEAR_SECONDS = 365 * 86400
 
 
 def show_bytes(count: float) -> str:
-    """Return `1.5 GiB` and the like, three significant digits."""
+    """Return a size such as `1.5 GiB`, with three significant digits."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if abs(count) < 1000 or unit == "TiB":
             return f"{count:.0f} {unit}" if unit == "B" else f"{_three(count)} {unit}"
@@ -22,12 +22,12 @@ def show_bytes(count: float) -> str:
 
 
 def show_rate(bytes_per_second: float) -> str:
-    """Return `1.50 GiB/s` and the like, in the units of `show_bytes`."""
+    """Return a rate such as `1.50 GiB/s`, in the units of `show_bytes`."""
     return f"{show_bytes(bytes_per_second)}/s"
 
 
 def show_count(count: float) -> str:
-    """Return `124M` and the like, three significant digits."""
+    """Return a count such as `124M`, with three significant digits."""
     for unit in ("", "k", "M", "G", "T"):
         if abs(count) < 1000 or unit == "T":
             return f"{count:.0f}" if not unit and count == int(count) else f"{_three(count)}{unit}"
@@ -36,7 +36,7 @@ def show_count(count: float) -> str:
 
 
 def show_flops(count: float) -> str:
-    """Return floating point operations, such as `1.20 T`."""
+    """Return a number of floating point operations, such as `1.20 T`."""
     for unit in ("", "K", "M", "G", "T", "P"):
         if abs(count) < 1000 or unit == "P":
             return f"{_three(count)} {unit}".rstrip() if count else "0"
@@ -61,9 +61,10 @@ def show_duration(seconds: float) -> str:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Return a row of bars, each the mean of an equal share of the values, least to greatest.
+    """Return a row of bars, each the mean of an equal share of the values.
 
-    Values that are not finite are left out; with fewer values than `width`, one bar per value.
+    The bars are scaled from the least to the greatest mean. Non-finite values are left out. With
+    fewer values than `width`, each value has one bar.
     """
     finite = [value for value in values if math.isfinite(value)]
     if not finite or width < 1:
@@ -86,12 +87,12 @@ def _three(value: float) -> str:
 
 
 def show_shares(accuracy: float | None, exact_match: float | None) -> str:
-    """Return what an evaluation had right, to follow its loss; nothing for what it has not."""
+    """Return the accuracy metrics of an evaluation, to follow its loss; omit missing metrics."""
     shares = {"accuracy": accuracy, "exact match": exact_match}
     return "".join(f"  {name} {share:.1%}" for name, share in shares.items() if share is not None)
 
 
 def show_bar(done: float, total: float, width: int) -> tuple[str, str]:
-    """Return a bar as its full and its empty part; it is full where `done` is beyond `total`."""
+    """Return a bar as its full and its empty part; the bar is full if `done` exceeds `total`."""
     full = round(width * min(max(done / total, 0.0), 1.0)) if total > 0 else 0
     return "━" * full, "─" * (width - full)

@@ -1,4 +1,4 @@
-"""A run in a terminal: a panel that is redrawn, and lines above it that stay."""
+"""The view of a run in a terminal: a redrawn panel, and permanent lines above it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.telemetry import Evaluated, Event
 
 
 class LiveView(View):
-    """Redraws a panel of the run; evaluations and what must be read stay above it."""
+    """Redraws a panel of the run; evaluations and required messages stay above the panel."""
 
     def __init__(self, console: Console) -> None:
         self._progress = Progress()
@@ -36,9 +36,9 @@ class LiveView(View):
             )
 
     def interrupt(self, text: str) -> None:
-        """Show it in the panel, which another thread draws: a signal handler may not write here."""
+        """Show the text in the panel; its thread draws it, since a signal handler may not write."""
         self._message = text
 
     def render(self) -> RenderableType:
-        """Return the panel as it stands now."""
+        """Return the current panel."""
         return panel(self._progress, self._message)

@@ -1,4 +1,4 @@
-"""A run as lines of text, for logs and pipes: one every few steps, one per other event."""
+"""The view of a run as lines of text, for logs and pipes: one every few steps, one per event."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from penstock.telemetry import (
     Stopped,
 )
 
-# What most makers rate a consumer's disk of 1 TB for; others are rated in proportion.
+# The usual endurance rating of a consumer disk of 1 TB; the rating is proportional to the size.
 RATED_BYTES = 600 * 10**12
-# A disk is replaced after some years whatever is written to it.
+# A disk is replaced after some years, whatever is written to it.
 LIFETIME_WORTH_SAYING = 5 * 365 * 86400.0
 
 
@@ -49,7 +49,7 @@ class LineView(View):
         started = self._progress.started
         if isinstance(event, StepDone):
             if started is None or self._quiet:
-                return  # a step made by hand, outside of a run
+                return  # a step outside of `train`
             if event.step % self._every == 0 or event.step in (1, started.steps):
                 self._print(step_line(self._progress))
         elif not self._quiet or isinstance(event, ALWAYS_TOLD):
@@ -57,7 +57,7 @@ class LineView(View):
                 self._print(line)
 
     def interrupt(self, text: str) -> None:
-        """Write it to stderr at once."""
+        """Write the text to stderr at once."""
         show_on_stderr(text)
 
     def _print(self, line: str) -> None:
@@ -89,19 +89,19 @@ def step_line(progress: Progress) -> str:
 
 
 def show_loss(loss: float, unit: str, digits: int = 4) -> str:
-    """Return a loss with its unit; a loss of the user's own has none."""
+    """Return a loss with its unit; a loss of the user's own has no unit."""
     shown = f"{loss:.{digits}f}" if abs(loss) >= 0.01 or loss == 0 else f"{loss:.3g}"
     return f"{shown} {unit}".rstrip()
 
 
 def show_held_out_loss(event: Evaluated, digits: int = 4) -> str:
-    """Return the loss of an evaluation with its units; that of a language model is in nats."""
+    """Return the loss of an evaluation with its units; a language model's loss is in nats."""
     bits = f", {event.bits_per_byte:.4f} bits per byte" if event.bits_per_byte is not None else ""
     return show_loss(event.loss, "nats per token" if _is_of_text(event) else "", digits) + bits
 
 
 def show_evaluation(event: Evaluated, digits: int = 4) -> str:
-    """Return all figures of an evaluation."""
+    """Return all metrics of an evaluation."""
     perplexity = f"  perplexity {event.perplexity:.{digits}g}" if _is_of_text(event) else ""
     shares = show_shares(event.accuracy, event.exact_match)
     return f"loss {show_held_out_loss(event, digits)}{perplexity}{shares}"
@@ -112,14 +112,14 @@ def _is_of_text(event: Evaluated) -> bool:
 
 
 def parameters(started: RunStarted) -> str:
-    """Return the number of parameters, and how many are trained where that is not all."""
+    """Return the number of parameters, and the number of trained ones if it differs."""
     trained = started.trainable_parameters
     part = f", {show_count(trained)} of them trained" if trained < started.parameters else ""
     return f"{show_count(started.parameters)} parameters{part}"
 
 
 def flash_traffic(step: StepDone) -> str:
-    """Return what a step read and wrote on flash, and what share of its time it waited."""
+    """Return the flash traffic of a step, and the share of its time spent waiting for flash."""
     share = step.flash_wait_seconds / step.seconds
     return (
         f"{show_bytes(step.flash_read_bytes)} read, {show_bytes(step.flash_written_bytes)} written "
@@ -128,7 +128,7 @@ def flash_traffic(step: StepDone) -> str:
 
 
 def event_lines(event: Event, loss_unit: str = "") -> list[str]:
-    """Return the lines that an event other than a step puts into a log."""
+    """Return the log lines of an event other than a step."""
     if isinstance(event, RunStarted):
         return started_lines(event)
     if isinstance(event, Evaluated):
@@ -152,7 +152,7 @@ def event_lines(event: Event, loss_unit: str = "") -> list[str]:
         ]
     if isinstance(event, Finished):
         if event.summary.get("steps") == 0:
-            return []  # a notice has said so
+            return []  # a notice has reported it
         return ["finished: " + _summary(event.summary, loss_unit)]
     return []
 
@@ -177,7 +177,7 @@ def started_lines(run: RunStarted) -> list[str]:
 
 
 def measured_lines(run: RunMeasured) -> list[str]:
-    """Return what bound a run, what it moved, and what that costs the disk."""
+    """Return the bottleneck of a run, its transfers, and their cost in disk endurance."""
     parts = {
         "compute": run.compute_seconds,
         "waiting for flash": run.flash_wait_seconds,
@@ -220,7 +220,7 @@ def measured_lines(run: RunMeasured) -> list[str]:
 
 
 def traffic(run: RunMeasured) -> str:
-    """Return, as a sentence, what streamed between the store and the engines in a step."""
+    """Return a sentence on the bytes streamed between store and engines per step."""
     return (
         f"{show_bytes(run.streamed_bytes / run.steps)} of weights went from the store to the "
         "engine, for the forward and again for the backward pass, and "

@@ -1,4 +1,4 @@
-"""A run in a notebook: one line that is updated in place, and lines that stay for the rest."""
+"""The view of a run in a notebook: one line that is updated in place, and permanent lines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _STAYS = (RunStarted, Evaluated, *ALWAYS_TOLD)
 class NotebookView(View):
     """Shows the last step in an output of its own that IPython updates.
 
-    **Arguments:** `display`, as `IPython.display.display`; `clock` gives seconds.
+    **Arguments:** `display`, as `IPython.display.display`; `clock` returns seconds.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class NotebookView(View):
         self._is_behind = False
 
     def open(self) -> None:
-        self._handle = None  # each call of `train` has an output of its own
+        self._handle = None  # each call of `train` has its own output
 
     def close(self) -> None:
         if self._is_behind:
@@ -44,7 +44,7 @@ class NotebookView(View):
         self._progress(event)
         if isinstance(event, StepDone):
             if self._progress.started is None:
-                return  # a step made by hand, outside of a run
+                return  # a step outside of `train`
             self._is_behind = True
             if self._handle is None or self._clock() - self._shown_at >= _SECONDS:
                 self._show()
@@ -53,7 +53,7 @@ class NotebookView(View):
                 print(line)
 
     def interrupt(self, text: str) -> None:
-        """Print that a stop was asked for."""
+        """Print that a stop was requested."""
         print(text)
 
     def _show(self) -> None:

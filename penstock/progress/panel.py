@@ -29,12 +29,12 @@ _CHART_WIDTH = 36
 
 
 def panel(progress: Progress, message: str = "") -> RenderableType:
-    """Return the panel as the run stands; `message` comes last, for what is urgent."""
+    """Return the panel of the run's current state; an urgent `message` is the last row."""
     started = progress.started
     if started is None:
         return Text("preparing ...")
     table = Table.grid(padding=(0, 2))
-    # The values give way where a terminal is narrow: the column that wraps is the one that shrinks.
+    # In a narrow terminal the value column shrinks: only a column that wraps can shrink.
     table.add_column(style="dim", no_wrap=True, min_width=_LABEL_WIDTH)
     table.add_column(overflow="fold")
     for label, value in _rows(progress, started):

@@ -1,8 +1,8 @@
-"""Lines at the bottom of a terminal that are drawn again in place, below what is printed.
+"""Lines at the bottom of a terminal that are redrawn in place, below printed text.
 
-Between two drawings the cursor rests at the beginning of the first of these lines. To erase them is
-then to erase what is below the cursor, however the terminal has wrapped them after its width has
-changed; and a `^C` that it echoes stands where the next drawing begins.
+Between two drawings the cursor is at the start of the first redrawn line. So erasing the lines
+means erasing everything below the cursor, however the terminal has wrapped the lines after a change
+of its width. An echoed `^C` is overwritten by the next drawing.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ _SECONDS = 0.25  # between two drawings
 _WIDTH = 80
 _ERASE = "\r\x1b[J"
 _HIDE_CURSOR, _SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
-# A line must not wrap if the terminal has become narrower since its width was asked for.
+# A line must not wrap if the terminal has become narrower since its width was read.
 _CUT_LINES, _WRAP_LINES = "\x1b[?7l", "\x1b[?7h"
 
 
 class RedrawnLines:
-    """Draws what `render` returns four times a second; a context manager.
+    """Draws the lines that `render` returns four times a second; a context manager.
 
-    Within it, what this process prints to a terminal goes above the lines.
+    Within the context, text that this process prints to a terminal goes above the lines.
     """
 
     def __init__(self, console: Console, render: Callable[[], RenderableType]) -> None:
         self._console = console
         self._render = render
         self._lock = threading.RLock()
-        self._height = 0  # lines that are on the terminal
+        self._height = 0  # lines on the terminal
         self._is_shown = False
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
@@ -53,7 +53,7 @@ class RedrawnLines:
         self._thread.start()
 
     def close(self) -> None:
-        """Leave the lines as they are last drawn."""
+        """Keep the last drawing of the lines on the terminal."""
         self._ended.set()
         if self._thread is not None:
             self._thread.join()
@@ -61,11 +61,11 @@ class RedrawnLines:
         self._around.close()
 
     def draw(self) -> None:
-        """Draw the lines anew."""
+        """Redraw the lines."""
         self.print("")
 
     def print(self, text: str) -> None:
-        """Write text that ends with a newline above the lines; just write it outside of them."""
+        """Write text that ends with a newline above the lines, or directly if none are shown."""
         with self._lock:
             if not self._is_shown:
                 self._write(text)
@@ -80,7 +80,7 @@ class RedrawnLines:
 
     def _lines(self) -> list[str]:
         """Return the lines with their styles, as many as fit the terminal."""
-        # Into a file of its own: what this one writes to may be gone, or another's to print to.
+        # A separate file, because the console's file may be closed, or redirected to print above.
         drawing = Console(
             file=io.StringIO(),
             force_terminal=True,
@@ -105,7 +105,7 @@ class RedrawnLines:
             self._write("\n" * self._height + _SHOW_CURSOR)
 
     def _write(self, text: str) -> None:
-        # What stands for stdout is not asked: it would print above the lines.
+        # Bypass the stand-in of stdout, which would print above the lines.
         file = getattr(self._console.file, "rich_proxied_file", self._console.file)
         try:
             file.write(text)
@@ -119,7 +119,7 @@ class RedrawnLines:
 
     @contextlib.contextmanager
     def _printing_above(self) -> Iterator[None]:
-        """Have what is printed to a terminal printed above the lines."""
+        """Print text for the terminal above the lines."""
         streams = sys.stdout, sys.stderr
         above = [_Above(self, stream) if stream.isatty() else None for stream in streams]
         sys.stdout, sys.stderr = (
@@ -136,15 +136,15 @@ class RedrawnLines:
 
     @contextlib.contextmanager
     def _pausing(self) -> Iterator[None]:
-        """On Ctrl-Z leave the lines to the shell, and draw others when the process goes on."""
+        """On Ctrl-Z keep the lines for the shell; draw new lines when the process continues."""
         if threading.current_thread() is not threading.main_thread():
-            yield  # only the main thread may say what signals do
+            yield  # only the main thread may set signal handlers
             return
 
         def pause(number: int, frame: FrameType | None) -> None:
             self._leave()
             signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)  # stops here
+            os.kill(os.getpid(), number)  # the process stops here
             signal.signal(number, pause)
             self._show()
 
@@ -156,20 +156,20 @@ class RedrawnLines:
 
 
 class _Above(io.TextIOBase):
-    """Stands for stdout or stderr: whole lines are printed above redrawn ones."""
+    """A stand-in for stdout or stderr: prints whole lines above the redrawn lines."""
 
     def __init__(self, lines: RedrawnLines, stream: TextIO) -> None:
         self._lines = lines
         self._held = ""
-        self.rich_proxied_file = stream  # a console that finds this writes to the stream itself
+        self.rich_proxied_file = stream  # a console with this attribute writes to the stream
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
-        """That of the terminal."""
+        """The encoding of the terminal."""
         return self.rich_proxied_file.encoding
 
     def isatty(self) -> bool:
-        """It is a terminal that stands behind it."""
+        """Return True: the underlying stream is a terminal."""
         return True
 
     def fileno(self) -> int:
@@ -177,17 +177,17 @@ class _Above(io.TextIOBase):
         return self.rich_proxied_file.fileno()
 
     def writable(self) -> bool:
-        """It is there to be written to."""
+        """Return True."""
         return True
 
     def write(self, text: str) -> int:
-        """Print the lines that are whole; the rest waits for its end."""
+        """Print whole lines; keep an unfinished line."""
         *whole, self._held = (self._held + text).split("\n")
         if whole:
             self._lines.print("".join(f"{line}\n" for line in whole))
         return len(text)
 
     def end(self) -> None:
-        """Write what never got its end."""
+        """Write an unfinished line."""
         self.rich_proxied_file.write(self._held)
         self._held = ""

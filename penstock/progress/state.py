@@ -1,4 +1,4 @@
-"""What views derive from events: recent speeds, time left, epochs, the losses so far."""
+"""Values that views derive from events: recent speeds, time left, epochs, the losses so far."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 
 from penstock.telemetry import Evaluated, Event, RunStarted, Saved, StepDone
 
-# Speeds are means over this many steps: steady enough to read, quick enough to see a change.
+# Speeds are means over this many steps: steady enough to read, and quick to show a change.
 _RECENT_STEPS = 20
-# The first two steps compile kernels, the second those of the updates: no later step takes as long.
+# The first two steps compile kernels (the second those of the updates), so they take longest.
 _FIRST_STEPS = 2
 # A chart is less than a hundred characters wide, and a run may have millions of steps.
 _MOST_POINTS = 1024
@@ -22,7 +22,7 @@ class LossHistory:
     def __init__(self) -> None:
         self.means: list[float] = []
         self._steps_per_point = 1
-        self._pending: list[float] = []  # of the point that is not complete yet
+        self._pending: list[float] = []  # of the unfinished point
 
     def add(self, loss: float) -> None:
         """Add the loss of the next step."""
@@ -37,7 +37,7 @@ class LossHistory:
 
 
 class Progress:
-    """How far a run is. **Arguments:** `clock` gives seconds."""
+    """The progress of a run. **Arguments:** `clock` returns seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.started: RunStarted | None = None
@@ -46,7 +46,7 @@ class Progress:
         self.best: Evaluated | None = None
         self.saved: Saved | None = None
         self.losses = LossHistory()
-        self._steps = 0  # since the run, or this part of a resumed one, began
+        self._steps = 0  # since the run, or this part of a resumed run, began
         self._clock = clock
         self._began = clock()
         self._recent: deque[StepDone] = deque(maxlen=_RECENT_STEPS)
@@ -71,32 +71,32 @@ class Progress:
 
     @property
     def loss_unit(self) -> str:
-        """That of the training loss; empty where it is not known."""
+        """The unit of the training loss; empty if it is unknown."""
         return self.started.loss_unit if self.started else ""
 
     @property
     def seconds_per_step(self) -> float:
-        """Mean of recent steps, without the first two as soon as there are others."""
+        """Mean over recent steps, without the first two as soon as there are others."""
         return sum(s.seconds for s in self._recent) / max(len(self._recent), 1)
 
     @property
     def tokens_per_second(self) -> float:
-        """Mean of recent steps; rows where a model does not read tokens."""
+        """Mean over recent steps; counts rows for a model without tokens."""
         return self._per_second(sum(s.tokens for s in self._recent))
 
     @property
     def streamed_per_second(self) -> float:
-        """Bytes of weights per second of recent steps."""
+        """Bytes of weights per second, over recent steps."""
         return self._per_second(sum(s.streamed_bytes for s in self._recent))
 
     @property
     def seconds_elapsed(self) -> float:
-        """Since this run, or this part of a resumed one, began."""
+        """Seconds since this run, or this part of a resumed run, began."""
         return self._clock() - self._began
 
     @property
     def seconds_left(self) -> float | None:
-        """What the remaining steps will take; None until a step has repeated, and at the end."""
+        """Estimated seconds of the remaining steps; None in the first two steps and at the end."""
         if self.started is None or self.last is None or self._steps <= _FIRST_STEPS:
             return None
         steps = self.started.steps - self.last.step
@@ -104,7 +104,7 @@ class Progress:
 
     @property
     def epochs(self) -> float | None:
-        """How often the training data has been seen; None where its size is not known."""
+        """The number of passes over the training data; None if its size is unknown."""
         if self.started is None or self.started.steps_per_epoch is None:
             return None
         step = self.last.step if self.last else self.started.resumed_from or 0

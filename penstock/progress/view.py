@@ -1,4 +1,4 @@
-"""What every view has in common: a listener for events that owns its place while a run goes on."""
+"""The interface of views: a listener for events that owns its output while a run is active."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from typing import Self
 
 from penstock.telemetry import ClusterEvent, Event, Finished, Notice, RunMeasured, Stopped
 
-# Events that are told whatever else is left out.
+# Events that every view shows, even a quiet one.
 ALWAYS_TOLD = (Notice, ClusterEvent, RunMeasured, Stopped, Finished)
 
 
 def show_on_stderr(text: str) -> None:
-    """Write a line past all buffers, as a signal handler may: the step may take minutes.
+    """Write a line without any buffer, as a signal handler may: the current step may take minutes.
 
-    Where standard error is gone, nothing happens.
+    Nothing happens if standard error is closed.
     """
     with contextlib.suppress(OSError):
         os.write(2, f"\n{text}\n".encode(errors="backslashreplace"))
 
 
 class View(ABC):
-    """Shows a run; a context manager around it, which may be entered again."""
+    """Shows a run; a context manager around the run, which may be entered again."""
 
     @abstractmethod
     def __call__(self, event: Event) -> None:
-        """Show what has happened."""
+        """Show an event."""
 
     @abstractmethod
     def interrupt(self, text: str) -> None:
-        """Show that a stop was asked for; called from within a signal handler."""
+        """Show that a stop was requested; called from a signal handler."""
 
     def open(self) -> None:  # noqa: B027 (a view that owns nothing opens nothing)
-        """Begin to show a run."""
+        """Start to show a run."""
 
     def close(self) -> None:  # noqa: B027
-        """Show what is left, and let go of the terminal."""
+        """Show the remaining output, and release the terminal."""
 
     def __enter__(self) -> Self:
         self.open()
@@ -54,4 +54,4 @@ class SilentView(View):
         """Ignore an event."""
 
     def interrupt(self, text: str) -> None:
-        """Ignore that a stop was asked for; the caller hears of it from `train`."""
+        """Ignore that a stop was requested; the caller learns this from `train`."""

@@ -1,4 +1,4 @@
-"""One step of training: in this process, or distributed over others."""
+"""One step of training: in this process, or distributed over several."""
 
 from typing import TYPE_CHECKING
 

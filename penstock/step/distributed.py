@@ -1,7 +1,7 @@
-"""Steps of a run whose engines, and maybe whose shards, are other processes.
+"""Steps of a run whose engines, and optionally shards, are other processes.
 
-A step is asked for by the trainer's thread and made by the nodes; whoever is lost meanwhile is
-replaced, and the trainer learns of it only from what happened.
+The trainer's thread requests a step, and the nodes execute it. Lost nodes are replaced during the
+step; the trainer sees a loss only as an event.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from penstock.step.nonfinite import NonFiniteLossError, require_finite, trace
 from penstock.store import Commit, CommitRule, Store, merged
 from penstock.telemetry import StepDone
 
-_GIVING_UP = 60.0  # seconds in which a step that is decided must end
-_LOOK = 0.05  # seconds between two looks at what has happened
+_GIVING_UP = 60.0  # seconds in which a decided step must end
+_LOOK = 0.05  # seconds between two checks for events
 
 
 class DistributedStepRunner:
-    """Runs steps of one layout over a store and the processes of a cluster manager.
+    """Runs the steps of one execution plan over a store and the processes of a cluster manager.
 
     Args:
         store: the whole store, wherever its shards are.
-        batches: gives the rows.
-        tokens: what a step counts as.
+        batches: returns the rows.
+        tokens: the number of tokens that a step counts.
     """
 
     def __init__(
@@ -66,21 +66,21 @@ class DistributedStepRunner:
 
     @property
     def engine_peak_bytes(self) -> int:
-        """The most that any engine has said to have held."""
+        """The highest peak memory that any engine has reported."""
         return self.manager.heartbeat_stats.peak_bytes
 
     def run(self) -> StepDone:
-        """Do one step and commit it, whoever is lost meanwhile.
+        """Execute one step and commit it; lost nodes are replaced meanwhile.
 
-        It is the step after the one at which the shards stand: one that is made again where they
-        had to go back.
+        The step follows the current step of the shards. After a rollback of the shards, an earlier
+        step is executed again.
 
         Raises:
-            NonFiniteError: and whatever the data or the store raise; the step has then not
-                happened, and running it again is safe.
-            ClusterError: no engine can be had.
-            StorageError: a shard is lost whose weights and state nobody else has.
-            InterruptedError: a stop was asked for while too few were there.
+            NonFiniteError: this error, and errors of the data or the store, leave the step
+                uncommitted; the step can be run again.
+            ClusterError: no engine is available.
+            StorageError: a shard was lost, and no copy of its weights and state exists.
+            InterruptedError: a stop was requested while nodes were missing.
         """
         started = time.perf_counter()
         self._store.take_traffic()
@@ -89,7 +89,7 @@ class DistributedStepRunner:
             self._has_begun = True
         while True:
             self.manager.copy_to_learners(self._store)
-            self.manager.event_queue.step = self._store.step  # as the shards have last said
+            self.manager.event_queue.step = self._store.step  # as the shards last reported
             request = _TrainingStepRequest(
                 self._layout.program,
                 self._rule,
@@ -105,12 +105,12 @@ class DistributedStepRunner:
                 if isinstance(outcome.error, NonFiniteLossError):
                     self._trace(outcome.error)
                 raise _as_ours(outcome.error)
-            self._store.take_traffic()  # what shards say with it is where they stand
+            self._store.take_traffic()  # the replies also update the shards' current step
         self.manager.call(self._look_for_stragglers)
         return self._done(request, outcome, started)
 
     def _attempt(self, request: _TrainingStepRequest) -> StepResult:
-        """Have the coordinator make a step, and wait for how it ends."""
+        """Request a step from the coordinator, and wait for its result."""
         ended = threading.Event()
         outcomes: list[StepResult] = []
 
@@ -125,7 +125,7 @@ class DistributedStepRunner:
                 manager.event_queue.poll()
                 if manager.coordinator.phase is Phase.GATHERING and manager.should_stop():
                     raise InterruptedError("stopped while waiting for engines or shards")
-        except BaseException:  # the next step must find the coordinator at rest
+        except BaseException:  # the next step needs a quiescent coordinator
             self._give_up(ended)
             raise
         manager.event_queue.poll()
@@ -134,7 +134,7 @@ class DistributedStepRunner:
         return outcomes[0]
 
     def _give_up(self, ended: threading.Event) -> None:
-        """Return when nobody works for the step any more, be it given up or failed."""
+        """Cancel the step; return when no node works on it, or the run has failed."""
         manager, deadline = self.manager, time.monotonic() + _GIVING_UP
 
         def is_over(seen: Callable[[], bool]) -> bool:
@@ -152,14 +152,14 @@ class DistributedStepRunner:
             time.sleep(0.002)
 
     def _begins_anew(self, error: BaseException) -> bool:
-        """Tell whether the shards go on, or will, from a step that all of them hold."""
+        """Tell whether the step can be retried from a step that all shards hold or will hold."""
         if isinstance(error, UnrecoverableError):
             return self.manager.is_replaced(error.node)
         return isinstance(error, RolledBackError)
 
     def _done(self, request: _TrainingStepRequest, outcome: StepResult, started: float) -> StepDone:
         commit = self.commit = request.commit
-        assert commit is not None  # the outcome is that of a step that was decided
+        assert commit is not None  # a result without an error has a decision
         self.manager.event_queue.step = commit.decision.step
         seconds = time.perf_counter() - started
         return step_done(
@@ -173,14 +173,13 @@ class DistributedStepRunner:
         )
 
     def _trace(self, error: NonFiniteLossError) -> NoReturn:
-        """Find in this process where a loss began that is not a number."""
+        """Find, in this process, the stage where a loss became non-finite."""
         layout = self._layout
         made = builders.make_engines(layout.program, layout.plan, layout.shares, 1, layout.device)
         trace(error, layout.program, made, self._store, self._batches, self._config.run.seed)
 
     def _look_for_stragglers(self) -> None:
-        """Name engines that are slow, and replace those that stay so; in the cluster manager's
-        thread."""
+        """Report slow engines and replace persistently slow ones; runs in the endpoint's thread."""
         coordinator = self.manager.coordinator
         said = self.manager.figures().items()
         computed = {engine: (each.computed, each.micro_batches) for engine, each in said}
@@ -194,7 +193,7 @@ class DistributedStepRunner:
 
 
 class _TrainingStepRequest:
-    """One step, as the coordinator has it made."""
+    """The coordinator's request for one training step."""
 
     def __init__(
         self, program: Program, rule: CommitRule, batches: Batches, done: int, seed: int
@@ -203,11 +202,11 @@ class _TrainingStepRequest:
         self.step = done + 1
         self.micro_batches = batches.micro_batches
         self.scale = 1.0
-        self.commit: Commit | None = None  # once it is decided
+        self.commit: Commit | None = None  # set once the step is decided
         self._batches, self._done, self._seed = batches, done, seed
 
     def parts(self, engines: int) -> Sequence[EngineInput]:
-        """Return what each engine begins with."""
+        """Return the input of each engine."""
         parts = self._batches.parts(self._done, engines)
         self.scale = self._batches.loss_scale(self._done, parts)
         return [
@@ -225,7 +224,7 @@ class _TrainingStepRequest:
         ]
 
     def report(self, message: Message) -> ShardReport:
-        """Return what a shard says of its gradients, and of what it holds."""
+        """Return a shard's report of its gradients and its state."""
         report, count = ShardReport.read(message.body), len(self._program.stages)
         gradients = report.gradients
         if not all(0 <= n < count for n in (*gradients.silent, *(gradients.non_finite or {}))):
@@ -233,11 +232,11 @@ class _TrainingStepRequest:
         return report
 
     def difference(self, first: ShardReport, other: ShardReport) -> str | None:
-        """Say in what the reports of two nodes of a shard differ; None if in nothing."""
+        """Describe the difference between the reports of two replicas; None if they are equal."""
         return first.difference(other)
 
     def answer(self, message: Message) -> int:
-        """Return the step that a shard says to have committed: this one."""
+        """Return the step that a shard reports as committed: this one."""
         step = message_validation.integer(message, "step", 0)
         if step != self.step:
             raise message_validation.refuse(
@@ -246,11 +245,11 @@ class _TrainingStepRequest:
         return step
 
     def decide(self, losses: Sequence[float], reports: Sequence[ShardReport]) -> Mapping[str, Any]:
-        """Return the decision to commit by.
+        """Return the decision by which all shards commit.
 
         Raises:
-            NonFiniteError: a loss or a gradient is not a number.
-            NoTrainingError: a trainable weight has got no gradient.
+            NonFiniteError: a loss or a gradient is not finite.
+            NoTrainingError: a trainable weight has no gradient.
         """
         require_finite(self.step, losses)
         gradients = merged(self._program, [report.gradients for report in reports])
@@ -259,7 +258,7 @@ class _TrainingStepRequest:
 
 
 def _as_ours(error: BaseException) -> BaseException:
-    """Return a node's trouble as the error that it was there."""
+    """Return a node's failure as the error that the node raised."""
     if isinstance(error, UnrecoverableError):
         return error_class(error.kind)(str(error))
     return error

@@ -1,7 +1,7 @@
 """The step protocol: forward sweep, turn, backward sweep, commit.
 
-Weights come from the store through the fabric to the engines, gradients go back the same way.
-Only the commit makes a step count; whatever fails before it has not happened.
+The fabric streams weights from the store to the engines and reduces gradients to the store. A
+step counts only after its commit; a failure before the commit leaves the store unchanged.
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ from penstock.store import Commit, Store
 from penstock.telemetry import Measured, Spans, StepDone, process_memory
 
 _Computed = tuple[Operation, list[PendingGradients | None]]
-"""An operation, and what each engine has made of it."""
+"""An operation, and the pending gradients of each engine."""
 
 
 class StepRunner:
-    """Runs steps of one layout over a store, a fabric and engines; no state outlives a step.
+    """Runs the steps of one execution plan over a store, a fabric and engines.
+
+    No state outlives a step.
 
     Args:
-        batches: gives the rows.
+        batches: returns the rows.
         seed: keys the dropout.
-        tokens: what a step counts as.
+        tokens: the number of tokens that a step counts.
     """
 
     def __init__(
@@ -51,24 +53,24 @@ class StepRunner:
         self._batches = batches
         self._seed = seed
         self._tokens = tokens
-        self._spans = spans or Spans()  # of the step that is being made
-        self._step = 0  # the one that is being made
+        self._spans = spans or Spans()  # of the current step
+        self._step = 0  # the current step
         self.measured: Measured | None = None  # of the last step
         self.commit: Commit | None = None  # of the last step
 
     @property
     def engine_peak_bytes(self) -> int:
-        """The most that an engine has held."""
+        """The peak memory of any engine."""
         return max(engine.memory.peak_bytes for engine in self._engines)
 
     def run(self) -> StepDone:
-        """Do one step and commit it.
+        """Execute one step and commit it.
 
-        **Raises:** `NonFiniteError` and whatever the data or the engines raise; the step has then
-        not happened, and running it again is safe.
+        **Raises:** `NonFiniteError` and the errors of the data or the engines. The step is then not
+        committed, and the step can be run again.
         """
         started = self._spans.clock()
-        self._spans.drain()  # what an interrupted step left behind, as below
+        self._spans.drain()  # discard the spans of an interrupted step
         self._store.discard()
         self._store.take_traffic()
         self._step = self._store.step + 1
@@ -96,7 +98,7 @@ class StepRunner:
         )
 
     def _begin(self) -> float:
-        """Give every engine its part of the batch; return the factor from losses to their mean."""
+        """Give every engine its rows; return the factor from the sum of losses to their mean."""
         step, batches = self._store.step, self._batches
         parts = batches.parts(step, len(self._engines))
         scale = batches.loss_scale(step, parts)
@@ -109,13 +111,13 @@ class StepRunner:
     def _sweep(
         self, operations: Sequence[Operation], waiting: _Computed | None
     ) -> _Computed | None:
-        """Compute operations; each returns the gradients of the one before while it computes.
+        """Compute operations; during each, the gradients of the previous operation are returned.
 
         Args:
             waiting: the operation before the first.
 
         Returns:
-            The last operation, whose gradients are still to be returned.
+            The last operation, whose gradients are not returned yet.
         """
         for operation in self._streamed(operations):
             made = [self._compute(number, operation) for number in range(len(self._engines))]
@@ -124,8 +126,10 @@ class StepRunner:
         return waiting
 
     def _streamed(self, operations: Sequence[Operation]) -> Iterator[Operation]:
-        """Yield operations whose weights are loaded; those of later ones are on their way where the
-        engines have room for them."""
+        """Yield operations whose weights are loaded.
+
+        Weights of later operations are loading, as far as the engines have free buffers.
+        """
         ahead = min(engine.stages_ahead for engine in self._engines)
         coming = iter(operations)
         for place, operation in enumerate(operations):
@@ -141,13 +145,13 @@ class StepRunner:
                 engine.load(operation.stage, tensors)
 
     def _compute(self, number: int, operation: Operation) -> PendingGradients | None:
-        """Have an engine compute; on a device of its own memory this is the time of queueing it."""
+        """Compute on one engine; on a GPU the measured time is that of queueing the work."""
         lane, op = f"engine {number}", operation.number
         with self._spans.span(lane, operation.sweep, step=self._step, op=op):
             return compute(self._engines[number], operation)
 
     def _return_gradients(self, computed: _Computed | None) -> None:
-        """Finish the sum of an operation's gradients in the fabric and hand it to the store."""
+        """Finish the reduction of an operation's gradients and add the sums to the store."""
         if computed is None or not computed[0].gradients:
             return
         operation, made = computed
@@ -170,14 +174,14 @@ def step_done(
     tokens: int,
     engine_bytes: int,
 ) -> StepDone:
-    """Return what is told of a step that was committed.
+    """Return the event of a committed step.
 
     Args:
-        commit: what was decided.
-        store: is asked what has moved since it was asked last.
+        commit: the commit of the step.
+        store: reports its traffic since the previous query.
         seconds: of the whole step.
-        store_seconds: of these, those in which no engine computed, whatever they went into.
-        engine_bytes: the most that an engine has held.
+        store_seconds: the part of `seconds` in which no engine computed.
+        engine_bytes: the peak memory of any engine.
     """
     decision = commit.decision
     traffic, flash = store.take_traffic(), store.take_flash_traffic()

@@ -1,8 +1,8 @@
-"""The engines of this process: one device's, or several devices as a group (`engine.devices`).
+"""The engines of this process: on one device, or on several devices as a group (`engine.devices`).
 
-The devices of a group are all in this process, a thread for each: every device reads the store's
-memory where it is, an error is an exception, and nothing outlives the run. What the threads share
-of Python's lock is the launching of operations; moving, waiting and computing go without it.
+Each device of a group has a thread in this process. Every device reads the store's memory in place,
+an error is an exception, and nothing outlives the run. The threads contend for Python's lock only
+to launch operations; copies, waits and computation release the lock.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from penstock.program import Program
 
 
 def choose_devices(config: EngineConfig) -> tuple[str, ...]:
-    """Return the devices of the group that a run asks for; none if it asks for no group.
+    """Return the devices of the group that a run requests; empty if it requests no group.
 
-    The first of them is from now on the one that this thread computes on.
+    The first device becomes the current device of this thread.
 
     Raises:
-        ConfigError: this machine has not got them.
+        ConfigError: this machine lacks these devices.
     """
     if config.devices is None:
         return ()
@@ -62,26 +62,29 @@ def choose_devices(config: EngineConfig) -> tuple[str, ...]:
 
 
 def counted(config: Config, devices: Sequence[str]) -> Config:
-    """Return a configuration with an engine for each device of a group."""
+    """Return a configuration with one engine for each device of a group."""
     return config.model_copy(update={"engines": len(devices)}) if devices else config
 
 
 class LocalEngines(Protocol):
-    """The engines of this process, and the fabric that goes with them."""
+    """The engines of this process, and their fabric."""
 
     engines: list[Engine]
     fabric: Fabric
 
     def close(self) -> None:
-        """Let go of the devices."""
+        """Release the devices."""
         ...
 
 
 def make_local_engines(
     config: Config, layout: ExecutionPlan, devices: Sequence[str], device: str
 ) -> LocalEngines:
-    """Make the engines of this process: a group, if there are `devices`, else as many on `device`
-    as are asked for, one after another."""
+    """Create the engines of this process.
+
+    With `devices` they form a group; otherwise the configured number of engines take turns on
+    `device`.
+    """
     builders.settle_pages(layout.shares, device)
     if devices:
         return DeviceGroup(
@@ -105,11 +108,11 @@ class SingleDevice:
         self.fabric: Fabric = LocalFabric(len(engines))
 
     def close(self) -> None:
-        """Nothing is held that does not go with them."""
+        """Do nothing: the engines hold no other resource."""
 
 
 class DeviceGroup:
-    """The engines of a group, and the fabric that goes with them.
+    """The engines of a group, and their fabric.
 
     Args:
         devices: as `choose_devices` returns them.
@@ -118,7 +121,7 @@ class DeviceGroup:
         threads: CPU threads of one engine (`engine.threads`).
 
     Raises:
-        GroupError: the devices do not find each other.
+        GroupError: the devices cannot connect to each other.
     """
 
     def __init__(
@@ -161,18 +164,18 @@ class DeviceGroup:
         self.fabric.close()
 
     def _make_returns(self) -> list[torch.Tensor]:
-        """Return the host memory through which sums go to the store, of all devices together."""
+        """Return the host buffers through which the sums of all devices go to the store."""
         size = self._sharing.return_bytes(self._program)
         buffers = [allocate(size) for _ in range(self._plan.slots)]
         for memory in buffers:
-            page_lock(memory)  # without it copies wait for each other, and are as good
+            page_lock(memory)  # without page locking, copies do not overlap but are correct
         return [torch.from_numpy(memory) for memory in buffers]
 
     def _member(self, rank: int, name: str) -> Member:
-        """Make what one device needs, in its own thread."""
+        """Create the parts of one device, in the device's own thread."""
         target = target_of(name)
         target.make_current(name)
-        set_threads(self._threads)  # Numba has a number for every thread
+        set_threads(self._threads)  # Numba's thread count is per thread
         peers = self._meeting.join(rank)
         slots = SharedSlots(
             self._program,

@@ -1,4 +1,4 @@
-"""The rows of a step, divided over engines: each gets only its own micro-batches."""
+"""The rows of a step, divided over engines: each engine gets only its own micro-batches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.models import ModelSource
 
 @dataclass(frozen=True)
 class EngineRows:
-    """What one engine computes of a step: its micro-batches' numbers, and all their rows."""
+    """The rows of one engine in a step: the numbers of its micro-batches, and all their rows."""
 
     numbers: range
     rows: Rows
@@ -27,7 +27,7 @@ class Batches:
     """Draws the batches of a run.
 
     Args:
-        source: gives the rows.
+        source: returns the rows.
         size: rows of a step.
         micro_batch: rows of a micro-batch.
     """
@@ -38,10 +38,10 @@ class Batches:
         self.micro_batches = size // micro_batch
 
     def parts(self, step: int, engines: int) -> list[EngineRows]:
-        """Return what each of so many engines computes in the step after `step` commits.
+        """Return the rows of each engine in the step after `step` commits.
 
         Raises:
-            DataError: the source gave something else than rows.
+            DataError: the source returned something other than rows.
         """
         return [
             EngineRows(numbers, self._draw(step, numbers))
@@ -80,7 +80,7 @@ class Batches:
 def to_tensors(batch: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
     """Return a batch's arrays as tensors over the same memory.
 
-    **Raises:** `DataError` for what is no mapping of arrays, or of types that PyTorch lacks.
+    **Raises:** `DataError` if `batch` is not a mapping of arrays, or PyTorch lacks an array's type.
     """
     if not isinstance(batch, Mapping):
         raise DataError(

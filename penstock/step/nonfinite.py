@@ -1,7 +1,7 @@
-"""Where a loss that is not a number began: the forward sweep again, of its micro-batch alone.
+"""Location of a non-finite loss: repeats the forward sweep for the micro-batch alone.
 
-Dropout is keyed by step and micro-batch, so that whoever computes a micro-batch again gets the bits
-of the engine that computed it first.
+Dropout is keyed by step and micro-batch, so a repeated computation gives the same bits as the
+first.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from penstock.store import Store
 
 
 class NonFiniteLossError(NonFiniteError):
-    """The loss of a micro-batch is not a number; where that began has yet to be found."""
+    """The loss of a micro-batch is not finite; the stage where this began is not known yet."""
 
     def __init__(self, step: int, number: int, loss: float) -> None:
         super().__init__(f"step {step}: the loss of micro-batch {number} is {loss}")
@@ -27,9 +27,9 @@ class NonFiniteLossError(NonFiniteError):
 
 
 def require_finite(step: int, losses: Sequence[float]) -> None:
-    """Refuse the losses of a step if one is not a number.
+    """Refuse the losses of a step if one is not finite.
 
-    **Raises:** `NonFiniteLossError` for the first that is none.
+    **Raises:** `NonFiniteLossError` for the first non-finite loss.
     """
     for number, loss in enumerate(losses):
         if not math.isfinite(loss):
@@ -44,12 +44,12 @@ def trace(
     batches: Batches,
     seed: int,
 ) -> NoReturn:
-    """Find the first stage that went non-finite by running the forward sweep again, and say so.
+    """Find the first non-finite stage by another forward sweep, and raise an error that names it.
 
     Args:
-        engines: run it, all of them the same, since those of one group act together; they forget
-            whatever step they were in.
-        store: stands where the step was begun; forgets the step's gradients.
+        engines: run the sweep. All of them run the same sweep, since the engines of a group act
+            together. They discard their step.
+        store: at the step before the failed one; discards the step's gradients.
 
     Raises:
         NonFiniteError: with the name of the stage.

@@ -1,7 +1,7 @@
-"""What a run tells those who watch it: the live view, the log, metrics, a notebook.
+"""The events of a run, for its listeners: the live view, the log, metrics, a notebook.
 
-Events are plain data. `step` counts from 1 for the first completed step. Bytes are bytes,
-seconds are seconds.
+Events are plain data. `step` counts from 1 for the first completed step. Sizes are in bytes, times
+in seconds.
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RunStarted:
-    """The run is about to do its first step.
+    """The run is about to execute its first step.
 
-    `trainable_parameters` of `parameters` are not frozen. `weight_bytes` is the size of all weights
-    as they are streamed; `state_bytes` what the store takes of memory (masters, gradients,
-    moments), `flash_bytes` what of flash; `engine_bytes` the engine's budget. `resumed_from` is the
-    step that the run goes on from. `recompute_stages` of `stages` are computed again in the
-    backward sweep. A step trains on `tokens_per_step` of `row_name`: tokens, or rows where a model
-    does not read tokens. `loss_unit` is empty for a loss of the user's own, `steps_per_epoch` None
-    where nothing says how large the training data is.
-    `flash_rule_read_bytes` and `flash_rule_written_bytes` are what a step should move at most:
-    state once each way, weights in twice and out once.
+    `trainable_parameters` of the `parameters` are not frozen. `weight_bytes` is the size of all
+    weights as streamed. `state_bytes` is the store's memory (masters, gradients, moments),
+    `flash_bytes` its size on flash, `engine_bytes` the engine's budget. `resumed_from` is the step
+    from which the run continues. `recompute_stages` of the `stages` are recomputed in the backward
+    sweep. A step trains on `tokens_per_step` of `row_name`: tokens, or rows for a model without
+    tokens. `loss_unit` is empty for a loss of the user's own. `steps_per_epoch` is None if the size
+    of the training data is unknown. `flash_rule_read_bytes` and `flash_rule_written_bytes` are the
+    most that a step should transfer: state once each way, weights read twice and written once.
     """
 
     run_dir: Path
@@ -55,14 +54,15 @@ class RunStarted:
 class StepDone:
     """A step was committed. `engine_bytes` and `store_bytes` are the peak of the step.
 
-    `streamed_bytes` went from the store to engines, `gradient_bytes` came back. `grad_norm` is
-    before clipping, `clip_scale` the factor that clipping put on it (1 when it did not bind).
+    `streamed_bytes` went from the store to engines; `gradient_bytes` came back. `grad_norm` is
+    measured before clipping. `clip_scale` is the clipping factor (1 without clipping).
 
-    The seconds of a step are those of five parts, one after another: `compute_seconds` the engines
-    (and, on a GPU, waiting for them), `flash_wait_seconds` standing still for the flash tier,
-    `weight_seconds` handing weights out and taking gradients in, `update_seconds` updates that
-    were not made behind something else, `snapshot_seconds` updates held up by a checkpoint that
-    was being written. `peak_rss_bytes` is the most memory that the process has had so far.
+    The time of a step is the sum of five parts. `compute_seconds` is the computation of the engines
+    (and, on a GPU, the wait for them). `flash_wait_seconds` is the wait for the flash tier.
+    `weight_seconds` is the transfer of weights and gradients from and to the store.
+    `update_seconds` is the time of updates that did not overlap other work. `snapshot_seconds` is
+    the delay of updates by a running checkpoint. `peak_rss_bytes` is the peak memory of the process
+    so far.
     """
 
     step: int
@@ -88,12 +88,12 @@ class StepDone:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """The loss on held-out text after `step`; `best` when it is the least so far.
+    """The loss on held-out data after `step`; `best` if it is the lowest so far.
 
-    Of language models, `perplexity`, and `accuracy`, the share of labelled tokens that the model
-    thought most likely; None of others. `exact_match` is the share of records whose whole
-    completion it had right; `bits_per_byte` the loss per byte of text, None where the loss is not
-    that of text.
+    `perplexity` and `accuracy` (the share of labelled tokens that the model ranked first) are for
+    language models, and None for other models. `exact_match` is the share of records whose whole
+    completion was correct. `bits_per_byte` is the loss per byte of text, None if the data is not
+    text.
     """
 
     step: int
@@ -107,14 +107,14 @@ class Evaluated:
 
     @classmethod
     def of(cls, found: Mapping[str, float], step: int, seconds: float, best: bool) -> Evaluated:
-        """Return the event of what `Trainer.evaluate` found after `step`."""
+        """Return the event for the result of `Trainer.evaluate` after `step`."""
         more = (found.get(name) for name in ("accuracy", "exact_match", "bits_per_byte"))
         return cls(step, found["loss"], found.get("perplexity"), seconds, best, *more)
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint is safely on disk."""
+    """A checkpoint is durable."""
 
     step: int
     path: Path
@@ -124,7 +124,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class ClusterEvent:
-    """Something happened to the processes of a run: what kind of thing, and a line about it.
+    """An event of the run's processes: its kind, and one line of text.
 
     `step` is the last step that was committed.
     """
@@ -137,19 +137,18 @@ class ClusterEvent:
 
 @dataclass(frozen=True)
 class Notice:
-    """One sentence that the user should read; the run goes on."""
+    """One sentence that the user should read; the run continues."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class RunMeasured:
-    """What a run's steps cost, all together, told before it ends.
+    """The total cost of a run's steps, sent before the run ends.
 
-    `seconds` is the whole run, with evaluations and checkpoints; `step_seconds` its steps, and the
-    other seconds are their parts as in `StepDone`; `streamed_bytes` and `gradient_bytes` are those
-    of all steps. `memory_bytes` is the cap on the process, if
-    there is one.
+    `seconds` is the whole run, with evaluations and checkpoints. `step_seconds` is the time of all
+    steps; the other seconds are its parts as in `StepDone`. `streamed_bytes` and `gradient_bytes`
+    are sums over all steps. `memory_bytes` is the cap on the process, if any.
     """
 
     step: int
@@ -174,7 +173,7 @@ class RunMeasured:
 
 @dataclass(frozen=True)
 class Stopped:
-    """The run stopped before its last step, for `reason`, and saved; the command resumes it."""
+    """The run stopped before its last step, for `reason`, and saved its state."""
 
     step: int
     reason: str
@@ -183,7 +182,7 @@ class Stopped:
 
 @dataclass(frozen=True)
 class Finished:
-    """The run is complete. `summary` holds its figures by name, each with its unit in the name."""
+    """The run is complete. `summary` holds its metrics by name, with the unit in each name."""
 
     summary: Mapping[str, Any] = field(default_factory=dict)
 
@@ -203,7 +202,7 @@ Listener = Callable[[Event], None]
 
 
 def broadcast(listeners: list[Listener]) -> Listener:
-    """Return a listener that passes each event to all of them, in order."""
+    """Return a listener that passes each event to all listeners, in order."""
 
     def tell(event: Event) -> None:
         for listener in listeners:

@@ -1,8 +1,8 @@
-"""The run's figures on disk: `metrics.jsonl`.
+"""The metrics of a run on disk: `metrics.jsonl`.
 
-Each step stands in `metrics.jsonl` once: on resume, what the interrupted run wrote after its last
-checkpoint is dropped, since those steps are done again. The file grows with the run, so nothing
-here holds more of it than a line.
+Each step has one row. On resume, the rows after the last checkpoint are dropped, because those
+steps are repeated. The file grows with the run, so no function here holds more than one line in
+memory, except `read_metrics`.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from penstock.telemetry.events import (
 )
 
 _PIECE_BYTES = 1 << 16
-_LONGEST_LINE_BYTES = 1 << 20  # a row has less than a thousand; longer lines are not ours
+_LONGEST_LINE_BYTES = 1 << 20  # a row has less than a thousand bytes; longer lines are damaged
 
 
 class MetricsFile:
-    """Appends a JSON object per step, evaluation, checkpoint, event of a cluster, and run.
+    """Appends a JSON object per step, evaluation, checkpoint, cluster event, and run.
 
-    A listener for events. Every line has `event` and `step`; a line is in the file, whole, when
-    the call returns. NaN and infinity, which JSON lacks, are written as null.
+    A listener for events. Every line has `event` and `step`. The whole line is in the file when the
+    call returns. NaN and infinity, which JSON lacks, are written as null.
 
-    **Raises:** `StorageError` where the system does not let it write.
+    **Raises:** `StorageError` if the system refuses the write.
     """
 
     def __init__(self, path: Path) -> None:
@@ -55,7 +55,7 @@ class MetricsFile:
             self._newest = event.resumed_from or 0
             drop_after(self.path, self._newest)
         elif isinstance(event, StepDone):
-            if event.step <= self._newest:  # made again: the store went back
+            if event.step <= self._newest:  # repeated after a rollback of the store
                 drop_after(self.path, event.step - 1)
             self._newest = event.step
             self._append("step", event)
@@ -77,9 +77,9 @@ class MetricsFile:
 
 
 def stream_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a metrics file in order, without lines that a crash tore or that rotted.
+    """Yield the rows of a metrics file in order; skip torn and damaged lines.
 
-    **Raises:** `StorageError` where there is something else than a file.
+    **Raises:** `StorageError` if the path is not a regular file.
     """
     file = _opened(path)
     if file is None:
@@ -97,13 +97,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def drop_after(path: Path, step: int) -> int:
-    """Remove what follows the last row of `step` or an earlier one; return how many lines.
+    """Remove the rows after the last row of `step` or an earlier step; return the number of lines.
 
-    What happened to a cluster stays: a step may be made again, but whoever was lost was lost.
-    The file is read from its end. A crash leaves it as it was or as it is to be.
+    Rows of cluster events stay: a step may be repeated, but the loss of a node has happened. The
+    file is read from its end. After a crash the file has its old or its new content.
 
-    **Raises:** `OSError` where the system does not let it write; `StorageError` as
-    `stream_metrics`.
+    **Raises:** `OSError` if the system refuses the write; `StorageError` as `stream_metrics`.
     """
     file = _opened(path)
     if file is None:
@@ -122,7 +121,7 @@ def drop_after(path: Path, step: int) -> int:
 
 
 def _kept(file: BinaryIO, cut: int) -> Iterator[bytes]:
-    """Yield the first `cut` bytes, which end a line, and the rows of a cluster behind them."""
+    """Yield the first `cut` bytes, which end at a line's end, and the cluster rows after them."""
     file.seek(0)
     left = cut
     while left and (piece := file.read(min(left, _PIECE_BYTES))):
@@ -146,8 +145,10 @@ def _opened(path: Path) -> BinaryIO | None:
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
-    """Return the row that a line holds; None for one that was torn, or rotted: figures to look
-    at, not state."""
+    """Return the row in a line; None for a torn or damaged line.
+
+    A damaged row is no error: rows are for display, not state of the run.
+    """
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -166,7 +167,7 @@ def _is_of_cluster(row: dict[str, Any]) -> bool:
 
 
 def _lines_from(file: BinaryIO, begin: int) -> Iterator[bytes]:
-    """Yield the lines after byte `begin`, without their ends; of a very long one its beginning."""
+    """Yield the lines after byte `begin`, without line ends; very long lines are truncated."""
     file.seek(begin)
     rest = b""
     while piece := file.read(_PIECE_BYTES):
@@ -177,7 +178,7 @@ def _lines_from(file: BinaryIO, begin: int) -> Iterator[bytes]:
 
 
 def _lines_from_end(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Yield where a line begins and the line, the last one first; otherwise as `_lines_from`."""
+    """Yield the start and content of each line, the last line first; otherwise as `_lines_from`."""
     position, rest = file.seek(0, os.SEEK_END), b""
     while position:
         size = min(position, _PIECE_BYTES)

@@ -1,4 +1,4 @@
-"""What the system says of memory: what this process has of it, and what it may still take."""
+"""Memory of this process as the system reports it: used, and still available."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ _SELF_CGROUP = Path("/proc/self/cgroup")
 
 
 def is_measurable() -> bool:
-    """Whether the system says what is resident now; without more software, only Linux does."""
+    """Whether the system reports resident memory; without further software only Linux does."""
     return _STATUS.exists()
 
 
 def resident_bytes() -> int:
-    """Return the memory that this process has now."""
+    """Return the current resident memory of this process."""
     return _field(_STATUS, "VmRSS") or peak_resident_bytes()
 
 
 def peak_resident_bytes() -> int:
-    """Return the most memory that this process has ever had."""
+    """Return the peak resident memory of this process."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    # A process inherits the peak of the one that forked it in `ru_maxrss`, not in `VmHWM`.
+    # `ru_maxrss` includes the peak of the process that forked this one; `VmHWM` does not.
     return _field(_STATUS, "VmHWM") or peak * (1 if sys.platform == "darwin" else 1024)
 
 
 def available_bytes() -> int:
-    """Return what this process may still take without swapping or being killed.
+    """Return the memory that this process can still allocate without swapping or being killed.
 
-    That is the least of what the machine has, what each of its control groups leaves, and what a
-    limit on its address space leaves (`ulimit -v`).
+    The result is the minimum of three values: the free memory of the machine, the rest of each
+    control group, and the rest of the address space limit (`ulimit -v`).
     """
     machine = _field(_MEMINFO, "MemAvailable")
     if machine is None:
@@ -49,18 +49,18 @@ def available_bytes() -> int:
 
 
 def address_space_limit() -> int | None:
-    """Return the bytes of address space that this process may have; None where nothing limits."""
+    """Return the limit on this process's address space in bytes; None without a limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     return None if soft == resource.RLIM_INFINITY else soft
 
 
 def address_space_bytes() -> int:
-    """Return the address space that this process has now: its memory, and what it has reserved."""
+    """Return the current address space of this process: its memory and its reservations."""
     return _field(_STATUS, "VmSize") or resident_bytes()
 
 
 def require_address_space(least_bytes: int) -> None:
-    """**Raises:** `BudgetError` where a limit allows less than that."""
+    """**Raises:** `BudgetError` if the address space limit is less than `least_bytes`."""
     limit = address_space_limit()
     if limit is not None and limit < least_bytes:
         raise BudgetError(
@@ -71,7 +71,7 @@ def require_address_space(least_bytes: int) -> None:
 
 
 def _left_by_groups(root: Path, membership: Path) -> list[int]:
-    """Return the bytes that the control groups of this process leave, innermost first."""
+    """Return the remaining bytes of this process's control groups, innermost first."""
     left = [sys.maxsize]
     for line in membership.read_text().splitlines() if membership.exists() else ():
         _, controllers, path = line.split(":", 2)
@@ -86,7 +86,7 @@ def _left_by_groups(root: Path, membership: Path) -> list[int]:
         for folder in (top / inner, *(top / parent for parent in inner.parents)):
             limit, used = _number(folder / names[0]), _number(folder / names[1])
             if limit is not None and used is not None:
-                # What is only cached counts as used there, and goes when it is asked for.
+                # The page cache counts as used, but is reclaimed on demand.
                 left.append(limit - used + (_stat(folder / "memory.stat", names[2]) or 0))
     return left
 
@@ -95,7 +95,7 @@ def _number(path: Path) -> int | None:
     try:
         text = path.read_text().strip()
     except OSError:
-        return None  # this level is not ours to see
+        return None  # this level is not visible to the process
     return int(text) if text.isdigit() else None
 
 
@@ -108,7 +108,7 @@ def _stat(path: Path, name: str) -> int | None:
 
 
 def _field(path: Path, name: str) -> int | None:
-    """Return a field of a file of /proc, which are in units of 1024 bytes."""
+    """Return a field of a /proc file; the fields are in units of 1024 bytes."""
     if not path.exists():
         return None
     for line in path.read_text().splitlines():

@@ -1,4 +1,4 @@
-"""Writing a run's figures into its folder, so that a disk that fails costs no step."""
+"""Writing of metrics into the run's folder; a failing disk costs no step."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from penstock.telemetry.tensorboard_files import TensorBoard
 
 
 class RunFiles:
-    """Passes events on to those who write them into the run's folder. A listener for events.
+    """Passes events to the writers of files in the run's folder. A listener for events.
 
-    Where one of them fails, the run is asked to stop, which saves it: a full disk under the figures
-    costs no step. The error is kept as `failure`, and nothing more is written.
+    If a writer fails, the run is asked to stop and saves its state, so a full disk under the
+    metrics costs no step. The error is kept as `failure`, and writing ends.
     """
 
     def __init__(self, listeners: Sequence[Listener], request_stop: Callable[[str], None]) -> None:
@@ -30,16 +30,16 @@ class RunFiles:
                 listener(event)
             except StorageError as error:
                 advice = "make room there, and give the same command to go on"
-                if isinstance(event, RunStarted):  # nothing is done yet
+                if isinstance(event, RunStarted):  # no step is done yet
                     raise StorageError(f"{error}; {advice}") from error
                 self.failure = StorageError(f"{error}; the run was saved and stopped: {advice}")
                 self._request_stop(str(error))
 
 
 def open_run_files(config: Config, request_stop: Callable[[str], None]) -> RunFiles:
-    """Return the listener that writes what a configuration asks for into its run's folder.
+    """Return the listener that writes the configured files into the run's folder.
 
-    Raises `ConfigError` at once if TensorBoard is asked for and not installed.
+    Raises `ConfigError` at once if TensorBoard is configured but not installed.
     """
     listeners: list[Listener] = [MetricsFile(config.run.dir / "metrics.jsonl")]
     if config.logging.tensorboard:

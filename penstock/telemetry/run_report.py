@@ -1,4 +1,4 @@
-"""Where a run's time and bytes went: gathered from its events, told once at its end."""
+"""The time and bytes of a run: summed over its events, reported once at its end."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from penstock.telemetry.events import Event, RunMeasured, RunStarted, Saved, Ste
 
 
 class RunReport:
-    """A listener for events that adds up what steps and checkpoints cost.
+    """A listener for events that sums the costs of steps and checkpoints.
 
     **Arguments:** `limit_bytes` is the cap on the process's memory, if the run has one.
     """
@@ -29,11 +29,11 @@ class RunReport:
             self._checkpoint_bytes += event.bytes
 
     def add_behind(self, traffic: FlashTraffic) -> None:
-        """Count what went to and from flash after the last step, to make it durable."""
+        """Count the flash traffic after the last step, which makes that step durable."""
         self._behind = traffic
 
     def measured(self, seconds: float) -> RunMeasured | None:
-        """Return what a run of this length did; None if it did no step."""
+        """Return the totals of a run of this length; None if it executed no step."""
         steps, started, behind = self._steps, self._started, self._behind
         if not steps or started is None:
             return None

@@ -1,14 +1,14 @@
-"""Where the time of a step goes: spans of time on lanes, by a clock that can be replaced.
+"""The time of a step as spans on lanes, measured with a replaceable clock.
 
-A lane is what does one thing at a time: the engine that computes, the store that hands out weights.
-Who does the work measures it:
+A lane does one thing at a time: the engine computes, the store returns weights. The code that does
+the work measures it:
 
     with spans.span("store", "fetch", step=7, op=3, bytes=4096):
         ...
 
-The sum of a lane is always there, for the figures of a step; it costs two looks at the clock.
-The spans themselves are kept only where somebody asks for so many of them, who takes them away
-at the commit (`drain`): what is not drained is bounded, and counted when it is dropped.
+The sum of a lane is always kept, for the metrics of a step, at the cost of two clock readings. The
+spans themselves are kept only on request, up to a number, and `drain` removes them at the commit.
+Spans beyond the limit are dropped and counted.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 Clock = Callable[[], float]
-"""Returns seconds since some instant; never less than before."""
+"""Returns seconds since a fixed instant; never decreases."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """A piece of time in which a lane did one thing.
+    """An interval in which a lane did one thing.
 
     Attributes:
         begin, end: in seconds of the clock.
-        step: of the run, from 1; None beside the steps.
+        step: of the run, from 1; None outside the steps.
         op: the number of the operation within the step.
-        bytes: that were moved.
+        bytes: the bytes that were transferred.
     """
 
     lane: str
@@ -49,9 +49,9 @@ class Span:
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured between two drains: seconds by lane, and the spans that were kept.
+    """The measurements between two drains: seconds by lane, and the kept spans.
 
-    `dropped` spans were too many to keep; the seconds have them.
+    `dropped` is the number of spans beyond the limit; the seconds include them.
     """
 
     seconds: Mapping[str, float] = field(default_factory=dict)
@@ -60,11 +60,11 @@ class Measured:
 
 
 class Spans:
-    """Measures spans; from any thread, each lane by one thread at a time.
+    """Measures spans from any thread; only one thread at a time may use a lane.
 
     Args:
-        clock: in place of the host's, for a simulated run.
-        keep: how many spans to keep between two drains; with 0 there are only sums.
+        clock: replaces the host's clock, for a simulated run.
+        keep: the number of spans to keep between two drains; with 0 only sums are kept.
     """
 
     def __init__(self, clock: Clock = time.perf_counter, keep: int = 0) -> None:
@@ -86,7 +86,7 @@ class Spans:
         op: int | None = None,
         bytes: int = 0,
     ) -> _Running:
-        """Measure the block of a `with` statement, also where it ends in an error."""
+        """Measure the block of a `with` statement, even if it ends with an error."""
         return _Running(self, lane, what, step, op, bytes)
 
     def seconds(self, lane: str) -> float:
@@ -94,9 +94,9 @@ class Spans:
         return self._seconds.get(lane, 0.0)
 
     def drain(self) -> Measured:
-        """Return what was measured since the last time, and begin anew.
+        """Return the measurements since the last drain, and reset them.
 
-        A span that is running counts where it ends.
+        A running span counts in the drain after its end.
         """
         with self._lock:
             found = Measured(self._seconds, tuple(self._spans), self._dropped)

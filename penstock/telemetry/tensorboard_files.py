@@ -1,4 +1,4 @@
-"""The run's figures as TensorBoard event files, on request."""
+"""The metrics of a run as TensorBoard event files, on request."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from penstock.telemetry.events import Evaluated, Event, Finished, RunStarted, St
 
 
 class TensorBoard:
-    """Writes the same figures as TensorBoard event files into a folder. A listener for events.
+    """Writes the metrics as TensorBoard event files into a folder. A listener for events.
 
-    A figure is in its file when the call returns. TensorBoard's own writer is not used: it writes
-    in a thread, which prints a traceback where the disk is full.
+    A value is in its file when the call returns. TensorBoard's own writer is not used: it writes in
+    a thread, which prints a traceback if the disk is full.
 
-    **Raises:** `StorageError` where the system does not let it write.
+    **Raises:** `StorageError` if the system refuses the write.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -73,7 +73,7 @@ class TensorBoard:
             self.close()
 
     def close(self) -> None:
-        """Close the file; calling it again does nothing."""
+        """Close the file; another call does nothing."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -81,10 +81,10 @@ class TensorBoard:
     def _open(self, resumed_from: int) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         name = f"events.out.tfevents.{time.time_ns():019d}.{socket.gethostname()}.{os.getpid()}"
-        # Unbuffered, so that nothing is left to be written when the file is closed.
+        # Unbuffered, so that closing the file writes nothing.
         self._file = (self._folder / name).open("xb", buffering=0)
         self._write(file_version="brain.Event:2")
-        # Hides what an interrupted run wrote after its last checkpoint.
+        # Makes TensorBoard hide the rows of an interrupted run after its last checkpoint.
         start = self._events.SessionLog(status=self._events.SessionLog.START)
         self._write(session_log=start, step=resumed_from + 1)
 

@@ -1,4 +1,4 @@
-"""A training run from start to end, and what is done with its weights afterwards."""
+"""A training run from start to end, and the use of its weights afterwards."""
 
 from typing import TYPE_CHECKING
 

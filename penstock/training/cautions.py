@@ -1,4 +1,4 @@
-"""What a user should know of a run before its first step, in sentences: nothing here is wrong."""
+"""Notices before the first step about choices that are valid but may be unintended."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.program import Program
 
 
 def cautions(config: Config, source: ModelSource, layout: ExecutionPlan) -> Iterator[str]:
-    """Yield what may not be what the author of a model meant."""
+    """Yield one sentence per choice that the author of a model may not have intended."""
     yield from _trained_in_eval_mode(source, layout.program)
     yield from _mean_of_means(config, source, layout)
 
@@ -29,7 +29,7 @@ def _trained_in_eval_mode(source: ModelSource, program: Program) -> Iterator[str
 
 
 def _mean_of_means(config: Config, source: ModelSource, layout: ExecutionPlan) -> Iterator[str]:
-    """A loss that is a mean is taken per micro-batch, and how large these are was not asked for."""
+    """Warn that a mean loss is computed per micro-batch, if `batch.micro` is `auto`."""
     divided = config.batch.micro == "auto" and layout.micro_batches > 1
     if divided and source.loss_reduction == "mean":
         size = config.batch.size

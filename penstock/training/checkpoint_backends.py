@@ -1,7 +1,7 @@
-"""Where a run's state survives: checkpoints of a store in memory, or the flash tier itself.
+"""The two checkpoint back ends: checkpoints of a store in memory, and the flash tier itself.
 
-The trainer asks both the same: what is there, a store that stands where the run stopped, and to
-make the present step survive.
+Both have one interface for the trainer: report the saved state, return a store at the step where
+the run stopped, and make the current step durable.
 """
 
 from __future__ import annotations
@@ -45,26 +45,26 @@ Notice = Callable[[str], None]
 
 
 class CheckpointBackend(Protocol):
-    """Knows where a run's state is, and how it gets there."""
+    """Loads and saves the state of a run."""
 
     @property
     def recorded(self) -> ResumeState | None:
-        """What the trainer kept with the newest step; None where there is none."""
+        """The trainer's record of the newest saved step; None if there is none."""
         ...
 
     @property
     def bfloat16(self) -> frozenset[str] | None:
-        """The frozen weights that the run keeps as bfloat16; None where it has not begun."""
+        """The frozen weights that the run stores as bfloat16; None for a new run."""
         ...
 
     @property
     def needs_base(self) -> bool:
-        """Whether frozen weights are to be read again from the folder that the run began with."""
+        """Whether frozen weights must be read again from the folder that the run started from."""
         ...
 
     @property
     def newest_step(self) -> int | None:
-        """The newest step that would be found now."""
+        """The newest step that a resumed run would find now."""
         ...
 
     def open(
@@ -75,26 +75,26 @@ class CheckpointBackend(Protocol):
         notice: Notice,
         apart: Sequence[store_factory.RemoteShardStore] | None = None,
     ) -> Store:
-        """Return a store with the newest step in it, or with initial weights.
+        """Return a store with the state of the newest step, or with initial weights.
 
-        Its shards are in this process, or in others, which are given (`apart`).
+        The shards are in this process, or in other processes if `apart` is given.
         """
         ...
 
     def begin_save(self, extra: Mapping[str, Any], best: bool) -> None:
-        """Begin to make the present step survive, while the run goes on."""
+        """Start to make the current step durable while the run continues."""
         ...
 
     def poll(self) -> SavedCheckpoint | None:
-        """Return a checkpoint that was begun and is complete now, once; raise if it failed."""
+        """Return a checkpoint that has become complete, once; raise its error if it failed."""
         ...
 
     def finish(self) -> SavedCheckpoint | None:
-        """Return when what was begun is complete, or raise; as `poll`."""
+        """Wait for the started checkpoint and return it, or raise its error; as `poll`."""
         ...
 
     def abandon(self) -> None:
-        """Give up what was begun and is not complete; what was complete before stays."""
+        """Discard an incomplete checkpoint; keep complete ones."""
         ...
 
 
@@ -145,7 +145,7 @@ class FileCheckpoints:
     def _begin(
         self, store: Store, model: ModelSource, weights: Iterable[tuple[str, torch.Tensor]]
     ) -> None:
-        """Load initial weights; note those that no checkpoint need hold."""
+        """Load initial weights; record the weights that checkpoints may omit."""
         fingerprint, specs = model.weights_fingerprint(), store.program.weights
         based = {n: w for n, w in specs.items() if n in model.folder_weights and not w.trainable}
         if fingerprint is None or not based:
@@ -156,9 +156,9 @@ class FileCheckpoints:
         self._base = notes.base
 
     def begin_save(self, extra: Mapping[str, Any], best: bool) -> None:
-        """Begin to write a checkpoint; there is one at a time.
+        """Start to write a checkpoint; at most one is written at a time.
 
-        One of shards in other processes is written at once, while the run waits.
+        If shards are in other processes, the checkpoint is written at once while the run waits.
         """
         assert self._store is not None
         assert self._saving is None
@@ -189,7 +189,7 @@ class FileCheckpoints:
         return self.finish()
 
     def finish(self) -> SavedCheckpoint | None:
-        """Make the updates that the writer awaits, and wait for it."""
+        """Apply the updates that the writer waits for, and wait for the writer."""
         if self._saving is None:
             saved, self._saved = self._saved, None
             return saved
@@ -198,7 +198,7 @@ class FileCheckpoints:
         try:
             return self._saving.wait()
         finally:
-            if self._saving.is_done:  # else the wait was interrupted, and it may be given up yet
+            if self._saving.is_done:  # else the wait was interrupted, and `abandon` may follow
                 self._saving = None
 
     def abandon(self) -> None:
@@ -209,7 +209,7 @@ class FileCheckpoints:
 
 
 class FlashCheckpoints:
-    """A store on flash, which is durable by itself; only the best step is saved apart."""
+    """A store on flash, durable by itself; only the best step is also saved as safetensors."""
 
     def __init__(self, config: Config, folder: Path) -> None:
         self._config = config
@@ -221,14 +221,14 @@ class FlashCheckpoints:
             else None
         )
         self.bfloat16 = None if self.recorded is None else recorded_bfloat16(folder)
-        self.needs_base = False  # it holds all weights itself
+        self.needs_base = False  # the store holds all weights
         self._model: ModelSource | None = None
         self._store: DurableStore | None = None
         self._saved: SavedCheckpoint | None = None
 
     @property
     def newest_step(self) -> int | None:
-        """The newest durable step; nobody else can write one while the store is open."""
+        """The newest durable step; only this process writes while the store is open."""
         return self._store.durable_step if self._store else None
 
     def open(
@@ -239,10 +239,10 @@ class FlashCheckpoints:
         notice: Notice,
         apart: Sequence[store_factory.RemoteShardStore] | None = None,
     ) -> Store:
-        """Return the store on flash; new weights go there one at a time.
+        """Return the store on flash; new weights are written there one at a time.
 
-        Weights that lie there and were never trained are taken only if this run would begin with
-        the same; else they are loaded anew.
+        Untrained weights on flash are used only if this run would start from the same weights.
+        Otherwise the weights are loaded again.
         """
         self._model = model
         if self.recorded is not None:
@@ -274,7 +274,7 @@ class FlashCheckpoints:
         notice: Notice,
         apart: Sequence[store_factory.RemoteShardStore] | None,
     ) -> DurableStore:
-        """Return a store that was never trained: new, or with the weights to begin with."""
+        """Return a store at step 0: a new one, or one with the initial weights."""
         found, start = self._found or {}, _start(self._config, model)
         if None not in (known := {found.get("weights"), start["weights"]}) and len(known) > 1:
             raise ConfigError(
@@ -300,7 +300,7 @@ class FlashCheckpoints:
         return store
 
     def begin_save(self, extra: Mapping[str, Any], best: bool) -> None:
-        """Wait until the present step is durable; the best is written as safetensors too."""
+        """Wait until the current step is durable; also write the best step as safetensors."""
         assert self._store is not None
         self._store.remember(extra)
         self._store.make_durable()
@@ -312,7 +312,7 @@ class FlashCheckpoints:
 
     @functools.cached_property
     def _base(self) -> Base | None:
-        """What the best checkpoint leaves out, though the store has it."""
+        """The base weights that the best checkpoint omits, although the store holds them."""
         store, model = self._store, self._model
         assert store is not None
         assert model is not None
@@ -322,20 +322,20 @@ class FlashCheckpoints:
         return Base.held_by(store, known, frozen) if known is not None and frozen else None
 
     def poll(self) -> SavedCheckpoint | None:
-        """Return the best that was written."""
+        """Return the best checkpoint that was written."""
         saved, self._saved = self._saved, None
         return saved
 
     def finish(self) -> SavedCheckpoint | None:
-        """Nothing is ever under way here."""
+        """Return None: no checkpoint is pending here."""
         return self.poll()
 
     def abandon(self) -> None:
-        """Nothing is ever under way here."""
+        """Do nothing: no checkpoint is pending here."""
 
 
 def _start(config: Config, model: ModelSource) -> dict[str, Any]:
-    """Return what decides a run's initial weights, as JSON gives it back."""
+    """Return the settings that decide a run's initial weights, in the form that JSON returns."""
     deciding = {
         key: value
         for key, value in trajectory(config).items()
@@ -350,9 +350,10 @@ def _start(config: Config, model: ModelSource) -> dict[str, Any]:
 
 
 def make_checkpoint_backend(config: Config) -> CheckpointBackend:
-    """Return what keeps the state of the run that a configuration describes.
+    """Return the checkpoint back end of a configuration.
 
-    **Raises:** `ConfigError` where the run has a state elsewhere: it would begin anew, unasked.
+    **Raises:** `ConfigError` if the run has state in the other back end: the run would silently
+    start again.
     """
     flash, before = config.store.flash.path, recorded_flash(config.run.dir)
     if flash is not None and flash.exists() and not flash.is_dir():
@@ -375,14 +376,14 @@ def make_checkpoint_backend(config: Config) -> CheckpointBackend:
 
 
 def _require_place(config: Config, flash: Path) -> None:
-    """Refuse to begin a store where one can neither be meant nor be gone on with."""
+    """Refuse a new flash store if the run has checkpoints, or the folder's disk seems unmounted."""
     saved = find_checkpoint(config.run.dir / "checkpoints", "latest")
     if saved is not None:
         raise ConfigError(
             f"store.flash.path: {config.run.dir} has its state in {saved} and none in {flash}; "
             "leave store.flash.path out to go on, or choose another run.dir"
         )
-    # Making it would fill the disk on which another was to be mounted.
+    # Creating the folder would fill this disk instead of a disk that is not mounted yet.
     above, run = flash.parent, config.run.dir.absolute()
     if flash.is_absolute() and not above.exists() and not flash.is_relative_to(run):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""When a run is made to survive: begun after some steps, complete while training goes on."""
+"""The schedule of checkpoints: started after some steps, completed while training continues."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Extra = Callable[[], Mapping[str, Any]]
 
 
 class CheckpointScheduler:
-    """Begins and completes what a keeper does, one after the other, and tells of it.
+    """Starts and completes checkpoints of a back end, one after the other, and reports them.
 
-    **Arguments:** `extra` gives what a resumed run needs to know beside the store, `tell` is told
-    of every checkpoint, `saved_step` is the step that survives already.
+    **Arguments:** `extra` returns the resume state outside the store. `tell` is called with an
+    event per checkpoint. `saved_step` is the step that is already durable.
     """
 
     def __init__(
@@ -36,14 +36,14 @@ class CheckpointScheduler:
         self._begun_at = time.monotonic()
 
     def is_due(self, step: int) -> bool:
-        """Tell whether it is time to begin, after `step`."""
+        """Tell whether a checkpoint is due after `step`."""
         every, minutes = self._config.every, self._config.every_minutes
         if every is not None and step % every == 0:
             return True
         return minutes is not None and time.monotonic() - self._begun_at >= 60 * minutes
 
     def begin(self, step: int, best: bool = False) -> None:
-        """Begin to make `step`, the last one committed, survive, behind what was begun before."""
+        """Start to save `step`, the last committed step, after the pending checkpoint."""
         if self._saved_step == step and not best:
             return
         self.finish()
@@ -51,15 +51,15 @@ class CheckpointScheduler:
         self._saved_step, self._begun_at = step, time.monotonic()
 
     def poll(self) -> None:
-        """Tell of a checkpoint that has become complete; raise if it failed."""
+        """Report a checkpoint that has become complete; raise its error if it failed."""
         self._tell_saved(self._checkpoints.poll)
 
     def finish(self) -> None:
-        """Return when the step that was begun survives."""
+        """Return when the started checkpoint is durable."""
         self._tell_saved(self._checkpoints.finish)
 
     def save(self, step: int) -> None:
-        """Make `step`, the last one committed, survive; what fails leaves nothing on its way."""
+        """Save `step`, the last committed step; a failure leaves no pending checkpoint."""
         try:
             self.begin(step)
             self.finish()
@@ -68,9 +68,10 @@ class CheckpointScheduler:
             raise
 
     def end(self, error: BaseException) -> None:
-        """Leave no checkpoint on its way when the run ends with `error`, which stays what is told.
+        """Abandon or complete the pending checkpoint when the run ends with `error`.
 
-        After a failure it may still become complete; whoever interrupts does not wait for it.
+        `error` remains the reported error. After a failure the pending checkpoint may still
+        complete; after an interrupt it is abandoned.
         """
         try:
             if isinstance(error, Exception):
@@ -87,7 +88,7 @@ class CheckpointScheduler:
         try:
             saved = get()
         except PenstockError:
-            self._saved_step = None  # the next attempt begins anew
+            self._saved_step = None  # the next attempt starts again
             raise
         if saved is not None:
             self._tell(Saved(saved.step, saved.folder, saved.seconds, saved.bytes))

@@ -1,4 +1,4 @@
-"""The data of a run: the configured data set, built if need be, and the batches that it gives."""
+"""The data of a run: the configured data set, built if necessary, and its batches."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from penstock.data import (
 from penstock.errors import ConfigError, DataError
 from penstock.models import ModelSource
 
-_SPARE_VOCABULARY = 1 / 8  # of the model's ids; with more to spare, it was not meant
+_SPARE_VOCABULARY = 1 / 8  # of the model's ids; a larger surplus is unlikely to be intended
 _MASK_TOKENS = ("[MASK]", "<mask>")
 
 
 @dataclass(frozen=True)
 class TrainingData:
-    """The sources of training and held-out batches; `dataset` where they come from text.
+    """The sources of training and held-out batches; `dataset` is set if they come from text.
 
-    `sequence_length` is the tokens of a row, 1 where rows are not of tokens.
+    `sequence_length` is the number of tokens in a row, 1 if rows are not of tokens.
     """
 
     training: Source
@@ -41,7 +41,7 @@ class TrainingData:
 
 
 def open_data(config: Config, source: ModelSource, notice: Callable[[str], None]) -> TrainingData:
-    """Open the configured data set, building it first if it is to be made from `data.input`."""
+    """Open the configured data set; build it first if it comes from `data.input`."""
     if source.task == "custom" and set(source.inputs) != {"input_ids", "labels"}:
         raise DataError(
             f"{source.name} is a module of your own: give its data from Python, "
@@ -95,7 +95,7 @@ def open_data(config: Config, source: ModelSource, notice: Callable[[str], None]
 
 
 def _check_content(config: Config, source: ModelSource, dataset: TokenDataset) -> None:
-    """Refuse records where they cannot be trained on, and text where records are asked for."""
+    """Refuse records where they cannot be trained on, and text where records are configured."""
     if dataset.content == "text" and config.data.content == "records":
         raise DataError(
             f"data.content: expected a data set of records, {dataset.path} holds plain text; name "
@@ -110,7 +110,7 @@ def _check_content(config: Config, source: ModelSource, dataset: TokenDataset) -
 
 
 def _check_build(config: Config, dataset: TokenDataset) -> None:
-    """Refuse the data set that a run has built from or by something else than is asked for now."""
+    """Refuse a data set that the run has built from other input or settings than configured."""
     if config.data.path is not None:
         return
     advice = f"set it back, delete {dataset.path} to have it built again, or choose another run.dir"
@@ -124,7 +124,7 @@ def _check_build(config: Config, dataset: TokenDataset) -> None:
         return
     data, files = config.data, []
     if not made_from.is_named_as(data.input):
-        with contextlib.suppress(DataError):  # it may be gone; then only its name can be compared
+        with contextlib.suppress(DataError):  # the file may be gone; then only its name is compared
             files = find_files(data.input)
     difference = made_from.difference(
         BuiltFrom.of(
@@ -144,8 +144,8 @@ def _check_build(config: Config, dataset: TokenDataset) -> None:
 
 
 def _check_tokenizer(config: Config, source: ModelSource, dataset: TokenDataset) -> None:
-    """Refuse a data set whose ids stand for other tokens than those of the model's own folder."""
-    if source.folder is None or config.data.tokenizer != "auto":  # another is meant
+    """Refuse a data set whose token ids differ from those of the model folder's tokenizer."""
+    if source.folder is None or config.data.tokenizer != "auto":  # another tokenizer is configured
         return
     if not encodes_as(dataset.tokenizer(), source.folder):
         found = dataset.manifest.tokenizer.name
@@ -157,9 +157,9 @@ def _check_tokenizer(config: Config, source: ModelSource, dataset: TokenDataset)
 
 
 def _mask_token(dataset: TokenDataset, source: ModelSource) -> int:
-    """Return a token id that the text never has: `[MASK]`, or the model's last if that is free.
+    """Return a token id that the text never contains: `[MASK]`, or the model's last id if unused.
 
-    Text is encoded as text, so that the tokenizer's own token for the purpose is never in it.
+    The tokenizer encodes the data as plain text, so its own mask token never occurs in the data.
     """
     tokenizer = dataset.tokenizer()
     for name in _MASK_TOKENS:
@@ -179,9 +179,10 @@ def _mask_token(dataset: TokenDataset, source: ModelSource) -> int:
 def sequence_length(
     config: Config, source: ModelSource, dataset: TokenDataset | None = None
 ) -> int:
-    """Return the tokens per sequence: as configured, or all that the model takes.
+    """Return the tokens per sequence: as configured, or the model's maximum.
 
-    Of records no more than the longest needs, since the rest of every row would be padding.
+    For records, at most the length of the longest record, since the rest of every row would be
+    padding.
     """
     length = config.data.sequence_length or source.max_sequence_length
     if not config.data.sequence_length and dataset is not None and dataset.content == "records":

@@ -1,4 +1,4 @@
-"""The best held-out loss of a run, and when to stop for want of a better one."""
+"""The best held-out loss of a run, and early stopping without improvement."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from dataclasses import dataclass
 class EarlyStop:
     """Judges the evaluations of a run, each step once.
 
-    `patience` is how many evaluations in a row may bring no better loss, None for any number.
+    `patience` is the number of evaluations in a row that may bring no better loss, None for no
+    limit.
     """
 
     patience: int | None
@@ -18,7 +19,7 @@ class EarlyStop:
     judged_step: int = -1
 
     def judge(self, step: int, loss: float) -> bool:
-        """Take the loss after a step into account, and return whether it is the best so far."""
+        """Record the loss after a step, and return whether it is the best so far."""
         self.judged_step = step
         if self.best_loss is None or loss < self.best_loss:
             self.best_loss, self.evaluations_since_best = loss, 0
@@ -28,5 +29,5 @@ class EarlyStop:
 
     @property
     def is_due(self) -> bool:
-        """Whether nothing has improved for long."""
+        """Whether the loss has not improved for `patience` evaluations."""
         return self.patience is not None and self.evaluations_since_best >= self.patience

@@ -1,10 +1,10 @@
-"""What a model makes of held-out data: the forward sweep alone, every module in eval mode.
+"""Evaluation of a model on held-out data: the forward sweep alone, every module in eval mode.
 
-The loss is the mean over all labelled tokens, of other models over the rows. Of language models,
-`perplexity` is its exponential, `bits_per_byte` the loss of plain text per byte, which no tokenizer
-decides, and `accuracy` the share of labelled tokens that the model thinks most likely, given all
-the right ones before; of records, `exact_match` is the share whose whole completion, its end
-included, is predicted so.
+For language models the loss is the mean over all labelled tokens; for other models it is the mean
+over the rows. `perplexity` is the exponential of a language model's loss. `bits_per_byte` is the
+loss of plain text per byte, which does not depend on a tokenizer. `accuracy` is the share of
+labelled tokens that the model ranks first, given the correct tokens before. For records,
+`exact_match` is the share whose whole completion, end token included, is predicted correctly.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Counts:
     right_rows: int = 0
 
     def add_predictions(self, labels: torch.Tensor, predictions: torch.Tensor) -> None:
-        """Count what is right of `labels` [rows, tokens], and rows without anything wrong."""
+        """Count correct predictions of `labels` [rows, tokens], and rows without an error."""
         labelled = labels != IGNORED_LABEL
         right = (predictions.view_as(labels) == labels) & labelled
         self.right_tokens += int(right.sum())
@@ -49,10 +49,10 @@ class _Counts:
 
 
 class Evaluator:
-    """Evaluates the weights of a store; compiles what it needs at the first evaluation.
+    """Evaluates the weights of a store; compiles its programs at the first evaluation.
 
-    **Arguments:** `layout` of the training, whose micro-batch, sizes and budget are used again;
-    `held_out` gives the batches.
+    **Arguments:** `layout` of the training, whose micro-batch, sizes and budget are reused.
+    `held_out` returns the batches.
     """
 
     def __init__(
@@ -73,13 +73,13 @@ class Evaluator:
         self._engines: dict[int, Engine] = {}
 
     def evaluate(self, batches: int) -> dict[str, float]:
-        """Return the figures of the first `batches` held-out batches, by name.
+        """Return the metrics of the first `batches` held-out batches, by name.
 
-        These are `loss` and `tokens` (rows, where a model reads none); with a language model
-        `perplexity` and `accuracy`, and on plain text `bits_per_byte`; with records `exact_match`
+        The metrics are `loss` and `tokens` (rows, for a model without tokens). A language model
+        adds `perplexity` and `accuracy`, plain text adds `bits_per_byte`, records add `exact_match`
         and `records`.
 
-        **Raises:** `DataError` if there is nothing in them.
+        **Raises:** `DataError` if the batches are empty.
         """
         counts = _Counts()
         micro = self._layout.micro_batch
@@ -101,7 +101,7 @@ class Evaluator:
         return found
 
     def check(self) -> None:
-        """Refuse what would stop a run at its first evaluation.
+        """Refuse errors that would stop a run at its first evaluation.
 
         **Raises:** `DataError` for held-out data without a row, `CompileError` for a model of the
         user's own that cannot be evaluated.
@@ -139,7 +139,7 @@ class Evaluator:
             counts.add_predictions(rows["labels"], predictions.cpu()[:have])
 
     def _engine(self, rows: int) -> Engine:
-        """Return an engine for micro-batches of so many rows: a whole one, or what is left over."""
+        """Return an engine for micro-batches of so many rows: a full one, or the remainder."""
         if rows not in self._engines:
             self._engines[rows] = target_of(self._device).make_engine(
                 self._program(rows), EnginePlan(), budget_bytes=self._layout.budget_bytes
@@ -147,7 +147,7 @@ class Evaluator:
         return self._engines[rows]
 
     def _program(self, rows: int) -> Program:
-        """Return the program in eval mode; that of training where eval mode changes nothing."""
+        """Return the program in eval mode; the training program if eval mode changes nothing."""
         try:
             return builders.compile_source(
                 self._model,
@@ -168,7 +168,7 @@ class Evaluator:
 
 
 def _filled_up(rows: Rows, micro: int) -> Rows:
-    """Return a whole micro-batch; the rows that are made up have no labels and count nothing."""
+    """Return a full micro-batch; padding rows have no labels and are not counted."""
     filled = {}
     for name, value in rows.items():
         padding = value[:1].expand(micro - len(value), *value.shape[1:]).clone()

@@ -1,7 +1,7 @@
-"""A run's weights as a Hugging Face folder: from a trainer's store, a checkpoint, or flash.
+"""Export of a run's weights as a Hugging Face folder: from a store, a checkpoint, or flash.
 
-Exporting a run makes neither a program nor a store: weights go from file to file, a piece of one
-at a time, each checksum verified on the way.
+The export of a run builds neither a program nor a store. Weights are copied from file to file in
+pieces, and each checksum is verified on the way.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def export_run(
     config: Config, folder: Path, dtype: str, max_shard_bytes: int, *, only_adapters: bool = False
 ) -> list[Path]:
-    """Write the newest state of a run, or its adapters alone; return the weight files.
+    """Write the newest state of a run, or only its adapters; return the weight files.
 
     Raises:
-        ConfigError: nothing was trained there yet, or the folder is in use.
+        ConfigError: the run has no trained state yet, or the folder is in use.
         CorruptionError: a checksum does not match.
-        StorageError: no room, or another process trains the run on flash.
+        StorageError: the disk is full, or another process trains the run on flash.
     """
     if config.model is None:
         raise ConfigError(
@@ -60,7 +60,7 @@ def export_run(
 
 @contextmanager
 def _newest(config: Config, only_trained: bool) -> Iterator[WeightReader]:
-    """Open the newest state; with `only_trained`, frozen weights may be out of reach."""
+    """Open the newest state; with `only_trained`, frozen weights may be unavailable."""
     run, flash = config.run.dir, config.store.flash.path
     if flash is not None:
         with open_reader(flash) as reader:
@@ -86,9 +86,9 @@ def export(
     dtype: str,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> list[Path]:
-    """Write weights as a Hugging Face folder, with tokenizer and what else the model came with.
+    """Write weights as a Hugging Face folder, with the tokenizer and the model's other files.
 
-    Adapters are merged into the weights beside which they stand.
+    Adapters are merged into their base weights.
     """
     element = _element(dtype)
     config = source.hf_config.to_dict() if source.hf_config is not None else {}
@@ -108,10 +108,10 @@ def export(
 def export_adapters(
     config: Config, weights: WeightReader, source: ModelSource, folder: Path, dtype: str
 ) -> list[Path]:
-    """Write the adapters alone, in PEFT's format.
+    """Write only the adapters, in PEFT's format.
 
     Raises:
-        ConfigError: there are none, or other weights were trained with them.
+        ConfigError: the run has no adapters, or it has also trained other weights.
     """
     if not source.adapters:
         raise ConfigError(
@@ -134,7 +134,7 @@ def export_adapters(
 
 
 def _base(config: Config) -> str | None:
-    """Return what the adapters stand beside: a folder's absolute path, or a preset's name."""
+    """Return the base of the adapters: a folder's absolute path, or a preset's name."""
     if isinstance(config.model, HuggingFaceModel):
         return str(Path(config.model.hf).absolute())
     return config.model.preset if isinstance(config.model, PresetModel) else None
@@ -147,7 +147,7 @@ def _element(name: str) -> torch.dtype:
 
 
 def _tokenizer(source: ModelSource, dataset: TokenDataset | None, scratch: Path) -> list[Path]:
-    """Return the tokenizer's files: the model's own where the data set was made with it."""
+    """Return the tokenizer's files: the model's own if the data set was built with them."""
     own = tokenizer_files(source.folder) if source.folder is not None else []
     if dataset is None:
         return own

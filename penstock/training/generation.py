@@ -1,4 +1,4 @@
-"""Text from a trained model: the same stages, streamed once per token."""
+"""Text generation with a trained model: the same stages, streamed once per token."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def make_writer(
     dataset: TokenDataset | None,
     device: str,
 ) -> TextGenerator:
-    """Return what writes text with the weights of a store.
+    """Return a text generator over the weights of a store.
 
-    **Raises:** `ConfigError` where there is nothing that writes text, or no tokenizer.
+    **Raises:** `ConfigError` if the model does not generate text, or has no tokenizer.
     """
     if model.task != "causal_lm":
         raise ConfigError(
@@ -59,11 +59,11 @@ def make_writer(
 
 
 class TextGenerator:
-    """Writes text with a model; keeps the engines that it makes, one per length of the window.
+    """Generates text with a model; caches one engine per window length.
 
-    **Arguments:** `make_engine` returns an engine whose program gives logits [1, window,
-    vocabulary] for `input_ids` [1, window]; `fetch` returns weights by name; `longest` is the
-    greatest window that the model takes.
+    **Arguments:** `make_engine` returns an engine whose program computes logits [1, window,
+    vocabulary] from `input_ids` [1, window]. `fetch` returns weights by name. `longest` is the
+    model's largest window.
     """
 
     def __init__(
@@ -128,11 +128,11 @@ def generate_tokens(
 ) -> Iterator[int]:
     """Yield new token ids after `prompt`, one at a time.
 
-    **Arguments:** `temperature` 0 takes the likeliest token; `top_k` None chooses among all;
-    `stop` ends the text and is not yielded; ids from `vocabulary` on (a model's vocabulary may be
-    padded beyond the tokenizer's) are never chosen.
+    **Arguments:** `temperature` 0 chooses the most likely token. `top_k` None samples from all
+    tokens. `stop` ends the text and is not yielded. Ids from `vocabulary` on are never chosen (a
+    model's vocabulary may be padded beyond the tokenizer's).
 
-    Attention is causal, so a text shorter than the window is filled up behind; of a longer one
+    Attention is causal, so a text shorter than the window is padded at its end. Of a longer text
     the model sees the last `window` tokens.
     """
     if not prompt:

@@ -1,9 +1,9 @@
-"""That every weight trains: judged by the gradients of a trainer's first steps, once.
+"""Check that every weight trains, from the gradients of a trainer's first steps.
 
-A gradient that is zero in the first step is no sign: those of an adapter's A, of a block that
-begins as the identity (ReZero, adaLN-Zero) or behind a projection that begins at zero are, until
-the first updates have been made. One that is zero in several steps in a row belongs to a weight
-that the loss does not depend on.
+A zero gradient in the first step proves nothing. The gradients of an adapter's A, of a block that
+starts as the identity (ReZero, adaLN-Zero) and of a block behind a projection that starts at zero
+are zero until the first updates. A gradient that is zero in several steps in a row belongs to a
+weight that does not affect the loss.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from penstock.errors import few
 from penstock.store import Commit, Store
 
 STEPS = 5
-_LEAST_STEPS = 2  # a run of one step has no gradient that was taken after an update
+_LEAST_STEPS = 2  # a run of one step has no gradient after an update
 
 
 class GradientCheck:
-    """Names, once, the weights that do not train; a resumed run is judged anew.
+    """Reports, once, the weights that do not train; a resumed run is checked again.
 
-    Steps whose learning rate is zero, as in the beginning of a warm-up, do not count.
+    Steps with learning rate zero, as at the start of a warm-up, do not count.
 
-    **Arguments:** `notice` is told.
+    **Arguments:** `notice` is called with the report.
     """
 
     def __init__(self, notice: Callable[[str], None]) -> None:
@@ -34,7 +34,7 @@ class GradientCheck:
         self._is_done = False
 
     def look(self, commit: Commit, store: Store) -> None:
-        """Take a step's gradients into account; a step that is made again counts once."""
+        """Record a step's gradients; a repeated step counts once."""
         step, rate = commit.decision.step, commit.decision.learning_rate
         if self._is_done or rate <= 0 or step <= self._newest:
             return
@@ -46,7 +46,7 @@ class GradientCheck:
             self._tell(store)
 
     def end(self, store: Store) -> None:
-        """Judge by the steps that there were: the run ends."""
+        """Report at the end of the run, from the steps so far."""
         if not self._is_done and self._seen >= _LEAST_STEPS:
             self._tell(store)
 

@@ -1,7 +1,7 @@
-"""What a run must find again beside weights and state, as a checkpoint or a journal keeps it.
+"""The resume state: the trainer's record beside weights and optimizer state.
 
-Checksums say that these bytes are those that were written, not who wrote them: each value is held
-to its type before anything is done with it.
+A checkpoint or a journal holds the record. Checksums prove that its bytes are unchanged, not who
+wrote them. So the type of each value is checked before use.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from penstock.errors import CorruptionError
 
 @dataclass(frozen=True)
 class ResumeState:
-    """What the trainer keeps with every step that survives.
+    """The trainer's record with every durable step.
 
-    `trajectory` is the part of the configuration that decides the result; `micro_batch`
-    decides in which order sums are taken, `slot_bytes` how stages are cut, by which files on flash
-    are laid out, `products` who multiplies (`compiler/products.py`). `data`, `weights` (of a
-    folder) and `values` (of a module) are fingerprints of what the run began with, None where there
-    is none; `architecture` is what a model of the user's own code computes
+    `trajectory` is the part of the configuration that decides the result. `micro_batch` decides the
+    order of sums. `slot_bytes` decides the cut into stages, and so the layout of files on flash.
+    `products` is the library of matrix products (`compiler/products.py`). `data`, `weights` (of a
+    folder) and `values` (of a module) are fingerprints of the run's initial inputs, None if absent.
+    `architecture` describes the computation of a model of the user's own code
     (`same_run.Architecture`).
     """
 
@@ -41,10 +41,10 @@ class ResumeState:
 
     @classmethod
     def read(cls, found: Mapping[str, Any], place: Path) -> ResumeState:
-        """Return what was kept at `place`; keys that older releases did not keep may be missing.
+        """Return the record from `place`; keys that older releases did not write may be missing.
 
         Raises:
-            CorruptionError: a value is of another type.
+            CorruptionError: a value has another type.
         """
         whole: dict[str, Any] = dict.fromkeys(
             (field.name for field in dataclasses.fields(cls)), None
@@ -74,7 +74,7 @@ class ResumeState:
         )
 
     def to_mapping(self) -> dict[str, Any]:
-        """Return it as JSON can hold it."""
+        """Return the record in a form that JSON can represent."""
         return dataclasses.asdict(self)
 
 

@@ -1,7 +1,7 @@
-"""Putting a run together: its model, data, devices and plan, then what makes its steps.
+"""Assembly of a run: model, data, devices and execution plan, then the step runner.
 
-Everything in a `RunSetup` is settled before a store or another process is opened, so that a mistake
-in a configuration is reported before anything is written.
+A `RunSetup` is complete before a store or another process is opened, so a mistake in a
+configuration is reported before anything is written.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunSetup:
-    """What is settled of a run before anything is opened.
+    """The parts of a run that are decided before anything is opened.
 
     Attributes:
-        devices: of a group of GPUs, one engine each; empty for engines that take turns on `device`.
+        devices: of a group of GPUs, one engine each; empty if engines take turns on `device`.
         device: the name of the target that the program was compiled for.
     """
 
@@ -54,7 +54,7 @@ class RunSetup:
 
     @property
     def device_names(self) -> str:
-        """The devices, for people."""
+        """The devices, for display."""
         return ", ".join(self.devices) or self.device
 
 
@@ -69,14 +69,14 @@ def set_up(
     """Return the setup of a run.
 
     Args:
-        model: in place of `config.model`.
-        source: batches in place of `config.data`.
+        model: replaces `config.model`.
+        source: batches that replace those of `config.data`.
         held_out: the same, for evaluations.
         checkpoints: of the run, which may be resumed.
-        notice: is told what a user should know.
+        notice: called with sentences for the user.
 
     Raises:
-        ConfigError, DataError, CompileError, BudgetError: as `Trainer` says.
+        ConfigError, DataError, CompileError, BudgetError: as in `Trainer`.
     """
     recorded = checkpoints.recorded
     is_resumed, needs_base = recorded is not None, checkpoints.needs_base
@@ -105,7 +105,7 @@ def set_up(
 def require_known_elsewhere(has_given_model: bool) -> None:
     """Refuse a module from Python for a run with other processes.
 
-    **Raises:** `ConfigError` if there is one.
+    **Raises:** `ConfigError` if a module is given.
     """
     if has_given_model:
         raise ConfigError(
@@ -120,7 +120,7 @@ def start_cluster(
     tell: Callable[[ClusterEvent], None],
     should_stop: Callable[[], bool],
 ) -> ClusterManager:
-    """Listen for the run's other processes, and start those that it starts itself."""
+    """Listen for the run's other processes, and start those that the run starts itself."""
     from penstock.distributed.control import open_cluster
 
     return open_cluster(config, setup.plan, tell=tell, should_stop=should_stop)
@@ -129,10 +129,10 @@ def start_cluster(
 def make_runner(
     config: Config, setup: RunSetup, store: Store, manager: ClusterManager | None
 ) -> tuple[StepRunner | DistributedStepRunner, LocalEngines | None]:
-    """Return what makes the steps of a run, and the engines of this process if it has any.
+    """Return the step runner of a run, and the engines of this process if there are any.
 
     Args:
-        manager: of the run's other processes; None where all engines are here.
+        manager: of the run's other processes; None if all engines are in this process.
     """
     plan, model = setup.plan, setup.model
     batches = Batches(model, setup.data.training, config.batch.size, plan.micro_batch)

@@ -1,4 +1,4 @@
-"""What a run tells before its first step: what is trained, on what, where, and in how much."""
+"""The report before the first step: the model, the steps, the devices and the memory of a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.training.data_loading import TrainingData
 
 
 def rows_per_step(config: Config, model: ModelSource, layout: ExecutionPlan) -> int:
-    """Return the tokens of a step, or its rows where a model does not read tokens."""
+    """Return the tokens of a step, or its rows for a model without tokens."""
     return config.batch.size * (layout.sequence_length if _reads_tokens(model) else 1)
 
 
@@ -27,7 +27,7 @@ def run_started(
     devices: str,
     resumed_from: int | None,
 ) -> RunStarted:
-    """Return the event with which a run begins."""
+    """Return the event that starts a run."""
     program = layout.program
     samples = getattr(data.training, "samples_per_epoch", None)
     return RunStarted(
@@ -57,7 +57,7 @@ def run_started(
 
 
 def describe(config: Config, model: ModelSource, program: Program, step: int, devices: str) -> str:
-    """Return a line that tells one trainer from another."""
+    """Return a line that identifies a trainer among others."""
     return (
         f"<Trainer of {model.name}: {show_count(program.parameters)} parameters, step {step} of "
         f"{config.run.steps}, in {config.run.dir}, {config.precision} on {devices}>"

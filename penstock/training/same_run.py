@@ -1,6 +1,6 @@
-"""Whether a run goes on with what it was started with: configuration, data, model, initial values.
+"""Checks that a resumed run has the configuration, data, model and initial values of its start.
 
-Nothing here is needed to resume: it is what would otherwise go on as another run, unnoticed.
+Resuming needs none of these checks. They prevent a resume that silently becomes another run.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from penstock.training.resume_state import ResumeState
 
 @dataclass(frozen=True)
 class Architecture:
-    """What a model of the user's own code computes.
+    """The computation of a model of the user's own code.
 
-    `graph` tells one computation from another, if both were `captured_with` the same.
+    `graph` identifies the computation, if both models have the same `captured_with`.
     """
 
     class_name: str
@@ -33,7 +33,7 @@ class Architecture:
 
     @classmethod
     def of(cls, model: ModelSource, layout: ExecutionPlan, precision: str) -> Architecture:
-        """Return that of the model that a step was laid out for."""
+        """Return the architecture of the model for which a step was planned."""
         versions = (
             f"torch {torch.__version__.split('+')[0]}, transformers {transformers.__version__}, "
             f"penstock {penstock.__version__}"
@@ -45,9 +45,9 @@ class Architecture:
 def own_architecture(
     config: Config, model: ModelSource, layout: ExecutionPlan, is_given: bool
 ) -> dict[str, str] | None:
-    """Return what a run records of a model that is given from Python or made by a factory.
+    """Return the record of a model that is given from Python or made by a factory.
 
-    None of others, which the configuration describes.
+    None for other models, which the configuration describes.
     """
     if not is_given and not isinstance(config.model, FactoryModel):
         return None
@@ -60,13 +60,13 @@ def require_same_model(
     now: dict[str, str] | None,
     notice: Callable[[str], None],
 ) -> None:
-    """Refuse a model that computes something else than the one that the run has trained.
+    """Refuse a model whose computation differs from that of the trained model.
 
     **Raises:** `ConfigError`.
     """
     then = recorded.architecture
     if then is None or now is None:
-        return  # an older release recorded none, or the configuration says it all
+        return  # from an older release, or described by the configuration
     if then["captured_with"] != now["captured_with"]:
         notice(
             f"whether {now['class_name']} computes what {config.run.dir} was trained on cannot be "
@@ -90,9 +90,9 @@ def require_same_beginning(
     *,
     ignore_values: bool,
 ) -> None:
-    """Refuse to train on where the configuration, the data or the initial weights differ.
+    """Refuse to resume if the configuration, the data or the initial weights differ.
 
-    `ignore_values` accepts a module with other values: those of the run take their place.
+    `ignore_values` accepts a module with other values, which the run's own weights replace.
 
     **Raises:** `ConfigError`, `DataError`.
     """

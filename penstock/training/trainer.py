@@ -1,8 +1,8 @@
 """The trainer: a run from its first step to its last checkpoint.
 
-What happens within a step is in `penstock/step/local.py`, what a run is put together from in
-`run_assembly.py`. Here: making or resuming the run, evaluation, saving, early stop, and what
-follows training (export, generation). Notebooks use the same class.
+`penstock/step/local.py` executes a step; `run_assembly.py` assembles the parts of a run. This
+module creates or resumes the run, evaluates, saves, stops early, and serves the uses of a trained
+model (export, generation). Notebooks use the same class.
 """
 
 from __future__ import annotations
@@ -57,28 +57,28 @@ if TYPE_CHECKING:
 
 
 class Trainer:
-    """Trains a model as a configuration says; resumes by itself where the run already is.
+    """Trains a model as a configuration specifies; resumes automatically if the run exists.
 
     Args:
         config: a `Config`, a mapping of its keys, or the path of a YAML file.
-        model: a built `nn.Module` or a `ModelSource`, in place of `config.model`.
-        source: batches in place of `config.data`: an `ArraySource`, or any object with the methods
-            of `penstock.data.Source`.
+        model: a built `nn.Module` or a `ModelSource` that replaces `config.model`.
+        source: batches that replace `config.data`: an `ArraySource`, or any object with the
+            methods of `penstock.data.Source`.
         held_out: the same, for evaluations.
-        on_event: called with each event (`penstock.telemetry.events`), beside what is shown.
-        quiet: show nothing. Otherwise progress is a panel in a terminal, a line that is updated in
-            a notebook, and lines of text elsewhere; it goes to stderr.
+        on_event: called with each event (`penstock.telemetry.events`), in addition to the view.
+        quiet: show nothing. Otherwise progress goes to stderr: a panel in a terminal, an updated
+            line in a notebook, lines of text elsewhere.
         must_exist: refuse a run without a checkpoint.
-        cluster: "local", "ray", a Ray cluster's address, or "none": all in this process, and one
-            of each shard.
-        ignore_initial_values: resume a run with its own weights though `model` has other values
-            than the run began with.
+        cluster: "local", "ray", a Ray cluster's address, or "none": everything in this process,
+            with one replica of each shard.
+        ignore_initial_values: resume a run with its own weights although `model` has other values
+            than the run started with.
 
     Raises:
-        ConfigError: a configuration, or a model, that cannot be used; says what to change.
-        DataError: data that is missing, broken, or does not fit the model.
-        CompileError: a model that cannot be made into a program.
-        BudgetError: what must be held at once does not fit; says which budget to raise.
+        ConfigError: the configuration or the model cannot be used; the text says what to change.
+        DataError: data is missing, damaged, or does not fit the model.
+        CompileError: the model cannot be compiled to a program.
+        BudgetError: the required memory exceeds a budget; the text names the budget to raise.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Trainer:
         self._architecture = own_architecture(self.config, self.model, self._layout, self._brought)
         self._stop_reason: str | None = None
         self._here: LocalEngines | None = None  # the engines of this process
-        self._lock: FolderLock | None = None  # from before the first process to `close`
+        self._lock: FolderLock | None = None  # held from the start of the first process to `close`
         self._manager = self._open_cluster()
         try:
             apart = self._manager.remote_shards() if self._manager else None
@@ -136,7 +136,7 @@ class Trainer:
             raise
 
     def _make_the_rest(self, recorded: ResumeState | None) -> None:
-        """Make what stands around the store: engines, the step, evaluation."""
+        """Create the parts that need the store: engines, step runner, evaluation."""
         if recorded is not None:
             require_same_model(self.config, recorded, self._architecture, self._notice)
         self.resumed_from = self.store.step if recorded else None
@@ -165,7 +165,7 @@ class Trainer:
         if self.config.cluster.start == "none":
             return None
         require_known_elsewhere(self._brought)
-        # Before anything is written for other processes to find: a run that trains has its own.
+        # Before the rendezvous file is written: a run that trains already has its own.
         self._lock = self._lock_folder()
         try:
             return start_cluster(
@@ -182,7 +182,7 @@ class Trainer:
         return FolderLock(self.config.run.dir, "run.dir", "training.lock")
 
     def _close_cluster(self) -> None:
-        """End the run's other processes, if it has any, and let others train in its folder."""
+        """End the run's other processes, if any, and unlock the run's folder."""
         if self._manager is not None:
             self._manager.close()
         if self._lock is not None:
@@ -190,24 +190,24 @@ class Trainer:
 
     @property
     def step(self) -> int:
-        """The number of steps that are committed."""
+        """The number of committed steps."""
         return self.store.step
 
     def __repr__(self) -> str:
         return describe(self.config, self.model, self.program, self.step, self._setup.device_names)
 
     def request_stop(self, reason: str = "a stop was asked for") -> None:
-        """Finish the step in flight, save and return from `train`; callable from anywhere."""
+        """Finish the current step, save and return from `train`; callable from any thread."""
         self._stop_reason = reason
 
     # The run
 
     def train(self) -> dict[str, Any]:
-        """Run to the configured number of steps and return a summary of the run's figures.
+        """Run to the configured number of steps and return a summary of the run's metrics.
 
         Raises:
             NonFiniteError, NoTrainingError: a loss is not finite; a weight does not train.
-            CorruptionError, StorageError: what is stored is damaged, or cannot be stored.
+            CorruptionError, StorageError: stored data is damaged, or data cannot be stored.
         """
         if self._recorded is not None:
             require_same_beginning(
@@ -233,13 +233,13 @@ class Trainer:
             self._stop_reason, self._tell = None, self._listener
 
     def _keep_small_files(self) -> None:
-        """Keep what the run needs of a Hugging Face folder, so that it may go."""
+        """Copy the run's needed files of a Hugging Face folder, which may be removed afterwards."""
         kept = self.config.run.dir / KEPT
         if self.model.folder is not None and self.model.folder != kept:
             keep_small_files(self.model.folder, kept)
 
     def _refuse_stale(self) -> None:
-        """Two trainers of one run must not overtake each other."""
+        """Refuse to train if another trainer has advanced the run."""
         newest = self._checkpoints.newest_step
         if newest is not None and newest > self.step:
             raise ConfigError(
@@ -278,9 +278,9 @@ class Trainer:
                 last_loss = self.run_step().loss
                 self._checkpoint_scheduler.poll()
             except NonFiniteError:
-                self.save()  # what is committed is good
+                self.save()  # the committed state is valid
                 raise
-            except InterruptedError:  # a stop was asked for while no engine was there
+            except InterruptedError:  # a stop was requested while no engine was available
                 break
             if config.evaluation.every and self.step % config.evaluation.every == 0:
                 self._evaluate_and_judge()
@@ -317,7 +317,7 @@ class Trainer:
         return summary
 
     def run_step(self) -> StepDone:
-        """Do one step, tell of it, and see whether every weight trains."""
+        """Execute one step, report it, and check whether every weight trains."""
         self.store.remember(self._extra())
         done = self._runner.run()
         self._tell(done)
@@ -325,13 +325,13 @@ class Trainer:
         self._gradient_check.look(self._runner.commit, self.store)
         return done
 
-    # Beside the steps
+    # Outside the steps
 
     def evaluate(self, batches: int | None = None) -> dict[str, float]:
-        """Return what the model makes of `batches` held-out batches.
+        """Return the metrics of the model on `batches` held-out batches.
 
-        **Returns:** `loss` and `tokens` (rows, where a model reads none); of language models
-        `perplexity` and `accuracy`; of records `exact_match` and `records`
+        **Returns:** `loss` and `tokens` (rows, for a model without tokens); for language models
+        `perplexity` and `accuracy`; for records `exact_match` and `records`
         (`penstock.training.evaluation`).
         """
         if self._evaluator is None:
@@ -352,10 +352,10 @@ class Trainer:
         return Evaluator(self.config, self.model, self._layout, self.store, held_out, self.device)
 
     def _evaluate_and_judge(self) -> None:
-        """Evaluate, keep the best checkpoint, and stop when nothing has improved for long."""
+        """Evaluate, save the best checkpoint, and stop early without improvement."""
         early_stop = self._early_stop
         if self._evaluator is None or self.step <= early_stop.judged_step:
-            return  # a step that is made again has been judged, by the same bits
+            return  # a repeated step has the same bits and was judged before
         started = time.perf_counter()
         found = self.evaluate()
         best = early_stop.judge(self.step, found["loss"])
@@ -367,11 +367,11 @@ class Trainer:
             self.request_stop(f"no better held-out loss in {early_stop.patience} evaluations")
 
     def save(self) -> None:
-        """Make the last committed step survive; as a checkpoint, if the store is in memory."""
+        """Make the last committed step durable; as a checkpoint, if the store is in memory."""
         self._checkpoint_scheduler.save(self.step)
 
     def _extra(self) -> dict[str, Any]:
-        """Return what a resumed run needs to know beside the store."""
+        """Return the resume state outside the store."""
         dataset = self._data.dataset
         return ResumeState(
             trajectory=trajectory(self.config),
@@ -387,12 +387,12 @@ class Trainer:
         ).to_mapping()
 
     def close(self) -> None:
-        """Give up a checkpoint that is on its way, and let go of files, threads and devices."""
+        """Abandon a pending checkpoint, and release files, threads and devices."""
         if self._here is not None:
             self._here.close()
         try:
             if self.config.cluster.shards == "apart":
-                self.store.close()  # while there are those who can
+                self.store.close()  # while the remote shards are still running
         finally:
             self._close_cluster()
         self._checkpoints.abandon()
@@ -401,15 +401,15 @@ class Trainer:
     def export(
         self, folder: str | Path, dtype: str = "fp32", max_shard_bytes: int = MAX_SHARD_BYTES
     ) -> list[Path]:
-        """Write the weights as a Hugging Face folder, loadable by `from_pretrained`; return files.
+        """Write the weights as a Hugging Face folder for `from_pretrained`; return the files.
 
-        Adapters are merged into their weights. `dtype` is fp32, bf16 or fp16.
+        Adapters are merged into their base weights. `dtype` is fp32, bf16 or fp16.
         """
         dataset = self._data.dataset
         return export(self.store, self.model, dataset, Path(folder), dtype, max_shard_bytes)
 
     def export_adapters(self, folder: str | Path, dtype: str = "fp32") -> list[Path]:
-        """Write the adapters alone, in the format of the PEFT library."""
+        """Write only the adapters, in the format of the PEFT library."""
         return export_adapters(self.config, self.store, self.model, Path(folder), dtype)
 
     def generate(
@@ -421,9 +421,9 @@ class Trainer:
         top_k: int | None = 50,
         seed: int = 0,
     ) -> Iterator[str]:
-        """Yield the text that the model writes after `prompt`, piece by piece.
+        """Yield the generated text after `prompt`, piece by piece.
 
-        `temperature` 0 takes the most likely token; `top_k` None chooses among all of them.
+        `temperature` 0 chooses the most likely token; `top_k` None samples from all tokens.
         """
         if self._writer is None:
             self._writer = make_writer(
@@ -438,7 +438,7 @@ class Trainer:
         )
         self.store.take_traffic()
 
-    # Words to the user
+    # Notices to the user
 
     def _notice(self, text: str) -> None:
         self._tell(Notice(text))

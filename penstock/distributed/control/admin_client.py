@@ -1,4 +1,4 @@
-"""The client of `penstock scale`: a request to a run that trains, from another process."""
+"""The client of `penstock scale`: sends a request from another process to a running trainer."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from penstock.distributed.protocol import Message, MessageType
 from penstock.distributed.transport import Endpoint, own_host
 from penstock.errors import ClusterError, ConfigError, ProtocolError
 
-_SECONDS = 10.0  # in which a run answers
+_SECONDS = 10.0  # time limit for the reply
 
 
 def scale(run: Path, engines: int) -> int:
-    """Have a run go on with so many engines from its next step on; return how many it had.
+    """Set a running trainer's number of engines from its next step on; return the previous number.
 
     Raises:
-        ConfigError: there is no such run, it does not train, or it cannot have so many.
-        ClusterError: it does not answer.
+        ConfigError: the run does not exist, is not training, or cannot have this many engines.
+        ClusterError: the run does not answer.
     """
     if not run.is_dir():
         raise ConfigError(f"{run}: no such run; expected the folder that run.dir named")

@@ -1,8 +1,8 @@
-"""The trainer's side of a distributed run: it listens, starts workers and replaces lost ones.
+"""The trainer's side of a distributed run: listens, starts workers, replaces lost workers.
 
-The cluster manager exists before the store: shards in processes of their own must have joined
-before anything can be loaded into them. A process joins by `rendezvous.py`, which also keeps the
-registry of members. The coordinator runs here and decides which node takes part in which step.
+The cluster manager is created before the store: shards in their own processes must join before
+weights can be loaded into them. `rendezvous.py` admits processes and keeps the registry of members.
+The coordinator runs in this process and decides which nodes take part in which step.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ log = logging.getLogger("penstock.distributed")
 
 _BEAT = 0.1
 _STARVED = 10  # leases for which a worker may wait for a processor
-_PATIENCE = 120.0  # seconds in which all engines should have come
+_PATIENCE = 120.0  # seconds to wait for all engines before the first step
 
 
 class ClusterManager:
     """The processes of one run.
 
     Args:
-        host: the interface on which to listen.
-        launch: makes the launcher, given the endpoint.
-        tell: is told what happens, one line at a time, by the thread that asks for steps.
-        should_stop: whether waiting for others is to end.
+        host: the interface to listen on.
+        launch: creates the launcher from the endpoint.
+        tell: called with one line per event, by the thread that requests steps.
+        should_stop: returns whether waiting for other processes should end.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class ClusterManager:
         self._local: list[ShardNode] = []
         with contextlib.ExitStack() as undo:
             self._open(host, launch, undo)
-            undo.pop_all()  # from here on it is `close` that ends what was begun
+            undo.pop_all()  # from here on `close` releases what was opened
 
     def _open(
         self, host: str, launch: Callable[[Endpoint], Launcher], undo: contextlib.ExitStack
@@ -145,7 +145,7 @@ class ClusterManager:
 
     @property
     def _wanted_workers(self) -> Mapping[Role, int]:
-        """How many workers are to run: shards that are apart; engines, spare ones too."""
+        """The number of workers that should run: separate shards, and engines with spares."""
         shards = self._config.store.holders - self._places.given_up if self.plan.is_apart else 0
         return {"shard": shards, "engine": self._wanted_engines}
 
@@ -155,44 +155,44 @@ class ClusterManager:
 
     @property
     def address(self) -> Address:
-        """Where the run listens."""
+        """The address on which the run listens."""
         return self._endpoint.address
 
     def figures(self) -> dict[int, WorkerMetrics]:
-        """Return what the engines of the present view have last said of themselves."""
+        """Return the latest metrics of the engines of the current view."""
         return self.heartbeat_stats.figures(self.coordinator.engines)
 
     def worker_of(self, node: int) -> str:
-        """Return the name of the worker that a node runs in."""
+        """Return the name of the worker that runs a node."""
         member = self.registry.find(node)
         if member is None:
             raise KeyError(node)
         return member.worker
 
     def call(self, action: Callable[[], None]) -> None:
-        """Do something in the thread in which all else happens here."""
+        """Run an action in the endpoint's thread."""
         self._endpoint.call(action)
 
     # The store's shards
 
     def remote_shards(self) -> list[StoreClient] | None:
-        """Return the shards that are apart, once all have come; None if they are not apart.
+        """Return the clients of separate shards once all have joined; None without separate shards.
 
         Raises:
-            PenstockError: one cannot be made.
+            PenstockError: a shard cannot be created.
         """
         return self._replicas.remote() if self.plan.is_apart else None
 
     def copy_to_learners(self, store: Store) -> None:
-        """Give those who have come to hold a shard beside others, between two steps, what it holds.
+        """Between two steps, copy the state of a shard to the learners of its replicas.
 
         Raises:
-            InterruptedError: a stop was asked for.
+            InterruptedError: a stop was requested.
         """
         self._replicas.copy_to_learners(store if isinstance(store, ShardedFlashStore) else None)
 
     def add_local_shards(self, stores: Sequence[Store]) -> None:
-        """Have the shards of a store in this process take part."""
+        """Add the shards of a store in this process to the run."""
 
         def add() -> None:
             for shard, store in enumerate(stores):
@@ -206,11 +206,11 @@ class ClusterManager:
         self._do(add)
 
     def is_replaced(self, node: int) -> bool:
-        """Tell whether a node was that of a shard whose place another takes, or has taken."""
+        """Tell whether a lost node's shard slot is being taken, or was taken, by another node."""
         return self._places.is_replaced(node)
 
     def is_quiescent(self) -> bool:
-        """Tell whether no shard works any more for a step of an epoch before the present one."""
+        """Tell whether no shard still works on a step of an earlier epoch."""
         if not self.plan.is_apart:
             return not any(node.is_busy for node in self._local)
         return self.heartbeat_stats.are_idle(self._places.all_nodes, self.coordinator.epoch)
@@ -218,10 +218,10 @@ class ClusterManager:
     # Engines
 
     def await_engines(self) -> None:
-        """Before the first step, let all engines come, unless that takes too long.
+        """Before the first step, wait for all engines, up to a time limit.
 
         Raises:
-            InterruptedError: a stop was asked for.
+            InterruptedError: a stop was requested.
         """
         wanted, deadline = self._config.engines, time.monotonic() + _PATIENCE
         while len(self.coordinator.ready) < wanted:
@@ -237,12 +237,12 @@ class ClusterManager:
             time.sleep(0.02)
 
     def _can_replace_engine(self) -> bool:
-        """Tell whether another engine is started in the place of one that is lost."""
+        """Tell whether a replacement for a lost engine is joining or can be started."""
         is_ours = self._config.cluster.start != "listen"
         return bool(self.registry.joining) or (is_ours and self._supervisor.given_up is None)
 
     def _is_there(self, node: int, silent: float) -> bool:
-        """Tell whether a silent node only waits its turn: on its link, or for a processor."""
+        """Tell whether a silent node is alive: it is sending, or it waits for a processor."""
         member, lease = self.registry.find(node), self._config.cluster.lease
         if member is None:
             return False
@@ -251,10 +251,10 @@ class ClusterManager:
         return silent < _STARVED * lease and self.launcher.starves(member.worker)
 
     def scale(self, engines: int) -> None:
-        """Go on with so many engines from the next step on, as soon as they are there.
+        """Use this many engines from the next step after they have joined.
 
-        **Raises:** `ClusterError` if there cannot be so many, or nobody listens any more;
-        `BudgetError` if this machine has not the memory.
+        **Raises:** `ClusterError` if this number is out of range or the endpoint is closed;
+        `BudgetError` if this machine lacks the memory.
         """
         self._require_engines(engines)
         self._do(lambda: self._scale(engines))
@@ -279,7 +279,7 @@ class ClusterManager:
         return before
 
     def close(self) -> None:
-        """End the workers and stop listening."""
+        """Stop the workers and stop listening."""
         if self.event_queue.is_over:
             return
         self.event_queue.is_over = True
@@ -289,7 +289,7 @@ class ClusterManager:
         self.event_queue.tell_all()
 
     def _do(self, action: Callable[[], object]) -> None:
-        """Do something in the endpoint's thread, and wait for it."""
+        """Run an action in the endpoint's thread, and wait for its end."""
         done = threading.Event()
 
         def act() -> None:
@@ -323,7 +323,7 @@ class ClusterManager:
         log.error("the endpoint failed", exc_info=error)
 
     def _take_from_new_peer(self, link: Connection, message: Message) -> None:
-        """Take what a peer says before it is somebody, which it may never become."""
+        """Handle a message of a peer that has not joined yet."""
         if message.kind is MessageType.ADMIN_REQUEST:
             link.send(
                 Message(
@@ -334,7 +334,7 @@ class ClusterManager:
             self._rendezvous.take(link, message)
 
     def _take_order(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Change the number of engines, as a command asks; return what to answer."""
+        """Change the number of engines on an admin request; return the body of the reply."""
         try:
             wanted = self._require_engines(body.get("engines"))
         except PenstockError as error:
@@ -362,7 +362,7 @@ class ClusterManager:
             self._lose(happened.node)
 
     def _lose(self, number: int) -> None:
-        """Let nothing of a node come back."""
+        """Remove a lost node, so that no message of it is accepted."""
         member = self.registry.lose(number)
         self.heartbeat_stats.forget(number)
         if member is None:
@@ -373,7 +373,7 @@ class ClusterManager:
             self._replicas.lost(member.place, number)
 
     def _take(self, message: Message) -> None:
-        """Take what a node says to this process: to the coordinator, or in answer to a call."""
+        """Dispatch a message of a node: to the coordinator, or as a reply to an RPC."""
         if message.kind is MessageType.RPC_REPLY:
             self._calls.take(message)
             return
@@ -398,7 +398,7 @@ def open_cluster(
     tell: Callable[[ClusterEvent], None],
     should_stop: Callable[[], bool],
 ) -> ClusterManager:
-    """Listen for the processes of a run and start its workers; they join when they can."""
+    """Listen for the processes of a run and start its workers, which join asynchronously."""
     token = new_token()
     with contextlib.ExitStack() as undo:
         host, launch = make_launcher(config, layout.device, token, undo)
@@ -411,7 +411,7 @@ def open_cluster(
             tell=tell,
             should_stop=should_stop,
         )
-        undo.pop_all()  # from here on it is the launcher's to end what was begun
+        undo.pop_all()  # from here on the launcher closes the connection
     if config.cluster.start == "listen":
         _say_where(config, manager, tell)
     return manager
@@ -420,7 +420,7 @@ def open_cluster(
 def _say_where(
     config: Config, manager: ClusterManager, tell: Callable[[ClusterEvent], None]
 ) -> None:
-    """Say how to start workers, where that is left to people."""
+    """Report how to start workers where a user starts them."""
     command = (
         f"python -m penstock.cluster.worker {config.run.dir.absolute() / rendezvous_file.NAME}"
     )

@@ -1,4 +1,4 @@
-"""Events of a run's processes, queued for the trainer's thread, and the error that ended it."""
+"""Queued events of a run's processes for the trainer's thread, and the run's fatal error."""
 
 from __future__ import annotations
 
@@ -11,47 +11,47 @@ from penstock.telemetry import ClusterEvent
 
 
 class EventQueue:
-    """Written in any thread, told in the trainer's.
+    """Any thread writes events; the trainer's thread reads them.
 
     Args:
-        tell: is told what happens, one line at a time, by the thread that looks.
+        tell: called with one line per event, by the thread that polls.
     """
 
     def __init__(self, tell: Callable[[ClusterEvent], None]) -> None:
-        self.step = 0  # at which the run stands
+        self.step = 0  # the run's current step
         self.counts: Counter[str] = Counter()
         self._tell = tell
         self._untold: queue.SimpleQueue[ClusterEvent] = queue.SimpleQueue()
         self._failed: PenstockError | None = None
-        self.is_over = False  # whether the processes have been let go of
+        self.is_over = False  # whether the processes have been released
 
     def emit(self, kind: str, text: str, node: int | None = None) -> None:
-        """Tell of something that has happened, and count it."""
+        """Queue an event, and count it."""
         self.counts[kind] += 1
         self._untold.put(ClusterEvent(kind, text, node, self.step))
 
     def fail(self, error: PenstockError) -> None:
-        """End the run with an error; the first one counts."""
+        """End the run with an error; only the first error is kept."""
         self._failed = self._failed or error
 
     @property
     def has_failed(self) -> bool:
-        """Whether it is impossible to go on."""
+        """Whether the run has failed."""
         return self._failed is not None
 
     def poll(self) -> None:
-        """Tell what has happened, in this thread, and raise what ends the run."""
+        """Report queued events in this thread, then raise the error that ended the run, if any."""
         self.tell_all()
         self.require_sound()
 
     def require_sound(self) -> None:
-        """Raise what makes it impossible to go on, if there is anything."""
+        """Raise the error that ended the run, if any."""
         if self._failed is not None:
             raise self._failed
         if self.is_over:
             raise ClusterError("the run's processes have been let go of")
 
     def tell_all(self) -> None:
-        """Tell what has happened, in this thread."""
+        """Report queued events in this thread."""
         while not self._untold.empty():
             self._tell(self._untold.get())

@@ -1,8 +1,9 @@
-"""How a process becomes a member of a run: it joins, is assigned a role, and says it is ready.
+"""The rendezvous: a process joins, is assigned a role, and reports that it is ready.
 
-A process that joins gets a vacant replica slot of a shard, or else becomes an engine, unless it was
-started as one of them. A process that cannot fill its role is refused, and another of its kind
-would be refused too. A process that was started as a shard waits until a slot is vacant.
+A process that joins gets a vacant replica slot of a shard; without a vacant slot it becomes an
+engine. A process that was started for one role gets only that role. A process started as a shard
+waits until a slot is vacant. A process that cannot fill its role is refused; another process of its
+kind would be refused too.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ FIRST_ENGINE = 1000
 
 
 class Rendezvous:
-    """Lets processes in; in the endpoint's thread.
+    """Admits processes; runs in the endpoint's thread.
 
     Args:
-        plan: what they are told, and must agree on.
+        plan: the specification that processes receive and must agree on.
         registry: the processes that have joined.
-        coordinator: is told of them.
-        apart: gives places of shards.
-        event_queue: is told of those who are sent away.
+        coordinator: is notified of new nodes.
+        apart: assigns replica slots of shards.
+        event_queue: receives an event per refused process.
         let_in: attaches a member's connection to its node.
-        engines_wanted: returns how many engines are wanted, spare ones too.
+        engines_wanted: returns the wanted number of engines, spares included.
     """
 
     def __init__(
@@ -51,12 +52,12 @@ class Rendezvous:
         self._replicas, self._places, self._event_queue = apart, apart.places, event_queue
         self._let_in, self._engines_wanted = let_in, engines_wanted
         self._next = FIRST_ENGINE
-        self._waiting: dict[Connection, Join] = {}  # for the place of a shard
+        self._waiting: dict[Connection, Join] = {}  # for a replica slot
 
     def take(self, link: Connection, message: Message) -> None:
-        """Take what a peer says before it is somebody.
+        """Handle a message of a peer that has not joined yet.
 
-        **Raises:** `ProtocolError` if it makes no sense.
+        **Raises:** `ProtocolError` if the message is malformed.
         """
         joining = self._registry.joining
         if message.kind is MessageType.JOIN:
@@ -69,22 +70,22 @@ class Rendezvous:
             self._turn_away(member, text, error_class(kind))
 
     def look(self) -> None:
-        """Give those who wait for the place of a shard one that has become vacant."""
+        """Assign vacant replica slots to the processes that wait for a slot."""
         for others_expected in (True, False):
             if not others_expected and len(self._free()) > len(self._waiting):
-                return  # to some of these, who may be on other hosts
+                return  # wait: processes still to come may run on other hosts
             for link, said in list(self._waiting.items()):
                 if (place := self._place_for(said, others_expected)) is not None:
                     del self._waiting[link]
                     self._welcome(link, said, place)
 
     def left(self, link: Connection) -> None:
-        """Take note that a process has left that was not here yet."""
+        """Remove a process whose connection ended before it was ready."""
         self._registry.joining.pop(link, None)
         self._waiting.pop(link, None)
 
     def _join(self, link: Connection, said: Join) -> None:
-        """Give a process that joins its place, or have it wait for one."""
+        """Assign a role to a process that joins, or queue the process for a replica slot."""
         if said.role == "shard" and said.shard is None:
             self._waiting[link] = said
             self.look()
@@ -96,7 +97,7 @@ class Rendezvous:
         self._welcome(link, said, place)
 
     def _welcome(self, link: Connection, said: Join, place: ReplicaSlot | None) -> None:
-        """Tell a process what it is to be."""
+        """Send a process its assignment."""
         opens: Opens = "when asked"
         number, plan = self._next, self._plan
         if place is not None and not self._places.have_come:
@@ -117,7 +118,7 @@ class Rendezvous:
         link.send(Message(MessageType.ASSIGN, 0, COORDINATOR, body=body))
 
     def _place_for(self, said: Join, others_expected: bool) -> ReplicaSlot | None:
-        """Return the place of a shard that a process gets which joins, None if it gets none."""
+        """Return the replica slot for a process that joins; None if it gets no slot."""
         here = [(m.place, m.listens[0]) for m in self._registry.all if m.place is not None]
         return self._replicas.place_for(
             said.role, said.shard, said.listens[0], here, others_expected
@@ -132,7 +133,7 @@ class Rendezvous:
         return engines < self._engines_wanted()
 
     def _admit(self, member: ClusterMember, said: Mapping[str, Any]) -> None:
-        """Take a process that is ready among those of the run."""
+        """Admit a process that is ready to the run."""
         number, place = member.number, member.place
         plan = self._plan
         if said.get("digest") != (plan.engine_digest if place is None else plan.shard_digest):
@@ -155,9 +156,9 @@ class Rendezvous:
             self._event_queue.emit("joined", f"{member} is ready", number)
 
     def _turn_away(self, member: ClusterMember, text: str, kind: type[PenstockError]) -> None:
-        """Let a process go that cannot be what it was to be.
+        """Refuse a process that cannot fill its role.
 
-        The run ends if it needs it and another would be no better.
+        The run ends if it needs the role and the error would recur with another process.
         """
         is_needed = member.is_shard and not member.waits_for_copy
         is_needed |= not (member.is_shard or self._coordinator.ready)
@@ -166,30 +167,30 @@ class Rendezvous:
         self._refuse(member.link, text, member.number)
 
     def _refuse(self, link: Connection, text: str, number: int | None = None) -> None:
-        """Send a worker away: it would be no better the next time."""
+        """Refuse a worker permanently: another attempt would fail in the same way."""
         self._event_queue.emit("refused", text, number)
         link.send(Message(MessageType.ADMIN_REPLY, 0, COORDINATOR, body={"error": text}))
 
 
 @dataclass(frozen=True)
 class ClusterMember:
-    """A process that has joined: its node, and what it is known by."""
+    """A process that has joined: its node number, connection, worker name and role."""
 
     number: int
     link: Connection
     worker: str
     listens: Address
-    place: ReplicaSlot | None  # of a shard; None for an engine
-    opens: Opens  # what it does with its store, as a shard
+    place: ReplicaSlot | None  # replica slot; None for an engine
+    opens: Opens  # how a shard opens its store
 
     @property
     def is_shard(self) -> bool:
-        """Whether it holds a shard, or is to."""
+        """Whether the process holds a shard or will hold one."""
         return self.place is not None
 
     @property
     def waits_for_copy(self) -> bool:
-        """Whether it holds a shard only once it has been given a copy."""
+        """Whether the process is a learner: it holds its shard only after a state transfer."""
         return self.opens == "empty"
 
     def __str__(self) -> str:
@@ -200,45 +201,43 @@ class ClusterMember:
 
 
 class WorkerRegistry:
-    """Changed in the endpoint's thread only."""
+    """The members of a run; changed only in the endpoint's thread."""
 
     def __init__(self) -> None:
-        self.joining: dict[
-            Connection, ClusterMember
-        ] = {}  # they have a place, and are not ready yet
-        self.addresses: dict[int, Address] = {}  # where those who are here listen, by node
+        self.joining: dict[Connection, ClusterMember] = {}  # assigned a role, not ready yet
+        self.addresses: dict[int, Address] = {}  # listening address of each member, by node
         self._here: dict[int, ClusterMember] = {}
 
     @property
     def here(self) -> Sequence[ClusterMember]:
-        """Those who have joined."""
+        """The processes that have joined."""
         return list(self._here.values())
 
     @property
     def all(self) -> Sequence[ClusterMember]:
-        """Those who have joined, and those who are about to."""
+        """The processes that have joined or are joining."""
         return [*self.here, *self.joining.values()]
 
     @property
     def carried_bytes(self) -> int:
-        """What this process has sent to all others and taken from them, frames' heads apart."""
+        """Bytes that this process has exchanged with all members, without frame headers."""
         return sum(member.link.sent_bytes + member.link.taken_bytes for member in self.here)
 
     def admit(self, member: ClusterMember) -> None:
-        """Let one who is ready be here."""
+        """Add a member that is ready."""
         self._here[member.number] = member
         self.addresses[member.number] = member.listens
 
     def find(self, node: int) -> ClusterMember | None:
-        """Return who a node is; None if it is not here."""
+        """Return the member of a node; None if the node is not a member."""
         return self._here.get(node)
 
     def at(self, link: Connection) -> ClusterMember | None:
-        """Return who is here at the other end of a link."""
+        """Return the member at the other end of a connection."""
         member = None if link.peer is None else self.find(link.peer)
         return member if member is not None and member.link is link else None
 
     def lose(self, node: int) -> ClusterMember | None:
-        """Let a node be here no more; return who it was."""
+        """Remove the member of a node; return the member."""
         self.addresses.pop(node, None)
         return self._here.pop(node, None)

@@ -11,17 +11,17 @@ from penstock.distributed.protocol import Message
 
 
 class HeartbeatStats:
-    """The last words of every node."""
+    """The latest heartbeat of every node."""
 
     def __init__(self) -> None:
-        self.peak_bytes = 0  # the most that any engine has said to have held
+        self.peak_bytes = 0  # the highest peak that any engine has reported
         self._figures: dict[int, WorkerMetrics] = {}
-        self._rested: dict[int, int] = {}  # the epoch in which a node was last without work
+        self._rested: dict[int, int] = {}  # the epoch of a node's latest idle heartbeat
 
     def take(self, message: Message) -> None:
-        """Take a beat.
+        """Record a heartbeat.
 
-        **Raises:** `ProtocolError` if it makes no sense.
+        **Raises:** `ProtocolError` if the heartbeat is malformed.
         """
         figures = WorkerMetrics.read(message)
         if not message.body.get("busy"):
@@ -31,35 +31,36 @@ class HeartbeatStats:
             self.peak_bytes = max(self.peak_bytes, figures.peak_bytes)
 
     def forget(self, node: int) -> None:
-        """Keep nothing of a node that is gone."""
+        """Remove the statistics of a lost node."""
         self._figures.pop(node, None)
         self._rested.pop(node, None)
 
     def figures(self, engines: Iterable[int]) -> dict[int, WorkerMetrics]:
-        """Return what engines have last said of themselves."""
+        """Return the latest metrics of these engines."""
         return {engine: self._figures.get(engine, WorkerMetrics()) for engine in engines}
 
     def are_idle(self, nodes: Collection[int], epoch: int) -> bool:
-        """Tell whether all of them have been without work in this epoch, or a later one."""
+        """Tell whether all these nodes have been idle in this epoch or a later one."""
         return all(self._rested.get(node, -1) >= epoch for node in nodes)
 
 
 class ComputeTimer:
-    """Divides what engines have computed over the steps.
+    """Divides the computing time that engines report over the steps.
 
-    A beat is up to a tenth of a second old: what it does not say yet counts for the next step, so
-    that the sum over a run is right where single steps are not exact.
+    A heartbeat is up to a tenth of a second old. Computing time that the heartbeat does not include
+    yet counts for the next step. So the sum over a run is right although the time of one step is
+    not exact.
     """
 
     def __init__(self) -> None:
         self._before: dict[int, float] = {}
-        self._left = 0.0  # computed in steps that had fewer seconds
+        self._left = 0.0  # seconds that exceeded their step's length, carried over
 
     def of_step(self, said: Mapping[int, WorkerMetrics], seconds: float) -> float:
-        """Return in how many seconds of a step its slowest engine has computed.
+        """Return the computing time of the slowest engine of a step, in seconds.
 
         Args:
-            said: by the engines of the step.
+            said: the latest metrics of the step's engines.
             seconds: the length of the step.
         """
         new = [each.computed - self._before.get(engine, 0.0) for engine, each in said.items()]
@@ -69,12 +70,12 @@ class ComputeTimer:
         return min(computed, seconds)
 
 
-_LEAST_SECONDS = 1.0  # of computing, over which speeds are compared; less is noise
+_LEAST_SECONDS = 1.0  # of computing; a comparison over less is noise
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """An engine that is slow now: how many times as long it takes, and for how many looks."""
+    """A slow engine: its slowdown factor, and the number of checks in a row that found it slow."""
 
     engine: int
     times: float
@@ -82,10 +83,10 @@ class Straggler:
 
 
 class StragglerDetector:
-    """Compares engines' speeds from what each has computed so far.
+    """Compares engines' speeds from their computing time so far.
 
     Args:
-        factor: an engine that takes more than so many times the median is slow.
+        factor: an engine is slow if it takes more than this many times the median.
     """
 
     def __init__(self, factor: float) -> None:
@@ -94,10 +95,10 @@ class StragglerDetector:
         self._slow: dict[int, int] = {}
 
     def look(self, computed: Mapping[int, tuple[float, int]]) -> list[Straggler]:
-        """Return who is slow, after a step.
+        """Return the slow engines after a step.
 
         Args:
-            computed: for every engine of the step, seconds and micro-batches since it began.
+            computed: for every engine of the step, seconds and micro-batches so far.
         """
         self._slow = {engine: looks for engine, looks in self._slow.items() if engine in computed}
         if set(computed) - set(self._before):
@@ -111,9 +112,9 @@ class StragglerDetector:
                 continue
             pace[engine] = (seconds - old_seconds) / (count - old_count)
         if len(pace) < max(2, len(computed)):
-            return []  # not all have computed for long enough
+            return []  # an engine has computed too briefly
         self._before = dict(computed)
-        # Of two, the median would be halfway to the slow one.
+        # The plain median of two engines would be halfway to the slow one.
         usual = statistics.median_low(pace.values())
         found = []
         for engine, own in pace.items():

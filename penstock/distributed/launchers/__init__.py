@@ -1,4 +1,4 @@
-"""Starting worker processes: on this machine, through Ray, or by others."""
+"""Launchers of worker processes: on this machine, through Ray, or by the user."""
 
 from typing import TYPE_CHECKING
 

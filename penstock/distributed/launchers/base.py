@@ -1,4 +1,4 @@
-"""What starts the worker processes of a run, as the rest of a run sees it."""
+"""The interface of launchers, which start the worker processes of a run."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from penstock.distributed.control_messages import Role
 
 @dataclass(frozen=True)
 class WorkerExit:
-    """A worker that has ended: which it was, and how."""
+    """The exit of a worker: its name and the reason."""
 
     worker: str
     how: str
 
 
 class Launcher(Protocol):
-    """Starts workers, somewhere; called by one thread at a time, which it never makes wait."""
+    """Starts workers. One thread at a time calls a launcher; only `close` may block."""
 
     def start(self, role: Role) -> str:
-        """Start one more worker, which joins by itself when it can; return its name, at once.
+        """Start one more worker and return its name at once; the worker joins asynchronously.
 
-        Where a worker may be either, `role` need not bind it.
+        A launcher whose workers can take either role may ignore `role`.
         """
         ...
 
@@ -31,15 +31,15 @@ class Launcher(Protocol):
         ...
 
     def waits_for(self) -> str | None:
-        """Say what workers that were started wait for before they can run; None for nothing."""
+        """Return the reason why started workers are not running yet; None if there is none."""
         ...
 
     def starves(self, worker: str) -> bool:
-        """Tell whether a worker would run if it had a processor; False if nobody knows."""
+        """Tell whether a worker is runnable but waits for a processor; False if this is unknown."""
         ...
 
     def end(self, worker: str) -> None:
-        """End a worker that is of no use any more, whatever it does; one of others is let be."""
+        """Kill a worker that is not needed any more; ignore a worker of another launcher."""
         ...
 
     def close(self) -> None:
@@ -48,30 +48,30 @@ class Launcher(Protocol):
 
 
 class ExternalLauncher:
-    """Starts nobody: workers are started by others, and join when they can."""
+    """Starts no process: users start the workers, which join when they can."""
 
     def __init__(self) -> None:
         self._asked = 0
 
     def start(self, role: Role) -> str:
-        """Leave it to others to start one more."""
+        """Return a name; the user starts the worker."""
         self._asked += 1
         return f"of others-{self._asked}"
 
     def poll(self) -> list[WorkerExit]:
-        """Return nothing: who leaves is known by its link."""
+        """Return nothing: the end of a worker is detected by its connection."""
         return []
 
     def waits_for(self) -> str | None:
-        """Return nothing: it is said where the run listens."""
+        """Return None: the run reports the address on which it listens."""
         return None
 
     def starves(self, worker: str) -> bool:
-        """Return False: it is on another host."""
+        """Return False: the worker is on another host."""
         return False
 
     def end(self, worker: str) -> None:
-        """Leave it alone: it has been cut off, and may join again as a new engine."""
+        """Do nothing: the worker has no connection any more, and may join again as a new engine."""
 
     def close(self) -> None:
-        """Leave them alone: they end by themselves with the run."""
+        """Do nothing: the workers end with the run."""

@@ -1,4 +1,4 @@
-"""The launcher that a configuration asks for."""
+"""Selection of the launcher that a configuration names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WORKER_LOGS = "workers"
 def make_launcher(
     config: Config, device: str, token: str, undo: contextlib.ExitStack
 ) -> tuple[str, Callable[[Endpoint], Launcher]]:
-    """Return where the run listens, and what makes its launcher."""
+    """Return the interface on which the run listens, and the constructor of its launcher."""
     host = config.cluster.host
     if config.cluster.start == "ray":
         from penstock.distributed.launchers.ray import RayConnection, RayLauncher

@@ -1,7 +1,8 @@
-"""Workers that are forked from a template (`fork_server.py`): asking for them, and hearing of them.
+"""The client of the fork server (`fork_server.py`): requests workers and observes their exits.
 
-The template may be killed as any process may. Workers that it has forked go on, since each is held
-by a file that stands for the process (`pidfd`); how they end is then not known, but that they do.
+The fork server may be killed like any process. Its workers keep running, because the client holds a
+`pidfd` of each worker. After the loss of the fork server the client still detects that a worker has
+ended, but not its exit code.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from pathlib import Path
 
 from penstock.distributed.launchers.fork_server import MOST_BYTES
 
-# Of what the trainer's process has imported to compile the same program, what a worker will need:
-# no module of the user's, which may do anything when it is imported.
+# Libraries that the trainer's process has imported to compile the program, and that a worker needs
+# too. Modules of the user are excluded: their import may have side effects.
 _LIBRARIES = frozenset(
     [
         *("penstock", "torch", "transformers", "tokenizers", "safetensors", "huggingface_hub"),
@@ -31,34 +32,34 @@ _LIBRARIES = frozenset(
         *("pydantic", "yaml", "xxhash"),
     ]
 )
-_PATIENCE = 60.0  # seconds in which a template should have imported all
-_LEAVE = 5.0  # seconds in which it should have ended all workers
+_PATIENCE = 60.0  # seconds in which the fork server should finish its imports
+_LEAVE = 5.0  # seconds in which the fork server should end all workers
 
 
 @dataclass
 class _Fork:
-    """A worker that was asked for: its process, once it is known."""
+    """A requested worker; its process is known once the fork server has reported it."""
 
     pid: int | None = None
-    file: int | None = None  # stands for the process
-    code: int | None = None  # the exit code, less than 0 for a signal
-    is_unwanted: bool = False  # before it was there
+    file: int | None = None  # the pidfd
+    code: int | None = None  # the exit code, negative for a signal
+    is_unwanted: bool = False  # `end` was called, perhaps before the process started
 
 
 class ForkClient:
-    """A template and its workers; its methods never wait, but for `close`.
+    """A fork server and its workers; no method blocks except `close`.
 
     Args:
-        command: of a worker, behind the module's name.
+        command: arguments of a worker, after the module's name.
         environment: of the workers.
-        log: what the template has to say; workers write beside it.
+        log: the log file of the fork server; the workers' logs are in the same folder.
     """
 
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str], log: Path, modules: list[str]
     ) -> None:
         self.is_ready = False
-        self.why_not: str | None = None  # why it is of no use and another would be none
+        self.why_not: str | None = None  # why the fork server is unusable and another would be too
         self._forks: dict[str, _Fork] = {}
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.setblocking(False)
@@ -81,23 +82,23 @@ class ForkClient:
 
     @property
     def pid(self) -> int:
-        """The template's process."""
+        """The process number of the fork server."""
         return self._process.pid
 
     @property
     def is_there(self) -> bool:
-        """Whether workers can be asked for."""
+        """Whether the fork server accepts requests."""
         return self._control.fileno() >= 0
 
     def start(self, worker: str, log: Path) -> bool:
-        """Ask for a worker; False if the template cannot be asked."""
+        """Request a worker; False if the fork server accepts no request."""
         if not self._ask(start=worker, log=str(log)):
             return False
         self._forks[worker] = _Fork()
         return True
 
     def look(self) -> list[str]:
-        """Hear what has become of workers; return those that will never be there."""
+        """Process messages of the fork server; return the workers that will never start."""
         while self.is_there and (said := self._hear()) is not None:
             what, files = said
             if "ready" in what:
@@ -123,7 +124,7 @@ class ForkClient:
         return [worker for worker, fork in never.items() if not fork.is_unwanted]
 
     def pids(self) -> dict[str, int]:
-        """Return the processes that run, by the names of the workers."""
+        """Return the process numbers of the running workers, by worker name."""
         return {
             worker: fork.pid
             for worker, fork in self._forks.items()
@@ -131,13 +132,13 @@ class ForkClient:
         }
 
     def take_ended(self) -> list[tuple[str, int, int | None]]:
-        """Return the workers that have ended, each with its process and exit code, once.
+        """Return the workers that have ended, each once, with process number and exit code.
 
-        The code is less than 0 for a signal, and None if nobody is there who would know.
+        The code is negative for a signal, and None if the fork server was lost.
         """
         ended = []
         for worker, fork in list(self._forks.items()):
-            knows = fork.code is not None or not self.is_there  # else it will say so
+            knows = fork.code is not None or not self.is_there  # else the code follows
             if fork.pid is not None and knows and _has_ended(fork):
                 assert fork.file is not None
                 os.close(fork.file)
@@ -146,7 +147,7 @@ class ForkClient:
         return ended
 
     def end(self, worker: str) -> None:
-        """End a worker, whatever it does; one of others is let be."""
+        """Kill a worker; ignore a worker of another launcher."""
         fork = self._forks.get(worker)
         if fork is None:
             return
@@ -156,11 +157,11 @@ class ForkClient:
                 signal.pidfd_send_signal(fork.file, signal.SIGKILL)
 
     def close(self) -> None:
-        """End the template and all workers."""
+        """End the fork server and all workers."""
         for worker in list(self._forks):
             self.end(worker)
         self._ask(end=True)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # it stands still
+        with contextlib.suppress(subprocess.TimeoutExpired):  # the fork server is stopped
             self._process.wait(timeout=_LEAVE)
         self._let_go()
         for fork in self._forks.values():
@@ -171,12 +172,12 @@ class ForkClient:
     def _ask(self, **what: object) -> bool:
         try:
             self._control.send(json.dumps(what).encode())
-        except OSError:  # gone, or it stands still and hears nothing
+        except OSError:  # the fork server has ended, or is stopped and reads nothing
             return False
         return True
 
     def _hear(self) -> tuple[dict, list[int]] | None:
-        """Return what the template says next, and files; None if it says nothing."""
+        """Return the fork server's next message and file descriptors; None without a message."""
         try:
             said, files, _, _ = socket.recv_fds(
                 self._control, MOST_BYTES, 1, socket.MSG_CMSG_CLOEXEC
@@ -192,7 +193,7 @@ class ForkClient:
 
     def _let_go(self) -> None:
         self._control.close()
-        self._process.kill()  # if it is there still, nobody talks to it any more
+        self._process.kill()  # a running fork server has no client any more
         self._process.wait()
 
 
@@ -203,7 +204,7 @@ def _has_ended(fork: _Fork) -> bool:
 
 
 def needed_modules() -> list[str]:
-    """Return the modules of libraries that this process has imported, in that order."""
+    """Return the library modules that this process has imported, in the order of their import."""
     return [
         name
         for name in list(sys.modules)

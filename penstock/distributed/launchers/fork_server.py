@@ -1,16 +1,16 @@
-"""A process that has imported what a worker needs, and forks one whenever it is asked to.
+"""The fork server: a process that has imported a worker's libraries and forks workers on request.
 
     python -m penstock.distributed.launchers.fork_server HOST PORT CONTROL
 
-Most of a worker's start is the import of libraries; a fork has them at once. What must not be there
-when a process forks is threads of its libraries, which the fork would lack: nothing is computed
-here, and if an import has started threads all the same, this process says so and ends. (OpenBLAS
-starts some when it is loaded, and makes them anew after a fork by itself.) A worker on a GPU is
-never forked: a driver does not survive it.
+Most of a worker's start time is the import of libraries; a forked worker has the libraries at once.
+The fork server must have no threads of libraries, because a fork would lack these threads. So this
+process computes nothing. If an import has started threads nevertheless, this process reports the
+threads and ends. (OpenBLAS starts threads when it is loaded, and restarts them after a fork by
+itself.) A worker on a GPU is never forked: a GPU driver does not survive a fork.
 
-Which modules to import comes on the standard input, one a line. `CONTROL` is the number of a socket
-that was inherited: requests come over it, and what became of them goes back (`fork_client.py` is
-the other end). When it ends, so do the workers, and this process.
+The modules to import are read from standard input, one name a line. `CONTROL` is the number of an
+inherited socket, which carries requests and replies (`fork_client.py` is the other end). When the
+socket is closed, the workers and this process end.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-MOST_BYTES = 1 << 16  # of one request, or one answer
-_LEAVE = 15.0  # seconds in which workers end by themselves when the trainer's process is gone
+MOST_BYTES = 1 << 16  # of one request or one reply
+_LEAVE = 15.0  # seconds in which workers may end by themselves after the trainer's process is gone
 
 
 def main() -> None:
-    """Be a template; in a fork, the worker."""
+    """Run the fork server; in a forked process, run the worker."""
     host, port, control = sys.argv[1:]
     token = os.environ.pop("PENSTOCK_TOKEN")
     names = sys.stdin.read().split()
@@ -48,23 +48,23 @@ def main() -> None:
 
 
 class _ForkServer:
-    """Forks workers, and tells what becomes of them."""
+    """Forks workers and reports their exits."""
 
     def __init__(self, control: socket.socket, names: Iterable[str]) -> None:
         self._control = control
-        self._workers: dict[int, tuple[str, int]] = {}  # by the file that stands for the process
-        _import(("numpy", "scipy.linalg"))  # each has an OpenBLAS
+        self._workers: dict[int, tuple[str, int]] = {}  # name and pid of a worker, by its pidfd
+        _import(("numpy", "scipy.linalg"))  # each loads an OpenBLAS
         before = _threads()
         _import(names)
         gc.collect()
-        gc.freeze()  # a collection in a fork must not touch, and so copy, all of these pages
+        gc.freeze()  # a collection in a fork would write to, and so copy, these pages
         if (more := _threads() - before) > 0:
             self._say(unfit=f"imports have started {more} threads")
         else:
             self._say(ready=os.getpid())
 
     def serve(self) -> dict[str, Any] | None:
-        """Do what is asked until the other end is gone; in a fork, return what it is to be."""
+        """Serve requests until the socket is closed; in a fork, return the worker's request."""
         while True:
             control = self._control.fileno()
             ready, _, _ = select.select([control, *self._workers], [], [])
@@ -80,7 +80,7 @@ class _ForkServer:
                     return request
 
     def _hear(self) -> dict[str, Any]:
-        """Return the next request; an empty one when nobody is there any more."""
+        """Return the next request; an empty request when the socket is closed."""
         with contextlib.suppress(ConnectionError):
             if said := self._control.recv(MOST_BYTES):
                 return json.loads(said)
@@ -97,7 +97,7 @@ class _ForkServer:
         return pid
 
     def _become(self, log: str) -> None:
-        """Have nothing of the template's any more but what it has imported."""
+        """Release all resources of the fork server except its imports."""
         self._control.close()
         for file in self._workers:
             os.close(file)
@@ -116,11 +116,11 @@ class _ForkServer:
         self._say(ended=worker, code=os.waitstatus_to_exitcode(status))
 
     def _say(self, files: list[int] | None = None, **what: Any) -> None:
-        with contextlib.suppress(ConnectionError):  # nobody is there any more: `serve` finds out
+        with contextlib.suppress(ConnectionError):  # the client is gone; `serve` detects it
             socket.send_fds(self._control, [json.dumps(what).encode()], files or [])
 
     def _end_all(self, seconds: float) -> None:
-        """Leave no worker behind: those that have not ended by themselves by then are ended."""
+        """Wait so many seconds for the workers to end, then kill the rest."""
         deadline = time.monotonic() + seconds
         while self._workers:
             left = deadline - time.monotonic()
@@ -134,7 +134,7 @@ class _ForkServer:
 
 def _import(names: Iterable[str]) -> None:
     for name in names:
-        # What the trainer's process could import may need what only that one has.
+        # A module that the trainer's process could import may depend on that process's state.
         with contextlib.suppress(Exception):
             importlib.import_module(name)
 

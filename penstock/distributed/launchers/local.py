@@ -1,8 +1,9 @@
-"""Starting the processes of a run: who does it, and doing it on this machine.
+"""The launcher of worker processes on this machine.
 
-A worker is known by a name that its launcher gave it and that it says when it joins: process
-numbers of several hosts may be equal. On this machine workers are forked from a process that has
-imported all already; without one, and on a GPU, they are started from nothing.
+A worker is identified by a name that its launcher has assigned and that the worker sends when it
+joins: process numbers of several hosts may be equal. Workers on CPUs are forked by a fork server,
+which has imported their libraries. Without a fork server, and on a GPU, workers are started as new
+processes.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from penstock.distributed.worker import NAME, TOKEN
 
 log = logging.getLogger("penstock.distributed")
 
-_MOST_TEMPLATES = 3  # that are lost, until no more are started
+_MOST_TEMPLATES = 3  # after so many lost fork servers no other is started
 
 
 class LocalLauncher:
@@ -31,24 +32,22 @@ class LocalLauncher:
 
     Args:
         address: where the coordinator's process listens.
-        token: of the run; it goes to the workers through their environment, which other users
+        token: of the run; workers receive it through their environment, which other users
             cannot read.
-        logs: the folder into which each writes what it has to say.
-        forks: whether workers may be forked; what uses a GPU may not.
+        logs: the folder of the workers' log files.
+        forks: whether workers may be forked; a worker that uses a GPU may not.
     """
 
     def __init__(self, address: Address, token: str, logs: Path, *, forks: bool = True) -> None:
         self._address, self._token, self._logs = address, token, logs
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._may_fork = forks and hasattr(os, "pidfd_open")
-        self._templates: list[
-            ForkClient
-        ] = []  # those before the last are gone, but not their workers
+        self._templates: list[ForkClient] = []  # all but the last have ended, but not their workers
         self._started = 0
 
     @property
     def pids(self) -> Mapping[str, int]:
-        """The processes that run, by the names of the workers."""
+        """The process numbers of the running workers, by worker name."""
         running = {
             worker: process.pid
             for worker, process in self._processes.items()
@@ -60,18 +59,19 @@ class LocalLauncher:
 
     @property
     def template(self) -> ForkClient | None:
-        """From which workers are forked, if they are."""
+        """The fork server of the workers, if workers are forked."""
         return self._templates[-1] if self._templates and self._templates[-1].is_there else None
 
     def start(self, role: Role) -> str:
-        """Start one more worker; on this machine any of them may be an engine or a shard."""
+        """Start one more worker; on this machine every worker can be an engine or a shard."""
         self._logs.mkdir(parents=True, exist_ok=True)
         self._started += 1
         worker = f"worker-{self._started}"
         if not self._templates and self._may_fork:
             self._make_template()
         template = self.template
-        # The first workers wait for the first template: both import the same.
+        # The first workers wait for the first fork server: without it they would import the same
+        # libraries.
         is_of_use = template is not None and (template.is_ready or len(self._templates) == 1)
         if template is None or not is_of_use or not template.start(worker, self._log(worker)):
             self._start_afresh(worker)
@@ -96,7 +96,7 @@ class LocalLauncher:
                 stdin=subprocess.DEVNULL,
                 stdout=says,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # an interrupt at the terminal is the trainer's to answer
+                start_new_session=True,  # an interrupt at the terminal is for the trainer
             )
 
     def poll(self) -> list[WorkerExit]:
@@ -125,23 +125,23 @@ class LocalLauncher:
             self._make_template()
 
     def waits_for(self) -> str | None:
-        """Return nothing: a process of this machine runs at once."""
+        """Return None: a process of this machine runs at once."""
         return None
 
     def starves(self, worker: str) -> bool:
-        """Tell whether a thread of it is ready to run, or is running."""
+        """Tell whether a thread of the worker is runnable."""
         pid = self.pids.get(worker)
         return pid is not None and would_run(pid)
 
     def end(self, worker: str) -> None:
-        """End a worker, also one that stands still; `poll` will tell of it."""
+        """Kill a worker, even a stopped one; `poll` reports its exit."""
         if worker in self._processes:
             self._processes[worker].kill()
         for template in self._templates:
             template.end(worker)
 
     def close(self) -> None:
-        """End all workers, at once: engines keep nothing, and shards have been told to close."""
+        """Kill all workers at once: engines keep no state, and shards have been asked to close."""
         for process in self._processes.values():
             process.kill()
         for template in self._templates:
@@ -164,22 +164,23 @@ class LocalLauncher:
 
 
 def would_run(pid: int) -> bool:
-    """Tell whether a thread of a process is ready to run, or is running; none of a stopped one is.
+    """Tell whether a thread of a process is runnable; False for a stopped process.
 
-    While one is, those that wait for it (for the interpreter's lock) have not their turn.
+    While one thread is runnable, the threads that wait for it (for the interpreter's lock) cannot
+    proceed.
     """
     return any(state in "RD" for state in thread_states(pid))
 
 
 def thread_states(pid: int) -> list[str]:
-    """Return the state of every thread of a process: R for one that runs or would, T for stopped.
+    """Return the state of every thread of a process: R for a runnable thread, T for a stopped one.
 
-    Empty for one that has ended, and where the system has no /proc.
+    Empty for a process that has ended, and on a system without /proc.
     """
     states = []
-    with contextlib.suppress(OSError):  # it may end meanwhile
+    with contextlib.suppress(OSError):  # the thread may end meanwhile
         for task in Path(f"/proc/{pid}/task").iterdir():
             with contextlib.suppress(OSError):
-                # The name of the program, in parentheses, may hold anything.
+                # The program name, in parentheses, may contain any character.
                 states.append((task / "stat").read_text().rpartition(")")[2].split()[0])
     return states

@@ -1,8 +1,8 @@
-"""Workers as actors of a Ray cluster: the only module that imports Ray, and not before it must.
+"""Workers as actors of a Ray cluster. Only this module imports Ray, and only when it is needed.
 
-Ray finds places and starts processes there; it carries neither weights nor gradients. Each actor is
-a worker like any other: it joins over our own connections and is supervised by them. Ray says
-sooner than a lease does that a process has died, and it brings the run's token to the workers.
+Ray places processes and starts them; Ray carries neither weights nor gradients. Each actor is an
+ordinary worker: it joins over Penstock's own connections and is supervised by them. Ray reports the
+death of a process sooner than a lease expires, and it delivers the run's token to the workers.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ from penstock.errors import ClusterError, ConfigError, PenstockError
 
 log = logging.getLogger("penstock.distributed")
 
-_OBJECTS_BYTES = 80 << 20  # the least that Ray takes; nothing of a run is in it
-_TURN = 0.05  # seconds between two looks at what is to be started or ended
-_OWN_DEATH = 0.25  # seconds in which a node that is well says that a process has died
-_GRACE = 10.0  # seconds in which actors that are killed should be gone
-_PATIENCE = 5.0  # seconds for a first connection to the cluster's address
+_OBJECTS_BYTES = 80 << 20  # Ray's minimum; the run stores nothing there
+_TURN = 0.05  # seconds between two checks for requests
+_OWN_DEATH = 0.25  # seconds in which a healthy node reports a dead process
+_GRACE = 10.0  # seconds in which killed actors should end
+_PATIENCE = 5.0  # seconds for the first connection to the cluster's address
 _LONGEST_REASON = 300
-_LATE = 15.0  # seconds after which it is said that actors have not begun, and why
-_LOOK_AGAIN = 1.0  # seconds between two looks at what is free in the cluster
+_LATE = 15.0  # seconds after which actors that have not started are reported
+_LOOK_AGAIN = 1.0  # seconds between two queries of the cluster's free resources
 
 
 class RayConnection:
-    """This process's connection to Ray: joined if it is there, else started and ended with the run.
+    """This process's connection to Ray: an existing Ray is joined, else Ray is started for the run.
 
     Args:
         config: of the run.
-        device: on which its engines compute.
+        device: the device of the run's engines.
 
     Raises:
-        ConfigError: Ray is not installed, or a variable that the actors should get is not set.
-        ClusterError: there is no such cluster, or it does not let this process in.
+        ConfigError: Ray is not installed, or a variable for the actors is not set.
+        ClusterError: the cluster does not exist, or it refuses this process.
     """
 
     def __init__(self, config: Config, device: str) -> None:
@@ -69,7 +69,7 @@ class RayConnection:
         self.is_one_node = is_local and self._is_ours  # started for the run, on this machine
         if self._is_ours:
             _connect(ray, address)
-        # On one machine it is `engines` that says how many fit, as with cluster.start: local.
+        # On one machine `engines` limits the number of workers, as with cluster.start: local.
         threads = 0 if is_local else config.engine.threads or 1
         self.wants: Mapping[Role, Mapping[str, int]] = {
             "engine": {"num_cpus": threads, "num_gpus": target_of(device).gpus},
@@ -77,14 +77,14 @@ class RayConnection:
         }
         self.options: dict[str, Any] = {
             "scheduling_strategy": "SPREAD",
-            "max_restarts": 0,  # which workers there are is decided by the run
+            "max_restarts": 0,  # the run decides which workers are restarted
         }
-        if variables and not self.is_one_node:  # a Ray of ours has them from here
+        if variables and not self.is_one_node:  # a Ray started here inherits them
             self.options["runtime_env"] = {"env_vars": variables}
         self.host = "127.0.0.1" if self.is_one_node else _host(ray, address)
 
     def close(self) -> None:
-        """End the connection, and Ray too if it was started here."""
+        """Close the connection; stop Ray if it was started here."""
         if self._is_ours:
             self._is_ours = False
             self.ray.shutdown()
@@ -94,7 +94,8 @@ class RayWorker:
     """A worker in the process of an actor.
 
     Args:
-        folder: where the run was started; relative paths mean the same here if it is there.
+        folder: the working directory of the trainer. If the folder exists on this host, relative
+            paths have the same meaning here.
     """
 
     def __init__(self, folder: str) -> None:
@@ -104,12 +105,12 @@ class RayWorker:
             sys.path.insert(0, folder)
 
     def where(self) -> tuple[str, int, str]:
-        """Return the host, the process, and the node as Ray names it."""
+        """Return the host name, the process number, and Ray's identifier of the node."""
         node = _import_ray().get_runtime_context().get_node_id()
         return socket.gethostname(), os.getpid(), str(node)
 
     def serve(self, address: Address, token: str, name: str, role: Role) -> str:
-        """Be an engine or a shard of the run until it ends; return why, if it ended before."""
+        """Run an engine or a shard until the run ends; return the reason of the end."""
         try:
             Worker(address, token, name, role).serve()
         except ClusterError as error:
@@ -122,28 +123,28 @@ class RayWorker:
 @dataclass
 class _Actor:
     handle: Any
-    where: Any  # a reference to its host and process, until they are known
+    where: Any  # a reference to host, process and node, until they are known
     serving: Any  # a reference that is ready when the worker has ended
     role: Role
-    node: str | None  # where it is, or is asked to be
-    place: tuple[str, int] | None = None  # once it has begun
-    is_ended: bool = False  # by us
+    node: str | None  # the actual or requested node
+    place: tuple[str, int] | None = None  # host and process, once it has started
+    is_ended: bool = False  # ended by the run
     asked_at: float = field(default_factory=time.monotonic)
 
 
 @dataclass(frozen=True)
 class _Rooms:
-    """The nodes of a cluster, and what is free of all of them together."""
+    """The nodes of a cluster, and the free resources of all nodes together."""
 
     nodes: Sequence[Mapping[str, Any]]
     free: Mapping[str, float]
 
     def lets_in(self, wants: Sequence[Mapping[str, int]]) -> bool:
-        """Tell whether what each asks for is free, and some node is large enough for it."""
+        """Tell whether the free resources, and the size of some node, cover each request."""
         return all(_covers(self.free, each) for each in wants) and self._have_nodes_for(wants)
 
     def hold(self, wants: Sequence[Mapping[str, int]]) -> bool:
-        """Tell whether the cluster, if it had nothing else to do, would hold all together."""
+        """Tell whether the idle cluster would have the resources for all requests together."""
         alive = [node["Resources"] for node in self.nodes if node["Alive"]]
         there = {name: sum(node.get(name, 0) for node in alive) for name in ("CPU", "GPU")}
         total = {name: sum(each[name] for each in wants) for name in ("num_cpus", "num_gpus")}
@@ -164,13 +165,12 @@ def _covers(resources: Mapping[str, float], wants: Mapping[str, int]) -> bool:
 class RayLauncher:
     """Starts workers as actors, spread over the nodes of a Ray cluster.
 
-    A thread of its own talks with Ray, which may take its time to answer: the coordinator waits for
-    nobody.
+    A separate thread calls Ray, whose replies may be slow: the coordinator must not block.
 
     Args:
         connection: to Ray; the launcher closes it.
         address: where the coordinator's process listens.
-        token: of the run; it goes to the actors as an argument, over Ray's own connections.
+        token: of the run; actors receive it as an argument, over Ray's own connections.
     """
 
     def __init__(self, connection: RayConnection, address: Address, token: str) -> None:
@@ -179,23 +179,23 @@ class RayLauncher:
         self._kind = self._ray.remote(RayWorker)
         self._spreading = PlacementPolicy()
         self._started = 0
-        self._actors: dict[str, _Actor] = {}  # the thread's own
+        self._actors: dict[str, _Actor] = {}  # used by the thread only
         self._asked: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._ended: queue.SimpleQueue[WorkerExit] = queue.SimpleQueue()
-        self._lost: str | None = None  # why Ray does not answer any more
-        self._rooms: _Rooms | None = None  # as last looked at, while actors have not begun
+        self._lost: str | None = None  # why Ray does not reply any more
+        self._rooms: _Rooms | None = None  # the latest query, while actors have not started
         self._looked_at = -math.inf
         self._thread = threading.Thread(target=self._supervise, name="penstock ray", daemon=True)
         self._thread.start()
 
     @property
     def pids(self) -> Mapping[str, int]:
-        """The processes that run, by the names of the workers; each as its own host numbers it."""
+        """The process numbers of the running workers, by worker name; valid on its host."""
         actors = list(self._actors.items())
         return {worker: actor.place[1] for worker, actor in actors if actor.place is not None}
 
     def start(self, role: Role) -> str:
-        """Ask for one more worker; it comes when a node has room for it."""
+        """Request one more worker; it starts when a node has the resources."""
         self._started += 1
         worker = f"worker-{self._started}"
         if self._lost is not None:
@@ -213,7 +213,7 @@ class RayLauncher:
         return ended
 
     def waits_for(self) -> str | None:
-        """Say how many actors have not begun after some seconds, and why, as far as Ray tells."""
+        """Return how many actors are late, and the reason as far as Ray reports it."""
         waiting = self._late()
         if not waiting or self._lost is not None:
             return None
@@ -244,16 +244,16 @@ class RayLauncher:
         return [a for a in list(self._actors.values()) if a.place is None and a.asked_at < late]
 
     def starves(self, worker: str) -> bool:
-        """Tell whether it would run if it had a processor, where it can only be on this machine."""
+        """Tell whether a worker waits for a processor; False if Ray has other nodes."""
         pid = self.pids.get(worker)
         return self._connection.is_one_node and pid is not None and would_run(pid)
 
     def end(self, worker: str) -> None:
-        """End a worker, also one that stands still; `poll` will tell of it."""
+        """Kill a worker, even a stopped one; `poll` reports its exit."""
         self._asked.put(lambda: self._kill(worker))
 
     def close(self) -> None:
-        """End all workers, and the connection."""
+        """End all workers and close the connection."""
         self._asked.put(None)
         self._thread.join(timeout=2 * _GRACE)
         self._connection.close()
@@ -266,12 +266,12 @@ class RayLauncher:
                 self._watch()
                 self._look_for_room()
             self._end_all()
-        except Exception as error:  # Ray raises many kinds; the engines that there are go on
+        except Exception as error:  # Ray raises many kinds; the running engines continue
             self._lost = f"Ray does not answer any more: {_reason(error)}"
             log.error("%s; engines that are lost are not replaced", self._lost)
 
     def _do_what_was_asked(self) -> bool:
-        """Start and end what should be; return whether to go on."""
+        """Start and end workers as requested; return whether to continue."""
         with contextlib.suppress(queue.Empty):
             while True:
                 asked = self._asked.get(timeout=0 if self._actors else _TURN)
@@ -304,14 +304,14 @@ class RayLauncher:
         self._ray.kill(actor.handle)
 
     def _look_for_room(self) -> None:
-        """Ask what there is and what is free, from time to time, while workers do not begin."""
+        """Query the cluster's resources at intervals while some workers have not started."""
         now = time.monotonic()
         if self._late() and now - self._looked_at >= _LOOK_AGAIN:
             self._rooms = _Rooms(self._ray.nodes(), self._ray.available_resources())
             self._looked_at = now
 
     def _watch(self) -> None:
-        """Wait a little for what happens to actors, and take note of it."""
+        """Wait briefly for events of actors, and record them."""
         owners = {}
         for worker, actor in self._actors.items():
             owners[actor.serving] = worker
@@ -328,13 +328,13 @@ class RayLauncher:
             except self._ray.exceptions.RayError as error:
                 found = "by the run" if actor.is_ended else _reason(error)
                 if isinstance(error, self._ray.exceptions.ActorUnavailableError):
-                    actor.is_ended = True  # it may be alive, behind a cable that is cut
+                    actor.is_ended = True  # it may be alive, behind a broken network
             else:
                 if reference == actor.where:  # with ray:// it is another object
                     host, pid, actor.node = found
                     actor.place = host, pid
                     continue
-            self._ray.kill(actor.handle)  # it serves nobody any more
+            self._ray.kill(actor.handle)  # it serves no run any more
             self._has_ended(worker, found)
 
     def _has_ended(self, worker: str, reason: str) -> None:
@@ -358,7 +358,7 @@ def _in_words(wants: Mapping[str, int]) -> str:
 
 
 def _if_there_is_room(node: str) -> dict[str, Any]:
-    """Return what asks for a place on a node, and for any other where that has no room."""
+    """Return options that prefer a node and allow any other if that node lacks resources."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     strategy = NodeAffinitySchedulingStrategy(node, soft=True, _spill_on_unavailable=True)
@@ -377,21 +377,21 @@ def _import_ray() -> Any:
 
 
 def _ask_for_tokens() -> None:
-    """Have a Ray that is started here let nobody in without a token, which only this process has.
+    """Make a Ray that is started here require a token that only this process has.
 
-    It listens on every interface, whatever it is told, and runs what it is sent. Ray's own default
-    is a token in the home folder, in a file that others may read.
+    Ray listens on every interface, whatever its settings, and runs any code that it receives. Ray's
+    default is a token in the home folder, in a file that others may read.
     """
     if "RAY_AUTH_MODE" in os.environ:
-        return  # the user has decided, or a Ray that this process had before
+        return  # chosen by the user, or by a Ray that this process started before
     if "RAY_AUTH_TOKEN" not in os.environ and "RAY_AUTH_TOKEN_PATH" not in os.environ:
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-    if "ray" not in sys.modules:  # once imported it does not look again; it asks for one by default
+    if "ray" not in sys.modules:  # an imported Ray ignores changes, and its default is a token
         os.environ["RAY_AUTH_MODE"] = "token"
 
 
 def _refuse_unreachable(address: str) -> None:
-    """Say at once that nobody listens there; Ray would try for minutes."""
+    """Fail at once if nothing listens on the address; Ray would try for minutes."""
     try:
         socket.create_connection(_host_and_port(address), timeout=_PATIENCE).close()
     except OSError as error:
@@ -413,16 +413,16 @@ def _connect(ray: Any, address: str | None) -> None:
         if address is None:
             ray.init(
                 address="local",
-                num_cpus=1,  # as many processes it starts in advance
+                num_cpus=1,  # the number of processes that Ray starts in advance
                 include_dashboard=False,
                 object_store_memory=_OBJECTS_BYTES,
                 **quiet,
             )
         else:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # what ray:// says, it says twice
+                warnings.simplefilter("ignore", UserWarning)  # ray:// prints its warnings twice
                 ray.init(address=address, **quiet)
-    except Exception as error:  # it raises whatever its parts do
+    except Exception as error:  # Ray raises any error of its parts
         if address is None:
             raise ClusterError(f"a Ray cluster could not be started: {_reason(error)}") from None
         raise ClusterError(
@@ -451,7 +451,7 @@ def _variables(names: tuple[str, ...]) -> dict[str, str]:
 
 
 def _reason(error: Exception) -> str:
-    """Return the line of Ray's that says what happened: the last, without its guesses."""
+    """Return the last line of Ray's message, without its guesses at causes."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[-1].partition(" Some common causes")[0] if lines else type(error).__name__
     return text[:_LONGEST_REASON]

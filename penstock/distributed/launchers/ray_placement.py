@@ -1,10 +1,10 @@
-"""On which node of a Ray cluster the next worker is to be.
+"""Placement of workers on the nodes of a Ray cluster.
 
-Ray's own spreading goes from node to node and does not look where workers are: of two hosts one may
-get all that are started again, and with them both replicas of a shard. Here the node with the
-fewest of the same role comes next: engines and shards are each spread for themselves, since they
-may not find room on the same nodes. A node that died is in Ray's list for half a minute more, so
-one on which a worker had to be ended is the last to be chosen for a while.
+Ray's own SPREAD strategy goes from node to node and ignores where workers run. With two hosts, one
+may get all restarted workers, and so both replicas of a shard. This policy chooses the node with
+the fewest workers of the same role. Engines and shards are each spread separately, since they may
+not fit on the same nodes. Ray lists a dead node for another half minute, so a node on which a
+worker had to be killed is chosen last for a while.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-_DOUBT = 60.0  # seconds; Ray takes about 30 to find that a node is dead
+_DOUBT = 60.0  # seconds; Ray takes about 30 to detect that a node is dead
 
 
 class PlacementPolicy:
-    """Chooses nodes."""
+    """Chooses the node of the next worker."""
 
     def __init__(self) -> None:
-        self._doubted: dict[str, float] = {}  # when a worker had to be ended there
-        self._vacated: dict[str, float] = {}  # when a worker was last gone from there
+        self._doubted: dict[str, float] = {}  # when a worker had to be killed on a node
+        self._vacated: dict[str, float] = {}  # when a worker last left a node
 
     def gone(self, node: str | None, *, was_ended: bool) -> None:
-        """Take note that a worker is gone from a node, by itself or since it had to be ended."""
+        """Record that a worker left a node, by itself or because it had to be killed."""
         if node is not None:
             self._vacated[node] = time.monotonic()
             if was_ended:
@@ -39,14 +39,15 @@ class PlacementPolicy:
         alike: Iterable[str | None],
         others: Iterable[str | None] = (),
     ) -> str | None:
-        """Return the node for the next worker, None if it is not for us to say.
+        """Return the node for the next worker; None leaves the choice to Ray.
 
-        Among equals it is the one from which a worker has gone: its replica is elsewhere.
+        Among equal nodes, the node that a worker has left is chosen: the other replica is
+        elsewhere.
 
         Args:
-            nodes: of the cluster, as `ray.nodes()` says it.
-            wanted: what the worker asks for, as Ray names it: `CPU`, `GPU`.
-            alike: the node of each worker of its role that runs or is about to.
+            nodes: of the cluster, in the format of `ray.nodes()`.
+            wanted: the requested resources, under Ray's names: `CPU`, `GPU`.
+            alike: the node of each running or requested worker of the same role.
             others: the node of each other worker.
         """
         found = [node["NodeID"] for node in nodes if node["Alive"] and _is_large(node, wanted)]

@@ -1,9 +1,9 @@
-"""Giving a process what another one holds of a shard: all weights, all state, and what is kept.
+"""Rebuild of a replica: copies a shard's weights, optimizer state and resume state to a learner.
 
-Here is the side of the run's process, which has it done and sees whether it was. What is copied
-goes straight from the one to the other (`state_transfer.py`). All comes from one node, which stands
-at one step the whole time, so that nothing is mixed; and the learner counts only when the
-checksums of all that both hold are equal.
+This module is the trainer's side: it starts the copy and verifies the result. The data goes
+directly from one node to the other (`state_transfer.py`). All data comes from one node, which stays
+at one step, so the copy is consistent. The learner is promoted only when the checksums of both
+nodes' state are equal.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ _Kind = TypeVar("_Kind", int, str)
 
 
 class ReplicaRejectedError(ClusterError):
-    """The process that was to be given a copy could not take it."""
+    """The learner cannot store the copy."""
 
 
 class BrokenCopyError(ClusterError):
-    """Something was lost or changed on the way; another try may do better."""
+    """Data was lost or changed in transit; another attempt may succeed."""
 
 
 def copy_shard(
     calls: RpcClient, source: int, listens: Address, target: int, meanwhile: Callable[[], None]
 ) -> int:
-    """Give node `target` all that node `source` holds, while it stands still.
+    """Copy the whole state of node `source` to node `target`, while no step runs.
 
     Args:
-        listens: where `source` does.
-        meanwhile: is called again and again until it is done; may raise, to give up.
+        listens: the address of `source`.
+        meanwhile: called repeatedly until the copy ends; it may raise to cancel the copy.
 
     Returns:
-        The bytes that were copied.
+        The number of bytes that were copied.
 
     Raises:
-        ShardLostError: either was lost.
-        ReplicaRejectedError: `target` cannot hold it.
-        BrokenCopyError: the connection broke, or what came is not what was sent.
-        InvalidResponseError: `source` says what makes no sense.
-        PenstockError: `source` cannot say what it holds.
+        ShardLostError: either node was lost.
+        ReplicaRejectedError: `target` cannot store the copy.
+        BrokenCopyError: the connection broke, or the checksums differ.
+        InvalidResponseError: a reply of `source` is malformed.
+        PenstockError: `source` cannot report its state.
     """
     _watched(calls, calls.begin(source, "flush", {}, {}), meanwhile)
     status = calls.ask(source, "status", {}, {}).body
@@ -73,7 +73,7 @@ def copy_shard(
             f"what node {target} was given has checksum {found}, what node {source} holds "
             f"{wanted}: the memory or the processor of one of their hosts is faulty"
         )
-    # Only now: on flash, what is durable there is what another run would open.
+    # Only after verification: another run would open a durable state on flash.
     extra = {"extra": status.get("extra", {})}
     _given(calls, calls.begin(target, "remember", extra, {}), meanwhile)
     _given(calls, calls.begin(target, "finish_restore", {"step": step}, {}), meanwhile)
@@ -83,7 +83,7 @@ def copy_shard(
 def _said(
     said: Mapping[str, Any], key: str, kind: type[_Kind], node: int, refuse: type[PenstockError]
 ) -> _Kind:
-    """Return what a node has said of something, or refuse it if it is of another kind."""
+    """Return a value from a node's reply; refuse a value of another type."""
     value = said.get(key)
     if type(value) is not kind:
         raise refuse(
@@ -94,7 +94,7 @@ def _said(
 
 
 def _watched(calls: RpcClient, asked: PendingCall, meanwhile: Callable[[], None]) -> RpcMessage:
-    """Wait for an answer; have a copy given up that nobody waits for any more."""
+    """Wait for a reply; cancel the copy if waiting is interrupted."""
     try:
         return asked.answer(meanwhile)
     except BaseException:
@@ -104,7 +104,7 @@ def _watched(calls: RpcClient, asked: PendingCall, meanwhile: Callable[[], None]
 
 
 def _given(calls: RpcClient, asked: PendingCall, meanwhile: Callable[[], None]) -> RpcMessage:
-    """Wait for an answer of the one that is given a copy."""
+    """Wait for a reply of the learner."""
     try:
         return _watched(calls, asked, meanwhile)
     except ShardLostError:
@@ -114,7 +114,7 @@ def _given(calls: RpcClient, asked: PendingCall, meanwhile: Callable[[], None]) 
 
 
 def _failure(said: Mapping[str, Any], source: int, target: int) -> PenstockError:
-    """Return the error of a copy that has failed on one of its sides."""
+    """Return the error of a copy that failed on one of its sides."""
     text, side = str(said.get("text")), said["failed"]
     if side == "source":
         return error_class(str(said.get("kind")))(f"node {source}: {text}")

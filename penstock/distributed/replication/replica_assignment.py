@@ -1,9 +1,9 @@
-"""The places of a run's shards that are processes of their own: who has each, and who comes next.
+"""The assignment of replica slots to nodes, for shards in processes of their own.
 
-A shard has as many places as there are to be replicas of it. All who have one hold the same. Who
-comes while others hold the shard is a learner until it has been given a copy; who comes when all
-are lost takes the place of the one that was lost last, since what that had stored is the newest. A
-node that was lost is not a node again: whoever takes its place is another one.
+A shard has one slot per replica. All nodes with a slot of a shard hold the same state. A node that
+takes a slot while others hold the shard is a learner until it has received a copy. If all holders
+of a shard are lost, only the slot that was lost last can be taken, because its stored state is the
+newest. The number of a lost node is not used again: a replacement is another node.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from penstock.distributed.control_messages import ReplicaSlot
 
 
 class ReplicaAssignment:
-    """Written in the endpoint's thread, waited for in the trainer's.
+    """Written in the endpoint's thread; the trainer's thread waits for changes.
 
     Args:
-        shards: how many there are; all places are vacant at first.
-        replicas: how many places each has.
+        shards: the number of shards; all slots are vacant at first.
+        replicas: the number of slots of each shard.
     """
 
     def __init__(self, shards: int, replicas: int = 1) -> None:
@@ -28,27 +28,27 @@ class ReplicaAssignment:
         self._learners: dict[int, ReplicaSlot] = {}
         self._newest: dict[
             int, ReplicaSlot
-        ] = {}  # of shards that nobody holds, the place lost last
-        self._left: set[int] = set()  # the nodes that have held a shard, and were lost
+        ] = {}  # the slot lost last, of each shard without a holder
+        self._left: set[int] = set()  # nodes that held a shard and were lost
         self._changed = threading.Condition()
-        self.have_come = not shards  # whether all were there at once
-        self.given_up = 0  # places that are not to be taken again
+        self.have_come = not shards  # whether all slots were filled at the same time
+        self.given_up = 0  # slots that stay vacant permanently
 
     @property
     def are_missing(self) -> bool:
-        """Whether the run cannot go on before somebody takes a place."""
+        """Whether the run must wait for a node to take a slot."""
         return not self.have_come or not all(self._holders)
 
     @property
     def learners(self) -> list[tuple[int, int]]:
-        """Shard and node of those who wait for a copy."""
+        """Shard and node of each learner."""
         with self._changed:
             return [(place.shard, node) for node, place in self._learners.items()]
 
     def free(self, taken: Collection[ReplicaSlot | None]) -> list[ReplicaSlot]:
-        """Return the vacant places that nobody is about to take, every shard's first place first.
+        """Return the vacant slots that no joining process has, the first slot of every shard first.
 
-        Of a shard that is lost only the place of the node that was lost last.
+        Of a shard without a holder, only the slot that was lost last.
         """
         free = [p for p in self._vacant.difference(taken) if self._newest.get(p.shard, p) == p]
         return sorted(free, key=lambda place: (place.replica, place.shard))
@@ -58,7 +58,7 @@ class ReplicaAssignment:
         return bool(self._holders[shard])
 
     def take(self, place: ReplicaSlot, node: int) -> None:
-        """Give a place to a node that holds what is to be held there."""
+        """Assign a slot to a node that has the state of the shard."""
         with self._changed:
             self._holders[place.shard][node] = place
             self._newest.pop(place.shard, None)
@@ -67,17 +67,17 @@ class ReplicaAssignment:
             self._changed.notify_all()
 
     def wait_for_copy(self, place: ReplicaSlot, node: int) -> None:
-        """Give a place to a learner."""
+        """Assign a slot to a learner."""
         with self._changed:
             self._learners[node] = place
             self._vacant.discard(place)
 
     def promote(self, node: int) -> None:
-        """Let a learner that has its copy be one of those who hold the shard."""
+        """Make a learner that has received its copy a holder of the shard."""
         self.take(self._learners.pop(node), node)
 
     def lose(self, node: int) -> None:
-        """Make the place of a node vacant."""
+        """Make the slot of a node vacant."""
         with self._changed:
             place = self._learners.pop(node, None)
             for shard, holders in enumerate(self._holders):
@@ -90,13 +90,13 @@ class ReplicaAssignment:
                 self._vacant.add(place)
 
     def give_up(self, node: int) -> None:
-        """Let nobody take a learner's place again."""
+        """Retire the slot of a learner permanently."""
         with self._changed:
             if self._learners.pop(node, None) is not None:
                 self.given_up += 1
 
     def is_replaced(self, node: int) -> bool:
-        """Tell whether the shard that a node held, and was the last to hold, is held again."""
+        """Tell whether a node held a shard and was lost, so that another node takes its slot."""
         with self._changed:
             return node in self._left
 
@@ -112,11 +112,11 @@ class ReplicaAssignment:
             return tuple(node for holders in self._holders for node in holders)
 
     def wait(self, seconds: float) -> bool:
-        """Wait until all have come, for so long at most; return whether they have."""
+        """Wait at most so many seconds until all slots are taken; return whether they are."""
         with self._changed:
             return self._changed.wait_for(lambda: self.have_come, seconds)
 
     def wait_for_holder(self, shard: int, seconds: float) -> None:
-        """Wait until somebody holds a shard, for so long at most."""
+        """Wait at most so many seconds until a node holds a shard."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._holders[shard]), seconds)

@@ -1,8 +1,8 @@
-"""The shards of a run that are processes of their own: who holds each, who is lost, who is copied.
+"""Management of shards in processes of their own: holders, losses and rebuilds.
 
-A shard with a replica goes on with the other when one is lost; who comes instead is given a copy
-between two steps. A shard that nobody holds any more comes back from what it has on flash, or the
-run ends.
+A replicated shard continues with its other replica when one is lost. The replacement receives a
+copy between two steps. A shard without any holder is reopened from its state on flash; without such
+a state the run ends.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from penstock.planning import store_factory
 from penstock.store import Holding
 from penstock.store.flash import DurableStore
 
-_LOOK = 0.05  # seconds between two looks at what has happened
-_TRIES = 3  # to give a learner a copy, if what breaks is neither of the two nodes
+_LOOK = 0.05  # seconds between two checks for events
+_TRIES = 3  # attempts at a copy whose failure is not due to either node
 _AGAIN = "give the same command again, the run goes on from the last step that is safe"
 
 
 @dataclass(frozen=True)
 class ManagerHooks:
-    """What the replica manager needs of the cluster manager.
+    """The functions of the cluster manager that the replica manager calls.
 
-    `say` tells of what has happened, by its kind; `fail` ends the run; `look` tells what has
-    happened, in the trainer's thread, and raises what ends the run; `do` has something done in the
-    endpoint's thread; `address` says where a node listens, None once it is lost.
+    `say` reports an event, by its kind. `fail` ends the run. `look` reports queued events in the
+    trainer's thread and raises the error that ended the run. `do` runs an action in the endpoint's
+    thread. `address` returns the address of a node, None once the node is lost.
     """
 
     coordinator: Coordinator
@@ -56,9 +56,9 @@ class ReplicaManager:
     """The shards of one run.
 
     Args:
-        parts: what each holds.
-        calls: asks them.
-        hooks: where they are.
+        parts: the part of the program that each shard holds.
+        calls: sends RPCs to shards.
+        hooks: functions of the cluster manager.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class ReplicaManager:
     # In the trainer's thread
 
     def remote(self) -> list[StoreClient]:
-        """Return the shards, once all have come."""
+        """Return the shards' clients once all shards have joined."""
         while not self.places.wait(_LOOK):
             self._hooks.look()
         return [
@@ -88,11 +88,11 @@ class ReplicaManager:
         ]
 
     def _cut_off(self, node: int, error: InvalidResponseError) -> None:
-        """Take a node its place, and its link, that has answered what makes no sense."""
+        """Remove a node that has sent a malformed reply."""
         self._hooks.do(lambda: self._hooks.coordinator.lost(node, str(error)))
 
     def _await_holder(self, shard: int) -> None:
-        """Wait until somebody holds a shard. Raises `StorageError` if a stop is asked for."""
+        """Wait until a node holds a shard. Raises `StorageError` if a stop is requested."""
         while not self.places.nodes(shard):
             self._hooks.look()
             if self._hooks.should_stop():
@@ -100,14 +100,14 @@ class ReplicaManager:
             self.places.wait_for_holder(shard, _LOOK)
 
     def copy_to_learners(self, on_flash: DurableStore | None) -> None:
-        """Give learners, between two steps, what is held by those beside whom they have come.
+        """Between two steps, copy to each learner the state of a holder of its shard.
 
         Args:
-            on_flash: the whole store, if it is on flash. The step that is copied is made durable
-                first: a learner holds none before it, to which all could go back.
+            on_flash: the whole store, if it is on flash. The copied step is made durable first:
+                a learner holds no earlier step to which all nodes could roll back.
 
         Raises:
-            InterruptedError: a stop was asked for.
+            InterruptedError: a stop was requested.
         """
         learners = self.places.learners
         if not learners or not self._hooks.coordinator.is_agreed:
@@ -116,14 +116,14 @@ class ReplicaManager:
             if on_flash is not None:
                 on_flash.make_durable()
         except ShardLostError:
-            return  # this comes first
+            return  # the loss is handled first
         for shard, node in learners:
             if not (nodes := self.places.nodes(shard)):
                 continue
             try:
                 self._copy(shard, nodes[0], node)
             except ShardLostError:
-                continue  # who is left, or comes next, is tried before the next step
+                continue  # the next step retries, with another node
             except ReplicaRejectedError as error:
                 self._refuse(shard, node, str(error))
                 continue
@@ -133,10 +133,9 @@ class ReplicaManager:
             self._hooks.do(functools.partial(self._admit, node))
 
     def _copy(self, shard: int, source: int, target: int) -> None:
-        """Give a node what another holds of a shard.
+        """Copy the state of a shard from one node to another.
 
-        **Raises:** what `copy_shard` raises; `ReplicaRejectedError` if it has broken again and
-        again.
+        **Raises:** the errors of `copy_shard`; `ReplicaRejectedError` after repeated broken copies.
         """
         began = time.monotonic()
         for tries in range(1, _TRIES + 1):
@@ -175,7 +174,7 @@ class ReplicaManager:
             raise InterruptedError("stopped while a shard of the store was copied")
 
     def _refuse(self, shard: int, node: int, why: str) -> None:
-        """Go on without a replica that could not be made: the next would be no better."""
+        """Continue without a replica that could not be built: another attempt would fail too."""
         hooks = self._hooks
 
         def refuse() -> None:
@@ -193,7 +192,7 @@ class ReplicaManager:
             self.places.promote(node)
 
     def lost(self, place: ReplicaSlot, number: int) -> None:
-        """Make room for another; end the run if nobody else has what was lost."""
+        """Make a lost node's slot vacant; end the run if no state of the shard is left."""
         hooks, shard, why = self._hooks, place.shard, f"shard {place.shard} of the store was lost"
         had_come = self.places.have_come
         self.places.lose(number)
@@ -225,23 +224,23 @@ class ReplicaManager:
         here: Iterable[tuple[ReplicaSlot, str]],
         others_expected: bool,
     ) -> ReplicaSlot | None:
-        """Return the place that a process gets which joins, None if it gets none.
+        """Return the replica slot for a process that joins; None if it gets no slot.
 
-        Two processes of one host hold the same shard only where nobody else is to come.
+        Two processes of one host hold the same shard only if no other process is expected.
 
         Args:
-            role: what it was started as, None if it may be either.
-            asked: the shard that it wants to be, if it wants any.
-            host: where it is.
-            here: the places of the others that have come, or are about to, and their hosts.
-            others_expected: whether others are to come who could take a place.
+            role: the role for which it was started; None for either.
+            asked: the shard that it requests, if any.
+            host: the host of the process.
+            here: slots and hosts of the processes that have joined or are joining.
+            others_expected: whether other processes may still come and take a slot.
         """
         others = list(here)
         free = self.places.free({place for place, _ in others})
         if asked is not None:
             return next((place for place in free if place.shard == asked), None)
         if role is None and self._config.cluster.start == "listen":
-            return None  # people who start workers know which host has which shard's flash
+            return None  # the user who starts workers knows which host has which shard's flash
         shards_here = {place.shard for place, where in others if where == host}
         elsewhere = [place for place in free if place.shard not in shards_here]
         if elsewhere or others_expected:

@@ -1,9 +1,9 @@
-"""The two ends of a copy that goes straight from one node of a shard to another.
+"""Sender and receiver of a snapshot, which goes directly from one node of a shard to another.
 
-The learner asks for one portion after the other of what the node holds beside which it has come,
-a few ahead of what it has written: so that neither has more of them in memory, whatever is slower.
-That a portion is whole is seen to by the link. Nothing here waits: what is read and written are
-jobs of the two nodes' workers, so that whoever gives up a copy is heard at once.
+The learner requests portions of the source's state one by one, at most `WINDOW` ahead of the last
+written portion. This back-pressure bounds the memory of both nodes, whichever is slower. The
+connection verifies that a portion is intact. No function here blocks: reads and writes are jobs of
+the nodes' workers, so a cancellation is handled at once.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from penstock.distributed.transport import Address
 from penstock.errors import ClusterError
 from penstock.store import Portions, Store, portions_of
 
-WINDOW = 4  # portions that are asked for and not written yet
-SILENCE = 60.0  # seconds in which a portion that was asked for must come
+WINDOW = 4  # portions that are requested and not written yet
+SILENCE = 60.0  # seconds in which a requested portion must arrive
 
 
 class HeldStore(Protocol):
-    """Where a node's store is."""
+    """The store of a node."""
 
     @property
     def store(self) -> Store: ...
 
 
 class PeerDirectory(Protocol):
-    """What a node learns others' addresses by, and says its own."""
+    """Sets the addresses of peers and returns this node's own address."""
 
     @property
     def address(self) -> Address: ...
@@ -49,7 +49,7 @@ class PeerDirectory(Protocol):
 
 
 class SnapshotSender:
-    """Gives another node what this one holds, portion by portion."""
+    """Sends this node's state to another node, portion by portion."""
 
     def __init__(
         self, number: int, place: HeldStore, runtime: NodeContext, network: PeerDirectory
@@ -59,9 +59,9 @@ class SnapshotSender:
         self._portions: Portions | None = None
 
     def take(self, message: Message) -> None:
-        """Answer to a `SNAPSHOT_REQUEST`, behind what this node's worker is at.
+        """Answer a `SNAPSHOT_REQUEST` after the jobs that are queued already.
 
-        **Raises:** `ProtocolError` if it makes no sense.
+        **Raises:** `ProtocolError` if the request is malformed.
         """
         to, wanted = message.sender, message.op
         if "listens" in message.body:
@@ -93,12 +93,12 @@ class SnapshotSender:
 
 @dataclass
 class _Copy:
-    """A copy that is under way. `call` asked for it, `number` tells it from those before."""
+    """A running copy, started by the RPC `call`; `number` distinguishes it from earlier copies."""
 
     call: int
     number: int
     source: int
-    step: int  # at which the source stands
+    step: int  # the step of the source
     heard_at: float
     portions: Portions | None = None
     count: int = 0
@@ -108,11 +108,11 @@ class _Copy:
 
 
 class SnapshotReceiver:
-    """Has another node give this one all that it holds, and writes it.
+    """Requests the state of another node and writes it to this node's store.
 
     Args:
-        answer: says what has come of a call to copy, by its number: `copied` bytes, or on which
-            side it `failed`.
+        answer: reports the result of a copy by the RPC's number: `copied` bytes, or the side on
+            which the copy `failed`.
     """
 
     def __init__(
@@ -129,9 +129,9 @@ class SnapshotReceiver:
         self._copies = 0
 
     def begin(self, call: int, given: Any) -> None:
-        """Begin to copy what node `source`, which `listens` there, holds at `step`.
+        """Begin to copy the state of node `source`, whose address is `listens`, at `step`.
 
-        **Raises:** `ClusterError` if that is not what is `given`.
+        **Raises:** `ClusterError` if `given` lacks these fields or has malformed ones.
         """
         self.give_up("another one was begun")
         match given:
@@ -160,7 +160,7 @@ class SnapshotReceiver:
         self._runtime.work(open_portions, opened, lambda error: self._fail(copy, "target", error))
 
     def give_up(self, why: str) -> None:
-        """Take and write nothing more of the copy that is under way, if there is one."""
+        """Cancel the running copy, if any."""
         if self._copy is not None:
             self._fail(self._copy, "target", ClusterError(f"the copy was given up: {why}"))
 
@@ -184,9 +184,9 @@ class SnapshotReceiver:
             copy.asked += 1
 
     def take(self, message: Message) -> None:
-        """Take a `SNAPSHOT_CHUNK`; one of a copy that was given up is let go.
+        """Handle a `SNAPSHOT_CHUNK`; ignore a chunk of a cancelled copy.
 
-        **Raises:** `ProtocolError` if it is not the one that comes next.
+        **Raises:** `ProtocolError` if the chunk is not the next one.
         """
         copy = self._copy
         if copy is None or (message.sender, message.index) != (copy.source, copy.number):
@@ -210,7 +210,7 @@ class SnapshotReceiver:
     def _write(self, copy: _Copy, portions: Portions, message: Message) -> None:
         number = message.op
         data = np.zeros(0, np.uint8) if message.payload is None else message.payload
-        # Whoever keeps the job does not keep the data: its memory is the sender's to use again.
+        # A reference to the job must not keep the data alive: the sender reuses this memory.
         held = [data]
 
         def write() -> None:
@@ -224,13 +224,13 @@ class SnapshotReceiver:
         self._runtime.work(write, written, lambda error: self._fail(copy, "target", error))
 
     def tick(self, now: float) -> None:
-        """Look whether a portion that was asked for has not come for too long."""
+        """Fail the copy if a requested portion is overdue."""
         copy = self._copy
         if copy is not None and copy.came < copy.asked and now - copy.heard_at > SILENCE:
             self._fail(copy, "link", ClusterError(f"nothing came for {SILENCE:.0f} s"))
 
     def link_ended(self, node: int | None, why: str) -> None:
-        """Take note that a link to a node has ended: of what was on its way nothing comes."""
+        """Fail the copy if the connection to its source has ended."""
         if self._copy is not None and node == self._copy.source:
             self._fail(self._copy, "link", ClusterError(f"the connection ended ({why})"))
 

@@ -1,4 +1,4 @@
-"""What an engine's process does between the messages: it computes with an engine of its own."""
+"""The computation of an engine process: runs the operations that the protocol node hands over."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _ALIGNMENT = 64
 
 
 class LocalEngineExecutor:
-    """Feeds an engine with the weights that come and hands on the gradients that it makes.
+    """Feeds an engine with received weights and returns its gradients.
 
-    The weights of an operation are put together in one of `WINDOW` buffers, each as large as the
-    largest stage needs; no more operations than that are ever on their way.
+    The weights of an operation are assembled in one of `WINDOW` buffers, each as large as the
+    largest stage. At most `WINDOW` operations are in flight.
     """
 
     def __init__(
@@ -45,17 +45,17 @@ class LocalEngineExecutor:
         _, largest = largest_stage(program, _aligned_bytes)
         self._target = target_of(device)
         self._micro_batches = 0
-        self._spans, self._computed = Spans(), 0  # and how many micro-batches in all of them
+        self._spans, self._computed = Spans(), 0  # and the number of micro-batches computed so far
         self._buffers = [allocate(largest) for _ in range(WINDOW)]
 
     @property
     def peak_bytes(self) -> int:
-        """The most that the engine has held."""
+        """The engine's peak memory."""
         return self._engine.memory.peak_bytes
 
     @property
     def computed(self) -> tuple[float, int]:
-        """Seconds of computing so far, and how many micro-batches were computed in them."""
+        """Seconds of computing so far, and the number of micro-batches computed in this time."""
         return self._spans.seconds("compute"), self._computed
 
     def begin(self, step: int, part: Mapping[str, float], rows: Mapping[str, np.ndarray]) -> None:
@@ -75,14 +75,14 @@ class LocalEngineExecutor:
         )
 
     def place(self, operation: TransferOperation, piece: Chunk, payload: np.ndarray | None) -> None:
-        """Put a chunk of weights into the operation's buffer."""
+        """Copy a chunk of weights into the operation's buffer."""
         if payload is None:
             return
         begin = self._shapes[operation.number][piece.tensor][0] + piece.begin * piece.width
         self._buffers[operation.number % WINDOW][begin : begin + payload.nbytes] = payload
 
     def compute(self, operation: TransferOperation) -> Sequence[PartialSum]:
-        """Compute an operation; return the sums of its gradients."""
+        """Compute an operation; return its partial sums of gradients."""
         with self._spans.span("compute", operation.sweep, op=operation.number):
             nodes = self._compute(operation)
         if operation.sweep == "turn":
@@ -104,7 +104,7 @@ class LocalEngineExecutor:
         pending = compute(engine, self._schedule.operations[operation.number])
         nodes: Sequence[PartialSum] = [] if pending is None else pending.wait()
         if self._target.has_own_memory:
-            self._target.synchronize()  # the buffer is given back when this returns
+            self._target.synchronize()  # the buffer is reused when this returns
             nodes = [_kept(node) for node in nodes]
         return nodes
 
@@ -118,6 +118,8 @@ def _aligned_bytes(weight: WeightSpec) -> int:
 
 
 def _kept(node: PartialSum) -> PartialSum:
-    """Return a node whose memory is its own: from a device it comes in buffers that are used again,
-    and is sent, or added to, when it has its turn."""
+    """Return a partial sum with memory of its own.
+
+    A device returns sums in buffers that are reused, but a sum is sent or added later.
+    """
     return replace(node, tensors=tuple(None if t is None else t.clone() for t in node.tensors))

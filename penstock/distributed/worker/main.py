@@ -1,13 +1,13 @@
-"""A process of a run: it joins, becomes an engine or a shard of the store, and ends with the run.
+"""A worker process: joins a run, becomes an engine or a shard of the store, ends with the run.
 
     python -m penstock.cluster.worker HOST PORT [--port NUMBER]
     python -m penstock.cluster.worker RUN/cluster.json [--shard NUMBER] [--port NUMBER]
 
-The run's token comes in the environment, as `PENSTOCK_TOKEN`, or from the record that the run
-wrote. All that the process is to be is told by the coordinator's: an engine or which shard, of
-which model, cut how, with which memory. An engine keeps no state of the run: when it is cut off it
-joins again, as a new engine, as long as the coordinator's process is there. A shard that is cut off
-ends, so that another can open what it had on flash.
+The run's token comes from the environment variable `PENSTOCK_TOKEN` or from the rendezvous file of
+the run. The coordinator assigns everything else: the role (engine, or which shard), the model, the
+cut into stages, the memory. An engine keeps no state of the run: after a lost connection the engine
+joins again as a new engine, as long as the coordinator's process listens. A shard whose connection
+is lost ends, so that another process can open its files on flash.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ log = logging.getLogger("penstock.distributed")
 
 TOKEN = "PENSTOCK_TOKEN"
 NAME = "PENSTOCK_WORKER"
-_PATIENCE = 10.0  # seconds in which a coordinator that went away may come back
-_CLOSING = 60.0  # seconds in which a shard should have let go of its files
+_PATIENCE = 10.0  # seconds in which a lost coordinator may come back
+_CLOSING = 60.0  # seconds in which a shard should close its files
 
 
 class RefusedError(ClusterError):
-    """The run does not want this worker, and says why."""
+    """The run refuses this worker; the text is the reason."""
 
 
 class OwnWorkError(ClusterError):
-    """This worker could not compute what it was to; in this process it might not again."""
+    """This worker's computation failed; a repeat in another process may succeed."""
 
 
 class Worker:
@@ -60,10 +60,10 @@ class Worker:
     Args:
         address: where the coordinator's process listens.
         token: of the run.
-        name: what the worker is known by to whoever started it.
-        role: what it is to be; None leaves it to the run.
-        shard: the shard that it is to be, if that is decided already.
-        port: on which it listens for other workers; 0: one that is free.
+        name: the worker's name, given by the launcher or user that started it.
+        role: the role that the worker takes; None lets the run decide.
+        shard: the number of the shard, if the user has chosen one.
+        port: the port on which the worker listens for other workers; 0 for any free port.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Worker:
         """Take part in the run until it ends.
 
         Raises:
-            ClusterError: the coordinator's process is not there, or does not have the token.
+            ClusterError: the coordinator's process does not listen, or has another token.
         """
         self._endpoint.start()
         try:
@@ -109,9 +109,9 @@ class Worker:
                     self._join()
                     since = None
                 except (RefusedError, OwnWorkError):
-                    raise  # it would be no better again
+                    raise  # a retry would fail in the same way
                 except ClusterError:
-                    # The first time it is an error; later, the run may have ended.
+                    # Before the first join this is an error; afterwards, the run may have ended.
                     if self._built is None:
                         raise
                     since = since or time.monotonic()
@@ -127,7 +127,7 @@ class Worker:
             self._endpoint.close()
 
     def _join(self) -> None:
-        """Join, and stay until the link ends."""
+        """Join, and serve until the connection ends."""
         link = self._link = self._endpoint.connect(self._address)
         body: dict[str, Any] = {"listens": list(self._endpoint.address), "worker": self._name}
         if self._role is not None:
@@ -140,7 +140,7 @@ class Worker:
             if what == "failed":
                 raise content
             if what != "message" or content[0] is not link:
-                continue  # of a link before this one
+                continue  # an event of an earlier connection
             message = content[1]
             if message.kind is MessageType.ASSIGN:
                 self._become(link, Assignment.read(message))
@@ -155,7 +155,8 @@ class Worker:
             self._let_go()
             self._endpoint.remove(self._number)
             node, self._node = self._node, None
-            # To the others it will be another node: what it has said it is, is over.
+            # The worker joins again as another node, so peers must drop the messages of the old
+            # node.
             self._endpoint.call(lambda: self._endpoint.meet({}, node.epoch + 1))
             if node.failure is not None:
                 raise OwnWorkError(
@@ -164,7 +165,7 @@ class Worker:
                 )
 
     def _let_go(self) -> None:
-        """Have a shard close its store, behind what it is at."""
+        """Close the store of a shard after its queued jobs."""
         assert self._built is not None
         role = self._built.role
         if not isinstance(role, ShardRole):
@@ -217,7 +218,7 @@ class Worker:
         if link is self._link:
             self._events.put(("ended", link))
         elif isinstance(error, (CorruptionError, ProtocolError)) and self._node is not None:
-            # What was in the frame will not come again: the step begins anew, over new links.
+            # The frame is lost and is not sent again: the step is retried over new connections.
             body, node = {"text": str(error), "peer": link.peer}, self._node
             message = Message(MessageType.CORRUPT_FRAME, node.epoch, node.number, body=body)
             self._endpoint.send(node.number, COORDINATOR, message)
@@ -239,7 +240,7 @@ class Worker:
 
 
 def main() -> None:
-    """Be a worker, as the command line and the environment say."""
+    """Run a worker as the command line and the environment specify."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     token, name = os.environ.pop(TOKEN, None), os.environ.pop(NAME, None)
     try:

@@ -1,6 +1,6 @@
-"""A worker's node as its process hands messages to it: what is of the step, and what is beside it.
+"""Adapters from a worker's process to its protocol node: route step messages and other messages.
 
-A shard's node also has its store do what the run's process calls for, and gives and takes copies.
+A shard's adapter also serves RPCs on the store and sends and receives snapshots.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from penstock.errors import ClusterError, CorruptionError, PenstockError
 
 
 class WorkerNode:
-    """A node that also learns from every view where the others listen."""
+    """A protocol node whose peer addresses are updated from every view."""
 
     def __init__(self, node: EngineNode | ShardNode, endpoint: Endpoint) -> None:
         self._node, self._endpoint = node, endpoint
 
     @property
     def progress(self) -> int:
-        """How far the node has got."""
+        """The node's progress counter."""
         return self._node.progress
 
     def handle(self, message: Message) -> None:
-        """Take a message."""
+        """Handle a message."""
         if message.kind is MessageType.VIEW and message.epoch > self._node.epoch:
             listening = addresses_of(message)
             listening.pop(self._node.number, None)
@@ -34,14 +34,14 @@ class WorkerNode:
         self._node.handle(message)
 
     def tick(self, now: float) -> None:
-        """Take note of the time."""
+        """Advance timeouts to the time `now`."""
 
     def link_ended(self, peer: int | None, why: str) -> None:
-        """Take note that a link to another node has ended."""
+        """Handle the end of a connection to another node."""
 
 
 class WorkerShard(WorkerNode):
-    """A shard's node that also has its store do what is called for."""
+    """A shard's node that also serves RPCs on its store."""
 
     def __init__(self, node: EngineNode | ShardNode, endpoint: Endpoint, place: OwnedShard) -> None:
         super().__init__(node, endpoint)
@@ -51,7 +51,7 @@ class WorkerShard(WorkerNode):
         self._taker = SnapshotReceiver(node.number, place, self._runtime, endpoint, self._answer)
 
     def handle(self, message: Message) -> None:
-        """Take a message; a call is answered behind the work that is under way."""
+        """Handle a message; an RPC runs after the jobs that are queued already."""
         if message.kind is MessageType.RPC_REQUEST:
             self._take_call(message)
         elif message.kind is MessageType.SNAPSHOT_REQUEST:
@@ -62,11 +62,11 @@ class WorkerShard(WorkerNode):
             super().handle(message)
 
     def tick(self, now: float) -> None:
-        """Look whether a copy gets on."""
+        """Check a running state transfer for a timeout."""
         self._taker.tick(now)
 
     def link_ended(self, peer: int | None, why: str) -> None:
-        """Let a copy that came over the link begin anew."""
+        """Fail a state transfer whose connection has ended."""
         self._taker.link_ended(peer, why)
 
     def _take_call(self, message: Message) -> None:
@@ -90,7 +90,7 @@ class WorkerShard(WorkerNode):
             self._have_done(number, said)
 
     def _have_done(self, number: int, said: RpcMessage) -> None:
-        """Have the store do what a call asks for."""
+        """Run the store method that an RPC requests."""
 
         def pack() -> list[Message]:
             answer = store_server.answer(self._place, said)

@@ -1,8 +1,8 @@
-"""What a process of a run may be, an engine or a shard of the store, and how it is made so.
+"""The roles of a worker process, engine or shard of the store, and their construction.
 
-An engine computes on the device that the run has chosen; a shard needs none, and is made of a
-program for the CPU: which stages there are, their weights and the chunks that these travel in are
-the same for all devices.
+An engine computes on the device that the run has chosen. A shard needs no device and is built from
+a program for the CPU: the stages, their weights and the transfer chunks are the same for all
+devices.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class EngineRole:
-    """An engine: it computes."""
+    """The engine role."""
 
     def __init__(self, work: LocalEngineExecutor, transfers: TransferSchedule) -> None:
         self.work, self.transfers = work, transfers
@@ -40,12 +40,12 @@ class EngineRole:
         return EngineNode(number, runtime, self.transfers, self.work)
 
     def figures(self) -> Mapping[str, Any]:
-        """Return its memory, and how long it has computed."""
+        """Return the engine's memory and computing time."""
         return {"peak_bytes": self.work.peak_bytes, "computed": list(self.work.computed)}
 
 
 class ShardRole:
-    """A shard of the store: it keeps weights and state."""
+    """The role of a shard of the store: keeps weights and optimizer state."""
 
     def __init__(
         self, shard: int, place: OwnedShard, work: LocalShardExecutor, transfers: TransferSchedule
@@ -58,13 +58,13 @@ class ShardRole:
         return ShardNode(number, self._shard, runtime, self.transfers, self._work)
 
     def figures(self) -> Mapping[str, Any]:
-        """Return nothing more: what it has is asked for."""
+        """Return no metrics: the run requests a shard's figures by RPC."""
         return {}
 
 
 @dataclass(frozen=True)
 class BuiltRole:
-    """What was made for a run: its role, and what that takes to be the same for all."""
+    """A role that was built for a run, and the specification that all processes must share."""
 
     told: Mapping[str, Any]
     role: EngineRole | ShardRole
@@ -81,7 +81,7 @@ class _Compiled:
 
 
 def _compile(told: Mapping[str, Any], device: str, products: Products) -> _Compiled:
-    """Compile the run's model, as the coordinator's process said, for one kind of device."""
+    """Compile the run's model for one kind of device, as the run specification says."""
     from penstock.config import Config
     from penstock.engine import set_threads
     from penstock.planning import builders
@@ -111,11 +111,11 @@ def _compile(told: Mapping[str, Any], device: str, products: Products) -> _Compi
 
 
 def build_engine(told: Mapping[str, Any]) -> BuiltRole:
-    """Make an engine, as the coordinator's process said.
+    """Build an engine from the run specification.
 
     Raises:
-        UnfitHostError: this host has not got the device, or the memory.
-        PenstockError: no host could be such an engine.
+        UnfitHostError: this host lacks the device or the memory.
+        PenstockError: no host could run such an engine.
     """
     from penstock.engine import EnginePlan, target_of
 
@@ -123,7 +123,7 @@ def build_engine(told: Mapping[str, Any]) -> BuiltRole:
     _require_device(device)
     products = _required_products(told, device)
     made = _compile(told, device, products)
-    if made.config.cluster.has_other_hosts:  # on its own host the run has counted them
+    if made.config.cluster.has_other_hosts:  # the trainer has counted workers of its own host
         _require_memory(told, device)
     engine = target_of(device).make_engine(
         made.program, EnginePlan(made.recompute), budget_bytes=told["engine_bytes"]
@@ -134,14 +134,13 @@ def build_engine(told: Mapping[str, Any]) -> BuiltRole:
 
 
 def build_shard(told: Mapping[str, Any], place: ReplicaSlot, opens: Opens) -> BuiltRole:
-    """Make a shard of the store, on any host: it moves numbers, and computes with none of them
-    what an engine does.
+    """Build a shard of the store, on any host: a shard does no arithmetic of an engine.
 
     Args:
-        opens: what it does with its store now (`Welcome`).
+        opens: how the shard opens its store (`Assignment`).
 
     Raises:
-        PenstockError: this machine cannot be such a shard.
+        PenstockError: this machine cannot hold the shard.
     """
     made, shard = _compile(told, "cpu", "torch"), place.shard
     apart = OwnedShard(made.config, made.program, shard, told["store_bytes"], place.replica)
@@ -166,7 +165,7 @@ def _require_device(device: str) -> None:
 
 
 def _required_products(told: Mapping[str, Any], device: str) -> Products:
-    """Return who multiplies in the engines of this run: another library would round otherwise."""
+    """Return the run's library of matrix products: another library rounds differently."""
     from penstock.engine import target_of
 
     for products in target_of(device).products:
@@ -179,7 +178,10 @@ def _required_products(told: Mapping[str, Any], device: str) -> Products:
 
 
 def _require_memory(told: Mapping[str, Any], device: str) -> None:
-    """Refuse what would end in the middle of a step. What is free may be less by then."""
+    """Refuse an engine that would exhaust memory in the middle of a step.
+
+    Free memory may be even less by then.
+    """
     from penstock.planning import Machine
 
     machine = Machine.here((device,))

@@ -1,7 +1,7 @@
-"""What a shard does between the messages: it reads and writes the store.
+"""The store operations of a shard node: reading weights, adding gradients, committing.
 
-The store may be in the trainer's process or in one of the shard's own; where it is decides only to
-which steps it can go back.
+The store may be in the trainer's process or in a process of its own. The location decides only the
+steps to which the store can roll back.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from penstock.store import (
 
 
 class LocalShardExecutor:
-    """Streams a store's weights, gives it gradients, and commits it.
+    """Streams a store's weights, adds gradients to the store, and commits its steps.
 
     Args:
-        has_replica: whether another node should hold the same, which is compared with every step.
+        has_replica: whether another node should hold the same state, which every step compares.
     """
 
     def __init__(
@@ -46,15 +46,15 @@ class LocalShardExecutor:
         return self._place.store
 
     def held_steps(self) -> Sequence[int]:
-        """Return the steps that the store can go back to."""
+        """Return the steps to which the store can roll back."""
         return self._place.held_steps()
 
     def go_back(self, step: int) -> None:
-        """Have the store stand at one of them."""
+        """Roll the store back to one of the held steps."""
         self._place.go_back(step)
 
     def begin(self, step: int) -> None:
-        """Forget what came of a step that was not committed."""
+        """Discard the results of a step that was not committed."""
         if self._store.step != step - 1:
             raise ClusterError(
                 f"shard {self._shard} stands at step {self._store.step}, step {step} was begun"
@@ -62,11 +62,11 @@ class LocalShardExecutor:
         self._store.discard()
 
     def settle(self) -> None:
-        """Make the updates of the step before: no fetch will ask for them."""
+        """Apply the updates of the previous step, which no fetch will request."""
         self._store.flush()
 
     def fetch(self, operation: TransferOperation) -> Sequence[np.ndarray]:
-        """Return the bytes of every chunk of this shard's."""
+        """Return the bytes of every chunk of this shard."""
         names, held = self._schedule.operations[operation.number].weights, self._store.program
         here = held.stages[operation.stage].weights
         wanted = [name for name in names if name in here]
@@ -88,7 +88,7 @@ class LocalShardExecutor:
     def receive(
         self, operation: TransferOperation, gradients: Mapping[int, np.ndarray | None]
     ) -> None:
-        """Take this shard's gradients of an operation."""
+        """Add this shard's gradients of an operation."""
         trained = self._schedule.operations[operation.number].gradients
         held = self._store.program
         here = trainable_weights(held, held.stages[operation.stage])
@@ -105,14 +105,14 @@ class LocalShardExecutor:
         self._store.receive(operation.stage, [whole.get(name) for name in here])
 
     def prepare(self) -> Mapping[str, Any]:
-        """Say what the shard knows of its gradients, and what it holds."""
+        """Report the shard's gradients and the state that the shard holds."""
         report = body_of_report(self._store.prepare())
         if isinstance(self._store, ReplicatedStore) and self._has_replica:
             report["held"] = [list(each) for each in self._store.compared()]
         return report
 
     def commit(self, step: int, decision: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Commit the step by what was decided for all shards."""
+        """Commit the step by the decision that was made for all shards."""
         decided = decision_of(decision)
         if decided.step != step:
             raise ProtocolError(

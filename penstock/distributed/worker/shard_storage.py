@@ -1,4 +1,4 @@
-"""A shard's store in a process of its own: opened when it is asked for, and again to go back."""
+"""The store of a shard in its own process: opened on request, and opened again for a rollback."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class OwnedShard:
 
     Args:
         program: of the whole model.
-        shard: which shard it is.
-        store_bytes: what all shards together may take of memory.
-        replica: which of those that hold the shard.
+        shard: the number of the shard.
+        store_bytes: the memory limit of all shards together.
+        replica: the number of the replica.
     """
 
     def __init__(
@@ -39,24 +39,25 @@ class OwnedShard:
 
     @property
     def most_bytes(self) -> int:
-        """The most that a call can bring: a piece of a weight, or the gradients of a stage."""
+        """The largest RPC body: a piece of a weight, or the gradients of a stage."""
         _, elements = largest_stage(self._part, lambda weight: weight.elements)
         return max(WRITE_BYTES, GRADIENT_WIDTH * elements)
 
     @property
     def store(self) -> Store:
-        """The store.
+        """The open store.
 
-        **Raises:** `StorageError` while it is shut.
+        **Raises:** `StorageError` while the store is closed.
         """
         if self._open is None:
             raise StorageError(f"shard {self._shard} of the store is shut")
         return self._open
 
     def open(self, must_hold: bool = False) -> Store:
-        """Open it, new or as it was left.
+        """Open the store, new or with its previous content.
 
-        **Raises:** what the store raises, and `StorageError` if it must hold a step and does not.
+        **Raises:** the errors of the store, and `StorageError` if `must_hold` is set and the store
+        holds no step.
         """
         self.close()
         config = self._config
@@ -74,9 +75,9 @@ class OwnedShard:
         return self._open
 
     def open_empty(self) -> Store:
-        """Open it without what it may have held before, to be given a copy.
+        """Open the store without its previous content, to receive a snapshot.
 
-        **Raises:** what the store raises.
+        **Raises:** the errors of the store.
         """
         self.close()
         flash = self._config.store.flash.path
@@ -85,19 +86,19 @@ class OwnedShard:
         return self.open()
 
     def close(self) -> None:
-        """Let go of what is open; what is not durable yet is given up."""
+        """Close the store; discard the state that is not durable yet."""
         store, self._open = self._open, None
         if store is not None:
             store.close()
 
     def held_steps(self) -> Sequence[int]:
-        """Return the steps that it can go back to: where it stands, and its durable ones."""
+        """Return the steps to which the store can roll back: the current step and durable steps."""
         store = self.store
         durable = store.durable_steps if isinstance(store, FlashStore) else []
         return sorted({*durable, store.step})
 
     def go_back(self, step: int) -> None:
-        """Have it stand at one of them; what came after is forgotten, durably."""
+        """Roll back to one of the held steps; later steps are discarded durably."""
         store = self.store
         if store.step == step or not isinstance(store, FlashStore):
             require_at(store, step)
@@ -108,37 +109,37 @@ class OwnedShard:
 
 
 class ShardStorage(Protocol):
-    """Where a shard's store is."""
+    """The location of a shard's store."""
 
     @property
     def store(self) -> Store: ...
 
     def held_steps(self) -> Sequence[int]:
-        """Return the steps that it can go back to."""
+        """Return the steps to which the store can roll back."""
         ...
 
     def go_back(self, step: int) -> None:
-        """Have the store stand at one of them."""
+        """Roll the store back to one of the held steps."""
         ...
 
 
 class InProcessShard:
-    """A shard's store in the trainer's process, with which it dies."""
+    """The store of a shard in the trainer's process; ends with this process."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
 
     def held_steps(self) -> Sequence[int]:
-        """Return the step at which the store stands."""
+        """Return the current step of the store."""
         return [self.store.step]
 
     def go_back(self, step: int) -> None:
-        """Require that the store stands there."""
+        """Require that the store is at this step."""
         require_at(self.store, step)
 
 
 def require_at(store: Store, step: int) -> None:
-    """Refuse to go on from a step at which a store does not stand."""
+    """Raise an error unless the store is at this step."""
     if store.step != step:
         raise ClusterError(
             f"{store.program.name} stands at step {store.step} and cannot go back to step {step}; "
