@@ -207,7 +207,6 @@ def store_of(size: int, folder: str | None):
     """Return an empty store, in memory or on flash."""
     import torch
 
-    from penstock.formats import SPLIT
     from penstock.program import WeightSpec
     from penstock.store import (
         AdamW,
@@ -219,6 +218,7 @@ def store_of(size: int, folder: str | None):
         Schedule,
     )
     from penstock.store.flash import FlashStore
+    from penstock.weight_formats import SPLIT
 
     weights = weights_of(size)
     specs = {n: WeightSpec(n, (count,), SPLIT, True) for n, count in weights.items()}

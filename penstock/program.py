@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from penstock.errors import ProgramError
-from penstock.formats import BFLOAT16, WeightFormat
+from penstock.weight_formats import BFLOAT16, WeightFormat
 
 Executable = Callable[..., tuple[Any, ...]]
 

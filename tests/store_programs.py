@@ -5,10 +5,10 @@ import dataclasses
 import numpy as np
 import torch
 
-from penstock.formats import BFLOAT16, format_of
 from penstock.program import Kind, Program, Stage, TensorSpec, WeightSpec
 from penstock.store import AdamW, CommitRule, DramStore, GroupSettings, Schedule
 from penstock.store.flash import FlashStore
+from penstock.weight_formats import BFLOAT16, format_of
 
 
 def _refuse(*tensors):

@@ -13,7 +13,6 @@ from torch import fx, nn
 from penstock.compiler.capture import STREAM_DTYPE, Capture, Precision
 from penstock.compiler.custom_gradients import CustomGradient, fold_custom_gradients
 from penstock.compiler.cut import CutPiece, cut, weight_free_nodes
-from penstock.compiler.devices import move, on_device
 from penstock.compiler.digests import digest_of, lines_of
 from penstock.compiler.forward_state import capture_repeatable
 from penstock.compiler.graph_digest import graph_digest
@@ -22,11 +21,12 @@ from penstock.compiler.joint import StageSignature, make_kind
 from penstock.compiler.nodes import source_line, value_of
 from penstock.compiler.opening import open_weight
 from penstock.compiler.products import Products
+from penstock.compiler.retarget_devices import move, on_device
 from penstock.compiler.rewrites import count_dropouts_from_first, rewrite, share_equal
 from penstock.compiler.selection import select_trainable
 from penstock.errors import CompileError, NoTrainingError, few
-from penstock.formats import format_of
 from penstock.program import Kind, Program, Stage, TensorSpec, ValueSpec, WeightSpec, verify
+from penstock.weight_formats import format_of
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 
-from penstock.compiler.devices import move
 from penstock.compiler.digests import digest_of, lines_of
 from penstock.compiler.nodes import source_line
+from penstock.compiler.retarget_devices import move
 from penstock.errors import CompileError
 
 

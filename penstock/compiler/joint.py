@@ -4,7 +4,8 @@ Autograd is traced once per kind over fake tensors; the result is a graph of for
 operators together. Values that the backward needs are *saved*, except those that depend on
 weights or the dropout key alone: these are made again from the weights, which stream a second
 time. So nothing that is saved is a weight or a view of one. Nor is saved what a few passes over
-memory make again from what is saved anyhow, such as a GELU beside its argument (`remake.py`).
+memory make again from what is saved anyhow, such as a GELU beside its
+argument (`recompute_cheap.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from penstock.compiler.cost import graph_flops, peak_bytes
 from penstock.compiler.products import Products, choose_products
-from penstock.compiler.remake import keep_costly, make_late
+from penstock.compiler.recompute_cheap import keep_costly, make_late
 from penstock.errors import ProgramError
 from penstock.program import Kind, SavedTensor, TensorSpec
 

@@ -5,7 +5,7 @@ import inspect
 from torch import nn
 
 from penstock.errors import ConfigError, few
-from penstock.models.huggingface import find_task
+from penstock.models.huggingface_config import find_task
 
 _EXAMPLE = ("input_ids", "labels")
 

@@ -6,8 +6,8 @@ import torch
 
 from penstock.errors import ConfigError
 from penstock.models.deferred import Deferred
+from penstock.models.huggingface_weight_names import Converted, Direct, match
 from penstock.models.weight_files import WeightFiles
-from penstock.models.weight_names import Converted, Direct, match
 
 
 class Pretrained:

@@ -20,7 +20,7 @@ from penstock.errors import CompileError, ConfigError, PenstockError, did_you_me
 from penstock.models.bound_functions import refuse_bound_loss
 from penstock.models.built import Built
 from penstock.models.deferred import Deferred, record
-from penstock.models.huggingface import (
+from penstock.models.huggingface_config import (
     builder,
     find_task,
     make_config,

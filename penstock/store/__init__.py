@@ -23,7 +23,7 @@ from penstock.store.comparing import Compared
 from penstock.store.dram import DramStore
 from penstock.store.gradients import trainable_weights
 from penstock.store.holding import HeldPart, Holding, PartStage
-from penstock.store.huggingface import MAX_SHARD_BYTES, export_huggingface
+from penstock.store.huggingface_export import MAX_SHARD_BYTES, export_huggingface
 from penstock.store.incoming import fill
 from penstock.store.interface import (
     Commit,
@@ -34,6 +34,7 @@ from penstock.store.interface import (
     Traffic,
     WeightReader,
 )
+from penstock.store.learning_rate_schedules import Schedule, learning_rate
 from penstock.store.lock import FolderLock
 from penstock.store.norm import GradientReport, merged
 from penstock.store.optimizers import (
@@ -49,7 +50,6 @@ from penstock.store.optimizers import (
 )
 from penstock.store.portions import Portions, ReplicatedStore, portions_of
 from penstock.store.roles import MASTER, Role, Stored
-from penstock.store.schedules import Schedule, learning_rate
 from penstock.store.sharded import Assembly, ShardedStore
 from penstock.store.sharded_dram import ShardedDramStore
 from penstock.store.sharding import ShardMap

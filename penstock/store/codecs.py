@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.errors import ConfigError
-from penstock.formats import BFLOAT16, DENSE, SPLIT, WeightFormat
 from penstock.kernels.split_master import Weight, join, split
+from penstock.weight_formats import BFLOAT16, DENSE, SPLIT, WeightFormat
 
 _LOW, _HIGH = 0, 1  # the halves of a float32 as they lie in memory, the low one first
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from penstock.errors import StorageError
 from penstock.store.holding import Holding
 from penstock.store.interface import Commit, Decision, Store
+from penstock.store.learning_rate_schedules import Schedule, learning_rate
 from penstock.store.norm import GradientReport, clip_scale, global_norm, zero_gradients
-from penstock.store.schedules import Schedule, learning_rate
 
 
 @dataclass(frozen=True)

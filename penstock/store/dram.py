@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from penstock.errors import StorageError
-from penstock.formats import BFLOAT16, DENSE, SPLIT
 from penstock.store.commit import CommitRule, commit_by, require_next
 from penstock.store.comparing import Compared, Rotation
 from penstock.store.content_hash import hash_read
@@ -30,6 +29,7 @@ from penstock.store.portions import SlabPortions
 from penstock.store.roles import MASTER, Stored, stored_of
 from penstock.store.snapshot import Parts, Snapshot
 from penstock.store.unchanged import UnchangedWeights
+from penstock.weight_formats import BFLOAT16, DENSE, SPLIT
 
 _FORMATS = {"fp32": (DENSE, BFLOAT16), "bf16": (SPLIT, DENSE, BFLOAT16)}
 

@@ -1,4 +1,4 @@
-"""The weights themselves, each in its format (`penstock.formats`), and the views that stream.
+"""The weights, each in its format (`penstock.weight_formats`), and the views that stream.
 
 What streams of a weight is one of its parts as it lies, so that nothing is cast or stored twice.
 From outside a weight is always float32.
@@ -7,13 +7,13 @@ From outside a weight is always float32.
 import numpy as np
 import torch
 
-from penstock.formats import FORMATS
 from penstock.kernels.memory import page_lock
 from penstock.kernels.split_master import Weight
 from penstock.program import WeightSpec
 from penstock.store.codecs import decode, encode
 from penstock.store.holding import Holding
 from penstock.store.layout import allocate_role, slabs_of
+from penstock.weight_formats import FORMATS
 
 PIECE_ELEMENTS = 4 << 20
 """Elements that are read, joined or converted at a time: what a pass over a model holds besides."""

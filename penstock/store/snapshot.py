@@ -15,11 +15,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 import numpy as np
 
 from penstock.errors import StorageError
-from penstock.formats import DENSE
 from penstock.kernels.memory import allocate
 from penstock.store.codecs import decode
 from penstock.store.holding import Holding
 from penstock.store.roles import MASTER, Stored
+from penstock.weight_formats import DENSE
 
 Parts = tuple[np.ndarray, ...]
 """The memory of a tensor: one array, or the parts of a weight in its format."""

@@ -23,7 +23,6 @@ from penstock.distributed.run_spec import RunSpec, engine_digest, terms_of
 from penstock.distributed.worker import roles
 from penstock.engine import set_threads
 from penstock.errors import ConfigError
-from penstock.formats import BFLOAT16, DENSE, SPLIT
 from penstock.models import ModelSource
 from penstock.planning import builders
 from penstock.store import (
@@ -36,6 +35,7 @@ from penstock.store import (
 from penstock.store.flash import open_reader
 from penstock.telemetry.events import StepDone
 from penstock.training.export import export_run
+from penstock.weight_formats import BFLOAT16, DENSE, SPLIT
 
 set_threads(1)  # for tensors this small a second thread is only waited for
 

@@ -234,7 +234,9 @@ def test_the_merged_export_computes_what_the_adapters_do(tuned, tmp_path):
 
 def test_merging_piece_by_piece_is_merging_whole(tuned, tmp_path, monkeypatch):
     trainer, _, _ = tuned
-    monkeypatch.setattr("penstock.store.huggingface._PIECE_ELEMENTS", 1000)  # ends within rows
+    monkeypatch.setattr(
+        "penstock.store.huggingface_export._PIECE_ELEMENTS", 1000
+    )  # ends within rows
     trainer.export(tmp_path / "merged")
     found = load_file(tmp_path / "merged" / "model.safetensors")
     for name, adapter in trainer.model.adapters.items():

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import ConfigError
-from penstock.formats import BFLOAT16, DENSE, SPLIT
 from penstock.store.flash.layout import FlashLayout, described_format
+from penstock.weight_formats import BFLOAT16, DENSE, SPLIT
 
 JOURNAL, EXTENTS = "journal", "extents"
 

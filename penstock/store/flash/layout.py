@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from penstock.formats import DENSE, FORMATS, SPLIT, WeightFormat
 from penstock.store.flash.medium import ALIGNMENT_BYTES
 from penstock.store.holding import Holding, homes
 from penstock.store.roles import MASTER, Role
+from penstock.weight_formats import DENSE, FORMATS, SPLIT, WeightFormat
 
 BLOCK_ELEMENTS = 1 << 19
 """5 MiB of state under AdamW: enough for full speed, and in the cache from check to update."""

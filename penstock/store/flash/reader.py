@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import ConfigError, CorruptionError
-from penstock.formats import BFLOAT16
 from penstock.store import files
 from penstock.store.flash.description import EXTENTS, JOURNAL, require_readable
 from penstock.store.flash.journal import Record, begin_anew, read_records, whole_records
@@ -22,6 +21,7 @@ from penstock.store.flash.steps_reader import StepsReader
 from penstock.store.flash.version import Version, recorded_step
 from penstock.store.lock import FolderLock
 from penstock.store.roles import Role
+from penstock.weight_formats import BFLOAT16
 
 MOST_BLOCK_ELEMENTS = 1 << 28
 """A block is read whole, so a journal that was made up may not ask for more than this."""

@@ -8,7 +8,6 @@ import torch
 from rich.console import Console
 
 from penstock.cli.program import live_values, render, title
-from penstock.formats import DENSE
 from penstock.program import (
     Kind,
     Program,
@@ -19,6 +18,7 @@ from penstock.program import (
     WeightSpec,
     verify,
 )
+from penstock.weight_formats import DENSE
 
 F32 = torch.float32
 TOKENS = TensorSpec((2, 8), torch.int64)

@@ -14,8 +14,8 @@ from random_lanes import Crowd, RandomLanes, World
 from penstock.collectives.tree_reduce import PartialSum, TreeReduction, partition
 from penstock.engine.shared_slots import SharedSlots
 from penstock.engine.sharing import Sharing, sends
-from penstock.formats import format_of
 from penstock.program import TensorSpec, WeightSpec
+from penstock.weight_formats import format_of
 
 SHAPES = [
     [(7, 3), (), (1,)],

@@ -6,11 +6,11 @@ import pytest
 import torch
 from store_programs import make_program
 
-from penstock.formats import BFLOAT16, DENSE, SPLIT
 from penstock.models import ModelSource
 from penstock.store import AdamW, checkpoint_bytes
 from penstock.store.flash.layout import BLOCK_ELEMENTS, FlashLayout
 from penstock.store.roles import stored_of
+from penstock.weight_formats import BFLOAT16, DENSE, SPLIT
 
 LLAMA_3_70B = {
     "model_type": "llama",

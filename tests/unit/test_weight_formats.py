@@ -15,13 +15,13 @@ from store_programs import (
 )
 
 from penstock.errors import ConfigError, ProgramError
-from penstock.formats import BFLOAT16, DENSE, FORMATS, SPLIT, format_of
 from penstock.program import verify
 from penstock.store import AdamW, ShardMap, load_checkpoint, save_checkpoint
 from penstock.store.checkpoint import read_state
 from penstock.store.codecs import decode, encode, saved_values, values_of_saved
 from penstock.store.flash import FlashReader
 from penstock.store.flash.layout import FlashLayout
+from penstock.weight_formats import BFLOAT16, DENSE, FORMATS, SPLIT, format_of
 
 BFLOAT16_PATTERNS = np.arange(1 << 16, dtype=np.uint16)
 """All there are: zeros, subnormals, infinities and every NaN among them."""

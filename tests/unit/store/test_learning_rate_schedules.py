@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from penstock.errors import ConfigError
-from penstock.store.schedules import Schedule, learning_rate
+from penstock.store.learning_rate_schedules import Schedule, learning_rate
 
 PEAK = 3e-3
 STEPS = 100
