@@ -108,7 +108,7 @@ def _discard_shards(shards: Shards) -> None:
                 forget(folder)
             for folder in there:
                 shutil.rmtree(folder)
-            (shards.folder / SHARDS).unlink()  # removed last: until then the folder contains a sharded store
+            (shards.folder / SHARDS).unlink()  # last: until then the folder is a sharded store
     finally:
         lock.release()
 
