@@ -72,7 +72,7 @@ class Pipeline:
         self._apply = update
         self._keep = keep_steps
         self._slabs = deque(spill.slabs)
-        self._dirty: dict[int, list[list[bytes]]] = {}  # units in memory that are newer than on flash, with their checksums
+        self._dirty: dict[int, list[list[bytes]]] = {}  # checksums of units newer than on flash
         self._made: dict[int, list[list[bytes]]] = {}  # checksums of each unit's last update
         self._update_threads = numba.get_num_threads()
         self.compute = threading.Lock()  # kernels must not run concurrently
@@ -361,7 +361,7 @@ class Pipeline:
         """Read state that the next pass needs first, as far as memory allows."""
         missing = self._state.first_missing()
         if self._awaiting or missing is None or missing[0].index in self._unwritten:
-            return None  # no later block may be read: the pass would wait for the memory that it took
+            return None  # no later block: the pass would wait for its memory
         buffer = self._state.take(*missing)
         return None if buffer is None else partial(self._hold, *missing, buffer)
 

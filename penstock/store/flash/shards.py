@@ -315,7 +315,7 @@ def forget(folder: Path) -> None:
     with files.storage_errors(folder, 0):
         if folder.is_dir():
             (folder / JOURNAL).unlink(missing_ok=True)  # without the journal the extents are unused
-            durable.sync_folder(folder)  # an earlier process may have removed the file and been killed
+            durable.sync_folder(folder)  # a killed process may have removed it
 
 
 def recorded_steps(folder: Path) -> dict[int, dict[str, Any]]:
