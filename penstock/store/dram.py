@@ -176,8 +176,8 @@ class DramStore:
         return self._views(chosen)
 
     def stream(self, names: Sequence[str]) -> list[torch.Tensor]:
-        """Return weights by name, as `fetch` does by stage; used by another program of the model.
-        """
+        """Return weights by name, as `fetch` does by stage; used by another program of the
+        model."""
         self._require_loaded()
         for name in names:
             self._update(name)
@@ -337,8 +337,8 @@ class DramStore:
         }
 
     def roles(self, name: str) -> dict[str, Stored]:
-        """Return the arrays of a weight that `read` and `write` accept: its master, then its state.
-        """
+        """Return the arrays of a weight that `read` and `write` accept: its master, then its
+        state."""
         roles = self._optimizer.roles if self._optimizer and name in self._state else ()
         return stored_of(self.program.weights[name], roles)
 

@@ -103,8 +103,8 @@ class Gradients:
         )
 
     def decided(self) -> None:
-        """Start the next step after a commit. The slabs keep their bytes for the pending updates.
-        """
+        """Start the next step after a commit. The slabs keep their bytes for the pending
+        updates."""
         self.clear()
 
     def clear(self) -> None:

@@ -111,8 +111,8 @@ def _describe_non_finite(
 
 
 def _some(what: str, names: Sequence[str], limit: int = 5) -> str:
-    """Return a short list of names: `weight a`, `weights a, b`, `weights a, b, c, d, e and 7 more`.
-    """
+    """Return a short list of names: `weight a`, `weights a, b`, `weights a, b, c, d, e and 7
+    more`."""
     rest = len(names) - limit
     shown = ", ".join(names[:limit]) + (f" and {rest} more" if rest > 0 else "")
     return f"{what}{'s' if len(names) > 1 else ''} {shown}"

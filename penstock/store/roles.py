@@ -41,8 +41,8 @@ class Role:
         return self.count(elements) * self.numpy.itemsize
 
     def shape(self, weight: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape in a checkpoint: the weight's shape, or flat if there are fewer values.
-        """
+        """Return the shape in a checkpoint: the weight's shape, or flat if there are fewer
+        values."""
         return weight if self.group == 1 else (self.count(int(np.prod(weight, dtype=np.int64))),)
 
 

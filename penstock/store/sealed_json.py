@@ -49,7 +49,7 @@ def unseal(path: Path) -> dict[str, Any]:
                     json.dumps(content, ensure_ascii=False).encode()
             case _:
                 raise _broken(path, "it has no checksum or no content")
-    except (ValueError, RecursionError) as error:  # both parsing and formatting may recurse too deep
+    except (ValueError, RecursionError) as error:  # both parsing and formatting recurse
         raise _broken(path, f"it is not JSON: {error}") from error
     if found != expected:
         raise _broken(path, f"its content has checksum {found}, {expected} was expected")

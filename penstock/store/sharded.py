@@ -84,7 +84,7 @@ class ShardedStore:
 
     def page_lock(self) -> bool:
         """Page-lock the streamed memory for engines on a GPU (`DramStore.page_lock`)."""
-        locked = [shard.page_lock() for shard in self.shards]  # call all shards, whatever one of them returns
+        locked = [shard.page_lock() for shard in self.shards]  # every shard locks
         return self._assembly.page_lock() and all(locked)
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -110,8 +110,8 @@ class ShardedStore:
         return self._put_together(chosen, found)
 
     def stream(self, names: Sequence[str]) -> list[torch.Tensor]:
-        """Return weights by name, as `fetch` does by stage; used by another program of the model.
-        """
+        """Return weights by name, as `fetch` does by stage; used by another program of the
+        model."""
         self._require_whole()
         found = []
         for shard in self.shards:
@@ -210,8 +210,8 @@ class ShardedStore:
         )
 
     def take_flash_traffic(self) -> FlashTraffic:
-        """Return bytes moved to and from flash, and the waiting time for them, since the last call.
-        """
+        """Return bytes moved to and from flash, and the waiting time for them, since the last
+        call."""
         return _sum_of(shard.take_flash_traffic() for shard in self.shards)
 
     def remember(self, extra: Mapping[str, Any]) -> None:
@@ -244,8 +244,8 @@ class ShardedStore:
         }
 
     def roles(self, name: str) -> dict[str, Stored]:
-        """Return the arrays of a weight that `read` and `write` accept: its master, then its state.
-        """
+        """Return the arrays of a weight that `read` and `write` accept: its master, then its
+        state."""
         spec = self.program.weights[name]
         return stored_of(spec, self._roles.values() if spec.trainable else ())
 
@@ -281,8 +281,8 @@ class ShardedStore:
             shard.finish_restore(step)
 
     def content_hash(self) -> str:
-        """Return a hash of all weights (`content_hash.py`); an unsharded store has the same hash.
-        """
+        """Return a hash of all weights (`content_hash.py`); an unsharded store has the same
+        hash."""
         self.flush()
         return hash_read(self.shapes, lambda name, begin, end: self.read(name, MASTER, begin, end))
 
@@ -294,8 +294,8 @@ class ShardedStore:
 
 
 class Assembly:
-    """Memory in which weights are assembled: two buffers, so that the previous result stays valid.
-    """
+    """Memory in which weights are assembled: two buffers, so that the previous result stays
+    valid."""
 
     def __init__(self, size: int) -> None:
         self._slabs = [allocate(size // 2), allocate(size // 2)]

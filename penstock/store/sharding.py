@@ -128,8 +128,10 @@ class _Loads:
 
 
 def _cut(elements: int, width: int, loads: _Loads) -> tuple[Piece, ...]:
-    """Divide a weight: equal numbers of granules; the lightest shard gets the remainder and the
-    tail."""
+    """Divide a weight into equal numbers of granules.
+
+    The lightest shards get the remaining granules; then the lightest shard gets the tail.
+    """
     order = loads.lightest()
     count = len(order)
     each, more = divmod(elements // GRANULE, count)
@@ -139,7 +141,7 @@ def _cut(elements: int, width: int, loads: _Loads) -> tuple[Piece, ...]:
     for shard, size in enumerate(sizes):
         loads.add(shard, size * width)
     tail = elements % GRANULE
-    last = loads.lightest()[0] if tail else count - 1  # the tail is smaller than a granule, so it comes last
+    last = loads.lightest()[0] if tail else count - 1  # the tail is no granule, so it is last
     loads.add(last, tail * width)
     sizes[last] += tail
     found, begin = [], 0

@@ -25,8 +25,8 @@ _KEPT_AS = {
 def describe(
     layout: FlashLayout, block_elements: int, keep_steps: int, store_id: str | None
 ) -> dict[str, Any]:
-    """Return the record's content. In a shard, `store` names the store that the shard belongs to.
-    """
+    """Return the record's content. In a shard, `store` names the store that the shard belongs
+    to."""
     return {
         **({} if store_id is None else {"store": store_id}),
         "format": FORMAT,

@@ -46,8 +46,8 @@ class Division:
 
 @dataclass(frozen=True)
 class _Way:
-    """One way to divide the budget: fixed bytes, the minimum for weights, and the bytes of a block.
-    """
+    """One way to divide the budget: fixed bytes, the minimum for weights, and the bytes of a
+    block."""
 
     fixed_bytes: int
     weight_bytes: int

@@ -46,8 +46,8 @@ _CHECK_BYTES = 16  # the last bytes of a sector are the checksum of the bytes be
 
 @dataclass(frozen=True)
 class Record:
-    """One record: a mapping, and binary data beside it (checksums, which would be large as text).
-    """
+    """One record: a mapping, and binary data beside it (checksums, which would be large as
+    text)."""
 
     content: Mapping[str, Any]
     blob: bytes = b""

@@ -212,8 +212,8 @@ class Pipeline:
             self._wait(lambda: self._writing == 0)
 
     def forget(self) -> None:
-        """Drop the content of memory: the content of flash will be overwritten. Only after `drain`.
-        """
+        """Drop the content of memory: the content of flash will be overwritten. Only after
+        `drain`."""
         with self._changed:
             self._reads_ahead = False
             self._changed.notify_all()

@@ -310,8 +310,8 @@ def go_back(folder: Path, step: int | None) -> None:
 
 
 def forget(folder: Path) -> None:
-    """Durably remove the whole content of a shard's folder, in any state. Only while it is closed.
-    """
+    """Durably remove the whole content of a shard's folder, in any state. Only while it is
+    closed."""
     with files.storage_errors(folder, 0):
         if folder.is_dir():
             (folder / JOURNAL).unlink(missing_ok=True)  # without the journal the extents are unused

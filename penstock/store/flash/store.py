@@ -273,8 +273,8 @@ class FlashStore:
         return self._bring(chosen)
 
     def stream(self, names: Sequence[str]) -> list[torch.Tensor]:
-        """Return weights by name, as `fetch` does by stage; used by another program of the model.
-        """
+        """Return weights by name, as `fetch` does by stage; used by another program of the
+        model."""
         return self._bring(names)
 
     def _bring(self, names: Sequence[str]) -> list[torch.Tensor]:
@@ -348,8 +348,8 @@ class FlashStore:
         self._pipeline.drain()
 
     def _seal_when_due(self) -> None:
-        """Request the seal of the present step after its last extent, if the step is to be durable.
-        """
+        """Request the seal of the present step after its last extent, if the step is to be
+        durable."""
         if self._unsealed and self._is_due and self._pipeline.is_updated:
             self._seal()
 
@@ -463,8 +463,8 @@ class FlashStore:
         }
 
     def roles(self, name: str) -> dict[str, Stored]:
-        """Return the arrays of a weight that `read` and `write` accept: its master, then its state.
-        """
+        """Return the arrays of a weight that `read` and `write` accept: its master, then its
+        state."""
         return stored_of(self.program.weights[name], self._layout.unit(name).roles)
 
     def content_hash(self) -> str:

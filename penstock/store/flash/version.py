@@ -38,8 +38,8 @@ class Version:
         self._checks = [(b"", b"") for _ in layout.units]
 
     def record(self, step: int, extra: Mapping[str, Any]) -> Record:
-        """Return the journal record of this version; its places are not overwritten from then on.
-        """
+        """Return the journal record of this version; its places are not overwritten from then
+        on."""
         self._is_sealed = [True] * len(self._layout.units)
         content = {"step": step, "places": list(self._place), "extra": dict(extra)}
         return Record(content, self.checksums)
