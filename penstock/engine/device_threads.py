@@ -279,7 +279,7 @@ class DeviceThread:
                 slots.load(call.stage, call.weights)
             else:
                 slots.pass_over(call.stage, call.method in ("turn", "backward"))
-        except Exception as error:  # the device cannot even take part: no other device may wait for it
+        except Exception as error:  # the device blocks the other devices
             self._rounds.breaks(error)
 
     def _ask(self, question: Callable[[], Any]) -> Any:

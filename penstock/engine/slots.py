@@ -192,7 +192,7 @@ class DeviceSlots(SlotsInTurn):
         if before is not None:
             before.overwrite()
         if self._buffers[place].nbytes < size_bytes:
-            self._lanes.mark("return").synchronize()  # a copy into the old buffer may be in progress
+            self._lanes.mark("return").synchronize()  # a copy into it may be running
             self._buffers[place] = self._lanes.host_memory(size_bytes)
 
 
