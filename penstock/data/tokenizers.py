@@ -325,7 +325,7 @@ def _parse(content: bytes, file: Path) -> "library.Tokenizer":
     except Exception as error:  # the library raises no narrower class
         raise DataError(f"{file} is not a tokenizer of the `tokenizers` library: {error}") from None
     largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
-    if largest >= LARGEST_VOCABULARY:  # the library allocates memory for every id below, used or not
+    if largest >= LARGEST_VOCABULARY:  # the library allocates memory up to the largest id
         raise DataError(
             f"{file} has a token with id {largest}; ids below {LARGEST_VOCABULARY} were expected"
         )
