@@ -224,7 +224,7 @@ def _split_in_order(
     nodes = _sink_weight_nodes(piece.nodes, weights)
     live, sums = _live_bytes(nodes), _Sums(nodes, weights)
     within = [_belongs_before(node, nodes[:i]) for i, node in enumerate(nodes)]
-    best: dict[int, tuple[int, int, list[int]]] = {0: (0, 0, [])}  # up to an index: the cuts before it
+    best: dict[int, tuple[int, int, list[int]]] = {0: (0, 0, [])}  # by end: the cuts before it
     for start in range(len(nodes)):
         if start not in best:
             continue

@@ -12,7 +12,7 @@ from penstock.compiler.capture import Capture
 from penstock.compiler.digests import lines_of
 from penstock.compiler.regions import records_gradients
 
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # in the printed name of a Python function; differs between processes
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # in a printed function; varies by process
 
 
 def graph_digest(captured: Capture, weight_prefix: str = "") -> str:

@@ -15,7 +15,7 @@ from torch import fx
 
 from penstock.errors import CompileError
 
-_RECORDS = "records_gradients"  # key in a node's meta: whether the innermost enclosing region records gradients
+_RECORDS = "records_gradients"  # meta key: does its innermost region record?
 
 
 def records_gradients(node: fx.Node) -> bool:

@@ -69,15 +69,15 @@ class LanguageModel(nn.Module):
 
 
 class Logits(LanguageModel):
-    """`model` as a function of token ids that returns logits [batch, tokens, vocabulary]."""
+    """`model` as a function from token ids to logits [batch, tokens, vocabulary]."""
 
     def forward(self, **inputs: torch.Tensor) -> torch.Tensor:
-        """Return the logits for `input_ids` [batch, tokens] and what else the model takes."""
+        """Return the logits for `input_ids` [batch, tokens] and the model's other inputs."""
         return self.run(inputs)[1]
 
 
 class CausalLMLoss(LanguageModel):
-    """Sum of the next-token losses; `labels[t]` already is the token that follows `t`."""
+    """Sum of the next-token losses; `labels[t]` is already the token after `t`."""
 
     def forward(self, *, labels: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
         """Return the summed loss [] over `labels` [batch, tokens] that are not -100."""
@@ -89,14 +89,14 @@ class MaskedLMLoss(CausalLMLoss):
 
 
 class Scores(LanguageModel):
-    """What an evaluation asks for: the loss sum of training, and what the model would have said."""
+    """The outputs of an evaluation: the training loss sum, and the predicted tokens."""
 
     def forward(
         self, *, labels: torch.Tensor, **inputs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the summed loss [] and the most likely labels, int64 [batch * tokens].
 
-        The loss comes first in the graph, so that the compiler can put both into one operator.
+        The loss comes first in the graph, so that the compiler can fuse both into one operator.
         """
         loss, logits = self.loss_and_logits(inputs, labels)
         return loss, logits.argmax(-1)
@@ -113,7 +113,8 @@ class CustomLoss(nn.Module):
     ) -> None:
         super().__init__()
         self.model = model
-        # Not a part of the model, of which buffers are looked up: tensors of a loss are constants.
+        # Not a submodule, since buffers are collected from submodules: tensors of a loss are
+        # constants.
         self._loss = loss.__call__ if isinstance(loss, nn.Module) else loss
         self._target_names = tuple(target_names)
 
