@@ -281,8 +281,8 @@ def _quiet_torch() -> Iterator[None]:
     try:
         with redirect_stderr(printed):
             yield
-        with suppress(OSError):  # not writable or readable: this says nothing about the model
-            sys.stderr.write(printed.getvalue())  # user code, since the export succeeded
+        with suppress(OSError):  # a closed stderr is no error of the model
+            sys.stderr.write(printed.getvalue())  # from user code: the export succeeded
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)

@@ -1,4 +1,4 @@
-"""`engine`: the device that computes, and what it may use."""
+"""`engine`: the computing device and its resources."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all sections of the configuration share: strictness, and fields that explain themselves."""
+"""Base of all sections of the configuration: strict validation, and fields with descriptions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from pydantic_core import PydanticCustomError
 
 
 class Section(BaseModel):
-    """One section of the configuration: unknown keys refused, types strict, frozen once made."""
+    """One section of the configuration: unknown keys are rejected, types are strict, values are
+    frozen."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -68,7 +69,7 @@ Numbers = Annotated[tuple[float, ...], Field(strict=False)]
 Counts = Annotated[tuple[int, ...], Field(strict=False)]
 PathText = Annotated[Path, Field(strict=False), AfterValidator(_usable_path)]
 Place = Annotated[str, AfterValidator(_usable)]
-"""A path, or a word that stands for something that has none."""
+"""A path, or a word with a special meaning in place of a path."""
 Places = Annotated[tuple[Place, ...], Field(strict=False)]
 
 

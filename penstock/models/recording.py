@@ -91,7 +91,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.fake_mode = fake_mode
         self.operations: list[Operation] = []
-        self.generator_states: list[torch.Tensor | None] = [None]  # first state; None: that of the seed
+        self.generator_states: list[torch.Tensor | None] = [None]  # None: the seed
         self._numbers: dict[int, int] = {}
         self._storages: list[torch.UntypedStorage] = []  # kept alive, so that no address is reused
         self._generators: list[torch.Generator] = [torch.default_generator]
