@@ -11,11 +11,11 @@ from penstock.config.root import Config
 from penstock.config.schedule import DECAYING
 from penstock.errors import ConfigError
 
-# The rest (engines, budgets, recomputation, folders, logging, what is evaluated and saved) changes
-# neither weights nor losses: of what budgets choose, the micro-batch of `batch.micro: auto` decides
-# bits and is recorded beside, and where stages are cut decides none (`compiler/cut.py`). Where the
-# text and a checkpoint to start from are does not matter either: the trainer compares fingerprints
-# of what is in them.
+# The other keys (engines, budgets, recomputation, folders, logging, evaluation and saving) change
+# neither weights nor losses. Two settings depend on budgets: the micro-batch of `batch.micro: auto`
+# affects bits and is recorded separately; the cuts between stages affect no bit
+# (`compiler/cut.py`). The paths of the text and of the initial checkpoint do not matter either: the
+# trainer compares fingerprints of their content.
 _DECIDING = ("model", "batch", "precision", "optimizer", "freeze")
 # Keys that did not exist when older runs were recorded, with the value that those runs used.
 _LATER = {"optimizer.moments": "fp32"}

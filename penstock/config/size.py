@@ -32,9 +32,10 @@ class ByteSize(int):
 
     @classmethod
     def parse(cls, value: object) -> ByteSize:
-        """Return the size that an int or a text such as `4GiB` means.
+        """Return the size that an int or a string such as `4GiB` represents.
 
-        Raises `ValueError` whose text says what was expected, what came and what to do.
+        Raises `ValueError` whose text states the expected value, the actual value and the next
+        action.
         """
         if isinstance(value, ByteSize):
             return value

@@ -26,7 +26,7 @@ WEIGHT_PREFIX = "model."
 
 
 class LanguageModel(nn.Module):
-    """What the modules below share: the call of a model that maps token ids to logits."""
+    """Base of the language-model objectives: calls a model that maps token ids to logits."""
 
     def __init__(self, model: nn.Module, *, hugging_face: bool, options: dict[str, Any]) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class Scores(LanguageModel):
 
 
 class CustomLoss(nn.Module):
-    """The user's module, and the user's `loss(output, **targets)` if there is one."""
+    """The user's module, with the user's `loss(output, **targets)` if there is one."""
 
     def __init__(
         self,
