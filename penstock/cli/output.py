@@ -131,7 +131,7 @@ def _guarded(stream: TextIO, on_loss: OnLoss) -> TextIO:
     try:
         descriptor = stream.fileno()
         stream.flush()
-    except (OSError, ValueError, AttributeError):  # no descriptor, or what is pending is lost
+    except (OSError, ValueError, AttributeError):  # no descriptor, or pending data is lost
         return stream
     errors = stream.errors or "strict"
     return io.TextIOWrapper(

@@ -3,8 +3,9 @@
 Models write GELU in many ways (`0.5 x (1 + tanh(...))` with the terms in any order). Instead of
 matching spellings, a small subgraph of elementwise operators over one tensor is *evaluated* in
 float64 on a dense grid and compared with the functions that PyTorch has fused. If they are equal to
-1e-7 everywhere on the grid (models round the constants), the subgraph is that function. The fused
-operator saves one tensor for backward, the composed one four, and reads memory once.
+1e-7 everywhere on the grid (models round the constants), the subgraph is that function. The
+composed operator saves four tensors for backward; the fused operator saves one and reads memory
+once.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def setting(
 ) -> Any:
     """Declare a field with its default, a sentence for people, and the unit of its number.
 
-    `example` is what the error message and the starter show where the default is null or empty.
+    The error message and the starter show `example` if the default is null or empty.
     """
     extra: dict[str, Any] = {}
     if unit is not None:
@@ -96,14 +96,14 @@ def setting(
 
 
 def section(factory: type[Section], description: str) -> Any:
-    """Declare a nested section, made of its defaults when the file does not mention it."""
+    """Declare a nested section; if the file does not mention it, it consists of its defaults."""
     return Field(default_factory=factory, description=description)
 
 
 def refuse(key: str, text: str) -> PydanticCustomError:
     """Return the error for `key` of the section being validated; the caller raises it.
 
-    The key travels in the context, because a validator of a whole section has no way of its own
-    to say which of its keys is at fault.
+    The key is passed in the context, because a validator of a whole section cannot otherwise name
+    the invalid key.
     """
     return PydanticCustomError("refused", "{text}", {"text": text, "key": key})

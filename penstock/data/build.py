@@ -108,7 +108,7 @@ def build_dataset(
         chunk_bytes: bytes per checksum, a multiple of 8.
 
     Returns:
-        What was built.
+        The result of the build.
 
     Raises:
         ConfigError: `validation`, `seed`, `content` or `tokenizer` is invalid.
