@@ -1,7 +1,7 @@
 """Penstock trains neural networks larger than the device that computes them.
 
-`Trainer` runs a configuration, `Config` is one. Both are imported when first used, so that the
-command line starts without torch.
+`Trainer` runs a configuration, and `Config` is a configuration. Both are imported at first use, so
+that the command line starts without torch.
 """
 
 import os
@@ -11,8 +11,9 @@ if TYPE_CHECKING:
     from penstock.config import Config
     from penstock.training import Trainer
 
-# PyTorch and Numba each have a pool of OpenMP threads. By default the idle pool's threads spin for
-# milliseconds on the cores that the other one needs; so they sleep. Read when torch is imported.
+# PyTorch and Numba each have a pool of OpenMP threads. By default the threads of an idle pool spin
+# for milliseconds on cores that the other pool needs, so they are configured to sleep. torch reads
+# this setting at import.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""`python -m penstock`: the command, where no script of its name is installed."""
+"""`python -m penstock`: the command, if its script is not installed."""
 
 from penstock.cli import main
 

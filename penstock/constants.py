@@ -1,4 +1,4 @@
-"""What a label means, wherever one is made, counted or summed over."""
+"""Meaning of a label, shared by the code that creates, counts and sums labels."""
 
 IGNORED_LABEL = -100
-"""The label of a token whose prediction counts for nothing; PyTorch's own number for it."""
+"""The label of a token that the loss ignores; the same number as in PyTorch."""

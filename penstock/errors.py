@@ -1,7 +1,7 @@
-"""Every error that a user can cause or meet, in one small hierarchy.
+"""Every error that a user can cause or see, in one small hierarchy.
 
-A message says what was expected, what came, and what to do next. The command line prints the
-message without a traceback and exits with the class's `exit_code`; these codes are stable.
+A message states the expected value, the actual value, and the next action. The command line prints
+the message without a traceback and exits with the class's `exit_code`; these codes are stable.
 """
 
 import difflib
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 
 class PenstockError(Exception):
-    """Base of all errors raised on purpose; never raised itself."""
+    """Base of all errors raised on purpose; not raised itself."""
 
     exit_code = 1
 
@@ -21,19 +21,19 @@ class ConfigError(PenstockError):
 
 
 class DataError(PenstockError):
-    """Training text or a data set that is missing, empty, broken or does not fit the model."""
+    """Training text or a data set that is missing, empty or corrupt, or does not fit the model."""
 
     exit_code = 3
 
 
 class CompileError(PenstockError):
-    """A model that cannot be made into a program."""
+    """A model that cannot be compiled into a program."""
 
     exit_code = 4
 
 
 class BudgetError(PenstockError):
-    """A byte budget that cannot hold what must be held at once."""
+    """A byte budget that is smaller than the minimum working set."""
 
     exit_code = 5
 
@@ -57,23 +57,23 @@ class NonFiniteError(PenstockError):
 
 
 class NoTrainingError(PenstockError):
-    """A trainable weight that got no gradient, or did not change after the first step."""
+    """A trainable weight that received no gradient, or did not change after the first step."""
 
     exit_code = 9
 
 
 class ClusterError(PenstockError):
-    """Processes of a run cannot find, trust or understand each other."""
+    """Processes of a run that cannot find, authenticate or understand each other."""
 
     exit_code = 10
 
 
 class UnfitHostError(ClusterError):
-    """A host that cannot be what a run wants of it, as another host might."""
+    """A host that does not meet a run's requirements; another host might."""
 
 
 class GroupError(ClusterError):
-    """The devices of one host that work together have lost each other."""
+    """The devices of one host that compute together can no longer communicate."""
 
 
 class ProgramError(PenstockError):
@@ -83,8 +83,8 @@ class ProgramError(PenstockError):
 
 
 class ProtocolError(PenstockError):
-    """A message between the nodes of a run that none of them would send: a defect, or another
-    version of Penstock, since its checksum was right."""
+    """A message with a correct checksum that no node of the run would send: a defect, or another
+    version of Penstock."""
 
     exit_code = 71
 
@@ -96,6 +96,6 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def few(names: Sequence[str], most: int = 5) -> str:
-    """Return the first of `names` as a list in words, and how many more there are."""
+    """Return the first of `names` as a list in words, and the number of the others."""
     shown = ", ".join(names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

@@ -1,7 +1,7 @@
-"""A folder's front door that loads a name when it is first asked for.
+"""Lazy exports of a package: a name is imported at first use.
 
-Commands that need little (`penstock --help`, `penstock scale`) and the fork server stay quick: they
-import a folder without what is behind the other names.
+Light commands (`penstock --help`, `penstock scale`) and the fork server start fast, because
+importing a package does not import the modules of its other names.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ def lazily(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
     """Return the `__getattr__` of a package.
 
     Args:
-        modules: for each name that others may use, the module of the package that defines it.
+        modules: for each public name, the module of the package that defines it.
     """
 
     def load(name: str) -> Any:

@@ -9,7 +9,7 @@ from penstock.errors import ConfigError, did_you_mean, few
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
-    """Tell whether a weight's name matches a pattern, as in the shell, case and all."""
+    """Return whether a weight's name matches a shell pattern; case-sensitive."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
@@ -31,7 +31,7 @@ def matching(key: str, patterns: Iterable[str], names: Sequence[str]) -> set[str
 
 
 def closest(pattern: str, names: Sequence[str]) -> str:
-    """Return what was perhaps meant: a name, or for `*.name` the end of one."""
+    """Return a suggestion: a name, or for `*.name` the end of a name."""
     if not pattern.startswith("*."):
         return did_you_mean(pattern, names)
     ends = {

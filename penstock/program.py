@@ -1,8 +1,8 @@
-"""The program: what the compiler makes of a model, and the only thing every other part agrees on.
+"""The program: the compiler's output, and the only data structure that all other parts share.
 
-The compiler makes it, engines run it, the store lays out its weights, the planner costs it. It is
-plain data plus, per kind of stage, a few compiled callables. `verify` checks every rule that a
-program must obey; tests call it on each program they make.
+The compiler creates it, engines run it, the store lays out its weights, and the planner estimates
+its cost. It is plain data plus a few compiled callables per kind of stage. `verify` checks every
+rule of a program; tests call it on each program that they create.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def nbytes(shape: Sequence[int], dtype: torch.dtype) -> int:
 class WeightSpec:
     """One parameter of the model, as the store keeps it and the fabric streams it.
 
-    `name` is the parameter's first name in the model's `state_dict`; a tied weight is one weight
-    and `aliases` holds its further names. `format` says how the store keeps it and what of it
-    travels to engines. What a shard of a store keeps is a flat piece of a parameter, which begins
-    at its element `begin`; in a program weights are whole.
+    `name` is the parameter's first name in the model's `state_dict`. A tied weight is one weight,
+    and `aliases` contains its further names. `format` defines how the store keeps the weight and
+    which part is sent to engines. A shard of a store keeps flat pieces of parameters; a piece
+    begins at the parameter's element `begin`. In a program, weights are whole.
     """
 
     name: str
@@ -76,8 +76,8 @@ class TensorSpec:
 class ValueSpec:
     """A named value of one micro-batch that stages read or write.
 
-    `source` says where it comes from: the batch, the prelude (computed once per program from no
-    weight and no input), the prelude per batch (from inputs only), or a stage.
+    `source` is the origin: the batch, the prelude (computed once per program from no weight and no
+    input), the prelude per batch (from inputs only), or a stage.
     """
 
     name: str
@@ -94,10 +94,10 @@ class ValueSpec:
 class SavedTensor:
     """One value that a stage's forward keeps for its backward.
 
-    Either the stage's own input number `input` (nothing is copied), or a tensor that the forward
-    executable returns after its outputs. `bytes` is what keeping it costs: its whole storage, or
-    0 where that is an input's or an earlier saved value's (a view of it); `view_of` is then the
-    number of the input whose memory it keeps alive, if it is an input's.
+    It is either the stage's own input number `input` (nothing is copied), or a tensor that the
+    forward executable returns after its outputs. `bytes` is the memory cost: the whole storage of
+    the value, or 0 if the value is a view of an input or of an earlier saved value. `view_of` is
+    then the number of the input whose memory the value keeps alive, if it is a view of an input.
     """
 
     tensor: TensorSpec
@@ -108,25 +108,25 @@ class SavedTensor:
 
 @dataclass(frozen=True)
 class Kind:
-    """What stages with the same graph and shapes share; compiled once.
+    """The compiled part that stages with the same graph and shapes share.
 
-    All executables take and return flat tuples of tensors. With W weights, I inputs, O outputs,
-    and `key` an int64 tensor [2] for dropout (always passed, last of the forward's arguments):
-    what seed, step and micro-batch make, and the stage's `first_dropout`:
+    All executables take and return flat tuples of tensors. With W weights, I inputs, O outputs, and
+    `key` an int64 tensor [2] for dropout (always passed, last of the forward's arguments): a number
+    derived from seed, step and micro-batch, and the stage's `first_dropout`:
 
     - `forward(*weights, *inputs, key) -> (*outputs, *saved tensors)`
     - `infer(*weights, *inputs, key) -> outputs`: the same without saving
-    - `backward(*weights[i] for i in backward_weights, *all saved, *grads of differentiable
-      outputs, key) -> (*grads of differentiable inputs, *grads of trainable weights)`
+    - `backward(*weights[i] for i in backward_weights, *all saved, *grads of differentiable outputs,
+      key) -> (*grads of differentiable inputs, *grads of trainable weights)`
     - `recompute(*weights, *inputs, key, *grads of differentiable outputs) -> (*grads of
-      differentiable inputs, *grads of trainable weights)`: backward with nothing saved, the
-      forward made again; the same bits as `backward`.
-    - `turn`: like `recompute`, returning the outputs first; for the last stage, where forward and
-      backward are one.
+      differentiable inputs, *grads of trainable weights)`: backward without saved values, which
+      repeats the forward; bit-identical to `backward`.
+    - `turn`: like `recompute`, returning the outputs first; for the last stage, which runs forward
+      and backward in one call.
 
     A gradient may be None where the loss does not depend on that input. `flops` count a
-    multiply-add as two. A call's `transient` bytes are the peak of
-    what it allocates, what it returns included.
+    multiply-add as two. A call's `transient` bytes are the peak of its allocations, including its
+    results.
     """
 
     name: str
@@ -159,16 +159,16 @@ class Kind:
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes that keeping costs per micro-batch beyond the stage's inputs."""
+        """Bytes of the values kept per micro-batch, besides the stage's inputs."""
         return sum(s.bytes for s in self.saved)
 
 
 @dataclass(frozen=True)
 class Stage:
-    """The unit that is streamed: some weights, and a place in the flow of values.
+    """The unit of streaming: some weights, and a place in the flow of values.
 
-    `first_dropout` is the number of its first dropout among those of the whole model. A kind knows
-    its dropouts by their distance from that, so that masks do not depend on where stages end.
+    `first_dropout` is the number of the stage's first dropout in the whole model. A kind numbers
+    its dropouts relative to it, so that masks do not depend on the division into stages.
     """
 
     index: int
@@ -184,11 +184,11 @@ class Stage:
 class Program:
     """A model compiled for one micro-batch shape and one precision.
 
-    `constants` are computed once, from nothing; `prelude(*inputs in order of prelude_inputs) ->
-    values named prelude_outputs` runs once per micro-batch, before the first stage, and depends
-    on no weight. `results` are the values that the model returns: the scalar loss of a training
-    program, the logits of an inference program. `graph_digest` tells the captured graphs of two
-    programs apart; it is empty where there was none.
+    `constants` are computed once, without inputs; `prelude(*inputs in order of prelude_inputs) ->
+    values named prelude_outputs` runs once per micro-batch, before the first stage, and depends on
+    no weight. `results` are the values that the model returns: the scalar loss of a training
+    program, the logits of an inference program. `graph_digest` distinguishes the captured graphs of
+    two programs; it is empty if there was no captured graph.
     """
 
     name: str
@@ -204,11 +204,12 @@ class Program:
     graph_digest: str = ""
 
     def home(self, weight: str) -> int:
-        """Return the index of the first stage that uses a weight: where the store keeps it."""
+        """Return the index of the first stage that uses a weight: the weight's home stage in the
+        store."""
         return next(s.index for s in self.stages if weight in s.weights)
 
     def stage_stream_bytes(self, stage: Stage) -> int:
-        """Return the bytes that one forward fetch of a stage moves."""
+        """Return the bytes of one forward fetch of a stage."""
         return sum(self.weights[name].stream_bytes for name in stage.weights)
 
     @property
@@ -226,7 +227,7 @@ class Program:
 
     @property
     def draws_dropout(self) -> bool:
-        """Tell whether any stage's result depends on its dropout key."""
+        """Return whether any stage's result depends on its dropout key."""
         return any(stage.kind.draws_dropout for stage in self.stages)
 
     def last_use(self) -> dict[str, int]:
@@ -241,7 +242,8 @@ class Program:
 
 
 class StagedWeights(Protocol):
-    """Weights by name, and the stages that use them: a program, or what a store holds of one."""
+    """Weights by name, and the stages that use them: a program, or the part of a program in one
+    store."""
 
     @property
     def stages(self) -> Sequence[WeightsOfStage]: ...
@@ -251,7 +253,7 @@ class StagedWeights(Protocol):
 
 
 class WeightsOfStage(Protocol):
-    """A stage, as far as its weights go."""
+    """A stage, reduced to its weights."""
 
     @property
     def name(self) -> str: ...
@@ -261,9 +263,9 @@ class WeightsOfStage(Protocol):
 
 
 def largest_stage(held: StagedWeights, size: Callable[[WeightSpec], int]) -> tuple[str, int]:
-    """Return the stage whose weights take the most, by name, and how much that is.
+    """Return the name and the size of the stage whose weights are the largest.
 
-    `size` says what one weight takes: buffers differ in width, alignment and in what they hold.
+    `size` returns the size of one weight: buffers differ in element width, alignment and content.
     """
     taken = [
         (stage.name, sum(size(held.weights[n]) for n in stage.weights)) for stage in held.stages

@@ -1,9 +1,9 @@
-"""The schedule of a step: the ordered operations that every part of a run follows.
+"""The schedule of a step: the ordered list of operations that every part of a run follows.
 
-An operation is one stage in one sweep: its weights are fetched, the stage is computed, and from the
-turn on its gradients return. The local step, the nodes of a distributed step, the dry run that
-predicts an engine's memory, evaluation, generation and the read-ahead from flash all follow this
-list, so that none of them spells a sweep out by itself.
+An operation is one stage in one sweep: the stage's weights are fetched, the stage is computed, and
+from the turn on its gradients are returned. The local step, the nodes of a distributed step, the
+dry run that predicts an engine's memory, evaluation, generation and the read-ahead from flash all
+use this list, so that no part defines a sweep of its own.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ from typing import Literal
 from penstock.program import Program, Stage
 
 Sweep = Literal["forward", "turn", "backward", "infer"]
-"""`turn` is the last stage's forward and backward in one, `infer` a forward that keeps nothing."""
+"""`turn` is the last stage's forward and backward in one; `infer` is a forward that keeps
+nothing."""
 
 
 @dataclass(frozen=True)
 class Operation:
     """One stage in one sweep.
 
-    `number` is its place in the schedule. `weights` are the names of the weights that are fetched
-    for it, `positions` their places among the stage's weights. `gradients` are the names of the
-    weights whose gradients it returns: all trainable ones of the stage, or none. `flops` (a
-    multiply-add counted as two) and `transient_bytes` (the peak of what the call allocates) are
-    those of one micro-batch.
+    `number` is the operation's index in the schedule. `weights` are the names of the fetched
+    weights, `positions` their indices among the stage's weights. `gradients` are the names of the
+    weights whose gradients the operation returns: all trainable weights of the stage, or none.
+    `flops` (a multiply-add counted as two) and `transient_bytes` (the peak of the call's
+    allocations) are per micro-batch.
     """
 
     number: int
@@ -41,17 +42,18 @@ class Operation:
 
 @dataclass(frozen=True)
 class StepSchedule:
-    """The operations of a step, in their order."""
+    """The operations of a step, in order."""
 
     operations: tuple[Operation, ...]
 
     @classmethod
     def of(cls, program: Program, recompute: Collection[int] = ()) -> StepSchedule:
-        """Return the schedule of a training step: forward, the last stage turning, and back.
+        """Return the schedule of a training step: forward sweep, turn of the last stage, backward
+        sweep.
 
         Args:
-            program: what is trained.
-            recompute: the stages whose forward is made again in the backward sweep.
+            program: the program to train.
+            recompute: the stages whose forward is repeated in the backward sweep.
         """
         order = sweep_order(len(program.stages))
         return cls(
@@ -72,7 +74,7 @@ class StepSchedule:
 
     @property
     def before_loss(self) -> tuple[Operation, ...]:
-        """The operations after which the losses are known: up to the turn."""
+        """The operations up to and including the turn, after which the losses are known."""
         return tuple(each for each in self.operations if each.sweep != "backward")
 
     @property
@@ -82,7 +84,7 @@ class StepSchedule:
 
 
 def sweep_order(stages: int) -> list[tuple[int, Sweep]]:
-    """Return, for so many stages, which of them a training step visits in which sweep."""
+    """Return, for a number of stages, the stages and sweeps of a training step in order."""
     last = stages - 1
     order: list[tuple[int, Sweep]] = [(stage, "forward") for stage in range(last)]
     order.append((last, "turn"))

@@ -1,8 +1,8 @@
-"""Formats of weights: which arrays make up a weight in the store, and which of them streams.
+"""Formats of weights: the arrays of a weight in the store, and which of them is streamed.
 
-A program names a format for each of its weights; the store lays out its memory, its files and its
-wire sizes by it; the compiler opens in a stage what does not stream in the type that the stage
-computes in. How values become arrays and arrays values is in `store/codecs.py`.
+A program names a format for each of its weights. The store derives memory layout, files and wire
+sizes from the format. If a weight is streamed in another type than a stage computes in, the
+compiler adds the conversion. `store/codecs.py` converts between values and arrays.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class WeightFormat:
     """How the store keeps a weight.
 
     Attributes:
-        name: in digests and in descriptions of files.
-        stream: the part that travels to engines, as `stream_dtype`.
+        name: used in digests and in descriptions of files.
+        stream: the part that is sent to engines, as `stream_dtype`.
         rest: the parts that stay in the store.
         saved_dtype: the type in which a checkpoint holds the weight, exactly.
-        is_trainable: whether an optimizer can update it.
+        is_trainable: whether an optimizer can update the weight.
     """
 
     name: str
@@ -48,12 +48,12 @@ class WeightFormat:
 
     @property
     def parts(self) -> tuple[FormatPart, ...]:
-        """All arrays of a weight; the one that streams comes first."""
+        """All arrays of a weight; the streamed one comes first."""
         return (self.stream, *self.rest)
 
     @property
     def rest_width(self) -> int:
-        """Bytes per element of what does not stream."""
+        """Bytes per element of the parts that are not streamed."""
         return sum(part.width for part in self.rest)
 
     @property
@@ -63,14 +63,14 @@ class WeightFormat:
 
     @property
     def saved_numpy(self) -> str:
-        """The type of the arrays that a checkpoint's values come and go in."""
+        """The type of the arrays in which a checkpoint's values are exchanged."""
         return "uint16" if self.saved_dtype == torch.bfloat16 else "float32"
 
 
 DENSE = WeightFormat(
     "dense", FormatPart("master", "float32"), (), torch.float32, torch.float32, True
 )
-"""The float32 master, which streams as it is."""
+"""The float32 master, streamed unchanged."""
 
 SPLIT = WeightFormat(
     "split",
@@ -80,7 +80,7 @@ SPLIT = WeightFormat(
     torch.float32,
     True,
 )
-"""The float32 master in two halves, of which the high one streams as bfloat16
+"""The float32 master in two halves; the high half is streamed as bfloat16
 (`kernels/split_master.py`)."""
 
 BFLOAT16 = WeightFormat(
@@ -92,10 +92,10 @@ FORMATS = {one.name: one for one in (DENSE, SPLIT, BFLOAT16)}
 
 
 def format_of(stream_dtype: torch.dtype, is_exactly_bfloat16: bool = False) -> WeightFormat:
-    """Return the format of a weight that is computed with in `stream_dtype`.
+    """Return the format of a weight that is computed in `stream_dtype`.
 
-    **Arguments:** `is_exactly_bfloat16` says that the weight is frozen and each of its values a
-    bfloat16.
+    **Arguments:** `is_exactly_bfloat16` says that the weight is frozen and all its values are
+    exactly bfloat16.
     """
     if is_exactly_bfloat16:
         return BFLOAT16

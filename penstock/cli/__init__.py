@@ -1,4 +1,4 @@
-"""The command line. `main` is what the `penstock` command runs."""
+"""The command line; the `penstock` command runs `main`."""
 
 from penstock.cli.app import main
 

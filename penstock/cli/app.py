@@ -83,8 +83,9 @@ app.add_typer(data.app, name="data")
 def main() -> None:
     """Run the command line; exit with 0, or with the `exit_code` of the error.
 
-    A `PenstockError` is the user's to mend: its message goes to stderr, without a traceback. So
-    does what the operating system refuses where no code of ours expects it.
+    A `PenstockError` is an error that the user can correct: its message is printed on stderr,
+    without a traceback. The same applies to an error of the operating system that no other code
+    handles.
     """
     arguments = sys.argv[1:]
     debug = "--debug" in arguments
@@ -108,7 +109,7 @@ def _fail(error: PenstockError, debug: bool) -> NoReturn:
     with contextlib.suppress(OSError):
         if debug:
             traceback.print_exc()
-        # Whatever the locale cannot write is written as its code.
+        # Characters that the locale cannot represent are written as escapes.
         text = f"error: {error}".encode(sys.stderr.encoding or "utf-8", "backslashreplace")
         print(text.decode(sys.stderr.encoding or "utf-8"), file=sys.stderr)
     raise SystemExit(error.exit_code) from None

@@ -241,7 +241,7 @@ def _verified(folder: Path) -> CheckpointState:
 
     try:
         return verify_checkpoint(folder)
-    except ConfigError as error:  # the run goes by it, and it is not there
+    except ConfigError as error:  # a listed checkpoint is missing
         raise CorruptionError(str(error)) from error
 
 

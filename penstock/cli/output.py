@@ -1,8 +1,8 @@
-"""Standard output and error of a run: to lose them must not lose the run.
+"""Standard output and error of a run: a failure to write them must not end the run.
 
-A pipe loses its reader (`penstock train ... | head`, a dropped ssh), and a log lies on a disk that
-is full. Neither may raise an error in the middle of a step, where everything that prints would have
-to expect it. So below `print`, `rich` and warnings the bytes go through `_Descriptor`, which never
+A pipe may lose its reader (`penstock train ... | head`, a dropped ssh), and a log may be on a full
+disk. Neither may raise an error in the middle of a step, where every print would have to handle it.
+Below `print`, `rich` and warnings, the bytes therefore go through `_Descriptor`, which never
 raises.
 """
 
@@ -21,9 +21,10 @@ OnLoss = Callable[[OSError], None]
 
 
 class _Descriptor(io.RawIOBase):
-    """Writes to a descriptor; what cannot be written is dropped, and the next write tries again.
+    """Writes to a descriptor; data that cannot be written is dropped, and the next write tries
+    again.
 
-    Where the reader of a pipe is gone, what follows goes to standard error instead.
+    If the reader of a pipe is gone, later data goes to standard error.
     """
 
     def __init__(self, descriptor: int, on_loss: OnLoss) -> None:
@@ -67,10 +68,10 @@ class _Descriptor(io.RawIOBase):
 
 @contextlib.contextmanager
 def surviving_loss(on_loss: OnLoss) -> Iterator[None]:
-    """Let `sys.stdout` and `sys.stderr` never fail inside the block.
+    """Make `sys.stdout` and `sys.stderr` never fail inside the block.
 
-    `on_loss` is told of each kind of error of standard output once. Streams that are none of the
-    process's own (in a test) stay as they are.
+    `on_loss` is called once for each kind of error of standard output. Streams that do not belong
+    to the process (in a test) are unchanged.
     """
     before = sys.stdout, sys.stderr
     try:
@@ -88,10 +89,10 @@ def tell(text: str) -> None:
 
 
 def open_closed_streams() -> None:
-    """Lead standard streams that are closed (`2>&-`) to the null device.
+    """Redirect closed standard streams (`2>&-`) to the null device.
 
-    The next file that is opened would take a free descriptor: a message for standard error would be
-    written into the store.
+    The next opened file would otherwise take the free descriptor, and a message for standard error
+    would be written into the store.
     """
     for descriptor, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
@@ -103,9 +104,9 @@ def open_closed_streams() -> None:
 
 
 def settle() -> None:
-    """Write out what standard output and error hold; what cannot be is given up.
+    """Flush standard output and error; data that cannot be written is dropped.
 
-    Python would try once more when the process ends, and change its exit code.
+    Python would otherwise try again at exit, and change the exit code.
     """
     for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
         try:
@@ -130,13 +131,13 @@ def _guarded(stream: TextIO, on_loss: OnLoss) -> TextIO:
     try:
         descriptor = stream.fileno()
         stream.flush()
-    except (OSError, ValueError, AttributeError):  # no descriptor, or what is pending is lost
+    except (OSError, ValueError, AttributeError):  # no descriptor, or pending data is lost
         return stream
     errors = stream.errors or "strict"
     return io.TextIOWrapper(
         io.BufferedWriter(_Descriptor(descriptor, on_loss)),
         encoding=stream.encoding,
-        # A character that the locale lacks is written as its code.
+        # A character that the locale lacks is written as an escape.
         errors="backslashreplace" if errors == "strict" else errors,
         line_buffering=True,
         write_through=True,

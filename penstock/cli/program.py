@@ -83,9 +83,9 @@ def configuration(model: str, overrides: list[str]) -> Config:
 def render(program: Program, fold: bool = True) -> Table:
     """Return a program as a table; with `fold`, equal neighbours share a line.
 
-    Sizes on a line of several stages are of one of them. `live` are the values that wait between
-    this stage and the next (their number where it is not one; in the last line the most at any
-    time), `saved` what backward keeps beyond a stage's inputs. Both are per micro-batch.
+    Sizes on a line of several stages are those of one stage. `live` are the values between this
+    stage and the next (with their number if it is not one; in the last line the maximum). `saved`
+    are the values kept for backward besides a stage's inputs. Both are per micro-batch.
     """
     from rich import box
     from rich.table import Table

@@ -1,7 +1,7 @@
-"""What the operating system refuses in places that nobody expects it, said as an error of ours.
+"""Converts unexpected errors of the operating system into errors of Penstock.
 
-What a run stores goes through code that names the file and what to do. This is for the rest: a
-system that gives no more memory or threads, a name that it does not take, output to a full disk.
+Code that stores data of a run names the file and the next action itself. This module handles the
+other cases: no more memory or threads, a rejected file name, output to a full disk.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from penstock.errors import BudgetError, ConfigError, PenstockError, StorageErro
 from penstock.telemetry import process_memory
 
 _TORCH_CACHE = "TORCHINDUCTOR_CACHE_DIR"
-# Of libraries, where no class of error says it. PyTorch, Python's threads, the dynamic linker.
+# Messages of libraries that have no error class of their own: PyTorch, Python's threads, the
+# dynamic linker.
 _OUT_OF_MEMORY = (
     "can't allocate memory",
     "not enough memory",
@@ -63,7 +64,7 @@ def _refused(error: OSError) -> PenstockError:
 def refuse_unreadable_arguments(arguments: Sequence[str]) -> None:
     """Raise `ConfigError` for an argument with characters that the locale lacks.
 
-    Python hands these out as half characters, which no file that we write could hold.
+    Python represents them as surrogates, which no written file could contain.
     """
     encoding = sys.getfilesystemencoding()
     for text in arguments if encoding != "utf-8" else ():

@@ -72,8 +72,8 @@ def _run(settings: Config, view: View, resume_command: str) -> None:
             if stop.signal is None:
                 trainer.train()
     if stop.signal is not None:
-        # What a shell would report of a process that this signal ended, so that
-        # `penstock train ... && next` does not go on after a Ctrl-C.
+        # The exit code that a shell reports for a process ended by this signal, so that `penstock
+        # train ... && next` stops after a Ctrl-C.
         raise typer.Exit(128 + stop.signal)
 
 
@@ -90,12 +90,13 @@ def naming_command(listener: Listener, resume_command: str) -> Listener:
 
 
 class GracefulStop:
-    """The first SIGINT, SIGTERM or SIGHUP asks for a stop; the second raises `KeyboardInterrupt`.
+    """The first SIGINT, SIGTERM or SIGHUP requests a stop; the second raises `KeyboardInterrupt`.
 
-    A SIGHUP that is ignored, as under `nohup`, stays ignored. A pipe that has lost its reader asks
-    for a stop too, as SIGPIPE would; a log whose disk is full does not: the run goes on without it.
+    A SIGHUP that is ignored, as under `nohup`, stays ignored. A pipe that has lost its reader also
+    requests a stop, as SIGPIPE would. A log whose disk is full does not: the run continues without
+    the log.
 
-    **Arguments:** `show` shows a line from within a signal handler; by default on stderr.
+    **Arguments:** `show` prints a line from within a signal handler; by default on stderr.
     """
 
     def __init__(self, show: Callable[[str], None] = show_on_stderr) -> None:
@@ -120,7 +121,7 @@ class GracefulStop:
         """Handle the signals inside the block, giving the reason; put back what was there."""
 
         def handle(number: int, frame: FrameType | None) -> None:
-            # A connection that is dropped closes the pipe too, sooner or later than it signals.
+            # A dropped connection also closes the pipe, sooner or later than the signal arrives.
             if self.signal not in (None, signal.SIGPIPE):
                 raise KeyboardInterrupt
             self.signal = number

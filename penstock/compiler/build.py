@@ -31,13 +31,14 @@ from penstock.weight_formats import format_of
 
 @dataclass(frozen=True)
 class CompileOptions:
-    """What a program is compiled for.
+    """The settings of a compilation.
 
-    `train`, `freeze` and `adapters` say what is trained (`selection.py`). `bfloat16` names frozen
-    weights that the store keeps, and streams, as bfloat16 whatever the precision. `device` is where
-    the engine runs, `products` who multiplies there (`products.py`). `slot_bytes` bounds the
-    weights of one stage. `weight_prefix` is removed from the parameters' names (the wrapper that
-    adds the loss). `training` programs return a scalar loss; others are only run forward.
+    `train`, `freeze` and `adapters` select the trained weights (`selection.py`). `bfloat16` names
+    frozen weights that the store keeps and streams as bfloat16 in every precision. `device` is the
+    engine's device, and `products` the library for its matrix products (`products.py`).
+    `slot_bytes` limits the weights of one stage. `weight_prefix` is removed from the parameters'
+    names (it belongs to the wrapper that adds the loss). `training` programs return a scalar loss;
+    other programs only run forward.
     """
 
     precision: Precision = "fp32"
@@ -65,12 +66,12 @@ def compile_module(
 
     **Arguments:** `module`, whose parameters may be fake; `inputs`, one micro-batch by keyword,
     fake or real; `buffers` returns the real values of the module's buffers by name, and may be
-    left out for a program that is only looked at; `known` is returned as it is where it was
-    compiled from the same graph.
+    omitted for a program that is only inspected; `known` is returned unchanged if it was compiled
+    from the same graph.
 
-    **Raises:** `CompileError` for what cannot be captured, `ConfigError` for a pattern that
-    matches nothing, `NoTrainingError` for trainable weights that the result does not depend
-    on, `BudgetError` for a stage that does not fit `slot_bytes`.
+    **Raises:** `CompileError` for code that cannot be captured, `ConfigError` for a pattern that
+    matches nothing, `NoTrainingError` for trainable weights that the result does not depend on,
+    `BudgetError` for a stage that does not fit `slot_bytes`.
     """
     names = WeightNames.of(module, options.weight_prefix)
     trainable = names.trainable(options) if options.training else frozenset()
@@ -78,7 +79,7 @@ def compile_module(
         refuse_gradient_hooks(module, options.weight_prefix)
     with _gradients_of(module, names, trainable) if options.training else nullcontext():
         captured = capture_repeatable(module, inputs, options.precision, options.training)
-    if options.training:  # the forward may have registered some
+    if options.training:  # the forward may have registered parameters
         refuse_gradient_hooks(module, options.weight_prefix)
     digest = graph_digest(captured, options.weight_prefix)
     if known is not None and known.graph_digest == digest:
@@ -91,10 +92,10 @@ def compile_module(
 
 @dataclass(frozen=True)
 class WeightNames:
-    """The names of a module's parameters as the user's module has them, tied ones once.
+    """The names of a module's parameters in the user's module; tied parameters occur once.
 
-    `first` maps every name in an export to the weight's first name, `aliases` each weight to its
-    further names, `differentiable` are those whose `requires_grad` the model has set.
+    `first` maps every name in an export to the weight's first name. `aliases` maps each weight to
+    its further names. `differentiable` are the weights whose `requires_grad` the model has set.
     """
 
     first: Mapping[str, str]
@@ -103,7 +104,7 @@ class WeightNames:
 
     @classmethod
     def of(cls, module: nn.Module, prefix: str) -> WeightNames:
-        """Collect the names of `module`, whose own begin with `prefix`."""
+        """Collect the names of `module`; its own names begin with `prefix`."""
         known: dict[int, str] = {}
         first: dict[str, str] = {}
         aliases: dict[str, list[str]] = {}
@@ -120,7 +121,7 @@ class WeightNames:
         return cls(first, aliases, frozenset(differentiable))
 
     def trainable(self, options: CompileOptions) -> frozenset[str]:
-        """Return the weights that `options` let train."""
+        """Return the weights that `options` select for training."""
         return select_trainable(
             self.aliases,
             self.differentiable,
@@ -134,7 +135,8 @@ class WeightNames:
 def _gradients_of(
     module: nn.Module, names: WeightNames, trainable: frozenset[str]
 ) -> Iterator[None]:
-    """Let only weights that train require gradients: a forward and a backward may ask for it."""
+    """Let only trained weights require gradients, since a forward or a backward may query
+    `requires_grad`."""
     fixed = [
         parameter
         for full, parameter in module.named_parameters()
@@ -202,7 +204,8 @@ class _ProgramAssembly:
     # Weights
 
     def _collect_weights(self) -> None:
-        """Name the weights as the user's module does; tied ones once, by their first name."""
+        """Name the weights as in the user's module; a tied weight occurs once, by its first
+        name."""
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
         nodes = {n.name: n for n in self.captured.graph.nodes if n.op == "placeholder"}
         for placeholder, full in self.captured.weights.items():
@@ -231,7 +234,7 @@ class _ProgramAssembly:
 
     @property
     def _computed_dtype(self) -> torch.dtype:
-        """The type in which weights take part."""
+        """The type in which weights are computed with."""
         return STREAM_DTYPE[self.options.precision]
 
     def _public(self, full: str) -> str:
@@ -269,7 +272,8 @@ class _ProgramAssembly:
         return self.captured.results
 
     def _split_prelude(self, free: set[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
-        """Divide weight-free nodes into those of no input (constants) and those of the batch."""
+        """Divide weight-free nodes into those that depend on no input (constants) and those of the
+        batch."""
         inputs = {n for n in self.captured.graph.nodes if n.name in self.captured.inputs}
         from_inputs = set(inputs)
         constants, per_batch = [], []
@@ -301,7 +305,8 @@ class _ProgramAssembly:
         self.values[node.name] = ValueSpec(node.name, spec, source, requires_grad)  # type: ignore[arg-type]
 
     def _constant_values(self, constants: Sequence[fx.Node]) -> dict[str, torch.Tensor]:
-        """Compute what depends on no weight and no input; stays fake without real buffers."""
+        """Compute the values that depend on no weight and no input; they stay fake without real
+        buffers."""
         graph = self.captured.graph
         names = {n.name: n for n in graph.nodes if n.op == "placeholder"}
         if self.buffers is None:
@@ -351,7 +356,7 @@ class _ProgramAssembly:
         for node in per_batch:
             made[node] = graph.node_copy(node, lambda n: made[n])
             move(made[node], self.options.device)
-        # Stages are traced for values without gaps.
+        # Stages are traced for contiguous values.
         dense = [
             graph.call_function(torch.ops.aten.contiguous.default, (made[n],)) for n in outputs
         ]
@@ -453,7 +458,7 @@ class _ProgramAssembly:
 
 
 def _kind_name(stage: str, taken: set[str]) -> str:
-    """Name a kind for its first stage: `h.0` gives `h`; a second kind of that name gets `h'`."""
+    """Name a kind after its first stage: `h.0` gives `h`; a second kind of that name gets `h'`."""
     parts = [p for p in stage.split(".") if not p.split("@")[0].isdigit()]
     name = parts[-1] if parts else "block"
     while name in taken:

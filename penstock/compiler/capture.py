@@ -1,8 +1,8 @@
 """Capture: a PyTorch module and example inputs become one flat ATen graph.
 
-`torch.export` does the work, on fake tensors, so that no weight is ever made. What this module
-adds is the bookkeeping (which placeholder is which weight, buffer or input), the precision of the
-stream, and errors that name the module and the line that cannot be captured.
+`torch.export` runs on fake tensors, so no weight is ever allocated. This module adds the meaning of
+each placeholder (weight, buffer or input), the precision of the stream, and errors that name the
+module and the line that cannot be captured.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from penstock.errors import CompileError
 Precision = Literal["fp32", "bf16"]
 STREAM_DTYPE: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
-# Products and normalisations that need all their floating operands in one type.
+# Products and normalisations that require all their floating operands in one type.
 _ONE_TYPE = {
     nn.functional.linear,
     nn.functional.bilinear,
@@ -57,7 +57,7 @@ _ONE_TYPE = {
     torch.Tensor.bmm,
     torch.Tensor.mm,
 }
-# Losses, which autocast computes in float32 too: few numbers, and all of them are averaged.
+# Losses, which autocast also computes in float32: they have few elements, and all are averaged.
 _IN_FLOAT32 = {
     nn.functional.binary_cross_entropy,
     nn.functional.binary_cross_entropy_with_logits,
@@ -72,7 +72,7 @@ _IN_FLOAT32 = {
     nn.functional.smooth_l1_loss,
     nn.functional.soft_margin_loss,
 }
-# The arguments that make a norm update the running statistics that it is given.
+# The arguments that make a norm update its running statistics.
 _UPDATES_STATISTICS = ("training", "train", "use_input_stats")
 
 
@@ -124,8 +124,8 @@ class Capture:
     """A flat ATen graph and the meaning of its placeholders.
 
     `weights` maps placeholder names to parameter names, `buffers` to names of buffers and of
-    tensors that are plain attributes, `inputs` to the keyword arguments of the module's forward;
-    `constants` maps placeholder names to tensors that the forward made literally.
+    tensors that are plain attributes of modules, `inputs` to the keyword arguments of the module's
+    forward; `constants` maps placeholder names to tensors that the forward creates from literals.
     `differentiable` are the placeholders of weights that require a gradient.
     """
 
@@ -152,9 +152,9 @@ def capture(
     """Export `module(**inputs)` to a graph.
 
     **Arguments:** `module` with fake (or real) parameters; `inputs` by keyword, fake or real;
-    `precision`: with "bf16", floating parameters take part as bfloat16 and products whose
-    operands mix types run in bfloat16, as under autocast; `training`: gradients are wanted, so
-    that the backwards of the module's custom functions are traced and hooks on gradients refused.
+    `precision`: with "bf16", floating parameters are bfloat16 and products whose operands mix types
+    run in bfloat16, as under autocast; `training`: gradients are needed: the backwards of the
+    module's custom functions are traced, and hooks on gradients are rejected.
 
     **Raises:** `CompileError` naming the module and line that cannot be captured.
     """
@@ -165,7 +165,7 @@ def capture(
             exported = torch.export.export(module, (), dict(inputs), strict=False)
     except CompileError:
         raise
-    except Exception as error:  # whatever the user's forward raised is what we must explain
+    except Exception as error:  # any error of the user's forward must be explained
         raise CompileError(_explain(module, error)) from error
     parameters = module.named_parameters(remove_duplicate=False)
     differentiable = {name for name, value in parameters if value.requires_grad and training}
@@ -213,7 +213,7 @@ def _read_signature(
     graph = inline_regions(exported.graph_module)
     for buffer in _written_statistics(graph, buffers):
         raise refused_buffer_write(buffer)
-    # By place: a region that was inlined has left its results other names than the signature's.
+    # By index: after inlining a region, its results have other names than in the signature.
     (output,) = graph.find_nodes(op="output")
     for out, result in zip(signature.output_specs, output.args[0], strict=True):
         if out.kind is OutputKind.BUFFER_MUTATION:
@@ -226,7 +226,7 @@ def _read_signature(
 
 
 def _written_statistics(graph: fx.Graph, buffers: Mapping[str, str]) -> Iterator[str]:
-    """Yield the running statistics that norms write, which the schemas of norms do not tell."""
+    """Yield the running statistics that norms write; the schemas of norms do not declare them."""
     for node in graph.nodes:
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
             continue
@@ -238,7 +238,7 @@ def _written_statistics(graph: fx.Graph, buffers: Mapping[str, str]) -> Iterator
 
 
 def _refused_data(graph: fx.Graph, name: str) -> CompileError:
-    """Return the error for a tensor that the forward computed unseen."""
+    """Return the error for a tensor that the forward computed outside the graph."""
     reader = next((n for n in graph.nodes if any(i.name == name for i in n.all_input_nodes)), None)
     place = source_line(reader) if reader is not None else "the forward"
     return CompileError(
@@ -260,7 +260,7 @@ def refused_buffer_write(buffer: str) -> CompileError:
 
 @contextmanager
 def _gradients(training: bool) -> Iterator[None]:
-    """Trace what the user's code does to gradients; a program without any just runs the forward."""
+    """Trace the user's code for gradients; a program without gradients just runs the forward."""
     if training:
         with gradient_hooks_refused(), custom_functions_traced():
             yield
@@ -270,7 +270,7 @@ def _gradients(training: bool) -> Iterator[None]:
 
 @contextmanager
 def _quiet_torch() -> Iterator[None]:
-    """Keep PyTorch from printing, as graphs and tracebacks, what the error says in a sentence."""
+    """Keep PyTorch from printing graphs and tracebacks for an error that our message explains."""
     loggers = [
         logging.getLogger(name) for name in ("torch.fx", "torch._subclasses", "torch.export")
     ]
@@ -281,8 +281,8 @@ def _quiet_torch() -> Iterator[None]:
     try:
         with redirect_stderr(printed):
             yield
-        with suppress(OSError):  # that nobody can read it says nothing of the model
-            sys.stderr.write(printed.getvalue())  # the user's own, since the export succeeded
+        with suppress(OSError):  # a closed stderr is no error of the model
+            sys.stderr.write(printed.getvalue())  # from user code: the export succeeded
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
@@ -290,10 +290,10 @@ def _quiet_torch() -> Iterator[None]:
 
 @contextmanager
 def _collector_at_rest() -> Iterator[None]:
-    """Keep Python's cycle collector from walking the growing graph again and again.
+    """Disable Python's cycle collector while the graph grows.
 
-    An export makes millions of objects and few cycles: the collector took a third of its time
-    and found next to nothing (GPT-3 175B: 20 MiB).
+    An export creates millions of objects and few cycles. The collector took a third of its time and
+    found almost nothing (GPT-3 175B: 20 MiB).
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -306,7 +306,8 @@ def _collector_at_rest() -> Iterator[None]:
 
 @contextmanager
 def _lowered_parameters(module: nn.Module) -> Iterator[None]:
-    """Let every floating parameter stand as bfloat16, shapes and tying kept, then restore it."""
+    """Replace every floating parameter by bfloat16, with the same shapes and ties, then restore
+    it."""
     replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
     lowered: dict[int, nn.Parameter] = {}
     for child in module.modules():
@@ -327,7 +328,8 @@ def _lowered_parameters(module: nn.Module) -> Iterator[None]:
 
 
 def _explain(module: nn.Module, error: Exception) -> str:
-    """Say which module and which line of the user's code could not be captured, and what to do."""
+    """Return the message: the module and line of the user's code that could not be captured, and
+    advice."""
     names = {id(child): name or type(module).__name__ for name, child in module.named_modules()}
     where, line = "the model's forward", ""
     for frame, number in traceback.walk_tb(error.__traceback__):

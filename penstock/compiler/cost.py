@@ -1,4 +1,4 @@
-"""What a graph costs: floating-point operations and the peak of the bytes that it allocates."""
+"""The cost of a graph: floating-point operations and the peak of its allocated bytes."""
 
 from __future__ import annotations
 
@@ -78,10 +78,10 @@ _OWN: Mapping[Any, Callable[..., int]] = {
 
 
 def peak_bytes(graph: fx.Graph) -> int:
-    """Return the peak of the bytes that running the graph allocates, results included.
+    """Return the peak of the bytes that a run of the graph allocates, including its results.
 
-    Storages are counted, not tensors: a view costs nothing. A storage dies after the last reader
-    of any of its views, as in the code that runs the graph.
+    Storages are counted, not tensors: a view costs nothing. A storage is freed after the last
+    reader of any of its views, as in the code that runs the graph.
     """
     nodes = list(graph.nodes)
     given: set[int] = set()
@@ -125,7 +125,7 @@ def _storages(node: fx.Node) -> list[tuple[int, int]]:
 
 
 def _scratch(node: fx.Node) -> int:
-    """Return the bytes that an operator of ours allocates inside itself: the chunk of logits."""
+    """Return the bytes that a penstock operator allocates internally: the chunk of logits."""
     heads = {
         penstock.linear_cross_entropy.default: 0,
         penstock.linear_cross_entropy_predictions.default: 0,

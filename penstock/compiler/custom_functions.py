@@ -1,10 +1,10 @@
 """Trace the forward and the backward of every `torch.autograd.Function` that a model calls.
 
-An export follows a forward only, so the backward of a custom function would be lost in silence.
-While `custom_functions_traced` holds, a call runs the function's forward and then its backward on
-the exporter's tensors, and marks both for `custom_gradients.py`. What PyTorch does around the two
-(which outputs are differentiable, what `ctx` says, which gradients are accepted) is done here as
-`torch/csrc/autograd/python_function.cpp` does it.
+An export traces only the forward, so the backward of a custom function would be lost without an
+error. Inside `custom_functions_traced`, a call runs the function's forward and then its backward on
+the exporter's tensors, and marks both for `custom_gradients.py`. The surrounding work of PyTorch
+(which outputs are differentiable, the attributes of `ctx`, which gradients are accepted) is done
+here as in `torch/csrc/autograd/python_function.cpp`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _Function = type[torch.autograd.Function]
 
 
 class Context(autograd_function.FunctionCtx):
-    """The `ctx` of a call that is traced: attributes are the user's to set."""
+    """The `ctx` of a traced call; the user may set attributes."""
 
     to_save: tuple[Tensor, ...] = ()
     dirty_tensors: tuple[Tensor, ...] = ()
@@ -47,15 +47,15 @@ class Context(autograd_function.FunctionCtx):
 
 @contextmanager
 def custom_functions_traced() -> Iterator[None]:
-    """Within it, calls of custom functions in a forward that is exported are traced whole."""
-    # `Function.apply` ends in that of its base class, also where a model took it as a name of its
-    # own (`round_through = RoundThrough.apply`) before.
+    """Context in which an export also traces the backward of custom functions."""
+    # `Function.apply` ends in that of its base class, even if a model bound it to a name of its own
+    # (`round_through = RoundThrough.apply`) before.
     base: Any = autograd_function._SingleLevelFunction
     module: Any = autograd_function
     numbers = itertools.count()
 
     def apply(cls: _Function, *args: Any, **kwargs: Any) -> Any:
-        # What an operator does inside itself is not traced, only the operator.
+        # The inside of an operator is not traced, only the operator.
         if get_proxy_mode() is None or not torch.is_grad_enabled():
             return super(base, cls).apply(*args, **kwargs)
         if cls is CheckpointFunction:
@@ -87,10 +87,10 @@ def custom_functions_traced() -> Iterator[None]:
 
 
 def _checkpointed(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-    """Run what `torch.utils.checkpoint` with `use_reentrant=True` wraps.
+    """Run a function under `torch.utils.checkpoint` with `use_reentrant=True`.
 
-    It only decides what is kept in memory, which the engine's plan does here. But where no
-    argument requires a gradient, nothing inside gets one.
+    The checkpoint only decides which values are kept, which the engine's plan decides here.
+    However, if no argument requires a gradient, no value inside gets a gradient.
     """
     if any(isinstance(value, Tensor) and value.requires_grad for value in args):
         return function(*args)
@@ -101,7 +101,7 @@ def _checkpointed(function: Callable[..., Any], preserve: bool, *args: Any) -> A
 def _traced(
     cls: _Function, args: tuple[Any, ...], kwargs: dict[str, Any], numbers: Iterator[int]
 ) -> Any:
-    """Call a function, trace its backward, and return its outputs, connected with its inputs."""
+    """Call a function, trace its backward, and return its outputs, connected to its inputs."""
     inputs = [*args, *kwargs.values()]
     context = Context(tuple(isinstance(v, Tensor) and v.requires_grad for v in inputs))
     with _apart():
@@ -133,8 +133,9 @@ def _traced(
 def _apart() -> Iterator[None]:
     """Run a function's code without gradients, and mark the nodes that it adds to the graph.
 
-    The exporter would make a region of its own of every change of the gradient mode, which takes
-    time in proportion to the whole graph; `custom_gradients.py` detaches what leaves instead.
+    The exporter would create a region for every change of the gradient mode, which takes time
+    proportional to the whole graph. `custom_gradients.py` detaches the values that leave the code
+    instead.
     """
     mode = get_proxy_mode()
     assert mode is not None
@@ -149,7 +150,7 @@ def _apart() -> Iterator[None]:
 
 
 class _GradModeUnrecorded(TorchFunctionMode):
-    """Keeps changes of the gradient mode out of the graph that is recorded."""
+    """Keeps changes of the gradient mode out of the recorded graph."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -187,7 +188,7 @@ def _version(value: Any) -> int:
 
 
 def _connected_outputs(cls: _Function, context: Context, outputs: Sequence[Any]) -> list[int]:
-    """Return the places of the outputs that require a gradient."""
+    """Return the indices of the outputs that require a gradient."""
     if not any(context.needs_input_grad):
         return []
     fixed = {id(tensor) for tensor in context.non_differentiable}
@@ -215,7 +216,7 @@ def _gradients(
     outputs: Sequence[Any],
     given: dict[int, Tensor],
 ) -> list[Tensor | None]:
-    """Run a function's backward; return a gradient or None per input, checked as PyTorch does."""
+    """Run a function's backward; return a gradient or None per input, validated as in PyTorch."""
     gradients: list[Any] = []
     for place, output in enumerate(outputs):
         zero = isinstance(output, Tensor) and context.materialize_grads and place not in given
@@ -252,7 +253,7 @@ def _kind(value: Any) -> str:
 
 
 def _like(value: Tensor, gradient: Tensor, what: str, advice: str) -> Tensor:
-    """Return a gradient in the shape and type of its input, as the autograd engine does."""
+    """Return a gradient in the shape and type of its input, as in the autograd engine."""
     if gradient.shape != value.shape:
         try:
             gradient = gradient.sum_to_size(value.shape)

@@ -1,16 +1,16 @@
 """Gradients that the user's code defines: `torch.autograd.Function` in a captured graph.
 
-While a model is captured, the forward of such a function is traced like any other code, and its
-backward right behind it. Two operators mark in the graph what belongs together:
+During capture, the forward of such a function is traced like any other code, directly followed by
+its backward. Two operators mark the related nodes in the graph:
 
 - `penstock::output_gradient` stands for the gradient of one output; the backward begins there;
-- `penstock::custom_gradient` returns the outputs. Towards autograd it is what connects them with
-  the inputs, whose gradients it takes from the traced backward.
+- `penstock::custom_gradient` returns the outputs. For autograd it connects the outputs with the
+  inputs, and takes the inputs' gradients from the traced backward.
 
-Both are ordinary operators without side effects, so every rewrite of the graph holds within the
-backward too. `fold_custom_gradients` then moves each backward into the one node that returns the
+Both are ordinary operators without side effects, so every rewrite of the graph is also valid within
+the backward. `fold_custom_gradients` then moves each backward into the one node that returns the
 outputs, a `CustomGradient`. When the joint graph of a stage is traced, autograd runs through that
-node and through the backward in it; in what an engine runs, nothing of this is left.
+node and through the backward in it; the executables of an engine contain neither.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def custom_gradient(
     output_gradients: Sequence[Tensor],
     call: int,
 ) -> list[Tensor]:
-    """Return `outputs`; `gradients` are those of `inputs`, made of `output_gradients`."""
+    """Return `outputs`; `gradients` are those of `inputs`, computed from `output_gradients`."""
     return [output.clone() for output in outputs]
 
 
@@ -65,12 +65,12 @@ def _never(ctx: Any, *gradients: Tensor) -> Any:
     raise AssertionError("a custom gradient is folded before autograd runs")
 
 
-# Outputs of the captured call require a gradient, as those of the user's function do.
+# Outputs of the captured call require a gradient, as the outputs of the user's function do.
 custom_gradient.register_autograd(_never)
 
 aten = torch.ops.aten
 _ops = torch.ops.penstock
-WITHIN_FUNCTION = "within_custom_function"  # in the meta of nodes that a function's code made
+WITHIN_FUNCTION = "within_custom_function"  # in the meta of nodes that a function's code creates
 
 
 class CustomGradient:
@@ -78,7 +78,7 @@ class CustomGradient:
 
     The node's arguments are the differentiable inputs, the outputs, and the values that the
     backward reads. `backward` takes these values and the outputs' gradients, and returns the
-    inputs' gradients, None where there is none.
+    inputs' gradients, or None.
     """
 
     __module__ = __name__
@@ -107,7 +107,7 @@ class CustomGradient:
 
 
 class _Connected(torch.autograd.Function):
-    """Returns its last arguments as they are; gradients go to its first ones."""
+    """Returns its last arguments unchanged; gradients go to its first arguments."""
 
     @staticmethod
     def forward(ctx: Any, run: Any, count: int, saved: Sequence[Tensor], *tensors: Tensor) -> Any:
@@ -116,7 +116,7 @@ class _Connected(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        # Dense, as the backward was traced: a sum hands on a gradient that is one number, expanded.
+        # Dense, as in the traced backward: a sum passes on a gradient that is one expanded number.
         found = ctx.run(*ctx.saved, *(gradient.contiguous() for gradient in gradients))
         return (None, None, None, *found, *[None] * ctx.outputs)
 
@@ -124,7 +124,8 @@ class _Connected(torch.autograd.Function):
 def fold_custom_gradients(graph: fx.Graph) -> None:
     """Move every traced backward of `graph` into the node that returns the outputs, in place.
 
-    **Raises:** `CompileError` for a backward whose values leave it, or that draws random numbers.
+    **Raises:** `CompileError` for a backward whose values are used outside it, or that draws random
+    numbers.
     """
     _detach_what_leaves(graph)
     for node in list(graph.nodes):
@@ -141,9 +142,10 @@ def fold_custom_gradients(graph: fx.Graph) -> None:
 
 
 def _detach_what_leaves(graph: fx.Graph) -> None:
-    """Detach values of a function's code that other code reads: PyTorch runs it without gradients.
+    """Detach values of a function's code that other code reads: PyTorch runs that code without
+    gradients.
 
-    They are few: outputs leave through `custom_gradient`, or detached already.
+    Such values are few: outputs leave through `custom_gradient`, or are detached already.
     """
     for node in list(graph.nodes):
         if WITHIN_FUNCTION not in node.meta or not isinstance(node.meta.get("val"), Tensor):
@@ -190,14 +192,14 @@ def _fold(call: fx.Node) -> None:
 
 
 def _mark(node: fx.Node) -> fx.Node:
-    """Return the output gradient that a node is, detached where it left a region."""
+    """Return the output gradient that a node represents, detached if it left a region."""
     while node.target is not _ops.output_gradient.default:
         (node,) = node.all_input_nodes
     return node
 
 
 def _between(given: Sequence[fx.Node], gradients: Sequence[fx.Node | None]) -> list[fx.Node]:
-    """Return, in order, the nodes between the outputs' gradients and those of the inputs."""
+    """Return, in order, the nodes between the outputs' gradients and the inputs' gradients."""
     wanted: set[fx.Node] = set()
     stack = [node for node in gradients if node is not None]
     while stack:

@@ -1,9 +1,10 @@
 """Cut a captured graph into stages.
 
 Natural boundaries come first: the children of repeated containers (`transformer.h.0`, `.1`, ...),
-read off the module path that every node carries. Where a model has none, or a stage is too large
-for the engine's slot, cuts go where the fewest bytes of activations are alive; the latter besides
-where no sum of gradients changes its order (`_Sums`), so that the size of slots decides no bit.
+from the module path of every node. If a model has none, or a stage is too large for the engine's
+slot, cuts are placed where the fewest bytes of activations are alive. Cuts within a stage that is
+too large must also keep the order of gradient sums (`_Sums`), so that the size of slots does not
+change any bit.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _PARTS_WITHOUT_CONTAINERS = 8
 
 @dataclass(frozen=True)
 class CutPiece:
-    """The nodes of one stage, in order, and a name to show."""
+    """The nodes of one stage, in order, and a display name."""
 
     name: str
     nodes: tuple[fx.Node, ...]
@@ -64,7 +65,7 @@ def cut(
     """Divide `nodes` (prelude and placeholders set aside) into consecutive pieces.
 
     **Arguments:** `weights` maps weight placeholders to their stream bytes; `slot_bytes` is the
-    largest stage that the engine takes.
+    maximum size of a stage.
 
     **Raises:** `BudgetError` naming the stage that cannot be cut small enough.
     """
@@ -117,7 +118,7 @@ def _by_container(nodes: Sequence[fx.Node], containers: Sequence[str]) -> list[C
 
 
 def _block_of(nodes: Sequence[fx.Node], containers: Sequence[str]) -> list[str | None]:
-    """Return per node the numbered block that it belongs to, as its module path, or None."""
+    """Return, per node, the module path of its numbered block, or None."""
     patterns = [
         (re.compile(rf"^{re.escape(path)}\.(\d+)(@\d+)?($|\.)" if path else r"^(\d+)(@\d+)?($|\.)"))
         for path in containers
@@ -176,7 +177,8 @@ def _weight_bytes(nodes: Sequence[fx.Node], weights: Mapping[fx.Node, int]) -> i
 
 
 def _split(piece: CutPiece, weights: Mapping[fx.Node, int], limit: int) -> list[CutPiece]:
-    """Cut a piece into parts of at most `limit` weight bytes, each cut where least is alive."""
+    """Cut a piece into parts of at most `limit` weight bytes; each cut is where the fewest bytes
+    are alive."""
     nodes = _sink_weight_nodes(piece.nodes, weights)
     live = _live_bytes(nodes)
     cuts: list[int] = []
@@ -185,7 +187,8 @@ def _split(piece: CutPiece, weights: Mapping[fx.Node, int], limit: int) -> list[
         end = start + 1
         while _weight_bytes(nodes[start : end + 1], weights) <= limit:
             end += 1
-        # Behind the first weight use (else nothing is gained) and not within a multi-output op.
+        # After the first use of a weight (an earlier cut gains nothing) and not within a
+        # multi-output op.
         first = next((i for i in range(start, end) if _reads_weight([nodes[i]])), start)
         allowed = [
             i
@@ -213,14 +216,15 @@ def _parts(name: str, nodes: Sequence[fx.Node], cuts: Sequence[int]) -> list[Cut
 def _split_in_order(
     piece: CutPiece, weights: Mapping[fx.Node, int], limit: int
 ) -> list[CutPiece] | None:
-    """Cut a piece so that the fewest sums change their order, then where least is alive in all.
+    """Cut a piece so that the fewest sums change their order, and among these, the fewest bytes are
+    alive.
 
-    Returns None where a part cannot be as small as `limit`.
+    Returns None if a part cannot be as small as `limit`.
     """
     nodes = _sink_weight_nodes(piece.nodes, weights)
     live, sums = _live_bytes(nodes), _Sums(nodes, weights)
     within = [_belongs_before(node, nodes[:i]) for i, node in enumerate(nodes)]
-    best: dict[int, tuple[int, int, list[int]]] = {0: (0, 0, [])}  # up to a place: the cuts before
+    best: dict[int, tuple[int, int, list[int]]] = {0: (0, 0, [])}  # by end: the cuts before it
     for start in range(len(nodes)):
         if start not in best:
             continue
@@ -244,12 +248,13 @@ def _split_in_order(
 
 
 class _Sums:
-    """Counts the sums of gradients that would be taken in another order if a stage were cut.
+    """Counts the sums of gradients whose order would change if a stage were cut.
 
-    Autograd adds what the readers of a value give to its gradient one by one, from the last to the
-    first. Of a value that others made, a part gives the sum of its own readers, and parts are added
-    from the last to the first; so it may have one such reader at most, unless the sum begins in it.
-    A weight's gradients are summed over micro-batches part by part: its readers stay together.
+    Autograd adds the contributions of a value's readers to its gradient one by one, from the last
+    reader to the first. For a value from another part, a part returns the sum of its own readers,
+    and the parts' sums are added from the last to the first. A part may therefore contain at most
+    one such reader, unless the sum begins in that part. A weight's gradients are summed over
+    micro-batches per part, so all its readers stay in one part.
     """
 
     def __init__(self, nodes: Sequence[fx.Node], weights: Mapping[fx.Node, int]) -> None:
@@ -273,7 +278,7 @@ class _Sums:
         }
 
     def changed(self, start: int, at: int) -> int:
-        """Return how many sums a part from `start` to before `at` puts into another order."""
+        """Return the number of sums whose order a part from `start` to before `at` changes."""
         return sum(self._changes(node, start, at) for node in self._readers)
 
     def _changes(self, node: fx.Node, start: int, at: int) -> bool:
@@ -288,9 +293,9 @@ class _Sums:
 
 
 def _sink_weight_nodes(nodes: Sequence[fx.Node], weights: Mapping[fx.Node, int]) -> list[fx.Node]:
-    """Move what is made of weights alone (a transpose) to its first user.
+    """Move nodes that depend on weights alone (a transpose) to their first user.
 
-    Else a cut could part them, and a stage would do nothing but hand a weight on as a value.
+    Otherwise a cut could separate them, and a stage would only pass a weight on as a value.
     """
     of_weights: set[fx.Node] = set()
     for node in nodes:
@@ -318,7 +323,7 @@ def _sink_weight_nodes(nodes: Sequence[fx.Node], weights: Mapping[fx.Node, int])
 def _live_bytes(nodes: Sequence[fx.Node]) -> list[int]:
     """Return, per position, the bytes of values made before it and read at or after it.
 
-    A view is alive as its base: it has no bytes of its own.
+    A view counts as its base and has no bytes of its own.
     """
     place = {node: i for i, node in enumerate(nodes)}
     base: dict[fx.Node, fx.Node] = {}

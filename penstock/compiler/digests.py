@@ -1,4 +1,4 @@
-"""A graph as text in which no name of a node occurs: equal texts compute the same."""
+"""A graph as text without the names of nodes: equal texts compute the same function."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from torch import fx
 
 
 def lines_of(graph: fx.Graph) -> list[str]:
-    """Return one line per node: its operator and its arguments, nodes by their places."""
+    """Return one line per node: its operator and its arguments; nodes are represented by their
+    indices."""
     place: dict[fx.Node, str] = {}
     lines = []
     for number, node in enumerate(graph.nodes):
@@ -25,7 +26,7 @@ def digest_of(lines: Iterable[str]) -> str:
 
 
 class _Reference(str):
-    """The place of a node within its graph, printed bare."""
+    """The index of a node within its graph, printed bare."""
 
     __slots__ = ()
 

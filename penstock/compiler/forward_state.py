@@ -1,9 +1,9 @@
-"""A forward that computes something else the next time is refused, since it is captured once.
+"""Rejects a forward whose next call computes something else, since a forward is captured only once.
 
-A counter that a forward raises, what it remembers of the last batch, and numbers that Python or
-NumPy draws would be constants of the program for ever. Attributes that a forward writes and no
-later forward reads (an auxiliary loss that is kept for its caller) are fine: where attributes have
-changed, the forward is captured again as it left its modules, and both graphs are compared.
+A counter that a forward increments, data kept from the last batch, and numbers drawn by Python or
+NumPy would be constants of the program. Attributes that a forward writes and no later forward reads
+(an auxiliary loss for the caller) are allowed. If attributes have changed, the forward is captured
+again with the modules in their new state, and both graphs are compared.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from penstock.compiler.capture import Capture, Precision, capture, refused_buffe
 from penstock.compiler.graph_digest import graph_digest
 from penstock.errors import CompileError, few
 
-# Attributes of every module that hold its parts, not what a forward remembers.
+# Attributes of every module that contain its parts, not state of a forward.
 _PARTS = frozenset(vars(nn.Module())) - {"training"}
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _Leaves = dict[tuple[Any, ...], Any]
@@ -36,11 +36,11 @@ def capture_repeatable(
 ) -> Capture:
     """Export `module(**inputs)` as `capture` does, if every forward computes the same.
 
-    **Raises:** `CompileError` for what cannot be captured, or naming what makes forwards differ.
+    **Raises:** `CompileError` for code that cannot be captured, or naming the state that differs.
     """
     watch = _Watch(module)
     with watch, warnings.catch_warnings():
-        # Of PyTorch: whether such an attribute matters is found out below.
+        # A warning of PyTorch: the code below finds out whether such an attribute matters.
         warnings.filterwarnings("ignore", "The tensor attribute.* assigned during export")
         captured = capture(module, inputs, precision, training)
     if watch.changed:
@@ -48,7 +48,7 @@ def capture_repeatable(
             warnings.filterwarnings("ignore", "The tensor attribute.* assigned during export")
             try:
                 again = graph_digest(capture(module, inputs, precision, training))
-            except CompileError:  # it reads a tensor of the forward before
+            except CompileError:  # it reads a tensor of an earlier forward
                 again = None
         if again != graph_digest(captured):
             raise CompileError(
@@ -73,9 +73,9 @@ def _random_states() -> tuple[Any, ...]:
 
 
 class _Watch:
-    """Compares the modules' attributes at the beginning and at the end of a forward.
+    """Compares the modules' attributes before and after a forward.
 
-    `changed` are the names of those that differ, as `path.attribute`.
+    `changed` are the names of the attributes that differ, as `path.attribute`.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -123,7 +123,7 @@ class _Watch:
 
     @contextmanager
     def as_left(self) -> Iterator[None]:
-        """Let the modules have the attributes that the forward left."""
+        """Give the modules the attributes that the forward left."""
         try:
             self._put(self._after)
             yield
@@ -150,7 +150,8 @@ def _attributes_of(owner: nn.Module) -> dict[str, Any]:
 
 
 def _leaves(attributes: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Yield what is in attributes, with the place: path, attribute, and keys within it."""
+    """Yield the contents of attributes, with their position: path, attribute, and keys within
+    it."""
     seen: set[int] = set()
     stack: list[tuple[tuple[Any, ...], Any]] = [
         ((path, name), value) for path, own in attributes.items() for name, value in own.items()

@@ -1,13 +1,14 @@
-"""Writes in place become new values, so that a graph can be cut into stages.
+"""Replaces in-place writes by new values, so that a graph can be cut into stages.
 
-A stage may write none of its inputs, and a value that crosses stages shares no memory with another.
-The writes are replaced by PyTorch's own functionalisation, the one that `torch.export` uses: the
-graph runs once more, before autograd, and every view of a written tensor is made anew from it.
-Composite operators (a linear layer, attention) stay whole.
+A stage may not write its inputs, and a value that crosses stages shares no memory with another
+value. PyTorch's own functionalisation, which `torch.export` also uses, replaces the writes: the
+graph runs once more, before autograd, and every view of a written tensor is recreated from that
+tensor. Composite operators (a linear layer, attention) are kept.
 
-Functionalisation keeps values; autograd must find the same history in the new graph. So the graph
-first runs on fake tensors with autograd on, and what would differ is refused: a write to what lives
-longer than a step, and a write that autograd does not see to a tensor that needs a gradient.
+Functionalisation preserves values, but autograd must also find the same history in the new graph.
+The graph therefore first runs on fake tensors with autograd on, and two kinds of writes are
+rejected: a write to a tensor that lives longer than a step, and a write that autograd does not see
+to a tensor that needs a gradient.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _VIEWS_NOT_FOLLOWED = {
 
 
 def functionalise(captured: Capture) -> Capture:
-    """Return the capture with every write in place replaced, and detached reads made plain.
+    """Return the capture with every in-place write replaced, and detached reads made explicit.
 
     **Raises:** `CompileError` naming the weight, buffer or attribute that the forward writes, or
     the line whose write autograd does not see.
@@ -63,27 +64,27 @@ def functionalise(captured: Capture) -> Capture:
 
 
 def writes(node: fx.Node) -> bool:
-    """Tell whether a node is an operator that writes one of its arguments."""
+    """Return whether a node is an operator that writes one of its arguments."""
     target = node.target
     return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
 
 
 class _EagerRun(fx.Interpreter):
-    """Runs a graph on fake tensors with autograd on, and looks at every write.
+    """Runs a graph on fake tensors with autograd on, and checks every write.
 
-    `detached_reads` are pairs (reader, source) where a reader under `torch.no_grad()` reads what
-    needs a gradient. `detached` are the nodes that `detach_` cut off from a gradient.
+    `detached_reads` are pairs (reader, source) of a reader under `torch.no_grad()` and a source
+    that needs a gradient. `detached` are the nodes that `detach_` has cut off from a gradient.
     """
 
     def __init__(self, captured: Capture) -> None:
         super().__init__(fx.GraphModule(nn.Module(), captured.graph), garbage_collect_values=False)
-        self.extra_traceback = False  # errors of ours say all in one line
+        self.extra_traceback = False  # our errors need no traceback of the graph
         self.detached_reads: list[tuple[fx.Node, fx.Node]] = []
         self.detached: set[fx.Node] = set()
         self._captured = captured
-        self._aliases: dict[int, list[torch.Tensor]] = {}  # by storage; keeps them alive
-        # By storage, nodes whose operator returns a view and does not say so in its schema, as
-        # `einsum`: functionalisation takes them for tensors of their own.
+        self._aliases: dict[int, list[torch.Tensor]] = {}  # by storage; keeps the tensors alive
+        # By storage, nodes whose operator returns a view without declaring it in its schema, such
+        # as `einsum`: functionalisation treats the results as separate tensors.
         self._unannounced: dict[int, fx.Node] = {}
         self._owners: dict[int, str] = {}  # name of the placeholder, by storage
 
@@ -94,7 +95,7 @@ class _EagerRun(fx.Interpreter):
             super().run(*(self._leaf(node) for node in placeholders), enable_io_processing=False)
 
     def run_node(self, n: fx.Node) -> Any:
-        """Run one node, and refuse it if its write cannot be kept."""
+        """Run one node, and reject its write if it cannot be preserved."""
         if n.op in ("placeholder", "output"):
             return super().run_node(n)
         args, kwargs = self._arguments(n)
@@ -118,13 +119,14 @@ class _EagerRun(fx.Interpreter):
                 self._unannounced[_storage(tensor)] = n
             self._aliases.setdefault(_storage(tensor), []).append(tensor)
         if n.target is torch.ops.penstock.custom_gradient.default:
-            # To its user, a custom function returns what its forward made, which may be a view.
+            # To its caller, a custom function returns the result of its forward, which may be a
+            # view.
             for made, returned in zip(args[1], result, strict=True):
                 self._aliases[_storage(made)].append(returned)
         return result
 
     def _arguments(self, node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return a node's arguments, detached where the node records no gradients."""
+        """Return a node's arguments, detached if the node records no gradients."""
         blind = not records_gradients(node) and node.target is not operator.getitem
 
         def value(source: fx.Node) -> Any:
@@ -151,7 +153,7 @@ class _EagerRun(fx.Interpreter):
         return leaf
 
     def _refuse_unseen(self, node: fx.Node, written: torch.Tensor) -> None:
-        """Refuse a write that changes the value of a tensor beside that tensor's history.
+        """Reject a write that changes the value of a tensor but not that tensor's history.
 
         A tensor and its views share one history; a detached view of it has another.
         """
@@ -169,7 +171,7 @@ class _EagerRun(fx.Interpreter):
 def _written(
     node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Iterator[torch.Tensor]:
-    """Yield the tensors that an operator writes, by its schema."""
+    """Yield the tensors that an operator writes, according to its schema."""
     if not writes(node):
         return
     assert isinstance(node.target, torch._ops.OpOverload)
@@ -180,10 +182,11 @@ def _written(
 
 
 def _announces_views(node: fx.Node) -> bool:
-    """Tell whether a node's results may share memory with its arguments by its own account."""
+    """Return whether a node's results may share memory with its arguments, according to its
+    schema."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
-        return True  # operator.getitem, which takes a tensor out of a tuple
+        return True  # operator.getitem, which returns a tensor of a tuple
     return any(argument.alias_info is not None for argument in target._schema.arguments)
 
 
@@ -212,7 +215,8 @@ def _refused_view(view: fx.Node, write: fx.Node) -> CompileError:
 
 
 def _drop_in_place_detaches(graph: fx.Graph, detached: set[fx.Node]) -> None:
-    """Make `detach_` an ordinary detach where it cuts off a gradient, and drop it elsewhere."""
+    """Replace `detach_` by an ordinary detach if it cuts off a gradient, and remove it
+    otherwise."""
     for node in graph.find_nodes(op="call_function", target=aten.detach_.default):
         if node in detached:
             node.target = aten.detach.default
@@ -223,12 +227,12 @@ def _drop_in_place_detaches(graph: fx.Graph, detached: set[fx.Node]) -> None:
 
 @contextmanager
 def _explained(graph: fx.Graph) -> Iterator[None]:
-    """Raise what the body raises as a `CompileError`."""
+    """Convert errors of the body into a `CompileError`."""
     try:
         yield
     except CompileError:
         raise
-    except Exception as error:  # whatever PyTorch says of the user's write is what we must explain
+    except Exception as error:  # any PyTorch error about the user's write must be explained
         first = next(node for node in graph.nodes if writes(node))
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         raise CompileError(
@@ -238,7 +242,7 @@ def _explained(graph: fx.Graph) -> Iterator[None]:
 
 
 def _retraced(graph: fx.Graph) -> fx.Graph:
-    """Return what the graph computes, as operators that write nothing."""
+    """Return a graph with the same function, in operators without writes."""
     placeholders = graph.find_nodes(op="placeholder")
     replay = fx.Interpreter(fx.GraphModule(nn.Module(), graph))
     replay.extra_traceback = False
@@ -261,14 +265,15 @@ def _retraced(graph: fx.Graph) -> fx.Graph:
     for node in new.find_nodes(op="call_function", target=aten.copy.default):
         _make_copy_differentiable(new, node)
     for node in new.find_nodes(op="call_function", target=aten.view.default):
-        node.target = aten.reshape.default  # strides may be others once the graph is cut
+        node.target = aten.reshape.default  # strides may differ after the graph is cut
     index_instead_of_strides(new)
     new.eliminate_dead_code()
     return new
 
 
 def _make_copy_differentiable(graph: fx.Graph, copy: fx.Node) -> None:
-    """Write `copy(to, source)`, of which autograd knows no derivative, with operators it knows."""
+    """Write `copy(to, source)`, whose derivative autograd does not know, with differentiable
+    operators."""
     to, source = copy.args[:2]
     assert isinstance(to, fx.Node)
     assert isinstance(source, fx.Node)

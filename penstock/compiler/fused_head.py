@@ -1,12 +1,12 @@
 """The last linear layer and the cross-entropy in one operator, in chunks of tokens.
 
-The logits of a large vocabulary never exist whole: of a chunk of tokens they are made, turned in
-place into their own gradient, and used for the gradients of the hidden states and of the weight
-before the next chunk's overwrite them. Losses are sums over tokens in float32.
+The logits of a large vocabulary are never stored completely. The logits of a chunk of tokens are
+computed, replaced in place by their own gradient, and used for the gradients of the hidden states
+and of the weight. The next chunk then overwrites them. Losses are sums over tokens in float32.
 
-Source of the method: Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, 2024,
-and Hsu et al., Liger Kernel, 2024; here the chunks are large, since accumulating the gradient of
-the weight reads and writes all of it once per chunk.
+Source of the method: Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, 2024, and
+Hsu et al., Liger Kernel, 2024; here the chunks are large, since accumulating the gradient of the
+weight reads and writes all of it once per chunk.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MIN_ROWS = 64
 
 
 def chunk_rows(tokens: int, vocabulary: int, element_bytes: int) -> int:
-    """Return how many tokens share a chunk: equal chunks of at most `CHUNK_BYTES`."""
+    """Return the number of tokens per chunk: equal chunks of at most `CHUNK_BYTES`."""
     most = max(_MIN_ROWS, CHUNK_BYTES // (vocabulary * element_bytes))
     chunks = -(-tokens // most)
     return -(-tokens // chunks)
@@ -44,8 +44,8 @@ def loss_sum(
     """Return the sum of the cross-entropies of `hidden @ weight.T + bias`, float32 [].
 
     **Arguments:** `hidden` [tokens, width]; `weight` [vocabulary, width]; `bias` [vocabulary] or
-    None; `labels` int64 [tokens], entries equal to `ignore_index` count nothing; `onednn` says who
-    multiplies (`products.py`).
+    None; `labels` int64 [tokens], entries equal to `ignore_index` are ignored; `onednn` selects the
+    library for products (`products.py`).
     """
     losses = []
     for rows, logits in _logit_chunks(hidden, weight, bias, onednn):
@@ -61,9 +61,10 @@ def loss_sum_and_predictions(
     ignore_index: int,
     onednn: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return what `loss_sum` does, to the bit, and each token's most likely label, int64 [tokens].
+    """Return the result of `loss_sum`, bit-identical, and each token's most likely label, int64
+    [tokens].
 
-    Of equal logits the first one is taken, as `torch.argmax` does.
+    Among equal logits the first is chosen, as in `torch.argmax`.
     """
     losses, predictions = [], []
     for rows, logits in _logit_chunks(hidden, weight, bias, onednn):
@@ -98,11 +99,11 @@ def loss_sum_and_gradients(
     with_weight: bool,
     onednn: bool = False,
 ) -> list[Tensor]:
-    """Return the loss sum and, in the same pass over the logits, all its gradients times `scale`.
+    """Return the loss sum and, from the same pass over the logits, all its gradients times `scale`.
 
-    Gradients have the type of what they are gradients of; chunks add up in float32.
+    A gradient has the type of its tensor; chunks are added in float32.
     """
-    # On a GPU the number stays there: reading it would wait for all that is queued.
+    # On a GPU the number stays on the device: reading it would wait for all queued work.
     factor = float(scale) if scale.device.type == "cpu" else scale
     grad_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)
     grad_weight = torch.empty(0)
@@ -114,7 +115,8 @@ def loss_sum_and_gradients(
         if not with_weight:
             continue
         part = product(logits.t(), hidden[rows], onednn)
-        # Chunks add up in float32 whatever the type, not to round away what others added.
+        # Chunks are added in float32 for every type, so that small contributions are not rounded
+        # away.
         grad_weight = part if number == 0 else grad_weight.float().add_(part)
         if bias is not None:
             grad_bias += logits.sum(0, dtype=torch.float32)
@@ -129,7 +131,8 @@ def loss_sum_and_gradients(
 def _logit_chunks(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, onednn: bool
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Yield (rows of this chunk, its logits [rows, vocabulary]); logits are the caller's to use."""
+    """Yield (rows of this chunk, its logits [rows, vocabulary]); the caller may overwrite the
+    logits."""
     tokens = hidden.shape[0]
     step = chunk_rows(tokens, weight.shape[0], hidden.element_size())
     for start in range(0, tokens, step):
@@ -138,7 +141,7 @@ def _logit_chunks(
         if bias is not None:
             logits += bias
         yield rows, logits
-        del logits  # before the next chunk's are made
+        del logits  # freed before the next chunk's logits are computed
 
 
 def _losses(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
@@ -186,12 +189,13 @@ def _bits(logits: Tensor) -> np.ndarray:
 
 
 def scratch_bytes(hidden: Tensor, weight: Tensor, gradients: bool) -> int:
-    """Return what the operator allocates beside its results: logits, and sums in float32."""
+    """Return the bytes that the operator allocates besides its results: logits, and sums in
+    float32."""
     element = hidden.element_size()
     rows = chunk_rows(hidden.shape[0], weight.shape[0], element)
     logits = rows * weight.shape[0] * element
     if hidden.device.type != "cpu":
-        logits += 2 * rows * weight.shape[0] * 4  # the losses' copies in float32
+        logits += 2 * rows * weight.shape[0] * 4  # the float32 copies for the losses
     if not gradients or rows == hidden.shape[0]:
         return logits
     parts = element if weight.dtype == torch.float32 else 4 + element

@@ -1,4 +1,4 @@
-"""What tells one graph from another, whatever its nodes are called."""
+"""A hash that identifies a captured graph, independent of the names of its nodes."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from penstock.compiler.capture import Capture
 from penstock.compiler.digests import lines_of
 from penstock.compiler.regions import records_gradients
 
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # in the name of a Python function, another per process
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # in a printed function; varies by process
 
 
 def graph_digest(captured: Capture, weight_prefix: str = "") -> str:
-    """Return a hash of a captured graph, and of what its placeholders stand for.
+    """Return a hash of a captured graph and of the meaning of its placeholders.
 
-    Weights and buffers count by name, shape and type, tensors that the forward makes literally by
-    value. It depends on the sizes of the inputs, and on the version of PyTorch.
+    Weights and buffers contribute name, shape and type; tensors created from literals contribute
+    their values. The hash depends on the sizes of the inputs and on the version of PyTorch.
     """
     stands_for = {
         **{n: f"weight {t.removeprefix(weight_prefix)}" for n, t in captured.weights.items()},
@@ -34,7 +34,7 @@ def graph_digest(captured: Capture, weight_prefix: str = "") -> str:
             kind = (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else value
             digest.update(f"{stands_for.get(node.name)} {kind}\n".encode())
     for node, line in zip(captured.graph.nodes, lines_of(captured.graph), strict=True):
-        # Whether autograd is on is a mark of the node until the graph is rewritten.
+        # Before the graph is rewritten, the node's meta contains whether autograd is on.
         mode = "" if records_gradients(node) else " without gradients"
         digest.update(f"{_ADDRESS.sub('', line)}{mode}\n".encode())
     return digest.hexdigest()

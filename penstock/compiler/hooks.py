@@ -1,9 +1,9 @@
-"""Hooks on gradients, and backward passes within a forward, are refused by name.
+"""Rejects hooks on gradients, and backward passes within a forward, by name.
 
-PyTorch calls a hook while its engine walks back through the graph that one process has recorded.
-A program has no such walk: each stage's backward is compiled before the first step and runs where
-and as often as the engine's plan says. A hook would be dropped in silence, so it is refused. Hooks
-on a module's forward are code like any other, and are captured.
+PyTorch calls a hook while its engine traverses the graph that one process has recorded. A program
+has no such traversal: each stage's backward is compiled before the first step and runs where and as
+often as the engine's plan requires. A hook would be ignored without an error, so it is rejected.
+Hooks on a module's forward are ordinary code and are captured.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _Hooks = Mapping[int, Callable[..., Any]] | None
 
 
 def refuse_gradient_hooks(module: nn.Module, prefix: str = "") -> None:
-    """Refuse a module that has hooks on the gradients of its parameters or of itself.
+    """Reject a module that has hooks on the gradients of its parameters or of itself.
 
-    **Arguments:** `prefix` is left out where names begin with it.
+    **Arguments:** `prefix` is removed from names that begin with it.
 
     **Raises:** `CompileError` naming the parameter or module, the hook and where it is defined.
     """
@@ -77,7 +77,7 @@ _GRAD_FN = vars(torch._C.TensorBase)["grad_fn"].__get__
 
 
 class _NoHooks(TorchFunctionMode):
-    """Refuses what puts a hook on a tensor of a forward that is captured."""
+    """Rejects hooks on a tensor of a forward that is being captured."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -93,7 +93,8 @@ class _NoHooks(TorchFunctionMode):
 
 
 def _asked_by_the_model() -> bool:
-    """Tell whether the attribute is read outside PyTorch, or where PyTorch makes hooks of it."""
+    """Return whether the attribute is read outside PyTorch, or where PyTorch registers hooks with
+    it."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_name == "__torch_function__":
         frame = frame.f_back
@@ -103,7 +104,7 @@ def _asked_by_the_model() -> bool:
 
 @contextmanager
 def gradient_hooks_refused() -> Iterator[None]:
-    """Within it, a forward that is exported may neither hook gradients nor compute any."""
+    """Context in which an exported forward may neither hook gradients nor compute them."""
     engine: Any = autograd
     saving: Any = saved_tensors_hooks
     run, enter, leave = engine._engine_run_backward, saving.__enter__, saving.__exit__
@@ -123,7 +124,7 @@ def gradient_hooks_refused() -> Iterator[None]:
         if get_proxy_mode() is None:
             enter(self)
             return
-        # Where saved values are kept or made again decides no value.
+        # Keeping or recomputing saved values changes no value.
         if not isinstance(self, (save_on_cpu, checkpoint._checkpoint_hook)):
             raise Unsupported("it enters torch.autograd.graph.saved_tensors_hooks", _CHANGE)
         passing.append(self)

@@ -1,11 +1,11 @@
 """From a stage's forward graph to its executables: trace the joint graph, then divide it.
 
-Autograd is traced once per kind over fake tensors; the result is a graph of forward and backward
-operators together. Values that the backward needs are *saved*, except those that depend on
-weights or the dropout key alone: these are made again from the weights, which stream a second
-time. So nothing that is saved is a weight or a view of one. Nor is saved what a few passes over
-memory make again from what is saved anyhow, such as a GELU beside its
-argument (`recompute_cheap.py`).
+Autograd is traced once per kind over fake tensors; the result is a graph with the operators of
+forward and backward. Values that the backward needs are *saved*, except values that depend on
+weights or the dropout key alone: these are recomputed from the weights, which are streamed a second
+time. A saved value is therefore never a weight or a view of one. A value is also not saved if a few
+passes over memory recompute it from other saved values, such as a GELU from its argument
+(`recompute_cheap.py`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ penstock = torch.ops.penstock
 
 @dataclass(frozen=True)
 class StageSignature:
-    """What a stage's graph takes: weights, then inputs, then the dropout key."""
+    """The inputs of a stage's graph: weights, then inputs, then the dropout key."""
 
     weights: tuple[TensorSpec, ...]
     trainable: tuple[bool, ...]
@@ -51,8 +51,8 @@ def make_kind(
     """Compile one stage's forward graph into a kind.
 
     **Arguments:** `graph` takes (*weights, *inputs, key) and returns its outputs as a tuple, in
-    ATen operators before autograd; `device` is where the engine will run it ("cpu", "cuda");
-    `products` is who multiplies large float32 matrices there.
+    ATen operators before autograd; `device` is the engine's device ("cpu", "cuda"); `products` is
+    the library for products of large float32 matrices.
     """
     joint, outputs, outputs_grad = _trace(graph, signature, device, products)
     parts = _Parts.of(joint, signature, len(outputs), sum(outputs_grad))
@@ -157,9 +157,9 @@ def _trace(
 
 
 def leave_device_open(graph: fx.Graph) -> None:
-    """Let what makes tensors on the device that was traced make them on the one that is current.
+    """Replace the traced device by the current device in nodes that create tensors.
 
-    So that one kind serves all devices of its type on a host.
+    One kind then serves all devices of its type on a host.
     """
 
     def opened(value: Any) -> Any:
@@ -172,12 +172,13 @@ def leave_device_open(graph: fx.Graph) -> None:
 
 
 def _dense(tensors: Sequence[torch.Tensor | None]) -> list[Any]:
-    """Return tensors without gaps: what crosses stages is traced there by its shape alone."""
+    """Return contiguous tensors: a value that crosses stages is traced there by its shape alone."""
     return [None if t is None else t.contiguous() for t in tensors]
 
 
 def _off_weights(results: Sequence[Any], weights: Sequence[torch.Tensor]) -> list[Any]:
-    """Return results that are no view of a weight, which is gone when the next stage reads them."""
+    """Return results that are not views of a weight, which is gone when the next stage reads
+    them."""
     theirs = {weight.untyped_storage()._cdata for weight in weights}
     return [r.clone() if r.untyped_storage()._cdata in theirs else r for r in results]
 
@@ -185,7 +186,7 @@ def _off_weights(results: Sequence[Any], weights: Sequence[torch.Tensor]) -> lis
 def _own(
     gradients: Sequence[torch.Tensor | None], others: Sequence[torch.Tensor | None]
 ) -> list[torch.Tensor | None]:
-    """Return gradients that share memory with nothing: micro-batches add to them in place."""
+    """Return gradients that share no memory: micro-batches add to them in place."""
     taken = {t.untyped_storage()._cdata for t in others if t is not None}
     owned: list[torch.Tensor | None] = []
     for gradient in gradients:
@@ -201,7 +202,8 @@ _IDENTITIES = {aten.detach.default, aten.alias.default}
 
 
 def _simplify(graph: fx.Graph) -> None:
-    """Drop what changes no value: detaches, views to the same shape, contiguous on contiguous."""
+    """Remove nodes that change no value: detaches, views to the same shape, contiguous on
+    contiguous."""
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
@@ -263,7 +265,7 @@ def _descendants(graph: fx.Graph, roots: Sequence[fx.Node]) -> set[fx.Node]:
 
 
 def _saved_nodes(parts: _Parts) -> list[fx.Node]:
-    """Return the forward values that the backward needs and cannot cheaply make again."""
+    """Return the forward values that the backward needs and cannot cheaply recompute."""
     backward = _descendants(parts.graph, parts.tangents)
     from_inputs = _descendants(parts.graph, parts.inputs)
     wanted: dict[fx.Node, None] = {}
@@ -297,7 +299,7 @@ def _saved_nodes(parts: _Parts) -> list[fx.Node]:
 
 
 def _backward(parts: _Parts, saved: Sequence[fx.Node]) -> tuple[fx.Graph, list[int]]:
-    """Return the backward graph and the positions of the weights that it reads."""
+    """Return the backward graph and the indices of the weights that it reads."""
     everything = [*parts.weights, *parts.inputs, *saved, *parts.tangents, parts.key]
     full = _extract(parts.graph, everything, parts.gradients)
     read = {n.name for n in full.nodes if n.op == "placeholder" and n.users}
@@ -318,7 +320,8 @@ def _backward(parts: _Parts, saved: Sequence[fx.Node]) -> tuple[fx.Graph, list[i
 
 
 def _saved_specs(parts: _Parts, saved: Sequence[fx.Node]) -> list[SavedTensor]:
-    """Describe what backward gets saved: inputs that it reads first, then the saved tensors."""
+    """Describe the saved values of the backward: first the inputs that it reads, then the saved
+    tensors."""
     backward, _ = _backward(parts, saved)
     given = [n.name for n in backward.nodes if n.op == "placeholder"]
     specs: list[SavedTensor] = []
@@ -351,7 +354,7 @@ def _spec(node: fx.Node) -> TensorSpec:
 def _extract(
     graph: fx.Graph, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node | None]
 ) -> fx.Graph:
-    """Copy the part of `graph` that makes `outputs` from `inputs` into a graph of its own."""
+    """Copy the part of `graph` that computes `outputs` from `inputs` into a new graph."""
     new = fx.Graph()
     made: dict[fx.Node, fx.Node] = {}
     for node in inputs:
@@ -376,7 +379,7 @@ def _extract(
 
 
 def _fuse_turns(graph: fx.Graph) -> fx.Graph:
-    """Where the head's loss and its gradients meet in one graph, make them in one pass."""
+    """If one graph contains the head's loss and its gradients, compute them in one pass."""
     fused = False
     for backward in _calls(graph, penstock.linear_cross_entropy_backward.default):
         scale, *rest = backward.args
@@ -406,7 +409,7 @@ def _calls(graph: fx.Graph, target: Any) -> list[fx.Node]:
 
 
 def _in_order(graph: fx.Graph) -> fx.Graph:
-    """Copy a graph so that every node stands behind what it reads, otherwise as before."""
+    """Copy a graph so that every node follows its arguments, otherwise in the same order."""
     new = fx.Graph()
     made: dict[fx.Node, fx.Node] = {}
 

@@ -1,4 +1,4 @@
-"""Nodes of a captured graph: what they compute, where the user wrote them, and new ones."""
+"""Nodes of a captured graph: their results, their source in the user's code, and new nodes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def value_of(node: fx.Node) -> torch.Tensor:
 
 
 def source_line(node: fx.Node) -> str:
-    """Say where in the user's model a node comes from: module path, and file and line if known."""
+    """Return the source of a node in the user's model: module path, and file and line if known."""
     stack = node.meta.get("nn_module_stack", {})
     path = list(stack.values())[-1][0] if stack else ""
     trace = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
@@ -31,7 +31,7 @@ def insert_call(
     args: tuple[Any, ...],
     kwargs: dict[str, Any] | None = None,
 ) -> fx.Node:
-    """Insert an operator that stands where `like` stands in the user's model."""
+    """Insert an operator with the same source position as `like`."""
     node = graph.call_function(target, args, kwargs)
     node.meta = dict(like.meta)
     with value_of(like).fake_mode:  # type: ignore[attr-defined]

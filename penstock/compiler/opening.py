@@ -1,7 +1,7 @@
-"""A weight that streams in another type than it is computed in is opened where it is used.
+"""Conversion of a weight that is streamed in another type than it is computed in.
 
-What is made of weights alone is never saved for a backward (`joint.py`): it is made again from the
-weight, which comes by again.
+Values that depend on weights alone are never saved for a backward (`joint.py`): they are recomputed
+from the weight, which is streamed again.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ aten = torch.ops.aten
 
 
 def open_weight(graph: fx.Graph, weight: fx.Node, dtype: torch.dtype) -> None:
-    """Let all that reads the placeholder `weight` of a stage's graph read its values as `dtype`.
+    """Make all readers of the placeholder `weight` of a stage's graph read its values as `dtype`.
 
-    Of a table in which rows are looked up, only the rows are converted.
+    If rows of a table are looked up, only these rows are converted.
     """
     readers = list(weight.users)
     lookups = [node for node in readers if _looks_up(node, weight)]

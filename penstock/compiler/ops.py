@@ -1,8 +1,8 @@
-"""Operators that the compiler puts into graphs in place of slower or unrepeatable ones.
+"""Operators that the compiler puts into graphs in place of slower or nondeterministic ones.
 
-Registered once under the `penstock` namespace with shape rules and gradients, so that autograd
-traces through them like through any built-in operator. The arithmetic of the CPU versions is in
-`penstock.kernels`; on other devices plain PyTorch operators do the same.
+They are registered once under the `penstock` namespace with shape rules and gradients, so that
+autograd traces them like built-in operators. `penstock.kernels` contains the arithmetic of the CPU
+versions; on other devices plain PyTorch operators compute the same.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _(
 
 
 def _save_head(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    # Who multiplies is chosen in the traced graph (`products.py`), behind autograd.
+    # The library is chosen in the traced graph (`products.py`), after autograd.
     hidden, weight, bias, labels, ctx.ignore_index, _ = inputs
     ctx.save_for_backward(hidden, weight, bias, labels)
 
@@ -121,7 +121,7 @@ def _save_dropout(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _dropout_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    # Dropout multiplies by a mask that only the key decides, so its gradient is itself.
+    # Dropout multiplies by a mask that depends only on the key, so it is its own gradient.
     (key,) = ctx.saved_tensors
     return dropout(grad, key, ctx.number, ctx.probability), None, None, None
 

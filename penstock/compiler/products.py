@@ -1,11 +1,11 @@
 """Which library multiplies float32 matrices on the CPU.
 
-PyTorch hands float32 products to MKL and bfloat16 products to oneDNN. On processors that are not
-Intel's, oneDNN is the faster one for float32 too (measured: 1.15 to 1.35 times for the shapes of
-GPT-2 on Zen 4, `docs/decisions.md`), so there large products go to it. The two libraries sum in
-another order, so the choice decides bits: a target makes it by the processor alone, never by a
-timing, a run records it, and all processes of the run and every resume compile with what was
-recorded.
+PyTorch computes float32 products with MKL and bfloat16 products with oneDNN. On processors that are
+not from Intel, oneDNN is also faster for float32 (measured: 1.15 to 1.35 times for the shapes of
+GPT-2 on Zen 4, `docs/decisions.md`), so large products use oneDNN there. The two libraries sum in
+different orders, so the choice affects bits. A target chooses by the processor alone, never by a
+timing. A run records the choice, and all processes of the run and every resume compile with the
+recorded library.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ aten = torch.ops.aten
 penstock = torch.ops.penstock
 
 Products = Literal["torch", "onednn"]
-"""Who multiplies large float32 matrices: what PyTorch would choose, or oneDNN."""
+"""The library for products of large float32 matrices: PyTorch's default, or oneDNN."""
 
-_LEAST_FLOPS = 1 << 22  # smaller products are over before a library could matter
+_LEAST_FLOPS = 1 << 22  # smaller products are too short for the library to matter
 
 
 def has_onednn() -> bool:
-    """Tell whether this PyTorch can be told to multiply with oneDNN."""
+    """Return whether this PyTorch allows the explicit use of oneDNN."""
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
@@ -51,7 +51,7 @@ def product(left: Tensor, right: Tensor, onednn: bool) -> Tensor:
 
 
 def choose_products(graph: fx.Graph, products: Products) -> None:
-    """Send a traced graph's large float32 products to the library that was chosen."""
+    """Make a traced graph's large float32 products use the chosen library."""
     if products == "torch":
         return
     heads = (

@@ -1,10 +1,11 @@
-"""Recognise composed activation functions and put the fused operator in their place.
+"""Recognise composed activation functions and replace them by the fused operator.
 
 Models write GELU in many ways (`0.5 x (1 + tanh(...))` with the terms in any order). Instead of
 matching spellings, a small subgraph of elementwise operators over one tensor is *evaluated* in
-float64 on a dense grid and compared with the functions that PyTorch has fused: equal to 1e-7
-everywhere on the grid (models round the constants), and it is that function. The fused operator
-saves one tensor for backward where the composed one saves four, and reads memory once.
+float64 on a dense grid and compared with the functions that PyTorch has fused. If they are equal to
+1e-7 everywhere on the grid (models round the constants), the subgraph is that function. The
+composed operator saves four tensors for backward; the fused operator saves one and reads memory
+once.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def fuse_activations(graph: fx.Graph) -> int:
         [torch.linspace(-12, 12, 4801, dtype=torch.float64), torch.tensor([-1e4, -50.0, 50.0, 1e4])]
     )
     references = {name: reference(grid) for name, (reference, _) in _FUSED.items()}
-    # What is put into the graph on the way comes behind all that is still to be looked at.
+    # New nodes are inserted after all nodes that remain to be visited.
     order = {node: place for place, node in enumerate(graph.nodes)}
     replaced = 0
     for node in reversed(list(graph.nodes)):
@@ -87,8 +88,8 @@ def fuse_activations(graph: fx.Graph) -> int:
 def _region(end: fx.Node, order: Mapping[fx.Node, int]) -> tuple[fx.Node, list[fx.Node]] | None:
     """Return the one tensor that `end` is an elementwise function of, and the nodes between.
 
-    The source is the nearest node that every path from `end` upward meets; None if the paths do
-    not meet within a few nodes or no transcendental function lies between.
+    The source is the nearest node on every path from `end` upward; None if the paths do not meet
+    within a few nodes or contain no transcendental function.
     """
     members: set[fx.Node] = set()
     frontier: set[fx.Node] = {end}
@@ -115,7 +116,7 @@ def _match(
     grid: torch.Tensor,
     references: Mapping[str, torch.Tensor],
 ) -> str | None:
-    """Evaluate the region on the grid and name the fused function that it equals, if any."""
+    """Evaluate the region on the grid and return the equal fused function, if there is one."""
     outside = [u for m in members if m is not end for u in m.users if u not in members]
     if outside:
         return None

@@ -1,10 +1,10 @@
-"""What a backward makes again instead of having it kept: values that cost a pass over memory.
+"""Values that a backward recomputes instead of keeping: each costs one pass over memory.
 
-Of a block, what backward reads of activations is a third made by norms, activation functions and
-casts from values that backward reads too. Keeping only the latter costs no product of matrices and,
-since the same operator runs on the same values, no bit. Source of the idea: Chen et al., Training
-Deep Nets with Sublinear Memory Cost, 2016, section 3; here it is the rule for whatever is cheap,
-apart from recomputing whole stages.
+A third of a block's activations that the backward reads are results of norms, activation functions
+and casts of other values that the backward also reads. Keeping only these other values costs no
+matrix product, and no bit, since the same operator runs on the same values. Source of the idea:
+Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016, section 3. Here it applies to
+every cheap value, independent of the recomputation of whole stages.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import fx
 
 aten = torch.ops.aten
 
-# Operators that do a few operations per element that they read or write.
+# Operators with a few operations per element that they read or write.
 _CHEAP = {
     aten._to_copy.default,
     aten.add.Scalar,
@@ -45,10 +45,10 @@ _CHEAP = {
 
 
 def keep_costly(wanted: Sequence[fx.Node], free: set[fx.Node]) -> list[fx.Node]:
-    """Return those of the `wanted` values that must be kept, so that all can be had again.
+    """Return those of the `wanted` values that must be kept, so that all can be computed.
 
-    **Arguments:** `wanted`, in the order of the graph; `free`, what a backward has without
-    keeping it: weights and what is made of them, and inputs that it reads.
+    **Arguments:** `wanted`, in the order of the graph; `free`, the values that a backward has
+    without keeping them: weights, values computed from weights, and inputs that it reads.
     """
     kept = set(wanted)
     for node in reversed(wanted):
@@ -59,7 +59,7 @@ def keep_costly(wanted: Sequence[fx.Node], free: set[fx.Node]) -> list[fx.Node]:
 
 
 def _can_be_made(node: fx.Node, there: set[fx.Node]) -> bool:
-    """Tell whether cheap operators lead to a node from what is `there`."""
+    """Return whether cheap operators compute a node from the values in `there`."""
     known = dict.fromkeys(there, True)
 
     def visit(current: fx.Node) -> bool:
@@ -79,9 +79,10 @@ def _is_view(target: Any) -> bool:
 
 
 def make_late(graph: fx.Graph, given: Sequence[str]) -> fx.Graph:
-    """Move what does not depend on the placeholders named `given` right before its first user.
+    """Move nodes that do not depend on the placeholders named `given` directly before their first
+    user.
 
-    So that nothing is made again long before it is read, to wait in memory.
+    A recomputed value then does not wait in memory for its reader.
     """
     bound = {node for node in graph.nodes if node.op == "placeholder" and node.name in given}
     remade: list[fx.Node] = []

@@ -1,7 +1,8 @@
-"""Inline the regions that export wraps around `torch.no_grad()` and `torch.autocast(...)`.
+"""Inline the regions that export creates for `torch.no_grad()` and `torch.autocast(...)`.
 
-Export keeps such a region as a call of a submodule. For a program it is only noise: the region's
-operators are put in the caller's graph, and what a region without gradients reads is detached.
+Export represents such a region as a call of a submodule. A program does not need regions: a
+region's operators are moved into the caller's graph, and values read by a region without gradients
+are detached.
 """
 
 from __future__ import annotations
@@ -14,23 +15,23 @@ from torch import fx
 
 from penstock.errors import CompileError
 
-_RECORDS = "records_gradients"  # in a node's meta: whether the innermost region around it does
+_RECORDS = "records_gradients"  # meta key: does its innermost region record?
 
 
 def records_gradients(node: fx.Node) -> bool:
-    """Tell whether autograd is on where the user's forward runs this operator."""
+    """Return whether autograd is on where the user's forward runs this operator."""
     return bool(node.meta.get(_RECORDS, True))
 
 
 def inline_regions(module: fx.GraphModule) -> fx.Graph:
-    """Return the module's graph with every wrapped region inlined, in place.
+    """Return the module's graph with every region inlined, in place.
 
-    What `torch.no_grad()` means for its operators is left to `detach_reads`.
+    `detach_reads` applies the effect of `torch.no_grad()` to the operators.
     """
     graph = module.graph
     for node in graph.nodes:
         for source in node.all_input_nodes:
-            source.users.setdefault(node)  # an export that makes regions may forget a reader
+            source.users.setdefault(node)  # an export with regions may miss a reader
     again = True
     while again:
         again = False
@@ -61,7 +62,7 @@ def inline_regions(module: fx.GraphModule) -> fx.Graph:
 
 
 def detach_reads(graph: fx.Graph, weights: Container[str]) -> None:
-    """Detach what depends on a weight where an operator without gradients reads it.
+    """Detach values that depend on a weight if an operator without gradients reads them.
 
     **Arguments:** `graph`, which writes no tensor in place; `weights`, the names of placeholders.
     """
@@ -78,7 +79,7 @@ def detach_reads(graph: fx.Graph, weights: Container[str]) -> None:
 
 
 def detach_read(graph: fx.Graph, reader: fx.Node, source: fx.Node) -> None:
-    """Let one reader of a value read it detached."""
+    """Make one reader of a value read it detached."""
     value = source.meta.get("val")
     if isinstance(value, torch.Tensor) and value.is_floating_point():
         with graph.inserting_before(reader):

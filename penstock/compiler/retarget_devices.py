@@ -1,4 +1,4 @@
-"""The device that a captured graph makes tensors on is replaced by the engine's."""
+"""Replaces the device on which a captured graph creates tensors by the engine's device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import fx
 
 
 def on_device(node: fx.Node, device: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a node's arguments, any device among them replaced by the engine's."""
+    """Return a node's arguments, with every device replaced by the engine's."""
 
     def replaced(value: Any) -> Any:
         return torch.device(device) if isinstance(value, torch.device) else value
@@ -21,5 +21,5 @@ def on_device(node: fx.Node, device: str) -> tuple[tuple[Any, ...], dict[str, An
 
 
 def move(node: fx.Node, device: str) -> None:
-    """Let a node make its tensors on the engine's device."""
+    """Make a node create its tensors on the engine's device."""
     node.args, node.kwargs = on_device(node, device)

@@ -1,9 +1,9 @@
-"""Rewrites of the captured graph, before autograd sees it. Each keeps the function it computes.
+"""Rewrites of the captured graph, before autograd sees it. Each preserves the computed function.
 
 - composed activations become the fused operator (`recognise.py` proves them equal);
 - a linear layer that feeds only a cross-entropy becomes one operator (`fused_head.py`);
-- dropout is keyed, so that replay and recomputation see the same bits (`keyed_dropout.py`);
-- writes in place become new values, since a stage may not write its inputs (`functional.py`).
+- dropout is keyed, so that replay and recomputation use the same bits (`keyed_dropout.py`);
+- in-place writes become new values, since a stage may not write its inputs (`functional.py`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PASS_THROUGH = {aten.alias.default, aten.contiguous.default}
 _CHECKS = {aten._assert_tensor_metadata.default}
 _SUM = 2  # the reduction code of aten losses: 0 none, 1 mean, 2 sum
 _MEAN = 1
-_NUMBER = 2  # which argument of a keyed dropout says which one of the model it is
+_NUMBER = 2  # index of the argument of a keyed dropout that is its number in the model
 
 
 def rewrite(captured: Capture) -> tuple[Capture, fx.Node]:
@@ -52,7 +52,7 @@ def rewrite(captured: Capture) -> tuple[Capture, fx.Node]:
 
 
 def share_equal(graph: fx.Graph, among: set[fx.Node]) -> set[fx.Node]:
-    """Let equal operators of the prelude be one (models make rotary tables once per layer).
+    """Merge equal operators of the prelude (models compute rotary tables once per layer).
 
     Returns the nodes of `among` that remain.
     """
@@ -161,9 +161,10 @@ def _fuse_head(graph: fx.Graph, loss: fx.Node) -> bool:
 
 
 def _prediction_beside(loss: fx.Node, logits: fx.Node) -> fx.Node | None:
-    """Return the `argmax` over the vocabulary, after the loss, that alone reads its logits too.
+    """Return the `argmax` over the vocabulary, after the loss, if it is the only other reader of
+    the logits.
 
-    That is what an evaluation program asks for (`models/objective.py`).
+    An evaluation program contains it (`models/objective.py`).
     """
     others = [node for node in logits.users if node is not loss]
     if len(others) != 1 or others[0].target is not aten.argmax.default or others[0] < loss:
@@ -183,7 +184,8 @@ def _key_placeholder(graph: fx.Graph) -> fx.Node:
 
 
 def _key_dropouts(graph: fx.Graph, key: fx.Node) -> None:
-    """Key every dropout. One that drops nothing is its argument itself, as in PyTorch."""
+    """Key every dropout. A dropout with probability 0 is replaced by its argument, as in
+    PyTorch."""
     for node in list(graph.nodes):
         if node.target in (aten.dropout.default, aten.dropout_.default):
             value, probability, training = _dropout_arguments(node)
@@ -208,7 +210,7 @@ def _key_dropouts(graph: fx.Graph, key: fx.Node) -> None:
 
 
 def _number_dropouts(graph: fx.Graph) -> None:
-    """Number the dropouts 0, 1, ... in the order of the model, yet uncut."""
+    """Number the dropouts 0, 1, ... in the order of the model, before it is cut."""
     for number, node in enumerate(_dropouts(graph)):
         node.update_arg(_NUMBER, number)
 
@@ -220,7 +222,8 @@ def _dropout_arguments(node: fx.Node) -> tuple[fx.Node, float, bool]:
 
 
 def _expand_attention(graph: fx.Graph, node: fx.Node, key: fx.Node) -> None:
-    """Write attention with dropout out: the fused operator draws its own, unrepeatable bits."""
+    """Expand attention with dropout: the fused operator draws its own bits, which are not
+    reproducible."""
     arguments = arguments_by_name(node)
     query, keys, values = arguments["query"], arguments["key"], arguments["value"]
     mask, scale = arguments.get("attn_mask"), arguments.get("scale")
@@ -262,9 +265,9 @@ def _dropouts(graph: fx.Graph) -> list[fx.Node]:
 
 
 def count_dropouts_from_first(graph: fx.Graph) -> int:
-    """Number a stage's dropouts by their distance from its first, whose number is returned.
+    """Number a stage's dropouts relative to its first dropout; return the first dropout's number.
 
-    So that stages that are alike but for their place in the model share a kind.
+    Stages that differ only in their place in the model then share a kind.
     """
     found = _dropouts(graph)
     first = min((int(node.args[_NUMBER]) for node in found), default=0)  # type: ignore[arg-type]
@@ -280,7 +283,7 @@ def _refuse_random(graph: fx.Graph) -> None:
             continue
         if torch.Tag.nondeterministic_seeded in target.tags and target.namespace == "aten":
             if target is aten.scaled_dot_product_attention.default:
-                continue  # random only through its dropout, which was taken out above
+                continue  # random only through its dropout, which was removed above
             raise CompileError(
                 f"{source_line(node)} draws random numbers with {target}, which a replayed step "
                 "could not repeat; use torch.nn.Dropout, or pass the random values as an input."

@@ -1,6 +1,6 @@
-"""Which weights are trained: what `train` names, less what `freeze` names.
+"""Selection of the trained weights: those that `train` names, without those that `freeze` names.
 
-Patterns see every name of a tied weight, and what holds for one of its names holds for the weight.
+Patterns are matched against every name of a tied weight; a match of one name applies to the weight.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ def select_trainable(
 ) -> frozenset[str]:
     """Return the names of the weights that get a gradient and optimizer state.
 
-    **Arguments:** `aliases` maps every weight to its further names; `differentiable` are those
-    whose `requires_grad` the model has set; `train` and `freeze` are patterns. Without `train`
-    all are trained, or `adapters` alone if there are any; with it what it matches, and the
-    adapters. What `freeze` matches is not trained in any case.
+    **Arguments:** `aliases` maps every weight to its further names; `differentiable` are the
+    weights whose `requires_grad` the model has set; `train` and `freeze` are patterns. Without
+    `train`, all weights are trained, or only `adapters` if there are any. With `train`, the
+    matching weights and the adapters are trained. Weights that match `freeze` are never trained.
 
-    **Raises:** `ConfigError` for a pattern that matches nothing, and for one of `train` none of
-    whose weights would be trained.
+    **Raises:** `ConfigError` for a pattern that matches nothing, and for a pattern of `train` none
+    of whose weights would be trained.
     """
     names = [name for first, others in aliases.items() for name in (first, *others)]
     frozen = matching("freeze", freeze, names)

@@ -1,7 +1,7 @@
-"""Operators that read and write memory by strides become reads and writes of elements by index.
+"""Replaces operators that access memory by strides by reads and writes of elements by index.
 
-A value that crosses stages is stored anew, and an engine may lay out values otherwise. PyTorch's
-derivative of `as_strided_scatter` is wrong, too: elements that are not written get no gradient.
+A value that crosses stages is stored anew, and an engine may use another memory layout. PyTorch's
+derivative of `as_strided_scatter` is also wrong: elements that are not written get no gradient.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BY_STRIDES = {
 
 
 def refuse_strides_of_others(graph: fx.Graph) -> None:
-    """Refuse strides within what does not fill a memory of its own in order.
+    """Reject strides on a tensor that is not contiguous in a storage of its own.
 
     **Raises:** `CompileError` naming the line.
     """

@@ -1,4 +1,4 @@
-"""What a model's forward does that no program can do exactly."""
+"""The error for code in a model's forward that no program can reproduce exactly."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The configuration of a run: pydantic models, one file per section; YAML in, YAML out.
+"""The configuration of a run: pydantic models, one file per section; input and output in YAML.
 
-Nothing here imports torch, so that a mistake in a file is answered at once.
+No module here imports torch, so that errors in a file are reported at once.
 """
 
 from penstock.config.checkpoint import CheckpointConfig

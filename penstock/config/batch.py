@@ -1,4 +1,4 @@
-"""`batch`: how many sequences a step sees, and how many of them at once."""
+"""`batch`: the number of sequences per step, and per micro-batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`checkpoint`: when the run is saved and what is kept."""
+"""`checkpoint`: when a run is saved, and which checkpoints are kept."""
 
 from __future__ import annotations
 

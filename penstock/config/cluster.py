@@ -100,7 +100,7 @@ class ClusterConfig(Section):
 
     @property
     def has_other_hosts(self) -> bool:
-        """Whether processes of the run may be on other machines than this one."""
+        """Whether processes of the run may be on other machines."""
         return self.start == "listen" or (self.start == "ray" and self.address is not None)
 
     @model_validator(mode="after")
@@ -130,9 +130,10 @@ class ClusterConfig(Section):
 
 
 def cluster_keys(where: str) -> dict[str, dict[str, Any]]:
-    """Return the keys for which `Trainer(cluster=...)` stands, by section.
+    """Return the keys that `Trainer(cluster=...)` sets, by section.
 
-    It is a way to start, or an address. One process holds all shards itself, and one of each.
+    The argument is a launcher or an address. In one process, all shards are local and have one
+    replica each.
     """
     start: dict[str, Any] = {"start": where, "address": None, "environment": []}
     if where == "none":

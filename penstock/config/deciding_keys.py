@@ -1,4 +1,4 @@
-"""Which keys decide the bits of a run, and what that means for resuming it."""
+"""The keys that decide the bits of a run, and the checks for a resume."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from penstock.config.root import Config
 from penstock.config.schedule import DECAYING
 from penstock.errors import ConfigError
 
-# The rest (engines, budgets, recomputation, folders, logging, what is evaluated and saved) changes
-# neither weights nor losses: of what budgets choose, the micro-batch of `batch.micro: auto` decides
-# bits and is recorded beside, and where stages are cut decides none (`compiler/cut.py`). Where the
-# text and a checkpoint to start from are does not matter either: the trainer compares fingerprints
-# of what is in them.
+# The other keys (engines, budgets, recomputation, folders, logging, evaluation and saving) change
+# neither weights nor losses. Two settings depend on budgets: the micro-batch of `batch.micro: auto`
+# affects bits and is recorded separately; the cuts between stages affect no bit
+# (`compiler/cut.py`). The paths of the text and of the initial checkpoint do not matter either: the
+# trainer compares fingerprints of their content.
 _DECIDING = ("model", "batch", "precision", "optimizer", "freeze")
-# Keys that runs recorded before they existed, with the value that those runs had.
+# Keys that did not exist when older runs were recorded, with the value that those runs used.
 _LATER = {"optimizer.moments": "fp32"}
 
 
@@ -32,7 +32,7 @@ def trajectory(config: Config) -> dict[str, Any]:
     for key, value in _LATER.items():
         if flat[key] == value:
             del flat[key]
-    # Only where they are set: a run from before they existed goes on.
+    # Recorded only if set: a run from before these keys existed can be resumed.
     if config.train:
         flat["train"] = whole["train"]
     if config.lora.rank is not None:
@@ -41,7 +41,7 @@ def trajectory(config: Config) -> dict[str, Any]:
     flat["data.sequence_length"] = config.data.sequence_length
     flat["data.seed"] = config.data.seed
     flat["run.seed"] = config.run.seed
-    # A longer run under a decaying schedule is another run from its first step; under the others
+    # Under a decaying schedule, a longer run differs from its first step. Under the other schedules
     # it is the same run, longer.
     decays = config.optimizer.schedule.name in DECAYING
     flat["optimizer.schedule.decay_steps"] = config.decay_steps if decays else None
@@ -56,9 +56,10 @@ def digest(config: Config) -> str:
 
 
 def check_resumable(config: Config, recorded: Mapping[str, Any]) -> None:
-    """Raise `ConfigError`, naming the keys, unless a run so recorded can go on with this.
+    """Raise `ConfigError`, naming the keys, unless a recorded run can be resumed with this
+    configuration.
 
-    `recorded` is the `trajectory` that the run's checkpoint holds.
+    `recorded` is the `trajectory` in the run's checkpoint.
     """
     lines = differences(recorded, trajectory(config))
     if lines:

@@ -1,7 +1,7 @@
-"""YAML in, with the line of every key; YAML out.
+"""YAML input with the line of every key, and YAML output.
 
-PyYAML follows YAML 1.1, where `1e-4` is a text, `no` is false and `1:30` is ninety. Here a plain
-scalar is what it looks like: null, true/false, an integer, a number, else a text (YAML 1.2).
+PyYAML follows YAML 1.1, where `1e-4` is a string, `no` is false and `1:30` is ninety. Here a plain
+scalar has the type of its form: null, true/false, an integer, a number, else a string (YAML 1.2).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from penstock.errors import ConfigError
 from penstock.io import read_plain
 
 MAX_BYTES = 16 << 20
-_MOST_VALUES = 100_000  # with aliases written out: a page of them can stand for any number
+_MOST_VALUES = 100_000  # with aliases expanded: a short file can stand for any number of values
 _MOST_DIGITS = 400
 
 KeyPath = tuple[str | int, ...]
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2 scalars; a key given twice is an error, never a silent last one wins."""
+    """YAML 1.2 scalars; a duplicate key is an error."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
         if not isinstance(node, yaml.MappingNode):
@@ -68,7 +68,7 @@ for _tag, _pattern, _first in (
 
 def _int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
     text = str(loader.construct_scalar(node)).replace("_", "")
-    number = 2**64  # which Python need not read to know that it is too large
+    number = 2**64  # too many digits for Python to parse
     if len(text) <= _MOST_DIGITS:
         try:
             number = int(text, 16) if text.lower().startswith("0x") else int(text, 10)
@@ -122,10 +122,10 @@ def read(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
 
 
 def parse(text: str, name: str) -> tuple[dict[str, Any], dict[KeyPath, int]]:
-    """Do as `read` for a text; `name` stands before the line in messages."""
+    """Do the same as `read` for a string; `name` precedes the line in messages."""
     try:
         loader = _Loader(text)
-    except yaml.YAMLError as error:  # a character that no YAML may hold
+    except yaml.YAMLError as error:  # a character that YAML does not allow
         raise ConfigError(f"{name}: not valid YAML: {error}") from None
     try:
         node = _compose(loader)
@@ -162,7 +162,8 @@ def parse_scalar(text: str) -> Any:
 
 
 def _compose(loader: _Loader) -> Any:
-    """Return the document's node, of modest size and with the tags that a configuration has."""
+    """Return the document's root node, of limited size and with the tags that a configuration may
+    use."""
     root = loader.get_single_node()
     waiting, count = [root] if root is not None else [], 0
     while waiting:
@@ -193,7 +194,7 @@ def dump_inline(value: Any) -> str:
 
 
 def _collect_lines(node: Any, path: KeyPath, lines: dict[KeyPath, int], depth: int) -> None:
-    # A file has a handful of levels; the limit keeps an alias that contains itself from looping.
+    # A file has few levels; the limit stops an alias that contains itself.
     if depth > 20:
         return
     if isinstance(node, yaml.MappingNode):

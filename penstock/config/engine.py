@@ -1,4 +1,4 @@
-"""`engine`: the device that computes, and what it may use."""
+"""`engine`: the computing device and its resources."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ _DEVICE = re.compile(r"cpu|cuda:(0|[1-9][0-9]{0,3})")
 
 
 def _all_or_names(value: Any) -> Any:
-    """Let a list of device names pass, `all` and null; refuse the rest in words of ours."""
+    """Accept a list of device names, `all` and null; reject other values with an error of
+    Penstock."""
     is_list = isinstance(value, list | tuple) and all(isinstance(name, str) for name in value)
     if value is None or value == "all" or is_list:
         return value

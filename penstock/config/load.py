@@ -1,4 +1,4 @@
-"""Read a run's YAML file with overrides; the one way in for the command line and the trainer."""
+"""Loads a run's YAML file with overrides; used by the command line and by the trainer."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, training: bool = Fa
 
 
 def to_config(config: Config | Mapping[str, Any] | str | Path, cluster: str | None) -> Config:
-    """Return the configuration that `Trainer(config, cluster=...)` stands for."""
+    """Return the configuration that results from `Trainer(config, cluster=...)`."""
     if isinstance(config, Mapping):
         config = Config.from_mapping(config)
     elif isinstance(config, str | Path):

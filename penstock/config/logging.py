@@ -1,4 +1,4 @@
-"""`logging`: what a run says while it goes on."""
+"""`logging`: the messages of a run during training."""
 
 from __future__ import annotations
 

@@ -18,8 +18,9 @@ def apply_overrides(
 ) -> dict[str, Any]:
     """Return a copy of `data` with each override set, recording in `origin` where it came from.
 
-    A section that the file does not have is made; `model.n_layer=4` on `model: gpt2` keeps the
-    preset. Raises `ConfigError` for what is not `key=value` or goes through a value.
+    A section that the file lacks is created; `model.n_layer=4` on `model: gpt2` keeps the preset.
+    Raises `ConfigError` if an override is not `key=value`, or its path passes through a plain
+    value.
     """
     merged: dict[str, Any] = copy.deepcopy(dict(data))
     for text in overrides:

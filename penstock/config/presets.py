@@ -18,7 +18,8 @@ from penstock.errors import ConfigError, did_you_mean
 
 @dataclass(frozen=True)
 class PresetArchitecture:
-    """What can be set: `fields` by name, `synonyms` for some of them, and the `dropouts`."""
+    """The configurable values: `fields` by name, `synonyms` for some of them, and the
+    `dropouts`."""
 
     task: str
     fields: tuple[str, ...]
@@ -304,8 +305,8 @@ def resolve_preset(name: str, overrides: Mapping[str, Any] | None = None) -> Res
     """Return the configuration of preset `name` with fields replaced by `overrides`.
 
     An override may use the architecture's own name for a field, the name that most Hugging Face
-    models use for it (`num_hidden_layers` for GPT-2's `n_layer`), or `dropout` for every dropout
-    at once. A width changed without its inner width keeps the preset's ratio of the two.
+    models use for it (`num_hidden_layers` for GPT-2's `n_layer`), or `dropout` for every dropout at
+    once. If only the width is changed, the inner width keeps the preset's ratio to it.
 
     Raises:
         ConfigError: an unknown preset or field, or a field that is given twice.

@@ -1,7 +1,7 @@
-"""From a failed validation to lines that a person can act on.
+"""Converts a failed validation into lines that a user can act on.
 
-One line per problem: place, key, what was expected, what came, what to do. The place is
-`file:line`, or the command-line argument, or nothing for a configuration made in Python.
+One line per problem: place, key, expected value, actual value, next action. The place is
+`file:line`, or the command-line argument, or nothing for a configuration created in Python.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from penstock.config.document import KeyPath, dump_inline
 from penstock.config.model import FORM_CLASSES
 from penstock.errors import did_you_mean
 
-# What other trainers call a key.
+# Names of keys in other trainers.
 NAMES_ELSEWHERE = {
     "batch_size": "batch.size",
     "eval": "evaluation",
@@ -32,7 +32,7 @@ NAMES_ELSEWHERE = {
 
 @dataclass
 class Origin:
-    """Where values came from: a file's name, its line per key, and overrides by key."""
+    """The origin of values: a file's name, its line per key, and overrides by key."""
 
     name: str | None = None
     lines: dict[KeyPath, int] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class Origin:
 
     def place(self, path: KeyPath) -> str:
         """Return the place of a key, or of the nearest section around it, ending in `: `."""
-        for key, text in self.overridden.items():  # a value within, or around, what is wrong
+        for key, text in self.overridden.items():  # a value within the wrong one, or around it
             if key[: len(path)] == path or path[: len(key)] == key:
                 return f"command line, {text}: "
         for length in range(len(path), 0, -1):
@@ -79,7 +79,7 @@ def dotted(path: KeyPath) -> str:
 
 def _key_path(problem: Any) -> KeyPath:
     path = list(problem["loc"])
-    # The form of the model stands in pydantic's path as a tag, and is no key of the file.
+    # pydantic's path contains the form of the model as a tag, which is no key of the file.
     if len(path) > 1 and path[0] == "model":
         del path[1]
     if problem["type"] == "refused":
@@ -123,7 +123,7 @@ def _elsewhere(word: str, root: type[BaseModel]) -> str:
 
 
 def _keys(owner: type[BaseModel], prefix: KeyPath = ()) -> Iterator[KeyPath]:
-    """Yield the paths of all keys with a plain value, but for those of items of lists."""
+    """Yield the paths of all keys with a plain value, except those in items of lists."""
     for name, info in owner.model_fields.items():
         annotation = info.annotation
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
@@ -133,7 +133,8 @@ def _keys(owner: type[BaseModel], prefix: KeyPath = ()) -> Iterator[KeyPath]:
 
 
 def _expected(kind: str, context: dict[str, Any]) -> str | None:
-    """Return what a built-in check of pydantic wanted, in words; None for our own checks."""
+    """Return in words what a built-in check of pydantic expected; None for Penstock's own
+    checks."""
     bounds = {
         "greater_than": ("a number above", "gt"),
         "greater_than_equal": ("a number from", "ge"),
@@ -165,7 +166,7 @@ def _expected(kind: str, context: dict[str, Any]) -> str | None:
 
 
 def _remedy(path: KeyPath, root: type[BaseModel]) -> str:
-    """Return what to do: the default or example of the field, with its unit."""
+    """Return the next action: the default or example of the field, with its unit."""
     info = _field(path, root)
     owner = _section(path, root)
     if owner is not None and (isinstance(path[-1], int) or info is None or info.default_factory):
@@ -205,7 +206,7 @@ def _choices(path: KeyPath, root: type[BaseModel]) -> list[str]:
 
 
 def _section(path: KeyPath, root: type[BaseModel]) -> type[BaseModel] | None:
-    """Return the section class at a path, looking through lists; None for a plain value."""
+    """Return the section class at a path, also inside lists; None for a plain value."""
     owner: type[BaseModel] = root
     for part in path:
         if isinstance(part, int):
@@ -227,7 +228,7 @@ def _inner_section(annotation: Any) -> type[BaseModel] | None:
 
 
 def _plain(value: Any) -> Any:
-    """Return a default as YAML can write it."""
+    """Return a default in a form that YAML can represent."""
     if isinstance(value, tuple):
         return list(value)
     return str(value) if isinstance(value, Path) else value

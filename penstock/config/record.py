@@ -1,7 +1,7 @@
-"""The configuration that a run's folder keeps of itself, `RUN/config.yaml`, and what it allows.
+"""The record of the configuration in a run's folder, `RUN/config.yaml`, and the rules for resuming.
 
-A run that has a checkpoint goes on only under a configuration that leads to the same bits; a
-folder without one holds nothing that could be lost, and starts from step 0.
+A run with a checkpoint resumes only under a configuration that leads to the same bits. A folder
+without a checkpoint contains nothing that could be lost, and training starts from step 0.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _SEAL = b"# checksum of the lines above: "
 
 
 def has_checkpoint(run_dir: Path) -> bool:
-    """Tell whether a run's folder holds at least one finished checkpoint."""
+    """Return whether a run's folder contains at least one finished checkpoint."""
     return any((run_dir / "checkpoints").glob("step-*/state.json"))
 
 
 def check_run(config: Config, fresh: bool = False) -> bool:
-    """Return whether training would resume, or raise `ConfigError` if it must not go ahead.
+    """Return whether training would resume; raise `ConfigError` if it must not start.
 
-    With `fresh` the run's folder must be new or empty: nothing is ever deleted to make it so.
+    With `fresh` the run's folder must be new or empty: existing files are never deleted.
     """
     folder = config.run.dir
     if folder.exists() and not folder.is_dir():
@@ -53,7 +53,7 @@ def _holds_store(folder: Path) -> bool:
 
 
 def write_record(config: Config) -> Path:
-    """Write the configuration into the run's folder, whole or not at all; return its path."""
+    """Write the configuration atomically into the run's folder; return its path."""
     path = config.run.dir / FILE_NAME
     text = config.dump_yaml().encode()
     try:
@@ -67,15 +67,15 @@ def write_record(config: Config) -> Path:
 
 
 def verify_record(folder: Path) -> None:
-    """Raise `CorruptionError` if a run's record is not as it was written.
+    """Raise `CorruptionError` if a run's record has changed since it was written.
 
-    One that was written by hand, or by an older release, has no checksum.
+    A record that was written by hand, or by an older release, has no checksum.
     """
     path = folder / FILE_NAME
     try:
         text, seal, found = read_plain(path, MAX_BYTES).rpartition(_SEAL)
     except OSError:
-        return  # `load_run` says what is there instead
+        return  # `load_run` reports the problem instead
     expected, actual = found.rstrip(b"\n"), _checksum(text)
     if seal and expected != actual:
         raise CorruptionError(
@@ -90,7 +90,7 @@ def _checksum(text: bytes) -> bytes:
 
 
 def load_run(folder: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Return the configuration of an existing run, wherever its folder has been moved to.
+    """Return the configuration of an existing run, even if its folder has been moved.
 
     Raises `ConfigError` if the folder is no run.
     """
@@ -109,7 +109,7 @@ def load_run(folder: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def recorded_flash(folder: Path) -> Path | None:
-    """Return the `store.flash.path` under which a run was last trained, None if there was none."""
+    """Return the `store.flash.path` of the run's last training, None if there was none."""
     path = folder / FILE_NAME
     if not path.is_file():
         return None
@@ -122,7 +122,7 @@ def recorded_flash(folder: Path) -> Path | None:
 
 
 def _follow(data: dict, folder: Path) -> None:
-    """Point a record's paths into the run's folder, if they were within where that was."""
+    """Redirect a record's paths into the run's folder, if they were inside its old location."""
     match data:
         case {"run": {"dir": str(recorded)} as run}:
             run["dir"] = str(folder)

@@ -1,4 +1,4 @@
-"""The reference page of the configuration, made from the models so that it cannot be out of date.
+"""The reference page of the configuration, generated from the models so that it is never outdated.
 
 `python -m penstock.config.reference > docs/configuration.md` writes it; a test compares the two.
 """
@@ -93,7 +93,7 @@ def _table(rows: list[tuple[str, FieldInfo]]) -> str:
 
 
 def _values(annotation: Any) -> str:
-    """Return what may be written, in words."""
+    """Return the allowed values, in words."""
     if annotation is type(None):
         return "null"
     if get_origin(annotation) is Literal:

@@ -28,7 +28,7 @@ from penstock.errors import ConfigError
 
 
 class Config(Section):
-    """Everything that a run is told. Made by `load`, `Config.from_mapping`, or its constructor."""
+    """All settings of a run. Created by `load`, `Config.from_mapping`, or its constructor."""
 
     model: ModelField | None = Field(
         default=None,
@@ -139,7 +139,7 @@ class Config(Section):
     def from_mapping(
         cls, data: Mapping[str, Any], overrides: Sequence[str] = (), origin: Origin | None = None
     ) -> Config:
-        """Return the configuration that a plain mapping and `key=value` overrides describe.
+        """Return the configuration from a plain mapping and `key=value` overrides.
 
         Raises `ConfigError` with one line per problem, each naming the key and its place.
         """
@@ -158,7 +158,7 @@ class Config(Section):
         return self.optimizer.schedule.decay_steps or self.run.steps
 
     def more_steps(self) -> str:
-        """Return the overrides under which a run that has all its steps goes on."""
+        """Return the overrides under which a completed run can continue."""
         more = f"run.steps={2 * self.run.steps}"
         if self.optimizer.schedule.name not in DECAYING:
             return more
@@ -166,7 +166,7 @@ class Config(Section):
 
     @property
     def gradient_precision(self) -> Literal["fp32", "bf16"]:
-        """The type of kept gradients, with `auto` resolved."""
+        """The type of stored gradients, with `auto` resolved."""
         return self.precision if self.store.gradients == "auto" else self.store.gradients
 
     @property
@@ -176,7 +176,7 @@ class Config(Section):
 
     @property
     def tokenizer(self) -> str:
-        """The tokenizer of a data set that is yet to be built, with `auto` resolved."""
+        """The tokenizer of a data set that is not built yet, with `auto` resolved."""
         if self.data.tokenizer != "auto":
             return self.data.tokenizer
         return self.model.hf if isinstance(self.model, HuggingFaceModel) else "bytes"

@@ -1,4 +1,4 @@
-"""What all sections of the configuration share: strictness, and fields that explain themselves."""
+"""Base of all sections of the configuration: strict validation, and fields with descriptions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from pydantic_core import PydanticCustomError
 
 
 class Section(BaseModel):
-    """One section of the configuration: unknown keys refused, types strict, frozen once made."""
+    """One section of the configuration: unknown keys are rejected, types are strict, values are
+    frozen."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -68,7 +69,7 @@ Numbers = Annotated[tuple[float, ...], Field(strict=False)]
 Counts = Annotated[tuple[int, ...], Field(strict=False)]
 PathText = Annotated[Path, Field(strict=False), AfterValidator(_usable_path)]
 Place = Annotated[str, AfterValidator(_usable)]
-"""A path, or a word that stands for something that has none."""
+"""A path, or a word with a special meaning in place of a path."""
 Places = Annotated[tuple[Place, ...], Field(strict=False)]
 
 
@@ -82,7 +83,7 @@ def setting(
 ) -> Any:
     """Declare a field with its default, a sentence for people, and the unit of its number.
 
-    `example` is what the error message and the starter show where the default is null or empty.
+    The error message and the starter show `example` if the default is null or empty.
     """
     extra: dict[str, Any] = {}
     if unit is not None:
@@ -95,14 +96,14 @@ def setting(
 
 
 def section(factory: type[Section], description: str) -> Any:
-    """Declare a nested section, made of its defaults when the file does not mention it."""
+    """Declare a nested section; if the file does not mention it, it consists of its defaults."""
     return Field(default_factory=factory, description=description)
 
 
 def refuse(key: str, text: str) -> PydanticCustomError:
     """Return the error for `key` of the section being validated; the caller raises it.
 
-    The key travels in the context, because a validator of a whole section has no way of its own
-    to say which of its keys is at fault.
+    The key is passed in the context, because a validator of a whole section cannot otherwise name
+    the invalid key.
     """
     return PydanticCustomError("refused", "{text}", {"text": text, "key": key})

@@ -1,4 +1,4 @@
-"""Byte sizes as people write them: `4GiB`, `512MiB`, `2GB`, `1.5 TiB`; or a count of bytes."""
+"""Byte sizes in user notation: `4GiB`, `512MiB`, `2GB`, `1.5 TiB`; or a number of bytes."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ _PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 _EXPECTED = "expected a size such as 4GiB, 512MiB or 2GB"
 _MOST_DIGITS = 30
 _LEAST_COUNT = 1 << 16
-"""A smaller number without a unit is one whose unit was forgotten."""
+"""A smaller number without a unit is rejected: the unit was probably forgotten."""
 
 
 class ByteSize(int):
-    """A whole, positive number of bytes that prints in the largest unit that loses nothing."""
+    """A positive integer number of bytes, printed in the largest unit that is exact."""
 
     @classmethod
     def parse(cls, value: object) -> ByteSize:
-        """Return the size that an int or a text such as `4GiB` means.
+        """Return the size that an int or a string such as `4GiB` represents.
 
-        Raises `ValueError` whose text says what was expected, what came and what to do.
+        Raises `ValueError` whose text states the expected value, the actual value and the next
+        action.
         """
         if isinstance(value, ByteSize):
             return value
@@ -100,7 +101,7 @@ def size_or_auto(value: object) -> ByteSize | str:
 
 
 def size_above(size: int) -> str:
-    """Show a number of bytes rounded up, so that what is shown is enough."""
+    """Format a number of bytes rounded up, so that the printed size is sufficient."""
     for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if size >= unit / 10:
             return f"{math.ceil(100 * size / unit) / 100:.2f} {name}"

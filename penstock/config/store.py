@@ -68,5 +68,5 @@ class StoreConfig(Section):
 
     @property
     def holders(self) -> int:
-        """How many stores there are that hold a shard, and share what the sizes say."""
+        """The number of stores that hold a shard; they share the configured sizes."""
         return self.shards * self.replicas

@@ -1,4 +1,5 @@
-"""Text to a data set: read, tokenise, pack and split (`packing.py`), and publish all or nothing."""
+"""Builds a data set from text: read, tokenise, pack and split (`packing.py`), and publish
+atomically."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -15,9 +16,9 @@ from penstock.data.sources import Pair, TextPiece, find_files, read_pairs, read_
 from penstock.data.tokenizers import load_tokenizer, train_bpe, train_size
 from penstock.errors import ConfigError, DataError, did_you_mean
 
-# A tokenizer learns from at most about this much text, taken evenly from the whole: on 30 MB of
-# source code, 4096 tokens learned from half of it make 0.5% more tokens than learned from all of
-# it, and learning takes seconds whatever the size of the corpus.
+# A tokenizer is trained on at most about this much text, sampled evenly from the whole. On 30 MB of
+# source code, 4096 tokens trained on half of it produce 0.5% more tokens than those trained on all
+# of it. Training takes seconds whatever the size of the corpus.
 TRAINING_BYTES = 2**24
 
 Progress = Callable[[str, int, int], None]
@@ -26,13 +27,13 @@ _Part = TypeVar("_Part", TextPiece, Pair)
 
 @dataclass(frozen=True)
 class BuildReport:
-    """What was built.
+    """The result of a build.
 
     Attributes:
         path: the folder of the data set.
         manifest: its manifest.
         files: number of files read.
-        notes: what a person should know, one sentence each.
+        notes: messages for the user, one sentence each.
     """
 
     path: Path
@@ -43,7 +44,7 @@ class BuildReport:
 
 @dataclass
 class _Corpus:
-    """The input, to be gone through as often as needed."""
+    """The input, which can be read several times."""
 
     files: list[Path]
     on_progress: Progress
@@ -51,11 +52,11 @@ class _Corpus:
 
     @property
     def where(self) -> str:
-        """The input, for people."""
+        """The input, described for users."""
         return f"the {len(self.files)} input files" if len(self.files) > 1 else f"{self.files[0]}"
 
     def parts(self, read: Callable[[Path], Iterator[_Part]], phase: str) -> Iterator[_Part]:
-        """Yield what `read` makes of each file, in order, telling how far it is."""
+        """Yield the results of `read` for each file, in order, and report progress."""
         done = 0
         for path in self.files:
             for part in read(path):
@@ -89,29 +90,30 @@ def build_dataset(
     Args:
         inputs: text, .jsonl and .parquet files, and folders of them.
         tokenizer: `bytes`, `train-bpe:SIZE`, or the path of a tokenizer.
-        out: the folder to make; it appears complete or not at all.
-        validation: share of the documents that is held out, 0 (none) to less than 1.
-        seed: decides which documents are held out.
+        out: the folder to create; it appears complete or not at all.
+        validation: share of the documents that are held out, 0 (none) to less than 1.
+        seed: determines which documents are held out.
         content: "text", or "records": a prompt and a completion each, from .jsonl and .parquet
             files alone.
         field: field or column with the text, in .jsonl and .parquet files.
-        prompt_field: the same for the prompts of records.
-        completion_field: the same for their completions.
+        prompt_field: field or column with the prompts of records.
+        completion_field: field or column with their completions.
         glob: pattern for the names of files inside folders.
         exclude: patterns for files and folders inside folders that are left out.
-        chosen_from: what `inputs` were chosen from, if they were: what a run may ask for by name.
-        overwrite: replace a data set that is there, in one atomic operation.
+        chosen_from: the set from which `inputs` were chosen, if they were; a run may refer to it by
+            name.
+        overwrite: replace an existing data set, in one atomic operation.
         on_progress: called with (phase, input bytes done, input bytes in all).
         shard_bytes: size of a shard file, a multiple of 4.
-        chunk_bytes: how much one checksum covers, a multiple of 8.
+        chunk_bytes: bytes per checksum, a multiple of 8.
 
     Returns:
-        What was built.
+        The result of the build.
 
     Raises:
-        ConfigError: `validation`, `seed`, `content` or `tokenizer` is not of the form it must have.
-        DataError: an input is missing, empty or broken, or `out` is taken.
-        StorageError: the operating system refused to store something.
+        ConfigError: `validation`, `seed`, `content` or `tokenizer` is invalid.
+        DataError: an input is missing, empty or broken, or `out` already exists.
+        StorageError: the operating system refused a write.
     """
     _check_arguments(validation, seed, content)
     out = Path(out)

@@ -1,7 +1,8 @@
-"""`built_from.json`: what a data set was made from, so that nobody trains on it for another text.
+"""`built_from.json`: the inputs of a data set, so that no run trains on it in place of another
+text.
 
-It lies beside `dataset.json` and is not part of what identifies a data set: equal text from two
-places makes equal data sets. One that an older release built has none.
+It lies beside `dataset.json` and does not affect the identity of a data set: equal text from two
+places makes equal data sets. Data sets of older releases have no such file.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ _RECORD_FIELDS = ("prompt_field", "completion_field")
 
 
 class BuiltFrom(BaseModel):
-    """What `build_dataset` was asked for.
+    """The request to `build_dataset`.
 
-    `paths` are the inputs as absolute paths, `sample` is what `sample_of` made of their files.
+    `paths` are the inputs as absolute paths. `sample` is the result of `sample_of` for their files.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -36,7 +37,7 @@ class BuiltFrom(BaseModel):
     paths: list[str]
     sample: str
     content: Content
-    text_field: str = "text"  # older releases, which do not say it, had no other
+    text_field: str = "text"  # older releases do not record it and had no other
     prompt_field: str
     completion_field: str
     validation: float
@@ -52,7 +53,7 @@ class BuiltFrom(BaseModel):
         completion_field: str,
         validation: float,
     ) -> BuiltFrom:
-        """Return it, given the files that were found for the inputs."""
+        """Return the record, given the files that were found for the inputs."""
         return cls(
             input=[os.fspath(path) for path in inputs],
             paths=[os.path.abspath(path) for path in inputs],
@@ -65,15 +66,15 @@ class BuiltFrom(BaseModel):
         )
 
     def is_named_as(self, inputs: Sequence[str | os.PathLike[str]]) -> bool:
-        """Whether inputs are named as these were, or lie where these lay."""
+        """Whether inputs have the recorded names or the recorded paths."""
         names = [os.fspath(path) for path in inputs]
         return names == self.input or [os.path.abspath(name) for name in names] == self.paths
 
     def difference(self, wanted: BuiltFrom) -> tuple[str, object, object] | None:
-        """Return what is wanted otherwise: its name, how it was, how it is wanted.
+        """Return the differing settings: name, recorded value, wanted value.
 
-        Inputs that are named as they were may have been moved together with the data set, and the
-        same text may have been moved alone.
+        Inputs with unchanged names may have been moved together with the data set, and the same
+        text may have been moved alone.
         """
         if not self.is_named_as(wanted.input) and wanted.sample != self.sample:
             return "input", ", ".join(self.input), ", ".join(wanted.input)
@@ -85,16 +86,17 @@ class BuiltFrom(BaseModel):
         return None
 
     def write(self, folder: Path) -> None:
-        """Put it into a folder that has none; durable but for its name."""
+        """Write the record into a folder that has none; its content is durable, its name is not."""
         content = self.model_dump(mode="json")
         text = json.dumps(content | {"checksum": checksum_of(content)}, indent=1) + "\n"
         durable.write_file(folder / BUILT_FROM_NAME, text.encode())
 
 
 def sample_of(files: Sequence[Path]) -> str:
-    """Return a hash of the files' names, sizes, beginnings and ends; "" where one is gone.
+    """Return a hash of the files' names, sizes, beginnings and ends; "" if one is missing.
 
-    What is in between is not read: a corpus may be large, and this is asked whenever a run begins.
+    The middle of a file is not read: a corpus may be large, and every start of a run computes this
+    hash.
     """
     found = xxhash.xxh3_128()
     try:
@@ -111,7 +113,7 @@ def sample_of(files: Sequence[Path]) -> str:
 
 
 def read_built_from(folder: Path) -> BuiltFrom | None:
-    """Return what the data set in `folder` was made from; None where it does not say.
+    """Return the record of the data set in `folder`; None if there is no record.
 
     Raises:
         CorruptionError: the file has changed since it was written.

@@ -1,4 +1,4 @@
-"""Encoding and decoding in a process of their own, whose memory is limited (`tokenizer_worker`)."""
+"""Encoding and decoding in a separate process with limited memory (`tokenizer_worker`)."""
 
 import json
 import os
@@ -14,18 +14,18 @@ import numpy as np
 
 from penstock.errors import DataError
 
-# Twice what was measured of tokens that are a byte each, the most that a text can have: 190.
+# Twice the measured value, 190, for tokens of one byte each, the most that a text can have.
 MEMORY_PER_BYTE = 384
 LEAST_BYTES = 512 << 20
 _WORKER = Path(__file__).with_name("tokenizer_worker.py")
 
 
 class ContainedTokenizer:
-    """A tokenizer of the `tokenizers` library in a process that is started on first use.
+    """A tokenizer of the `tokenizers` library, in a process that is started at first use.
 
     Args:
-        content: what `tokenizer.json` holds.
-        name: what to show to people.
+        content: the content of `tokenizer.json`.
+        name: the name shown to users.
 
     Its methods may be called from several threads.
     """
@@ -39,7 +39,7 @@ class ContainedTokenizer:
         """Return the ids of each text, uint32 [n].
 
         Raises:
-            DataError: the tokenizer fails on one of them, or takes more memory than makes sense.
+            DataError: the tokenizer fails on one of them, or exceeds its memory limit.
         """
         contents = [text.encode() for text in texts]
         return [np.frombuffer(part, np.uint32) for part in self._ask("encode", contents)]
@@ -58,10 +58,10 @@ class ContainedTokenizer:
                     self._start()
                 return self._exchange(what, parts, most)
             except DataError:
-                raise  # it has answered, and takes the next request
+                raise  # it has answered, and accepts the next request
             except (OSError, EOFError, ValueError) as error:
                 raise self._died(what, size, most) from error
-            except BaseException:  # such as Ctrl-C: the answer would be taken for that of the next
+            except BaseException:  # such as Ctrl-C: the next request would receive this answer
                 self._leave()
                 raise
 
@@ -98,7 +98,8 @@ class ContainedTokenizer:
         return [_read(process.stdout, size) for size in answer["sizes"]]
 
     def _leave(self) -> "subprocess.Popen[bytes] | None":
-        """End the process, if there is one, and return it; the next request starts another."""
+        """End the process, if there is one, and return it; the next request starts another
+        process."""
         process, self._process = self._process, None
         if process is not None:
             _end(process)
@@ -118,7 +119,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
         if pipe is not None:
             try:
                 pipe.close()
-            except OSError:  # what was still to be written to a process that is gone
+            except OSError:  # unsent data for a process that has ended
                 continue
     try:
         process.wait(1)

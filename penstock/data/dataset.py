@@ -1,7 +1,8 @@
-"""Reading a data set: tokens by position, memory-mapped, each chunk checked before its first use.
+"""Reading a data set: tokens by position, memory-mapped; each chunk is verified before its first
+use.
 
-Opening looks at `dataset.json` and at file sizes only. A token is never handed out from a chunk
-whose checksum has not been compared in this process.
+Opening reads only `dataset.json` and file sizes. No token is returned from a chunk whose checksum
+has not been compared in this process.
 """
 
 import os
@@ -38,7 +39,7 @@ class TokenDataset:
     Attributes:
         path: its folder.
         manifest: the content of `dataset.json`.
-        fingerprint: identifies the content: equal for equal data sets, wherever they lie.
+        fingerprint: identifies the content: equal for equal data sets, whatever their paths.
     """
 
     def __init__(self, path: Path, manifest: Manifest, fingerprint: str) -> None:
@@ -60,9 +61,9 @@ class TokenDataset:
         """Open the data set in the folder `path`.
 
         Args:
-            path: a folder made by `penstock data build`.
-            verify: check every byte now. Without it, sizes are checked now and each chunk before
-                its first token is used.
+            path: a folder created by `penstock data build`.
+            verify: verify every byte now. Otherwise sizes are checked now, and each chunk before
+                its first use.
 
         Raises:
             DataError: there is no data set at `path`.
@@ -90,12 +91,12 @@ class TokenDataset:
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids that a token may have."""
+        """Number of possible token ids."""
         return self.manifest.vocab_size
 
     @property
     def content(self) -> Content:
-        """What its documents are: `text`, or `records` of a prompt and a completion."""
+        """The kind of its documents: `text`, or `records` of a prompt and a completion."""
         return self.manifest.content
 
     @property
@@ -105,16 +106,16 @@ class TokenDataset:
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """Names of the splits: `train`, and `validation` where there is one."""
+        """Names of the splits: `train`, and `validation` if there is one."""
         return tuple(self._splits)
 
     @property
     def bytes_per_token(self) -> float:
-        """UTF-8 bytes of text for one token, on average, ends of documents included."""
+        """UTF-8 bytes of text per token, on average, including end-of-document tokens."""
         return self.manifest.text_bytes / sum(s.tokens for s in self.manifest.splits.values())
 
     def tokenizer(self) -> Tokenizer:
-        """Return the tokenizer that made the tokens."""
+        """Return the tokenizer that produced the tokens."""
         return dataset_tokenizer(self.path)
 
     def tokens(self, split: str) -> int:
@@ -130,7 +131,7 @@ class TokenDataset:
         """Return tokens `start` to `stop` of `split`, a copy, uint16 or uint32 [stop - start].
 
         Raises:
-            DataError: the split has not so many tokens.
+            DataError: the split has fewer tokens.
             CorruptionError: a chunk among them fails its checksum.
         """
         source = self._split(split)
@@ -146,10 +147,10 @@ class TokenDataset:
         return self._split(split).document_ends()
 
     def records(self, split: str) -> RecordIndex:
-        """Return where the records of `split` lie; each is a document.
+        """Return the positions of the records of `split`; each record is a document.
 
         Raises:
-            DataError: the data set holds plain text, or has no such split.
+            DataError: the data set contains plain text, or has no such split.
         """
         if self.content != "records":
             raise DataError(f"data set {self.path} holds plain text, not prompts and completions")
@@ -157,10 +158,10 @@ class TokenDataset:
         return self._indexes[split]
 
     def verify(self, on_progress: Callable[[int, int], None] | None = None) -> int:
-        """Check every byte; return how many there were in what the manifest names.
+        """Verify every byte; return the number of bytes in the files that the manifest names.
 
         Args:
-            on_progress: called with (bytes checked, bytes in all) as it goes.
+            on_progress: called repeatedly with (bytes verified, total bytes).
 
         Raises:
             CorruptionError: a file is missing, has a wrong size or fails a checksum.
@@ -227,7 +228,8 @@ class _Split:
         return self._files[number].read(start * size, stop * size).view(self._dtype)
 
     def _check_tokens(self, name: str, content: np.ndarray, start: int) -> None:
-        """An id beyond the vocabulary would end in an engine, far from the file it came from."""
+        """An id beyond the vocabulary would cause an error in an engine, far from the file that
+        contains it."""
         tokens = content.view(self._dtype)
         greatest = int(tokens.max())
         if greatest >= self._vocab_size:
@@ -237,7 +239,7 @@ class _Split:
             )
 
     def document_ends(self) -> np.ndarray:
-        words = INDEX_ENTRY_BYTES[self._content] // 8  # the end is the first
+        words = INDEX_ENTRY_BYTES[self._content] // 8  # the end position comes first
         parts = [
             read_checked(self._folder, shard.index, self._chunk_bytes).view("<u8")[::words]
             for shard in self._shards
@@ -254,7 +256,7 @@ class _Split:
 
 
 def check_vocabulary(dataset: TokenDataset, model_vocab_size: int) -> None:
-    """Raise DataError if the data set may hold token ids that the model has no embedding for."""
+    """Raise DataError if the data set may contain token ids without an embedding in the model."""
     size = dataset.vocab_size
     if size > model_vocab_size:
         raise DataError(

@@ -1,7 +1,7 @@
-"""Checking stored bytes against the manifest: sizes when a data set is opened, checksums per chunk.
+"""Verifying stored bytes against the manifest: sizes at open, checksums per chunk.
 
-A message names the file, the bytes and both checksums, so that a bad disk can be told from a bad
-copy.
+A message names the file, the bytes and both checksums, so that a bad disk can be distinguished from
+a bad copy.
 """
 
 import mmap
@@ -18,7 +18,7 @@ ADVICE = "restore the file from a copy or build the data set again"
 
 
 def check_size(folder: Path, record: DataFileRecord) -> None:
-    """Raise CorruptionError unless the file is there with the size that the manifest says."""
+    """Raise CorruptionError unless the file exists with the size in the manifest."""
     path = folder / record.file
     try:
         size_bytes = path.stat().st_size if path.is_file() else None
@@ -35,7 +35,7 @@ def check_size(folder: Path, record: DataFileRecord) -> None:
 
 def map_file(folder: Path, record: DataFileRecord) -> np.ndarray:
     """Return the bytes of a file as a read-only memory map, uint8 [size]; nothing is read yet."""
-    if record.size_bytes == 0:  # the system refuses to map nothing
+    if record.size_bytes == 0:  # the system refuses to map an empty file
         return np.empty(0, dtype=np.uint8)
     try:
         return np.memmap(folder / record.file, dtype=np.uint8, mode="r", shape=record.size_bytes)
@@ -44,9 +44,9 @@ def map_file(folder: Path, record: DataFileRecord) -> np.ndarray:
 
 
 def release_pages(part: np.ndarray) -> None:
-    """Give back the pages under a part of a map: the system counts them as the process's memory.
+    """Release the pages of a part of a map, which the system counts as the process's memory.
 
-    Reading the part again brings them back, from the system's own cache while it has them.
+    A later read maps them again, from the page cache if they are still cached.
     """
     whole = part
     while isinstance(whole.base, np.ndarray):
@@ -62,7 +62,8 @@ def release_pages(part: np.ndarray) -> None:
 def check_chunk(
     folder: Path, record: DataFileRecord, content: np.ndarray, number: int, chunk_bytes: int
 ) -> None:
-    """Raise CorruptionError unless chunk `number` of `content`, uint8 [size], has its checksum."""
+    """Raise CorruptionError unless chunk `number` of `content`, uint8 [size], matches its
+    checksum."""
     start = number * chunk_bytes
     chunk = content[start : start + chunk_bytes]
     actual = xxhash.xxh3_128_hexdigest(chunk.data)
@@ -75,11 +76,12 @@ def check_chunk(
 
 
 class CheckedFile:
-    """A file of a data set, memory-mapped; each chunk is checked before its first use.
+    """A file of a data set, memory-mapped; each chunk is verified before its first use.
 
     Args:
-        folder, record, chunk_bytes: which file, and how much one checksum covers.
-        check: called with a chunk, uint8, and its first byte's place, once its checksum is right.
+        folder, record, chunk_bytes: the file, and the bytes per checksum.
+        check: called with a chunk, uint8, and the offset of its first byte, after the checksum
+            matched.
     """
 
     def __init__(
@@ -114,7 +116,7 @@ class CheckedFile:
 
 
 def read_checked(folder: Path, record: DataFileRecord, chunk_bytes: int) -> np.ndarray:
-    """Return a whole file, uint8 [size], every chunk of it checked."""
+    """Return a whole file, uint8 [size], with every chunk verified."""
     check_size(folder, record)
     content = map_file(folder, record)
     for number in range(len(record.chunks)):

@@ -1,17 +1,17 @@
-"""`dataset.json`: what a data set on disk consists of, and the rules it must obey.
+"""`dataset.json`: the files of a data set, and the rules of the format.
 
-A data set is a folder. Its tokens lie in shards `train-00000.bin`, `train-00001.bin`, ... as bare
-little-endian integers (uint16 where the vocabulary allows it, uint32 otherwise), one after the
-other, every document followed by one end-of-document token. Beside each shard lies an `.idx` file:
-for every document that ends in the shard, the position in the split just after its last token
-(uint64, little-endian). `dataset.json` names all of these files with their sizes and a checksum
-for every chunk, and carries a checksum of itself. Nothing else in the folder is ever read, except
-`tokenizer.json`, which it names too, and `built_from.json`, which only says where the text was.
+A data set is a folder. Its tokens are in shards `train-00000.bin`, `train-00001.bin`, ... as plain
+little-endian integers (uint16 if the vocabulary allows it, uint32 otherwise). One end-of-document
+token follows every document. Each shard has an `.idx` file: for every document that ends in the
+shard, the position in the split just after its last token (uint64, little-endian). `dataset.json`
+names all of these files with their sizes and a checksum for every chunk, and contains a checksum of
+itself. Nothing else in the folder is ever read, except `tokenizer.json`, which it also names, and
+`built_from.json`, which only records the inputs.
 
-In a data set of records every document is a prompt and its completion, and beside its end the index
-has the number of its tokens that are the prompt (uint64, at least 1, less than the document). Such
-a data set has version 2 and says `content: records`. Plain text keeps version 1, which has no
-`content`, so that what releases before records wrote and read stays the same to the byte.
+In a data set of records every document is a prompt and its completion, and besides its end the
+index contains the number of its prompt tokens (uint64, at least 1, less than the document). Such a
+data set has version 2 and says `content: records`. Plain text keeps version 1, which has no
+`content`, so that its files are byte-identical to those of releases before records.
 """
 
 import json
@@ -29,9 +29,9 @@ MANIFEST_NAME = "dataset.json"
 TOKENIZER_NAME = "tokenizer.json"
 INDEX_ENTRY_BYTES = {"text": 8, "records": 16}
 MAX_BYTES = 1 << 30
-"""A longer `dataset.json` is refused unread: 40 MB describe a data set of a terabyte."""
+"""A longer `dataset.json` is rejected unread: 40 MB describe a data set of a terabyte."""
 
-# A plain name: a manifest must not be able to point outside of its folder.
+# A plain name: a manifest must not refer to files outside its folder.
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$", max_length=120)]
 Checksum = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -72,7 +72,7 @@ class SplitRecord(_ManifestPart):
 
 
 class TokenizerRecord(_ManifestPart):
-    """Which tokenizer made the tokens; `data` is its file, absent for bytes."""
+    """The tokenizer that produced the tokens; `data` is its file, absent for bytes."""
 
     kind: Literal["bytes", "file"]
     name: str
@@ -81,7 +81,7 @@ class TokenizerRecord(_ManifestPart):
 
 
 class Manifest(_ManifestPart):
-    """The whole of `dataset.json` but for its own checksum."""
+    """The whole content of `dataset.json` except its own checksum."""
 
     format: Literal["penstock-dataset"]
     version: Version
@@ -102,7 +102,7 @@ class Manifest(_ManifestPart):
         return 2 if self.dtype == "uint16" else 4
 
     def files(self) -> list[DataFileRecord]:
-        """Every file of the data set but `dataset.json`, in a fixed order."""
+        """Every file of the data set except `dataset.json`, in a fixed order."""
         found = [self.tokenizer.data] if self.tokenizer.data else []
         for split in self.splits.values():
             for shard in split.shards:
@@ -142,13 +142,13 @@ class Manifest(_ManifestPart):
 
 
 def checksum_of(content: dict[str, Any]) -> str:
-    """Return the checksum that a table of a data set carries of itself."""
+    """Return the checksum that a JSON file of a data set contains of itself."""
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return xxhash.xxh3_128_hexdigest(canonical.encode())
 
 
 def dump_manifest(manifest: Manifest) -> str:
-    """Return the text of `dataset.json`: the manifest and, last, its own checksum."""
+    """Return the text of `dataset.json`: the manifest and then its own checksum."""
     content = manifest.model_dump(mode="json")
     if manifest.content == "text":
         del content["content"]
@@ -161,7 +161,7 @@ def load_manifest(folder: Path) -> tuple[Manifest, str]:
     The checksum covers the checksums of all files, so it identifies the data set's content.
 
     Raises:
-        DataError: the format version is not one that this release reads, or it cannot be read.
+        DataError: this release does not support the format version, or the file cannot be read.
         CorruptionError: it is not JSON, breaks a rule of the format, or fails its checksum.
     """
     path = folder / MANIFEST_NAME

@@ -1,8 +1,9 @@
-"""Documents to splits: tokenise in batches, decide what is held out, write shards and a manifest.
+"""Packing of documents into splits: tokenise in batches, select held-out documents, write the
+files.
 
-The split is by document, from a hash of (seed, number of the document), so neither the order of
-files nor their number matters to a document that keeps its number, and nothing is held in memory
-to decide it. The first document always trains.
+A hash of (seed, number of the document) selects the split of each document. The selection therefore
+does not depend on other files as long as a document keeps its number, and needs no memory. The
+first document is always in the training split.
 """
 
 from abc import ABC, abstractmethod
@@ -36,27 +37,27 @@ BATCH_PARTS = 4096
 
 HeldOutBy = Literal["document", "tail", "none"]
 _Part = TypeVar("_Part", TextPiece, Pair)
-_Record = tuple[np.ndarray, int]  # all its tokens; how many of them are the prompt
+_Record = tuple[np.ndarray, int]  # all its tokens; the number of prompt tokens
 
 
 def hash_share(seed: int, number: int) -> float:
-    """Return a number in [0, 1) that looks random and depends on (seed, number) alone."""
+    """Return a pseudo-random number in [0, 1) that depends only on (seed, number)."""
     key = seed.to_bytes(8, "little") + number.to_bytes(8, "little")
     return xxhash.xxh3_64_intdigest(key) / 2**64
 
 
 class Packer(ABC, Generic[_Part]):
-    """What packing text and packing records have in common; holds one batch of text at a time.
+    """Base of packing for text and records; holds one batch of text at a time.
 
     Args:
-        folder: where the files go; it must exist.
-        tokenizer: makes the tokens.
-        seed, validation: which documents are held out, and what share of them.
+        folder: the folder of the files; it must exist.
+        tokenizer: produces the tokens.
+        seed, validation: select the held-out documents, and their share.
         shard_bytes, chunk_bytes: as for `SplitWriter`.
 
     Attributes:
-        content: what its documents are.
-        notes: what a person should know, one sentence each.
+        content: the kind of its documents.
+        notes: messages for the user, one sentence each.
     """
 
     content: Content
@@ -98,7 +99,7 @@ class Packer(ABC, Generic[_Part]):
         self._write(batch)
 
     def finish(self, where: str) -> Manifest:
-        """Write what is left and `dataset.json`; `where` names the input to people."""
+        """Write the remaining data and `dataset.json`; `where` names the input in messages."""
         if not self._documents:
             raise DataError(self._nothing_in(where))
         splits, by = self._finish_splits()
@@ -120,7 +121,7 @@ class Packer(ABC, Generic[_Part]):
         return manifest
 
     def abandon(self) -> None:
-        """Close whatever files are still open."""
+        """Close all open files."""
         for writer in self._writers.values():
             writer.abandon()
 
@@ -148,7 +149,7 @@ class Packer(ABC, Generic[_Part]):
             yield ids
 
     def _split_of_document(self) -> Split:
-        """Where the document with the number of those so far goes."""
+        """The split of the document whose number is the count of the documents so far."""
         share = hash_share(self._seed, self._documents)
         return "validation" if self._documents and share < self._validation else "train"
 
@@ -172,7 +173,7 @@ class Packer(ABC, Generic[_Part]):
 
 
 class TextPacker(Packer[TextPiece]):
-    """Packs plain text, which comes in pieces of documents."""
+    """Packs plain text, which arrives in pieces of documents."""
 
     content: Content = "text"
     _pending = 0  # tokens of the document that is being written
@@ -220,16 +221,17 @@ class TextPacker(Packer[TextPiece]):
 
 
 class RecordPacker(Packer[Pair]):
-    """Packs prompts with their completions, each record a document.
+    """Packs prompts with their completions; each record is a document.
 
-    Prompt and completion are tokenised apart, so that no token lies across the border. The
+    Prompt and completion are tokenised separately, so that no token crosses the border. The
     end-of-document token follows the completion and belongs to it: a model learns to stop there.
-    It also stands in for a prompt without tokens, since something must come before the first
-    token that is to be predicted.
+    The same token replaces an empty prompt, since at least one token must precede the first
+    predicted token.
     """
 
     content: Content = "records"
-    # The newest record that trains, held back: it is held out after all if no other one is.
+    # The newest training record is kept back: it becomes the validation split if no other record
+    # does.
     _last: _Record | None = None
 
     def _characters(self, part: Pair) -> int:

@@ -1,4 +1,4 @@
-"""A random-looking order of n things, computed one place at a time.
+"""A pseudo-random permutation of n things, computed one place at a time.
 
 A Feistel network over a rectangle of about n cells is a bijection of its cells whatever its round
 function is; places that fall outside of n walk on until they fall inside (cycle walking), which
@@ -18,7 +18,7 @@ _MASK = 2**64 - 1
 
 
 def mix(values: np.ndarray) -> np.ndarray:
-    """Scramble uint64 values, each by itself, by a bijection."""
+    """Scramble uint64 values elementwise by a bijection."""
     values = values ^ (values >> np.uint64(30))
     values = values * np.uint64(0xBF58476D1CE4E5B9)
     values = values ^ (values >> np.uint64(27))
@@ -36,19 +36,19 @@ def key_of(*parts: int) -> int:
 
 
 def _mix_one(value: int) -> int:
-    """`mix` of a single value; many times faster than an array of one."""
+    """`mix` of a single value; many times faster than an array of length 1."""
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
     return value ^ (value >> 31)
 
 
 def permute(places: np.ndarray, n: int, key: int) -> np.ndarray:
-    """Return what stands at `places` of the order of 0 ... n-1 that belongs to `key`.
+    """Return the elements at `places` of the permutation of 0 ... n-1 that belongs to `key`.
 
     Args:
         places: int64 of any shape, each in [0, n).
         n: number of things, 1 to 2^62.
-        key: 64 bits; another key, another order.
+        key: 64 bits; each key selects a permutation.
 
     Returns:
         int64 of the same shape, each in [0, n).
@@ -70,7 +70,7 @@ def permute(places: np.ndarray, n: int, key: int) -> np.ndarray:
 def _network(cells: np.ndarray, height: int, width: int, rounds: list[np.uint64]) -> np.ndarray:
     row, column = cells // np.uint64(width), cells % np.uint64(width)
     for number, key in enumerate(rounds):
-        # Reduced before the sum, which must not wrap around 2^64.
+        # Reduced before the sum, which must not overflow 2^64.
         if number % 2 == 0:
             np.add(row, mix(column ^ key) % np.uint64(height), out=row)
             np.remainder(row, np.uint64(height), out=row)

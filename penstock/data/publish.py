@@ -1,8 +1,8 @@
-"""All or nothing: a folder is made aside, synced, and appears under its name in one rename.
+"""Atomic creation of a folder: built under a temporary name, synced, and renamed once.
 
-The folder `.NAME.building` beside the wanted one is held by a lock on itself. The kernel drops the
-lock when the process dies, so one left over from a killed build is known for what it is and is
-emptied by the next build; one that is in use is respected.
+The temporary folder `.NAME.building` lies beside the final one and is protected by a lock on
+itself. The kernel releases the lock when the process dies. The next build therefore recognises a
+folder of a killed build and empties it; a folder that is in use causes an error.
 """
 
 import contextlib
@@ -23,18 +23,19 @@ from penstock.io import durable
 def published_folder(
     out: Path, replaceable: Callable[[Path], bool] | None = None
 ) -> Iterator[Path]:
-    """Yield an empty folder that becomes `out` when the block ends, and vanishes if it fails.
+    """Yield an empty folder that becomes `out` at the end of the block, and is removed if the block
+    fails.
 
     Args:
-        out: the folder to make; its parents are made too.
-        replaceable: None refuses an existing `out`; otherwise says of an existing folder whether
-            it may be replaced (it never is where this says no).
+        out: the folder to create, with its parents.
+        replaceable: None rejects an existing `out`; otherwise returns whether an existing folder
+            may be replaced.
 
     Raises:
         DataError: `out` exists, or another process is building it.
-        StorageError: the operating system refused to store something, in here or in the block.
+        StorageError: the operating system refused a write, here or in the block.
     """
-    out = Path(os.path.realpath(out))  # a link stays, what it points to is replaced
+    out = Path(os.path.realpath(out))  # a link stays, its target is replaced
     aside = out.with_name(f".{out.name}.building")
     _refuse_existing(out, replaceable)
     with contextlib.ExitStack() as locks:
@@ -50,7 +51,7 @@ def published_folder(
                 _move(aside, out, locks)
                 durable.sync_folder(out.parent)
             finally:
-                # What failed half-way, or the folder that was replaced, or nothing.
+                # A failed build, or the replaced folder, or nothing.
                 shutil.rmtree(aside, ignore_errors=True)
         except OSError as error:
             raise StorageError(
@@ -74,7 +75,7 @@ def _refuse_existing(out: Path, replaceable: Callable[[Path], bool] | None) -> N
 
 
 def _claim(aside: Path, out: Path) -> int:
-    """Make and lock the folder `aside`, emptied; return the descriptor that holds the lock."""
+    """Create, lock and empty the folder `aside`; return the descriptor that holds the lock."""
     while True:
         with contextlib.suppress(FileExistsError):
             aside.mkdir()
@@ -108,7 +109,7 @@ def _lock(folder: Path) -> int:
 
 
 def _remove_empty(folders: list[Path]) -> None:
-    """Remove `folders`, the deepest first, up to one that holds something."""
+    """Remove `folders`, the deepest first, up to the first that is not empty."""
     with contextlib.suppress(OSError):
         for folder in folders:
             folder.rmdir()
@@ -122,11 +123,11 @@ def _is_still(path: Path, descriptor: int) -> bool:
 
 
 def _move(aside: Path, out: Path, locks: contextlib.ExitStack) -> None:
-    """Put `aside` in the place of `out`; what was there before is then at `aside`, or gone."""
+    """Rename `aside` to `out`; the previous folder is then at `aside`, or removed."""
     if not os.path.lexists(out):
         os.rename(aside, out)
         return
-    # The replaced folder takes the name `aside`: nobody may claim it before it is removed.
+    # The replaced folder takes the name `aside`: no other process may lock it before it is removed.
     locks.callback(os.close, _lock(out))
     if _exchange(aside, out):
         return
@@ -138,7 +139,8 @@ def _move(aside: Path, out: Path, locks: contextlib.ExitStack) -> None:
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Swap two names in one atomic operation; return False where the system has none."""
+    """Exchange two names in one atomic operation; return False if the system has no such
+    operation."""
     current_directory, exchange = -100, 2  # AT_FDCWD and RENAME_EXCHANGE, see renameat2(2)
     if not sys.platform.startswith("linux"):
         return False
@@ -149,7 +151,7 @@ def _exchange(first: Path, second: Path) -> bool:
         current_directory, os.fsencode(first), current_directory, os.fsencode(second), exchange
     ):
         number = ctypes.get_errno()
-        if number in (errno.ENOSYS, errno.EINVAL):  # the kernel or the file system cannot
+        if number in (errno.ENOSYS, errno.EINVAL):  # not supported by the kernel or the file system
             return False
         raise OSError(number, os.strerror(number), str(second))
     return True

@@ -1,7 +1,7 @@
-"""Where the records of a split lie: for each its first token, the end of its prompt, its end.
+"""Positions of the records of a split: for each its first token, the end of its prompt, its end.
 
-Entries are read as they are asked for, so an index may be larger than memory. Each is checked
-against the rules of the format, beyond its checksum: a record has a prompt and a completion.
+Entries are read on demand, so an index may be larger than memory. Besides the checksum, each entry
+is validated against the rules of the format: a record has a prompt and a completion.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,14 +15,14 @@ from penstock.data.manifest import INDEX_ENTRY_BYTES, ShardRecord
 from penstock.errors import CorruptionError, DataError
 
 _ENTRY_BYTES = INDEX_ENTRY_BYTES["records"]
-_BLOCK = 2**16  # entries that a walk through the whole index holds at once
+_BLOCK = 2**16  # entries in memory at once during a scan of the whole index
 
 
 @dataclass(frozen=True)
 class RecordSpans:
-    """Positions in a split of records in a row, each int64 [records].
+    """Positions of consecutive records in a split, each int64 [records].
 
-    A record is tokens `start` to `end`; its prompt ends, and its completion begins, at `border`.
+    A record is tokens `start` to `end`. Its prompt ends, and its completion begins, at `border`.
     """
 
     start: np.ndarray
@@ -31,12 +31,13 @@ class RecordSpans:
 
     @property
     def inputs(self) -> np.ndarray:
-        """How many tokens a model reads of each: all but the last, which it only predicts."""
+        """Number of tokens that a model reads per record: all but the last, which is only
+        predicted."""
         return self.end - self.start - 1
 
     @property
     def labels(self) -> np.ndarray:
-        """How many tokens a model is to predict of each: the completion and its end."""
+        """Number of tokens that a model predicts per record: the completion and its end."""
         return self.end - self.border
 
 
@@ -44,9 +45,9 @@ class RecordIndex:
     """The index of one split of a data set of records.
 
     Args:
-        folder: of the data set.
-        shards: the split's, in order.
-        chunk_bytes: how much one checksum covers.
+        folder: the folder of the data set.
+        shards: the shards of the split, in order.
+        chunk_bytes: bytes per checksum.
     """
 
     def __init__(self, folder: Path, shards: Sequence[ShardRecord], chunk_bytes: int) -> None:
@@ -61,21 +62,21 @@ class RecordIndex:
         return int(self._firsts[-1])
 
     def spans(self, first: int, stop: int) -> RecordSpans:
-        """Return where records `first` to `stop` lie.
+        """Return the positions of records `first` to `stop`.
 
         Raises:
-            DataError: there are not so many records.
+            DataError: there are fewer records.
             CorruptionError: a chunk of the index fails its checksum, or an entry breaks the rules.
         """
         if not 0 <= first <= stop <= len(self):
             raise DataError(f"records {first} to {stop} wanted, there are {len(self)}")
-        before = max(0, first - 1)  # a record begins where the one before it ends
+        before = max(0, first - 1)  # a record begins at the end of the previous record
         entries = self._entries(before, stop)
         ends = entries[:, 0]
         starts = np.concatenate([[0] if first == 0 else [], ends[:-1]]).astype(np.int64)
         own = entries[first - before :]
         spans = RecordSpans(starts, starts + own[:, 1], own[:, 0])
-        # In this order: an entry beyond 2^63 is negative here, and sums may wrap around.
+        # The order matters: an entry beyond 2^63 is negative here, and sums may overflow.
         right = (own[:, 1] > 0) & (own[:, 0] <= self._tokens) & (starts >= 0)
         right &= (own[:, 1] < own[:, 0]) & (spans.border > starts) & (spans.border < spans.end)
         if not right.all():
@@ -89,12 +90,12 @@ class RecordIndex:
         return spans
 
     def blocks(self) -> Iterator[RecordSpans]:
-        """Yield the spans of all records in order, a bounded number at a time."""
+        """Yield the positions of all records in order, a bounded number at a time."""
         for first in range(0, len(self), _BLOCK):
             yield self.spans(first, min(first + _BLOCK, len(self)))
 
     def longest(self) -> int:
-        """Return the most tokens that a model reads of any record."""
+        """Return the maximum number of tokens that a model reads of a record."""
         return max((int(spans.inputs.max()) for spans in self.blocks()), default=0)
 
     def _entries(self, first: int, stop: int) -> np.ndarray:

@@ -1,8 +1,9 @@
-"""Prompts with completions as training rows: one record per row, the loss on its completion alone.
+"""Training rows of prompts with completions: one record per row, with the loss on the completion
+only.
 
-A row reads all tokens of a record but the last, and is to predict, at each place, the next one.
-Labels of the prompt's own tokens and of the padding behind are ignored. Nothing masks the padding:
-a causal model's places see only what is before them, so none that has a label sees any of it.
+A row reads all tokens of a record but the last, and predicts at each position the next token.
+Labels of the prompt's tokens and of the padding are ignored. The padding needs no mask: a causal
+model's positions see only earlier positions, so no position with a label sees padding.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,19 +20,19 @@ from penstock.errors import DataError
 class RecordSource:
     """The records of a split, for a model that predicts the next token.
 
-    A record longer than a row loses the beginning of its prompt; the completion is never cut. One
-    whose completion leaves no room for a single token of the prompt is left out.
+    If a record is longer than a row, the beginning of its prompt is cut; the completion is never
+    cut. A record is skipped if its completion leaves no space for one token of the prompt.
 
     Args:
-        dataset: where the records are.
+        dataset: contains the records.
         split: "train" or "validation".
         sequence_length: T, tokens that the model sees at once.
-        seed: decides the order.
+        seed: determines the order.
 
     Attributes:
-        records: records in use; each comes once in so many samples.
-        shortened: how many of them lose the beginning of their prompt.
-        left_out: how many records are not in use.
+        records: number of records in use; each occurs once in so many samples.
+        shortened: number of records whose prompt is cut.
+        left_out: number of skipped records.
         padding: share of the tokens of all rows that is padding.
 
     Raises:
@@ -60,7 +61,7 @@ class RecordSource:
             read += int(spans.inputs[fits].clip(max=sequence_length).sum())
             longest = max(longest, int(spans.labels.max()))
             first += len(fits)
-        # Only what is left out is held, and it is usually nothing.
+        # Only the list of skipped records is held, which is usually empty.
         gone = np.concatenate(left_out)
         self._gaps = gone - np.arange(len(gone))
         self.left_out = len(gone)
@@ -76,7 +77,7 @@ class RecordSource:
     def batch(self, step: int, indices: Sequence[int], global_batch: int) -> Batch:
         """Return `input_ids` and `labels`, the next tokens, both int64 [len(indices), T].
 
-        Labels are -100 where the next token is the prompt's or padding.
+        Labels are -100 if the next token belongs to the prompt or the padding.
         """
         _, _, rows = sample_places(step, indices, global_batch, self.records, self.seed)
         return self._rows(rows)
@@ -91,18 +92,18 @@ class RecordSource:
 
     @property
     def samples_per_epoch(self) -> int:
-        """Samples in which every record in use comes once."""
+        """Number of samples in which every record in use occurs once."""
         return self.records
 
     def describe(self) -> str:
-        """Return one line for people."""
+        """Return a one-line description for users."""
         return (
             f"{self.split} split of {self.dataset.path}: {self.records:,} records in rows of "
             f"{self.sequence_length} tokens, {self.padding:.0%} of them padding"
         )
 
     def warnings(self) -> list[str]:
-        """Return a sentence for each way in which records are not used as they are."""
+        """Return a sentence for each kind of record that is cut or skipped."""
         total, where = len(self._index), f"{self.split} split"
         found = []
         if self.shortened:

@@ -1,8 +1,8 @@
-"""Which tokens sample `index` of step `step` sees: a pure function of (seed, step, index).
+"""The tokens of sample `index` of step `step`: a pure function of (seed, step, index).
 
-Sample number n = step * global_batch + index is place n mod W of epoch n div W, where the W
-windows of the split stand in an order that belongs to (seed, epoch). So there is no state: a run
-resumes at any step, on any number of engines, each of which asks for the indices it owns.
+Sample number n = step * global_batch + index is place n mod W of epoch n div W. The W windows of
+the split are permuted by (seed, epoch). There is therefore no state: a run resumes at any step, on
+any number of engines, and each engine requests the indices that it owns.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,27 +17,28 @@ from penstock.errors import DataError
 
 Batch = dict[str, np.ndarray]
 
-# Streams of random numbers that must not share their keys.
+# Random streams that must not share keys.
 _ORDER, _OFFSET, _CHOICE, _FATE, _WORD = range(5)
 
 
 class Source(Protocol):
-    """What the trainer asks of training data; any class with these methods will do.
+    """The interface of training data; any class with these methods can be used.
 
-    One that also has the attribute `samples_per_epoch` has its epochs counted.
+    If a class also has the attribute `samples_per_epoch`, epochs are counted.
     """
 
     def batch(self, step: int, indices: Sequence[int], global_batch: int) -> Batch:
         """Return rows `indices` of the global batch of `step`, each field [len(indices), ...].
 
-        Equal arguments give equal arrays, and a row depends on its own index alone.
+        Equal arguments give equal arrays, and a row depends only on its own index.
         """
 
     def evaluation_batches(self, batch_size: int, limit: int | None = None) -> Iterator[Batch]:
-        """Yield at most `limit` rows in a fixed order, `batch_size` at a time, the last fewer."""
+        """Yield at most `limit` rows in a fixed order, `batch_size` at a time; the last batch may
+        be smaller."""
 
     def describe(self) -> str:
-        """Return one line for people."""
+        """Return a one-line description for users."""
 
 
 def sample_places(
@@ -49,14 +50,14 @@ def sample_places(
         step: counted from 0.
         indices: each in [0, global_batch).
         global_batch: samples in a step.
-        rows: how many rows an epoch has; each comes once in it.
-        seed: decides the order.
+        rows: number of rows in an epoch; each occurs once.
+        seed: determines the order.
 
     Returns:
         three arrays int64 [len(indices)]: sample number, epoch, row in [0, rows).
 
     Raises:
-        DataError: the step is negative or an index lies outside of the global batch.
+        DataError: the step is negative or an index is outside the global batch.
     """
     index = np.asarray(indices, dtype=np.int64).reshape(-1)
     if step < 0 or (index.size and not 0 <= index.min() <= index.max() < global_batch):
@@ -85,7 +86,7 @@ def evaluation_rows(count: int, batch_size: int, limit: int | None) -> Iterator[
 
 
 class _Windows:
-    """Windows of one split: they do not overlap, and `extra` tokens past each are read too."""
+    """Windows of one split; they do not overlap, and `extra` tokens after each are read too."""
 
     def __init__(self, dataset: TokenDataset, split: str, length: int, extra: int) -> None:
         tokens = dataset.tokens(split)
@@ -102,10 +103,10 @@ class _Windows:
         self._length, self._extra = length, extra
 
     def read(self, windows: np.ndarray, epochs: np.ndarray | None, seed: int) -> np.ndarray:
-        """Return int64 [len(windows), length + extra]; without epochs, from the split's start.
+        """Return int64 [len(windows), length + extra]; without epochs, windows begin at the split's
+        start.
 
-        What the windows leave over at the end of the split is spread: each epoch begins at an
-        offset of its own.
+        The tokens left over at the end of the split vary: each epoch begins at its own offset.
         """
         rows = np.empty((len(windows), self._length + self._extra), dtype=np.int64)
         for number, window in enumerate(windows.tolist()):
@@ -120,13 +121,13 @@ class LanguageModelSource:
     """Windows of a split for a model that predicts the next token.
 
     Args:
-        dataset: where the tokens are.
+        dataset: contains the tokens.
         split: "train" or "validation".
         sequence_length: T, tokens that the model sees at once.
-        seed: decides the order.
+        seed: determines the order.
 
     Attributes:
-        windows_per_epoch: every window comes once in so many samples.
+        windows_per_epoch: number of samples in which every window occurs once.
 
     Raises:
         DataError: there is no such split, or it is shorter than T + 1 tokens.
@@ -151,21 +152,21 @@ class LanguageModelSource:
         return self._shifted(self._windows.read(row, epoch, self.seed))
 
     def evaluation_batches(self, batch_size: int, limit: int | None = None) -> Iterator[Batch]:
-        """Yield the split's windows in their order, at most `limit` of them.
+        """Yield the split's windows in order, at most `limit` of them.
 
-        The last batch may have fewer rows than `batch_size`; fewer tokens than a window at the end
-        of the split are left out.
+        The last batch may have fewer rows than `batch_size`. Tokens at the end of the split that do
+        not fill a window are skipped.
         """
         for rows in evaluation_rows(self.windows_per_epoch, batch_size, limit):
             yield self._shifted(self._windows.read(rows, None, self.seed))
 
     def describe(self) -> str:
-        """Return one line for people."""
+        """Return a one-line description for users."""
         return _describe(self.dataset, self.split, self.windows_per_epoch, self.sequence_length)
 
     @property
     def samples_per_epoch(self) -> int:
-        """Samples in which every window comes once."""
+        """Number of samples in which every window occurs once."""
         return self.windows_per_epoch
 
     @staticmethod
@@ -179,17 +180,18 @@ class LanguageModelSource:
 class MaskedLanguageModelSource:
     """Windows of a split for a model that restores masked tokens, as BERT was trained.
 
-    In every window 15% of the tokens (rounded, at least one; never an end of document) are to be
-    predicted: 80% of them become the mask token, 10% a random token, 10% stay as they are.
-    Source: J. Devlin et al., "BERT", NAACL 2019, section 3.1.
+    In every window 15% of the tokens (rounded, at least one; never an end of document) are
+    predicted: 80% of them become the mask token, 10% a random token, 10% stay as they are. Source:
+    J. Devlin et al., "BERT", NAACL 2019, section 3.1.
 
     Args:
         dataset, split, sequence_length, seed: as for LanguageModelSource.
-        mask_token_id: may lie beyond the data set's vocabulary, which a model's must then cover.
+        mask_token_id: may be outside the data set's vocabulary; the model's vocabulary must then
+            include it.
         mask_share: share of the tokens to predict.
 
     Attributes:
-        windows_per_epoch: every window comes once in so many samples.
+        windows_per_epoch: number of samples in which every window occurs once.
 
     Raises:
         DataError: there is no such split, or it is shorter than T tokens.
@@ -222,7 +224,7 @@ class MaskedLanguageModelSource:
     def batch(self, step: int, indices: Sequence[int], global_batch: int) -> Batch:
         """Return `input_ids`, `attention_mask` (ones), `labels`, all int64 [len(indices), T].
 
-        Labels are -100 where nothing is to be predicted. A window is masked anew in every epoch.
+        Labels are -100 if nothing is predicted. A window gets a new mask in every epoch.
         """
         number, epoch, row = sample_places(
             step, indices, global_batch, self.windows_per_epoch, self.seed
@@ -230,19 +232,19 @@ class MaskedLanguageModelSource:
         return self._masked(self._windows.read(row, epoch, self.seed), number, self.seed)
 
     def evaluation_batches(self, batch_size: int, limit: int | None = None) -> Iterator[Batch]:
-        """Yield the split's windows in their order, each masked in the same way every time."""
+        """Yield the split's windows in order, each with the same mask every time."""
         evaluation = key_of(self.seed, 1)
         for rows in evaluation_rows(self.windows_per_epoch, batch_size, limit):
             yield self._masked(self._windows.read(rows, None, self.seed), rows, evaluation)
 
     def describe(self) -> str:
-        """Return one line for people."""
+        """Return a one-line description for users."""
         line = _describe(self.dataset, self.split, self.windows_per_epoch, self.sequence_length)
         return f"{line}, {self.mask_share:.0%} masked"
 
     @property
     def samples_per_epoch(self) -> int:
-        """Samples in which every window comes once."""
+        """Number of samples in which every window occurs once."""
         return self.windows_per_epoch
 
     def _masked(self, tokens: np.ndarray, numbers: np.ndarray, seed: int) -> Batch:
@@ -263,7 +265,7 @@ class MaskedLanguageModelSource:
         }
 
     def _random(self, numbers: np.ndarray, seed: int, stream: int) -> np.ndarray:
-        """Random bits that depend on (seed, stream, number, position) alone, uint64 [rows, T]."""
+        """Random bits that depend only on (seed, stream, number, position), uint64 [rows, T]."""
         keys = [key_of(seed, stream, number) for number in numbers.tolist()]
         positions = np.arange(self.sequence_length, dtype=np.uint64)
         counter = (positions + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
@@ -275,10 +277,10 @@ class ArraySource:
 
     Args:
         arrays: by field name, each [rows, ...]; batches have the same fields.
-        seed: decides the order.
+        seed: determines the order.
 
     Attributes:
-        rows: number of rows; every row comes once in so many samples.
+        rows: number of rows; every row occurs once in so many samples.
 
     Raises:
         DataError: there are no arrays, no rows, or not equally many.
@@ -303,12 +305,12 @@ class ArraySource:
         return {name: array[row] for name, array in self.arrays.items()}
 
     def evaluation_batches(self, batch_size: int, limit: int | None = None) -> Iterator[Batch]:
-        """Yield the rows in their order, at most `limit`; the last batch may be smaller."""
+        """Yield the rows in order, at most `limit`; the last batch may be smaller."""
         for rows in evaluation_rows(self.rows, batch_size, limit):
             yield {name: array[rows] for name, array in self.arrays.items()}
 
     def describe(self) -> str:
-        """Return one line for people."""
+        """Return a one-line description for users."""
         fields = ", ".join(
             f"{name} {array.dtype}{list(array.shape[1:])}" for name, array in self.arrays.items()
         )
@@ -316,7 +318,7 @@ class ArraySource:
 
     @property
     def samples_per_epoch(self) -> int:
-        """Samples in which every row comes once."""
+        """Number of samples in which every row occurs once."""
         return self.rows
 
     def __repr__(self) -> str:

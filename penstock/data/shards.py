@@ -1,7 +1,7 @@
-"""Writing shards: tokens and document ends go to disk in checksummed chunks as they come.
+"""Writing shards: tokens and document ends are written to disk in checksummed chunks.
 
-Checksums are taken of what is in memory before it is written, so that what the disk made of it is
-found out when it is read. Nothing here holds more than a chunk of data.
+Checksums are computed in memory before the write, so that a later read detects an error of the
+disk. At most one chunk of data is in memory.
 """
 
 from pathlib import Path
@@ -20,14 +20,14 @@ from penstock.data.manifest import (
 )
 from penstock.io import durable
 
-# Checksums are verified per chunk on first use; a random window should not cost much more reading
-# than itself, and one checksum per MiB keeps dataset.json at 40 MB per TB.
+# Checksums are verified per chunk at first use. A random window should cause little more reading
+# than its own size, and one checksum per MiB keeps dataset.json at 40 MB per TB.
 CHUNK_BYTES = 2**20
 SHARD_BYTES = 2**28
 
 
 class DataSetFile:
-    """A file that is written once, front to back, with a checksum for every `chunk_bytes`."""
+    """A file that is written once, sequentially, with a checksum for every `chunk_bytes`."""
 
     def __init__(self, path: Path, chunk_bytes: int) -> None:
         self.path = path
@@ -53,7 +53,7 @@ class DataSetFile:
             view = view[self._file.write(view) :]
 
     def finish(self) -> DataFileRecord:
-        """Write what is pending, sync the file to the disk and close it."""
+        """Write pending data, sync the file and close it."""
         if self._pending:
             self._put(len(self._pending))
         durable.sync(self._file.fileno())
@@ -61,7 +61,7 @@ class DataSetFile:
         return DataFileRecord(file=self.path.name, size_bytes=self.size_bytes, chunks=self._chunks)
 
     def abandon(self) -> None:
-        """Close the file as it is; closing one that is finished does nothing."""
+        """Close the file as it is; does nothing to a finished file."""
         self._file.close()
 
 
@@ -69,13 +69,13 @@ class SplitWriter:
     """Writes one split: `append` tokens, `end_document` after each document, `finish` at the end.
 
     Args:
-        folder: where the files go; it must exist.
+        folder: the folder of the files; it must exist.
         split: "train" or "validation", the stem of the file names.
         dtype: "uint16" or "uint32".
-        shard_bytes: where one shard ends and the next begins; a multiple of the token size.
-            Documents may cross that line.
-        chunk_bytes: how much one checksum covers; a multiple of 8.
-        content: "text", or "records", whose prompts `end_document` is told of.
+        shard_bytes: size of a shard; a multiple of the token size. Documents may cross the
+            boundary.
+        chunk_bytes: bytes per checksum; a multiple of 8.
+        content: "text", or "records", whose prompt lengths are passed to `end_document`.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class SplitWriter:
         self._index: DataSetFile | None = None
 
     def append(self, ids: np.ndarray) -> None:
-        """Append token ids, int [n], already known to be within the vocabulary."""
+        """Append token ids, int [n]; the caller has checked them against the vocabulary."""
         while ids.size:
             if self._data is None or self._room() == 0:
                 self._next_shard()
@@ -110,10 +110,10 @@ class SplitWriter:
             ids = ids[part.size :]
 
     def end_document(self, prompt_tokens: int | None = None) -> None:
-        """Note that the document ends after the last token appended.
+        """Mark the end of a document after the last appended token.
 
         Args:
-            prompt_tokens: of a record, how many of its tokens are the prompt.
+            prompt_tokens: for a record, the number of its tokens that are the prompt.
         """
         assert self._index is not None, "a document has at least its end-of-document token"
         words = (self.tokens,) if prompt_tokens is None else (self.tokens, prompt_tokens)
@@ -147,12 +147,12 @@ class SplitWriter:
         self._data = self._index = None
 
     def finish(self) -> SplitRecord:
-        """Write and sync what is left; return the record for the manifest."""
+        """Write and sync the remaining data; return the record for the manifest."""
         self._finish_shard()
         return SplitRecord(tokens=self.tokens, documents=self.documents, shards=self._shards)
 
     def abandon(self) -> None:
-        """Close the files as they are; for when the build has failed."""
+        """Close the files as they are, after a failed build."""
         for file in (self._data, self._index):
             if file is not None:
                 file.abandon()
@@ -163,8 +163,8 @@ def cut_tail(
 ) -> SplitRecord:
     """Move all tokens of `train` past the first `keep_tokens` to `writer`; return what is left.
 
-    A document that lies across the cut becomes two documents. The files are changed in place, so
-    the tail alone is copied, however large the split is.
+    A document across the cut becomes two documents. The files are changed in place, so only the
+    tail is copied, whatever the size of the split.
     """
     kept: list[ShardRecord] = []
     start = 0

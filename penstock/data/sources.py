@@ -1,8 +1,8 @@
-"""Where text comes from: text files, JSON Lines, Parquet, and folders of them.
+"""Sources of text: text files, JSON Lines, Parquet, and folders of them.
 
-Plain documents come as pieces of bounded length, in a fixed order, so that neither a corpus nor a
-single document need fit in memory; prompts with their completions come one by one. Every complaint
-names the file and the record.
+Plain documents are yielded as pieces of bounded length, in a fixed order, so neither a corpus nor a
+single document must fit in memory. Prompts with their completions are yielded one by one. Every
+error names the file and the record.
 """
 
 import codecs
@@ -23,12 +23,12 @@ from penstock.errors import DataError, did_you_mean
 PIECE_CHARACTERS = 2**18
 BLOCK_BYTES = 2**18
 
-# Where a text may be cut without changing how GPT-2's word splitting sees either side: after a
-# line break, or before a space, with something other than white space on both sides of it.
+# Places where a text may be cut without changing GPT-2's word splitting on either side: after a
+# line break, or before a space, with other characters than white space on both sides.
 _LINE_CUT = re.compile(r"(?<=\S)\n(?=\S)")
 _SPACE_CUT = re.compile(r"(?<=\S) (?=\S)")
 
-_Row = tuple[str, tuple[str, ...], int]  # where it is from, the fields' texts, bytes of input
+_Row = tuple[str, tuple[str, ...], int]  # place in the input, the fields' texts, bytes of input
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class TextPiece:
     """Part of a document.
 
     Attributes:
-        record: where it is from, for people: `file`, `file:line` or `file, row n`.
+        record: place in the input, for users: `file`, `file:line` or `file, row n`.
         text: valid Unicode, at most about PIECE_CHARACTERS long.
         ends_document: whether it is the last piece of its document.
-        input_bytes: about how many bytes of input it took, for progress.
+        input_bytes: approximate bytes of input, for progress.
     """
 
     record: str
@@ -50,13 +50,13 @@ class TextPiece:
 
 @dataclass(frozen=True)
 class Pair:
-    """A prompt and what is to follow it.
+    """A prompt and its completion.
 
     Attributes:
-        record: where it is from, for people: `file:line` or `file, row n`.
+        record: place in the input, for users: `file:line` or `file, row n`.
         prompt: valid Unicode, may be empty.
         completion: valid Unicode, not empty.
-        input_bytes: about how many bytes of input it took, for progress.
+        input_bytes: approximate bytes of input, for progress.
     """
 
     record: str
@@ -67,7 +67,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Field:
-    """A field of JSON objects or a column: its name, and what names another one."""
+    """A field of JSON objects or a column: its name, and the option that sets the name."""
 
     name: str
     option: str = "--field or data.text_field"
@@ -79,11 +79,11 @@ def find_files(
     """Return the files to read: the inputs in their order, folders walked in sorted order.
 
     Args:
-        inputs: files, folders and patterns such as `texts/*.txt` (`**` for any depth). In
-            folders, names that begin with a dot are left out.
+        inputs: files, folders and patterns such as `texts/*.txt` (`**` for any depth). In folders,
+            names that begin with a dot are skipped.
         glob: pattern that a file's name inside a folder must match, such as `*.py`.
-        exclude: patterns; a file or folder inside a folder is left out if its name or its path
-            from that folder matches one.
+        exclude: patterns; a file or folder inside a folder is excluded if its name or its path from
+            that folder matches one.
 
     Raises:
         DataError: an input does not exist, is neither file nor folder, or there is no file at all.
@@ -110,7 +110,7 @@ def find_files(
 
 
 def _expand(one: str) -> list[Path]:
-    """The paths that match a pattern; a path that exists stands for itself, whatever its name."""
+    """The paths that match a pattern; an existing path stands for itself, whatever its name."""
     if os.path.lexists(one) or not has_magic(one):
         return [Path(one)]
     return [Path(match) for match in sorted(expand_pattern(one, recursive=True))] or [Path(one)]
@@ -136,13 +136,13 @@ def _walk(folder: Path, glob: str | None, exclude: Sequence[str]) -> Iterator[Pa
 
 
 def read_pieces(path: Path, field: str = "text") -> Iterator[TextPiece]:
-    """Yield the documents of a file, piece by piece; empty documents are left out.
+    """Yield the documents of a file, piece by piece; empty documents are skipped.
 
-    `.jsonl` holds one JSON object per line with the text in `field`, `.parquet` has a column
-    `field`; any other file is UTF-8 text and one document. A byte order mark is dropped.
+    `.jsonl` contains one JSON object per line with the text in `field`, `.parquet` has a column
+    `field`. Any other file is UTF-8 text and one document. A byte order mark is removed.
 
     Raises:
-        DataError: the file cannot be read or is broken; names the place.
+        DataError: the file cannot be read or is corrupt; the message names the place.
     """
     reader = _READERS.get(path.suffix.lower())
     try:
@@ -161,8 +161,8 @@ def read_pairs(
     """Yield the prompts of a `.jsonl` or `.parquet` file with their completions, in order.
 
     Raises:
-        DataError: it is another kind of file, cannot be read or is broken, or a completion is
-            empty; names the place.
+        DataError: the file has another type, cannot be read or is corrupt, or a completion is
+            empty; the message names the place.
     """
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
@@ -188,7 +188,8 @@ def read_pairs(
 
 
 def _cut_position(text: str) -> int:
-    """The last good place to cut `text`, past its middle; its length where there is none."""
+    """The last allowed place to cut `text`, after its middle; its length if there is no such
+    place."""
     for pattern, offset in ((_LINE_CUT, 1), (_SPACE_CUT, 0)):
         cut = -1
         for match in pattern.finditer(text, len(text) // 2):
@@ -224,7 +225,7 @@ def _text_file(path: Path) -> Iterator[TextPiece]:
                 raise _not_utf8(str(path), position - undecoded + error.start, error) from None
             held += text.removeprefix("\ufeff") if position == 0 else text
             position += len(block)
-            # One character too many is kept back, so that the last piece is never empty.
+            # One extra character is kept back, so that the last piece is never empty.
             while len(held) > PIECE_CHARACTERS:
                 cut = _cut_position(held[:PIECE_CHARACTERS])
                 yield TextPiece(str(path), held[:cut], False, len(held[:cut].encode()))
@@ -280,7 +281,7 @@ def _fields_of(record: str, line: str, fields: Sequence[Field]) -> tuple[str, ..
 
 
 def _other_field(field: Field, present: Iterable[str]) -> str:
-    """What to do about a field that is not there."""
+    """Advice for a missing field."""
     advice = f"name another one with {field.option}"
     if field == Field("text") and {"prompt", "completion"} <= set(present):
         return (

@@ -1,12 +1,12 @@
-"""A process that encodes and decodes with a tokenizer of somebody else's making.
+"""A process that encodes and decodes with an untrusted tokenizer.
 
-A `tokenizer.json` is a program: its normaliser can write a gigabyte for a word, and its regular
-expressions can give up in a panic of the library. In a process of its own, with a limit on its
-memory, neither reaches the run. It runs as a file by itself, and so imports nothing of Penstock.
+A `tokenizer.json` is a program: its normaliser can write a gigabyte for one word, and its regular
+expressions can cause a panic of the library. A separate process with a memory limit protects the
+run from both. The process runs this file alone and imports nothing of Penstock.
 
-Standard input brings requests, standard output takes answers: a line of JSON each, and the bytes
-that it announces. A request is `load` with a tokenizer, `encode` with UTF-8 texts, or `decode` with
-ids; an answer has the tokens or the text, or an `error`.
+Requests arrive on standard input, responses leave on standard output. Each is a line of JSON,
+followed by the bytes that the line announces. A request is `load` with a tokenizer, `encode` with
+UTF-8 texts, or `decode` with ids. A response contains the tokens or the text, or an `error`.
 """
 
 import contextlib
@@ -25,8 +25,8 @@ _LOOK_SECONDS = 1.0
 
 
 def main() -> None:
-    """Answer requests until standard input ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
+    """Answer requests until the end of standard input."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the parent process
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def _end_with(parent: int) -> None:
-    """End this process when the one that asks is gone: a text may take for ever to encode."""
+    """End this process when its parent has ended: encoding a text may never end."""
     while os.getppid() == parent:
         time.sleep(_LOOK_SECONDS)
     os._exit(1)
@@ -77,10 +77,11 @@ class _TokenizerWorker:
 
 
 def _limit_memory(more_bytes: int) -> None:
-    """Let this process have so much more than it has now; beyond, the library ends it.
+    """Limit this process to its present memory plus this amount; beyond the limit, the library
+    aborts.
 
-    What threads only reserve does not count, unlike with a limit on the address space. A system
-    that does not say what a process has sets no limit.
+    Memory that threads only reserve does not count, unlike with a limit on the address space. No
+    limit is set if the system does not report the present memory.
     """
     used = None
     with contextlib.suppress(FileNotFoundError), open("/proc/self/status") as status:

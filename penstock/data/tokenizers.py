@@ -1,8 +1,8 @@
-"""Text to token ids and back: raw bytes, a byte-level BPE trained here, or anyone's tokenizer.json.
+"""Text to token ids and back: raw bytes, a byte-level BPE trained here, or any tokenizer.json.
 
-Text is only ever text. The name of a special token inside a document (`<|endoftext|>`, say) is
-encoded like any other characters, so that no document can forge a boundary. Special tokens are
-added by Penstock alone, as ids.
+Text never contains special tokens. The name of a special token inside a document (for example
+`<|endoftext|>`) is encoded like any other characters, so that no document can forge a boundary.
+Only Penstock adds special tokens, as ids.
 """
 
 import contextlib
@@ -26,17 +26,17 @@ END_OF_TEXT = "<|endoftext|>"
 BYTE_VOCABULARY = 257
 LARGEST_VOCABULARY = 2**24
 LARGEST_FILE_BYTES = 2**30  # a vocabulary of a million tokens takes some 50 MB
-# What tokenizers that do not name their own end-of-document token usually call it.
+# Usual names of the end-of-document token in tokenizers that do not name their own.
 KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[SEP]")
 _ENCODING_RULES = ("normalizer", "pre_tokenizer", "model", "added_tokens")
 CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 
 
 class Tokenizer(Protocol):
-    """What the rest of Penstock asks of a tokenizer.
+    """The interface of a tokenizer.
 
     Attributes:
-        name: what to show to people.
+        name: the name shown to users.
         vocab_size: ids are 0 ... vocab_size - 1.
         end_of_document: the id that follows every document.
     """
@@ -80,11 +80,11 @@ class ByteTokenizer:
         return END_OF_TEXT.join(texts)
 
     def token_id(self, token: str) -> int | None:
-        """Return the id of the end of text; there are no other tokens with a name."""
+        """Return the id of the end of text; no other token has a name."""
         return self.end_of_document if token == END_OF_TEXT else None
 
     def to_json(self) -> str:
-        """Return the same tokenizer for other tools: a byte-level BPE without a single merge."""
+        """Return the same tokenizer for other tools: a byte-level BPE without merges."""
         from tokenizers import AddedToken, decoders, models, pre_tokenizers
         from tokenizers import Tokenizer as Library
 
@@ -97,13 +97,13 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """A tokenizer of the `tokenizers` library, as `tokenizer.json` holds it.
+    """A tokenizer of the `tokenizers` library, as in `tokenizer.json`.
 
-    It encodes and decodes in a process of its own, since what it does is up to whoever made it.
+    It encodes and decodes in a separate process, since the file is untrusted.
 
     Args:
         tokenizer: the library's object; its padding and truncation are switched off.
-        name: what to show to people.
+        name: the name shown to users.
         end_of_document: the id of the token that ends a document.
         vocab_size: a limit below the tokenizer's own vocabulary, from the model's configuration.
     """
@@ -122,7 +122,7 @@ class FileTokenizer:
         self._json = tokenizer.to_str(pretty=True)
         self._contained = ContainedTokenizer(self._json, name)
         self.name = name
-        # Not the number of tokens: ids may have holes.
+        # Not the number of tokens: ids may have gaps.
         own = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self.vocab_size = min(own, vocab_size or own)
         self.end_of_document = end_of_document
@@ -145,13 +145,13 @@ class FileTokenizer:
 
 
 def encodes_as(tokenizer: Tokenizer, folder: Path) -> bool:
-    """Tell whether `tokenizer` and the one in a folder turn any text into the same ids.
+    """Return whether `tokenizer` and the tokenizer in a folder turn every text into the same ids.
 
-    Names, templates of whole prompts and the token that ends a document make no difference. A
-    folder without a tokenizer.json has none to differ from.
+    Names, templates of whole prompts and the end-of-document token are not compared. A folder
+    without a tokenizer.json has no difference.
 
     Raises:
-        DataError: the folder's cannot be read.
+        DataError: the folder's tokenizer cannot be read.
     """
     file = folder / TOKENIZER_NAME
     try:
@@ -171,8 +171,8 @@ def _rules(content: str) -> dict[str, Any]:
 def export_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int | None = None) -> None:
     """Write `tokenizer` into `folder` so that `AutoTokenizer.from_pretrained` loads it.
 
-    Byte tokens come out as a byte-level BPE without merges: the same ids for the same text. With
-    `max_length`, it truncates to the tokens that the model takes, and warns beyond them.
+    Byte tokens become a byte-level BPE without merges: the same ids for the same text. With
+    `max_length`, the tokenizer truncates to the model's number of tokens and warns beyond it.
     """
     (folder / TOKENIZER_NAME).write_text(tokenizer.to_json(), encoding="utf-8")
     end = tokenizer.decode([tokenizer.end_of_document])
@@ -207,10 +207,10 @@ def _byte_characters() -> list[str]:
 
 
 def train_size(spec: str) -> int | None:
-    """Return SIZE of `train-bpe:SIZE`, or None if `spec` is something else.
+    """Return SIZE of `train-bpe:SIZE`, or None if `spec` has another form.
 
     Raises:
-        ConfigError: SIZE is not a number that a byte-level vocabulary can have.
+        ConfigError: SIZE is not a valid size of a byte-level vocabulary.
     """
     if spec.partition(":")[0] != "train-bpe":
         return None
@@ -227,8 +227,8 @@ def train_size(spec: str) -> int | None:
 def train_bpe(texts: Iterator[str], size: int) -> FileTokenizer:
     """Train a byte-level BPE of at most `size` tokens, one of which is `<|endoftext|>`.
 
-    Words are cut out as GPT-2 does. A text too poor for so many merges gives fewer tokens. The
-    same texts give the same tokenizer.
+    Words are split as in GPT-2. A text with too few merges gives fewer tokens. The same texts give
+    the same tokenizer.
     """
     from tokenizers import Tokenizer as Library
     from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -245,7 +245,7 @@ def train_bpe(texts: Iterator[str], size: int) -> FileTokenizer:
     failure: list[BaseException] = []
 
     def guarded() -> Iterator[str]:
-        # The library wraps what an iterator raises in an exception of its own.
+        # The library wraps an iterator's exception in an exception of its own.
         try:
             yield from texts
         except BaseException as error:
@@ -264,10 +264,10 @@ def load_tokenizer(spec: str) -> Tokenizer:
 
     Args:
         spec: `bytes`, the path of a tokenizer.json, or of a folder with one in it: a Hugging Face
-            model or tokenizer, or a data set, whose tokenizer is then used again.
+            model or tokenizer, or a data set, whose tokenizer is reused.
 
     Raises:
-        DataError: there is no such file, it is broken, or it has no end-of-document token.
+        DataError: there is no such file, it is corrupt, or it has no end-of-document token.
     """
     if spec == "bytes":
         return ByteTokenizer()
@@ -305,7 +305,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
 
 
 def dataset_tokenizer(folder: Path) -> Tokenizer:
-    """Return the tokenizer that made the data set in `folder`."""
+    """Return the tokenizer that produced the data set in `folder`."""
     manifest, _ = load_manifest(folder)
     if manifest.tokenizer.kind == "bytes":
         return ByteTokenizer()
@@ -322,10 +322,10 @@ def _parse(content: bytes, file: Path) -> "library.Tokenizer":
 
     try:
         tokenizer = Library.from_str(content.decode())
-    except Exception as error:  # the library raises nothing narrower
+    except Exception as error:  # the library raises no narrower class
         raise DataError(f"{file} is not a tokenizer of the `tokenizers` library: {error}") from None
     largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
-    if largest >= LARGEST_VOCABULARY:  # the library takes memory for every id below, used or not
+    if largest >= LARGEST_VOCABULARY:  # the library allocates memory up to the largest id
         raise DataError(
             f"{file} has a token with id {largest}; ids below {LARGEST_VOCABULARY} were expected"
         )
@@ -333,7 +333,7 @@ def _parse(content: bytes, file: Path) -> "library.Tokenizer":
 
 
 def _json_file(path: Path) -> dict[str, Any]:
-    """The object in a JSON file that need not be there."""
+    """The object in an optional JSON file."""
     try:
         content = json.loads(read_plain(path, LARGEST_FILE_BYTES))
     except FileNotFoundError:
@@ -346,7 +346,7 @@ def _json_file(path: Path) -> dict[str, Any]:
 
 
 def _end_token(tokenizer: "library.Tokenizer", file: Path) -> int:
-    """The end-of-document token: what the files beside it say, else a name that is well known."""
+    """The end-of-document token: from the files beside the tokenizer, else a well-known name."""
     named = []
     for name in CONFIG_FILES:
         token = _json_file(file.parent / name).get("eos_token")

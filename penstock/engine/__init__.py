@@ -1,4 +1,4 @@
-"""The engine: computes one stage at a time; holds activations; stateless between steps."""
+"""The engine: computes one stage at a time and holds activations; stateless between steps."""
 
 from penstock.engine.device_threads import DeviceThread, Member, Rounds
 from penstock.engine.host_memory import KEPT_OVER_USED, keep_freed_pages, return_freed_pages

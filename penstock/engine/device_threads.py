@@ -1,9 +1,9 @@
-"""Engines of a group of devices, each in a thread of its own, driven like any other engines.
+"""Engines of a group of devices, one thread per device, with the interface of any other engine.
 
-Devices of a group wait for each other: what one does with the others, all must do, and in the same
-order. So the calls that one engine is given are given to all, in the end (`Rounds`), and a device
-whose computing has failed still does its part of what they do together. Its error is raised to
-whoever drives the engines; the group is good for another try.
+The devices of a group run collective operations: all devices must run the same ones in the same
+order. Every call that one engine gets is therefore eventually given to all engines (`Rounds`). A
+device whose computation has failed still takes part in the collective operations. Its error is
+raised to the caller of the engines; the group can then try again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ Job = Callable[[], None]
 
 @dataclass(frozen=True)
 class Member:
-    """What a thread makes for its device: an engine, its slots, and how to let go of the group."""
+    """The parts that a thread creates for its device: engine, slots, and the function that leaves
+    the group."""
 
     engine: Engine
     slots: SharedSlots
@@ -41,7 +42,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Call:
-    """One of the calls that all devices of a group must be given."""
+    """One call that all devices of a group must get."""
 
     method: Literal["load", "forward", "turn", "backward", "infer"]
     stage: int
@@ -49,10 +50,10 @@ class Call:
 
 
 class Rounds:
-    """The calls of a step that some engine of the group has been given.
+    """The calls of a step that at least one engine of the group has got.
 
     Args:
-        abort: ends, from any thread, what the group is doing together.
+        abort: aborts the group's collective operations, from any thread.
     """
 
     def __init__(self, abort: Callable[[], None]) -> None:
@@ -63,10 +64,11 @@ class Rounds:
         self._broken: Exception | None = None
 
     def begin(self, engine: DeviceThread) -> None:
-        """Take note that an engine begins a step; the first one to do so ends the step before.
+        """Record that an engine begins a step; the first engine to begin also ends the previous
+        step.
 
         Raises:
-            GroupError: the devices have lost each other.
+            GroupError: the group of devices has failed.
         """
         if engine in self._begun:
             self.level()
@@ -78,13 +80,14 @@ class Rounds:
         self._begun.add(engine)
 
     def give(self, engine: DeviceThread, call: Call) -> Future[Any]:
-        """Give an engine its next call; return what will come of it.
+        """Give an engine its next call; return the future of the result.
 
-        A call that all engines have is waited for if it is a `load`: what it reads may be gone
-        when the next one has returned.
+        A `load` that all engines have got is waited for: its weights may be invalid when the next
+        load has returned.
 
         Raises:
-            Exception: what an engine has met in a call before; not while others lack a call.
+            Exception: the error of an earlier call of an engine; not while other engines lack a
+                call.
         """
         if engine.given == len(self._calls):
             if all(each.given == engine.given for each in self.engines):
@@ -97,9 +100,9 @@ class Rounds:
         return coming
 
     def level(self) -> None:
-        """Give every engine the calls that it lacks, for what the group does together.
+        """Give every engine the calls that it lacks, so that collective operations complete.
 
-        They lack some where the driver was interrupted between two engines.
+        An engine lacks calls if the caller was interrupted between two engines.
         """
         if self._broken is not None:
             return
@@ -110,7 +113,8 @@ class Rounds:
                 engine.take(call)
 
     def close(self) -> None:
-        """Have all devices leave the group and end their threads; one that hangs is left behind."""
+        """Have all devices leave the group and end their threads; a thread that hangs is
+        abandoned."""
         self.level()
         for engine in self.engines:
             engine.leave()
@@ -119,13 +123,13 @@ class Rounds:
                 self._abort()
 
     def breaks(self, error: Exception) -> None:
-        """Take note that the devices have lost each other, and let none wait for another."""
+        """Record that the group has failed, and abort its collective operations."""
         if self._broken is None:
             self._broken = error
             self._abort()
 
     def require_whole(self) -> None:
-        """Raise `GroupError` if the devices have lost each other."""
+        """Raise `GroupError` if the group has failed."""
         if self._broken is not None:
             raise GroupError(
                 f"the devices of engine.devices have lost each other ({self._broken}); start the "
@@ -140,17 +144,17 @@ class Rounds:
 
 
 class DeviceThread:
-    """The engine of one device, in a thread of its own.
+    """The engine of one device, in its own thread.
 
     Args:
         name: of the device, for messages.
-        build: makes what the thread needs, in the thread.
-        rounds: of the group.
+        build: creates the parts of the thread, in the thread.
+        rounds: the calls of the group.
     """
 
     def __init__(self, name: str, build: Callable[[], Member], rounds: Rounds) -> None:
         self.name = name
-        self.given = 0  # of the calls of the step
+        self.given = 0  # number of the step's calls that this engine has got
         self.error: Exception | None = None
         self._rounds = rounds
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
@@ -164,29 +168,29 @@ class DeviceThread:
         rounds.engines.append(self)
 
     def start(self) -> None:
-        """Return when the device is ready; raise what it met."""
+        """Wait until the device is ready; raise its error if it failed."""
         self._member: Member = self._building.result()
         self.program: Program = self._member.engine.program
         self.memory: MemoryAccount = self._member.engine.memory
 
     @property
     def stages_ahead(self) -> int:
-        """How many stages' weights may be on their way while another stage computes."""
+        """How many stages' weights may be loading while another stage computes."""
         return self._member.engine.stages_ahead
 
     def begin(self, batch: Batch) -> None:
-        """Take the inputs of a step; forget any step before, and its errors."""
+        """Accept the inputs of a step; discard any earlier step and its errors."""
         self._rounds.begin(self)
-        self._submit(lambda: None).result()  # what is left of that step has been passed over
+        self._submit(lambda: None).result()  # the remaining calls of that step have been skipped
         self.error = None
         self._submit(lambda: self._begin(batch))
 
     def load(self, stage: int, weights: Sequence[torch.Tensor]) -> None:
-        """Start moving a stage's weights to the device; they are used by the next call for it."""
+        """Start copying a stage's weights to the device; the next call for this stage uses them."""
         self._rounds.give(self, Call("load", stage, weights))
 
     def forward(self, stage: int) -> None:
-        """Run a stage on all micro-batches, keeping what backward needs."""
+        """Run a stage on all micro-batches; keep the values that backward needs."""
         self._rounds.give(self, Call("forward", stage))
 
     def turn(self, stage: int) -> PendingGradients:
@@ -198,7 +202,7 @@ class DeviceThread:
         return _Coming(self._rounds.give(self, Call("backward", stage)))
 
     def infer(self, stage: int) -> None:
-        """Run a stage forward, keeping nothing for a backward."""
+        """Run a stage forward; keep nothing for a backward."""
         self._rounds.give(self, Call("infer", stage))
 
     def results(self) -> list[tuple[torch.Tensor, ...]]:
@@ -210,23 +214,23 @@ class DeviceThread:
         return self._ask(lambda: self._member.engine.losses())
 
     def is_finite(self, stage: int) -> bool:
-        """Tell, after `infer` of a stage, whether it wrote no NaN and no infinity."""
+        """Return, after `infer` of a stage, whether its outputs contain no NaN and no infinity."""
         return self._ask(lambda: self._member.engine.is_finite(stage))
 
-    # For the rounds
+    # Called by Rounds
 
     def leave(self) -> None:
-        """Leave the group behind what is to be done, and end the thread."""
+        """Leave the group after all queued calls, and end the thread."""
         self._submit(lambda: self._building.result().leave())
         self._jobs.put(None)
 
     def has_ended(self) -> bool:
-        """Wait a while for the thread; tell whether it has ended."""
+        """Wait a limited time for the thread; return whether it has ended."""
         self._thread.join(timeout=_CLOSING_SECONDS)
         return not self._thread.is_alive()
 
     def take(self, call: Call) -> Future[Any]:
-        """Take a call, and do it behind those before."""
+        """Queue a call behind the earlier ones."""
         self.given += 1
         coming = self._submit(lambda: self._do(call))
         if call.method == "load":
@@ -234,14 +238,14 @@ class DeviceThread:
         return coming
 
     def await_load(self) -> None:
-        """Return when the last `load` has been done, or has failed."""
+        """Wait until the last `load` has completed or failed."""
         assert self._loading is not None
         self._loading.exception()
 
     # In the thread
 
     def _do(self, call: Call) -> Any:
-        """Do a call; after an error, only what the group does together."""
+        """Execute a call; after an error, only its collective operations."""
         if self.error is None:
             arguments = (call.weights,) if call.method == "load" else ()
             try:
@@ -271,11 +275,11 @@ class DeviceThread:
         slots = self._member.slots
         try:
             if call.method == "load":
-                slots.reset()  # nothing waits in a slot any more
+                slots.reset()  # no slot is in use any more
                 slots.load(call.stage, call.weights)
             else:
                 slots.pass_over(call.stage, call.method in ("turn", "backward"))
-        except Exception as error:  # it cannot even do its part: nobody may wait for it
+        except Exception as error:  # the device blocks the other devices
             self._rounds.breaks(error)
 
     def _ask(self, question: Callable[[], Any]) -> Any:
@@ -300,17 +304,17 @@ class DeviceThread:
 
 
 class _Coming:
-    """Gradients of a stage that a device has yet to compute."""
+    """Gradients of a stage that a device has not computed yet."""
 
     def __init__(self, pending: Future[PendingGradients]) -> None:
         self._pending = pending
 
     def wait(self) -> list[PartialSum]:
-        """Return the sums; raise what the device met."""
+        """Return the sums; raise the device's error."""
         return self._pending.result().wait()
 
 
 def _serve(jobs: queue.SimpleQueue[Job | None]) -> None:
     while (job := jobs.get()) is not None:
         job()
-        del job  # it refers to the engine, which may go
+        del job  # it refers to the engine, which must be freed

@@ -1,4 +1,4 @@
-"""The values of one micro-batch on their way through the stages."""
+"""The values of one micro-batch between stages."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from penstock.program import Program, Stage
 
 
 def dropout_key(seed: int, step: int, micro_batch: int) -> int:
-    """Mix a dropout key from what identifies it (splitmix64 finaliser; Steele et al. 2014).
+    """Derive a dropout key from its identifiers (splitmix64 finaliser; Steele et al. 2014).
 
-    Nothing of it knows of stages: which dropout it is, is said by its place in the whole model.
+    The key does not depend on stages: a dropout is identified by its number in the whole model.
     """
     mask = (1 << 64) - 1
     mixed = seed & mask
@@ -28,9 +28,9 @@ def dropout_key(seed: int, step: int, micro_batch: int) -> int:
 
 
 def check_inputs(program: Program, inputs: Mapping[str, torch.Tensor]) -> None:
-    """Refuse a micro-batch that is not what the program was compiled for.
+    """Reject a micro-batch that does not match the compiled program.
 
-    **Raises:** `DataError` naming the input, what was expected and what came.
+    **Raises:** `DataError` naming the input, the expected and the actual value.
     """
     for name in program.inputs:
         if name not in inputs:
@@ -39,7 +39,7 @@ def check_inputs(program: Program, inputs: Mapping[str, torch.Tensor]) -> None:
                 f"the source gave {', '.join(inputs) or 'nothing'}"
             )
         if name not in program.values:
-            continue  # an argument that the model does not look at
+            continue  # an argument that the model does not read
         wanted, came = program.values[name].tensor, inputs[name]
         if (wanted.shape, wanted.dtype) != (tuple(came.shape), came.dtype):
             raise DataError(
@@ -55,9 +55,9 @@ def _described(dtype: torch.dtype, shape: Sequence[int]) -> str:
 
 @dataclass
 class Flow:
-    """Values by name, what stages saved for their backward, and gradients of values.
+    """Values by name, tensors saved by stages for their backward, and gradients of values.
 
-    Every tensor in here is entered in the account exactly as often as it is referred to.
+    Every tensor is held in the memory account exactly as often as it is referenced here.
     """
 
     number: int
@@ -68,7 +68,7 @@ class Flow:
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def key(self, stage: Stage) -> torch.Tensor:
-        """Return what a stage's dropouts are drawn from, as `program.Kind` describes it."""
+        """Return the key of a stage's dropouts, as `program.Kind` describes it."""
         return torch.tensor([dropout_key(self.seed, self.step, self.number), stage.first_dropout])
 
     def put(self, account: MemoryAccount, values: Mapping[str, torch.Tensor], what: str) -> None:
@@ -85,7 +85,7 @@ class Flow:
     def drop_read(
         self, account: MemoryAccount, program: Program, last_use: Mapping[str, int], stage: Stage
     ) -> None:
-        """Let go of the values that no later stage of the forward sweep reads."""
+        """Release the values that no later stage of the forward sweep reads."""
         for name in {*stage.inputs, *stage.outputs}:
             if name in self.values and last_use[name] <= stage.index:
                 account.release([self.values.pop(name)])
@@ -100,9 +100,10 @@ class Flow:
         self.gradients[name] = gradient
 
     def take_gradients(self, stage: Stage) -> list[torch.Tensor | None]:
-        """Return the gradients of a stage's differentiable outputs; None where none came.
+        """Return the gradients of a stage's differentiable outputs; None for an output without
+        gradient.
 
-        They stay in the account until the engine has used them.
+        They stay in the memory account until the engine has used them.
         """
         return [
             self.gradients.pop(name, None)

@@ -1,11 +1,11 @@
-"""How the C library gives memory back, for an engine on the CPU.
+"""How the C library returns memory to the system, for an engine on the CPU.
 
-By default every large tensor is mapped when it is made and unmapped when it dies, so each stage
-touches fresh pages that the kernel must find and clear: a tenth of a bf16 step (measured:
-`docs/decisions.md`). An engine makes the same tensors again at every stage, so it may keep the
-pages. Then what is resident is up to two thirds more than what is in use, for want of holes of the
-right size. Where memory is short, large tensors go back to the system one by one, and the sum is
-exact.
+By default every large tensor is mapped at allocation and unmapped when it is freed. Each stage then
+touches fresh pages that the kernel must find and clear, which costs a tenth of a bf16 step
+(measured: `docs/decisions.md`). An engine allocates the same tensors at every stage, so it may keep
+the pages. Resident memory is then up to two thirds more than the memory in use, because of
+fragmentation. If memory is short, large tensors are returned to the system one by one, and the
+account is exact.
 """
 
 from __future__ import annotations
@@ -14,22 +14,23 @@ import ctypes
 import sys
 
 KEPT_OVER_USED = 1.75
-"""Resident bytes of an engine that keeps its pages, over those in use: 1.5 to 1.7 were measured."""
+"""Resident bytes of an engine that keeps its pages, relative to the bytes in use: measured 1.5 to
+1.7."""
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -2, -3, -4
 _TOP_PAD_BYTES = 64 << 20
 _NEVER = 2**31 - 1
-_MAPPED_BYTES = 1 << 20  # of a tensor that is mapped by itself, where pages are returned
+_MAPPED_BYTES = 1 << 20  # size of a tensor that gets its own mapping, if pages are returned
 _MANY = 65536  # glibc's own limit of mappings
 
 
 def keep_freed_pages() -> bool:
-    """Let glibc serve large tensors from pages it already has; return whether it agreed."""
+    """Let glibc reuse its pages for large tensors; return whether it accepted the setting."""
     return _set((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, _NEVER), (_M_TOP_PAD, _TOP_PAD_BYTES))
 
 
 def return_freed_pages() -> bool:
-    """Let glibc give large tensors back as they die, and what it has kept; as above."""
+    """Let glibc return large tensors when they are freed, and return its free pages; as above."""
     agreed = _set(
         (_M_MMAP_MAX, _MANY),
         (_M_MMAP_THRESHOLD, _MAPPED_BYTES),

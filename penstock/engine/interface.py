@@ -1,4 +1,4 @@
-"""What the trainer asks of an engine: a step is a fixed sequence of these calls."""
+"""The interface of an engine: a step is a fixed sequence of these calls."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from penstock.step_schedule import Operation
 class Batch:
     """The part of a step's global batch that one engine computes.
 
-    `micro_batches` maps, per micro-batch, the program's inputs to tensors; the first of them is
-    number `first` of the step's `total`. `loss_scale` is the gradient of the step's loss with
-    respect to each micro-batch's: 1 / tokens for summed losses, 1 / micro-batches for means.
+    `micro_batches` contains, per micro-batch, a map from the program's inputs to tensors. The first
+    one is number `first` of the step's `total`. `loss_scale` is the gradient of the step's loss
+    with respect to each micro-batch's loss: 1 / tokens for summed losses, 1 / micro-batches for
+    means.
     """
 
     micro_batches: Sequence[Mapping[str, torch.Tensor]]
@@ -32,19 +33,20 @@ class Batch:
 
 
 class PendingGradients(Protocol):
-    """A stage's gradients on their way from the device."""
+    """A stage's gradients that are being copied from the device."""
 
     def wait(self) -> list[PartialSum]:
-        """Return the sums of the tree that this engine holds, in host memory."""
+        """Return the partial sums of the reduction tree that this engine holds, in host memory."""
         ...
 
 
 class Engine(Protocol):
     """Computes stages. Calls per step: `begin`; then `load` and `compute` for each operation of the
-    schedule, in its order; `losses` after the turn. For evaluation: the same with a schedule of
-    `infer` alone; then `results`.
+    schedule, in order; `losses` after the turn. For evaluation, the schedule contains only `infer`,
+    and `results` follows.
 
-    Weights come as the fabric hands them over and may be gone when the next `load` has returned.
+    Weights are passed as the fabric delivers them, and may be invalid when the next `load` has
+    returned.
     """
 
     program: Program
@@ -52,19 +54,19 @@ class Engine(Protocol):
 
     @property
     def stages_ahead(self) -> int:
-        """How many stages' weights may be loaded while the stage before them computes."""
+        """How many stages' weights may be loading while the previous stage computes."""
         ...
 
     def begin(self, batch: Batch) -> None:
-        """Take the inputs of a step and compute the prelude; forget any step before."""
+        """Accept the inputs of a step and compute the prelude; discard any earlier step."""
         ...
 
     def load(self, stage: int, weights: Sequence[torch.Tensor]) -> None:
-        """Start moving a stage's weights to the device; they are used by the next call for it."""
+        """Start copying a stage's weights to the device; the next call for this stage uses them."""
         ...
 
     def forward(self, stage: int) -> None:
-        """Run a stage on all micro-batches, keeping what backward needs."""
+        """Run a stage on all micro-batches; keep the values that backward needs."""
         ...
 
     def turn(self, stage: int) -> PendingGradients:
@@ -76,7 +78,7 @@ class Engine(Protocol):
         ...
 
     def infer(self, stage: int) -> None:
-        """Run a stage forward, keeping nothing for a backward."""
+        """Run a stage forward; keep nothing for a backward."""
         ...
 
     def results(self) -> list[tuple[torch.Tensor, ...]]:
@@ -88,14 +90,14 @@ class Engine(Protocol):
         ...
 
     def is_finite(self, stage: int) -> bool:
-        """Tell, after `infer` of a stage, whether it wrote no NaN and no infinity."""
+        """Return, after `infer` of a stage, whether its outputs contain no NaN and no infinity."""
         ...
 
 
 def compute(engine: Engine, operation: Operation) -> PendingGradients | None:
-    """Compute an operation whose weights are loaded; return its gradients, if its sweep makes any.
+    """Compute an operation whose weights are loaded; return gradients if its sweep produces them.
 
-    A stage in a sweep that makes gradients returns them even where none is to be sent.
+    A stage in such a sweep returns an object even if it has no gradients to send.
     """
     match operation.sweep:
         case "forward":
@@ -109,14 +111,14 @@ def compute(engine: Engine, operation: Operation) -> PendingGradients | None:
     return None
 
 
-SLOTS = 2  # the stage that computes, and the one on its way
+SLOTS = 2  # the stage that computes, and the stage that is being loaded
 
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """`recompute` are the stages whose forward is made again in the backward sweep.
+    """`recompute` are the stages whose forward is repeated in the backward sweep.
 
-    `beside_bytes` is what an engine has beside what it computes with: what is on its way.
+    `beside_bytes` is the engine's memory besides computation: data that is being copied.
     """
 
     recompute: frozenset[int] = frozenset()

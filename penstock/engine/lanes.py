@@ -1,7 +1,7 @@
-"""The queues of a device as an engine sees them: it computes in one, and copies in two others.
+"""The queues of a device: an engine computes in one lane and copies in two others.
 
-What is queued in one lane happens in order; lanes run side by side unless one waits for a mark in
-another. `slots.py` says who waits for whom, and is tested with lanes of another make.
+Operations in one lane run in order. Lanes run concurrently unless one waits for a mark in another.
+`slots.py` defines which lane waits for which; its tests use other implementations of lanes.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ Lane = Literal["compute", "copy", "return"]
 
 
 class Mark(Protocol):
-    """A place in a lane."""
+    """A position in a lane."""
 
     def synchronize(self) -> None:
-        """Return when all that was queued in the lane before the mark is done."""
+        """Wait until all operations queued in the lane before the mark have completed."""
         ...
 
 
@@ -32,23 +32,24 @@ class Lanes(Protocol):
         ...
 
     def host_memory(self, size_bytes: int) -> torch.Tensor:
-        """Return uint8 [size_bytes] in host memory that the device can write by itself."""
+        """Return uint8 [size_bytes] in host memory that the device can write directly."""
         ...
 
     def copy(self, lane: Lane, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Queue a copy; the source may be let go of right away where it lies on the device."""
+        """Queue a copy; a source in device memory may be freed at once."""
         ...
 
     def queue(self, lane: Lane, action: Callable[[], Any]) -> None:
-        """Queue what an action does on the device; a lane of another make may act on its result."""
+        """Queue the device operations of an action; a lane without a device may act on its
+        result."""
         ...
 
     def mark(self, lane: Lane) -> Mark:
-        """Mark the end of what is queued in a lane now."""
+        """Mark the present end of a lane's queue."""
         ...
 
     def wait(self, lane: Lane, mark: Mark) -> None:
-        """Let what is queued in a lane from now on happen after the mark."""
+        """Let all operations queued in a lane from now on run after the mark."""
         ...
 
 
@@ -60,14 +61,15 @@ class CudaLanes:
         self._copies = {"copy": torch.cuda.Stream(device), "return": torch.cuda.Stream(device)}
 
     def device_memory(self, size_bytes: int) -> torch.Tensor:
-        """Return uint8 [size_bytes] on the device, not given back while a lane still uses it."""
+        """Return uint8 [size_bytes] on the device; it is not reused while a lane still uses it."""
         memory = torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
         for stream in self._copies.values():
             memory.record_stream(stream)
         return memory
 
     def host_memory(self, size_bytes: int) -> torch.Tensor:
-        """Return uint8 [size_bytes], page-locked where the system allows it (else it is slower)."""
+        """Return uint8 [size_bytes], page-locked if the system allows it (otherwise copies are
+        slower)."""
         memory = allocate(size_bytes)
         page_lock(memory)
         return torch.from_numpy(memory)
@@ -81,7 +83,7 @@ class CudaLanes:
             source.record_stream(stream)
 
     def queue(self, lane: Lane, action: Callable[[], Any]) -> None:
-        """Let an action queue what it does in the lane's stream."""
+        """Queue an action's operations in the lane's stream."""
         with torch.cuda.stream(self._stream(lane)):
             action()
 
@@ -101,14 +103,14 @@ class CudaLanes:
 
 
 class _Passed:
-    """A mark where everything is done as soon as it is queued."""
+    """A mark in a lane whose operations complete as they are queued."""
 
     def synchronize(self) -> None:
         """Return at once."""
 
 
 class HostLanes:
-    """The lanes of a CPU that stands for a device: what is queued is done at once."""
+    """The lanes of a CPU that simulates a device: operations complete as they are queued."""
 
     def device_memory(self, size_bytes: int) -> torch.Tensor:
         """Return uint8 [size_bytes]."""
@@ -119,16 +121,16 @@ class HostLanes:
         return torch.from_numpy(allocate(size_bytes))
 
     def copy(self, lane: Lane, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy."""
+        """Copy at once."""
         target.copy_(source)
 
     def queue(self, lane: Lane, action: Callable[[], Any]) -> None:
-        """Act."""
+        """Execute at once."""
         action()
 
     def mark(self, lane: Lane) -> Mark:
-        """Return a mark that has been passed."""
+        """Return a mark that has already been reached."""
         return _Passed()
 
     def wait(self, lane: Lane, mark: Mark) -> None:
-        """Nothing is ever on its way."""
+        """Do nothing: no operation is pending."""

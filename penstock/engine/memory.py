@@ -1,4 +1,4 @@
-"""The byte account of an engine: every tensor that it keeps is entered against one budget."""
+"""The memory account of an engine: every tensor that it keeps is counted against one budget."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from penstock.errors import BudgetError
 
 
 class MemoryAccount:
-    """Counts storages, not tensors: a view of something held costs nothing more.
+    """Counts storages, not tensors: a view of a held tensor costs nothing more.
 
-    `current_bytes` is what is held now, `peak_bytes` the largest it has been, calls' own
-    allocations included. `budget_bytes` None means no limit.
+    `current_bytes` is the present total. `peak_bytes` is the maximum so far, including the memory
+    that calls allocate internally. `budget_bytes` None means no limit.
     """
 
     def __init__(self, budget_bytes: int | None = None) -> None:
@@ -24,7 +24,7 @@ class MemoryAccount:
         self._held: dict[int, tuple[int, int]] = {}
 
     def hold(self, tensors: Iterable[torch.Tensor | None], what: str) -> None:
-        """Enter tensors as held on behalf of `what` (a stage's name, for messages)."""
+        """Count tensors as held for `what` (a stage's name, for messages)."""
         for tensor in tensors:
             if tensor is None:
                 continue
@@ -37,7 +37,7 @@ class MemoryAccount:
         self.peak(0, what)
 
     def release(self, tensors: Iterable[torch.Tensor | None]) -> None:
-        """Take back one `hold` of each tensor."""
+        """Undo one `hold` of each tensor."""
         for tensor in tensors:
             if tensor is None:
                 continue
@@ -51,16 +51,16 @@ class MemoryAccount:
                 self._held[key] = (size, count - 1)
 
     def reserve(self, size_bytes: int, what: str) -> None:
-        """Enter bytes that no tensor here stands for, such as sums on their way to the store."""
+        """Count bytes without a tensor here, such as sums that are being sent to the store."""
         self.current_bytes += size_bytes
         self.peak(0, what)
 
     def give_back(self, size_bytes: int) -> None:
-        """Take back what was reserved."""
+        """Undo a reservation."""
         self.current_bytes -= size_bytes
 
     def peak(self, transient_bytes: int, what: str) -> None:
-        """Note that `transient_bytes` more are in use for the length of a call."""
+        """Record that `transient_bytes` more are in use during a call."""
         total = self.current_bytes + transient_bytes
         if total > self.peak_bytes:
             self.peak_bytes, self.peak_at = total, what
@@ -71,6 +71,6 @@ class MemoryAccount:
             )
 
     def clear(self) -> None:
-        """Forget what is held (a step was thrown away); peaks stay."""
+        """Reset the held bytes after an aborted step; peaks stay."""
         self._held.clear()
         self.current_bytes = 0

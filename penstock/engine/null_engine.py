@@ -1,7 +1,7 @@
-"""The engine without arithmetic: same calls, same values by shape, same bytes, no work.
+"""The engine without arithmetic: same calls, same shapes, same bytes, no computation.
 
-It runs `TorchEngine`'s own code on tensors without memory. Schedules, traffic and memory are
-tested with it, and `recompute_planner.py` predicts an engine's bytes with it.
+It runs `TorchEngine`'s own code on tensors without memory. Tests of schedules, traffic and memory
+use it, and `recompute_planner.py` predicts an engine's bytes with it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _META = torch.device("meta")
 
 
 class NullEngine(TorchEngine):
-    """Takes the weights, keeps the shapes, returns gradients of zero and a loss of zero."""
+    """Accepts the weights, keeps the shapes, and returns zero gradients and a zero loss."""
 
     def __init__(
         self, program: Program, plan: EnginePlan, *, budget_bytes: int | None = None
@@ -35,7 +35,7 @@ class NullEngine(TorchEngine):
         return [0.0] * len(self._losses)
 
     def is_finite(self, stage: int) -> bool:
-        """Nothing is computed, so nothing is infinite."""
+        """Return true: nothing is computed, so nothing is infinite."""
         return True
 
     def _send(self, stage: int, nodes: list[PartialSum]) -> PendingGradients:
@@ -54,7 +54,7 @@ class NullEngine(TorchEngine):
 
 
 def dry_run(program: Program, micro_batches: int, plan: EnginePlan) -> MemoryAccount:
-    """Run one step of the null engine and return its account."""
+    """Run one step of the null engine and return its memory account."""
     engine = NullEngine(program, plan)
     inputs = {
         name: _empty(program.values[name].tensor)

@@ -1,4 +1,4 @@
-"""The other devices of a group, as the slots of one of them see them."""
+"""The other devices of a group, as seen by the slots of one device."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import torch
 
 
 class Peers(Protocol):
-    """What a group does together; every device does the same things in the same order.
+    """The collective operations of a group; every device runs the same ones in the same order.
 
-    Where devices have queues, an operation is put into the one that is current and the call
-    returns at once. What a call returns is for the caller's `Lanes.queue`.
+    On devices with queues, an operation is put into the current queue and the call returns at once.
+    The return value of a call is meant for the caller's `Lanes.queue`.
     """
 
     rank: int
     size: int
 
     def all_gather(self, whole: torch.Tensor, own: torch.Tensor) -> Any:
-        """Fill `whole`, uint8 [size * piece], with everyone's `own` [piece], by rank; `own` is
-        this device's place in `whole`."""
+        """Fill `whole`, uint8 [size * piece], with every device's `own` [piece], by rank; `own` is
+        this device's part of `whole`."""
         ...
 
     def exchange(
@@ -30,6 +30,6 @@ class Peers(Protocol):
         incoming_sizes: Sequence[int],
         outgoing_sizes: Sequence[int],
     ) -> Any:
-        """Send each device its part of `outgoing`, float32 [sum of sizes], and put what each
-        has for this one into `incoming`, by rank."""
+        """Send each device its part of `outgoing`, float32 [sum of sizes], and receive each
+        device's part for this one into `incoming`, by rank."""
         ...

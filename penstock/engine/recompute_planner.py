@@ -1,7 +1,7 @@
-"""What an engine keeps and what it makes again, decided before the first step.
+"""Which values an engine keeps and which it recomputes, decided before the first step.
 
-The prediction is not a formula beside the engine that could drift from it: it runs a whole step of
-the engine's own code on tensors without memory, and reads the account.
+The prediction uses no separate formula that could drift from the engine: it runs a whole step of
+the engine's own code on tensors without memory, and reads the memory account.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from penstock.engine.targets import target_of
 from penstock.errors import BudgetError
 from penstock.program import Program, Stage, largest_stage
 
-_TIMES = 8  # as many micro-batches are tried next
+_TIMES = 8  # number of micro-batches tried next, relative to the last
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The peak of an engine's account over one step, and the stage at which it is reached."""
+    """The peak of an engine's memory over one step, and the stage that reaches it."""
 
     peak_bytes: int
     stage: str
@@ -38,13 +38,13 @@ def predict_bytes(
 ) -> Prediction:
     """Return the engine bytes of one step over `micro_batches` micro-batches.
 
-    `sharing` is that of the group of devices to which the engine belongs, if to any.
+    `sharing` is the sharing of the engine's group of devices, if it belongs to one.
     """
     memory = dry_run(program, micro_batches, plan)
     if sharing is not None:
         held = sharing.device_bytes(program, plan.slots)
         return Prediction(memory.peak_bytes + held, memory.peak_at)
-    # Slots on a device are there all the time, the one of the stage that computes included.
+    # Slots on a device are allocated permanently, including the slot of the computing stage.
     slots = plan.slots if target_of(device).has_own_memory else plan.slots - 1
     waiting = largest_stage(program, lambda weight: weight.stream_bytes)[1] * slots
     return Prediction(memory.peak_bytes + waiting + plan.beside_bytes, memory.peak_at)
@@ -58,7 +58,7 @@ def bytes_of_choice(
     sharing: Sharing | None = None,
     beside_bytes: int = 0,
 ) -> tuple[int, int]:
-    """Return the least engine bytes that a step can do with, and those of keeping what it may."""
+    """Return the minimum engine bytes of a step, and the bytes without any recomputation."""
     nothing = EnginePlan(beside_bytes=beside_bytes)
     everything = replace(nothing, recompute=frozenset(_by_value(program.stages)))
     frugal = nothing if recompute == "never" else everything
@@ -76,10 +76,10 @@ def can_fit(
     recompute: Literal["auto", "always", "never"] = "auto",
     device: str = "cpu",
 ) -> bool:
-    """Tell whether one engine could do a step of so many micro-batches within a budget.
+    """Return whether one engine can compute a step of so many micro-batches within a budget.
 
-    The more micro-batches, the more bytes: fewer are tried first, so that little time is spent
-    on what is far from fitting.
+    Bytes grow with micro-batches. Fewer micro-batches are tried first, so that a step far above the
+    budget costs little time.
     """
     stages = () if recompute == "never" else _by_value(program.stages)
     plan, tried = EnginePlan(recompute=frozenset(stages)), 1
@@ -101,11 +101,12 @@ def plan_engine(
     sharing: Sharing | None = None,
     beside_bytes: int = 0,
 ) -> EnginePlan:
-    """Choose which stages to recompute so that a step fits the budget.
+    """Choose the stages to recompute so that a step fits the budget.
 
-    Stages that free the most bytes per operation repeated go first, and no more than needed.
+    Stages that free the most bytes per repeated operation are chosen first, and no more than
+    needed.
 
-    **Raises:** `BudgetError` naming the stage at the peak and the least budget that would do.
+    **Raises:** `BudgetError` naming the stage at the peak and the minimum budget.
     """
 
     def fits(plan: EnginePlan) -> bool:
@@ -135,7 +136,7 @@ def plan_engine(
 
 
 def _by_value(stages: Sequence[Stage]) -> list[int]:
-    """Order the stages but the last by bytes freed per operation made twice, best first."""
+    """Order all stages but the last by bytes freed per repeated operation, best first."""
     worth = [s for s in stages[:-1] if s.kind.saved_bytes > 0]
     return [
         s.index

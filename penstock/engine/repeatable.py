@@ -1,4 +1,4 @@
-"""The same bits from the same step on a GPU, so that a resumed run equals one never stopped."""
+"""Deterministic results on a GPU, so that a resumed run equals an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ import torch
 
 from penstock.program import Program
 
-# Adds partial sums in the order in which they happen to come, unless PyTorch is told to insist.
+# Adds partial sums in nondeterministic order unless PyTorch's deterministic mode is on.
 _ONLY_IF_STRICT = "_scaled_dot_product_efficient_attention_backward"
 
 
 def choose_repeatable_kernels(program: Program) -> None:
-    """Tell PyTorch, for this process, to take kernels whose sums have one order.
+    """Make PyTorch, in this process, use kernels with a fixed order of summation.
 
-    It refuses operators without such a kernel only for programs with an attention that needs the
-    insistence; in others (convolutions, pooling) it warns of them by name and goes on.
+    Operators without such a kernel are an error only for programs with an attention that needs the
+    deterministic mode. In other programs (convolutions, pooling) PyTorch warns, naming the
+    operators.
     """
-    # cuBLAS reads this when it starts; 8 buffers of 4 MiB are what it takes by default.
+    # cuBLAS reads this at startup; the value equals its default, 8 buffers of 4 MiB.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     strict = any(
         _ONLY_IF_STRICT in str(node.target)
@@ -27,5 +28,5 @@ def choose_repeatable_kernels(program: Program) -> None:
         for node in graph.nodes
     )
     torch.use_deterministic_algorithms(True, warn_only=not strict)
-    # PyTorch would also fill every fresh tensor with NaN to betray whoever reads it unwritten.
+    # By default PyTorch would also fill every fresh tensor with NaN to expose uninitialised reads.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""A step's rows cut into micro-batches."""
+"""Division of a step's rows into micro-batches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Rows = Mapping[str, torch.Tensor]
 
 
 def micro_batches(rows: Rows, count: int) -> list[dict[str, torch.Tensor]]:
-    """Cut rows into so many micro-batches."""
+    """Divide rows into so many micro-batches."""
     return [
         dict(zip(rows, cut, strict=True))
         for cut in zip(*(value.chunk(count) for value in rows.values()), strict=True)

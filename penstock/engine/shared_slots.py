@@ -1,12 +1,13 @@
-"""The path of weights and gradients where several devices of a host share the way to the store.
+"""The path of weights and gradients for several devices that share one host's link to the store.
 
-Weights: each device copies its piece of a stage from the host, and they gather the pieces from
-each other, so that every byte leaves host memory once, whatever the number of devices. Gradients:
-each device gets everyone's sums of its piece and adds them in the tree over the micro-batches, to
-the bits that one device alone would have; a sum that a library takes on the way (reduce-scatter)
-has an order of its own. Each then writes its piece into one host buffer that all of them share.
+Weights: each device copies its piece of a stage from the host, then the devices gather the pieces
+from each other. Every byte leaves host memory once, whatever the number of devices. Gradients: each
+device receives all devices' sums of its piece and adds them in the tree over the micro-batches, so
+that the result is bit-identical to that of one device. The sums of a library collective
+(reduce-scatter) have an order of their own. Each device then writes its piece into one host buffer
+that all devices share.
 
-Which device has a piece of what is said in `sharing.py`.
+`sharing.py` defines which device has which piece.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ class SharedSlots(SlotsInTurn):
     """The slots of one device of a group.
 
     Args:
-        program: whose stages come.
-        count: slots.
-        lanes: the device's.
-        sharing: who has what.
-        peers: the others.
+        program: the program whose stages are loaded.
+        count: number of slots.
+        lanes: the queues of the device.
+        sharing: the division into pieces.
+        peers: the other devices.
         returns: host buffers, uint8 [`sharing.return_bytes`] each, the same for all devices; as
-            many as stages may be on their way back.
+            many as stages may be returning at once.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class SharedSlots(SlotsInTurn):
         self._outgoing = lanes.device_memory(sharing.outgoing_bytes(program)).view(torch.float32)
         self._incoming = lanes.device_memory(sharing.incoming_bytes(program)).view(torch.float32)
         self.resident = [*self._slots, self._outgoing, self._incoming]
-        self._sent = lanes.mark("return")  # what is in `_outgoing` has been sent
+        self._sent = lanes.mark("return")  # reached when the content of `_outgoing` has been sent
         self._returns = [memory.view(torch.float32) for memory in returns]
         self._arrived: list[Arrived | None] = [None] * len(returns)
         self._next_return = 0
@@ -59,7 +60,7 @@ class SharedSlots(SlotsInTurn):
     def _fill(
         self, slot: torch.Tensor, tensors: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
     ) -> None:
-        """Copy this device's piece of a slot, and gather the others'."""
+        """Copy this device's piece of a slot, and gather the other pieces."""
         piece = self._sharing.piece_bytes(sum(aligned(weight.nbytes) for weight in weights))
         first = self._peers.rank * piece
         last, offset = first + piece, 0
@@ -75,8 +76,8 @@ class SharedSlots(SlotsInTurn):
         self._lanes.queue("copy", lambda: self._peers.all_gather(whole, whole[first:last]))
 
     def send_back(self, stage: int, nodes: list[PartialSum]) -> PendingGradients:
-        """Exchange sums for everyone's of this device's piece, add them, and copy them to the
-        host; nobody waits yet. The pieces of all devices make up the sum."""
+        """Exchange the sums of this device's piece, add them, and copy them to the host, without
+        waiting. The pieces of all devices together are the sum."""
         if not nodes:
             return Arrived([])
         flat = self._sharing.flat_sums(self._stages[stage].kind)
@@ -84,10 +85,10 @@ class SharedSlots(SlotsInTurn):
         return self._exchange(flat, [t is not None for t in nodes[0].tensors])
 
     def pass_over(self, stage: int, returns_gradients: bool) -> None:
-        """Do a stage's part of what the group does together, for a device that has failed.
+        """Run a stage's collective operations for a device that has failed.
 
-        The others would wait for it; what it sends means nothing, and what they make of it must
-        not be used.
+        The other devices would otherwise wait. The data that this device sends is meaningless, and
+        results computed from it must not be used.
         """
         self._loaded.pop(stage, None)
         if returns_gradients and sends(self._stages[stage]):
@@ -95,7 +96,7 @@ class SharedSlots(SlotsInTurn):
             self._exchange(flat, [False] * len(flat.shapes))
 
     def _pack(self, flat: FlatSums, nodes: Sequence[PartialSum]) -> None:
-        """Queue what puts the sums into the outgoing row: by device, by node, a piece each."""
+        """Queue the copy of the sums into the outgoing row: by device, by node, one piece each."""
         held = self._sharing.held[self._peers.rank]
         if [(node.level, node.index) for node in nodes] != list(held):
             raise RuntimeError(f"expected the sums {held}, got those of other micro-batches")
@@ -105,7 +106,7 @@ class SharedSlots(SlotsInTurn):
         for number, node in enumerate(nodes):
             for place, tensor in enumerate(node.tensors):
                 if tensor is None:
-                    continue  # in its place goes what means nothing: no device has one
+                    continue  # a placeholder without meaning: no device has this sum
                 for device, begin, first, last in flat.cuts(place):
                     target = parts[device, number, begin : begin + last - first]
                     self._lanes.copy("compute", target, tensor.view(-1)[first:last])
@@ -138,7 +139,7 @@ class SharedSlots(SlotsInTurn):
         return arrived
 
     def _sum(self, incoming: torch.Tensor, piece: int) -> torch.Tensor:
-        """Return the sum of a piece over all micro-batches; it overwrites what came."""
+        """Return the sum of a piece over all micro-batches; it overwrites the received data."""
         total = TreeReduction(self._sharing.micro_batches)
         places = [place for held in self._sharing.held for place in held]
         for number, (level, index) in enumerate(places):
@@ -149,7 +150,8 @@ class SharedSlots(SlotsInTurn):
         return root
 
     def _take_return(self) -> torch.Tensor:
-        """Return the host buffer whose turn it is; who has not waited for it has lost it."""
+        """Return the next host buffer; an earlier result in it is lost unless it has been waited
+        for."""
         before = self._arrived[self._next_return]
         if before is not None:
             before.overwrite()

@@ -1,10 +1,10 @@
-"""How the devices of a group share out a stage's weights and the sums of its gradients.
+"""How the devices of a group divide a stage's weights and the sums of its gradients.
 
-Weights lie side by side in a slot, cut into as many equal pieces as there are devices: each
-device fetches its piece from the host and they gather the rest from each other. Gradients are one
-flat row of float32, cut likewise: each device gets everyone's sums of its piece, and adds them in
-the tree over the micro-batches. All of it follows from the program and two numbers, so that no
-device need ask another how much will come.
+Weights are adjacent in a slot, which is divided into one equal piece per device. Each device copies
+its piece from the host, and the devices gather the other pieces from each other. Gradients are one
+flat row of float32, divided likewise: each device receives all devices' sums of its piece, and adds
+them in the tree over the micro-batches. The program and two numbers determine all sizes, so no
+device needs to ask another.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ import torch
 from penstock.collectives import partial_sums, partition, root_level
 from penstock.program import Kind, Program, Stage, largest_stage
 
-ALIGNMENT = 512  # bytes; what device allocations are aligned to
+ALIGNMENT = 512  # bytes; the alignment of device allocations
 _ELEMENTS = ALIGNMENT // 4  # of float32
 _ELEMENT_BYTES = 4
 
 
 def aligned(size: int) -> int:
-    """Return a number of bytes rounded up to a whole number of alignments."""
+    """Return a number of bytes rounded up to the alignment."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def largest_slot(program: Program) -> int:
-    """Return the bytes that the largest stage takes in a slot, each weight aligned."""
+    """Return the bytes of the largest stage in a slot, each weight aligned."""
     return largest_stage(program, lambda weight: aligned(weight.stream_bytes))[1]
 
 
 @dataclass(frozen=True)
 class FlatSums:
-    """The gradients of a stage as one row: shapes, where each begins, elements of a piece."""
+    """The gradients of a stage as one row: shapes, offsets, elements of a piece."""
 
     shapes: tuple[torch.Size, ...]
     begins: tuple[int, ...]
     piece: int
 
     def cuts(self, tensor: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yield how a tensor is divided over the devices: device, place in the piece, and the
-        first and last + 1 of the tensor's elements that go there."""
+        """Yield the division of a tensor over the devices: device, offset in the piece, and the
+        first and last + 1 of the tensor's elements in that piece."""
         first, last = self.begins[tensor], self.begins[tensor] + math.prod(self.shapes[tensor])
         for device in range(first // self.piece, -(-last // self.piece)):
             begin, end = max(first, device * self.piece), min(last, (device + 1) * self.piece)
@@ -60,14 +60,14 @@ class FlatSums:
 
 @dataclass(frozen=True)
 class Sharing:
-    """A group of so many devices, and over how many micro-batches a step's gradients are summed."""
+    """The number of devices in a group, and the number of micro-batches that a step sums over."""
 
     devices: int
     micro_batches: int
 
     @cached_property
     def held(self) -> Sequence[Sequence[tuple[int, int]]]:
-        """By device, level and index of the sums that it has when it has computed its part."""
+        """Per device, level and index of the sums that it has after computing its part."""
         parts = partition(self.micro_batches, self.devices)
         return [partial_sums(numbers, self.micro_batches) for numbers in parts]
 
@@ -81,11 +81,11 @@ class Sharing:
         return aligned(-(-size_bytes // self.devices))
 
     def slot_bytes(self, program: Program) -> int:
-        """Return the bytes of a slot: the largest stage, filled up to equal pieces."""
+        """Return the bytes of a slot: the largest stage, padded to equal pieces."""
         return self.devices * self.piece_bytes(largest_slot(program))
 
     def flat_sums(self, kind: Kind) -> FlatSums:
-        """Return how the gradients of a kind's trainable weights lie in a row."""
+        """Return the layout of a kind's weight gradients in a row."""
         trained = [w for w, trains in zip(kind.weights, kind.trainable, strict=True) if trains]
         shapes, begins, end = [], [], 0
         for spec in trained:
@@ -101,15 +101,15 @@ class Sharing:
         return most * self.devices * self._largest_piece(program) * _ELEMENT_BYTES
 
     def incoming_bytes(self, program: Program) -> int:
-        """Return the bytes of the buffer into which everyone's sums of a piece come."""
+        """Return the bytes of the buffer that receives all devices' sums of a piece."""
         return sum(map(len, self.held)) * self._largest_piece(program) * _ELEMENT_BYTES
 
     def return_bytes(self, program: Program) -> int:
-        """Return the bytes of a buffer in host memory that all devices fill together."""
+        """Return the bytes of a host buffer that all devices fill together."""
         return self.devices * self._largest_piece(program) * _ELEMENT_BYTES
 
     def device_bytes(self, program: Program, slots: int) -> int:
-        """Return what a device holds all the time: slots, and the buffers of the exchange."""
+        """Return the bytes that a device holds permanently: slots and exchange buffers."""
         buffers = self.outgoing_bytes(program) + self.incoming_bytes(program)
         return slots * self.slot_bytes(program) + buffers
 
@@ -119,5 +119,5 @@ class Sharing:
 
 
 def sends(stage: Stage) -> bool:
-    """Tell whether a stage has gradients of weights to send."""
+    """Return whether a stage has weight gradients to send."""
     return any(stage.kind.trainable) and any(stage.kind.outputs_grad)

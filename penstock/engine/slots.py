@@ -1,9 +1,9 @@
-"""How weights reach an engine and gradients leave it.
+"""The transfer of weights to an engine and of gradients back.
 
-On the CPU the store's memory is the engine's: weights are read in place. On a GPU a few slots of
-device memory, each as large as the largest stage, are filled in turn on a copy lane while the
-stage before computes; gradients return on a third lane into a ring of page-locked buffers. All
-memory is taken in large pieces and used again, never per tensor.
+On the CPU, weights are read in place in the store's memory. On a GPU there are a few slots of
+device memory, each as large as the largest stage. They are filled in turn on a copy lane while the
+previous stage computes. Gradients return on a third lane into a circular set of page-locked
+buffers. All memory is allocated in large blocks and reused, never per tensor.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from penstock.engine.sharing import aligned
 class WeightSlots(Protocol):
     """The path of weights to the device and of gradients back."""
 
-    resident: Sequence[torch.Tensor]  # device memory that the slots hold all the time
-    ahead: int  # stages whose weights may be on their way while another stage computes
+    resident: Sequence[torch.Tensor]  # device memory that the slots hold permanently
+    ahead: int  # stages whose weights may be loading while another stage computes
 
     def reset(self) -> None: ...
 
@@ -37,14 +37,14 @@ class WeightSlots(Protocol):
 
 
 class Arrived:
-    """Gradients that are in host memory once `mark` (None: already) was passed."""
+    """Gradients that are in host memory when `mark` is reached (None: already)."""
 
     def __init__(self, nodes: list[PartialSum], mark: Mark | None = None) -> None:
         self._nodes: list[PartialSum] | None = nodes
         self._mark = mark
 
     def wait(self) -> list[PartialSum]:
-        """Return the sums; they stay good until their buffer's next turn in the ring."""
+        """Return the sums; they stay valid until their buffer is reused."""
         if self._nodes is None:
             raise RuntimeError(
                 "these gradients were overwritten by those of a later stage: wait for a stage's "
@@ -55,21 +55,21 @@ class Arrived:
         return self._nodes
 
     def overwrite(self) -> None:
-        """Note that the buffer is another stage's from now on."""
+        """Record that another stage uses the buffer from now on."""
         self._nodes = None
 
 
 class InPlace:
-    """Weights are views of the store's memory, used where they are."""
+    """Weights are views of the store's memory and are used in place."""
 
     resident: Sequence[torch.Tensor] = ()
-    ahead = 0  # nothing moves: the later the weights are asked for, the longer the store has
+    ahead = 0  # nothing is copied: a later request for weights gives the store more time
 
     def __init__(self) -> None:
         self._loaded: dict[int, Sequence[torch.Tensor]] = {}
 
     def reset(self) -> None:
-        """Forget what was loaded for a step that was given up."""
+        """Discard the loads of an aborted step."""
         self._loaded.clear()
 
     def load(self, stage: int, weights: Sequence[torch.Tensor]) -> None:
@@ -89,8 +89,8 @@ class InPlace:
 class SlotsInTurn(ABC):
     """`count` slots of `size_bytes` on a device, filled in turn.
 
-    A slot is filled again only behind the computation that read it last; a stage computes only
-    behind the copy of its weights. With two slots one stage computes while the next one loads.
+    A slot is refilled only after the last computation that reads it; a stage computes only after
+    the copy of its weights. With two slots, one stage computes while the next one loads.
     """
 
     def __init__(self, size_bytes: int, count: int, lanes: Lanes) -> None:
@@ -98,20 +98,20 @@ class SlotsInTurn(ABC):
         self._slots = [lanes.device_memory(size_bytes) for _ in range(count)]
         self.ahead = count - 1
         self.resident: Sequence[torch.Tensor] = self._slots
-        # The memory may have been used on the compute lane before it was ours.
+        # The memory may have been used on the compute lane before this allocation.
         self._read = [lanes.mark("compute") for _ in range(count)]
         self._next_slot = 0
         self._last_copy: Mark | None = None
         self._loaded: dict[int, tuple[int, list[torch.Tensor], Mark]] = {}
 
     def reset(self) -> None:
-        """Forget what was loaded for a step that was given up."""
+        """Discard the loads of an aborted step."""
         self._loaded.clear()
 
     def load(self, stage: int, weights: Sequence[torch.Tensor]) -> None:
-        """Start copying a stage's weights into the slot whose turn it is.
+        """Start copying a stage's weights into the next slot.
 
-        The weights must stay where they are until the next load has returned.
+        The weights must stay valid until the next load has returned.
         """
         slot = self._next_slot
         for waiting, (taken, _, _) in self._loaded.items():
@@ -132,7 +132,7 @@ class SlotsInTurn(ABC):
 
     @contextmanager
     def use(self, stage: int) -> Iterator[Sequence[torch.Tensor]]:
-        """Hand out a stage's weights to what is queued for computation within the context."""
+        """Provide a stage's weights to computation that is queued within the context."""
         slot, tensors, there = self._loaded.pop(stage)
         self._lanes.wait("compute", there)
         try:
@@ -144,11 +144,12 @@ class SlotsInTurn(ABC):
     def _fill(
         self, slot: torch.Tensor, tensors: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
     ) -> None:
-        """Queue in the copy lane what brings the weights into the tensors, views of the slot."""
+        """Queue, in the copy lane, the copies of the weights into the tensors, which are views of
+        the slot."""
 
 
 class DeviceSlots(SlotsInTurn):
-    """The slots of a device that has its own way to the store, and as many return buffers."""
+    """The slots of a device with its own link to the store, and as many return buffers."""
 
     def __init__(self, size_bytes: int, count: int, lanes: Lanes) -> None:
         super().__init__(size_bytes, count, lanes)
@@ -163,7 +164,7 @@ class DeviceSlots(SlotsInTurn):
             self._lanes.copy("copy", tensor, weight)
 
     def send_back(self, stage: int, nodes: list[PartialSum]) -> PendingGradients:
-        """Copy the sums to the host buffer whose turn it is; nobody waits yet."""
+        """Copy the sums to the next host buffer, without waiting."""
         place = self._next_buffer
         self._next_buffer = (place + 1) % len(self._buffers)
         tensors = [t for node in nodes for t in node.tensors if t is not None]
@@ -186,17 +187,17 @@ class DeviceSlots(SlotsInTurn):
         return arrived
 
     def _clear_buffer(self, place: int, size_bytes: int) -> None:
-        """Take a buffer from the stage that had it; let it grow to the largest stage."""
+        """Take the buffer from its previous stage; it grows up to the largest stage."""
         before = self._sent[place]
         if before is not None:
             before.overwrite()
         if self._buffers[place].nbytes < size_bytes:
-            self._lanes.mark("return").synchronize()  # a copy into the old one may be under way
+            self._lanes.mark("return").synchronize()  # a copy into it may be running
             self._buffers[place] = self._lanes.host_memory(size_bytes)
 
 
 def side_by_side(memory: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return tensors of the shapes and types of `like`, side by side in `memory`."""
+    """Return adjacent tensors in `memory` with the shapes and types of `like`."""
     views, offset = [], 0
     for tensor in like:
         part = memory[offset : offset + tensor.nbytes]

@@ -1,9 +1,9 @@
-"""What a run can compute on: one registry of targets by name.
+"""The targets of a run: one registry of compute devices by name.
 
-A target says everything that depends on the kind of device: what stages are traced on, which
-library multiplies, how an engine is made, where it has its memory, and how its processes start.
-Other parts ask `target_of(name)` and never compare the name. A device is named for its target,
-with a number where a host has several of them ("cuda:1").
+A target contains everything that depends on the kind of device: the tracing device of stages, the
+library for matrix products, the construction of an engine, the location of its memory, and the
+start of its processes. Other parts call `target_of(name)` and never compare the name. A device is
+named after its target, with a number if a host has several of them ("cuda:1").
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ class Target(ABC):
     Attributes:
         name: as in `engine.device`, and before the colon in `engine.devices`.
         trace_device: PyTorch's device on whose (fake) tensors stages are traced.
-        products: who may multiply large float32 matrices there, the default first.
-        has_own_memory: weights are copied there; otherwise they are read where the store has them.
-        micro_batch_tokens: beyond so many a micro-batch gains nothing: products are large enough.
-        survives_fork: a process that has looked for the device may be forked.
-        gpus: of a scheduler's resources, what one engine takes.
-        collectives: the back end by which devices of a group talk to each other.
+        products: the libraries for products of large float32 matrices, the default first.
+        has_own_memory: weights are copied to the device; otherwise they are read in the store's
+            memory.
+        micro_batch_tokens: a micro-batch with more tokens is no faster: products are large enough.
+        survives_fork: a process that has queried the device may be forked.
+        gpus: GPUs that one engine takes from a scheduler's resources.
+        collectives: the back end of a group's collective operations.
     """
 
     name: ClassVar[str]
@@ -66,9 +67,9 @@ class Target(ABC):
         """Return an engine.
 
         Args:
-            device: one of the target's; None: the current one.
-            budget_bytes: what it may hold.
-            slots: the path of weights and gradients, where it is not the device's own.
+            device: a device of the target; None: the current one.
+            budget_bytes: limit of its memory.
+            slots: the path of weights and gradients, if it is not the device's default.
         """
 
     @property
@@ -77,20 +78,21 @@ class Target(ABC):
         return bool(self.devices())
 
     def choose_products(self, processor: Processor) -> Products:
-        """Return who multiplies large float32 matrices in a run that starts on this machine."""
+        """Return the library for products of large float32 matrices, for a run that starts here."""
         return self.products[0]
 
     def can_multiply_with(self, products: Products) -> bool:
-        """Tell whether this machine's PyTorch has a library that the target offers."""
+        """Return whether this machine's PyTorch has a library that the target offers."""
         return products == "torch" or has_onednn()
 
     def products_as_recorded(self, recorded: Products | None, processor: Processor) -> Products:
-        """Return who multiplies in a run that was started with `recorded`.
+        """Return the library for products, for a run that was started with `recorded`.
 
-        A run that has recorded nothing, or something that this target does not offer, chooses.
+        If `recorded` is empty, or names a library that this target does not offer, this machine's
+        default is used.
 
         Raises:
-            ConfigError: this machine's PyTorch cannot do what the run was started with.
+            ConfigError: this machine's PyTorch lacks the recorded library.
         """
         if recorded is None or recorded not in self.products:
             return self.choose_products(processor)
@@ -107,13 +109,13 @@ class Target(ABC):
         return HostLanes()
 
     def make_current(self, device: str) -> None:  # noqa: B027  most have one device
-        """Let this thread compute on a device where none is named."""
+        """Make this the default device of the calling thread."""
 
     def synchronize(self) -> None:  # noqa: B027  most compute at once
-        """Return when all that was queued on this thread's device is done."""
+        """Wait until all operations queued on this thread's device have completed."""
 
     def memory_bytes(self, device: str) -> tuple[int, int] | None:
-        """Return what is free of a device's own memory, and all of it; None if it has none."""
+        """Return the free and the total bytes of a device's own memory; None if it has none."""
         return None
 
 
@@ -143,13 +145,13 @@ class CpuTarget(Target):
 
 
 class CudaTarget(Target):
-    """GPUs of NVIDIA's: weights come through page-locked memory on streams of their own."""
+    """NVIDIA GPUs: weights are copied through page-locked memory on separate streams."""
 
     name = "cuda"
     trace_device = "cuda"
     has_own_memory = True
     micro_batch_tokens = 32768
-    survives_fork = False  # the driver does not
+    survives_fork = False  # the CUDA driver does not survive a fork
     gpus = 1
     collectives = "nccl"
 
@@ -191,9 +193,9 @@ class CudaTarget(Target):
 
 
 class NullTarget(Target):
-    """No device: shapes, traffic and bytes of a run, and no arithmetic.
+    """No device: the shapes, traffic and bytes of a run, without arithmetic.
 
-    Stages are traced as for a processor whose library is PyTorch's own, on every machine alike.
+    On every machine, stages are traced as for a processor that uses PyTorch's default library.
     """
 
     name = "null"
@@ -217,14 +219,14 @@ class NullTarget(Target):
 TARGETS: dict[str, Target] = {
     target.name: target for target in (CpuTarget(), CudaTarget(), NullTarget())
 }
-_PREFERRED = ("cuda", "cpu")  # of `engine.device: auto`, the first that there is
+_PREFERRED = ("cuda", "cpu")  # for `engine.device: auto`, the first that exists
 
 
 def target_of(device: str) -> Target:
-    """Return the target of a device ("cuda:1"), or of that name.
+    """Return the target of a device ("cuda:1"), or the target of that name.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such target.
     """
     name = device.partition(":")[0]
     if name not in TARGETS:
@@ -233,7 +235,7 @@ def target_of(device: str) -> Target:
 
 
 def choose_target(wanted: str) -> Target:
-    """Return the target that `engine.device` asks for; `auto` takes a GPU if there is one.
+    """Return the target of `engine.device`; `auto` selects a GPU if there is one.
 
     Raises:
         ConfigError: this machine has no such device.
@@ -247,5 +249,5 @@ def choose_target(wanted: str) -> Target:
 
 
 def accelerators() -> tuple[str, ...]:
-    """Return the devices of this machine that have memory of their own."""
+    """Return the devices of this machine that have their own memory."""
     return tuple(name for t in TARGETS.values() if t.has_own_memory for name in t.devices())

@@ -1,4 +1,4 @@
-"""The number of CPU threads that an engine computes with."""
+"""The number of CPU threads of an engine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import torch
 
 
 def thread_count(threads: int | None) -> int:
-    """Return the CPU threads of an engine: as configured, or every core of this machine."""
+    """Return the number of CPU threads of an engine: as configured, or every core of this
+    machine."""
     return threads or len(os.sched_getaffinity(0))
 
 
@@ -18,6 +19,6 @@ def set_threads(threads: int | None) -> None:
 
     count = thread_count(threads)
     numba.set_num_threads(min(count, int(numba.config.NUMBA_NUM_THREADS)))  # type: ignore[attr-defined]
-    # In this order: Numba starts its threads here, which resets OpenMP's number for PyTorch too,
-    # and PyTorch's sums over rows (the gradients of norms) are cut by that number.
+    # The order matters. Numba starts its threads here, which also resets OpenMP's number for
+    # PyTorch. PyTorch divides its sums over rows (the gradients of norms) by that number.
     torch.set_num_threads(count)

@@ -1,9 +1,9 @@
-"""The engine that computes with PyTorch, on the CPU or on one GPU (`targets.py` makes it for each).
+"""The engine that computes with PyTorch, on the CPU or on one GPU (`targets.py` creates it).
 
-It runs each stage on all its micro-batches before the next stage (so a stage's weights pass once
-per sweep), keeps what the backward needs or makes it again as its plan says, and sums gradients in
-the fixed tree. On the CPU the store's weights are read in place; on a GPU they come through pinned
-slots on a stream of their own and gradients go back on another (`slots.py`).
+It runs each stage on all micro-batches before the next stage, so a stage's weights are loaded once
+per sweep. Per its plan, it keeps the values that the backward needs or recomputes them. Gradients
+are summed in the fixed tree. On the CPU the store's weights are read in place. On a GPU weights
+arrive through pinned slots on one stream and gradients return on another (`slots.py`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from penstock.program import Program, Stage
 class TorchEngine:
     """Runs a program's stages with PyTorch on `device` within `budget_bytes`.
 
-    `slots` are the path of weights and gradients; without them weights are read in place.
+    `slots` transfer weights and gradients; without slots, weights are read in place.
     """
 
     def __init__(
@@ -44,15 +44,15 @@ class TorchEngine:
         self._flows: list[Flow] = []
         self._batch: Batch | None = None
         self._losses: list[torch.Tensor] = []
-        self._sum_bytes = self._sent_bytes = 0  # gradients being summed, and those on their way
+        self._sum_bytes = self._sent_bytes = 0  # gradients that are being summed or sent
 
     @property
     def stages_ahead(self) -> int:
-        """How many stages' weights may be on their way while another stage computes."""
+        """How many stages' weights may be loading while another stage computes."""
         return self._slots.ahead
 
     def begin(self, batch: Batch) -> None:
-        """Take the inputs of a step and compute the prelude; forget any step before."""
+        """Accept the inputs of a step and compute the prelude; discard any earlier step."""
         self.memory.clear()
         self.memory.hold(self._slots.resident, "the slots of weights")
         self._slots.reset()
@@ -84,12 +84,12 @@ class TorchEngine:
             self._flows.append(flow)
 
     def load(self, stage: int, weights: Sequence[torch.Tensor]) -> None:
-        """Start moving a stage's weights to the device; they are used by the next call for it."""
+        """Start copying a stage's weights to the device; the next call for this stage uses them."""
         self._slots.load(stage, weights)
 
     @torch.no_grad()
     def forward(self, stage: int) -> None:
-        """Run a stage on all micro-batches, keeping what backward needs."""
+        """Run a stage on all micro-batches; keep the values that backward needs."""
         place, kind = self.program.stages[stage], self.program.stages[stage].kind
         recompute = stage in self._plan.recompute
         with self._slots.use(stage) as weights:
@@ -134,7 +134,7 @@ class TorchEngine:
                 self._losses.append(results[0].detach().reshape(()).float())
                 flow.drop_read(self.memory, self.program, self._last_use, place)
                 self._distribute(flow, place, results[len(kind.outputs) :], total)
-                del results  # the sum has what it needs; the next micro-batch needs the room
+                del results  # the sum is complete; free its memory for the next micro-batch
             self.memory.release(held)
         return self._finish(stage, total)
 
@@ -168,7 +168,7 @@ class TorchEngine:
 
     @torch.no_grad()
     def infer(self, stage: int) -> None:
-        """Run a stage forward, keeping nothing for a backward."""
+        """Run a stage forward; keep nothing for a backward."""
         place, kind = self.program.stages[stage], self.program.stages[stage].kind
         with self._slots.use(stage) as weights:
             held = self._enter(place, weights)
@@ -193,10 +193,10 @@ class TorchEngine:
         """Return the loss of each micro-batch, once the last stage has run."""
         if not self._losses:
             return []
-        return torch.stack(self._losses).tolist()  # one look at the device, not one per loss
+        return torch.stack(self._losses).tolist()  # one device synchronisation, not one per loss
 
     def is_finite(self, stage: int) -> bool:
-        """Tell, after `infer` of a stage, whether it wrote no NaN and no infinity."""
+        """Return, after `infer` of a stage, whether its outputs contain no NaN and no infinity."""
         return all(
             bool(torch.isfinite(flow.values[name]).all())
             for flow in self._flows
@@ -229,7 +229,8 @@ class TorchEngine:
         results: Sequence[torch.Tensor | None],
         total: TreeReduction,
     ) -> None:
-        """Hand gradients of inputs to the stages that made them, those of weights to the sum."""
+        """Pass gradients of inputs to the stages that computed them, and those of weights to the
+        sum."""
         kind = place.kind
         names = [n for n, g in zip(place.inputs, kind.inputs_grad, strict=True) if g]
         for name, gradient in zip(names, results[: len(names)], strict=True):
@@ -239,7 +240,7 @@ class TorchEngine:
             self._add(total, PartialSum(0, flow.number, tuple(results[len(names) :])), place)
 
     def _add(self, total: TreeReduction, leaf: PartialSum, place: Stage) -> None:
-        """Add a micro-batch's gradients to the sum, and enter what the sum holds by then."""
+        """Add a micro-batch's gradients to the sum, and account for the sum's memory."""
         wider = sum(4 * t.numel() for t in leaf.tensors if t is not None and t.itemsize < 4)
         self.memory.peak(_bytes([leaf]) + (wider if self._sum_bytes else 0), place.name)
         total.add(leaf)
@@ -248,7 +249,7 @@ class TorchEngine:
         self.memory.reserve(self._sum_bytes, place.name)
 
     def _finish(self, stage: int, total: TreeReduction) -> PendingGradients:
-        """Send a stage's sums off; those of the stage before have been taken by now."""
+        """Start sending a stage's sums; the previous stage's sums have been taken by now."""
         self.memory.give_back(self._sent_bytes)
         self._sent_bytes, self._sum_bytes = self._sum_bytes, 0
         return self._send(stage, total.nodes())

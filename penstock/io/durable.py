@@ -1,9 +1,9 @@
-"""Waiting until bytes and names are on the medium, so that no crash takes them back.
+"""Durable writes: sync contents and names, so that no crash reverts them.
 
-A file's bytes and its name are made durable apart: the bytes by syncing the file, the name by
-syncing the folder that it is in. What is to be there whole or not at all is written aside, synced,
-and renamed, and then the folder is synced, since without that a crash may undo the rename.
-Everything in Penstock that a crash must not cost goes through here, and tests put faults here.
+A file's content and its name are made durable separately: the content by a sync of the file, the
+name by a sync of its folder. Data that must appear atomically is written to a temporary name,
+synced and renamed. The folder is then synced, since otherwise a crash may undo the rename. All data
+in Penstock that must survive a crash is written by this module, and tests inject faults here.
 """
 
 import contextlib
@@ -15,20 +15,20 @@ from pathlib import Path
 from penstock.io import failpoints
 
 TEMPORARY_PREFIX = ".tmp-"
-"""Of the names of what is written aside; a crash may leave it behind."""
+"""Prefix of temporary names; a crash may leave such files behind."""
 
 
 def sync(descriptor: int) -> None:
-    """Wait until a file or folder is on the medium.
+    """Sync a file or folder to the medium.
 
     An error is final: the kernel may have dropped the pages, so that a second call would succeed
-    with the bytes lost.
+    although the bytes are lost.
     """
     os.fsync(descriptor)
 
 
 def sync_data(descriptor: int) -> None:
-    """Wait until a file's bytes are on the medium, and its size where it has changed."""
+    """Sync a file's content to the medium, and its size if it has changed."""
     os.fdatasync(descriptor)
 
 
@@ -42,7 +42,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder, and those above it that are missing; the names of all are durable on return.
+    """Create a folder and its missing parents; all names are durable on return.
 
     Raises:
         OSError: the system refuses, or something else has the name.
@@ -52,8 +52,8 @@ def make_folder(folder: Path) -> None:
     while not above.exists():
         missing.append(above)
         above = above.parent
-    # Each is synced before there is one in it: so the deepest that is there is the only one that a
-    # killed process may have left unsynced. Where we may not look we have made none.
+    # Each folder is synced before it contains another. Only the deepest existing folder can
+    # therefore be unsynced after a kill. Folders that we may not read were not created by us.
     with contextlib.suppress(PermissionError):
         sync_folder(above.parent)
     for each in reversed(missing):
@@ -63,39 +63,39 @@ def make_folder(folder: Path) -> None:
 
 
 def write(descriptor: int, data: memoryview) -> int:
-    """Hand bytes to the operating system and return how many it took; tests put faults here."""
+    """Write bytes once and return how many the system accepted; tests inject faults here."""
     return os.write(descriptor, data)
 
 
 def write_all(descriptor: int, data: memoryview) -> None:
-    """Hand all of the bytes to the operating system."""
+    """Write all of the bytes."""
     while len(data):
         data = data[write(descriptor, data) :]
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write a small file, which must not exist; its bytes are durable on return."""
+    """Write a small new file; its content is durable on return."""
     with _new_file(path) as descriptor:
         write_all(descriptor, memoryview(content))
         sync(descriptor)
 
 
 def put_file(path: Path, content: bytes, point: str | None = None) -> None:
-    """As `put_pieces`, of one piece."""
+    """As `put_pieces`, with one piece."""
     put_pieces(path, (content,), point)
 
 
 def put_pieces(path: Path, pieces: Iterable[bytes], point: str | None = None) -> None:
-    """Put `pieces`, one after the other, under `path` so that a crash leaves what was there or
-    this, never less.
+    """Write `pieces`, one after the other, to `path`; a crash leaves either the old or the new
+    content.
 
     Args:
-        path: in a folder that exists; whatever lies aside, a link too, is replaced.
-        pieces: all of the content; they may be read from what is there.
-        point: the prefix of the fault points on the way.
+        path: in a folder that exists; an existing temporary file, or a link, is replaced.
+        pieces: the whole content; pieces may be read from the old file.
+        point: the prefix of the failpoints on the way.
 
     Raises:
-        OSError: the system refused; what was there is unchanged, and nothing lies aside.
+        OSError: the system refused; the old file is unchanged, and no temporary file remains.
     """
     temporary = _aside(path)
     temporary.unlink(missing_ok=True)
@@ -114,7 +114,7 @@ def put_pieces(path: Path, pieces: Iterable[bytes], point: str | None = None) ->
 
 
 def replace_file(path: Path, content: bytes, point: str | None = None) -> None:
-    """As `put_file`, and durable on return."""
+    """As `put_file`, and the name is durable on return."""
     put_file(path, content, point)
     sync_folder(path.parent)
     _reached(point, "after_sync")
@@ -122,13 +122,13 @@ def replace_file(path: Path, content: bytes, point: str | None = None) -> None:
 
 @contextlib.contextmanager
 def new_folder(folder: Path, point: str | None = None) -> Iterator[Path]:
-    """Yield an empty folder, which gets its name when the block has ended; durable on return.
+    """Yield an empty folder, which gets its final name at the end of the block; durable on return.
 
-    A crash leaves all of it or nothing, and so does a block that fails.
+    After a crash, or if the block fails, the folder exists completely or not at all.
 
     Args:
-        folder: not there, or empty, when the block ends; the folder that it is in exists.
-        point: the prefix of the fault points on the way.
+        folder: missing, or empty, at the end of the block; its parent exists.
+        point: the prefix of the failpoints on the way.
 
     Raises:
         OSError: the system refused.
@@ -137,7 +137,7 @@ def new_folder(folder: Path, point: str | None = None) -> Iterator[Path]:
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     try:
-        yield temporary  # each file in it is synced by whoever writes it
+        yield temporary  # the code that writes a file into it syncs the file
         _reached(point, "before_sync")
         sync_folder(temporary)
         _reached(point, "before_rename")

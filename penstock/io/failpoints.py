@@ -1,9 +1,9 @@
-"""Named places at which a test may kill the process, to show that what is on disk survives it.
+"""Failpoints: named places where a test may kill the process, to show that data on disk survives.
 
-Code that makes something durable calls `fault.point("checkpoint.before_rename")` between any two
-steps that a crash could separate. A point does nothing until a test watches it with `watching`, or
-until the environment variable `PENSTOCK_FAULT=name[:n]` says that the process is to die there, at
-the n-th time that the point is reached (the first, without a number).
+Code that makes data durable calls `failpoints.point("checkpoint.before_rename")` between any two
+steps that a crash could separate. A point does nothing unless a test watches it with `watching`, or
+the environment variable `PENSTOCK_FAULT=name[:n]` says that the process is killed there, at the
+n-th visit of the point (the first, without a number).
 """
 
 import os
@@ -15,7 +15,7 @@ ENVIRONMENT_VARIABLE = "PENSTOCK_FAULT"
 
 
 def point(name: str) -> None:
-    """Mark a place between two steps of a protocol; free of cost unless a test watches."""
+    """Mark a place between two steps of a protocol; almost free unless a test watches it."""
     if _watcher is not None:
         _watcher(name)
 
@@ -32,7 +32,7 @@ def watching(watcher: Callable[[str], None]) -> Iterator[None]:
 
 
 def killer(name: str, count: int = 1) -> Callable[[str], None]:
-    """Return a watcher that kills this process, with SIGKILL, at a point's `count`-th visit."""
+    """Return a watcher that kills this process with SIGKILL at a point's `count`-th visit."""
     remaining = count
 
     def watcher(reached: str) -> None:

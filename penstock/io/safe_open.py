@@ -1,7 +1,7 @@
-"""Opening files that somebody else may have put there: plain files, no longer than makes sense.
+"""Safe opening of files that another party may have placed: regular files of limited length.
 
-Opening a FIFO waits without end, a device such as `/dev/zero` never ends, and a file of a few
-sectors can claim any length. What is read whole is read through here.
+Opening a FIFO blocks without end, a device such as `/dev/zero` never ends, and a file of a few
+sectors can claim any length. Files that are read completely are read through this module.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ _REFUSALS = {errno.ELOOP: "a link", errno.EISDIR: "a folder", errno.ENXIO: "a so
 
 
 class NotPlainError(OSError):
-    """Something else than a plain file of a sensible length; `strerror` says what is there."""
+    """The path is not a regular file of an acceptable length; `strerror` describes it."""
 
 
 def open_plain(path: Path) -> BinaryIO:
-    """Open a plain file, or what a link to one leads to, for unbuffered reading.
+    """Open a regular file, or the target of a link to one, for unbuffered reading.
 
     Raises:
         NotPlainError: it is a folder, a FIFO, a device or a socket.
-        OSError: it is not there, or the system refused.
+        OSError: it does not exist, or the system refused.
     """
     return os.fdopen(_open(path, os.O_RDONLY), "rb", buffering=0)
 
 
 def open_own(path: Path, flags: int) -> int:
-    """Open a file that is to be changed and return its descriptor. A link is not followed: what is
-    changed lies where it seems to lie. Errors are those of `open_plain`."""
+    """Open a file for modification and return its descriptor. Links are not followed, so that only
+    the named path can change. Errors are those of `open_plain`."""
     return _open(path, flags | os.O_NOFOLLOW)
 
 
 def read_plain(path: Path, most_bytes: int) -> bytes:
-    """Return the content of a plain file of at most `most_bytes`; errors as of `open_plain`."""
+    """Return the content of a regular file of at most `most_bytes`; errors as of `open_plain`."""
     with open_plain(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most_bytes:
@@ -54,7 +54,7 @@ def read_plain(path: Path, most_bytes: int) -> bytes:
 
 def _open(path: Path, flags: int) -> int:
     try:
-        # Without blocking: opening a FIFO would otherwise wait for somebody to write into it.
+        # Non-blocking: opening a FIFO would otherwise wait for a writer.
         file = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     except OSError as error:
         if error.errno in _REFUSALS:

@@ -1,8 +1,8 @@
-"""The header of a `safetensors` file: what it says, checked before anything believes it.
+"""The header of a `safetensors` file, validated before use.
 
 The format: 8 bytes with the header's length, the header (JSON: per tensor its type, shape and
-place), then the tensors one after another. Lengths are checked against the file's size before
-memory is taken, places against shapes, and that nothing overlaps or is left out.
+offsets), then the tensors one after another. Lengths are checked against the file's size before
+memory is allocated, and offsets against shapes. Tensors may not overlap or leave gaps.
 """
 
 import json
@@ -22,15 +22,15 @@ ITEM_BYTES = {
     **dict.fromkeys(("U32", "I32", "F32"), 4),
     **dict.fromkeys(("U64", "I64", "F64"), 8),
 }
-"""Bytes of an element of the format's types; those of less than a byte hold no weights."""
+"""Bytes per element of the format's types; types of less than a byte are not used for weights."""
 
 _MAX_OFFSET = 2**63 - 1
-_MAX_DIMENSIONS = 64  # what NumPy allows; a product of a million large sizes would take hours
+_MAX_DIMENSIONS = 64  # NumPy's limit; a product of a million large sizes would take hours
 
 
 @dataclass(frozen=True)
 class Extent:
-    """Where a tensor lies in a file: bytes `begin` to `end`, from the file's start."""
+    """The location of a tensor in a file: bytes `begin` to `end`, from the start of the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -39,7 +39,8 @@ class Extent:
 
 
 def header_length(path: Path, first: bytes | bytearray, total_bytes: int) -> int:
-    """Return the bytes of the length field and the header together, from a file's first 8 bytes."""
+    """Return the length of the length field and the header together, from a file's first 8
+    bytes."""
     if len(first) < 8:
         raise _broken(path, f"it has {total_bytes} bytes, fewer than the 8 of a header's length")
     (length,) = struct.unpack("<Q", first[:8])
@@ -49,7 +50,7 @@ def header_length(path: Path, first: bytes | bytearray, total_bytes: int) -> int
 
 
 def parse_header(path: Path, data: bytes | bytearray, total_bytes: int) -> dict[str, Extent]:
-    """Return the tensors of a file in the order in which they lie.
+    """Return the tensors of a file in file order.
 
     Args:
         path: named in messages.
@@ -57,8 +58,8 @@ def parse_header(path: Path, data: bytes | bytearray, total_bytes: int) -> dict[
         total_bytes: size of the file.
 
     Raises:
-        CorruptionError: the header is no JSON of the right form, or describes tensors that
-            overlap, leave gaps or reach beyond the file.
+        CorruptionError: the header is not valid JSON of this format, or describes tensors that
+            overlap, leave gaps or exceed the file.
     """
     try:
         table = json.loads(
@@ -88,12 +89,12 @@ def _table_of_texts(pairs: list[tuple[str, object]]) -> dict[str, object]:
     if len(table) != len(pairs):
         raise ValueError("a name appears twice")
     for text in (each for pair in pairs for each in pair if isinstance(each, str)):
-        text.encode()  # half a surrogate pair is text in JSON, and nowhere else
+        text.encode()  # JSON can contain half a surrogate pair; UTF-8 cannot
     return table
 
 
 def _no_constant(name: str) -> object:
-    raise ValueError(f"{name} is not JSON")  # though Python takes it for some
+    raise ValueError(f"{name} is not JSON")  # although Python treats it as an integer
 
 
 def _extent(path: Path, name: str, entry: object, start: int) -> Extent:
@@ -102,14 +103,14 @@ def _extent(path: Path, name: str, entry: object, start: int) -> Extent:
             type(begin) is type(end) is int and 0 <= begin <= end <= _MAX_OFFSET
         ):
             extent = Extent(dtype, tuple(shape), start + begin, start + end)
-            if _fills(extent):  # not all who write this format align their tensors
+            if _fills(extent):  # some writers of this format do not align their tensors
                 return extent
     raise _broken(path, f"tensor {name!r} is described by {str(entry)[:200]}")
 
 
 def is_sound(extent: Extent) -> bool:
-    """Return whether a described extent is one of a file that we have written: its type is known,
-    its shape fills it, and its elements are aligned."""
+    """Return whether an extent can be one that Penstock wrote: the type is known, the shape fills
+    it, and the elements are aligned."""
     return _fills(extent) and extent.begin % ITEM_BYTES[extent.dtype] == 0
 
 

@@ -1,7 +1,7 @@
-"""The hot loops: compiled on first use, in parallel, the same to the bit on any number of threads.
+"""The hot loops: compiled at first use, parallel, bit-identical for any number of threads.
 
-Arrays are flat NumPy arrays; bfloat16 travels as its uint16 patterns. The public names are the
-modules below, each imported on its own, since most of them load a compiler.
+Arrays are flat NumPy arrays; bfloat16 is represented by its uint16 patterns. The public names are
+the modules below. Each is imported separately, since most of them load a compiler.
 """
 
 __all__ = [

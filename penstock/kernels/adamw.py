@@ -100,9 +100,9 @@ def adamw(
         step: number of this update, from 1; sets the bias corrections.
         learning_rate, beta1, beta2, epsilon: as in `torch.optim.AdamW`.
         weight_decay: decoupled: the weight is multiplied by `1 - learning_rate * weight_decay`.
-        gradient_scale: what the gradient is multiplied by first (the clip factor).
-        key, position: what the rounding of 8-bit moments is drawn by: a number of the weight, and
-            where in the weight these elements begin.
+        gradient_scale: the factor that is applied to the gradient first (the clip factor).
+        key, position: seeds of the random rounding of 8-bit moments: a number of the weight, and
+            the offset of these elements in the weight.
 
     Raises:
         ValueError: an array has another type, length or layout, or `step` is below 1.

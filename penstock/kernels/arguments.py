@@ -1,4 +1,4 @@
-"""Checks at the door of every kernel: compiled code does not look where it writes."""
+"""Argument checks of every kernel: compiled code performs no bounds checks."""
 
 import numpy as np
 
@@ -6,10 +6,10 @@ import numpy as np
 def require_flat(
     name: str, array: np.ndarray, length: int, *dtypes: type[np.generic], write: bool = False
 ) -> None:
-    """Refuse an array that is not one-dimensional, contiguous, of this length and of a known type.
+    """Reject an array that is not one-dimensional, contiguous, of this length and of a known type.
 
     Raises:
-        ValueError: naming the array, what was expected and what came.
+        ValueError: naming the array, the expected and the actual value.
     """
     if array.dtype not in dtypes:
         wanted = " or ".join(np.dtype(dtype).name for dtype in dtypes)
@@ -22,10 +22,10 @@ def require_flat(
 def require_rows(
     name: str, array: np.ndarray, dtype: type[np.generic], write: bool = False
 ) -> None:
-    """Refuse an array that is not two-dimensional, contiguous by rows and of type `dtype`.
+    """Reject an array that is not two-dimensional, row-contiguous and of type `dtype`.
 
     Raises:
-        ValueError: naming the array, what was expected and what came.
+        ValueError: naming the array, the expected and the actual value.
     """
     if array.dtype != dtype or array.ndim != 2:
         raise ValueError(

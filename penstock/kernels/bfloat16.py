@@ -1,4 +1,4 @@
-"""bfloat16 values as the uint16 patterns in which NumPy can hold them."""
+"""bfloat16 values as uint16 patterns, since NumPy has no bfloat16."""
 
 import numpy as np
 

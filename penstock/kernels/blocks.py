@@ -1,28 +1,28 @@
-"""How a flat array is cut: blocks for threads, strides of whole vectors, and a masked tail.
+"""Division of a flat array: blocks for threads, strides of whole vectors, and a masked tail.
 
-The cuts depend on the length alone. Whatever is summed is summed per granule and the granules' sums
-are then added exactly, so no result ever depends on how many threads there are.
+The division depends on the length alone. Sums are computed per granule, and the granules' sums are
+added exactly, so no result depends on the number of threads.
 
-A stride is two vectors: one or two whole cache lines of every array. The optimizers, which walk
-through up to five arrays at once, ask for the lines that lie `AHEAD` of the present one: measured,
-this brings them a few percent nearer to the memory's limit. Looking further ahead made it worse.
+A stride is two vectors: one or two whole cache lines of every array. The optimizers, which traverse
+up to five arrays at once, prefetch the lines that are `AHEAD` of the present line. As measured,
+this brings them a few percent closer to the memory's limit; a larger distance was slower.
 """
 
 from penstock.kernels.compilation import inlined
 from penstock.kernels.vectors import LANES
 
 BLOCK_LENGTH = 65536
-"""Elements per block; the work of one turn of a parallel loop."""
+"""Elements per block, the work of one iteration of a parallel loop."""
 
 GRANULE = 4096
-"""Elements whose squares are summed by themselves. Whoever cuts a weight into pieces cuts it at a
-multiple of this, and then has the same sums, whatever the pieces."""
+"""Elements whose squares are summed separately. Pieces of a weight that begin at multiples of this
+have the same sums, whatever the pieces."""
 
 STRIDE = 2 * LANES
-"""Elements per turn of an inner loop."""
+"""Elements per iteration of an inner loop."""
 
 AHEAD = 64
-"""How many elements ahead an optimizer fetches."""
+"""Prefetch distance of an optimizer, in elements."""
 
 
 @inlined
@@ -33,14 +33,15 @@ def block_count(length):
 
 @inlined
 def granule_bounds(begin, block_end):
-    """Of the granule that begins there: the end of its whole strides, and its end."""
+    """Return, for the granule that begins there, the end of its whole strides, and its end."""
     last = min(begin + GRANULE, block_end)
     return last - (last - begin) % STRIDE, last
 
 
 @inlined
 def block_bounds(block, length):
-    """Of block number `block`: its first element, the end of its whole strides, its end."""
+    """Return, for block number `block`, its first element, the end of its whole strides, its
+    end."""
     first = block * BLOCK_LENGTH
     last = min(first + BLOCK_LENGTH, length)
     return first, last - (last - first) % STRIDE, last

@@ -1,10 +1,10 @@
-"""How every compiled kernel is declared, and where its machine code is kept.
+"""Declaration of compiled kernels, and the location of their machine code.
 
-Numba's on-disk cache is keyed by the time stamp of the file that holds the kernel; a kernel that
-inlines functions from another file is *not* recompiled when that file changes. Here the cache
-folder's name therefore contains a digest of all sources of this package, so that stale machine
-code can never be picked up. Set `NUMBA_CACHE_DIR` to choose the place; without it the code goes
-beside the sources or, where those are read-only, into the user's cache folder.
+Numba's on-disk cache is keyed by the time stamp of the file that contains the kernel. A kernel that
+inlines functions from another file is *not* recompiled when that file changes. The name of the
+cache folder therefore contains a digest of all sources of this package, so that outdated machine
+code is never used. `NUMBA_CACHE_DIR` sets the location. By default the code is stored beside the
+sources or, if these are read-only, in the user's cache folder.
 """
 
 import functools
@@ -19,7 +19,7 @@ from typing import Any
 import numba
 from numba.core import config as _numba_config
 
-config: Any = _numba_config  # its attributes are made from the environment
+config: Any = _numba_config  # its attributes are created from the environment
 
 
 def _source_digest() -> str:
@@ -30,7 +30,7 @@ def _source_digest() -> str:
 
 
 def _cache_folder() -> str | None:
-    """The first writable place for compiled code, or None if there is no such place."""
+    """The first writable folder for compiled code, or None if there is none."""
     places = [Path(__file__).parent / "__pycache__"]
     cache_home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     places.append(Path(cache_home) / "penstock")
@@ -48,7 +48,7 @@ def _cache_folder() -> str | None:
 
 
 def _threads_may_meet() -> bool:
-    """Whether Numba has a thread pool here into which two Python threads may call at once."""
+    """Whether Numba has a thread pool here that two Python threads may use at once."""
     for pool in ("tbbpool", "omppool"):
         try:
             importlib.import_module(f"numba.np.ufunc.{pool}")
@@ -66,12 +66,13 @@ _ONE_AT_A_TIME = threading.Lock()
 def kernel(function: Callable[..., Any], parallel: bool = True) -> Callable[..., Any]:
     """Compile `function` on first use, in parallel over its `prange` and without the GIL.
 
-    No fast-math: what is computed is what is written, with the fused multiply-adds that are asked
-    for by name. The function must not allocate Python objects. It may be called from several
-    threads at once.
+    No fast-math: operations are compiled as written, and fused multiply-adds are used only where
+    named. The function must not allocate Python objects. It may be called from several threads at
+    once.
     """
     options: dict[str, Any] = {"parallel": parallel, "nogil": True, "error_model": "numpy"}
-    # Numba reads the folder once, while decorating; its other users in this process keep theirs.
+    # Numba reads the folder once, while decorating; other users in this process keep their own
+    # folder.
     before = config.CACHE_DIR
     config.CACHE_DIR = _FOLDER or before
     try:
@@ -82,11 +83,11 @@ def kernel(function: Callable[..., Any], parallel: bool = True) -> Callable[...,
 
 
 serial_kernel = functools.partial(kernel, parallel=False)
-"""Decorator for a kernel that has no `prange`: what depends on the element before."""
+"""Decorator for a kernel without `prange`, whose iterations depend on each other."""
 
 
 def _one_at_a_time(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Numba's last-resort pool (`workqueue`) ends the process when two threads meet in it."""
+    """Numba's fallback pool (`workqueue`) aborts the process when two threads use it at once."""
 
     @functools.wraps(compiled)
     def call(*arguments: Any) -> Any:
@@ -97,4 +98,4 @@ def _one_at_a_time(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 
 inlined = numba.njit(forceinline=True, nogil=True, error_model="numpy")
-"""Decorator for the pieces of which kernels are made; they become part of each kernel's code."""
+"""Decorator for parts of kernels; they are inlined into each kernel's code."""

@@ -1,7 +1,7 @@
-"""Softmax cross-entropy on a chunk of logits, the gradient written over the logits.
+"""Softmax cross-entropy on a chunk of logits; the gradient overwrites the logits.
 
-A row of a large vocabulary (50257 float32: 200 kB) stays in a core's second-level cache while it is
-visited for its maximum, its sum of exponentials and its gradient, so each logit crosses the memory
+A row of a large vocabulary (50257 float32: 200 kB) stays in a core's second-level cache during the
+passes for its maximum, its sum of exponentials and its gradient, so each logit crosses the memory
 bus once in each direction. Rows are independent and each is summed in one fixed order: the result
 does not depend on the number of threads.
 """
@@ -26,13 +26,13 @@ from penstock.kernels.vectors import (
     widened,
 )
 
-_RUN = 64 * LANES  # exponentials added in float32 before they go into a float64 sum
+_RUN = 64 * LANES  # exponentials added in float32 before they are added to a float64 sum
 _LOWEST = np.float32(-np.inf)
 
 
 @inlined
 def _row_maximum(logits, start, whole, end):
-    # Two registers, since one maximum must wait for the one before it.
+    # Two registers, since each maximum depends on the previous one.
     first = splat(_LOWEST)
     second = splat(_LOWEST)
     for i in range(start, whole, 2 * LANES):
@@ -46,7 +46,7 @@ def _row_maximum(logits, start, whole, end):
 
 @inlined
 def _shifted(logits, i, maximum, lanes):
-    """exp(logit - maximum); 0 in the lanes that are masked off."""
+    """Return exp(logit - maximum); 0 in masked-off lanes."""
     value = exponential(load_gradient(logits, i, lanes) - splat(maximum))
     return select(lanes, value, splat(np.float32(0)))
 
@@ -85,7 +85,7 @@ def _fill_zeros(logits, start, end):
 
 @inlined
 def _first_place(logits, start, end, wanted):
-    """The first place in a row with this value, -1 if there is none."""
+    """Return the first index in a row with this value, -1 if there is none."""
     for i in range(start, end, LANES):
         lanes = first_lanes(end - i)
         here = select(lanes, load_gradient(logits, i, lanes), splat(_LOWEST))
@@ -169,9 +169,9 @@ def cross_entropy(logits: np.ndarray, labels: np.ndarray, *, ignore_index: int) 
     """Return the loss of each row: `logsumexp(logits) - logits[label]`.
 
     Args:
-        logits: `[rows, vocabulary]`, float32 or bfloat16 patterns (uint16); left as they are.
+        logits: `[rows, vocabulary]`, float32 or bfloat16 patterns (uint16); unchanged.
         labels: int64 `[rows]`.
-        ignore_index: the label of rows that do not count; their loss is 0.
+        ignore_index: the label of ignored rows; their loss is 0.
 
     Returns:
         float32 `[rows]`, computed with float64 sums; NaN where a logit is NaN or +infinity.
@@ -187,13 +187,13 @@ def cross_entropy(logits: np.ndarray, labels: np.ndarray, *, ignore_index: int) 
 
 
 def most_likely(logits: np.ndarray) -> np.ndarray:
-    """Return the place of the greatest logit of each row, the first of equal ones.
+    """Return the index of the greatest logit of each row, the first of equal logits.
 
     Args:
-        logits: `[rows, vocabulary]`, float32 or bfloat16 patterns (uint16); left as they are.
+        logits: `[rows, vocabulary]`, float32 or bfloat16 patterns (uint16); unchanged.
 
     Returns:
-        int64 `[rows]`; of a row with a NaN it is -1 or any place.
+        int64 `[rows]`; for a row with a NaN, -1 or any index.
 
     Raises:
         ValueError: the array has another type, shape or layout.
@@ -208,21 +208,21 @@ def most_likely(logits: np.ndarray) -> np.ndarray:
 def cross_entropy_and_gradient(
     logits: np.ndarray, labels: np.ndarray, *, ignore_index: int, scale: float
 ) -> np.ndarray:
-    """Return the loss of each row, and put the gradient of `scale * sum(losses)` over the logits.
+    """Return the loss of each row; overwrite the logits with the gradient of `scale * sum(losses)`.
 
     Args:
         logits: `[rows, vocabulary]`, float32 or bfloat16 patterns (uint16); overwritten with
             `(softmax - one_hot(label)) * scale`, in their own type, rounded once; ignored rows
             become 0.
         labels: int64 `[rows]`.
-        ignore_index: the label of rows that do not count; their loss is 0.
-        scale: usually 1 / number of labels that count.
+        ignore_index: the label of ignored rows; their loss is 0.
+        scale: usually 1 / number of labels that are not ignored.
 
     Returns:
         float32 `[rows]`, not scaled; NaN where a logit is NaN or +infinity.
 
     Raises:
-        DataError: a label is outside the vocabulary; the logits are then untouched.
+        DataError: a label is outside the vocabulary; the logits are then unchanged.
         ValueError: an array has another type, shape or layout.
     """
     _check(logits, labels, ignore_index, write=True)

@@ -1,7 +1,8 @@
-"""Sums without rounding: a sum of float64 numbers as a few float64 numbers that add up to it.
+"""Sums without rounding: the sum of float64 numbers is represented exactly by a few float64
+numbers.
 
-Partial sums that are exact can be added in any order and in any grouping: whoever adds them up at
-last rounds once, and gets the same bits. The method is that of `math.fsum` (Shewchuk, "Adaptive
+Exact partial sums can be added in any order and in any grouping. Only the last addition rounds,
+once, so the result has the same bits. The method is that of `math.fsum` (Shewchuk, "Adaptive
 Precision Floating-Point Arithmetic and Fast Robust Geometric Predicates", 1997).
 """
 
@@ -36,7 +37,8 @@ def _add_up(values, parts):
 def exact_sum(values: np.ndarray) -> tuple[float, ...]:
     """Return numbers whose exact sum is that of float64 `values` `[n]`, the smallest first.
 
-    None for an empty array; where a value is not finite, one number that is not finite either.
+    The result is None for an empty array. If a value is not finite, the result is one number that
+    is not finite.
     """
     require_flat("values", values, values.size, np.float64)
     if not np.isfinite(values).all():

@@ -1,4 +1,4 @@
-"""A vector exponential, for arguments that are not positive: what a softmax needs.
+"""A vector exponential for arguments that are not positive, as in a softmax.
 
 Cody and Waite's reduction `x = n ln 2 + r`, `|r| <= ln 2 / 2`, with ln 2 in two parts so that `r`
 loses nothing, and the degree-5 polynomial of the Cephes library (S. Moshier, `expf`) for `exp(r)`.
@@ -9,12 +9,12 @@ import numpy as np
 from penstock.kernels.compilation import inlined
 from penstock.kernels.vectors import bits_of, fma, from_bits, select, shift_left, splat
 
-# Adding 1.5 x 2^23 rounds to an integer, which then stands in the low bits of the sum.
+# Adding 1.5 x 2^23 rounds to an integer, which is then in the low bits of the sum.
 _ROUNDER = np.float32(12582912.0)
 _LOG2_E = np.float32(1.44269504088896341)
 _LN2_HIGH = np.float32(0.693359375)
 _LN2_LOW = np.float32(-2.12194440e-4)
-_LEAST = np.float32(-87.3)  # exp of less is below the least normal float32
+_LEAST = np.float32(-87.3)  # below this, exp is less than the smallest normal float32
 _P0 = np.float32(1.9875691500e-4)
 _P1 = np.float32(1.3981999507e-3)
 _P2 = np.float32(8.3334519073e-3)
@@ -36,6 +36,6 @@ def exponential(x):
     p = fma(p, r, splat(_P4))
     p = fma(p, r, splat(_P5))
     p = fma(p, r * r, r) + splat(np.float32(1))
-    # Multiply by 2^n in the exponent field; garbage for lanes that the selection drops.
+    # Multiply by 2^n in the exponent field; lanes that the selection drops contain garbage.
     scaled = from_bits(bits_of(p) + shift_left(bits_of(shifted), 23))
     return select(x < splat(_LEAST), splat(np.float32(0)), scaled)

@@ -1,9 +1,9 @@
-"""How a gradient enters the store: rounded or added, and squared and summed, in one pass.
+"""Copies a gradient into the store: rounded or added, squared and summed, in one pass.
 
-The sums of squares are those of what the store then holds (after rounding, after adding), since
-this is what the optimizer will see. float64 can square any float32 and add up 2^700 of them, so a
-sum is finite exactly when every element is: it is the non-finite flag too. There is a sum for every
-`GRANULE` elements, so that pieces of a weight have the sums of the whole.
+The sums of squares are those of the stored values (after rounding and addition), since the
+optimizer reads the stored values. float64 can square any float32 and add up 2^700 of them. A sum is
+therefore finite exactly if every element is finite, and also serves as the non-finite flag. There
+is one sum per `GRANULE` elements, so that pieces of a weight have the same sums as the whole.
 """
 
 from typing import Any
@@ -30,12 +30,14 @@ from penstock.kernels.vectors import (
 
 
 def load_gradient(gradient: Any, index: Any, lanes: Any) -> Any:
-    """In a kernel: 16 float32 values of a gradient held as float32 or as bfloat16 patterns."""
+    """In a kernel: return 16 float32 values of a gradient stored as float32 or as bfloat16
+    patterns."""
     raise TypeError("load_gradient works only inside a kernel")
 
 
 def store_gradient(gradient: Any, index: Any, value: Any, lanes: Any) -> Any:
-    """In a kernel: write 16 float32 values to a gradient, rounded to its type; returns these."""
+    """In a kernel: write 16 float32 values to a gradient, rounded to its type; return the rounded
+    values."""
     raise TypeError("store_gradient works only inside a kernel")
 
 
@@ -85,7 +87,7 @@ def _square_at(gradient, _, i, lanes, total):
 
 @inlined
 def _over_granules(at, source, destination, sums, block):
-    """In a kernel: `at` on all elements of a block; what it adds up is a sum per granule."""
+    """In a kernel: apply `at` to all elements of a block; its results are summed per granule."""
     first, _, end = block_bounds(block, source.size)
     for begin in range(first, end, GRANULE):
         whole, last = granule_bounds(begin, end)
@@ -128,8 +130,8 @@ def copy_gradient(source: np.ndarray, destination: np.ndarray) -> np.ndarray:
         destination: float32 `[n]`, or uint16 `[n]` for bfloat16 patterns (ties to even).
 
     Returns:
-        float64 `[ceil(n / GRANULE)]`: per granule the sum of the squares of what was written; not
-        finite exactly when an element is not. The same to the bit for any number of threads.
+        float64 `[ceil(n / GRANULE)]`: per granule the sum of the squares of the written values; not
+        finite exactly if an element is not. Bit-identical for any number of threads.
 
     Raises:
         ValueError: an array has another type, length or layout.
@@ -142,10 +144,10 @@ def copy_gradient(source: np.ndarray, destination: np.ndarray) -> np.ndarray:
 
 
 def add_gradient(source: np.ndarray, destination: np.ndarray) -> np.ndarray:
-    """Add a gradient to what the store's slab holds: the second use of a tied weight.
+    """Add a gradient to the gradient in the store's slab: the second use of a tied weight.
 
-    Arguments, result and errors are those of `copy_gradient`; the sums of squares are those of
-    the sum. A bfloat16 slab is rounded at every addition.
+    Arguments, result and errors are those of `copy_gradient`; the sums of squares are those of the
+    sum. A bfloat16 slab is rounded at every addition.
     """
     require_flat("gradient", source, source.size, np.float32)
     require_flat("gradient slab", destination, source.size, np.float32, np.uint16, write=True)
@@ -157,7 +159,7 @@ def add_gradient(source: np.ndarray, destination: np.ndarray) -> np.ndarray:
 def sums_of_squares(gradient: np.ndarray) -> np.ndarray:
     """Return the sums of squares of a gradient, float32 or bfloat16 patterns `[n]`.
 
-    The same to the bit as `copy_gradient` returned when it wrote these values.
+    The result is bit-identical to that of `copy_gradient` for these values.
 
     Raises:
         ValueError: the array has another type or layout.

@@ -42,7 +42,7 @@ def _at(weight, gradient, moments, scalars, i, lanes):
     m = load_moment(average, i, lanes)
     blend = fma(splat(blend_rate), g - m, m)
     zero = splat(np.float32(0))
-    # The sign of zero is zero: a weight that nothing pulls stays where it is.
+    # The sign of zero is zero: a weight without gradient and mean does not move.
     down = select(zero < blend, splat(learning_rate), zero)
     up = select(blend < zero, splat(learning_rate), zero)
     store_weight(weight, i, w - down + up, lanes)
@@ -87,13 +87,13 @@ def lion(
         gradient: float32 `[n]` or bfloat16 patterns (uint16 `[n]`).
         average: running mean of the gradient (`exp_avg`).
         step: number of this update, from 1; only the rounding of an 8-bit mean depends on it.
-        learning_rate: length of each step: the direction is a sign.
+        learning_rate: length of each update, since the direction is a sign.
         beta1: share of the old mean in the direction.
         beta2: share of the old mean in the new one.
         weight_decay: decoupled: the weight is multiplied by `1 - learning_rate * weight_decay`.
-        gradient_scale: what the gradient is multiplied by first (the clip factor).
-        key, position: what the rounding of an 8-bit moment is drawn by: a number of the weight,
-            and where in the weight these elements begin.
+        gradient_scale: the factor that is applied to the gradient first (the clip factor).
+        key, position: seeds of the random rounding of an 8-bit moment: a number of the weight, and
+            the offset of these elements in the weight.
 
     Raises:
         ValueError: an array has another type, length or layout.

@@ -1,8 +1,8 @@
-"""The memory in which slabs live: anonymous, page-exact, on huge pages where there are any.
+"""The memory of slabs: anonymous, of exact size in pages, on huge pages if available.
 
 A pass over hundreds of megabytes on 4 KiB pages spends much of its time in address translation, so
-every whole 2 MiB of a slab asks for a huge page. What lies behind the last whole 2 MiB stays on
-small pages: a slab never occupies more than its size rounded up to one small page.
+every whole 2 MiB of a slab requests a huge page. The part after the last whole 2 MiB stays on small
+pages: a slab never occupies more than its size rounded up to one small page.
 """
 
 import contextlib
@@ -23,17 +23,17 @@ def allocate(size_bytes: int) -> np.ndarray:
         size_bytes: how many bytes, 0 or more.
 
     Returns:
-        uint8 array `[size_bytes]`; its memory goes back to the system with its last view. Pages
-        are taken at first touch.
+        uint8 array `[size_bytes]`; its memory is returned to the system with its last view. Pages
+        are allocated at first touch.
 
     Raises:
-        BudgetError: the operating system has no room for it.
+        BudgetError: the operating system cannot allocate it.
     """
     if size_bytes < 0:
         raise ValueError(f"allocate: expected a size of 0 bytes or more, got {size_bytes}")
     if size_bytes == 0:
         return np.zeros(0, np.uint8)
-    # The slack for alignment is address space only: it is never touched.
+    # The slack for alignment is only address space: it is never touched.
     length = size_bytes + HUGE_PAGE_BYTES
     try:
         if hasattr(mmap, "MAP_PRIVATE"):
@@ -53,22 +53,22 @@ def allocate(size_bytes: int) -> np.ndarray:
         try:
             region.madvise(mmap.MADV_HUGEPAGE, start, whole)
         except OSError:
-            # A kernel built without huge pages: the slab is as good, only slower.
+            # A kernel without huge pages: the slab has the same content, and passes are slower.
             return everything[start : start + size_bytes]
     return everything[start : start + size_bytes]
 
 
 def page_lock(memory: np.ndarray) -> bool:
-    """Lock a slab's pages, so that a CUDA device copies from and to them on its own.
+    """Page-lock a slab, so that a CUDA device copies from and to it directly.
 
-    From pages that the system may move, a copy goes through a buffer of the driver's and holds up
-    whoever queued it. The pages are unlocked when the slab's last view is gone.
+    A copy from pageable memory goes through a buffer of the driver and blocks the calling thread.
+    The pages are unlocked when the slab's last view is gone.
 
     Args:
-        memory: what `allocate` returned, whole.
+        memory: a whole result of `allocate`.
 
     Returns:
-        Whether they are locked; False where there is no CUDA device, or the system refuses.
+        Whether the pages are locked; False if there is no CUDA device, or the system refuses.
     """
     import torch
 
@@ -78,9 +78,10 @@ def page_lock(memory: np.ndarray) -> bool:
         return True
     runtime = torch.cuda.cudart()
     address = memory.ctypes.data
-    portable = 1  # for all devices of the process, not just the current one
+    portable = 1  # for all devices of the process, not only the current one
     if int(runtime.cudaHostRegister(address, memory.nbytes, portable)) != 0:
-        # The runtime remembers the refusal and reports it with the next kernel: this one.
+        # The runtime stores the refusal and would report it with the next kernel; this kernel
+        # clears it.
         with contextlib.suppress(RuntimeError):
             torch.ones(1, device="cuda").add_(1)
         return False
@@ -88,5 +89,5 @@ def page_lock(memory: np.ndarray) -> bool:
     while isinstance(owner.base, np.ndarray):
         owner = owner.base
     unlock = weakref.finalize(owner, runtime.cudaHostUnregister, address)
-    unlock.atexit = False  # the device is gone by then, and the system unlocks what is left
+    unlock.atexit = False  # the device is already closed; the system unlocks the pages
     return True

@@ -1,24 +1,24 @@
 """Moments of the optimizers: float32, or 8 bits per element with a scale per 256 elements.
 
 An 8-bit moment is a small floating-point number: the code is the leading bits of a float32 whose
-exponent was shifted, so that coding is an addition and a shift. A running mean has a sign, 4 bits
-of exponent and 3 of mantissa (16 binades); a running mean of squares has no sign, 5 bits of
-exponent and 3 of mantissa (32 binades, 16 in its root). The scale makes the greatest magnitude of
-256 neighbours the greatest code. Blockwise scales are those of Dettmers et al., "8-bit Optimizers
-via Block-wise Quantization", 2022.
+exponent was shifted, so encoding is an addition and a shift. A running mean has a sign, 4 bits of
+exponent and 3 of mantissa (16 binades); a running mean of squares has no sign, 5 bits of exponent
+and 3 of mantissa (32 binades, 16 in its root). The scale maps the greatest magnitude of 256
+adjacent elements to the greatest code. Blockwise scales are those of Dettmers et al., "8-bit
+Optimizers via Block-wise Quantization", 2022.
 
-Rounding is stochastic: up with the probability of the remainder. To the nearest, a mean that moves
-by less than half a step of its code per update would never move at all: with beta 0.999 that is the
-rule, not the exception. The random bits are a hash of the weight, the step and the element, so that
-they are the same wherever and in whatever order the update is made.
+Rounding is stochastic: up with the probability of the remainder. With rounding to the nearest, a
+mean that changes by less than half a code step per update would never change; with beta 0.999 this
+is the usual case. The random bits are a hash of the weight, the step and the element, so they do
+not depend on the place or the order of the update.
 
-Range. A mean of squares above zero never becomes zero, since the update divides by its root: what
-is too small for its group's scale becomes the least code, and no scale is so small that its least
-code is worth nothing. So it reaches down to float32's least number, 2^-149; a square below that
-is too small for float32 moments as well. Means whose greatest in a group is below 2^-100 become
-zero, which moves no weight. What is above 1.875 * 2^126, infinity included, becomes that, and its
-neighbours keep their values. A NaN becomes the greatest code; the update before has made its
-weight NaN too, which no checkpoint accepts.
+Range. A mean of squares above zero never becomes zero, since the update divides by its root: a
+value that is too small for its group's scale becomes the smallest code, and the smallest code is
+never zero for any scale. The range therefore extends to float32's smallest number, 2^-149; a
+smaller square is too small for float32 moments as well. Means of a group whose greatest is below
+2^-100 become zero, which moves no weight. Values above 1.875 * 2^126, including infinity, become
+1.875 * 2^126, and the other elements of the group keep their values. A NaN becomes the greatest
+code; the preceding update has made its weight NaN too, which no checkpoint accepts.
 """
 
 import struct
@@ -54,7 +54,7 @@ GROUP = 256
 Moment = np.ndarray | tuple[np.ndarray, np.ndarray]
 """float32 `[n]`, or codes uint8 `[n]` and their scales float32 `[ceil(n / 256)]`."""
 
-_MANTISSA = 20  # bits of a float32's mantissa that a code leaves out
+_MANTISSA = 20  # mantissa bits of a float32 that a code omits
 _TOP = np.float32(1.875)  # the value of the greatest code, before the scale
 _TOP_BITS = 0x3FF00000
 _LEAST = np.float32(2.0**-100)  # means whose greatest in a group is below this count as zero
@@ -65,10 +65,10 @@ SIGNED, UNSIGNED = 127, 255
 
 
 def require_moment(name: str, moment: Moment, length: int) -> None:
-    """Refuse what is not a `Moment` of `length` elements.
+    """Reject an argument that is not a `Moment` of `length` elements.
 
     Raises:
-        ValueError: naming the part, what was expected and what came.
+        ValueError: naming the part, the expected and the actual value.
     """
     if isinstance(moment, np.ndarray):
         require_flat(name, moment, length, np.float32, write=True)
@@ -84,7 +84,8 @@ def load_moment(moment: Any, index: Any, lanes: Any) -> Any:
 
 
 def store_moment(moment: Any, index: Any, value: Any, lanes: Any) -> Any:
-    """In a kernel: write 16 float32 values to a moment; 8-bit ones wait for `encode`."""
+    """In a kernel: write 16 float32 values to a moment; 8-bit moments stay in scratch until
+    `encode`."""
     raise TypeError("store_moment works only inside a kernel")
 
 
@@ -130,7 +131,7 @@ def _magnitude(value):
 
 @inlined
 def scratch_of(block, which):
-    """Where a block's scratch for its moment number `which` begins."""
+    """Return the offset of a block's scratch for its moment number `which`."""
     return (2 * block + which) * GROUP
 
 
@@ -140,14 +141,15 @@ def scratch(length: int) -> np.ndarray:
 
 
 def rounding_keys(key: int, step: int) -> tuple[np.uint32, np.uint32]:
-    """Return what the rounding of two moments of a weight is drawn by in a step."""
+    """Return the seeds of the random rounding of a weight's two moments in a step."""
     digest = xxhash.xxh3_64_intdigest(struct.pack("<QQ", key, step))
     return np.uint32(digest & 0xFFFFFFFF), np.uint32(digest >> 32)
 
 
 @inlined
 def noise(key, index):
-    """32 random bits for each of the 16 elements from `index` on: MurmurHash3's last mixing."""
+    """Return 32 random bits for each of the 16 elements from `index` on: MurmurHash3's
+    finaliser."""
     x = (splat(np.uint32(index)) + lane_numbers()) ^ splat(key)
     x = x * splat(np.uint32(0x9E3779B1))
     x = (x ^ shift_right(x, 16)) * splat(np.uint32(0x85EBCA6B))
@@ -157,9 +159,9 @@ def noise(key, index):
 
 @inlined
 def encode(moment, begin, length, key, position):
-    """Write the values of the group from `begin` on, which wait in the scratch, as codes.
+    """Encode the values of the group from `begin` on, which are in the scratch.
 
-    `position + begin` is what the random bits of the group's first element are drawn by.
+    `position + begin` seeds the random bits of the group's first element.
     """
     codes, scales, top, scratch, first = moment
     count = min(GROUP, length - begin)
@@ -182,15 +184,16 @@ def encode(moment, begin, length, key, position):
         value = load(scratch, first + i, lanes)
         bits = noise(key, position + begin + i)
         scaled = _magnitude(value) * splat(inverse)
-        # Between two codes the float32's own bits are the remainder: add, and cut off.
+        # Between two codes the float32's own bits are the remainder: add, then truncate.
         dither = shift_right(bits, 32 - _MANTISSA)
         code = shift_right(bits_of(scaled) - splat(base) + dither, _MANTISSA)
         code = select(greatest_code < code, greatest_code, code)
-        # Below the least code: that or zero, with the probability that keeps the mean.
+        # Below the smallest code: the smallest code or zero, with the probability that keeps the
+        # mean.
         share = from_bits(shift_right(bits, 9) | splat(np.uint32(0x3F800000)))
         chance = (share - splat(np.float32(1))) * least
         if top == UNSIGNED:
-            below = select(splat(np.float32(0)) < value, one, none)  # `scaled` may have vanished
+            below = select(splat(np.float32(0)) < value, one, none)  # `scaled` may have underflowed
         else:
             below = select(chance < scaled, one, none)
         code = select(scaled < least, below, code)

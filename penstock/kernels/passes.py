@@ -1,8 +1,8 @@
-"""The one loop of all update rules: over the elements of a block, vector by vector.
+"""The common loop of all update rules: over the elements of a block, vector by vector.
 
 A rule is an inlined function `at(weight, gradient, moments, scalars, i, lanes)` that updates the 16
-elements from `i` on; `moments` is a tuple of as many as it has. Numba makes of each call of a loop
-here, with its rule, the code that would have been written out for it.
+elements from `i` on; `moments` is a tuple of the rule's moments. Numba compiles each call of a loop
+here, with its rule, to the same code as a loop written for that rule.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Dropout masks as a pure function of (key, stream, element): Philox4x32-10.
 
 Salmon, Moraes, Dror & Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011. There is no
-state: to recompute or to replay a mask is to ask for it again. A mask does not depend on the
-number of threads, nor on the length of the array: a longer mask begins with the shorter one.
+state: recomputation and replay request the same mask again. A mask does not depend on the number of
+threads, nor on the length of the array: a longer mask begins with the shorter one.
 """
 
 import numpy as np
@@ -25,7 +25,7 @@ _M0 = np.uint32(0xD2511F53)
 _M1 = np.uint32(0xCD9E8D57)
 _W0 = np.uint32(0x9E3779B9)
 _W1 = np.uint32(0xBB67AE85)
-_GROUP = 4 * LANES  # elements that one call decides
+_GROUP = 4 * LANES  # elements per call
 
 
 @inlined
@@ -47,7 +47,8 @@ def philox(c0, c1, c2, c3, k0, k1):
 
 @inlined
 def _words(group, stream0, stream1, k0, k1):
-    """The 64 random words of one group of 64 elements, as four vectors in the elements' order."""
+    """Return the 64 random words of one group of 64 elements, as four vectors in the elements'
+    order."""
     low = splat(np.uint32((group * LANES) & 0xFFFFFFFF)) + lane_numbers()
     high = splat(np.uint32((group * LANES) >> 32))
     return philox(low, high, splat(stream0), splat(stream1), splat(k0), splat(k1))

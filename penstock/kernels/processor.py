@@ -1,4 +1,4 @@
-"""The processor of this machine: what libraries choose their code by."""
+"""The processor of this machine, by which libraries choose their code."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _CPUINFO = Path("/proc/cpuinfo")
 
 @dataclass(frozen=True)
 class Processor:
-    """A processor by its instruction set and its maker.
+    """A processor by its instruction set and its vendor.
 
-    `vendor` is the identifier that the processor gives of itself ("GenuineIntel"), empty where it
-    gives none, None where the system does not say.
+    `vendor` is the processor's own identifier ("GenuineIntel"); empty if it has none; None if the
+    system does not report it.
     """
 
     architecture: str

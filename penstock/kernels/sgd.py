@@ -90,9 +90,9 @@ def sgd(
     Args:
         weight: `(float32 [n],)` or the two uint16 halves `[n]` of a split master.
         gradient: float32 `[n]` or bfloat16 patterns (uint16 `[n]`).
-        learning_rate: the step is this times the gradient.
-        weight_decay: times the weight, added to the gradient.
-        gradient_scale: what the gradient is multiplied by first (the clip factor).
+        learning_rate: factor on the gradient.
+        weight_decay: factor on the weight; the product is added to the gradient.
+        gradient_scale: the factor that is applied to the gradient first (the clip factor).
 
     Raises:
         ValueError: an array has another type, length or layout.
@@ -120,13 +120,13 @@ def sgd_momentum(
     """Update a weight and its momentum in place; the rest is as for `sgd`.
 
     The weight moves along the momentum or, with `nesterov`, along gradient + `momentum` x momentum.
-    The rounding of an 8-bit momentum is drawn by `key`, a number of the weight, `step`, the number
-    of this update, and `position`, where in the weight these elements begin.
+    The seeds of the random rounding of an 8-bit momentum are `key`, a number of the weight, `step`,
+    the number of this update, and `position`, the offset of these elements in the weight.
     """
     require_weight(weight, gradient.size)
     require_flat("gradient", gradient, gradient.size, np.float32, np.uint16)
     require_moment("momentum", momentum_state, gradient.size)
-    # Both forms are one linear combination: one kernel serves both, exactly.
+    # Both forms are one linear combination: one kernel computes both, exactly.
     of_gradient, of_momentum = (1.0, momentum) if nesterov else (0.0, 1.0)
     scalars = (gradient_scale, weight_decay, learning_rate, momentum, of_gradient, of_momentum)
     rounded = tuple(map(np.float32, scalars))

@@ -74,7 +74,7 @@ def store_weight(weight: Any, index: Any, value: Any, lanes: Any) -> Any:
 
 
 def fetch_weight(weight: Any, index: Any) -> Any:
-    """In a kernel: ask for 32 values of a `Weight` from `index` on to come into the cache."""
+    """In a kernel: prefetch 32 values of a `Weight` from `index` on into the cache."""
     raise TypeError("fetch_weight works only inside a kernel")
 
 
@@ -133,10 +133,10 @@ def _copy(source, destination):
 
 
 def require_weight(weight: Weight, length: int, write: bool = True) -> None:
-    """Refuse what is not a `Weight` of `length` elements.
+    """Reject an argument that is not a `Weight` of `length` elements.
 
     Raises:
-        ValueError: naming the part, what was expected and what came.
+        ValueError: naming the part, the expected and the actual value.
     """
     if len(weight) == 2:
         require_flat("high half of the weight", weight[0], length, np.uint16, write=write)
@@ -157,7 +157,7 @@ def split(master: np.ndarray, high: np.ndarray, low: np.ndarray) -> None:
 
 
 def join(high: np.ndarray, low: np.ndarray, master: np.ndarray) -> None:
-    """Write to float32 `master` `[n]` the value that `split` had made `high` and `low` of.
+    """Write to float32 `master` `[n]` the value that `split` had divided into `high` and `low`.
 
     Raises:
         ValueError: an array has another type, length or layout.

@@ -21,7 +21,8 @@ from numba.core.extending import lower_builtin, register_model, type_callable
 
 LANES = 16
 
-# Seen from outside, these take what a kernel passes: no typing context. Type checkers cannot know.
+# Outside kernels, these take the kernel's arguments without a typing context. Type checkers cannot
+# know this.
 intrinsic: Any = extending.intrinsic
 
 _I1, _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
@@ -226,9 +227,9 @@ def store(typing_context, array, index, value, lanes):
 
 @intrinsic
 def fetch(typing_context, array, index):
-    """Ask for 32 elements of a flat array from `index` on to come into the first-level cache.
+    """Prefetch 32 elements of a flat array from `index` on into the first-level cache.
 
-    Harmless wherever the index points, also behind the end.
+    Harmless for any index, also beyond the end.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -388,7 +389,7 @@ def sum_lanes(typing_context, a):
 
 @intrinsic
 def greatest_lane(typing_context, a):
-    """The greatest lane of a float32 vector; NaNs are passed over if there is a number."""
+    """Return the greatest lane of a float32 vector; NaNs are ignored if there is a number."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         name = f"llvm.vector.reduce.fmax.v{LANES}f32"

@@ -1,6 +1,6 @@
-"""Models by preset, Hugging Face configuration or the user's own code, never built whole.
+"""Models from a preset, a Hugging Face configuration or user code, never built as a whole.
 
-`ModelSource` is loaded on first use: the files of a folder need neither torch nor transformers.
+`ModelSource` is imported at first use: the files of a folder need neither torch nor transformers.
 """
 
 from typing import TYPE_CHECKING, Any

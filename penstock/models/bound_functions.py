@@ -1,8 +1,9 @@
-"""Refuses functions that are bound to the module they belong to, which a copy of it would share.
+"""Rejects functions that are bound to their module and that a copy of the module would share.
 
-A module that is given is copied with tensors without data. `copy.deepcopy` copies bound methods and
-`functools.partial`, but not functions: a lambda or a hook that has the module in its closure would
-compute with the module's own tensors, constants to the copy, and in the module's own mode.
+A given module is copied with tensors without data. `copy.deepcopy` copies bound methods and
+`functools.partial`, but not functions. A lambda or a hook with the module in its closure would
+compute with the original module's tensors, which are constants for the copy, and in the original
+module's mode.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from penstock.errors import CompileError, few
 
 
 def refuse_bound_functions(module: nn.Module) -> None:
-    """Raise where an attribute or hook is a function with the module in its closure.
+    """Raise if an attribute or hook is a function with the module in its closure.
 
     **Raises:** `CompileError` naming the attribute and where the function is defined.
     """
@@ -38,7 +39,7 @@ def refuse_bound_functions(module: nn.Module) -> None:
 
 
 def refuse_bound_loss(module: nn.Module, loss: Any) -> None:
-    """Raise where a loss has weights of its own, or parts of the model in its closure.
+    """Raise if a loss has weights of its own, or parts of the model in its closure.
 
     **Raises:** `CompileError` naming the loss.
     """
@@ -68,7 +69,8 @@ def _place(function: Any) -> str:
 
 
 def _functions(value: Any) -> Iterator[FunctionType]:
-    """Yield functions that a copy shares: attributes, or in the mappings and lists of one."""
+    """Yield functions that a copy shares: attributes, or items of mappings and lists in
+    attributes."""
     items = value.values() if isinstance(value, dict) else value
     for item in items if isinstance(value, (dict, list, tuple)) else (value,):
         while isinstance(item, functools.partial):
@@ -78,7 +80,8 @@ def _functions(value: Any) -> Iterator[FunctionType]:
 
 
 def _holds(value: Any, own: set[int], seen: set[int]) -> bool:
-    """Tell whether a function's closure holds one of these objects, through functions in it."""
+    """Return whether a function's closure contains one of these objects, directly or in other
+    functions."""
     if id(value) in own:
         return True
     if id(value) in seen:

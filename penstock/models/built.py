@@ -1,4 +1,4 @@
-"""A model that is already built, weights and all, in the same shape as a deferred one."""
+"""A model that is already built with its weights, with the same interface as a deferred model."""
 
 import copy
 import warnings
@@ -21,7 +21,7 @@ _HALF = (torch.bfloat16, torch.float16)
 class Built:
     """A fake twin of a module: same structure, same names, tensors without memory.
 
-    The module itself is not changed, and its tensors are not copied: `materialise` hands out the
+    The module itself is not changed, and its tensors are not copied: `materialise` returns the
     module's own tensors, detached. Parameters and buffers of bfloat16 and float16 are float32 in
     the twin, with the same values, as after `module.float()`; these are copied one at a time.
     `module` is the twin of `original`; the other attributes are those of `Deferred`.
@@ -41,8 +41,8 @@ class Built:
                 )
         self.original = module
         self.fake_mode = SharedFakeTensorMode(allow_non_fake_inputs=True)
-        # Every object of the module is copied except its tensors, for which deepcopy finds a
-        # fake one in its memo. Ties are kept, since the memo is by identity.
+        # Every object of the module is copied except its tensors, for which deepcopy finds fake
+        # tensors in its memo. Ties are kept, since the memo is by identity.
         attributes = _attributes(module)
         self._raised = {
             name
@@ -100,7 +100,7 @@ class Built:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is worth a sentence when a run begins: weights that were not float32."""
+        """Messages for the start of a run: weights that were not float32."""
         raised = [n for n in self._raised if n in self.names.parameters]
         if not raised:
             return ()

@@ -1,8 +1,8 @@
-"""Deferred initialisation: a model's weights, one at a time, bit-equal to building it whole.
+"""Deferred initialisation: a model's weights, one at a time, bit-identical to a complete build.
 
 `record(build)` runs `build()` on fake tensors, which takes no memory, whatever the model's size.
-`Deferred.materialise(seed)` then replays what the constructor did and hands out each tensor as soon
-as it is final. What comes out equals `torch.manual_seed(seed); build()` to the bit, on the CPU.
+`Deferred.materialise(seed)` then replays the constructor's operations and yields each tensor as
+soon as it is final. The result is bit-identical to `torch.manual_seed(seed); build()` on the CPU.
 """
 
 import warnings
@@ -27,7 +27,7 @@ from penstock.models.tape import RecordedOperation, Window
 
 @dataclass(frozen=True)
 class TensorNames:
-    """The tensors of a module by name; a tensor with several names goes by its first.
+    """The tensors of a module by name; a tensor with several names is listed under its first name.
 
     `parameters` and `buffers` map names to tensors in module order; `buffers` also holds tensors
     that are plain attributes of a module. `aliases` maps every further name to the first one.
@@ -64,10 +64,10 @@ class TensorNames:
 
 
 class Deferred:
-    """A module on fake tensors together with the recipe for its real ones.
+    """A module on fake tensors, and the recipe for its real tensors.
 
-    `module` can be traced but not computed; `fake_mode` is the mode of its tensors; `names` lists
-    them; `aliases` maps further names of tied tensors to the name they are handed out under.
+    `module` can be traced but not computed. `fake_mode` is the mode of its tensors. `names` lists
+    them. `aliases` maps further names of tied tensors to the listed name.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Deferred:
         self.fake_mode = fake_mode
         self.names = names
         self.aliases = names.aliases
-        self.bfloat16 = frozenset[str]()  # what a constructor makes is float32
+        self.bfloat16 = frozenset[str]()  # a constructor creates float32
         self._windows = windows
         self._operations = operations
         self._storage_bytes = storage_bytes
@@ -96,13 +96,13 @@ class Deferred:
         """Yield (name, tensor) for parameters, buffers and tensor attributes, each when final.
 
         Args:
-            seed: what `torch.manual_seed` would have been given before building.
-            names: only these (first names); all by default. Random numbers of others are still
-                drawn where later ones depend on them.
+            seed: the argument of `torch.manual_seed` before an ordinary build.
+            names: only these (first names); all by default. Random numbers of other tensors are
+                still drawn if later tensors depend on them.
 
         At any time about two tensors of the model are in memory, besides those that the caller
-        keeps. Memory that the constructor never wrote (`torch.empty`) comes out as zeros. The
-        global random state is untouched.
+        keeps. Memory that the constructor never wrote (`torch.empty`) is zero. The global random
+        state is unchanged.
 
         Raises:
             ConfigError: a name that the model does not have.
@@ -138,10 +138,10 @@ class Deferred:
 
 
 def record(build: Callable[[], nn.Module]) -> Deferred:
-    """Run `build()` on fake tensors and remember how it fills them.
+    """Run `build()` on fake tensors and record how it fills them.
 
     Args:
-        build: makes the module on the CPU. Random numbers must come from torch (the global
+        build: creates the module on the CPU. Random numbers must come from torch (the global
             generator or a `torch.Generator`); numbers from elsewhere are fixed when recorded.
 
     Returns:
@@ -152,7 +152,7 @@ def record(build: Callable[[], nn.Module]) -> Deferred:
             writes tensors that existed before, or leaves the CPU.
     """
     with recording() as recorder, warnings.catch_warnings():
-        # `copy.deepcopy` of a layer asks for the address of its weights, to no ill effect.
+        # `copy.deepcopy` of a layer reads the address of its weights, which is harmless.
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         try:
             module = build()

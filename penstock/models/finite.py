@@ -1,16 +1,16 @@
-"""Initial weights are finite numbers, or the run does not begin."""
+"""Check that all initial weights are finite."""
 
 import torch
 
 from penstock.errors import ConfigError
 
-_PIECE = 2 << 20  # elements that are looked at in one go
+_PIECE = 2 << 20  # elements that are checked at once
 
 
 def refuse_non_finite(weight: torch.Tensor, where: str, advice: str) -> None:
-    """Raise `ConfigError` if a weight holds NaN or infinity.
+    """Raise `ConfigError` if a weight contains NaN or infinity.
 
-    `where` names the weight and where it comes from, `advice` says what to do.
+    `where` names the weight and its source; `advice` is the next action for the user.
     """
     if not weight.is_floating_point():
         return

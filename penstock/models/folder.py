@@ -1,8 +1,7 @@
-"""A Hugging Face folder as files: what is read of it, with limits, and what goes along with it.
+"""A Hugging Face folder as files: limits on reading, and the additional files of a model.
 
-A folder may come from anywhere. Only regular files are opened (a link to one is fine, as in the
-cache of `huggingface_hub`), JSON is read up to a limit, and nothing else than JSON, text and
-safetensors is ever looked into.
+A folder is untrusted. Only regular files are opened (links to them are allowed, as in the cache of
+`huggingface_hub`), JSON is read up to a size limit, and only JSON, text and safetensors are read.
 """
 
 import json
@@ -27,19 +26,20 @@ TOKENIZER_FILES = (
     "chat_template.json",
     "chat_template.jinja",
 )
-"""What `AutoTokenizer` may look for; none of these runs code."""
+"""Files that `AutoTokenizer` may read; none of them runs code."""
 
 _OTHER_FILES = (GENERATION_CONFIG, "LICENSE", "LICENSE.txt", "NOTICE")
 MAX_JSON_BYTES = 64 << 20
-"""The index of a model of a million tensors is below this, and so is any tokenizer in use."""
+"""The index of a model of a million tensors is smaller than this, and so is every known
+tokenizer."""
 
 
 def open_file(path: Path) -> BinaryIO:
     """Open a file of the folder for unbuffered reading.
 
     Raises:
-        FileNotFoundError: there is none.
-        CorruptionError: it is a folder, a device or a pipe.
+        FileNotFoundError: the file does not exist.
+        CorruptionError: the path is a folder, a device or a pipe.
         StorageError: the operating system refuses.
     """
     try:
@@ -51,7 +51,7 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def cannot_read(path: Path, error: OSError) -> CorruptionError | StorageError:
-    """Return the error to raise where a file cannot be read."""
+    """Return the error for a file that cannot be read."""
     if isinstance(error, NotPlainError):
         return CorruptionError(f"{path}: {error.strerror}")
     return StorageError(f"{path}: cannot read it: {error.strerror}; check the file and the disk")
@@ -68,11 +68,11 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_json(path: Path, what: str, error: type[PenstockError] = ConfigError) -> dict[str, Any]:
-    """Return the object in a JSON file; `what` says in messages what it was to be.
+    """Return the object in a JSON file; `what` describes the file in messages.
 
     Raises:
-        FileNotFoundError: there is none.
-        error: it is not JSON, or no object.
+        FileNotFoundError: the file does not exist.
+        error: the content is not JSON, or not an object.
     """
     try:
         content = json.loads(read_bytes(path))
@@ -87,10 +87,10 @@ def read_json(path: Path, what: str, error: type[PenstockError] = ConfigError) -
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
-    """Return the files of the folder's tokenizer that are there."""
+    """Return the existing files of the folder's tokenizer."""
     return [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
 
 
 def other_files(folder: Path) -> list[Path]:
-    """Return what else belongs to a model besides configuration, tokenizer and weights."""
+    """Return the files of a model besides configuration, tokenizer and weights."""
     return [folder / name for name in _OTHER_FILES if (folder / name).is_file()]

@@ -1,4 +1,4 @@
-"""A module that was given to the trainer alone: is it clear what it takes and what its loss is?"""
+"""Checks whether the inputs and the loss of a module that was passed to the trainer are known."""
 
 import inspect
 
@@ -11,13 +11,13 @@ _EXAMPLE = ("input_ids", "labels")
 
 
 def require_clear(module: nn.Module) -> None:
-    """Refuse a module of which only its author knows what it takes and how its loss is made.
+    """Reject a module whose inputs and loss are unknown.
 
-    A language model of `transformers` is clear, and so is a module whose forward takes `input_ids`
-    and `labels`, which then returns its loss.
+    They are known for a language model of `transformers`, and for a module whose forward takes
+    `input_ids` and `labels` and returns its loss.
 
     Raises:
-        ConfigError: names `ModelSource.from_module` and what to give to it.
+        ConfigError: names `ModelSource.from_module` and its required arguments.
     """
     from transformers import PreTrainedModel
 

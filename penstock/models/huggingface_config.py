@@ -53,7 +53,7 @@ def read_config(config: Mapping[str, Any] | str | Path) -> dict[str, Any]:
 
 
 def refuse_unreadable(folder: Path) -> None:
-    """Raise `ConfigError` unless a folder is there that may hold a model in safetensors."""
+    """Raise `ConfigError` unless the path is a folder that may contain a model in safetensors."""
     if folder.is_file():
         raise ConfigError(f"{folder}: expected the folder of a model, it is a file")
     if not folder.is_dir():
@@ -68,11 +68,11 @@ def make_config(
 ) -> Any:
     """Return the `PreTrainedConfig` for a config dict with some fields replaced.
 
-    `tensors` is how many the model's folder holds: it cannot have more layers.
+    `tensors` is the number of tensors in the model's folder: it limits the number of layers.
 
     Raises:
-        ConfigError: a field of `overrides` that this kind of model does not have, values that
-            do not go together, or a model that was quantised.
+        ConfigError: a field of `overrides` that this kind of model does not have, inconsistent
+            values, or a model that was quantised.
     """
     model_type = fields["model_type"]
     cls = CONFIG_MAPPING[model_type]
@@ -91,7 +91,7 @@ def make_config(
     _refuse_too_many(model_type, merged)
     try:
         config = AutoConfig.for_model(model_type, **merged)
-    except Exception as error:  # validators of transformers raise many kinds
+    except Exception as error:  # validators of transformers raise many error classes
         raise ConfigError(f"{model_type} refuses this configuration: {error}") from error
     layers = getattr(config, "num_hidden_layers", None)
     if tensors is not None and isinstance(layers, int) and layers > tensors:
@@ -102,16 +102,16 @@ def make_config(
     return config
 
 
-# Deeper than any network in use by far; a layer takes some 50 ms to trace.
+# Far deeper than any known network; a layer takes some 50 ms to trace.
 MOST_LAYERS = 4096
 _MOST = {"layer": MOST_LAYERS, "block": MOST_LAYERS, "expert": 1 << 16, "label": 1 << 20}
 _COUNT = re.compile(r"(?:^|_)(layer|block|expert|label)s?$")
 
 
 def _refuse_too_many(model_type: str, fields: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for a number of parts that could not be built in sensible time.
+    """Raise `ConfigError` for a number of parts that could not be built in reasonable time.
 
-    `transformers` builds lists of that length even for the configuration.
+    `transformers` builds lists of that length even for the configuration alone.
     """
     for name, value in fields.items():
         if isinstance(value, Mapping):
@@ -125,7 +125,7 @@ def _refuse_too_many(model_type: str, fields: Mapping[str, Any]) -> None:
 
 
 def find_task(config: Any) -> str:
-    """Return the task that a configuration was made for: `causal_lm` or `masked_lm`.
+    """Return the task of a configuration: `causal_lm` or `masked_lm`.
 
     Raises:
         ConfigError: `transformers` has neither kind of model for it.
@@ -151,8 +151,8 @@ def find_task(config: Any) -> str:
 def builder(config: Any, task: str) -> Callable[[], nn.Module]:
     """Return the function that builds the model in training mode.
 
-    Weights are float32 whatever type the config names (the store keeps masters in float32), and
-    attention is PyTorch's fused one where the architecture supports it.
+    Weights are float32 whatever type the config names (the store keeps masters in float32).
+    Attention is PyTorch's fused attention if the architecture supports it.
 
     Raises:
         ConfigError: `transformers` has no such model for this task.

@@ -1,8 +1,8 @@
-"""Which tensors of a Hugging Face folder make which weights of a model.
+"""Maps tensors of a Hugging Face folder to weights of a model.
 
-Checkpoints name tensors as the code of their day did. `transformers` keeps the table of what was
-renamed, split or merged since; it is used here as `from_pretrained` uses it. What must not happen
-in silence is refused: a weight that is missing, a tensor that nothing uses.
+Checkpoints use the tensor names of the code that wrote them. `transformers` has the table of later
+renames, splits and merges; it is used here as `from_pretrained` uses it. Two cases are errors
+instead of warnings: a missing weight, and a tensor that nothing uses.
 """
 
 import re
@@ -27,7 +27,7 @@ from penstock.models.weight_files import FLOATS, StoredTensor
 from penstock.name_patterns import matches
 
 _SHOWN = 5
-# What `transformers` does to tensors without computing a value.
+# Operations of `transformers` on tensors that compute no value.
 _MOVES = {
     "Chunk",
     "Concatenate",
@@ -48,7 +48,7 @@ _LEFT_OUT = re.compile(
 
 @dataclass(frozen=True)
 class Direct:
-    """A weight that is a tensor of the folder; `also` are copies under further names."""
+    """A weight that equals one tensor of the folder; `also` are copies under further names."""
 
     tensor: str
     also: tuple[str, ...] = ()
@@ -56,13 +56,13 @@ class Direct:
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """The tensors of the folder that have its values."""
+        """The tensors of the folder that contain its values."""
         return (self.tensor,)
 
 
 @dataclass(frozen=True, eq=False)
 class Converted:
-    """Weights that are made of tensors of the folder: split, merged or transposed."""
+    """Weights that are derived from tensors of the folder: split, merged or transposed."""
 
     converter: WeightConverter
     first: str
@@ -71,12 +71,12 @@ class Converted:
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """The tensors of the folder that have its values."""
+        """The tensors of the folder that contain its values."""
         return tuple(tensor for _, tensor in self.parts)
 
     @property
     def keeps_values(self) -> bool:
-        """Whether its values are only moved, and none is computed."""
+        """Whether its values are only moved and none is computed."""
         return all(type(step).__name__ in _MOVES for step in self.converter.operations)
 
     def convert(
@@ -85,14 +85,14 @@ class Converted:
         module: nn.Module,
         shapes: Mapping[str, tuple[int, ...]],
     ) -> dict[str, torch.Tensor]:
-        """Return the weights by name; `read` gives a tensor of the folder by name."""
+        """Return the weights by name; `read` returns a tensor of the folder by name."""
         converter: Any = deepcopy(self.converter)
         for pattern, tensor in self.parts:
             converter.add_tensor(self.first, tensor, pattern, lambda tensor=tensor: read(tensor))
         sources = ", ".join(tensor for _, tensor in self.parts[:_SHOWN])
         try:
             made = converter.convert(self.first, model=module, config=module.config)
-        except Exception as error:  # operations of transformers raise many kinds
+        except Exception as error:  # operations of transformers raise many error classes
             raise ConfigError(
                 f"{self.first} cannot be made of {sources}: {type(error).__name__}: {error}"
             ) from error
@@ -119,21 +119,21 @@ def match(
     folder: Path,
     ignore: Sequence[str] = (),
 ) -> dict[str, Origin]:
-    """Return where each weight of a model comes from.
+    """Return the origin of each weight of a model.
 
     Args:
-        tensors: what the folder holds.
+        tensors: the tensors of the folder.
         module: the `transformers` model, its tensors with or without memory.
-        aliases: further names of tied weights, and the name that each goes by.
+        aliases: further names of tied weights, and the listed name of each.
         folder: named in messages.
-        ignore: patterns of tensors that the model need not have a place for.
+        ignore: patterns of tensors that the model may leave unused.
 
     Returns:
-        By name (for tied weights the first), direct or converted.
+        The origins by name (for tied weights the first name), direct or converted.
 
     Raises:
-        ConfigError: missing weights, tensors without a use, other shapes or types, or a model
-            that keeps more than weights.
+        ConfigError: missing weights, unused tensors, wrong shapes or types, or a model with other
+            state than weights.
     """
     state = dict(module.state_dict())
     direct, converted, unused = _assign(tensors, module, state)
@@ -172,7 +172,7 @@ def match(
 def _assign(
     tensors: Mapping[str, StoredTensor], module: Any, state: dict[str, Any]
 ) -> tuple[dict[str, list[str]], list[Converted], list[str]]:
-    """Give every tensor of the folder to a weight, as `from_pretrained` does."""
+    """Assign every tensor of the folder to a weight, as `from_pretrained` does."""
     transforms = get_model_conversion_mapping(module)
     renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
     converters = [one for one in transforms if isinstance(one, WeightConverter)]
@@ -217,7 +217,7 @@ def _check(
 
 
 def _tie(found: dict[str, Origin], alias: str, name: str) -> None:
-    """Let a tied weight come from whichever of its names the folder has."""
+    """Let a tied weight use any of its names that the folder contains."""
     other = found.pop(alias, None)
     if other is None:
         return
@@ -227,7 +227,7 @@ def _tie(found: dict[str, Origin], alias: str, name: str) -> None:
 
 
 def _surplus(unused: Iterable[str], module: Any, ignore: Sequence[str]) -> list[str]:
-    """Return the tensors that neither a known habit nor the user's patterns explain."""
+    """Return the tensors that neither known conventions nor the user's patterns explain."""
     known = [_LEFT_OUT.pattern, *(module._keys_to_ignore_on_load_unexpected or ())]
     expected = re.compile("|".join(f"(?:{pattern})" for pattern in known))
     computed = {name for name, _ in module.named_buffers()}
@@ -259,7 +259,7 @@ def _listed(names: Sequence[str], what: str) -> str:
 
 
 def _patterns(names: Iterable[str]) -> list[str]:
-    """Return patterns that match these names: whole modules where there are many."""
+    """Return patterns that match these names; whole modules if there are many names."""
     names = list(names)
     if len(names) <= _SHOWN:
         return names

@@ -1,4 +1,4 @@
-"""What a model takes: the shape and type of each input of a micro-batch."""
+"""The inputs of a model: shape and type of each input of a micro-batch."""
 
 import math
 from collections.abc import Mapping
@@ -11,9 +11,9 @@ SEQUENCE = "sequence_length"
 
 @dataclass(frozen=True)
 class InputSpec:
-    """One input of a micro-batch: `shape` without the batch dimension, and the type.
+    """One input of a micro-batch: its type, and `shape` without the batch dimension.
 
-    A dimension may be the word `sequence_length`, which stands for the length that is asked for.
+    A dimension may be the word `sequence_length`, which stands for the requested length.
     """
 
     shape: tuple[int | str, ...]
@@ -25,7 +25,7 @@ class InputSpec:
         return cls(tuple(example.shape[1:]), example.dtype)
 
     def sizes(self, sequence_length: int) -> list[int]:
-        """The shape of a row, with the length that is asked for."""
+        """The shape of a row, with the requested sequence length."""
         return [sequence_length if size == SEQUENCE else int(size) for size in self.shape]
 
     def bytes(self, sequence_length: int) -> int:
@@ -42,7 +42,7 @@ Inputs = Mapping[str, InputSpec | torch.Tensor]
 
 
 def specs_of(inputs: Inputs) -> dict[str, InputSpec]:
-    """Return the specs of inputs, of which some may be given by an example batch."""
+    """Return the specs of inputs, some of which may be example batches."""
     return {
         name: InputSpec.like(value) if isinstance(value, torch.Tensor) else value
         for name, value in inputs.items()

@@ -1,4 +1,4 @@
-"""What a run keeps of the Hugging Face folder that it started from, so that the folder may go."""
+"""A run's copy of the small files of its Hugging Face folder, so that the folder may be deleted."""
 
 import json
 import shutil
@@ -11,15 +11,15 @@ from penstock.io import durable
 from penstock.models.folder import CONFIG, other_files, read_bytes, read_json, tokenizer_files
 
 KEPT = "model"
-"""Within a run's folder: the small files of the Hugging Face folder."""
+"""Folder within a run's folder: the small files of the Hugging Face folder."""
 CHECKSUMS = "checksums.json"
-"""Beside them: the checksum of each. Runs of older releases have none."""
+"""File beside them: the checksum of each. Runs of older releases have none."""
 
 _ADVICE = "restore the file from a copy, or from the folder that the run started from"
 
 
 def keep_small_files(folder: Path, kept: Path) -> None:
-    """Copy configuration, tokenizer and the like into `kept`, with their checksums.
+    """Copy configuration, tokenizer and similar files into `kept`, with their checksums.
 
     Raises:
         StorageError: the operating system refuses to read or write.
@@ -42,10 +42,10 @@ def keep_small_files(folder: Path, kept: Path) -> None:
 
 
 def verify_kept(kept: Path) -> int:
-    """Check what was kept against its checksums; return how many files have one.
+    """Compare the copied files with their checksums; return the number of files that have one.
 
     Raises:
-        CorruptionError: a file is missing or has changed since it was kept.
+        CorruptionError: a file is missing or has changed since it was copied.
         StorageError: the operating system refuses to read.
     """
     path = kept / CHECKSUMS

@@ -1,8 +1,8 @@
-"""Low-rank adapters: a model source becomes one whose chosen layers have an adapter each.
+"""Low-rank adapters: derives a model source in which each selected layer has an adapter.
 
-A layer y = base(x) becomes y = base(x) + (alpha / rank) (x A^T) B^T. A [rank, in] is drawn from
-the seed, B [out, rank] starts at zero, so that the first step is the base model's. The base's
-weights keep their names and initial values; they stay as they are unless `train` names them.
+A layer y = base(x) becomes y = base(x) + (alpha / rank) (x A^T) B^T. A [rank, in] is drawn from the
+seed, B [out, rank] starts at zero, so the first step equals that of the base model. The base's
+weights keep their names and initial values; they are frozen unless `train` names them.
 
 Source of the method: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021; initial
 values and names as in the PEFT library.
@@ -29,13 +29,13 @@ from penstock.name_patterns import matching
 
 @dataclass(frozen=True)
 class Adapter:
-    """What a weight with an adapter stands for: W + (alpha / rank) B A.
+    """The effective weight of a layer with an adapter: W + (alpha / rank) B A.
 
     Attributes:
         down: name of A [rank, in].
         up: name of B [out, rank].
         rank, alpha: the product is scaled by `alpha / rank`.
-        dropout: share of the layer's inputs that the adapter does not see while it trains.
+        dropout: share of the adapter's inputs that training drops.
         transposed: the weight is [in, out], as in GPT-2's Conv1D, and so is the product.
     """
 
@@ -48,7 +48,7 @@ class Adapter:
 
     @property
     def scale(self) -> float:
-        """What the product is multiplied by."""
+        """The factor on the product."""
         return self.alpha / self.rank
 
     @property
@@ -58,7 +58,7 @@ class Adapter:
 
 
 class _AdaptedLayer(nn.Module):
-    """Goes before the class of a layer: its `forward` adds what the adapter makes of the input."""
+    """Mixin that precedes a layer's class: its `forward` adds the adapter's output."""
 
     lora_A: nn.Linear
     lora_B: nn.Linear
@@ -73,7 +73,7 @@ class _AdaptedLayer(nn.Module):
 
 @dataclass(frozen=True)
 class AdaptedModel:
-    """What `adapt` makes: wrappers of a model with adapters, its tensors, and the adapters."""
+    """The result of `adapt`: wrappers of a model with adapters, its tensors, and the adapters."""
 
     modules: tuple[Any, ...]
     origin: "AdaptedOrigin"
@@ -88,16 +88,16 @@ def adapt(
     dropout: float,
     targets: Sequence[str],
 ) -> AdaptedModel:
-    """Put an adapter beside every weight that `targets` matches; see `ModelSource.with_adapters`.
+    """Add an adapter to every weight that `targets` matches; see `ModelSource.with_adapters`.
 
-    `wrappers` hold the origin's module as `model`; they are copied, over the same tensors.
+    `wrappers` contain the origin's module as `model`; they are copied, over the same tensors.
     """
     names = _targeted(origin.module, origin.names, targets)
     copies = _copied(origin, wrappers)
     model = copies[0].model
     adapters = {}
     for name in names:
-        prefix = name.removesuffix("weight")  # empty where the model is a single layer
+        prefix = name.removesuffix("weight")  # empty if the model is a single layer
         layer = model.get_submodule(prefix.removesuffix("."))
         down, up = f"{prefix}lora_A.weight", f"{prefix}lora_B.weight"
         adapters[name] = Adapter(down, up, rank, alpha, dropout, isinstance(layer, Conv1D))
@@ -139,7 +139,7 @@ def _targeted(module: nn.Module, names: TensorNames, targets: Sequence[str]) -> 
 
 
 def _copied(origin: WeightSource, wrappers: Sequence[nn.Module]) -> tuple[Any, ...]:
-    """Return copies of modules over the same tensors, sharing what they share."""
+    """Return copies of modules over the same tensors, which share the same submodules."""
     tensors = (*origin.names.parameters.values(), *origin.names.buffers.values())
     try:
         return copy.deepcopy(tuple(wrappers), {id(tensor): tensor for tensor in tensors})
@@ -151,7 +151,7 @@ def _copied(origin: WeightSource, wrappers: Sequence[nn.Module]) -> tuple[Any, .
 
 
 def _add(adapter: Adapter, layer: Any) -> None:
-    """Give a layer its adapter, in place; the name of its class stays."""
+    """Add an adapter to a layer, in place; the name of its class stays."""
     rows, columns = layer.weight.shape
     inputs, outputs = (rows, columns) if adapter.transposed else (columns, rows)
     layer.lora_A = nn.Linear(inputs, adapter.rank, bias=False, dtype=torch.float32)
@@ -161,7 +161,7 @@ def _add(adapter: Adapter, layer: Any) -> None:
 
 
 class AdaptedOrigin:
-    """Another origin's weights, and those of the adapters."""
+    """Another origin's weights, and the weights of the adapters."""
 
     def __init__(
         self, base: WeightSource, module: nn.Module, adapters: Collection[Adapter]
@@ -179,7 +179,7 @@ class AdaptedOrigin:
     def materialise(
         self, seed: int, names: Iterable[str] | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, tensor); an adapter's depend on the seed and its name alone."""
+        """Yield (name, tensor); an adapter's tensors depend only on the seed and the name."""
         everything = (*self.names.parameters, *self.names.buffers)
         wanted = list(dict.fromkeys(everything if names is None else names))
         own = [name for name in wanted if name in self._down or name in self._up]

@@ -1,14 +1,16 @@
-"""Keep masks out of the graph where attention is simply causal.
+"""Keeps masks out of the graph if attention is purely causal.
 
-`transformers` skips the [1, 1, tokens, tokens] mask and lets the attention kernel do the causal
-part (`is_causal=True`, faster and without the mask's traffic), but not while exporting: a graph for
-any length could not promise it. Ours are exported at one fixed length, so this reason to hold back
-is void. Sliding windows, padding masks and other patterns still get their mask.
+`transformers` omits the [1, 1, tokens, tokens] mask and lets the attention kernel apply causality
+(`is_causal=True`, which is faster and avoids the mask's traffic). It does not do so during an
+export, because a graph for any length could not guarantee the result. Penstock exports at one fixed
+length, so this reason does not apply. Sliding windows, padding masks and other patterns still get
+their mask.
 
-Outside of an export `transformers` also looks whether `position_ids` count several sequences in a
-row, and keeps these apart. A graph cannot look. Positions that the model counts itself are the same
-in every batch, and are looked at while the graph is made. Positions that depend on the batch always
-get the mask of packed sequences, which is the causal one where a row holds one sequence.
+Outside an export, `transformers` also checks whether `position_ids` count several sequences in a
+row, and separates these sequences. A graph cannot check this. Positions that the model counts
+itself are the same in every batch, and are checked while the graph is created. Positions that
+depend on the batch always get the mask of packed sequences, which equals the causal mask if a row
+contains one sequence.
 """
 
 from collections.abc import Callable, Iterator
@@ -38,7 +40,7 @@ def _find_packed_sequences(find: Finder, position_ids: torch.Tensor) -> torch.Te
 
 @contextmanager
 def fixed_shape_masks() -> Iterator[None]:
-    """Within the body, `transformers` decides about masks as it does outside of an export."""
+    """Within the body, `transformers` selects masks as outside an export."""
     from transformers import masking_utils
 
     find = masking_utils.find_packed_sequence_indices

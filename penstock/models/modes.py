@@ -1,15 +1,16 @@
-"""Which mode a model's modules train in: train or eval, as PyTorch's `module.training` says.
+"""The training mode of a model's modules: train or eval, as in PyTorch's `module.training`.
 
-The mode of the whole says nothing: `from_pretrained` returns models in eval mode, and training
-begins with `model.train()`. A part in eval mode within a model in train mode was put there by its
-author, as of a frozen backbone or of a batch norm, and stays there.
+The mode of the whole model has no meaning: `from_pretrained` returns models in eval mode, and
+training begins with `model.train()`. A part in eval mode within a model in train mode was set by
+its author, for example a frozen backbone or a batch norm, and keeps its mode.
 """
 
 from torch import nn
 
 
 def put_in_train_mode(module: nn.Module) -> None:
-    """Put a model in eval mode in train mode as a whole; in one in train mode, leave every part."""
+    """Put a model in eval mode completely into train mode; leave a model in train mode
+    unchanged."""
     if not module.training:
         module.train()
 

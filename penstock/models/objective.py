@@ -26,7 +26,7 @@ WEIGHT_PREFIX = "model."
 
 
 class LanguageModel(nn.Module):
-    """What the modules below share: the call of a model that maps token ids to logits."""
+    """Base of the language-model objectives: calls a model that maps token ids to logits."""
 
     def __init__(self, model: nn.Module, *, hugging_face: bool, options: dict[str, Any]) -> None:
         super().__init__()
@@ -69,15 +69,15 @@ class LanguageModel(nn.Module):
 
 
 class Logits(LanguageModel):
-    """`model` as a function of token ids that returns logits [batch, tokens, vocabulary]."""
+    """`model` as a function from token ids to logits [batch, tokens, vocabulary]."""
 
     def forward(self, **inputs: torch.Tensor) -> torch.Tensor:
-        """Return the logits for `input_ids` [batch, tokens] and what else the model takes."""
+        """Return the logits for `input_ids` [batch, tokens] and the model's other inputs."""
         return self.run(inputs)[1]
 
 
 class CausalLMLoss(LanguageModel):
-    """Sum of the next-token losses; `labels[t]` already is the token that follows `t`."""
+    """Sum of the next-token losses; `labels[t]` is already the token after `t`."""
 
     def forward(self, *, labels: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
         """Return the summed loss [] over `labels` [batch, tokens] that are not -100."""
@@ -89,21 +89,21 @@ class MaskedLMLoss(CausalLMLoss):
 
 
 class Scores(LanguageModel):
-    """What an evaluation asks for: the loss sum of training, and what the model would have said."""
+    """The outputs of an evaluation: the training loss sum, and the predicted tokens."""
 
     def forward(
         self, *, labels: torch.Tensor, **inputs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the summed loss [] and the most likely labels, int64 [batch * tokens].
 
-        The loss comes first in the graph, so that the compiler can put both into one operator.
+        The loss comes first in the graph, so that the compiler can fuse both into one operator.
         """
         loss, logits = self.loss_and_logits(inputs, labels)
         return loss, logits.argmax(-1)
 
 
 class CustomLoss(nn.Module):
-    """The user's module, and the user's `loss(output, **targets)` if there is one."""
+    """The user's module, with the user's `loss(output, **targets)` if there is one."""
 
     def __init__(
         self,
@@ -113,7 +113,8 @@ class CustomLoss(nn.Module):
     ) -> None:
         super().__init__()
         self.model = model
-        # Not a part of the model, of which buffers are looked up: tensors of a loss are constants.
+        # Not a submodule, since buffers are collected from submodules: tensors of a loss are
+        # constants.
         self._loss = loss.__call__ if isinstance(loss, nn.Module) else loss
         self._target_names = tuple(target_names)
 

@@ -1,4 +1,4 @@
-"""Where a model source gets a module's structure and its initial weights."""
+"""The origin of a model source: the module's structure and its initial weights."""
 
 from collections.abc import Iterable, Iterator
 from typing import Protocol
@@ -13,8 +13,8 @@ from penstock.models.deferred import TensorNames
 class WeightSource(Protocol):
     """A module on fake tensors, and its weights one at a time: `Deferred`, `Built`, `Pretrained`.
 
-    `bfloat16` are the parameters that came as bfloat16: they are given out as float32, and every
-    value is a bfloat16.
+    `bfloat16` are the parameters that were bfloat16 at the origin: they are returned as float32,
+    and every value is exactly a bfloat16.
     """
 
     @property

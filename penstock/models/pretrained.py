@@ -1,4 +1,5 @@
-"""A model of `transformers` whose weights are in a folder: structure deferred, weights read."""
+"""A `transformers` model whose weights are in a folder: deferred structure, weights read from
+files."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -11,15 +12,15 @@ from penstock.models.weight_files import WeightFiles
 
 
 class Pretrained:
-    """A deferred model together with the files of its weights; see `Deferred` for the attributes.
+    """A deferred model with the files of its weights; see `Deferred` for the attributes.
 
     Args:
-        deferred: the model as its configuration makes it.
+        deferred: the model as built from its configuration.
         files: the folder's tensors.
-        ignore: patterns of tensors that the model need not have a place for.
+        ignore: patterns of tensors that the model may leave unused.
 
     Raises:
-        ConfigError: the files are not those of this model.
+        ConfigError: the files belong to another model.
     """
 
     def __init__(self, deferred: Deferred, files: WeightFiles, ignore: Sequence[str] = ()) -> None:
@@ -47,10 +48,11 @@ class Pretrained:
     def materialise(
         self, seed: int, names: Iterable[str] | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, tensor) in the order of `names`; what no file has is made as it was before.
+        """Yield (name, tensor) in the order of `names`; tensors without a file are initialised as
+        usual.
 
-        Of the model one tensor is in memory at a time, besides those that the caller keeps; where
-        several weights are cut out of one tensor, all of these. `seed` decides buffers only.
+        At most one tensor of the model is in memory, besides those that the caller keeps; if
+        several weights are parts of one tensor, all of these. `seed` affects buffers only.
         """
         wanted = list(self._shapes) if names is None else list(dict.fromkeys(names))
         yield from self._read([name for name in wanted if name in self._origins])

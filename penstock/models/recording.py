@@ -1,9 +1,9 @@
-"""Write down what a model's constructor does to tensors, without doing it.
+"""Records a model constructor's operations on tensors without executing them.
 
-The constructor runs on fake tensors: shapes and types, no bytes. A `Recorder` underneath notes each
-operator that fills, writes or makes a tensor. The one thing to know: a tensor in the log is a
-`Window`, a strided view of a numbered storage. Views therefore need no operators of their own, and
-`x.data`, `detach`, ties and slices all come out as windows of the same storage.
+The constructor runs on fake tensors: shapes and types, no bytes. A `Recorder` notes each operator
+that fills, writes or creates a tensor. A tensor in the log is a `Window`, a strided view of a
+numbered storage. Views therefore need no operators of their own, and `x.data`, `detach`, ties and
+slices all become windows of the same storage.
 """
 
 import traceback
@@ -35,7 +35,7 @@ from penstock.models.tape import (
 
 aten = torch.ops.aten
 
-# In-place operators that do not look at what they replace.
+# In-place operators that do not read the values that they replace.
 _OVERWRITING = {
     aten.normal_,
     aten.uniform_,
@@ -49,7 +49,7 @@ _OVERWRITING = {
     aten.fill_,
     aten.copy_,
 }
-# They make storage without contents; replay makes storage when it is first written.
+# They allocate storage without content; replay allocates storage at its first write.
 _ALLOCATING = {
     aten.empty,
     aten.empty_like,
@@ -58,7 +58,7 @@ _ALLOCATING = {
     aten.new_empty,
     aten.new_empty_strided,
 }
-# "In-place" in name, but they move the window and leave the bytes alone.
+# "In-place" by name, but they move the window and leave the bytes unchanged.
 _RESHAPING = {
     aten.set_,
     aten.resize_,
@@ -74,10 +74,10 @@ _RESHAPING = {
 
 
 class SharedFakeTensorMode(FakeTensorMode):
-    """A FakeTensorMode that stays one object when a module made under it is deep-copied.
+    """A FakeTensorMode that stays one object when a module created under it is deep-copied.
 
     `nn.TransformerEncoder` and many others clone their layers with `copy.deepcopy`, which would
-    otherwise copy the mode that each fake tensor points to, and modes must not be mixed.
+    otherwise copy the mode of each fake tensor; different modes must not be mixed.
     """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "SharedFakeTensorMode":
@@ -91,9 +91,9 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.fake_mode = fake_mode
         self.operations: list[RecordedOperation] = []
-        self.generator_states: list[torch.Tensor | None] = [None]  # first state, None: the seed's
+        self.generator_states: list[torch.Tensor | None] = [None]  # None: the seed
         self._numbers: dict[int, int] = {}
-        self._storages: list[torch.UntypedStorage] = []  # held, so that no address is used twice
+        self._storages: list[torch.UntypedStorage] = []  # kept alive, so that no address is reused
         self._generators: list[torch.Generator] = [torch.default_generator]
         self._known_states: list[dict[bytes, int]] = [{}]
         self._mark(DEFAULT_GENERATOR, BEFORE_FIRST_DRAW)
@@ -103,7 +103,7 @@ class Recorder(TorchDispatchMode):
         return [storage.nbytes() for storage in self._storages]
 
     def window(self, tensor: torch.Tensor) -> Window:
-        """The window that `tensor` is now; a storage not seen before gets the next number."""
+        """Return the present window of `tensor`; a new storage gets the next number."""
         if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
             raise CompileError(
                 f"a constructor made a tensor that is not plain strided memory (layout "
@@ -202,7 +202,8 @@ class Recorder(TorchDispatchMode):
         return tuple(w for w in windows if w.covers(self._storages[w.storage].nbytes()))
 
     def _run_for_real(self, func: Any, arguments: tuple[Any, ...], structure: TreeSpec) -> Any:
-        """Compute a result that depends on values, which is possible if no seed is among them."""
+        """Compute a result that depends on values, which is possible if none of them depends on the
+        seed."""
         needed = {x.storage for x in arguments if isinstance(x, Window)}
         steps = plan(self.operations, needed)
         if any(step.operation.draw for step in steps):
@@ -234,7 +235,7 @@ class Recorder(TorchDispatchMode):
         return len(self._generators) - 1
 
     def _draw(self, generator: torch.Generator | None, flat: list[Any]) -> Draw:
-        """Note a draw and how the state came about: every state we leave behind is unique."""
+        """Record a random draw and how its state arose; the state after each draw is unique."""
         index = DEFAULT_GENERATOR if generator is None else self._number_of(generator)
         states = self._known_states[index]
         number = len(states) - 1
@@ -254,7 +255,7 @@ class Recorder(TorchDispatchMode):
             self._known_states[index][generator.get_state().numpy().tobytes()] = number
 
     def restore_generators(self) -> None:
-        """Give the constructor's own generators the state that they had before the recording."""
+        """Restore the states of the constructor's own generators from before the recording."""
         for generator, state in zip(self._generators, self.generator_states, strict=True):
             if state is not None:
                 generator.set_state(state)
@@ -269,7 +270,7 @@ def _generator_of(flat: list[Any]) -> torch.Generator | None:
 
 
 def _place() -> str:
-    """`file:line` of the innermost frame that belongs to neither torch nor this package."""
+    """`file:line` of the innermost frame outside torch and this package."""
     for frame in reversed(traceback.extract_stack()):
         path = frame.filename.replace("\\", "/")
         if "/torch/" not in path and "/penstock/models/" not in path:
@@ -279,7 +280,7 @@ def _place() -> str:
 
 @contextmanager
 def recording() -> Iterator[Recorder]:
-    """Run the body on fake tensors and log it; the global random state is left as it was."""
+    """Run the body on fake tensors and log it; the global random state is unchanged afterwards."""
     fake_mode = SharedFakeTensorMode(allow_non_fake_inputs=True)
     with torch.random.fork_rng(devices=[]):
         recorder = Recorder(fake_mode)
@@ -292,7 +293,7 @@ def recording() -> Iterator[Recorder]:
 
 @contextmanager
 def _rejection_sampling_as_one_operation(recorder: Recorder) -> Iterator[None]:
-    """`nn.init.trunc_normal_` redraws until every value fits: a loop that only replay can run."""
+    """`nn.init.trunc_normal_` redraws until every value fits: only replay can run this loop."""
     name = "_no_grad_trunc_normal_"
     original = getattr(torch.nn.init, name, None)
     if original is None:

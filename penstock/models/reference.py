@@ -1,4 +1,4 @@
-"""A function of the user's by name: `package.module:function`."""
+"""A user function by name: `package.module:function`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from penstock.errors import ConfigError, did_you_mean
 
 
 def load_reference(reference: str) -> Callable[..., Any]:
-    """Import `package.module:function`, from the current folder too, as `python -m` would.
+    """Import `package.module:function`, also from the current folder, as `python -m` would.
 
     Raises:
-        ConfigError: the module or the function does not exist, or it cannot be called.
+        ConfigError: the module or the function does not exist, or is not callable.
     """
     module_name, colon, attribute = reference.partition(":")
     if not (module_name and colon and attribute):

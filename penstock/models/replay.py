@@ -1,9 +1,10 @@
-"""Run a recorded constructor for real, a tensor at a time.
+"""Runs a recorded constructor on real memory, one tensor at a time.
 
-`plan` walks the log backwards and keeps what the wanted storages depend on. A random fill whose
-result nobody reads (modules are often initialised twice) must still draw its numbers, or all later
-ones would differ; it runs on scratch memory that is gone at once. The rest of the dead work is
-dropped. `Replay` then runs forwards and lets every storage go after its last use.
+`plan` traverses the log backwards and keeps the operations that the wanted storages depend on. A
+random fill whose result is never read (modules are often initialised twice) must still draw its
+numbers, because later draws depend on the state. Such a fill runs on scratch memory that is freed
+at once. Other unused operations are dropped. `Replay` then runs forwards and frees every storage
+after its last use.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,10 +27,10 @@ from penstock.models.tape import (
 
 @dataclass(frozen=True)
 class PlannedOperation:
-    """An operation, and whether only its random draw counts (`scratch`), not what it writes.
+    """An operation, and whether only its random draw is needed (`scratch`), not its result.
 
-    `finished` are the storages that no later operation touches; `remember` says that a later draw
-    goes back to the state after this one.
+    `finished` are the storages that no later operation uses. `remember` says that a later draw
+    restores the state after this operation.
     """
 
     operation: RecordedOperation
@@ -39,7 +40,7 @@ class PlannedOperation:
 
 
 def plan(operations: Sequence[RecordedOperation], wanted: Iterable[int]) -> list[PlannedOperation]:
-    """Return the operations that the storages `wanted` need, in order."""
+    """Return the operations that the `wanted` storages depend on, in order."""
     live = set(wanted)
     drawn_later: set[int] = set()
     states_needed: set[tuple[int, int]] = set()
@@ -100,7 +101,7 @@ class Replay:
             self._remembered[index, BEFORE_FIRST_DRAW] = generator.get_state()
 
     def tensor(self, window: Window, *, overwritten: bool = False) -> torch.Tensor:
-        """The real tensor of a window. Memory that was never written reads as zeros."""
+        """The real tensor of a window. Memory that was never written is zero."""
         storage = self._storages.get(window.storage)
         if storage is None:
             storage = torch.UntypedStorage(self._bytes[window.storage])
@@ -111,13 +112,13 @@ class Replay:
         return empty.set_(storage, window.offset, window.size, window.stride)
 
     def release(self, storage: int) -> None:
-        """Forget a storage; its memory goes with the last tensor that uses it."""
+        """Drop a storage; its memory is freed with the last tensor that uses it."""
         self._storages.pop(storage, None)
 
     def arguments(
         self, arguments: Sequence[Any], structure: TreeSpec, step: PlannedOperation | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Real (args, kwargs) for logged arguments."""
+        """Return real (args, kwargs) for logged arguments."""
         overwrites = step.operation.overwrites if step else ()
 
         def decode(value: Any) -> Any:
@@ -134,7 +135,7 @@ class Replay:
         return tree_unflatten([decode(value) for value in arguments], structure)
 
     def run(self, step: PlannedOperation) -> None:
-        """Run one operation. The global random state is the same afterwards."""
+        """Run one operation. The global random state is unchanged afterwards."""
         operation, draw = step.operation, step.operation.draw
         args, kwargs = self.arguments(operation.arguments, operation.structure, step)
         with torch.no_grad():
@@ -158,8 +159,8 @@ class Replay:
         if draw.generator != DEFAULT_GENERATOR:
             result = step.operation.function(*args, **kwargs)
         else:
-            # Lent to the global generator for this one call, since not every random operator
-            # takes a generator of its own.
+            # The global generator takes this state for one call, since some random operators accept
+            # no generator argument.
             everyones = torch.default_generator.get_state()
             torch.default_generator.set_state(generator.get_state())
             try:

@@ -1,4 +1,5 @@
-"""The auxiliary loss of a mixture of experts, which keeps its router from always taking the same.
+"""The auxiliary loss of a mixture of experts, which keeps its router from always selecting the same
+experts.
 
 Where a configuration sets `output_router_logits`, `transformers` adds `router_aux_loss_coef` times
 this loss, a mean over the tokens of a forward call, to the mean cross-entropy of the same call.
@@ -11,15 +12,16 @@ from torch import nn
 
 from penstock.errors import CompileError
 
-# JetMoE's name for it is its own; DBRX takes it from another section of its configuration.
+# JetMoE uses another name; DBRX reads the value from another section of its configuration.
 _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 
 
 def router_loss(model: nn.Module, output: Any) -> torch.Tensor | None:
-    """Return what the model's routers add to its mean loss, []; None where nothing is asked for.
+    """Return the term that the model's routers add to its mean loss, []; None if none is
+    configured.
 
     Raises:
-        CompileError: it is asked for and the model does not compute it.
+        CompileError: the term is configured and the model does not compute it.
     """
     if not getattr(getattr(model, "config", None), "output_router_logits", False):
         return None

@@ -1,9 +1,10 @@
-"""Refuses tensors of a module that share memory without being one object.
+"""Rejects tensors of a module that share memory but are different objects.
 
-A weight has one place in the store. Where two parameters lie over the same memory, PyTorch's
-optimizers update it once for each of them, with its own gradient and state; a tied weight, which is
-one parameter with two names, is updated once. So neither one weight nor two would train as the
-module does. A buffer that is a view of a weight would keep the weight's first values.
+A weight has one place in the store. If two parameters use the same memory, PyTorch's optimizers
+update the memory once for each parameter, with separate gradients and states. A tied weight, which
+is one parameter with two names, is updated once. Neither one weight nor two weights in the store
+would therefore train as the module does. A buffer that is a view of a weight would keep the
+weight's initial values.
 """
 
 from collections.abc import Iterable, Iterator
@@ -19,9 +20,9 @@ _COMPARED_BYTES = 2**28
 
 
 def refuse_shared_memory(module: nn.Module) -> None:
-    """Raise where a parameter shares memory with another tensor of the module.
+    """Raise if a parameter shares memory with another tensor of the module.
 
-    Parameters that are neighbours in one memory are fine, as `nn.LSTM` has them on a GPU.
+    Adjacent parameters in one memory are allowed, as in `nn.LSTM` on a GPU.
 
     **Raises:** `CompileError` naming both tensors and what to do.
     """
@@ -52,7 +53,7 @@ def refuse_shared_memory(module: nn.Module) -> None:
 
 
 def _other_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield buffers, and tensors that are attributes of modules or in lists and mappings there."""
+    """Yield buffers, and tensors in attributes of modules or in lists and mappings there."""
     yield from module.named_buffers()
     for path, owner in module.named_modules():
         for name, value in vars(owner).items():
@@ -76,7 +77,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Tell whether two tensors of one storage have an element in common."""
+    """Return whether two tensors of one storage have a common element."""
     if not one.numel() or not other.numel():
         return False
     (start, end), (other_start, other_end) = _range(one), _range(other)
@@ -92,14 +93,14 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _range(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the first byte of a tensor in its storage, and the one behind its last."""
+    """Return the first byte of a tensor in its storage, and the byte after its last."""
     reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     start = tensor.storage_offset() * tensor.element_size()
     return int(start), int(start + (reach + 1) * tensor.element_size())
 
 
 def _bytes_of(memory: np.ndarray, tensor: torch.Tensor) -> np.ndarray:
-    """Return the bytes of `memory` at which a tensor lies in its storage, as a view."""
+    """Return a view of the bytes of `memory` at which a tensor lies in its storage."""
     size = tensor.element_size()
     return np.lib.stride_tricks.as_strided(
         memory[tensor.storage_offset() * size :],

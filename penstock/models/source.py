@@ -1,8 +1,8 @@
-"""Where a model comes from: its structure for capture, and its weights one at a time.
+"""The source of a model: its structure for capture, and its weights one at a time.
 
-A `ModelSource` never holds a model with memory behind it. `module` is on fake tensors and made to
-be exported; weights come from `initial_weights`, one after the other, so GPT-3 175B can be
-described on a laptop. All names given out are those of the user's model's own `state_dict()`.
+A `ModelSource` never holds a model with allocated memory. `module` is on fake tensors and can be
+exported. `initial_weights` yields the weights one after the other, so GPT-3 175B can be described
+on a laptop. All public names are those of the `state_dict()` of the user's model.
 """
 
 import inspect
@@ -52,22 +52,22 @@ class ModelSource:
     """A model that is never built whole.
 
     Attributes:
-        name: for people; a preset's name, a model type, a class.
+        name: display name: a preset's name, a model type, a class.
         task: `causal_lm`, `masked_lm` or `custom`.
         module: on fake tensors; `module(**example_inputs(...))` is the scalar loss.
-        logits_module: shares `module`'s tensors; the same inputs without the labels give logits
-            (or what a custom module returns). Who puts it in eval mode puts each shared module
-            back in its own mode.
+        logits_module: shares `module`'s tensors; with the same inputs without labels it returns
+            logits (or the result of a custom module). Code that puts it in eval mode must restore
+            each shared module's mode.
         evaluation_module: shares `module`'s tensors and takes its inputs; of language models it
             returns the loss and each token's most likely label, else it is `module`.
         loss_reduction: `sum` over labelled tokens (language models) or `mean` (custom).
         inputs: the specs of all inputs of `module`, in order.
         targets: names of those inputs that `logits_module` does not take.
-        weight_prefix: what names in an export of `module` have before the public name.
-        vocab_size, max_sequence_length: of language models; None where nothing says.
+        weight_prefix: prefix of names in an export of `module`.
+        vocab_size, max_sequence_length: for language models; None if unknown.
         hf_config: the `transformers` configuration, or None.
-        folder: the Hugging Face folder that the model came from, with its tokenizer, or None.
-        adapters: what stands beside weights, by their names (`with_adapters`).
+        folder: the Hugging Face folder of the model, with its tokenizer, or None.
+        adapters: adapters by the names of their weights (`with_adapters`).
     """
 
     name: str
@@ -101,17 +101,17 @@ class ModelSource:
 
     @property
     def original(self) -> nn.Module:
-        """The user's own module if it came built, else the one on fake tensors."""
+        """The user's own module if it was passed as built, else the module on fake tensors."""
         return self._built.original if self._built is not None else self._origin.module
 
     @property
     def fake_mode(self) -> FakeTensorMode:
-        """The mode of all of the source's fake tensors; further inputs must be made under it."""
+        """The mode of all of the source's fake tensors; further inputs must be created under it."""
         return self._origin.fake_mode
 
     @property
     def aliases(self) -> dict[str, str]:
-        """Further names of tied tensors, and the name that each goes by."""
+        """Further names of tied tensors, and the listed name of each."""
         return self._origin.aliases
 
     @property
@@ -129,21 +129,22 @@ class ModelSource:
 
     @property
     def bfloat16(self) -> frozenset[str]:
-        """Names of the parameters that came as bfloat16, in a folder or a module."""
+        """Names of the parameters that are bfloat16 in the folder or module of origin."""
         return self._origin.bfloat16
 
     @property
     def weights_folder(self) -> Path | None:
-        """Where the weights are read from, if from a folder."""
+        """The folder from which the weights are read, if any."""
         return self._files.folder if self._files else None
 
     @property
     def folder_weights(self) -> frozenset[str]:
-        """Names of the parameters that can be read from the folder again."""
+        """Names of the parameters that can be read again from the folder."""
         return frozenset(self.shapes()) - self.adapter_weights if self._files else frozenset()
 
     def public_name(self, exported: str) -> str:
-        """The name in the user's model of a tensor or module path in an export of `module`."""
+        """Return the name in the user's model of a tensor or module path in an export of
+        `module`."""
         name = exported.removeprefix(self.weight_prefix)
         return self.aliases.get(name, name)
 
@@ -151,7 +152,7 @@ class ModelSource:
         """Fake inputs of `module`, by name, for one micro-batch.
 
         Raises:
-            ConfigError: a size below one, or a sequence longer than the model takes.
+            ConfigError: a size below one, or a sequence longer than the model's maximum.
         """
         for name, value in (("micro_batch", micro_batch), (SEQUENCE, sequence_length)):
             if value < 1:
@@ -170,11 +171,12 @@ class ModelSource:
     def initial_weights(
         self, seed: int, names: Iterable[str] | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, tensor) of every parameter, frozen ones too, tied ones once.
+        """Yield (name, tensor) of every parameter, including frozen ones; tied parameters once.
 
-        Equal to the bit to those of the plain model built after `torch.manual_seed(seed)`; for a
-        module that came built, and for a folder of weights, their values, whatever the seed. In
-        the order of `names` from a folder, in no particular order otherwise.
+        The values are bit-identical to those of the plain model built after
+        `torch.manual_seed(seed)`. For a built module and for a folder of weights, they are its
+        values, whatever the seed. From a folder, the order is that of `names`; otherwise it is
+        undefined.
         """
         wanted = self._origin.names.parameters if names is None else names
         return self._origin.materialise(seed, wanted)
@@ -184,19 +186,19 @@ class ModelSource:
         return dict(self._origin.materialise(seed, self._origin.names.buffers))
 
     def weights_fingerprint(self) -> str | None:
-        """Return what tells one folder of weights from another; None for other models."""
+        """Return a fingerprint of a folder of weights; None for other models."""
         return self._files.fingerprint() if self._files is not None else None
 
     def values_fingerprint(self) -> str | None:
-        """Return a hash of the values of a module that came built; None for other models.
+        """Return a hash of the values of a built module; None for other models.
 
-        It reads all of them.
+        The whole module is read.
         """
         return self._built.fingerprint() if self._built is not None else None
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a run should say of the model when it begins."""
+        """Messages about the model for the start of a run."""
         return self._built.notes if self._built is not None else ()
 
     def parameter_count(self) -> int:
@@ -219,12 +221,12 @@ class ModelSource:
     def with_adapters(
         self, *, rank: int, alpha: float, targets: Sequence[str], dropout: float = 0.0
     ) -> "ModelSource":
-        """The same model with a low-rank adapter beside every weight that `targets` matches.
+        """Return the same model with a low-rank adapter for every weight that `targets` matches.
 
-        This source stays as it is; the two share their tensors.
+        This source is unchanged; both sources share their tensors.
 
         Args:
-            rank: of the adapters, 1 or more.
+            rank: rank of the adapters, 1 or more.
             alpha: an adapter's output is multiplied by `alpha / rank`.
             targets: patterns of names of weights of `nn.Linear` or GPT-2's `Conv1D`.
             dropout: share of an adapter's inputs that training drops.
@@ -252,7 +254,7 @@ class ModelSource:
         """A model by preset name, with fields of its configuration replaced.
 
         Raises:
-            ConfigError: unknown preset or field, or fields that do not go together.
+            ConfigError: unknown preset or field, or inconsistent fields.
         """
         resolved = resolve_preset(name, overrides)
         fields = {"model_type": resolved.model_type, **resolved.config}
@@ -271,7 +273,7 @@ class ModelSource:
         Args:
             config: a dict with `model_type`, a `config.json`, or the folder of one.
             overrides: fields of the configuration to replace.
-            task: `causal_lm` or `masked_lm`; by default what the configuration was made for.
+            task: `causal_lm` or `masked_lm`; by default the task of the configuration.
 
         Raises:
             ConfigError: unreadable, an unknown model type or field, or no such model for the task.
@@ -293,17 +295,17 @@ class ModelSource:
     ) -> "ModelSource":
         """A `transformers` model with the weights of a local Hugging Face folder.
 
-        They are read when `initial_weights` asks for them, one at a time, and come as float32.
+        `initial_weights` reads them one at a time, and yields float32.
 
         Args:
             folder: with `config.json` and safetensors, single or sharded.
             overrides: fields of the configuration to replace, such as a dropout.
-            ignore: patterns of tensors in the folder that the model need not have a place for.
-            weights: the folder of the safetensors, where that is another.
+            ignore: patterns of tensors in the folder that the model may leave unused.
+            weights: the folder of the safetensors, if different.
 
         Raises:
             ConfigError: no such folder, no safetensors in it, or weights of another model.
-            CorruptionError: a file that is not what its format says.
+            CorruptionError: a file violates its format.
         """
         folder = Path(folder)
         refuse_unreadable(folder)
@@ -319,9 +321,10 @@ class ModelSource:
     def without_weights(
         cls, folder: Path, overrides: Mapping[str, Any] | None = None
     ) -> "ModelSource":
-        """The model of `from_hf` from the folder's small files alone, for a run that has weights.
+        """The model of `from_hf` from the folder's small files alone, for a run that already has
+        weights.
 
-        Its initial weights are fresh ones.
+        Its initial weights are random.
         """
         return replace(cls.from_hf_config(folder, overrides), folder=folder)
 
@@ -336,7 +339,7 @@ class ModelSource:
             args: keyword arguments of the function.
 
         Raises:
-            ConfigError: no such module or function, or arguments that it does not take.
+            ConfigError: no such module or function, or unknown arguments.
             CompileError: the function fails or cannot be replayed.
         """
         factory = load_reference(reference)
@@ -346,7 +349,7 @@ class ModelSource:
         except TypeError as error:
             raise ConfigError(f"{reference} does not take these args: {error}") from None
         except ValueError:
-            pass  # builtins have no signature; calling says what is wrong
+            pass  # builtins have no signature; the call reports the error
         try:
             origin = record(lambda: factory(**arguments))
         except PenstockError:
@@ -360,22 +363,22 @@ class ModelSource:
     def from_module(cls, module: nn.Module, **options: Any) -> "ModelSource":
         """A model that is already built; its values are the initial weights.
 
-        The module is neither changed nor copied: weights are handed out as its own tensors.
+        The module is neither changed nor copied: its own tensors are returned as weights.
 
         Args:
-            module: on the CPU. In a model in train mode, parts in eval mode stay so; one in eval
-                mode is trained in train mode as a whole.
+            module: on the CPU. In a model in train mode, parts in eval mode keep their mode; a
+                model in eval mode is put completely into train mode.
             options: those below, by name.
 
         Options:
 
         - `task`: `causal_lm`, `masked_lm` (forward takes `input_ids` and returns logits) or
           `custom`; by default `custom`, unless it is a `transformers` language model.
-        - `loss`, for custom: a function `loss(output, **targets)` or its
-          `package.module:function`; by default the module returns its scalar mean loss.
-        - `inputs`, for custom: what `forward` takes, by name, as `InputSpec`s or example batches;
-          by default `input_ids`, and `labels` too if there is no `loss`.
-        - `targets`, for custom: the same for what `loss` takes; by default `labels`.
+        - `loss`, for custom: a function `loss(output, **targets)` or its `package.module:function`;
+          by default the module returns its scalar mean loss.
+        - `inputs`, for custom: the inputs of `forward`, by name, as `InputSpec`s or example
+          batches; by default `input_ids`, and `labels` too if there is no `loss`.
+        - `targets`, for custom: the same for the targets of `loss`; by default `labels`.
         - `vocab_size`, `max_sequence_length`: for a module without a configuration that has them.
 
         Raises:
@@ -387,12 +390,12 @@ class ModelSource:
 
 
 def _recorded(config: Any, task: str) -> Deferred:
-    """Record the model of a configuration that may make no sense."""
+    """Record the model of a configuration that may be invalid."""
     try:
         return record(builder(config, task))
     except PenstockError:
         raise
-    except OSError:  # of an import that happens in here, and nothing about the configuration
+    except OSError:  # an error of an import inside, unrelated to the configuration
         raise
     except Exception as error:
         raise ConfigError(

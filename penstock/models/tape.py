@@ -22,7 +22,8 @@ class Window:
     offset: int
 
     def covers(self, storage_bytes: int) -> bool:
-        """Whether writing every element of the window writes every byte of its storage."""
+        """Return whether a write of every element of the window writes every byte of its
+        storage."""
         elements, expected = 1, 1
         for size, stride in sorted(
             zip(self.size, self.stride, strict=True), key=lambda pair: (pair[1], pair[0])
@@ -38,7 +39,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Constant:
-    """A real tensor that the constructor brought along, such as `torch.tensor([1.0, 2.0])`."""
+    """A real tensor that the constructor created, such as `torch.tensor([1.0, 2.0])`."""
 
     value: torch.Tensor
 
@@ -54,9 +55,9 @@ class GeneratorNumber:
 class Draw:
     """One use of a random generator.
 
-    `number` counts the uses of this generator. `restore` says what the constructor did to its state
-    since the last use: nothing (None), put back the state after an earlier use (its number), or
-    set it to a state of its own, as `torch.manual_seed` does (that state).
+    `number` counts the uses of this generator. `restore` is the constructor's change of its state
+    since the last use: nothing (None), a restored state from after an earlier use (its number), or
+    a new state, as set by `torch.manual_seed` (that state).
     """
 
     generator: int
@@ -68,8 +69,9 @@ class Draw:
 class RecordedOperation:
     """One logged call: `arguments` is its flattened (args, kwargs) with tensors as windows.
 
-    `writes` are windows changed in place, `overwrites` those among them of which no old byte is
-    read; `creates` pairs a position in the flattened result with the window that it becomes.
+    `writes` are windows changed in place, `overwrites` are the windows among them whose old bytes
+    are not read; `creates` pairs a position in the flattened result with the window that it
+    becomes.
     """
 
     function: Callable[..., Any]

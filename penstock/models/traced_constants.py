@@ -1,8 +1,9 @@
-"""The value of a tensor that is being traced, where the graph alone decides it.
+"""The value of a traced tensor, if the graph alone determines it.
 
-`torch.export` runs a forward on tensors without data and notes every operator in a graph. A tensor
-that no placeholder (an input, a weight, a buffer) and no random number goes into has one value for
-all batches: `arange(16).unsqueeze(0)`, for example. Its operators are run here on real tensors.
+`torch.export` runs a forward on tensors without data and records every operator in a graph. A
+tensor that depends on no placeholder (an input, a weight, a buffer) and on no random number has the
+same value for all batches: `arange(16).unsqueeze(0)`, for example. Its operators are run here on
+real tensors.
 """
 
 from typing import Any
@@ -15,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 
 def constant_value(tensor: torch.Tensor) -> np.ndarray | None:
-    """Return the value of a traced tensor; None where it is not known to be constant."""
+    """Return the value of a traced tensor; None if it is not known to be constant."""
     node = _node_of(tensor)
     if node is None:
         return None
@@ -40,7 +41,7 @@ def _node_of(tensor: torch.Tensor) -> fx.Node | None:
 
 
 def _ancestors(node: fx.Node) -> list[fx.Node]:
-    """Return all that a node is made of and itself, in the order of the graph."""
+    """Return a node and all nodes that it depends on, in the order of the graph."""
     found, waiting = set(), [node]
     while waiting:
         each = waiting.pop()

@@ -1,8 +1,8 @@
-"""The weights in a Hugging Face folder: found, checked, and read one at a time.
+"""The weights in a Hugging Face folder: found, validated, and read one at a time.
 
-Headers are read once, when the folder is opened; no byte of a weight is touched until it is asked
-for, and then through a buffer of a few megabytes, converted on the way. (The files are not mapped:
-mapped pages would count as the process's memory.) No pickle is ever opened.
+Headers are read once, when the folder is opened. A weight is read on request, through a buffer of a
+few megabytes, and converted in the buffer. (The files are not mapped: mapped pages would count as
+the process's memory.) Pickles are never opened.
 """
 
 import json
@@ -31,7 +31,7 @@ FLOATS = {
     "F16": torch.float16,
     "F64": torch.float64,
 }
-"""The types that a weight may be stored as."""
+"""The supported types of stored weights."""
 
 _PIECE_BYTES = 8 << 20
 _SAMPLE_BYTES = 4096
@@ -47,14 +47,15 @@ class StoredTensor:
 
 
 class WeightFiles:
-    """The tensors of a folder by name. Files are opened as they are needed, one at a time.
+    """The tensors of a folder by name. Files are opened on demand, one at a time.
 
     Args:
         folder: with `model.safetensors`, or shards and `model.safetensors.index.json`.
 
     Raises:
-        ConfigError: there are no safetensors; where there are pickles, with the way to convert.
-        CorruptionError: index or headers make no sense, or a shard is missing.
+        ConfigError: there are no safetensors; if there are pickles, the message explains the
+            conversion.
+        CorruptionError: the index or a header is invalid, or a shard is missing.
         StorageError: the operating system refuses to read.
     """
 
@@ -75,7 +76,7 @@ class WeightFiles:
                 )
 
     def _listed(self) -> dict[str, str]:
-        """Return the file of each tensor as the index says."""
+        """Return the file of each tensor according to the index."""
         path = self.folder / INDEX
         try:
             table = read_json(path, "the index of a sharded model", CorruptionError)
@@ -85,7 +86,7 @@ class WeightFiles:
         if not isinstance(listed, dict) or not listed:
             raise CorruptionError(f"{path}: it has no weight_map that names files")
         for name, file in listed.items():
-            # A name that leads out of the folder would let an index read any file.
+            # A name that leaves the folder would let an index read any file.
             if not isinstance(file, str) or not _is_plain(file):
                 raise CorruptionError(
                     f"{path}: the file of {name!r} is {file!r:.200}; expected the plain name of a "
@@ -119,7 +120,7 @@ class WeightFiles:
         """Return a tensor in its shape, converted to float32.
 
         Raises:
-            ConfigError: it holds numbers that are NaN or infinite as float32.
+            ConfigError: a value is NaN or infinite as float32.
             CorruptionError: the file has changed since it was opened.
             StorageError: the operating system refuses to read.
         """
@@ -141,7 +142,7 @@ class WeightFiles:
         return flat.view(stored.extent.shape)
 
     def pieces(self, name: str) -> Iterator[torch.Tensor]:
-        """Yield a tensor's elements in order as they are stored; each is good until the next."""
+        """Yield a tensor's elements in stored order; each piece is valid until the next."""
         stored = self.tensors[name]
         begin, end = stored.extent.begin, stored.extent.end
         buffer = memoryview(bytearray(min(_PIECE_BYTES, end - begin)))
@@ -152,7 +153,7 @@ class WeightFiles:
             begin += len(part)
 
     def equal(self, one: str, other: str) -> bool:
-        """Tell whether two tensors of one type and shape have the same bytes."""
+        """Return whether two tensors of one type and shape have the same bytes."""
         return self._hash(one) == self._hash(other)
 
     def _hash(self, name: str) -> bytes:
@@ -164,9 +165,9 @@ class WeightFiles:
     def fingerprint(self) -> str:
         """Return a hash of names, types, shapes, and samples of every tensor.
 
-        It tells one checkpoint from another, fine-tunings of the same model too, without reading
-        all of it: three samples of 4 KiB per tensor. How the tensors are spread over files makes
-        no difference. It is no checksum.
+        The hash distinguishes checkpoints, including fine-tunings of the same model, without
+        reading all data: three samples of 4 KiB per tensor. The distribution of tensors over files
+        does not affect it. It is no checksum.
         """
         digest = xxhash.xxh3_128()
         for name, stored in sorted(self.tensors.items()):
@@ -212,7 +213,7 @@ class WeightFiles:
         return opened.fileno()
 
     def close(self) -> None:
-        """Close the file that is open, if one is; reading opens it again."""
+        """Close the open file, if any; the next read opens it again."""
         if self._open is not None:
             self._open[1].close()
             self._open = None
@@ -224,7 +225,7 @@ def _is_plain(file: str) -> bool:
 
 
 def _without_weights(folder: Path) -> ConfigError:
-    """Return the error for a folder without safetensors, with what to do about it."""
+    """Return the error for a folder without safetensors, with the next action."""
     names = sorted(path.name for path in folder.iterdir())
     pickles = [n for n in names if n.endswith(_PICKLES) and n != "training_args.bin"]
     if not pickles:
@@ -241,7 +242,7 @@ def _without_weights(folder: Path) -> ConfigError:
 
 
 def _conversion(folder: Path, pickles: list[str]) -> str:
-    """Return the shell command that writes safetensors beside pickled weights."""
+    """Return the shell command that converts pickled weights to safetensors."""
     here, target = json.dumps(str(folder)), json.dumps(str(folder / SINGLE))
     if len(pickles) == 1:
         code = (

@@ -1,4 +1,4 @@
-"""The store owns every weight and all optimizer state: what must survive, and nothing else does."""
+"""The store owns every weight and all optimizer state. No other part keeps state across steps."""
 
 from penstock.store.adapters import MergedWeights, export_adapters
 from penstock.store.checkpoint import (

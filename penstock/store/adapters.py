@@ -1,7 +1,7 @@
-"""Low-rank adapters on their way out: merged into the weights, or alone in PEFT's format.
+"""Export of low-rank adapters: merged into the weights, or alone in PEFT's format.
 
-A merged weight is W + (alpha / rank) B A in float32. Only the rows that are being written are ever
-made, so that merging takes no more memory than exporting does.
+A merged weight is W + (alpha / rank) B A in float32. Only the rows that are being written are
+computed, so merging takes no more memory than a plain export.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
-# PEFT wraps the model twice, and these are the attributes that it goes through.
+# PEFT wraps the model twice. These are the attributes that PEFT looks the layers up by.
 _PEFT_PREFIX = "base_model.model."
 _TASKS = {"causal_lm": "CAUSAL_LM"}  # PEFT has no name for the others
 
 
 class MergedWeights:
-    """Weights as if every adapter's product had been added to the weight beside it."""
+    """Weights with the product of each adapter added to the weight that the adapter belongs to."""
 
     def __init__(self, weights: WeightReader, adapters: Mapping[str, Adapter]) -> None:
         self._weights = weights
@@ -42,11 +42,12 @@ class MergedWeights:
         self.shapes = {name: s for name, s in weights.shapes.items() if name not in own}
 
     def flush(self) -> None:
-        """Make all updates that are still awaited."""
+        """Apply all pending updates."""
         self._weights.flush()
 
     def read(self, name: str, role: str, begin: int, end: int) -> np.ndarray:
-        """Return elements `begin` to `end` of a weight, flat; with the adapter's, if it has one."""
+        """Return elements `begin` to `end` of a weight, flat, with its adapter merged if it has
+        one."""
         values = self._weights.read(name, role, begin, end)
         if name not in self._adapters or role != MASTER:
             return values
@@ -73,15 +74,15 @@ def export_adapters(
     base: str | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> list[Path]:
-    """Write the adapters alone, as the PEFT library does and reads.
+    """Write the adapters alone, in the format that the PEFT library writes and reads.
 
     Args:
-        weights: a store, whose pending updates are made first, or saved weights.
-        folder: must not exist yet, or be empty; it appears only when all in it is on disk.
-        adapters: by the names of the weights beside which they stand.
-        task: the model's.
-        base: what PEFT is to load the base model from, where that is known.
-        dtype: in which they are written.
+        weights: a store, whose pending updates are applied first, or saved weights.
+        folder: must not exist yet, or be empty; it appears only when all its files are on disk.
+        adapters: by the names of the weights that they adapt.
+        task: the task type of the model.
+        base: where PEFT loads the base model from, if known.
+        dtype: the type in which adapters are written.
 
     Returns:
         The weight file.
@@ -89,7 +90,7 @@ def export_adapters(
     Raises:
         ConfigError: the folder is in use, or a weight does not fit the data type.
         NonFiniteError: a weight holds NaN or infinity.
-        StorageError: the disk is full, read-only or failing; nothing half-written is left.
+        StorageError: the disk is full, read-only or failing; no partial file remains.
     """
     own = [name for adapter in adapters.values() for name in (adapter.down, adapter.up)]
     weights.flush()

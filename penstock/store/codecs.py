@@ -1,7 +1,8 @@
-"""Values of a weight to the arrays of its format, and back: exact for every pattern of bits.
+"""Conversion between a weight's values and the arrays of its format; exact for every bit pattern.
 
-From outside, the values of a weight are always float32. A bfloat16 is the high half of a float32
-whose low half is zero, so a format that keeps high halves alone takes nothing else.
+Outside the store, the values of a weight are always float32. A bfloat16 is the high half of a
+float32 whose low half is zero. A format that stores only high halves therefore accepts no other
+values.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from penstock.errors import ConfigError
 from penstock.kernels.split_master import Weight, join, split
 from penstock.weight_formats import BFLOAT16, DENSE, SPLIT, WeightFormat
 
-_LOW, _HIGH = 0, 1  # the halves of a float32 as they lie in memory, the low one first
+_LOW, _HIGH = 0, 1  # the halves of a float32 in memory order, the low half first
 
 
 def encode(
     weight_format: WeightFormat, name: str, values: np.ndarray, parts: Sequence[np.ndarray]
 ) -> None:
-    """Write float32 `values` `[n]` of the weight `name` to the arrays of its format, each `[n]`.
+    """Write float32 `values` `[n]` of the weight `name` into the arrays of its format, each `[n]`.
 
     Raises:
         ConfigError: the format cannot hold these values exactly.
@@ -32,22 +33,23 @@ def encode(
 def encode_saved(
     weight_format: WeightFormat, saved: np.ndarray, parts: Sequence[np.ndarray]
 ) -> None:
-    """Write values of a weight, as a checkpoint holds them, to the arrays of its format."""
+    """Write values of a weight, in the type of a checkpoint, into the arrays of its format."""
     _CODECS[weight_format.name].encode(saved, parts)
 
 
 def decode(weight_format: WeightFormat, parts: Weight, begin: int, end: int) -> np.ndarray:
-    """Return elements `begin` to `end` of a weight as float32; a view of a dense one."""
+    """Return elements `begin` to `end` of a weight as float32; a view if the format is dense."""
     return _CODECS[weight_format.name].decode(parts, begin, end)
 
 
 def saved_values(weight_format: WeightFormat, name: str, values: np.ndarray) -> np.ndarray:
-    """Return float32 values of the weight `name` as a checkpoint holds them in this format.
+    """Return float32 values of the weight `name` in the type that a checkpoint uses for this
+    format.
 
-    That is float32, or bfloat16 patterns as uint16.
+    The type is float32, or bfloat16 patterns as uint16.
 
     Raises:
-        ConfigError: a value is no bfloat16.
+        ConfigError: a value cannot be represented as bfloat16.
     """
     if weight_format.saved_numpy == "float32":
         return values
@@ -63,12 +65,12 @@ def saved_values(weight_format: WeightFormat, name: str, values: np.ndarray) -> 
 
 
 def values_of_saved(saved: np.ndarray) -> np.ndarray:
-    """Return what a checkpoint holds of a weight as float32."""
+    """Return a checkpoint's values of a weight as float32."""
     return widened(saved) if saved.dtype == np.uint16 else saved
 
 
 def widened(patterns: np.ndarray) -> np.ndarray:
-    """Return bfloat16 patterns, uint16, as the float32 values that they are."""
+    """Return bfloat16 patterns, uint16, as float32 values."""
     values = np.zeros(patterns.size, np.float32)
     values.view(np.uint16).reshape(-1, 2)[:, _HIGH] = patterns
     return values

@@ -1,7 +1,7 @@
-"""How a step is decided: once, from what all shards report of its gradients.
+"""The decision of a step: made once, from the gradient reports of all shards.
 
-A commit has two phases. In the first every shard reports (`prepare`), in the second every shard is
-told the decision (`decide`). `CommitRule.decide` is the only place where a decision is made.
+A commit has two phases. In the first phase every shard reports (`prepare`). In the second phase
+every shard receives the decision (`decide`). Only `CommitRule.decide` makes a decision.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from penstock.store.norm import GradientReport, clip_scale, global_norm, zero_gr
 
 @dataclass(frozen=True)
 class CommitRule:
-    """What decides a step beside its gradients.
+    """The settings that decide a step, besides the gradients.
 
-    `schedule` gives the learning rate of every step, `clip_norm` is the greatest global norm of the
-    gradients, None not to clip.
+    `schedule` gives the learning rate of every step. `clip_norm` is the greatest global norm of the
+    gradients; None disables clipping.
     """
 
     schedule: Schedule
@@ -30,12 +30,12 @@ class CommitRule:
         """Decide a step.
 
         Args:
-            holding: all that is trained.
-            step: the step that is to be committed; the first is 1.
-            report: of all gradients (`merged`).
+            holding: all trained weights.
+            step: the step to commit; the first is 1.
+            report: the report on all gradients (`merged`).
 
         Raises:
-            NoTrainingError: a trainable weight has got no gradient.
+            NoTrainingError: a trainable weight received no gradient.
             NonFiniteError: a gradient is NaN or infinite.
         """
         norm = global_norm(holding, step, report)
@@ -44,10 +44,10 @@ class CommitRule:
 
 
 def commit_by(rule: CommitRule, store: Store) -> Commit:
-    """Commit the step of a store that holds, or can ask for, all of its gradients.
+    """Commit the step of a store that holds, or can query, all of its gradients.
 
     Raises:
-        NoTrainingError: a trainable weight has got no gradient. Nothing is committed.
+        NoTrainingError: a trainable weight received no gradient. Nothing is committed.
         NonFiniteError: a gradient is NaN or infinite. Nothing is committed.
     """
     commit = rule.decide(store.program, store.step + 1, store.prepare())
@@ -56,9 +56,9 @@ def commit_by(rule: CommitRule, store: Store) -> Commit:
 
 
 def require_next(decision: Decision, step: int) -> None:
-    """Require that a decision is for the step after the one at which a store stands.
+    """Check that a decision is for the store's next step.
 
-    **Raises:** `StorageError` if it is for another.
+    **Raises:** `StorageError` if it is for another step.
     """
     if decision.step != step + 1:
         raise StorageError(

@@ -1,8 +1,9 @@
-"""What stores that should hold the same say of it after every step, so that it can be compared.
+"""Checksums by which replicas of a store are compared after every step.
 
-A bit that flips in the memory of one of two hosts changes no checksum of any message, and both go
-on making the same updates to what is not the same any more. So each says checksums of a part of
-what it holds, chosen by the step alone: another part after every step, all of it in turn.
+A bit flip in the memory of one host changes no checksum of any message, and both replicas go on
+with the same updates to different values. Each replica therefore reports checksums of a part of its
+content. The step number alone chooses the part: a different part after every step, and the whole
+content over one cycle.
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import xxhash
 
-ROTATION = 100  # steps in which all of a store in memory is compared once
+ROTATION = 100  # steps in which all memory of a store is compared once
 _PIECE_BYTES = 1 << 20
 
 Compared = Sequence[tuple[str, str]]
-"""What is compared, in words, and its checksum."""
+"""A description of the compared part, and its checksum."""
 
 
 class Rotation:
-    """The parts of a store in memory, one for every step of a turn.
+    """The parts of a store in memory, one part for every step of a cycle.
 
     Args:
-        slabs: what there is, in words, and its memory, uint8.
+        slabs: descriptions of the content, with their memory, uint8.
     """
 
     def __init__(self, slabs: Iterable[tuple[str, np.ndarray]]) -> None:
@@ -36,7 +37,7 @@ class Rotation:
         self.steps = max(1, min(ROTATION, len(self._pieces)))
 
     def part(self, step: int) -> Compared:
-        """Return the checksums of the part whose turn it is after a step."""
+        """Return the checksums of the part that belongs to a step."""
         count, turn = len(self._pieces), step % self.steps
         chosen = self._pieces[count * turn // self.steps : count * (turn + 1) // self.steps]
         found = []

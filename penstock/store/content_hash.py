@@ -1,7 +1,8 @@
-"""A hash of all weights: equal for two stores, or checkpoints, exactly when they agree to the bit.
+"""A hash of all weights: equal for two stores or checkpoints exactly if their weights are
+bit-identical.
 
-It covers names, shapes and float32 values in the order of the names; neither the precision nor
-how a program is cut, nor whether the weights lie in memory or in files, has a part in it.
+The hash covers names, shapes and float32 values in the order of the names. Precision, the division
+into stages and the storage in memory or files do not affect the hash.
 """
 
 import math
@@ -14,7 +15,7 @@ from penstock.store.masters import PIECE_ELEMENTS
 
 
 def hash_weights(weights: Iterable[tuple[str, tuple[int, ...], Iterable[memoryview]]]) -> str:
-    """Return the hash of weights that come in the order of their names.
+    """Return the hash of weights that arrive in the order of their names.
 
     Args:
         weights: name, shape, and the float32 values in pieces, of every weight.
@@ -30,7 +31,7 @@ def hash_weights(weights: Iterable[tuple[str, tuple[int, ...], Iterable[memoryvi
 def hash_read(
     shapes: Mapping[str, tuple[int, ...]], read: Callable[[str, int, int], np.ndarray]
 ) -> str:
-    """Return the hash of weights that are read a piece at a time.
+    """Return the hash of weights, which are read in pieces.
 
     Args:
         shapes: of every weight, by name.

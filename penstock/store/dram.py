@@ -1,8 +1,9 @@
-"""The store in host memory: weights stream out of it, gradients come in, and it updates itself.
+"""The store in host memory: streams weights, receives gradients and applies the updates.
 
-Updates are lazy and exact. `commit` only fixes what they need (the clip factor, the learning
-rate); each weight is updated when it is next fetched, so that stage 0 is ready at once and the
-rest hides behind compute. Nobody outside can tell: every way to look at a weight updates it first.
+Updates are lazy and exact. `commit` only fixes their inputs (the clip factor, the learning rate).
+Each weight is updated at its next fetch, so stage 0 is ready at once and the other updates overlap
+with computation. Every read of a weight updates the weight first, so callers cannot observe the
+delay.
 """
 
 import threading
@@ -37,20 +38,20 @@ _FORMATS = {"fp32": (DENSE, BFLOAT16), "bf16": (SPLIT, DENSE, BFLOAT16)}
 class DramStore:
     """Weights, gradients and optimizer state of one program, or of a part, in slabs of exact size.
 
-    `fetch` and `receive` may be called from several threads; `load`, `commit`, `discard`, `flush`
-    and whatever reads or restores state only while no other call is under way.
+    `fetch` and `receive` may be called from several threads. `load`, `commit`, `discard`, `flush`
+    and all methods that read or restore state require that no other call is in progress.
 
     Args:
         program: names the weights, their shapes and the stages that use them.
-        precision: `fp32`, or `bf16` for a program whose weights stream as bfloat16.
-        optimizer: makes the updates; None for a program that only infers.
+        precision: `fp32`, or `bf16` for a program whose weights are streamed as bfloat16.
+        optimizer: computes the updates; None for inference only.
         groups: settings of every trainable weight, by name (`assign_groups`).
         rule: decides the steps that are committed.
-        gradient_dtype: float32 or bfloat16, how gradients are kept until they are used.
+        gradient_dtype: float32 or bfloat16, the type of stored gradients.
 
     Raises:
-        ValueError: the program does not stream in this precision, or a weight has no settings.
-        BudgetError: the operating system has no room for the slabs.
+        ValueError: the program has another precision, or a weight has no settings.
+        BudgetError: the slabs cannot be allocated.
     """
 
     def __init__(
@@ -83,7 +84,8 @@ class DramStore:
         self._snapshot: Snapshot | None = None
         self._rotation: Rotation | None = None
         self._unchanged = UnchangedWeights(self._trainable)
-        # Kernels are parallel inside; Numba does not promise that two may run side by side.
+        # Kernels are parallel inside; Numba does not guarantee that two kernels may run
+        # concurrently.
         self._compute = threading.Lock()
         self._count = threading.Lock()
         self._streamed_bytes = self._gradient_bytes = 0
@@ -105,21 +107,21 @@ class DramStore:
                 self._state.setdefault(name, {})[role.name] = array
 
     def page_lock(self) -> bool:
-        """Lock in place what streams, for engines on a GPU; once, before the first step.
+        """Page-lock the streamed memory for engines on a GPU; once, before the first step.
 
         Returns:
-            Whether the system allowed it; where it did not, the copies to the GPU are slower and
-            do not overlap with its work, but are the same.
+            Whether the system allowed it. Otherwise the copies to the GPU are slower and do not
+            overlap with computation; results are the same.
         """
         return self._masters.page_lock()
 
     def take_flash_traffic(self) -> FlashTraffic:
-        """Nothing moves there."""
+        """No traffic to flash."""
         return FlashTraffic()
 
     @property
     def flash_bytes(self) -> int:
-        """Nothing of it is on flash."""
+        """No bytes on flash."""
         return 0
 
     @property
@@ -129,26 +131,26 @@ class DramStore:
 
     @property
     def flash_rule(self) -> FlashTraffic:
-        """Nothing should move there."""
+        """No traffic to flash is expected."""
         return FlashTraffic()
 
     def remember(self, extra: Mapping[str, Any]) -> None:
-        """Memory outlives no crash: what is kept with a step goes into a checkpoint."""
+        """Do nothing: memory is lost in a crash; data kept with a step is saved in a checkpoint."""
 
     def close(self) -> None:
-        """There is nothing to let go of but memory."""
+        """Do nothing: the store holds only memory."""
 
     # --- weights in -------------------------------------------------------------------------------
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Fill all masters, one weight at a time, and begin at step 0 with no optimizer state.
+        """Fill all masters, one weight at a time, and start at step 0 with no optimizer state.
 
         Args:
             weights: every weight of the program once, as name and float32 tensor of its shape.
 
         Raises:
-            ConfigError: a name that the program lacks, a name twice, a weight that did not come,
-                or one of another shape or type; the store must be loaded again after it.
+            ConfigError: a name is unknown or occurs twice, a weight is missing or has another shape
+                or type; the store must then be loaded again.
         """
         fill(self, weights)
         self._state_is_zero = True
@@ -156,15 +158,15 @@ class DramStore:
     # --- one step ---------------------------------------------------------------------------------
 
     def fetch(self, stage: int, positions: Sequence[int] | None = None) -> list[torch.Tensor]:
-        """Return the weights of a stage for streaming, after any update that they still await.
+        """Return the weights of a stage for streaming, after any pending update.
 
         Args:
             stage: index of the stage.
-            positions: which of the stage's weights, in this order; all of them by default.
+            positions: which of the stage's weights, in this order; all by default.
 
         Returns:
-            Views of the store's memory, float32 or bfloat16 as the program says, in the weights'
-            shapes; good until the next commit, and not to be written to.
+            Read-only views of the store's memory, float32 or bfloat16 as in the program, in the
+            weights' shapes; valid until the next commit.
         """
         self._require_loaded()
         names = self.program.stages[stage].weights
@@ -174,7 +176,8 @@ class DramStore:
         return self._views(chosen)
 
     def stream(self, names: Sequence[str]) -> list[torch.Tensor]:
-        """Return weights by name, as `fetch` does by stage: for another program of the model."""
+        """Return weights by name, as `fetch` does by stage; used by another program of the
+        model."""
         self._require_loaded()
         for name in names:
             self._update(name)
@@ -187,7 +190,7 @@ class DramStore:
         return views
 
     def receive(self, stage: int, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Take the gradients of one stage, summed over the whole batch.
+        """Accept the gradients of one stage, summed over the whole batch.
 
         Args:
             stage: index of the stage.
@@ -196,39 +199,40 @@ class DramStore:
 
         Raises:
             RuntimeError: the stage has already sent its gradients in this step.
-            ValueError: another number of gradients, or one of another shape, type or device.
+            ValueError: the number of gradients, or a shape, type or device, is wrong.
         """
         slabs = self._require_optimizer()
         with self._compute:
             slabs.check(stage, gradients)
         for name in slabs.trainable(stage):
-            self._update(name)  # its old gradient must be used before the new one overwrites it
+            self._update(name)  # the old gradient must be used before the new one overwrites it
         with self._compute:
             received_bytes = slabs.receive(stage, gradients)
         with self._count:
             self._gradient_bytes += received_bytes
 
     def commit(self) -> Commit:
-        """Decide the step: fix clip factor and learning rate; every weight now awaits its update.
+        """Decide the step: fix clip factor and learning rate. Every weight then has a pending
+        update.
 
         Raises:
-            NoTrainingError: a trainable weight has got no gradient. Nothing is committed.
-            NonFiniteError: a gradient is NaN or infinite. Nothing is committed; after `discard`
-                the step may be replayed.
+            NoTrainingError: a trainable weight received no gradient. Nothing is committed.
+            NonFiniteError: a gradient is NaN or infinite. Nothing is committed; after `discard` the
+                step may be replayed.
         """
         self._require_optimizer()
         assert self._rule is not None
         return commit_by(self._rule, self)
 
     def prepare(self) -> GradientReport:
-        """Return what is known of the step's gradients, ready to decide: nothing can fail then."""
+        """Return the report on the step's gradients; afterwards `decide` cannot fail."""
         self._require_loaded()
         return self._require_optimizer().report()
 
     def decide(self, decision: Decision) -> None:
-        """Commit the step by what was decided for all shards of the store.
+        """Commit the step by the decision for all shards of the store.
 
-        **Raises:** `StorageError` for the decision of another step.
+        **Raises:** `StorageError` if the decision is for another step.
         """
         slabs = self._require_optimizer()
         require_next(decision, self.step)
@@ -239,17 +243,17 @@ class DramStore:
         slabs.decided()
 
     def discard(self) -> None:
-        """Throw away the gradients that came since the last commit; the step may be replayed."""
+        """Discard the gradients received since the last commit; the step may be replayed."""
         self._require_optimizer().clear()
 
     def flush(self) -> None:
-        """Make all updates that are still awaited, now."""
+        """Apply all pending updates now."""
         for name in self._trainable:
             self._update(name)
 
     def _update(self, name: str) -> None:
-        """Make the pending update of a weight, if there is one; safe from any thread."""
-        # A name leaves the set only after its update, so that what is not in it is up to date.
+        """Apply the pending update of a weight, if there is one; thread-safe."""
+        # A name leaves the set only after its update, so a weight outside the set is up to date.
         if name not in self._pending:
             return
         snapshot, decision = self._snapshot, self._decision
@@ -263,7 +267,7 @@ class DramStore:
                     "those of no step; open the run again, it goes on from its last checkpoint"
                 )
             if name in self._pending:
-                self._updating = name  # stays where an interrupt falls into the next two lines
+                self._updating = name  # remains if an interrupt occurs within the next two lines
                 self._apply(name)
                 self._pending.discard(name)
                 self._updating = None
@@ -294,15 +298,15 @@ class DramStore:
             )
 
     def unchanged(self) -> tuple[str, ...]:
-        """Return the trainable weights that no update has changed in any bit.
+        """Return the trainable weights of which no update has changed a bit.
 
-        Only updates with a learning rate above zero count, and only those since the weights were
-        loaded or restored; a weight that has had none of these is not listed. Flush first.
+        Only updates with a learning rate above zero since the weights were loaded or restored
+        count. A weight without such an update is not listed. Call `flush` first.
         """
         return self._unchanged.names()
 
     def take_traffic(self) -> Traffic:
-        """Return what was streamed and received, and what was waited for, since the last call."""
+        """Return bytes streamed and received, and waiting times, since the last call."""
         held_up = self._snapshot.take_waited_seconds() if self._snapshot else 0.0
         with self._count:
             taken = Traffic(
@@ -312,7 +316,8 @@ class DramStore:
             self._update_seconds = 0.0
         return taken
 
-    # --- looking at the state, and restoring it ---------------------------------------------------
+    # --- reading and restoring state
+    # ------------------------------------------------------------------
 
     def master(self, name: str) -> torch.Tensor:
         """Return a copy of a weight, float32 in its shape."""
@@ -322,7 +327,7 @@ class DramStore:
         return torch.from_numpy(self._masters.read(name, 0, spec.elements).copy()).view(spec.shape)
 
     def state(self, name: str) -> dict[str, torch.Tensor]:
-        """Return views of the optimizer's state of a weight by role, as they would be saved."""
+        """Return views of a weight's optimizer state by role, in the shapes of a checkpoint."""
         self._require_loaded()
         self._update(name)
         stored = self.roles(name)
@@ -332,7 +337,8 @@ class DramStore:
         }
 
     def roles(self, name: str) -> dict[str, Stored]:
-        """Return what `read` and `write` know of a weight: its master, then its state."""
+        """Return the arrays of a weight that `read` and `write` accept: its master, then its
+        state."""
         roles = self._optimizer.roles if self._optimizer and name in self._state else ()
         return stored_of(self.program.weights[name], roles)
 
@@ -345,16 +351,16 @@ class DramStore:
         return self._state[name][role][begin:end]
 
     def snapshot(self, buffer_bytes: int) -> Snapshot:
-        """Return the state of the present step, to be read by another thread during later ones.
+        """Return the state of the present step, for a thread that reads it during later steps.
 
-        The updates of this step are made as ever, by those who fetch; where nobody fetches any
-        more, `flush` makes them. The snapshot must be closed once it is read.
+        Fetches apply the updates of this step as usual; if no fetch follows, `flush` applies them.
+        The caller must close the snapshot after reading.
 
         Args:
-            buffer_bytes: most that it may copy of what later updates would overwrite.
+            buffer_bytes: most that the snapshot may copy before later updates overwrite it.
 
         Raises:
-            RuntimeError: the snapshot before it is not closed yet.
+            RuntimeError: the previous snapshot is not closed yet.
         """
         self._require_loaded()
         if self._snapshot is not None and not self._snapshot.is_closed:
@@ -369,9 +375,9 @@ class DramStore:
         return self._masters.weight(name) if role == MASTER else (self._state[name][role],)
 
     def begin_restore(self) -> None:
-        """Forget gradients and pending updates; the store is of no use until `finish_restore`.
+        """Discard gradients and pending updates; the store is unusable until `finish_restore`.
 
-        A snapshot that is not read to its end is given up.
+        A snapshot that is not completely read is abandoned.
         """
         if self._snapshot is not None:
             self._snapshot.close()
@@ -384,7 +390,7 @@ class DramStore:
             self._gradients.clear()
 
     def write(self, name: str, role: str, begin: int, values: np.ndarray) -> None:
-        """Overwrite values of a weight or of its state, from `begin` on, while restoring."""
+        """Overwrite values of a weight or of its state from `begin` on, during a restore."""
         if self._is_loaded:
             raise RuntimeError("state is written only between begin_restore and finish_restore")
         if role == MASTER:
@@ -394,21 +400,21 @@ class DramStore:
             self._state[name][role][begin : begin + values.size] = values
 
     def portions(self, portion_bytes: int) -> SlabPortions:
-        """Return all that it holds, in portions of at most so many bytes (`portions.py`)."""
+        """Return the whole content, in portions of at most so many bytes (`portions.py`)."""
         self.flush()
         if not self._is_loaded:
-            self._state_is_zero = False  # it is about to be written
+            self._state_is_zero = False  # the caller is about to write it
         return SlabPortions((slab for _, slab in self._slabs()), portion_bytes)
 
     def compared(self) -> Compared:
-        """Return checksums of a part of it, of another after every step (`comparing.py`)."""
+        """Return checksums of a part of the content, chosen by the step (`comparing.py`)."""
         self.flush()
         if self._rotation is None:
             self._rotation = Rotation(self._slabs())
         return self._rotation.part(self.step)
 
     def _slabs(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield the memory of all weights and their state, stage by stage, and what it holds."""
+        """Yield the memory of all weights and their state, stage by stage, with descriptions."""
         by_stage: dict[int, list[str]] = {}
         for name, home in homes(self.program).items():
             by_stage.setdefault(home, []).append(name)
@@ -421,14 +427,14 @@ class DramStore:
                 yield f"the optimizer's state of stage {stage}", slab
 
     def clear_state(self, name: str) -> None:
-        """Put the optimizer's state of a weight to zero, as it begins, while restoring."""
+        """Set the optimizer state of a weight to its initial zeros, during a restore."""
         if self._state_is_zero:
-            return  # zeroing again would only take pages that nobody has touched
+            return  # zeroing again would only allocate untouched pages
         for array in self._state.get(name, {}).values():
             array.fill(0)
 
     def finish_restore(self, step: int) -> None:
-        """Make the store usable: all weights and state are those after `step` commits."""
+        """Make the store usable; its content is the state after `step` commits."""
         self.step = step
         self._is_loaded = True
 

@@ -1,7 +1,7 @@
-"""What the store leaves on disk: files whose bytes carry checksums, folders that appear whole.
+"""The store's files: contents carry checksums, and folders appear atomically.
 
-How they become durable is in `penstock/io/durable.py`. What the operating system refuses becomes a
-`StorageError` that says how much room there was.
+`penstock/io/durable.py` makes them durable. Errors of the operating system become a `StorageError`
+that states the free space.
 """
 
 import errno
@@ -24,14 +24,14 @@ CHUNK_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What a reader must know of a file to trust it: its size, and one checksum per chunk."""
+    """The data with which a reader verifies a file: its size, and one checksum per chunk."""
 
     bytes: int
     checksums: tuple[str, ...]
 
 
 class ChecksummedFile:
-    """A new file, written from front to back, that takes checksums of its chunks on the way."""
+    """A new file, written sequentially; computes the checksums of its chunks."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -61,7 +61,7 @@ class ChecksummedFile:
         return FileRecord(self.bytes, tuple(self._checksums))
 
     def close(self) -> None:
-        """Close the file without promising anything about it; closing twice is allowed."""
+        """Close the file without syncing it; closing twice is allowed."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -73,15 +73,15 @@ class ChecksummedFile:
 
 @contextmanager
 def appearing_folder(folder: Path, needed_bytes: int) -> Iterator[Path]:
-    """Yield an empty folder to write to; it gets its name when all in it is on disk.
+    """Yield an empty folder to write to; it gets its final name when all its files are on disk.
 
     Args:
         folder: must not exist yet, or be empty.
-        needed_bytes: bytes of what will be in it.
+        needed_bytes: bytes that will be written into it.
 
     Raises:
         ConfigError: the folder is in use.
-        StorageError: the disk is full, read-only or failing; nothing half-written is left.
+        StorageError: the disk is full, read-only or failing; no partial file remains.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder}: already in use; choose a new folder, or delete this one")
@@ -93,7 +93,7 @@ def appearing_folder(folder: Path, needed_bytes: int) -> Iterator[Path]:
 
 
 def remove_folder(folder: Path) -> None:
-    """Delete a folder so that no crash can leave half of it under its own name."""
+    """Delete a folder; after a crash either the whole folder or nothing has its name."""
     doomed = folder.with_name(f"{durable.TEMPORARY_PREFIX}old-{folder.name}")
     remove(doomed)
     os.rename(folder, doomed)
@@ -103,7 +103,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a folder or a file, if it is there; of a link, the link and not what it leads to."""
+    """Delete a folder or a file, if it exists; a link is deleted, its target is not."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -111,10 +111,10 @@ def remove(path: Path) -> None:
 
 
 def remove_temporaries(folder: Path) -> None:
-    """Delete what a crash has left of unfinished writing directly inside `folder`.
+    """Delete unfinished files that a crash has left directly inside `folder`.
 
-    Some of it may have been renamed by a process that was killed before it synced: first the names
-    are made to last, so that nothing comes back half under its own.
+    A killed process may have renamed some of them without a sync. The names are synced first, so
+    that a partial file cannot reappear under a final name.
     """
     found = list(folder.glob(f"{durable.TEMPORARY_PREFIX}*"))
     if found:
@@ -124,7 +124,7 @@ def remove_temporaries(folder: Path) -> None:
 
 
 def free_bytes(folder: Path) -> int:
-    """Return the bytes that an ordinary user may still write where `folder` is, or is to be."""
+    """Return the bytes that an unprivileged user may still write to the file system of `folder`."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     return shutil.disk_usage(folder).free
@@ -132,11 +132,11 @@ def free_bytes(folder: Path) -> int:
 
 @contextmanager
 def storage_errors(folder: Path, needed_bytes: int) -> Iterator[None]:
-    """Turn what the operating system refuses, inside the block, into a `StorageError`.
+    """Convert errors of the operating system inside the block into a `StorageError`.
 
     Args:
-        folder: what was to be written, named in the message.
-        needed_bytes: bytes of all of it.
+        folder: the folder that is written, named in the message.
+        needed_bytes: bytes of the whole folder.
     """
     try:
         yield
@@ -155,6 +155,7 @@ def storage_errors(folder: Path, needed_bytes: int) -> Iterator[None]:
 
 
 def require_space(folder: Path, needed_bytes: int) -> None:
-    """Raise `OSError` (disk full) at once if `needed_bytes` do not fit beside `folder`."""
+    """Raise `OSError` (disk full) at once if `needed_bytes` do not fit on the file system of
+    `folder`."""
     if free_bytes(folder.parent) < needed_bytes:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))

@@ -1,9 +1,9 @@
-"""The gradients of one step: where they lie, which have come, and how large they are together.
+"""The gradients of one step: their memory, which of them have arrived, and their norm.
 
-Engines send float32. A gradient is rounded to the store's type once, when it arrives. A tied
-weight gets one part per stage that uses it; its parts are added in the order of their arrival
-(the backward sweep's), in float32 even where the others are kept in bfloat16, so that the sum too
-is not rounded twice.
+Engines send float32. A gradient is rounded once, at arrival, to the store's type. A tied weight
+gets one part per stage that uses the weight. The parts are added in the order of arrival (the order
+of the backward sweep) and in float32, even if other gradients are stored in bfloat16, so that the
+sum too is rounded only once.
 """
 
 import math
@@ -21,10 +21,10 @@ from penstock.store.norm import GradientReport
 
 
 class Gradients:
-    """The gradient slabs, and the account of what has arrived in this step.
+    """The gradient slabs, and the record of arrivals in this step.
 
-    Gradients of the weights named in `elsewhere` have no slab: where they go is said by `place`
-    before they are received.
+    Gradients of the weights named in `elsewhere` have no slab: `place` sets their memory before
+    they arrive.
     """
 
     def __init__(
@@ -51,19 +51,20 @@ class Gradients:
         return self._trainable[stage]
 
     def array(self, name: str) -> np.ndarray:
-        """Return a gradient as the optimizer's kernels take it: float32 or bfloat16 patterns."""
+        """Return a gradient in the form that the optimizer's kernels take: float32 or bfloat16
+        patterns."""
         return self._arrays[name]
 
     def place(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Say where gradients that have no slab are to be written when they come."""
+        """Set the memory for gradients that have no slab, before they arrive."""
         self._arrays.update(arrays)
 
     def check(self, stage: int, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Refuse what cannot be the gradients of `stage` in this step, before anything is written.
+        """Reject invalid gradients of `stage` before anything is written.
 
         Raises:
             RuntimeError: the stage has already sent its gradients.
-            ValueError: another number of them, or one of another shape, type or device.
+            ValueError: the number of gradients, or a shape, type or device, is wrong.
         """
         if stage in self._received:
             where = self._holding.stages[stage].name
@@ -71,7 +72,7 @@ class Gradients:
         require_gradients(self._holding, stage, gradients)
 
     def receive(self, stage: int, gradients: Sequence[torch.Tensor | None]) -> int:
-        """Take the gradients of one stage, which `check` has passed, and return their bytes."""
+        """Store the gradients of one stage, which `check` has accepted, and return their bytes."""
         received_bytes = 0
         for name, gradient in zip(self._trainable[stage], gradients, strict=True):
             if gradient is None:
@@ -87,7 +88,7 @@ class Gradients:
         return received_bytes
 
     def report(self) -> GradientReport:
-        """Return what is known of this step's gradients."""
+        """Return the report on this step's gradients."""
         squares = np.array([part for name in self._squares.values() for part in name], np.float64)
         return GradientReport(
             exact_sum(squares),
@@ -102,11 +103,12 @@ class Gradients:
         )
 
     def decided(self) -> None:
-        """Begin anew: the step is committed. The slabs keep their bytes for its updates."""
+        """Start the next step after a commit. The slabs keep their bytes for the pending
+        updates."""
         self.clear()
 
     def clear(self) -> None:
-        """Forget what has arrived since the last commit."""
+        """Discard the arrivals since the last commit."""
         self._received.clear()
         self._squares.clear()
         self._non_finite.clear()
@@ -120,10 +122,10 @@ def trainable_weights(holding: Holding, stage: HeldStage) -> tuple[str, ...]:
 def require_gradients(
     holding: Holding, stage: int, gradients: Sequence[torch.Tensor | None]
 ) -> None:
-    """Refuse what cannot be the gradients of a stage.
+    """Reject invalid gradients of a stage.
 
     Raises:
-        ValueError: another number of them, or one of another shape, type or device.
+        ValueError: the number of gradients, or a shape, type or device, is wrong.
     """
     where = holding.stages[stage].name
     names = trainable_weights(holding, holding.stages[stage])

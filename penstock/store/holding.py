@@ -1,7 +1,8 @@
-"""What a store holds: weights, and the stages that use them. A program, or one shard's part of it.
+"""The content of a store: weights, and the stages that use them. A program, or one shard's part of
+it.
 
-A `Program` is a holding. Of a model that is held in shards, each shard has a `HeldPart`: the
-same stages, of every weight a flat piece or nothing.
+A `Program` is itself a holding. In a sharded store, each shard has a `HeldPart`: the same stages,
+and of every weight either a flat piece or nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from penstock.program import WeightSpec
 
 
 class HeldStage(Protocol):
-    """A stage as a store sees it: its place in the sweep, and the names of its weights."""
+    """A stage as the store needs it: its place in the sweep, and the names of its weights."""
 
     @property
     def index(self) -> int: ...
@@ -27,7 +28,7 @@ class HeldStage(Protocol):
 
 
 class Holding(Protocol):
-    """All that a store knows of what it holds."""
+    """All that a store needs to know about its content."""
 
     @property
     def name(self) -> str: ...
@@ -41,7 +42,7 @@ class Holding(Protocol):
 
 @dataclass(frozen=True)
 class PartStage:
-    """A stage, with the names of those of its weights of which the shard holds something."""
+    """A stage, with the names of the weights of which the shard has a piece."""
 
     index: int
     name: str
@@ -50,7 +51,7 @@ class PartStage:
 
 @dataclass(frozen=True)
 class HeldPart:
-    """What one shard holds; the shape of a weight is that of its flat piece."""
+    """The content of one shard; the shape of a weight is that of its flat piece."""
 
     name: str
     stages: tuple[PartStage, ...]

@@ -1,7 +1,7 @@
-"""Weights leave Penstock as a Hugging Face folder: what `from_pretrained` loads.
+"""Export of weights as a Hugging Face folder that `from_pretrained` loads.
 
-One weight after another is converted and written, so that exporting a model takes the memory of a
-piece of one weight, not of the model.
+One weight after another is converted and written in pieces. An export therefore needs memory for a
+piece of one weight, not for the model.
 """
 
 import json
@@ -22,7 +22,7 @@ from penstock.store.narrowing import narrowed
 from penstock.store.roles import MASTER
 
 MAX_SHARD_BYTES = 5 * 10**9
-"""A file is exceeded only by a single tensor that is larger."""
+"""Size limit of a file; only a single larger tensor exceeds it."""
 
 _PIECE_ELEMENTS = 4 << 20
 
@@ -39,21 +39,22 @@ def export_huggingface(
     """Write a store's weights as a Hugging Face model folder.
 
     Args:
-        weights: what to export: a store, whose pending updates are made first, or saved weights.
-        folder: must not exist yet, or be empty; it appears only when all in it is on disk.
+        weights: a store, whose pending updates are applied first, or saved weights.
+        folder: must not exist yet, or be empty; it appears only when all its files are on disk.
         config: the content of `config.json`; `dtype` is set in it.
-        dtype: float32, bfloat16 or float16, in which the weights are written (ties to even).
-        files: copied in under their own names: the tokenizer's, for example.
+        dtype: float32, bfloat16 or float16, the type of the written weights (rounded, ties to
+            even).
+        files: copied into the folder under their own names, for example the tokenizer's.
         max_shard_bytes: greatest size of the tensors in one file.
 
     Returns:
         The weight files.
 
     Raises:
-        ConfigError: the folder is in use, the data type makes no sense, or a weight does not fit
+        ConfigError: the folder is in use, the data type is not supported, or a weight does not fit
             it.
         NonFiniteError: a weight holds NaN or infinity.
-        StorageError: the disk is full, read-only or failing; nothing half-written is left.
+        StorageError: the disk is full, read-only or failing; no partial file remains.
     """
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ConfigError(f"weights are exported as float32, bfloat16 or float16, not as {dtype}")

@@ -1,4 +1,4 @@
-"""Weights that come from outside, checked one by one against the program before they go in."""
+"""Weights from outside, validated one by one against the program before the store accepts them."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def checked_weights(
     """Yield every weight of the program once, flat float32.
 
     Raises:
-        ConfigError: a name that the program lacks, a name twice, a weight that did not come, or
-            one of another shape or type; what was yielded before it does not make a model.
+        ConfigError: a name is unknown or occurs twice, or a weight is missing or has another shape
+            or type; the weights yielded before do not form a complete model.
     """
     awaited = set(program.weights)
     for name, tensor in weights:
@@ -49,9 +49,9 @@ def checked_weights(
 
 
 def fill(store: Store, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Give a store all its weights, one at a time, with no optimizer state, at step 0.
+    """Load all weights of a store, one at a time, with no optimizer state, at step 0.
 
-    Errors are those of `checked_weights`; the store must be filled again after one.
+    Errors are those of `checked_weights`; the store must be loaded again after an error.
     """
     store.begin_restore()
     for name, values in checked_weights(store.program, weights):

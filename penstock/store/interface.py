@@ -1,4 +1,4 @@
-"""What a store is to the rest of the house: weights out, gradients in, and one commit per step."""
+"""The interface of a store: weights out, gradients in, and one commit per step."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ from penstock.store.roles import Stored
 
 @dataclass(frozen=True)
 class Decision:
-    """All that is fixed at a step's commit; every shard of the store updates its weights by it.
+    """The result of a step's commit decision; every shard of the store updates its weights by it.
 
-    `step` counts from 1. `norm` is the global norm of the gradients before clipping, `clip_scale`
-    what every gradient is multiplied by, `learning_rate` the schedule's value for this step.
+    `step` counts from 1. `norm` is the global norm of the gradients before clipping. `clip_scale`
+    is the factor on every gradient. `learning_rate` is the schedule's value for this step.
     """
 
     step: int
@@ -28,8 +28,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class Commit:
-    """A step that was committed: the decision, and the weights whose gradient was zero in every
-    element."""
+    """A committed step: the decision, and the weights whose gradient was zero in every element."""
 
     decision: Decision
     zero_gradients: tuple[str, ...] = ()
@@ -37,10 +36,10 @@ class Commit:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of weights that were streamed out, and bytes of gradients that came in.
+    """Bytes of streamed weights, and bytes of received gradients.
 
-    `update_seconds` is how long the caller stood still for updates, `snapshot_seconds` for a
-    snapshot that had to be read or copied before an update.
+    `update_seconds` is the caller's waiting time for updates. `snapshot_seconds` is the waiting
+    time for a snapshot that had to be read or copied before an update.
     """
 
     streamed_bytes: int
@@ -51,7 +50,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class FlashTraffic:
-    """Bytes read from flash and written to it, and how long the caller stood still for them."""
+    """Bytes read from flash and written to it, and the caller's waiting time for them."""
 
     read_bytes: int = 0
     written_bytes: int = 0
@@ -59,7 +58,7 @@ class FlashTraffic:
 
 
 class WeightReader(Protocol):
-    """Weights that can be read piece by piece: a store's, or those that one has saved."""
+    """Weights that can be read in pieces: those of a store or of a checkpoint."""
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
@@ -140,7 +139,7 @@ class Store(Protocol):
 
 
 class SavedState(Protocol):
-    """What a checkpoint is made of: a store at rest, or a snapshot of one that goes on."""
+    """The source of a checkpoint: an idle store, or a snapshot of a running store."""
 
     @property
     def program(self) -> Holding: ...
@@ -154,7 +153,7 @@ class SavedState(Protocol):
 
 
 class OpenSnapshot(SavedState, Protocol):
-    """A snapshot, which holds up the updates behind it until it is read or closed."""
+    """A snapshot; updates that would overwrite it wait until it is read or closed."""
 
     def close(self) -> None: ...
 
@@ -164,6 +163,6 @@ class OpenSnapshot(SavedState, Protocol):
 
 @runtime_checkable
 class MemoryStore(Store, Protocol):
-    """A store that can be saved while it goes on (`DramStore.snapshot`)."""
+    """A store that can be saved during training (`DramStore.snapshot`)."""
 
     def snapshot(self, buffer_bytes: int) -> OpenSnapshot: ...

@@ -1,9 +1,9 @@
-"""Where each weight lies: one slab of memory per stage and role, of exactly the size it needs.
+"""The memory of weights: one slab per stage and role, of exactly the required size.
 
-A role is what a piece of memory holds of a weight: its master (whole, or as two halves), its
-gradient, a moment of the optimizer. All weights of a stage lie side by side in the stage's slab of
-each role, so that a stage is a handful of allocations and a stream reads memory in order. A tied
-weight lies once, in the slab of its home, the first stage that uses it.
+A role is one kind of data of a weight: its master (whole, or as two halves), its gradient, a moment
+of the optimizer. All weights of a stage are adjacent in the stage's slab of each role, so that a
+stage needs few allocations and is streamed sequentially. A tied weight is stored once, in the slab
+of its home stage, the first stage that uses the weight.
 """
 
 import math
@@ -15,7 +15,7 @@ from penstock.kernels.memory import allocate
 from penstock.store.holding import Holding, homes
 
 ALIGNMENT_BYTES = 64
-"""Where a weight may begin in a slab: at a cache line, as vector loads and copies like it."""
+"""Alignment of a weight in a slab: a cache line, which suits vector loads and copies."""
 
 
 def allocate_role(
@@ -24,16 +24,16 @@ def allocate_role(
     """Allocate one role: a slab per stage, cut into one flat array per weight.
 
     Args:
-        holding: says which weights there are, how large, and at which stage they are at home.
-        dtypes: element type per weight; weights that are not named here have no such role.
+        holding: the weights, their sizes and their home stages.
+        dtypes: element type per weight; weights that are not named have no such role.
         group: elements of a weight that share a value.
 
     Returns:
-        Per weight a zeroed flat array `[ceil(elements / group)]` that begins at a multiple of 64
-        bytes, and the bytes of all slabs.
+        Per weight a zeroed flat array `[ceil(elements / group)]`, aligned to 64 bytes; and the
+        bytes of all slabs.
 
     Raises:
-        BudgetError: the operating system has no room for a slab.
+        BudgetError: a slab cannot be allocated.
     """
     by_stage: dict[int, list[str]] = {}
     for name, home in homes(holding).items():
@@ -54,7 +54,7 @@ def allocate_role(
 
 
 def slabs_of(arrays: Iterable[np.ndarray]) -> list[np.ndarray]:
-    """Return the slabs in which arrays of `allocate_role` lie, each once, uint8 [bytes]."""
+    """Return the slabs that contain arrays of `allocate_role`, each once, uint8 [bytes]."""
     owners: dict[int, tuple[np.ndarray, int, int]] = {}
     for array in arrays:
         owner = array
@@ -71,7 +71,7 @@ def slabs_of(arrays: Iterable[np.ndarray]) -> list[np.ndarray]:
 
 
 def _slab_bytes(sizes: Iterable[int]) -> int:
-    """Bytes of tensors side by side, each but the last padded to the alignment."""
+    """Bytes of adjacent tensors, each but the last padded to the alignment."""
     begin = end = 0
     for size in sizes:
         end = begin + size

@@ -1,8 +1,8 @@
 """The learning rate as a pure function of the step number.
 
-A schedule is plain data and has no state, so a resumed run needs nothing but its step. The first
+A schedule is plain data and has no state, so a resumed run needs only its step. The first
 `warmup_steps` steps rise linearly from 0 (the rate of step 0 is then 0, as in the schedules of
-`transformers`); after them the schedule proper begins at the peak.
+`transformers`); the schedule itself then begins at the peak.
 """
 
 import bisect
@@ -15,10 +15,10 @@ from penstock.errors import ConfigError, did_you_mean
 
 @dataclass(frozen=True)
 class Schedule:
-    """How the learning rate moves over a run.
+    """The learning rate over a run.
 
     Raises:
-        ConfigError: from the constructor, for an unknown name or a value that cannot be meant.
+        ConfigError: from the constructor, for an unknown name or an invalid value.
     """
 
     name: str
@@ -85,7 +85,7 @@ def _progress(schedule: Schedule, step: int) -> float:
 
 
 def _falling(schedule: Schedule, share: float) -> float:
-    """`share`, which falls from 1 to 0, stretched to end at the final ratio."""
+    """`share`, which falls from 1 to 0, rescaled to end at the final ratio."""
     return schedule.final_ratio + (1.0 - schedule.final_ratio) * share
 
 

@@ -1,4 +1,4 @@
-"""One writer per folder: a lock that ends with its process, however that ends."""
+"""One writer per folder: a lock that is released when its process ends, for any reason."""
 
 import fcntl
 import os
@@ -10,14 +10,14 @@ from penstock.store import files
 
 
 class FolderLock:
-    """Keeps all others, in this process or another, from writing in a folder.
+    """Prevents all other writers, in this process or another, from writing into a folder.
 
     Args:
-        folder: made if need be; the file `name` in it names the process that holds it.
-        key: the configuration's name of the folder.
+        folder: created if missing; the file `name` in it names the owning process.
+        key: the configuration key of the folder.
 
     Raises:
-        StorageError: somebody holds it, or the disk is full, read-only or failing.
+        StorageError: another writer has the lock, or the disk is full, read-only or failing.
     """
 
     def __init__(self, folder: Path, key: str, name: str = "LOCK") -> None:
@@ -54,7 +54,7 @@ class FolderLock:
             raise
 
     def release(self) -> None:
-        """Let others in; releasing twice is allowed."""
+        """Release the lock; releasing twice is allowed."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)

@@ -1,7 +1,7 @@
-"""The weights, each in its format (`penstock.weight_formats`), and the views that stream.
+"""The weights in memory, each in its format (`penstock.weight_formats`), and their streamed views.
 
-What streams of a weight is one of its parts as it lies, so that nothing is cast or stored twice.
-From outside a weight is always float32.
+The streamed part of a weight is a view of stored memory, so nothing is cast or stored twice. The
+interface for values is always float32.
 """
 
 import numpy as np
@@ -16,11 +16,11 @@ from penstock.store.layout import allocate_role, slabs_of
 from penstock.weight_formats import FORMATS
 
 PIECE_ELEMENTS = 4 << 20
-"""Elements that are read, joined or converted at a time: what a pass over a model holds besides."""
+"""Elements that are read, joined or converted at once: the extra memory of a pass over a model."""
 
 
 class Masters:
-    """Every weight of a program, in memory; zeros until they are written."""
+    """Every weight of a program, in memory; zeros until the first write."""
 
     def __init__(self, program: Holding) -> None:
         self._specs = program.weights
@@ -44,15 +44,15 @@ class Masters:
         }
 
     def weight(self, name: str) -> Weight:
-        """Return the memory of a weight as the optimizer's kernels take it."""
+        """Return the memory of a weight in the form that the optimizer's kernels take."""
         return self._weights[name]
 
     def stream(self, name: str) -> torch.Tensor:
-        """Return the view of a weight that streams, in its shape."""
+        """Return the streamed view of a weight, in its shape."""
         return self._streams[name]
 
     def page_lock(self) -> bool:
-        """Lock the pages that stream to a device; return whether the system allowed all of them."""
+        """Page-lock the streamed memory; return whether the system allowed all of it."""
         return all(page_lock(slab) for slab in slabs_of(w[0] for w in self._weights.values()))
 
     def read(self, name: str, begin: int, end: int) -> np.ndarray:
@@ -70,5 +70,5 @@ class Masters:
 
 
 def stream_of(part: np.ndarray, spec: WeightSpec) -> torch.Tensor:
-    """Return what streams of a weight, in its shape, over the memory of the part that it is."""
+    """Return the streamed values of a weight, in its shape, as a view of that part's memory."""
     return torch.from_numpy(part).view(spec.stream_dtype).view(spec.shape)

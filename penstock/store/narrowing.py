@@ -1,7 +1,7 @@
-"""Weights in the element type in which they leave: rounded to it, or refused if they do not fit.
+"""Conversion of weights to the element type of an export: rounded, or rejected on overflow.
 
-float16 ends at 65,504: what is larger would be written as infinity, and found out by whoever loads
-the file.
+The largest float16 is 65,504. A larger value would be written as infinity, and a user would notice
+only after loading the file.
 """
 
 import numpy as np
@@ -16,7 +16,7 @@ def narrowed(name: str, values: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
     """Return values of the weight `name`, float32, as `dtype`, ties to even.
 
     Raises:
-        NonFiniteError: a value is NaN or infinite already.
+        NonFiniteError: a value is NaN or infinite before the conversion.
         ConfigError: a value becomes infinite in `dtype`.
     """
     exact = torch.from_numpy(values)

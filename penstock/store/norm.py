@@ -1,8 +1,8 @@
-"""The global norm of a step's gradients, from what each shard of a store knows of its own.
+"""The global norm of a step's gradients, from the reports of all shards.
 
-A commit has two phases. First every shard reports (`GradientReport`); then the norm, which needs
-all of them, is handed to all. Squares are summed per fixed block of the whole weight and from there
-on exactly, so that the norm is the same to the bit however the weights are divided.
+A commit has two phases. First every shard reports (`GradientReport`). Then the norm, which needs
+all reports, is sent to all shards. Squares are summed per fixed block of the whole weight, and
+block sums are added exactly. The norm is therefore bit-identical for every division of the weights.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from penstock.store.holding import Holding, homes
 
 @dataclass(frozen=True)
 class GradientReport:
-    """What is known of the gradients that have come in a step.
+    """The report on the gradients that have arrived in a step.
 
-    `squares` add up, exactly, to the sum of the squares of all elements; not finite if one is not.
-    `silent` are stages with trainable weights that have sent nothing, `missing` weights without a
-    gradient, `non_finite` weights with NaN or infinity in theirs, by stage. `zero` are weights
-    whose gradient is zero in every element here, with the number of these elements.
+    `squares` add up, exactly, to the sum of the squares of all elements; the sum is not finite if
+    an element is not. `silent` are stages with trainable weights that have sent nothing. `missing`
+    are weights without a gradient. `non_finite` are weights whose gradient contains NaN or
+    infinity, by stage. `zero` are weights whose gradient is zero in every element of this holding,
+    with the number of these elements.
     """
 
     squares: tuple[float, ...]
@@ -37,7 +38,7 @@ class GradientReport:
 
 
 def merged(holding: Holding, reports: Sequence[GradientReport]) -> GradientReport:
-    """Return the report on all of a holding, from those of its shards."""
+    """Return the report on a whole holding, from the reports of its shards."""
     missing = {name for report in reports for name in report.missing}
     zero = Counter[str]()
     for report in reports:
@@ -60,7 +61,7 @@ def merged(holding: Holding, reports: Sequence[GradientReport]) -> GradientRepor
 
 
 def zero_gradients(holding: Holding, report: GradientReport) -> tuple[str, ...]:
-    """Return the weights whose gradient is zero in every element, wherever its pieces are."""
+    """Return the weights whose gradient is zero in every element of all pieces."""
     weights = holding.weights
     return tuple(n for n in homes(holding) if 0 < weights[n].elements == report.zero.get(n))
 
@@ -69,7 +70,7 @@ def global_norm(holding: Holding, step: int, report: GradientReport) -> float:
     """Return the norm of the gradients of `step`, rounded once from the exact sum.
 
     Raises:
-        NoTrainingError: a trainable weight has got no gradient.
+        NoTrainingError: a trainable weight received no gradient.
         NonFiniteError: a gradient is NaN or infinite.
     """
     if report.silent:
@@ -98,7 +99,7 @@ def clip_scale(norm: float, clip_norm: float | None) -> float:
 def _describe_non_finite(
     holding: Holding, step: int, non_finite: Mapping[int, tuple[str, ...]]
 ) -> str:
-    first, *rest = sorted(non_finite, reverse=True)  # as the backward sweep met them
+    first, *rest = sorted(non_finite, reverse=True)  # in the order of the backward sweep
     text = (
         f"step {step} is not committed: NaN or infinity in the gradient of "
         f"{_some('weight', non_finite[first])} of stage {holding.stages[first].name}"
@@ -110,7 +111,8 @@ def _describe_non_finite(
 
 
 def _some(what: str, names: Sequence[str], limit: int = 5) -> str:
-    """Name a few: `weight a`, `weights a, b`, `weights a, b, c, d, e and 7 more`."""
+    """Return a short list of names: `weight a`, `weights a, b`, `weights a, b, c, d, e and 7
+    more`."""
     rest = len(names) - limit
     shown = ", ".join(names[:limit]) + (f" and {rest} more" if rest > 0 else "")
     return f"{what}{'s' if len(names) > 1 else ''} {shown}"

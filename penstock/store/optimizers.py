@@ -1,8 +1,8 @@
-"""Which arithmetic updates which weight: optimizers, their state, and groups by name pattern.
+"""Optimizers, their state, and parameter groups by name pattern.
 
-An optimizer here holds settings only. Its state belongs to the store's slabs and is handed in as
-flat arrays by role, one fused pass per weight. Moments are float32, or 8 bits per element with a
-scale per `GROUP` elements (`kernels/moments.py`), which is then a role of its own.
+An optimizer contains settings only. Its state is stored in the store's slabs and passed in as flat
+arrays by role, with one fused pass per weight. Moments are float32, or 8 bits per element with one
+scale per `GROUP` elements (`kernels/moments.py`); the scales are then a role of their own.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,15 +24,15 @@ State = Mapping[str, np.ndarray]
 """Flat arrays by role."""
 
 Moments = Literal["fp32", "8bit"]
-"""How an optimizer keeps its moments."""
+"""The storage type of an optimizer's moments."""
 
 
 class Optimizer(Protocol):
-    """What the store asks of an optimizer."""
+    """The interface of an optimizer."""
 
     @property
     def roles(self) -> tuple[Role, ...]:
-        """The arrays it keeps per weight, all zeros at the start."""
+        """The arrays that the optimizer keeps per weight, all zeros at the start."""
         ...
 
     def update(
@@ -55,16 +55,16 @@ class Optimizer(Protocol):
             gradient: float32 `[n]` or bfloat16 patterns (uint16 `[n]`).
             state: an array for each of `roles`.
             step: the number of this weight's update, from 1.
-            learning_rate, weight_decay: of this step and this weight's group.
-            gradient_scale: what the gradient is multiplied by first (the clip factor).
-            key, position: what the rounding of 8-bit moments is drawn by: a number of the weight,
-                and where in the weight these elements begin, a multiple of `GROUP`.
+            learning_rate, weight_decay: the values for this step and this weight's group.
+            gradient_scale: the factor that is applied to the gradient first (the clip factor).
+            key, position: seeds of the random rounding of 8-bit moments: a number of the weight,
+                and the offset of these elements in the weight, a multiple of `GROUP`.
         """
         ...
 
 
 def rounding_key(name: str) -> int:
-    """Return the number of a weight by which the rounding of its 8-bit moments is drawn."""
+    """Return the number of a weight that seeds the random rounding of its 8-bit moments."""
     return xxhash.xxh3_64_intdigest(name.encode())
 
 
@@ -302,7 +302,7 @@ class Group:
 
 @dataclass(frozen=True)
 class GroupSettings:
-    """What one weight trains with."""
+    """The training settings of one weight."""
 
     learning_rate_scale: float
     """Times the schedule's learning rate."""
@@ -325,16 +325,16 @@ def assign_groups(
         weights: shape of every trainable weight by name.
         groups: in order of precedence.
         weight_decay: for weights whose group sets none.
-        decay_1d: whether that default also holds for weights of fewer than two dimensions
-            (biases, norms). A group that sets a weight decay means it, whatever the shape.
+        decay_1d: whether that default also holds for weights of fewer than two dimensions (biases,
+            norms). A weight decay set by a group applies to every shape.
         aliases: further names of tied weights.
 
     Returns:
         Settings by weight name, in the order of `weights`.
 
     Raises:
-        ConfigError: a group matches no weight, or gets none because earlier groups took all that
-            it matches; two names of a tied weight match groups of which none matches both.
+        ConfigError: a group matches no weight, or only weights that earlier groups matched; or two
+            names of a tied weight match different groups, and no group matches both.
     """
     settings = {}
     used = [False] * len(groups)

@@ -1,8 +1,7 @@
-"""All that a store holds, as it lies there, in numbered portions: to be copied to the bit.
+"""The whole content of a store as stored, in numbered portions, for bit-exact copies.
 
-Two stores of the same program with the same settings have the same portions, so that a number is
-all that need be said of one. Weights and state go as they are in memory, or on flash: nothing is
-joined, cast or put together on the way.
+Two stores of the same program with the same settings have the same portions, so a number identifies
+a portion. Weights and state are copied in their stored form: nothing is joined, cast or assembled.
 """
 
 from __future__ import annotations
@@ -17,33 +16,33 @@ from penstock.errors import ClusterError
 from penstock.store.comparing import Compared
 from penstock.store.interface import Store
 
-PORTION_BYTES = 4 << 20  # of what is copied to another process: one message each
+PORTION_BYTES = 4 << 20  # bytes per portion of a copy to another process: one message each
 
 
 class Portions(Protocol):
-    """The portions of one store; they are written in their order."""
+    """The portions of one store; they are written in order."""
 
     @property
     def sizes(self) -> Sequence[int]:
-        """Their bytes."""
+        """The number of bytes of each portion."""
         ...
 
     def read(self, number: int) -> np.ndarray:
-        """Return a portion, uint8; maybe a view, good as long as the store stands still."""
+        """Return a portion, uint8; possibly a view, valid while the store does not change."""
         ...
 
     def write(self, number: int, data: np.ndarray) -> None:
-        """Put a portion where it belongs, while restoring."""
+        """Write a portion to its place, during a restore."""
         ...
 
     def checksum(self) -> str:
-        """Return a checksum of all portions: it is equal for two stores that hold the same."""
+        """Return a checksum of all portions; equal for two stores with the same content."""
         ...
 
 
 @runtime_checkable
 class ReplicatedStore(Store, Protocol):
-    """A store that another of its kind may hold the same as: it is copied, and compared."""
+    """A store that can be replicated: copied, and compared with its replicas."""
 
     def portions(self, portion_bytes: int) -> Portions: ...
 
@@ -51,7 +50,7 @@ class ReplicatedStore(Store, Protocol):
 
 
 class SlabPortions:
-    """The portions of a store in memory, whose slabs these are, each uint8 `[bytes]`."""
+    """The portions of a store in memory; the slabs are uint8 `[bytes]` each."""
 
     def __init__(self, slabs: Iterable[np.ndarray], portion_bytes: int) -> None:
         self._portions = [
@@ -62,7 +61,7 @@ class SlabPortions:
 
     @property
     def sizes(self) -> Sequence[int]:
-        """Their bytes."""
+        """The number of bytes of each portion."""
         return [portion.nbytes for portion in self._portions]
 
     def read(self, number: int) -> np.ndarray:
@@ -79,7 +78,7 @@ class SlabPortions:
         portion[:] = data
 
     def checksum(self) -> str:
-        """Return a checksum of what is in memory now, all of it."""
+        """Return a checksum of the whole present content of memory."""
         state = xxhash.xxh3_128()
         for portion in self._portions:
             state.update(portion.data)
@@ -87,7 +86,7 @@ class SlabPortions:
 
 
 def require_size(number: int, data: np.ndarray, size: int) -> None:
-    """Refuse data that cannot be a portion.
+    """Reject data that is no valid portion.
 
     **Raises:** `ValueError`.
     """
@@ -96,9 +95,9 @@ def require_size(number: int, data: np.ndarray, size: int) -> None:
 
 
 def portions_of(store: Store) -> Portions:
-    """Return the portions in which a store is copied.
+    """Return the portions for a copy of a store.
 
-    **Raises:** `ClusterError` if it is none that can be.
+    **Raises:** `ClusterError` if the store cannot be copied.
     """
     if not isinstance(store, ReplicatedStore):
         raise ClusterError(f"{type(store).__name__}: it cannot be copied")

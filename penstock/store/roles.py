@@ -1,4 +1,4 @@
-"""What the store keeps of a weight besides its master: arrays of the optimizer, by role."""
+"""The data that the store keeps of a weight besides its master: optimizer arrays, by role."""
 
 from __future__ import annotations
 
@@ -33,15 +33,16 @@ class Role:
         return _TORCH[self.dtype]
 
     def count(self, elements: int) -> int:
-        """Return how many values there are for a weight, or a part of one, of so many elements."""
+        """Return the number of values for a weight, or a part of a weight, of so many elements."""
         return -(-elements // self.group)
 
     def bytes(self, elements: int) -> int:
-        """Return what they take."""
+        """Return the bytes of these values."""
         return self.count(elements) * self.numpy.itemsize
 
     def shape(self, weight: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape in which they are saved: the weight's, or flat where they are fewer."""
+        """Return the shape in a checkpoint: the weight's shape, or flat if there are fewer
+        values."""
         return weight if self.group == 1 else (self.count(int(np.prod(weight, dtype=np.int64))),)
 
 
@@ -49,7 +50,7 @@ class Role:
 class Stored:
     """Type and shape in which a checkpoint holds one array of a weight.
 
-    What a store gives out and takes of the weight itself is float32, whatever the type here.
+    The store reads and writes the weight itself as float32, whatever the type here.
     """
 
     dtype: torch.dtype
@@ -57,6 +58,6 @@ class Stored:
 
 
 def stored_of(weight: WeightSpec, roles: Iterable[Role]) -> dict[str, Stored]:
-    """Return what a checkpoint holds of a weight: itself, then its state."""
+    """Return the arrays that a checkpoint holds of a weight: the weight, then its state."""
     state = {role.name: Stored(role.torch, role.shape(weight.shape)) for role in roles}
     return {MASTER: Stored(weight.format.saved_dtype, weight.shape), **state}

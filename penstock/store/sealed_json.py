@@ -1,7 +1,8 @@
-"""JSON files that carry a checksum of their own content, since even a table of checksums can rot.
+"""JSON files that contain a checksum of their own content, since tables of checksums can also be
+corrupted.
 
-The file is `{"checksum": xxh3_128 of the content, "content": ...}`. The checksum is taken over the
-content in one canonical spelling, so that white space and the order of keys do not matter.
+The file is `{"checksum": xxh3_128 of the content, "content": ...}`. The checksum covers a canonical
+form of the content, so white space and the order of keys do not matter.
 """
 
 import json
@@ -14,7 +15,7 @@ from penstock.errors import CorruptionError, StorageError
 from penstock.io import NotPlainError, read_plain
 
 MAX_BYTES = 256 << 20
-"""Larger files are refused unread: the table of a model of 10^12 weights takes some 70 MB."""
+"""Larger files are rejected unread: the table of a model of 10^12 weights takes some 70 MB."""
 
 
 def seal(content: dict[str, Any]) -> bytes:
@@ -28,7 +29,7 @@ def unseal(path: Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        CorruptionError: it is too large, is not of this form, or its checksum does not match.
+        CorruptionError: the file is too large, has another form, or does not match its checksum.
         StorageError: the operating system could not read it.
     """
     try:
@@ -44,11 +45,11 @@ def unseal(path: Path) -> dict[str, Any]:
             case {"checksum": str(expected), "content": dict(content)}:
                 found = _checksum(content)
                 if not data.isascii() or b"\\u" in data:
-                    # Half a surrogate pair is text in JSON, and nowhere else.
+                    # JSON can contain half a surrogate pair; UTF-8 cannot.
                     json.dumps(content, ensure_ascii=False).encode()
             case _:
                 raise _broken(path, "it has no checksum or no content")
-    except (ValueError, RecursionError) as error:  # reading and spelling may both go too deep
+    except (ValueError, RecursionError) as error:  # both parsing and formatting recurse
         raise _broken(path, f"it is not JSON: {error}") from error
     if found != expected:
         raise _broken(path, f"its content has checksum {found}, {expected} was expected")

@@ -1,9 +1,9 @@
-"""A store made of shards: each holds a part of every weight, together they do what one store does.
+"""A store made of shards: each shard holds a part of every weight; together they act as one store.
 
-Weights that lie in one shard stream as they are; the pieces of the others are put together in
-memory of the store's own. Gradients are cut and handed on. A commit has two phases, so that the
-norm is that of all gradients and no shard decides before all could. Shards are used by the methods
-of `Store` alone.
+Weights in a single shard are streamed in place. The pieces of other weights are assembled in memory
+of this store. Gradients are split and forwarded to the shards. A commit has two phases, so that the
+norm covers all gradients and no shard decides before all shards are able to. Shards are used only
+through the methods of `Store`.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class ShardedStore:
 
     Args:
         program: names the weights, their shapes and the stages that use them.
-        shard_map: which shard holds which pieces.
+        shard_map: maps pieces to shards.
         shards: the stores, each of `shard_map.part(program, number)`.
-        roles: what the optimizer keeps of every trainable weight.
+        roles: the optimizer's arrays of every trainable weight.
     """
 
     def __init__(
@@ -56,12 +56,12 @@ class ShardedStore:
 
     @property
     def step(self) -> int:
-        """The number of steps that are committed."""
+        """The number of committed steps."""
         return self.shards[0].step
 
     @property
     def memory_bytes(self) -> Mapping[str, int]:
-        """What all shards may take of memory, by what it holds."""
+        """Maximum memory of all shards, by use."""
         total = Counter[str](assembly=self._assembly.bytes)
         for shard in self.shards:
             total.update(shard.memory_bytes)
@@ -69,12 +69,12 @@ class ShardedStore:
 
     @property
     def flash_bytes(self) -> int:
-        """What all shards take on flash."""
+        """Bytes of all shards on flash."""
         return sum(shard.flash_bytes for shard in self.shards)
 
     @property
     def flash_rule(self) -> FlashTraffic:
-        """What a step of all shards should move at most."""
+        """Maximum flash traffic of a step over all shards."""
         return _sum_of(shard.flash_rule for shard in self.shards)
 
     @property
@@ -83,8 +83,8 @@ class ShardedStore:
         return {name: spec.shape for name, spec in self.program.weights.items()}
 
     def page_lock(self) -> bool:
-        """Lock in place what streams, for engines on a GPU (`DramStore.page_lock`)."""
-        locked = [shard.page_lock() for shard in self.shards]  # all, whatever one says
+        """Page-lock the streamed memory for engines on a GPU (`DramStore.page_lock`)."""
+        locked = [shard.page_lock() for shard in self.shards]  # every shard locks
         return self._assembly.page_lock() and all(locked)
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -94,9 +94,9 @@ class ShardedStore:
     # One step
 
     def fetch(self, stage: int, positions: Sequence[int] | None = None) -> list[torch.Tensor]:
-        """Return the weights of a stage, after any update that they still await.
+        """Return the weights of a stage, after any pending update.
 
-        As `DramStore.fetch`, but the views are good only until the second fetch after this one.
+        As `DramStore.fetch`, but the views are valid only until the second fetch after this one.
         """
         self._require_whole()
         names = self.program.stages[stage].weights
@@ -110,7 +110,8 @@ class ShardedStore:
         return self._put_together(chosen, found)
 
     def stream(self, names: Sequence[str]) -> list[torch.Tensor]:
-        """Return weights by name, as `fetch` does by stage: for another program of the model."""
+        """Return weights by name, as `fetch` does by stage; used by another program of the
+        model."""
         self._require_whole()
         found = []
         for shard in self.shards:
@@ -138,7 +139,7 @@ class ShardedStore:
         return weights
 
     def receive(self, stage: int, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Take the gradients of one stage, summed over the whole batch (`DramStore.receive`)."""
+        """Accept the gradients of one stage, summed over the whole batch (`DramStore.receive`)."""
         self._require_whole()
         require_gradients(self.program, stage, gradients)
         names = trainable_weights(self.program, self.program.stages[stage])
@@ -161,7 +162,7 @@ class ShardedStore:
         return commit_by(self._rule, self)
 
     def prepare(self) -> GradientReport:
-        """Return what is known of the step's gradients; every shard is then ready to decide."""
+        """Return the report on the step's gradients; every shard is then ready to decide."""
         self._require_whole()
         return merged(self.program, [shard.prepare() for shard in self.shards])
 
@@ -180,12 +181,12 @@ class ShardedStore:
             )
 
     def discard(self) -> None:
-        """Throw away the gradients that came since the last commit; the step may be replayed."""
+        """Discard the gradients received since the last commit; the step may be replayed."""
         for shard in self.shards:
             shard.discard()
 
     def flush(self) -> None:
-        """Make all updates that are still awaited, now."""
+        """Apply all pending updates now."""
         for shard in self.shards:
             shard.flush()
 
@@ -199,7 +200,7 @@ class ShardedStore:
         )
 
     def take_traffic(self) -> Traffic:
-        """Return what was streamed, received and waited for, since the last call."""
+        """Return bytes streamed and received, and waiting times, since the last call."""
         taken = [shard.take_traffic() for shard in self.shards]
         return Traffic(
             sum(traffic.streamed_bytes for traffic in taken),
@@ -209,7 +210,8 @@ class ShardedStore:
         )
 
     def take_flash_traffic(self) -> FlashTraffic:
-        """Return what moved to and from flash, and what was waited for it, since the last call."""
+        """Return bytes moved to and from flash, and the waiting time for them, since the last
+        call."""
         return _sum_of(shard.take_flash_traffic() for shard in self.shards)
 
     def remember(self, extra: Mapping[str, Any]) -> None:
@@ -218,11 +220,11 @@ class ShardedStore:
             shard.remember(extra)
 
     def close(self) -> None:
-        """Let go of what the shards have open."""
+        """Close all shards."""
         for shard in self.shards:
             shard.close()
 
-    # Looking at the state, and restoring it
+    # Reading and restoring state
 
     def master(self, name: str) -> torch.Tensor:
         """Return a copy of a weight, float32 in its shape."""
@@ -231,7 +233,7 @@ class ShardedStore:
         return torch.cat(parts).view(self.program.weights[name].shape)
 
     def state(self, name: str) -> dict[str, torch.Tensor]:
-        """Return copies of the optimizer's state of a weight by role, as they would be saved."""
+        """Return copies of a weight's optimizer state by role, in the shapes of a checkpoint."""
         self._require_whole()
         parts = [self.shards[piece.shard].state(name) for piece in self.shard_map.pieces[name]]
         stored = self.roles(name)
@@ -242,7 +244,8 @@ class ShardedStore:
         }
 
     def roles(self, name: str) -> dict[str, Stored]:
-        """Return what `read` and `write` know of a weight: its master, then its state."""
+        """Return the arrays of a weight that `read` and `write` accept: its master, then its
+        state."""
         spec = self.program.weights[name]
         return stored_of(spec, self._roles.values() if spec.trainable else ())
 
@@ -258,27 +261,28 @@ class ShardedStore:
         return np.concatenate([*parts, np.empty(0, self._role(role).numpy)])
 
     def begin_restore(self) -> None:
-        """Forget everything; the store is of no use until `finish_restore`."""
+        """Discard everything; the store is unusable until `finish_restore`."""
         for shard in self.shards:
             shard.begin_restore()
 
     def write(self, name: str, role: str, begin: int, values: np.ndarray) -> None:
-        """Overwrite values of a weight or of its state, while restoring; each value once."""
+        """Overwrite values of a weight or of its state, during a restore; each value once."""
         for span in self._spans(name, role, begin, begin + values.size):
             self.shards[span.shard].write(name, role, span.begin, values[span.there])
 
     def clear_state(self, name: str) -> None:
-        """Put the optimizer's state of a weight to zero, while restoring."""
+        """Set the optimizer state of a weight to zero, during a restore."""
         for piece in self.shard_map.pieces[name]:
             self.shards[piece.shard].clear_state(name)
 
     def finish_restore(self, step: int) -> None:
-        """Make the store usable: all weights and state are those after `step` commits."""
+        """Make the store usable; its content is the state after `step` commits."""
         for shard in self.shards:
             shard.finish_restore(step)
 
     def content_hash(self) -> str:
-        """Return a hash of all weights (`content_hash.py`): that of one store with the same."""
+        """Return a hash of all weights (`content_hash.py`); an unsharded store has the same
+        hash."""
         self.flush()
         return hash_read(self.shapes, lambda name, begin, end: self.read(name, MASTER, begin, end))
 
@@ -290,14 +294,15 @@ class ShardedStore:
 
 
 class Assembly:
-    """Memory in which weights are put together: twice, so that what was made last stays good."""
+    """Memory in which weights are assembled: two buffers, so that the previous result stays
+    valid."""
 
     def __init__(self, size: int) -> None:
         self._slabs = [allocate(size // 2), allocate(size // 2)]
 
     @classmethod
     def needed(cls, program: Holding, shard_map: ShardMap) -> int:
-        """Return the bytes that the largest stage takes."""
+        """Return the bytes of the largest stage."""
         cut = {name for name, pieces in shard_map.pieces.items() if len(pieces) > 1}
         _, largest = largest_stage(
             program, lambda weight: _aligned(weight.stream_bytes) if weight.name in cut else 0
@@ -309,11 +314,11 @@ class Assembly:
         return sum(slab.nbytes for slab in self._slabs)
 
     def page_lock(self) -> bool:
-        """Lock it in place; return whether the system allowed it."""
+        """Page-lock the memory; return whether the system allowed it."""
         return all(page_lock(slab) for slab in self._slabs)
 
     def places(self, sizes: Sequence[int]) -> Iterator[np.ndarray]:
-        """Return places of so many bytes; they are good until the second call after this one."""
+        """Return arrays of so many bytes; they are valid until the second call after this one."""
         need = sum(map(_aligned, sizes))
         slab = self._slabs.pop(0)
         if slab.nbytes < need:  # for a program whose stages are larger

@@ -1,4 +1,4 @@
-"""A store in memory made of shards: saved, as one store is, while training goes on."""
+"""A sharded store in memory; like an unsharded store, it can be saved during training."""
 
 from __future__ import annotations
 
@@ -45,20 +45,20 @@ class ShardedSnapshot:
         self._snapshots = snapshots
 
     def roles(self, name: str) -> Mapping[str, Stored]:
-        """Return what there is of a weight: its master, then its state."""
+        """Return the arrays of a weight: its master, then its state."""
         return self._roles_of(name)
 
     def pieces(self, name: str, role: str, piece_elements: int) -> Iterator[np.ndarray]:
-        """Yield a tensor, flat, in pieces that are good until the next (`Snapshot.pieces`)."""
+        """Yield a tensor, flat, in pieces; each is valid until the next (`Snapshot.pieces`)."""
         for piece in self._shard_map.pieces[name]:
             yield from self._snapshots[piece.shard].pieces(name, role, piece_elements)
 
     def close(self) -> None:
-        """Let all shards go on as if there were no snapshot."""
+        """Release the snapshot in all shards."""
         for snapshot in self._snapshots:
             snapshot.close()
 
     @property
     def is_closed(self) -> bool:
-        """Whether there is nothing left that updates must heed."""
+        """Whether the snapshot no longer delays any update."""
         return all(snapshot.is_closed for snapshot in self._snapshots)

@@ -1,9 +1,10 @@
-"""Which shard of a store holds which part of every weight: a pure function of program and number.
+"""The division of every weight among shards: a pure function of program and number of shards.
 
-Shards carry equal bytes of every stage, since all of them stream it at once. A weight is cut into
-one piece per shard, at multiples of `GRANULE` elements: where all kernels may be cut without
-changing a bit (a whole number of 8-bit moments' groups, of sums of squares, of vectors). A weight
-with fewer granules than there are shards stays whole, in the shard that is lightest in its stage.
+Shards have equal bytes of every stage, since all of them stream the stage concurrently. A weight is
+cut into one piece per shard, at multiples of `GRANULE` elements. There all kernels can be divided
+without changing a bit (a whole number of 8-bit moment groups, of sums of squares, of vectors). A
+weight with fewer granules than there are shards stays whole, in the shard that is lightest in its
+stage.
 
 Within a stage the bytes that stream of the heaviest and of the lightest shard differ by no more
 than a granule's or, where there are whole weights, the largest one's.
@@ -33,7 +34,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class HeldRange:
-    """Values `begin` to `end` of what a shard has of a weight; `offset` is where they go."""
+    """Values `begin` to `end` of a shard's part of a weight; `offset` is their destination."""
 
     shard: int
     begin: int
@@ -42,20 +43,20 @@ class HeldRange:
 
     @property
     def there(self) -> slice:
-        """Where they are among the values that were asked for."""
+        """Their range among the requested values."""
         return slice(self.offset, self.offset + self.end - self.begin)
 
 
 @dataclass(frozen=True)
 class ShardMap:
-    """The pieces of every weight, in the order in which they make the weight up."""
+    """The pieces of every weight, in the order in which they form the weight."""
 
     count: int
     pieces: Mapping[str, tuple[Piece, ...]]
 
     @classmethod
     def of(cls, holding: Holding, count: int) -> ShardMap:
-        """Divide what `holding` names among `count` shards."""
+        """Divide the weights of `holding` among `count` shards."""
         by_stage: dict[int, list[str]] = {}
         for name, home in homes(holding).items():
             by_stage.setdefault(home, []).append(name)
@@ -76,7 +77,7 @@ class ShardMap:
         return cls(count, {name: pieces[name] for name in holding.weights})
 
     def part(self, holding: Holding, shard: int) -> HeldPart:
-        """Return what one shard holds of a holding that this map divides."""
+        """Return the content of one shard of a holding that this map divides."""
         weights = {
             name: replace(holding.weights[name], shape=(piece.elements,), begin=piece.begin)
             for name, pieces in self.pieces.items()
@@ -90,7 +91,7 @@ class ShardMap:
         return HeldPart(f"shard {shard} of {holding.name}", stages, weights)
 
     def parts(self, holding: Holding) -> Iterator[HeldPart]:
-        """Yield what each shard holds, in their order."""
+        """Yield the content of each shard, in order."""
         return (self.part(holding, shard) for shard in range(self.count))
 
     def spans(self, name: str, begin: int, end: int, group: int = 1) -> Iterator[HeldRange]:
@@ -106,7 +107,7 @@ class ShardMap:
 
 
 class _Loads:
-    """Bytes per shard: of the stage that is being divided, and of all before it."""
+    """Bytes per shard: of the stage that is being divided, and of all earlier stages."""
 
     def __init__(self, count: int) -> None:
         self._stage = [0] * count
@@ -127,7 +128,10 @@ class _Loads:
 
 
 def _cut(elements: int, width: int, loads: _Loads) -> tuple[Piece, ...]:
-    """Cut a weight: as many granules for every shard, one more and the tail for the lightest."""
+    """Divide a weight into equal numbers of granules.
+
+    The lightest shards get the remaining granules; then the lightest shard gets the tail.
+    """
     order = loads.lightest()
     count = len(order)
     each, more = divmod(elements // GRANULE, count)
@@ -137,7 +141,7 @@ def _cut(elements: int, width: int, loads: _Loads) -> tuple[Piece, ...]:
     for shard, size in enumerate(sizes):
         loads.add(shard, size * width)
     tail = elements % GRANULE
-    last = loads.lightest()[0] if tail else count - 1  # the tail fills no granule, so it comes last
+    last = loads.lightest()[0] if tail else count - 1  # the tail is no granule, so it is last
     loads.add(last, tail * width)
     sizes[last] += tail
     found, begin = [], 0

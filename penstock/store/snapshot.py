@@ -1,9 +1,9 @@
-"""One step's state, read while the store goes on to the steps after it.
+"""The state of one step, read while the store goes on to later steps.
 
-A snapshot of step k is taken just behind step k's updates, which the forward sweep makes anyway.
-What has not been read when step k+1's update is about to overwrite it is copied first. Copies
-stay within a budget of bytes: where it is spent, the update waits until the reader has caught up,
-so that a slow disk costs time and never memory.
+A snapshot of step k is taken directly after the updates of step k, which the forward sweep applies
+anyway. Data that is still unread when the update of step k+1 is about to overwrite it is copied
+first. Copies stay within a byte budget. If the budget is used up, the update waits for the reader,
+so a slow disk costs time and never memory.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ Tensor = tuple[str, str]
 class Snapshot:
     """The state after one step. The store calls `preserve` before, and `updated` after, an update.
 
-    `pieces` and `close` are for one reader in a thread of its own; the rest is for the store.
+    `pieces` and `close` are for one reader in its own thread; the other methods are for the store.
 
     Args:
         program: names the weights.
-        step: the step whose state this is, the newest that the store has committed.
+        step: the step of this state, the newest that the store has committed.
         tensors: type and shape of every weight's master and state, by name.
-        memory: gives the memory of a tensor, which updates overwrite.
-        awaited: weights that still await this step's update.
+        memory: returns the memory of a tensor, which updates overwrite.
+        awaited: weights whose update of this step is pending.
         buffer_bytes: most that copies may take at any time.
     """
 
@@ -73,16 +73,16 @@ class Snapshot:
     # For the reader
 
     def roles(self, name: str) -> Mapping[str, Stored]:
-        """Return what there is of a weight: its master, then its state."""
+        """Return the arrays of a weight: its master, then its state."""
         return self._tensors[name]
 
     def pieces(self, name: str, role: str, piece_elements: int) -> Iterator[np.ndarray]:
-        """Yield a tensor, flat, in pieces that are good until the next is asked for.
+        """Yield a tensor, flat, in pieces; each piece is valid until the next is requested.
 
-        Each tensor is read once; it may be overwritten from then on.
+        Each tensor is read once; it may be overwritten afterwards.
 
         Raises:
-            StorageError: the snapshot was given up meanwhile.
+            StorageError: the snapshot was abandoned.
         """
         tensor = name, role
         with self._changed:
@@ -95,7 +95,7 @@ class Snapshot:
             for begin in range(0, memory[0].size, piece_elements):
                 end = min(begin + piece_elements, memory[0].size)
                 yield decode(weight_format, memory, begin, end)
-                if self._is_closed:  # after its use: an update may have overwritten it meanwhile
+                if self._is_closed:  # checked after use: an update may have overwritten it
                     raise StorageError(f"the snapshot of step {self.step} was given up")
         finally:
             with self._changed:
@@ -105,7 +105,7 @@ class Snapshot:
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """Let the store go on as if there were no snapshot; what is unread cannot be read."""
+        """Release the snapshot: updates no longer wait, and unread data is lost."""
         with self._changed:
             self._is_closed = True
             self._copies.clear()
@@ -114,13 +114,13 @@ class Snapshot:
 
     @property
     def is_closed(self) -> bool:
-        """Whether there is nothing left that updates must heed."""
+        """Whether the snapshot no longer delays any update."""
         return self._is_closed
 
     # For the store
 
     def preserve(self, name: str, step: int) -> None:
-        """Return when step `step`'s update may overwrite a weight and its state."""
+        """Wait until step `step`'s update may overwrite a weight and its state."""
         if step <= self.step:
             return
         started = time.perf_counter()
@@ -135,19 +135,20 @@ class Snapshot:
             self._waited_seconds += time.perf_counter() - started
 
     def updated(self, name: str) -> None:
-        """Note that a weight has been updated, so that it stands at this step or a later one."""
+        """Record that a weight has been updated to this step or a later one."""
         with self._changed:
             self._awaited.discard(name)
             self._changed.notify_all()
 
     def take_waited_seconds(self) -> float:
-        """Return how long updates were held up, by copies and by waiting, since the last call."""
+        """Return the time for which updates were delayed, by copies and by waiting, since the last
+        call."""
         with self._changed:
             taken, self._waited_seconds = self._waited_seconds, 0.0
         return taken
 
     def _copy(self, tensors: Collection[Tensor]) -> bool:
-        """Copy tensors aside if the budget has room for them; return whether it had."""
+        """Copy tensors if they fit into the budget; return whether they did."""
         memory = {tensor: self._memory(*tensor) for tensor in tensors}
         need = sum(part.nbytes for parts in memory.values() for part in parts)
         if self.copied_bytes + need > self._buffer_bytes:
@@ -160,7 +161,7 @@ class Snapshot:
 
 
 def _copy_of(part: np.ndarray) -> np.ndarray:
-    """Return a copy whose pages go back to the system with it."""
+    """Return a copy whose pages return to the system when it is freed."""
     copy = allocate(part.nbytes).view(part.dtype)
     copy[:] = part
     return copy

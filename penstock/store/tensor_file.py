@@ -1,7 +1,8 @@
-"""The `safetensors` format, written piece by piece so that no model is in memory twice.
+"""The `safetensors` format, written in pieces so that no model is in memory twice.
 
-A file is 8 bytes with the header's length, the header (JSON: per tensor its type, shape and place),
-then the tensors one after another. How a header is read and checked is in `safetensors_header.py`.
+A file consists of 8 bytes with the header's length, the header (JSON: per tensor its type, shape
+and offsets), and the tensors one after another. `safetensors_header.py` reads and validates
+headers.
 """
 
 import json
@@ -29,7 +30,7 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor that is to be written."""
+    """A tensor to write."""
 
     name: str
     dtype: torch.dtype
@@ -41,8 +42,8 @@ class Entry:
 
 
 def header(entries: Sequence[Entry]) -> bytes:
-    """Return the first bytes of a file that holds `entries` in this order."""
-    # `format` is what transformers asks for before it loads a file.
+    """Return the first bytes of a file that contains `entries` in this order."""
+    # transformers requires the key `format` before it loads a file.
     table: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begin = 0
     for entry in entries:
@@ -59,7 +60,7 @@ def header(entries: Sequence[Entry]) -> bytes:
 
 
 def extents(entries: Sequence[Entry]) -> dict[str, Extent]:
-    """Return where the tensors lie in the file that `write` will make of `entries`."""
+    """Return the offsets of the tensors in the file that `write` will create from `entries`."""
     begin = len(header(entries))
     table = {}
     for entry in entries:
@@ -70,12 +71,12 @@ def extents(entries: Sequence[Entry]) -> dict[str, Extent]:
 
 
 def in_file_order(entries: Iterable[Entry]) -> list[Entry]:
-    """Sort entries so that each lies at a multiple of its element size, as readers expect."""
+    """Sort entries so that each is aligned to its element size, as readers expect."""
     return sorted(entries, key=lambda entry: -entry.dtype.itemsize)
 
 
 def file_bytes(entries: Sequence[Entry]) -> int:
-    """Return the size of the file that `write` will make of `entries`."""
+    """Return the size of the file that `write` will create from `entries`."""
     return len(header(entries)) + sum(entry.bytes for entry in entries)
 
 
@@ -87,7 +88,7 @@ def write(
     Args:
         path: must not exist.
         entries: the tensors, `in_file_order`.
-        pieces: gives a tensor's elements in order as contiguous arrays of any length.
+        pieces: returns a tensor's elements in order as contiguous arrays of any length.
 
     Returns:
         The file's size and checksums.
@@ -110,12 +111,12 @@ def write(
 
 
 def elements(data: memoryview, dtype: str) -> np.ndarray:
-    """View bytes as a flat array of the format's type; bfloat16 comes as uint16."""
+    """View bytes as a flat array of the format's type; bfloat16 is viewed as uint16."""
     kinds = {"F32": np.float32, "BF16": np.uint16, "F16": np.float16, "U8": np.uint8}
     return np.frombuffer(data, dtype=kinds.get(dtype, np.int64))
 
 
 def pieces_of(tensor: torch.Tensor) -> Iterator[np.ndarray]:
-    """Yield a small tensor as the one piece that `write` wants."""
+    """Yield a small tensor as the single piece that `write` requires."""
     flat = tensor.detach().contiguous().flatten()
     yield flat.view(torch.uint8).numpy()

@@ -1,4 +1,4 @@
-"""Which trainable weights no update has changed yet: updates that are lost to rounding."""
+"""Detects trainable weights that no update has changed, because updates are lost to rounding."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from penstock.kernels.split_master import Weight
 
 
 class UnchangedWeights:
-    """The account of one store, over the updates since its weights were loaded or restored.
+    """The record of one store, over the updates since its weights were loaded or restored.
 
     Only updates with a learning rate above zero count.
 
     Args:
-        trainable: the weights that are to change, by name.
+        trainable: the weights that must change, by name.
     """
 
     def __init__(self, trainable: Collection[str]) -> None:
@@ -30,7 +30,8 @@ class UnchangedWeights:
 
     @contextmanager
     def watching(self, name: str, weight: Weight, learning_rate: float) -> Iterator[None]:
-        """Note whether the update within changes the memory of a weight, or of a part of it."""
+        """Record whether the update inside the block changes the memory of a weight, or of a part
+        of it."""
         if name not in self._never_changed or learning_rate <= 0 or not weight[0].size:
             yield
             return
@@ -41,7 +42,7 @@ class UnchangedWeights:
             self._never_changed.discard(name)
 
     def names(self) -> tuple[str, ...]:
-        """Return the weights that were updated and are in every bit what they were."""
+        """Return the weights that were updated and have kept every bit."""
         still = self._never_changed & self._updated
         return tuple(name for name in self._trainable if name in still)
 

@@ -19,11 +19,24 @@ import penstock
 SOURCE = Path(penstock.__file__).parent
 SYSTEM = ("fsync", "fdatasync", "sync", "syncfs", "sync_file_range", "msync")  # of os or mmap
 BLOCKS = (
-    "durable.py",
+    "io/durable.py",
     "store/files.py",
     "store/tensor_file.py",
     "store/flash/medium.py",
 )
+
+
+@functools.cache
+def _home(module: str, name: str) -> str:
+    """Return the file that defines a name which a module or a front door exports."""
+    folder = SOURCE / module
+    if not folder.is_dir():
+        return f"{module}.py"
+    for path in sorted(folder.rglob("*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if getattr(node, "name", None) == name:
+                return path.relative_to(SOURCE).as_posix()
+    return f"{module}/__init__.py"
 
 
 class Module:
@@ -53,7 +66,8 @@ class Module:
         above = "/".join((node.module or "").split(".")[1:])
         for alias in node.names:
             inner = f"{above}/{alias.name}.py".lstrip("/")
-            where = (inner, None) if (SOURCE / inner).exists() else (f"{above}.py", alias.name)
+            is_module = (SOURCE / inner).exists()
+            where = (inner, None) if is_module else (_home(above, alias.name), alias.name)
             self.imported[alias.asname or alias.name] = where
 
     def syncs(self, call: ast.Call, syncing: set[tuple[str, str]]) -> bool:

@@ -1,4 +1,4 @@
-"""Checkpoints of a store: saved so that no crash can spoil them, checked before they are used."""
+"""Checkpoints of a store: atomic under crashes, and verified before use."""
 
 from penstock.store.checkpoint.background import BackgroundSave
 from penstock.store.checkpoint.base import Base, BaseNotes, ReadBase

@@ -1,4 +1,4 @@
-"""Writing a checkpoint beside the run: the same files, made by a thread from a snapshot."""
+"""Writes a checkpoint in the background: a thread writes a snapshot while training goes on."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from penstock.store.interface import OpenSnapshot
 
 
 class BackgroundSave:
-    """A checkpoint on its way. It is in force, whole, once `wait` has returned it.
+    """A checkpoint that is being written. It is complete and current once `wait` has returned.
 
     Args:
-        snapshot: what is saved; closed when that is done, or has failed.
+        snapshot: the state to save; closed when the save has succeeded or failed.
         checkpoints, extra, best, keep_last, base: as for `save_checkpoint`.
     """
 
@@ -43,10 +43,10 @@ class BackgroundSave:
         return not self._thread.is_alive()
 
     def wait(self) -> SavedCheckpoint:
-        """Return the checkpoint when it is in force. The step's updates must have been made.
+        """Return the checkpoint when it is current. All updates of its step must have been applied.
 
         Raises:
-            PenstockError: what `save_checkpoint` raises; the checkpoint before it is in force.
+            PenstockError: an error of `save_checkpoint`; the previous checkpoint stays current.
         """
         self._thread.join()
         if self._error is not None:
@@ -55,7 +55,7 @@ class BackgroundSave:
         return self._saved
 
     def abandon(self) -> None:
-        """Give it up, and return when nothing of it is left."""
+        """Abandon the checkpoint; return when all its files are removed."""
         self._snapshot.close()
         self._thread.join()
 
@@ -68,7 +68,7 @@ class BackgroundSave:
             self._saved = write_checkpoint(
                 self._snapshot, checkpoints, extra, best=best, keep_last=keep_last, base=base
             )
-        except BaseException as error:  # raised to whoever waits
+        except BaseException as error:  # raised by `wait`
             self._error = error
         finally:
             self._snapshot.close()

@@ -1,7 +1,7 @@
-"""Weights that a checkpoint does not hold: frozen ones, which the folder that a run began with has.
+"""Weights that a checkpoint omits: frozen weights that the base folder of the run contains.
 
-A checkpoint names that folder by its fingerprint, and of each of these weights it has a checksum:
-whoever loads it reads them from the folder again, and takes nothing else.
+A checkpoint names the base folder by its fingerprint and holds a checksum of each omitted weight.
+A load reads these weights from the base folder and rejects any other values.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from penstock.store.roles import MASTER
 from penstock.store.tensor_file import DTYPES
 
 ReadBase = Callable[[Collection[str]], Iterable[tuple[str, torch.Tensor]]]
-"""Reads weights of a base by name, float32, each in its shape."""
+"""Reads weights of a base by name, each float32 in its shape."""
 
 
 @dataclass(frozen=True)
@@ -36,16 +36,17 @@ class BaseWeight:
 
 @dataclass(frozen=True)
 class Base:
-    """The weights of a base that a checkpoint stands on; `fingerprint` is that of its folder."""
+    """The omitted weights of a checkpoint; `fingerprint` identifies the base folder."""
 
     fingerprint: str
     weights: Mapping[str, BaseWeight]
 
     @classmethod
     def held_by(cls, store: Store, fingerprint: str, names: Iterable[str]) -> Base:
-        """Return frozen weights of a store, which come from the folder with this fingerprint.
+        """Return the frozen weights of a store; `fingerprint` identifies the base folder they come
+        from.
 
-        They are read once, a piece at a time.
+        Each weight is read once, in pieces.
         """
         weights = {}
         for name in names:
@@ -58,10 +59,10 @@ class Base:
         return cls(fingerprint, weights)
 
     def require(self, fingerprint: str | None, where: object) -> None:
-        """Refuse another folder.
+        """Reject a different base folder.
 
         Raises:
-            ConfigError: its fingerprint is another.
+            ConfigError: the fingerprint differs.
         """
         if fingerprint != self.fingerprint:
             raise ConfigError(
@@ -72,10 +73,10 @@ class Base:
             )
 
     def reader(self, read: ReadBase | None) -> ReadBase:
-        """Return what reads the base.
+        """Return the function that reads the base.
 
         Raises:
-            ConfigError: there is nothing that does.
+            ConfigError: there is no such function.
         """
         if read is None:
             raise ConfigError(
@@ -91,7 +92,7 @@ class Base:
         """Yield weights by name, flat float32, each compared with its checksum; all by default.
 
         Raises:
-            ConfigError: there is nothing to read from, or a weight is another than it was.
+            ConfigError: no base can be read, or a weight of the base has changed.
         """
         wanted = list(self.weights) if names is None else list(names)
         if not wanted:
@@ -114,7 +115,7 @@ class Base:
 
 
 class BaseNotes:
-    """Notes the weights of a base while they go into a store for the first time."""
+    """Records the weights of a base during the first load of a store."""
 
     def __init__(self, fingerprint: str, specs: Mapping[str, WeightSpec]) -> None:
         self._fingerprint, self._specs = fingerprint, specs
@@ -123,7 +124,7 @@ class BaseNotes:
     def passing(
         self, weights: Iterable[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield weights as they come."""
+        """Yield the weights unchanged, and record them."""
         for name, tensor in weights:
             if name in self._specs:
                 dtype = DTYPES[self._specs[name].format.saved_dtype]
@@ -132,7 +133,7 @@ class BaseNotes:
 
     @property
     def base(self) -> Base:
-        """What was noted."""
+        """The recorded weights."""
         return Base(self._fingerprint, self._weights)
 
 

@@ -1,9 +1,9 @@
-"""Which checkpoints a run has: the newest, the best, and which may go.
+"""The list of a run's checkpoints: the newest, the best, and the checkpoints to delete.
 
-`index.json` lists the checkpoints in the order in which they were saved. It alone decides what is a
-checkpoint; a folder that it does not name is what a crash has left between two steps of saving.
-Only where there is no index (somebody deleted it, or the first save was cut short) are the folders
-themselves the list: a folder gets its name only when all in it is on disk.
+`index.json` lists the checkpoints in the order in which they were saved. A folder is a checkpoint
+only if the index names it; any other folder is left over from a crash during a save. If there is
+no index (it was deleted, or the first save was interrupted), the folders themselves are the list:
+a folder gets its final name only when all its files are on disk.
 """
 
 import re
@@ -27,8 +27,8 @@ _FOLDER_NAME = re.compile(r"step-([0-9]{8,18})(?:-([0-9]{1,6}))?")
 class Index:
     """The checkpoints of a run, oldest first, by folder name, and the name of the best one.
 
-    `retired` are folders that are no checkpoints any more and are to be deleted: written down
-    before they are touched, so that a crash does not leave them for ever.
+    `retired` are folders that are no longer checkpoints and will be deleted. The index records them
+    before the deletion, so that they are deleted even after a crash.
     """
 
     folders: tuple[str, ...]
@@ -36,7 +36,7 @@ class Index:
     retired: tuple[str, ...] = ()
 
     def with_new(self, name: str, best: bool, keep_last: int) -> "Index":
-        """Return the index after `name` was saved and old ones were let go."""
+        """Return the index after `name` was saved and old checkpoints were retired."""
         best_name = name if best else self.best
         folders = (*self.folders, name)
         kept = tuple(f for f in folders if f in folders[-keep_last:] or f == best_name)
@@ -45,7 +45,7 @@ class Index:
 
 
 def step_of(name: str) -> int:
-    """Return the step of a checkpoint's folder name."""
+    """Return the step in a checkpoint's folder name."""
     match = _FOLDER_NAME.fullmatch(name)
     if match is None:
         raise ValueError(f"{name!r} is not the name of a checkpoint, such as step-00000100")
@@ -53,7 +53,8 @@ def step_of(name: str) -> int:
 
 
 def fresh_name(index: Index, step: int) -> str:
-    """Return a folder name for `step` that no listed checkpoint has: none is ever overwritten."""
+    """Return a folder name for `step` that no listed checkpoint has: checkpoints are never
+    overwritten."""
     name = f"step-{step:08d}"
     attempt = 0
     while name in index.folders or name in index.retired:
@@ -63,10 +64,10 @@ def fresh_name(index: Index, step: int) -> str:
 
 
 def read_index(checkpoints: Path) -> Index:
-    """Return the checkpoints of the folder `checkpoints`, which need not exist yet.
+    """Return the checkpoints in the folder `checkpoints`; the folder may not exist yet.
 
     Raises:
-        CorruptionError: the index is damaged, or names something that is not a checkpoint.
+        CorruptionError: the index is damaged, or names a folder that is not a checkpoint.
         ConfigError: a newer penstock wrote it.
     """
     path = checkpoints / INDEX_NAME
@@ -93,7 +94,7 @@ def read_index(checkpoints: Path) -> Index:
 
 
 def _each_once(names: list[str]) -> bool:
-    """A folder that is both listed and retired would be deleted while the run goes by it."""
+    """A folder that is both listed and retired would be deleted while the run still needs it."""
     return len(set(names)) == len(names)
 
 
@@ -107,18 +108,18 @@ def _complete_folders(checkpoints: Path) -> tuple[str, ...]:
 
 
 def _best_of(checkpoints: Path, folders: tuple[str, ...]) -> str | None:
-    """Return the newest folder that was the best when it was saved, going by their states."""
+    """Return the newest folder whose state says that it was the best when it was saved."""
     for name in reversed(folders):
         try:
             if read_state(checkpoints / name).best:
                 return name
         except (ConfigError, CorruptionError):
-            continue  # whoever opens this one is told of it
+            continue  # opening this checkpoint reports the damage
     return None
 
 
 def write_index(checkpoints: Path, index: Index) -> None:
-    """Make `index` the list of checkpoints, in one step that no crash can split."""
+    """Replace the list of checkpoints by `index`, atomically under crashes."""
     content = {
         "version": _INDEX_VERSION,
         "folders": list(index.folders),
@@ -129,7 +130,7 @@ def write_index(checkpoints: Path, index: Index) -> None:
 
 
 def remove_retired(checkpoints: Path, index: Index) -> None:
-    """Delete the folders that `index`, which is on disk, has retired.
+    """Delete the folders that `index` has retired; `index` must be on disk.
 
     Raises:
         StorageError: the operating system refused; all checkpoints are complete nevertheless.
@@ -146,14 +147,14 @@ def remove_retired(checkpoints: Path, index: Index) -> None:
 
 
 def find_checkpoint(checkpoints: Path, which: Literal["latest", "best"] | int) -> Path | None:
-    """Return the folder of a checkpoint, or None if the latest is wanted and there is none.
+    """Return the folder of a checkpoint; None if `which` is the latest and there is no checkpoint.
 
     Args:
         checkpoints: the folder in which a run keeps its checkpoints.
         which: the latest, the best, or the latest of a step.
 
     Raises:
-        ConfigError: there is no best one, or none of that step.
+        ConfigError: there is no best checkpoint, or no checkpoint of that step.
     """
     index = read_index(checkpoints)
     if which == "latest":

@@ -1,7 +1,7 @@
-"""Reading a checkpoint back: every piece is checked before anyone sees it, and read only once.
+"""Loading a checkpoint: every piece is verified before use, and read only once.
 
-The bytes that were checked are the bytes that are used: a file that changes in between, or a disk
-that gives other bytes the second time, cannot slip through.
+The verified bytes are the bytes that are used. A file that changes during the load, or a disk that
+returns different bytes on a second read, therefore cannot corrupt the store.
 """
 
 import bisect
@@ -31,31 +31,31 @@ from penstock.store.roles import MASTER
 _WEIGHT, _WEIGHT_TYPES = "F32", ("F32", "BF16")
 
 Piece = tuple[str, int, np.ndarray]
-"""Name of a tensor, number of the first element, some elements (valid until the next piece)."""
+"""Name of a tensor, index of the first element, elements (valid until the next piece)."""
 
 
 def load_checkpoint(
     store: Store, folder: Path, verify: bool = True, base: ReadBase | None = None
 ) -> dict[str, Any]:
-    """Put a store into exactly the state in which it was saved.
+    """Restore a store to exactly the state in which it was saved.
 
     Args:
-        store: has the same weights and the same kind of optimizer as the one that was saved, cut
-            into stages in any way and of any precision.
+        store: has the same weights and the same kind of optimizer as the saved store; stages and
+            precision may differ.
         folder: the checkpoint, such as `checkpoints/step-00000100`.
-        verify: check the checksums; headers and sizes are checked in any case.
-        base: reads the weights that the checkpoint does not hold, if there are any.
+        verify: compare checksums; headers and sizes are checked in any case.
+        base: reads the weights that the checkpoint omits, if any.
 
     Returns:
-        What was given to `save_checkpoint` as `extra`.
+        The `extra` table given to `save_checkpoint`.
 
     Raises:
-        ConfigError: there is no checkpoint, it is of another model or optimizer, or a newer
-            penstock wrote it. The store is as it was. Or the base is not that of the checkpoint;
-            the store is of no use then.
-        CorruptionError: some bytes are not those that were written. The store is of no use until
-            another checkpoint is loaded.
-        StorageError: the operating system could not read it.
+        ConfigError: there is no checkpoint, the checkpoint is of another model or optimizer, or a
+            newer penstock wrote it; the store is unchanged. Or the base is not that of the
+            checkpoint; the store is then unusable.
+        CorruptionError: some bytes have changed since they were written. The store is unusable
+            until another checkpoint is loaded.
+        StorageError: the operating system could not read a file.
     """
     state = read_state(folder)
     sources = {
@@ -76,7 +76,7 @@ def load_checkpoint(
 
 
 def verify_checkpoint(folder: Path) -> CheckpointState:
-    """Read a whole checkpoint, check all of it, and return its description.
+    """Read a whole checkpoint, verify all of it, and return its description.
 
     Errors are those of `load_checkpoint`.
     """
@@ -87,12 +87,13 @@ def verify_checkpoint(folder: Path) -> CheckpointState:
 
 
 def checkpoint_folders(checkpoints: Path) -> list[Path]:
-    """Return the checkpoints that a run goes by, oldest first, whether they are there or not."""
+    """Return the listed checkpoints of a run, oldest first, whether their folders exist or not."""
     return [checkpoints / name for name in read_index(checkpoints).folders]
 
 
 def _require_same_model(store: Store, folder: Path, state: CheckpointState) -> None:
-    # A weight may be held in any type that has its values: whether it can be kept is seen then.
+    # The store may hold a weight in any type that represents its values exactly. The write checks
+    # this.
     wanted = {
         tensor_name(role, name): (
             _WEIGHT if role == MASTER else tensor_file.DTYPES[stored.dtype],
@@ -141,7 +142,7 @@ def _spelled(dtype: str, shape: tuple[int, ...]) -> str:
 
 
 def _pieces(folder: Path, state: CheckpointState, verify: bool = True) -> Iterator[Piece]:
-    """Read the tensors of all files, in the order in which they lie."""
+    """Read the tensors of all files in file order."""
     for file_name, record in state.files.items():
         extents = {
             name: place.extent for name, place in state.tensors.items() if place.file == file_name
@@ -164,7 +165,8 @@ def _file_pieces(
             if holds_header(path, head, record, extents):
                 head = None
         end = offset + len(data)
-        # The first tensor that ends after this chunk begins, then on to those that begin in it.
+        # The first tensor that ends after the begin of this chunk, then all that begin in this
+        # chunk.
         for name, extent in ordered[bisect.bisect_right(ends, offset) :]:
             if extent.begin >= end:
                 break
@@ -176,10 +178,10 @@ def _file_pieces(
 def holds_header(
     path: Path, head: bytearray, record: FileRecord, extents: dict[str, Extent]
 ) -> bool:
-    """Tell whether `head`, the first bytes of a file, has all of its header.
+    """Return whether `head`, the first bytes of a file, contains the whole header.
 
     Raises:
-        CorruptionError: its tensors do not lie where `state.json` says.
+        CorruptionError: the header disagrees with `state.json` about the tensors' offsets.
     """
     length = header_length(path, head, record.bytes)
     if len(head) < length:
@@ -195,7 +197,7 @@ def holds_header(
 def _chunks(
     path: Path, record: FileRecord, ordered: list[tuple[str, Extent]], verify: bool
 ) -> Iterator[tuple[int, memoryview]]:
-    """Read a file in chunks, each checked against its checksum, into one buffer."""
+    """Read a file in chunks into one buffer; each chunk is compared with its checksum."""
     try:
         with open_plain(path) as file:
             size = os.fstat(file.fileno()).st_size
@@ -217,7 +219,7 @@ def _chunks(
 
 
 def unreadable(path: Path, error: OSError) -> CorruptionError | StorageError:
-    """Return the error to raise where a file of a checkpoint cannot be read."""
+    """Return the error for a file of a checkpoint that cannot be read."""
     if isinstance(error, FileNotFoundError):
         return CorruptionError(f"{path}: this file is missing; use another checkpoint")
     if isinstance(error, NotPlainError):
@@ -234,9 +236,9 @@ def require_checksum(
     data: memoryview,
     ordered: list[tuple[str, Extent]],
 ) -> None:
-    """Raise `CorruptionError` if a chunk's bytes are not those that were written.
+    """Raise `CorruptionError` if a chunk's bytes have changed since they were written.
 
-    `ordered` are the file's tensors as they lie, to say what the chunk holds.
+    `ordered` are the file's tensors in file order; the message names those in the chunk.
     """
     found, expected = xxhash.xxh3_128_hexdigest(data), record.checksums[number]
     begin = number * CHUNK_BYTES
@@ -249,7 +251,7 @@ def require_checksum(
 
 
 def read_into(path: Path, file: BinaryIO, data: memoryview) -> None:
-    """Fill `data` from where the file stands."""
+    """Fill `data` from the current position of the file."""
     filled = 0
     while filled < len(data):
         count = os.readv(file.fileno(), [data[filled:]])
@@ -259,7 +261,7 @@ def read_into(path: Path, file: BinaryIO, data: memoryview) -> None:
 
 
 def _held(ordered: list[tuple[str, Extent]], begin: int, end: int) -> str:
-    """Say which tensors lie, in part or whole, in some bytes of a file."""
+    """Return the names of the tensors that overlap a range of bytes of a file, as text."""
     names = [name for name, extent in ordered if extent.begin < end and extent.end > begin]
     if begin == 0:
         names.insert(0, "the header")

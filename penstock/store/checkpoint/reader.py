@@ -1,4 +1,4 @@
-"""The weights of a checkpoint, piece by piece in any order, without a store to put them in."""
+"""The weights of a checkpoint, read in pieces in any order, without a store."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from penstock.store.roles import MASTER
 
 
 class SavedWeights:
-    """Reads a checkpoint; no byte is given out whose checksum was not compared.
+    """Reads a checkpoint; every byte is compared with its checksum before it is returned.
 
-    One chunk and the piece that was asked for are in memory, and the last weight of the base.
+    Memory holds one chunk, the requested piece and the last weight read from the base.
 
     Args:
         folder: the checkpoint, such as `checkpoints/step-00000100`.
-        base: reads the weights that the checkpoint does not hold, if there are any.
+        base: reads the weights that the checkpoint omits, if any.
 
     Raises:
         ConfigError: there is no checkpoint, or a newer penstock wrote it.
@@ -50,7 +50,7 @@ class SavedWeights:
             for name in self._state.files
         }
         self._chunk: tuple[str, int, memoryview] | None = None
-        self._known: set[str] = set()  # files whose header says what state.json says
+        self._known: set[str] = set()  # files whose header agrees with state.json
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -58,15 +58,15 @@ class SavedWeights:
         return {**self._state.weights, **self._state.base_weights}
 
     def flush(self) -> None:
-        """What is saved awaits nothing."""
+        """Do nothing: a checkpoint has no pending updates."""
 
     def read(self, name: str, role: str, begin: int, end: int) -> np.ndarray:
-        """Return elements `begin` to `end` of a weight, float32, or of its state, flat.
+        """Return elements `begin` to `end` of a weight (float32) or of its state, flat.
 
         Raises:
-            CorruptionError: bytes are not those that were written.
-            ConfigError: a weight of the base is not there, or is another.
-            StorageError: the operating system could not read them.
+            CorruptionError: bytes have changed since they were written.
+            ConfigError: a weight of the base is missing or has changed.
+            StorageError: the operating system could not read a file.
         """
         if role == MASTER and name in self._state.base_weights:
             return self._of_base(name)[begin:end]
@@ -88,7 +88,7 @@ class SavedWeights:
     def _of_base(self, name: str) -> np.ndarray:
         assert self._state.base is not None
         if self._base_weight is None or self._base_weight[0] != name:
-            self._base_weight = None  # before the next takes its memory
+            self._base_weight = None  # freed before the next weight is allocated
             (self._base_weight,) = self._state.base.read(self._read_base, [name])
         return self._base_weight[1]
 
@@ -103,7 +103,7 @@ class SavedWeights:
         self._known.add(file)
 
     def _checked(self, file: str, number: int) -> memoryview:
-        """Return a chunk of a file; the last one is kept, since small tensors share it."""
+        """Return a chunk of a file. The last chunk is cached, since small tensors share a chunk."""
         if self._chunk is not None and self._chunk[:2] == (file, number):
             return self._chunk[2]
         path, record = self._folder / file, self._state.files[file]
@@ -125,10 +125,10 @@ class SavedWeights:
 
 
 def checkpoint_hash(folder: Path, base: ReadBase | None = None) -> str:
-    """Return the hash that `DramStore.content_hash` gives after loading this checkpoint.
+    """Return the hash that `DramStore.content_hash` returns after this checkpoint is loaded.
 
-    A piece of a tensor is read at a time, so that a model larger than memory can be hashed. Errors
-    are those of `SavedWeights`.
+    Tensors are read in pieces, so a model larger than memory can be hashed. Errors are those of
+    `SavedWeights`.
     """
     saved = SavedWeights(folder, base)
     return hash_read(saved.shapes, lambda name, begin, end: saved.read(name, MASTER, begin, end))

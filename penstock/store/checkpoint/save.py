@@ -1,8 +1,8 @@
-"""Writing a checkpoint, in steps that a crash may separate but never spoil.
+"""Saving a checkpoint: a crash between any two steps leaves a valid list of checkpoints.
 
-1. The files go into `.tmp-step-…`, each synced, then the folder itself.
-2. The folder gets its name; the folder of checkpoints is synced.
-3. `index.json` is replaced: from here on the new checkpoint is the one in force.
+1. The files are written to `.tmp-step-…` and synced, then the folder is synced.
+2. The folder is renamed to its final name; its parent folder is synced.
+3. `index.json` is replaced: from here on the new checkpoint is the current one.
 4. Checkpoints that the index no longer lists are renamed away and deleted.
 """
 
@@ -47,16 +47,17 @@ from penstock.store.interface import SavedState, Store
 from penstock.store.roles import MASTER, Stored
 
 MAX_FILE_BYTES = 4 << 30
-"""A stage's tensors go on in another file here; a file exceeds it only for a single tensor."""
+"""A stage's tensors continue in another file beyond this size; only a single larger tensor exceeds
+it."""
 
 _PIECE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A checkpoint that is on disk: its folder, its step and the bytes of its tensor files.
+    """A checkpoint on disk: its folder, its step and the bytes of its tensor files.
 
-    `seconds` is how long it took from beginning to end.
+    `seconds` is the duration of the whole save.
     """
 
     folder: Path
@@ -93,23 +94,23 @@ def save_checkpoint(
     keep_last: int = 2,
     base: Base | None = None,
 ) -> SavedCheckpoint:
-    """Save all weights and optimizer state of a store, with all pending updates made.
+    """Apply all pending updates of a store, then save all its weights and optimizer state.
 
-    Holds no copy of the model: what it needs of memory does not grow with it.
+    The save does not copy the model: its memory does not grow with the model.
 
     Args:
-        store: what to save; `store.step` names the checkpoint.
-        checkpoints: the run's folder of checkpoints; made if need be.
-        extra: what `load_checkpoint` is to return: a table that JSON can hold.
-        best: mark this checkpoint as the best, so that it is kept until a better one comes.
+        store: the store to save; `store.step` names the checkpoint.
+        checkpoints: the run's folder of checkpoints; created if missing.
+        extra: the table that `load_checkpoint` returns; must be representable in JSON.
+        best: mark this checkpoint as the best: it is kept until a better one is saved.
         keep_last: how many of the latest are kept, 1 or more; the best is kept besides.
-        base: what can be read elsewhere again, and is left out.
+        base: the weights that can be read from the base folder and are omitted.
 
     Raises:
-        StorageError: the disk is full, read-only or failing; the previous checkpoint is untouched
-            and still in force, and nothing half-written is left.
+        StorageError: the disk is full, read-only or failing; the previous checkpoint is unchanged
+            and still current, and no partial file remains.
         CorruptionError: the index of the existing checkpoints is damaged.
-        NonFiniteError: a weight is NaN or infinite; the previous checkpoint stays in force.
+        NonFiniteError: a weight is NaN or infinite; the previous checkpoint stays current.
     """
     store.flush()
     at_rest = _AtRest(store)
@@ -119,12 +120,12 @@ def save_checkpoint(
 def checkpoint_bytes(
     program: Holding, roles: Callable[[str], Mapping[str, Stored]], base: Collection[str] = ()
 ) -> int:
-    """Return the bytes of a checkpoint's tensor files, without making one.
+    """Return the bytes of a checkpoint's tensor files, without writing a checkpoint.
 
     Args:
         program: names the weights.
-        roles: gives what there is of a weight, as `Store.roles`.
-        base: the weights that are left out.
+        roles: returns the arrays of a weight, as `Store.roles`.
+        base: the omitted weights.
     """
     plan = _plan(program, roles, base)
     return sum(tensor_file.file_bytes(list(entries)) for entries in plan.values())
@@ -139,7 +140,7 @@ def write_checkpoint(
     keep_last: int,
     base: Base | None = None,
 ) -> SavedCheckpoint:
-    """Write a state as a checkpoint and put it in force; as `save_checkpoint`."""
+    """Write a state as a checkpoint and make it the current one; as `save_checkpoint`."""
     if keep_last < 1:
         raise ValueError(f"keep_last must be 1 or more, not {keep_last}")
     started = time.perf_counter()
@@ -154,7 +155,8 @@ def write_checkpoint(
     with storage_errors(folder, needed_bytes):
         try:
             require_space(folder, needed_bytes)
-            # Whatever is there, no index lists it: a crash came between its rename and the index.
+            # No index lists a folder of this name: it is left over from a crash between rename and
+            # index.
             if folder.is_symlink():
                 folder.unlink()
             elif folder.exists():
@@ -173,9 +175,9 @@ def write_checkpoint(
 def _plan(
     program: Holding, roles: Callable[[str], Mapping[str, Stored]], base: Collection[str]
 ) -> dict[str, dict[tensor_file.Entry, _SavedSource]]:
-    """Return which tensors go into which file: one per stage, more where it would be too large.
+    """Return which tensors go into which file: one file per stage, more if it would be too large.
 
-    Weights of the `base` are left out.
+    Weights of the `base` are omitted.
     """
     by_stage: dict[int, list[tuple[tensor_file.Entry, _SavedSource]]] = {}
     for name, home in homes(program).items():
@@ -183,7 +185,7 @@ def _plan(
             entry = tensor_file.Entry(tensor_name(role, name), stored.dtype, stored.shape)
             by_stage.setdefault(home, []).append((entry, _SavedSource(name, role)))
     for tensors in by_stage.values():
-        # The masters first: who wants the weights only need not read past them.
+        # The masters come first: a reader of the weights alone need not read past them.
         tensors.sort(key=lambda tensor: tensor[1].role != MASTER)
     plan: dict[str, dict[tensor_file.Entry, _SavedSource]] = {}
     for home, tensors in by_stage.items():
@@ -250,7 +252,7 @@ def _pieces(
 
 
 def _withdraw(folder: Path) -> None:
-    """Leave no trace of a save that failed before the index named it."""
+    """Remove all files of a save that failed before the index named it."""
     if folder.exists() and folder.name not in read_index(folder.parent).folders:
         with contextlib.suppress(OSError):
             remove_folder(folder)

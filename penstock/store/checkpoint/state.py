@@ -1,8 +1,8 @@
-"""`state.json`: what a checkpoint is, where each tensor lies in it, and the checksums of its files.
+"""`state.json`: the description of a checkpoint, each tensor's file and offset, and file checksums.
 
 Tensors are named `role/weight`: `master/wte.weight` is the weight, `exp_avg/wte.weight` a moment of
-the optimizer. A weight is float32, or bfloat16 where it is frozen and that is what its values are.
-Frozen weights of the folder that the run began with are not held: `base` says which those are.
+the optimizer. A weight is float32, or bfloat16 if it is frozen and its values are exactly bfloat16.
+Frozen weights of the run's base folder are omitted; `base` lists them.
 """
 
 from dataclasses import dataclass
@@ -19,12 +19,12 @@ from penstock.store.roles import MASTER
 STATE_NAME = "state.json"
 FORMAT = "penstock checkpoint"
 VERSION = 2
-_FLOAT32_AND_WHOLE = 1  # what checkpoints that hold all weights, in float32, are still written as
+_FLOAT32_AND_WHOLE = 1  # checkpoints that contain all weights in float32 still have this version
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor lies: a file of the checkpoint, and bytes in it."""
+    """The location of a tensor: a file of the checkpoint, and a range of bytes in the file."""
 
     file: str
     extent: Extent
@@ -32,8 +32,8 @@ class Place:
 
 @dataclass(frozen=True)
 class CheckpointState:
-    """The content of `state.json`; `extra` is what the trainer wants to find again, `best` whether
-    it was the best when it was saved, `base` what it does not hold."""
+    """The content of `state.json`; `extra` is the trainer's own table, `best` says whether this was
+    the best checkpoint when it was saved, `base` lists the omitted weights."""
 
     step: int
     files: dict[str, FileRecord]
@@ -48,17 +48,17 @@ class CheckpointState:
 
     @property
     def weights(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every weight that it holds, by name."""
+        """Shape of every weight in the checkpoint, by name."""
         return {name: extent.shape for name, extent in self._masters.items()}
 
     @property
     def base_weights(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every weight that it leaves to its base, by name."""
+        """Shape of every weight that the checkpoint omits, by name."""
         return {name: w.shape for name, w in self.base.weights.items()} if self.base else {}
 
     @property
     def bfloat16(self) -> frozenset[str]:
-        """Names of the weights that were kept as bfloat16, here or in the base."""
+        """Names of the weights that are kept as bfloat16, in the checkpoint or in the base."""
         types = {name: extent.dtype for name, extent in self._masters.items()}
         if self.base is not None:
             types |= {name: weight.dtype for name, weight in self.base.weights.items()}
@@ -80,7 +80,7 @@ def tensor_name(role: str, weight: str) -> str:
 
 
 def state_bytes(state: CheckpointState) -> bytes:
-    """Return the content of the file for this state."""
+    """Return the content of `state.json` for this state."""
     files = {
         name: {"bytes": record.bytes, "checksums": list(record.checksums)}
         for name, record in state.files.items()
@@ -159,7 +159,7 @@ def read_state(folder: Path) -> CheckpointState:
 
 
 def newer_version(path: Path, found: int, known: int) -> str:
-    """Return the message for a file of a format that is yet to be invented."""
+    """Return the message for a file of a newer format."""
     return (
         f"{path}: written in format {found} by a newer penstock; this one reads formats up to "
         f"{known}; update penstock to use it"
@@ -173,7 +173,7 @@ def _record(path: Path, name: str, entry: object) -> FileRecord:
             and 0 <= size < 2**63
             and len(checksums) == -(-size // CHUNK_BYTES)
             and all(isinstance(checksum, str) for checksum in checksums)
-            # A name that leads out of the folder would let a checkpoint read any file.
+            # A name that leaves the folder would let a checkpoint read any file.
             and name == Path(name).name
             and name not in ("", "..")
             and "\0" not in name

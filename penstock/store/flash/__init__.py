@@ -1,4 +1,4 @@
-"""The flash tier: a store that is larger than memory, and durable step by step."""
+"""The flash tier: a store that may exceed memory and is durable step by step."""
 
 from penstock.store.flash.description import OtherStoreError
 from penstock.store.flash.division import least_dram_bytes

@@ -1,4 +1,4 @@
-"""What a commit does to a block of a unit that has been read: the arithmetic of a step."""
+"""Applies the last commit's update to one block that was read from flash."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from penstock.store.unchanged import UnchangedWeights
 
 
 class BlockUpdates:
-    """Makes the updates of the last decision, block by block; called by the updater's thread.
+    """Applies the updates of the last decision, block by block; called by the updater thread.
 
     Args:
         program: names the weights.
-        optimizer: makes the updates.
+        optimizer: computes the updates.
         groups: settings of every trainable weight, by name.
-        gradients: those that are in memory.
-        unchanged: is told what an update has changed.
+        gradients: the gradients that are in memory.
+        unchanged: records which weights an update has changed.
     """
 
     def __init__(
@@ -49,9 +49,9 @@ class BlockUpdates:
         """Update a block in place.
 
         Args:
-            frame: what streams of the block.
-            data: its state.
-            spilled: its gradients, where they are not in memory.
+            frame: the streamed values of the block.
+            data: the state of the block.
+            spilled: the gradients of the block, if they are on flash.
         """
         decision = self.decision
         assert decision is not None

@@ -1,7 +1,7 @@
-"""Which blocks of optimizer state are in memory: some always, a few others on their way.
+"""Which blocks of optimizer state are in memory: some permanently, a few others in transit.
 
-The few are read ahead of the next pass of updates, always the first that are not in memory, so that
-the pass, which takes them in the same order, never waits for one behind them.
+Blocks in transit are read ahead of the next update pass, always the first blocks that are not in
+memory. The pass takes blocks in the same order, so it never waits for a later block.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from penstock.store.flash.layout import Block, FlashLayout, Unit
 
 
 class StateBlocks:
-    """Memory for blocks of state. Not safe by itself: its owner calls it under a lock.
+    """Memory for blocks of state. Not thread-safe: the owner calls it under a lock.
 
-    **Arguments:** `held_bytes` are for blocks that stay between steps, the first of the layout,
-    which the forward sweep needs first; `buffers` of `buffer_bytes` each are for the others, and
-    have room for a gradient from flash too. Without `held_bytes` none stays, whatever its size:
-    gradients may then be on flash.
+    **Arguments:** `held_bytes` is memory for blocks that stay in memory between steps. These are
+    the first blocks of the layout, which the forward sweep needs first. `buffers` of `buffer_bytes`
+    each are for the other blocks; a buffer also has space for a gradient from flash. If
+    `held_bytes` is zero, no block stays in memory, whatever its size: gradients may then be on
+    flash.
     """
 
     def __init__(
@@ -32,7 +33,7 @@ class StateBlocks:
         self._whole: set[int] = set()
         self._order = [(u, b) for u in layout.units if u.trainable for b in u.blocks]
         self._place = {(u.index, b.number): at for at, (u, b) in enumerate(self._order)}
-        self._cursor = 0  # all before it are held
+        self._cursor = 0  # all blocks before this one are held
         if held_bytes == 0:
             return
         for unit, block in self._order:
@@ -44,7 +45,7 @@ class StateBlocks:
                 self._whole.add(unit.index)
 
     def holds(self, unit: Unit, block: Block) -> bool:
-        """Whether a block's state is in memory and nobody works on it."""
+        """Whether a block's state is in memory and no thread works on the block."""
         return (unit.index, block.number) in self._held
 
     def first_missing(self) -> tuple[Unit, Block] | None:
@@ -61,12 +62,12 @@ class StateBlocks:
         return self._held[unit.index, block.number]
 
     def stay_whole(self, unit: Unit) -> bool:
-        """Whether all blocks of a unit stay between the steps."""
+        """Whether all blocks of a unit stay in memory between steps."""
         return unit.index in self._whole
 
     def take(self, unit: Unit, block: Block) -> np.ndarray | None:
-        """Return memory to work on a block: with its state if it was held, else to be filled; None
-        where there is none now."""
+        """Return the memory for work on a block; None if no memory is free. The memory contains the
+        block's state if the block was held; otherwise the caller fills it."""
         key = (unit.index, block.number)
         if key in self._held:
             self._cursor = min(self._cursor, self._place[key])
@@ -76,11 +77,11 @@ class StateBlocks:
         return self._spare.popleft() if self._spare else None
 
     def hold(self, unit: Unit, block: Block, memory: np.ndarray) -> None:
-        """Keep what `take` returned until it is taken again: the block's state is in it."""
+        """Keep the memory that `take` returned, with the block's state, until the next `take`."""
         self._held[unit.index, block.number] = memory
 
     def put_back(self, unit: Unit, block: Block, memory: np.ndarray) -> None:
-        """Give back what `take` returned: what is in it is on flash."""
+        """Return the memory of `take` to the pool: its content is on flash."""
         key = (unit.index, block.number)
         if key in self._staying:
             self._held[key] = memory
@@ -88,7 +89,7 @@ class StateBlocks:
             self._spare.append(memory)
 
     def forget(self) -> None:
-        """Nothing that is held counts any more."""
+        """Invalidate all held blocks."""
         self._spare.extend(m for key, m in self._held.items() if key not in self._staying)
         self._held.clear()
         self._cursor = 0

@@ -1,4 +1,4 @@
-"""The names of a store's files; its journal's first record: its format, and what it is for."""
+"""The file names of a flash store, and the first record of its journal: format and purpose."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ JOURNAL, EXTENTS = "journal", "extents"
 
 FORMAT = "penstock-flash"
 VERSION = 3
-_WITHOUT_FORMATS = 2  # what stores of dense and split weights are still written as
+_WITHOUT_FORMATS = 2  # stores of dense and split weights are still written in this version
 _KEPT_AS = {
     DENSE.name: "fp32",
     SPLIT.name: "fp32, of which bf16 streams",
@@ -25,7 +25,8 @@ _KEPT_AS = {
 def describe(
     layout: FlashLayout, block_elements: int, keep_steps: int, store_id: str | None
 ) -> dict[str, Any]:
-    """Return the record's content; a shard's says by `store` of which store it is one."""
+    """Return the record's content. In a shard, `store` names the store that the shard belongs
+    to."""
     return {
         **({} if store_id is None else {"store": store_id}),
         "format": FORMAT,
@@ -43,15 +44,15 @@ def _version_of(layout: FlashLayout) -> int:
 
 
 class OtherStoreError(ConfigError):
-    """The store on flash was made for something else than is asked of it now."""
+    """The store on flash was made for another program or with other settings."""
 
 
 def require_same(folder: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Refuse a store that was made for something else, naming what differs.
+    """Reject a store that was made for something else; the message names the differences.
 
     Raises:
-        OtherStoreError: it was.
-        ConfigError: it is no store, or one of a newer format.
+        OtherStoreError: the store was made for another program or with other settings.
+        ConfigError: the record describes no store, or a store of a newer format.
     """
     require_readable(folder, found)
     difference = _difference(found, wanted)
@@ -60,7 +61,7 @@ def require_same(folder: Path, found: Mapping[str, Any], wanted: Mapping[str, An
 
 
 def _difference(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str | None:
-    """Return in words what a store has that differs from what is wanted, and what to do."""
+    """Return as text how a store differs from the wanted store, and what to do."""
     old, new = found.get("units"), wanted["units"]
     if old != new:
         return _unit_difference(old, new)
@@ -102,7 +103,7 @@ def _unit_difference(old: Any, new: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _by_weight(units: Any) -> dict[str, dict[str, Any]]:
-    """Return what is said of each weight by itself, in the words of people."""
+    """Return the description of each weight as text for users."""
     return {
         name: {
             "shape": list(shape),
@@ -122,7 +123,7 @@ def _stages(units: Any) -> int:
 
 
 def require_readable(folder: Path, found: Mapping[str, Any]) -> None:
-    """Refuse a journal's first record that is not of this format, or of a newer one."""
+    """Reject a journal's first record of another format, or of a newer format."""
     if found.get("format") != FORMAT:
         raise ConfigError(f"{folder}: not a Penstock store; choose another store.flash.path")
     version = found.get("version")

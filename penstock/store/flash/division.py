@@ -1,11 +1,11 @@
-"""How a flash store divides the memory that it may use.
+"""How a flash store divides its memory budget.
 
-Every byte of memory that holds a weight, a gradient or a part of the optimizer's state saves a byte
-read from flash in the forward sweep, where the updates are made and the disk is busiest. So first
-comes what must be there: the weights of two stages, a few blocks of state on their way, the
-gradients of tied weights, which arrive in two parts. Then weights and gradients share what is left,
-and when both are in memory whole, the rest holds state, as much as there is. Gradients of the first
-stages stay in memory rather than those of the last: they arrive last and are used first.
+Every byte of memory that holds a weight, a gradient or optimizer state saves a byte read from flash
+in the forward sweep, where the updates run and the disk is busiest. The minimum comes first: the
+weights of two stages, a few blocks of state in transit, and the gradients of tied weights, which
+arrive in two parts. Weights and gradients then share the remaining memory. If both fit completely,
+the rest holds optimizer state. Gradients of the first stages have priority over gradients of the
+last stages, because they arrive last and are used first.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from penstock.store.roles import Role
 
 _LEAST_BUFFERS, _MOST_BUFFERS = 4, 64
 SLABS = 2
-"""Stages of gradients that may be on their way to flash."""
+"""Stages whose gradients may be in transit to flash."""
 
 
 @dataclass(frozen=True)
 class Division:
-    """Bytes and places by what they hold.
+    """Bytes and number of buffers by use.
 
     `spilled` are the units whose gradients go to flash, each through one of two slabs of
-    `slab_bytes`, and take `spilled_bytes` there; `held_bytes` are for state that stays in memory
-    between steps.
+    `slab_bytes`; these gradients take `spilled_bytes` on flash. `held_bytes` are for state that
+    stays in memory between steps.
     """
 
     weight_bytes: int
@@ -46,7 +46,8 @@ class Division:
 
 @dataclass(frozen=True)
 class _Way:
-    """One way to divide: what is fixed, the least for weights, and blocks with what is left."""
+    """One way to divide the budget: fixed bytes, the minimum for weights, and the bytes of a
+    block."""
 
     fixed_bytes: int
     weight_bytes: int
@@ -57,10 +58,10 @@ class _Way:
         return self.fixed_bytes + self.weight_bytes + _LEAST_BUFFERS * self.block_bytes
 
     def divided(self, budget: int, blocks: int) -> tuple[int, int]:
-        """Return for how many of `blocks` there is memory, and what is left of a budget.
+        """Return how many of `blocks` fit into memory, and the bytes of the budget that remain.
 
-        They take a quarter of what is not fixed, and no more than the least of weights leaves:
-        state that was read ahead is what the first stages of the next step do not wait for.
+        Blocks take a quarter of the bytes that are not fixed, and leave at least the minimum for
+        weights. The first stages of the next step do not wait for state that was read ahead.
         """
         rest = budget - self.fixed_bytes
         share = min(rest // 4, rest - self.weight_bytes) // max(1, self.block_bytes)
@@ -70,7 +71,8 @@ class _Way:
 
 class _Ways:
     """The three ways to divide a budget, the best first: all weights and gradients in memory; all
-    gradients, and no more of them than of weights; and some gradients on flash."""
+    gradients in memory, and at most as many bytes of gradients as of weights; some gradients on
+    flash."""
 
     def __init__(self, layout: FlashLayout, half_gradients: bool, least_weights: int) -> None:
         units = [unit for unit in layout.units if unit.is_updated]
@@ -103,13 +105,13 @@ def divide(
     """Divide a budget.
 
     Args:
-        layout: the units; gradients of tied ones are float32.
-        half_gradients: whether the others are bfloat16.
+        layout: the units; gradients of tied units are float32.
+        half_gradients: whether the other gradients are bfloat16.
         least_weights: bytes of weights that must be in memory at once.
-        budget_bytes: what there is.
+        budget_bytes: the memory to divide.
 
     Raises:
-        BudgetError: it is too small, with the arithmetic.
+        BudgetError: the budget is too small; the message shows the calculation.
     """
     ways = _Ways(layout, half_gradients, least_weights)
     way = ways.all_in_memory
@@ -124,20 +126,20 @@ def divide(
 
 
 def least_dram_bytes(program: Holding, roles: Sequence[Role], half_gradients: bool) -> int:
-    """Return the least memory with which a store of this program on flash can be opened."""
+    """Return the minimum memory with which a flash store of this program can be opened."""
     layout = FlashLayout.of(program, roles, 1, BLOCK_ELEMENTS)
     least_weights = least_bytes(layout.units, visits_of(program, layout))
     return _Ways(layout, half_gradients, least_weights).least_bytes
 
 
 def visits_of(program: Holding, layout: FlashLayout) -> list[Visit]:
-    """Return the units that each operation of a step may need, in their order."""
+    """Return the units that each operation of a step may need, in schedule order."""
     units = [layout.units_of(stage.weights) for stage in program.stages]
     return [Visit(stage, units[stage]) for stage, _ in sweep_order(len(units))]
 
 
 def gradient_width(unit: Unit, half_gradients: bool) -> int:
-    """Return the bytes of an element of a unit's gradient."""
+    """Return the bytes per element of a unit's gradient."""
     return 2 if half_gradients and not unit.tied else 4
 
 

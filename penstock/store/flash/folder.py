@@ -1,4 +1,4 @@
-"""A folder on flash, whatever it holds, one store or shards: looked at, repaired, begun anew."""
+"""A folder on flash that contains one store or shards: inspection, repair and removal."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from penstock.store.lock import FolderLock
 def open_reader(folder: Path, despite_damage: bool = False) -> StepsReader:
     """Return the durable steps of the store in `folder`; errors are those of the readers.
 
-    With `despite_damage`, of a damaged journal the records that are whole.
+    With `despite_damage`, the intact records of a damaged journal are used.
     """
     shards = read_shards(folder)
     if shards is None:
@@ -41,16 +41,16 @@ def open_reader(folder: Path, despite_damage: bool = False) -> StepsReader:
 
 
 def holds_store(folder: Path) -> bool:
-    """Tell whether there is a store in `folder`, whole or in shards, whatever its state."""
+    """Return whether the folder contains a store, in one part or in shards, in any state."""
     return any((folder / name).exists() for name in (JOURNAL, SHARDS))
 
 
 @dataclass(frozen=True)
 class Repaired:
-    """The step that a store went back to, and what was discarded.
+    """The step to which a store was rolled back, and the discarded steps.
 
-    `discarded` are the steps that were listed and are no longer; `damaged_journal` says whether
-    records of the journal were unreadable, of steps that nothing can name any more.
+    `discarded` are the steps that were listed and no longer are. `damaged_journal` says whether
+    records of the journal were unreadable; the steps of these records are unknown.
     """
 
     step: int
@@ -59,11 +59,11 @@ class Repaired:
 
 
 def repair(folder: Path) -> Repaired:
-    """Go back to the newest durable step that is whole. What is whole stays.
+    """Roll back to the newest intact durable step. Intact steps stay.
 
     Raises:
         ConfigError: there is no durable step yet.
-        CorruptionError: none is whole; nothing has been changed.
+        CorruptionError: no step is intact; nothing has been changed.
         StorageError: a process has the store open for writing.
     """
     with open_reader(folder, despite_damage=True) as reader:
@@ -74,11 +74,12 @@ def repair(folder: Path) -> Repaired:
 
 
 def discard_untrained(folder: Path) -> None:
-    """Forget a store in which no step was ever committed: the next one in `folder` is new.
+    """Remove a store in which no step was ever committed, so that the next store in `folder` is
+    new.
 
     Raises:
         ConfigError: there is no store, its format is newer, or it has been trained.
-        StorageError: a process has it open.
+        StorageError: a process has the store open.
     """
     shards = read_shards(folder)
     if shards is not None:
@@ -87,12 +88,12 @@ def discard_untrained(folder: Path) -> None:
     with FlashReader(folder) as reader:
         _require_untrained(folder, reader.steps)
         with files.storage_errors(folder, 0):
-            (folder / JOURNAL).unlink()  # without it the extents do not count
+            (folder / JOURNAL).unlink()  # without the journal the extents are unused
             durable.sync_folder(folder)
 
 
 def _discard_shards(shards: Shards) -> None:
-    """Remove all shards; some may be gone already, where a process died in here before."""
+    """Remove all shards. Some may already be gone, if a process died during an earlier removal."""
     lock = FolderLock(shards.folder, "store.flash.path")
     try:
         folders = [folder for copies in shards.copies for folder in copies]
@@ -101,13 +102,13 @@ def _discard_shards(shards: Shards) -> None:
         with files.storage_errors(shards.folder, 0):
             there = [folder for folder in folders if folder.exists()]
             for folder in there:
-                if folder.is_symlink():  # what it leads to is not ours to delete
+                if folder.is_symlink():  # the target of a link is not ours to delete
                     raise OSError(errno.ELOOP, "a link, a folder was expected", str(folder))
             for folder in there:
                 forget(folder)
             for folder in there:
                 shutil.rmtree(folder)
-            (shards.folder / SHARDS).unlink()  # the last: until then the folder is one of shards
+            (shards.folder / SHARDS).unlink()  # last: until then the folder is a sharded store
     finally:
         lock.release()
 
@@ -120,7 +121,7 @@ def _require_untrained(folder: Path, steps: Sequence[int]) -> None:
 
 
 def recorded_extra(folder: Path) -> dict[str, Any] | None:
-    """Return what was kept with the last durable step in `folder`; None where there is none.
+    """Return the data kept with the last durable step in `folder`; None if there is no step.
 
     Raises:
         CorruptionError: the journal's bytes have changed.

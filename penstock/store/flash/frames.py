@@ -1,10 +1,10 @@
-"""Which units' weights are in memory, and which leave when another must come.
+"""Which units' weights are in memory, and which unit is evicted for another.
 
-The order in which stages are visited is that of the schedule (`step_schedule.py`), step after
-step. So the one that
-leaves is the one whose next visit is farthest away (Belady, A study of replacement algorithms,
-1966), which nothing can beat: what fits stays, the rest streams, and the turns at both ends of the
-sweep cost nothing. Least-recently-used would be the worst choice for this order.
+The schedule (`step_schedule.py`) fixes the order in which stages are visited, step after step. The
+evicted unit is therefore the unit whose next visit is farthest away, which is optimal (Belady, A
+study of replacement algorithms, 1966). Units that fit stay in memory, the rest is streamed, and the
+turns at both ends of the sweep need no reads. Least-recently-used would be the worst policy for
+this order.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from penstock.store.flash.layout import Unit
 
 @dataclass(frozen=True)
 class Visit:
-    """One operation of a step: its stage, and the units whose weights that stage uses."""
+    """One operation of a step: its stage, and the units that contain the stage's weights."""
 
     stage: int
     units: Sequence[int]
 
 
 def least_bytes(units: Sequence[Unit], visits: Sequence[Visit]) -> int:
-    """Return what must be there at once: the stage that computes and the one that follows."""
+    """Return the minimum bytes in memory at once: the computing stage and the following stage."""
     ring = [*visits, *visits[:1]]
     return max(
         sum(units[unit].stream_bytes for unit in {*first.units, *second.units})
@@ -38,8 +38,8 @@ def least_bytes(units: Sequence[Unit], visits: Sequence[Visit]) -> int:
 
 
 class Frames:
-    """The weights in memory, one frame per unit, within `budget_bytes`. Not safe by itself: its
-    owner calls it under a lock."""
+    """The weights in memory, one frame per unit, within `budget_bytes`. Not thread-safe: the owner
+    calls it under a lock."""
 
     def __init__(self, units: Sequence[Unit], visits: Sequence[Visit], budget: int) -> None:
         self.budget_bytes = budget
@@ -53,12 +53,12 @@ class Frames:
                 self._places[unit].append(position)
         self._frames: dict[int, np.ndarray] = {}
         self._spare: list[np.ndarray] = []
-        self.page_locked = False  # whether memory that is taken is locked in place
-        self.cursor = 0  # the visit that comes next
+        self.page_locked = False  # whether new frames are page-locked
+        self.cursor = 0  # the next visit
 
     @property
     def holds_all(self) -> bool:
-        """Whether no unit ever has to leave."""
+        """Whether all units fit, so that none is ever evicted."""
         return sum(unit.stream_bytes for unit in self._units) <= self.budget_bytes
 
     def __contains__(self, unit: int) -> bool:
@@ -68,12 +68,12 @@ class Frames:
         return self._frames[unit]
 
     def visit(self, stage: int) -> None:
-        """Note that a stage was fetched: the cursor goes behind its next visit."""
+        """Record that a stage was fetched: the cursor moves behind the stage's next visit."""
         count, places = len(self._visits), self._places_of_stage[stage]
         self.cursor = (1 + min(places, key=lambda place: (place - self.cursor) % count)) % count
 
     def next_use(self, unit: int) -> int:
-        """Return how many visits there are before a unit's next."""
+        """Return the number of visits before the next visit of a unit."""
         places, count = self._places[unit], len(self._visits)
         at = bisect.bisect_left(places, self.cursor)
         place = places[at] if at < len(places) else places[0] + count
@@ -84,10 +84,10 @@ class Frames:
         return sorted(range(len(self._units)), key=self.next_use)
 
     def make_room(self, unit: int, untouchable: Collection[int], patient: bool) -> bool:
-        """Take a frame for `unit`, evicting others; return whether that was possible.
+        """Allocate a frame for `unit`, evicting other units; return whether this was possible.
 
-        **Arguments:** `untouchable` stay; where `patient`, only units go whose next visit is
-        farther than that of `unit`.
+        **Arguments:** units in `untouchable` are never evicted. If `patient`, only units are
+        evicted whose next visit is farther away than that of `unit`.
         """
         need = self._units[unit].stream_bytes
         if self._reuse(unit, need):
@@ -118,11 +118,11 @@ class Frames:
     def _new(self, need: int) -> np.ndarray:
         frame = allocate(need)
         if self.page_locked:
-            page_lock(frame)  # where it is refused, copies to a GPU are slower, and the same
+            page_lock(frame)  # if this is refused, copies to a GPU are slower; results are the same
         return frame
 
     def _reuse(self, unit: int, need: int) -> bool:
-        """Give `unit` a spare frame of its size, if there is one."""
+        """Give `unit` a spare frame of its size, if one exists."""
         for number, spare in enumerate(self._spare):
             if spare.nbytes == need:
                 self._frames[unit] = self._spare.pop(number)
@@ -130,7 +130,7 @@ class Frames:
         return False
 
     def drop(self, unit: int) -> None:
-        """Let a unit's frame go: what it holds counts for nothing."""
+        """Release a unit's frame; its content is discarded."""
         self._spare.append(self._frames.pop(unit))
 
     @property

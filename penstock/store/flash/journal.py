@@ -1,16 +1,17 @@
-"""The journal of a flash store: which step is durable, where its extents lie, what they hold.
+"""The journal of a flash store: which steps are durable, the places of their extents, and
+checksums.
 
-Append-only. A record is `[header | payload]`, padded to whole sectors, and behind it a *seal* of
-one sector. The record is synced before the seal is written, and the seal before anybody relies on
-it:
+The journal is append-only. A record is `[header | payload]`, padded to whole sectors, followed by a
+*seal* of one sector. The record is synced before the seal is written, and the seal is synced before
+any part relies on the record:
 
-- no seal, nor any behind it: the process died while appending; the record never counted and is
-  overwritten;
-- a seal whose record does not match, a header or seal that is neither whole nor blank, or a blank
-  one with a seal behind what it belongs to: the bytes have changed since they were written, which
-  is an error with a name and a place.
+- no seal, and no seal behind the record: the process died during the append; the record never
+  counted and is overwritten;
+- a seal that does not match its record, a header or seal that is neither intact nor blank, or a
+  blank header or seal that has a seal behind its record: the bytes have changed since they were
+  written. This is an error that names the place.
 
-The distinction rests on sectors of 512 bytes being written whole or not at all.
+The distinction relies on sectors of 512 bytes being written completely or not at all.
 """
 
 from __future__ import annotations
@@ -40,12 +41,13 @@ _HEADER = struct.Struct("<8sQQ16s")  # magic, number, payload bytes, checksum of
 _SEALED = struct.Struct("<8sQ16s")  # magic, number, checksum of the whole record
 _LOOKED_THROUGH_BYTES = 1 << 20  # at a time
 _REPAIR = "`penstock inspect RUN --repair` goes back to the newest durable step that is whole"
-_CHECK_BYTES = 16  # a sector ends with the checksum of what it holds before
+_CHECK_BYTES = 16  # the last bytes of a sector are the checksum of the bytes before them
 
 
 @dataclass(frozen=True)
 class Record:
-    """One record: a mapping, and bytes beside it (checksums, which would be bulky as text)."""
+    """One record: a mapping, and binary data beside it (checksums, which would be large as
+    text)."""
 
     content: Mapping[str, Any]
     blob: bytes = b""
@@ -59,14 +61,14 @@ class _Header:
 
     @property
     def record_bytes(self) -> int:
-        """Bytes from this header to the next: payload and seal are whole sectors too."""
+        """Bytes from this header to the next; payload and seal are whole sectors."""
         return SECTOR_BYTES + _padded(self.payload_bytes) + SECTOR_BYTES
 
 
 class Journal:
-    """An open journal, to be appended to by one process.
+    """An open journal; one process appends to it.
 
-    `records` are the first, which says what the store is, and the last ones.
+    `records` are the first record, which describes the store, and the last ones.
     """
 
     def __init__(self, path: Path) -> None:
@@ -75,18 +77,18 @@ class Journal:
         self._count = len(self.records)
         try:
             self._descriptor = open_own(path, os.O_RDWR)
-            os.ftruncate(self._descriptor, self._end)  # a record that was never finished
+            os.ftruncate(self._descriptor, self._end)  # an unfinished record
         except OSError as error:
             raise _unusable(path, error) from error
 
     @classmethod
     def create(cls, path: Path, first: Record) -> Journal:
-        """Make a journal whose first record says what the store is; durable on return."""
+        """Create a journal whose first record describes the store; durable on return."""
         durable.replace_file(path, _spelled(0, first), "journal.create")
         return cls(path)
 
     def settle(self) -> None:
-        """Make durable what was read: a process that was killed may have left its last seal, or the
+        """Sync the records that were read: a killed process may have left its last seal, or the
         file's name, unsynced.
 
         Raises:
@@ -99,11 +101,12 @@ class Journal:
             raise _unusable(self.path, error) from error
 
     def append(self, record: Record, keep: int) -> None:
-        """Add a record; on return it is durable. Of those before, the first and `keep` stay.
+        """Append a record; on return the record is durable. Earlier records stay: the first and
+        `keep`.
 
         Raises:
-            OSError: the system refused; the record does not count then.
-            StorageError: the journal was deleted or moved, so that nobody would find the record.
+            OSError: the system refused; the record does not count.
+            StorageError: the journal was deleted or moved, so that no reader would find the record.
         """
         self._require_place()
         body, seal = _record(self._count, record)
@@ -123,7 +126,8 @@ class Journal:
             self._begin_anew(self.records, "journal.rotate")
 
     def keep_only(self, records: Sequence[Record]) -> None:
-        """Forget, durably, all records but the first and these: the last of them is the truth."""
+        """Durably remove all records but the first and the given ones; the last of these becomes
+        current."""
         self._begin_anew([self.records[0], *records], "journal.drop")
 
     def _begin_anew(self, kept: list[Record], point: str) -> None:
@@ -133,7 +137,7 @@ class Journal:
         self.records, self._count = kept, len(kept)
 
     def _require_place(self) -> None:
-        """Require that the open file is the one under its name."""
+        """Check that the open file is still the file at its path."""
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.stat(self.path), os.fstat(self._descriptor)):
                 return
@@ -150,10 +154,10 @@ class Journal:
 
 
 def begin_anew(path: Path, records: Sequence[Record], point: str) -> int:
-    """Put a journal of these records alone in the place of the one at `path`; return its length.
+    """Replace the journal at `path` by one with these records alone; return its length.
 
-    Durable on return, and until then the old one is there. `point` is the prefix of the fault
-    points on the way.
+    The new journal is durable on return; until then the old one stays. `point` is the prefix of the
+    failpoints on the way.
     """
     content = b"".join(_spelled(number, record) for number, record in enumerate(records))
     durable.replace_file(path, content, point)
@@ -161,10 +165,10 @@ def begin_anew(path: Path, records: Sequence[Record], point: str) -> int:
 
 
 def read_records(path: Path) -> tuple[list[Record], int]:
-    """Return the records of a journal that count, and where the next one goes.
+    """Return the records of a journal that count, and the offset of the next record.
 
     Raises:
-        CorruptionError: bytes have changed, with the place and both checksums.
+        CorruptionError: bytes have changed; the message gives the place and both checksums.
         StorageError: the file cannot be read.
     """
     records: list[Record] = []
@@ -182,13 +186,15 @@ def read_records(path: Path) -> tuple[list[Record], int]:
 
 
 def whole_records(path: Path) -> list[Record]:
-    """Return the records of a journal whose bytes have not changed, wherever others have.
+    """Return the records of a journal whose bytes are unchanged, although other records have
+    changed.
 
-    A record is taken from behind damage only if its header, body and seal are whole and it has a
-    number above those before it: then it was appended to this journal, and was durable.
+    A record behind damage is used only if its header, body and seal are intact and its number is
+    greater than the numbers before it: the record was then appended to this journal, and was
+    durable.
 
     Raises:
-        CorruptionError: the first, which says what the store is, is not whole.
+        CorruptionError: the first record, which describes the store, is not intact.
         StorageError: the file cannot be read.
     """
     records: list[Record] = []
@@ -203,9 +209,10 @@ def whole_records(path: Path) -> list[Record]:
                 if header is None or header.number < number:
                     place += SECTOR_BYTES
                     continue
-                with contextlib.suppress(CorruptionError):  # then it is not whole
+                with contextlib.suppress(CorruptionError):
                     records.append(_sealed(path, file, place, header))
-                # The header is whole, so the next one is where it says, whatever else has changed.
+                # The header is intact, so the offset of the next record is known whatever else has
+                # changed.
                 place, number = place + header.record_bytes, header.number + 1
     except OSError as error:
         raise _unusable(path, error) from error
@@ -223,7 +230,8 @@ def _unusable(path: Path, error: OSError) -> CorruptionError | StorageError:
 
 
 def _read(path: Path, file: BinaryIO, place: int, number: int) -> tuple[Record, int] | None:
-    """Return the record at `place` and where the next begins; None where none was finished."""
+    """Return the record at `place` and the offset of the next; None if no record was finished
+    there."""
     sector = _bytes_at(file, place, SECTOR_BYTES)
     if len(sector) < SECTOR_BYTES or not any(sector):
         _require_end(path, file, place, f"the header of record {number}")
@@ -249,7 +257,7 @@ def _sealed(path: Path, file: BinaryIO, place: int, header: _Header) -> Record:
     """Return the record at `place`, which begins with `header`.
 
     Raises:
-        CorruptionError: its seal is of other bytes.
+        CorruptionError: the seal does not match the record's bytes.
     """
     end = place + header.record_bytes - SECTOR_BYTES
     seal = _bytes_at(file, end, SECTOR_BYTES)
@@ -276,7 +284,7 @@ def _sealed(path: Path, file: BinaryIO, place: int, header: _Header) -> Record:
 
 
 def _header_of(sector: memoryview) -> _Header | None:
-    """Return the header that a sector is, if it is one and whole."""
+    """Return the header in a sector; None if the sector is no intact header."""
     magic, number, length, checksum = _HEADER.unpack_from(sector)
     if magic != _MAGIC or length > MAX_RECORD_BYTES or not _is_whole(sector):
         return None
@@ -284,7 +292,7 @@ def _header_of(sector: memoryview) -> _Header | None:
 
 
 def _bytes_at(file: BinaryIO, place: int, count: int) -> memoryview:
-    """Read `count` bytes, or as many as there are."""
+    """Read `count` bytes, or all bytes up to the end of the file."""
     pieces = []
     while count and (piece := os.pread(file.fileno(), count, place)):
         pieces.append(piece)
@@ -303,9 +311,9 @@ def _require_sector(path: Path, sector: memoryview, place: int, what: str) -> No
 
 
 def _require_end(path: Path, file: BinaryIO, place: int, what: str) -> None:
-    """Require that nothing is sealed behind a blank sector.
+    """Check that no seal follows a blank sector.
 
-    Of a record that was never finished any sector may be there or not, but never its seal.
+    Any sector of an unfinished record may be present or missing, but never its seal.
     """
     behind = place + SECTOR_BYTES
     while sectors := _bytes_at(file, behind, _LOOKED_THROUGH_BYTES):

@@ -1,13 +1,14 @@
-"""Where everything lies in the flash tier's file.
+"""The layout of the flash tier's file.
 
-A *unit* is the weights of one home stage that are treated alike: same format, trainable or
-not, tied or not. Its weights lie one behind the other in one flat range of elements,
-which is cut into *blocks*: what is read, updated and written at a time, and has one checksum. On
-flash a unit has two extents: its weights as they stream, and its state, per block the parts of the
-format that do not stream (low halves of split masters) and then each role of the optimizer.
+A *unit* is the weights of one home stage that have the same format and are alike in being trainable
+or not, and tied or not. Its weights are contiguous in one flat range of elements. This range is cut
+into *blocks*: a block is read, updated and written at once, and has one checksum. On flash a unit
+has two extents. The first contains the weights as they are streamed. The second contains the state:
+per block, the parts of the format that are not streamed (low halves of split masters), then each
+role of the optimizer.
 
-A trainable unit has several *places*, each with room for both extents. An update goes to the next
-place, never over what a durable step may need.
+A trainable unit has several *places*, each with space for both extents. An update is written to the
+next place, never over data that a durable step may need.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ from penstock.store.roles import MASTER, Role
 from penstock.weight_formats import DENSE, FORMATS, SPLIT, WeightFormat
 
 BLOCK_ELEMENTS = 1 << 19
-"""5 MiB of state under AdamW: enough for full speed, and in the cache from check to update."""
+"""5 MiB of state under AdamW: large enough for full speed, small enough to stay in the cache
+between checksum and update."""
 
-_PAD_ELEMENTS = ALIGNMENT_BYTES // 2  # so that halves of a block are aligned on flash
+_PAD_ELEMENTS = ALIGNMENT_BYTES // 2  # halves of a block are then aligned on flash
 _WEIGHT_PAD = 32
 
 
@@ -47,9 +49,10 @@ class Block:
 
 @dataclass(frozen=True)
 class Unit:
-    """Weights of one stage that are treated alike; `begins` are their first elements.
+    """Weights of one stage that are treated alike; `begins` are their first elements in the unit.
 
-    `origins` say, of pieces of weights, at which elements of these they begin.
+    For pieces of weights, `origins` are the elements of the whole weights at which the pieces
+    begin.
     """
 
     index: int
@@ -74,12 +77,12 @@ class Unit:
 
     @property
     def is_updated(self) -> bool:
-        """Whether a step changes it: it is trained, and its weights are not all empty."""
+        """Whether a step changes the unit: its weights are trained, and not all empty."""
         return self.trainable and self.elements > 0
 
     @property
     def stream_width(self) -> int:
-        """Bytes of an element as it streams."""
+        """Bytes per streamed element."""
         return self.format.stream.width
 
     @property
@@ -87,11 +90,12 @@ class Unit:
         return self.elements * self.stream_width
 
     def role(self, name: str) -> Role:
-        """Return the role of this name; a weight has one value per element."""
+        """Return the role of this name; the weight itself has one value per element."""
         return next((role for role in self.roles if role.name == name), Role(MASTER))
 
     def state_bytes(self, elements: int) -> int:
-        """Bytes of a block's part that does not stream: the format's, and the optimizer's roles."""
+        """Bytes of a block's part that is not streamed: parts of the format, and roles of the
+        optimizer."""
         size = self.format.rest_width * elements + sum(r.bytes(elements) for r in self.roles)
         return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
@@ -114,17 +118,17 @@ class Unit:
         ]
 
     def stream_offset(self, place: int, element: int = 0) -> int:
-        """Return where an element's stream value lies in the file."""
+        """Return the file offset of an element's streamed value."""
         return self.offset + place * self.place_bytes + element * self.stream_width
 
     def state_offset(self, place: int, block: Block) -> int:
-        """Return where a block's state lies in the file."""
+        """Return the file offset of a block's state."""
         state = self.offset + place * self.place_bytes + self.stream_bytes
         return state + block.number * self.state_bytes(self.block_elements)
 
     def pieces(self, block: Block) -> list[tuple[str, int, int, int]]:
-        """Return the parts of weights within a block: name, begin and end in the unit, begin in
-        the weight."""
+        """Return the parts of weights within a block: name, begin and end in the unit, begin in the
+        weight."""
         found = []
         for name, begin, size in zip(self.names, self.begins, self.sizes, strict=True):
             first, last = max(begin, block.begin), min(begin + size, block.end)
@@ -147,7 +151,8 @@ class FlashLayout:
     ) -> FlashLayout:
         """Lay out a program whose trainable weights have these roles of state.
 
-        `block_elements` is a multiple of 2048, so that every part of a block can be read directly.
+        `block_elements` is a multiple of 2048, so that every part of a block can be read with
+        direct I/O.
         """
         uses = Counter(name for stage in program.stages for name in stage.weights)
         groups: dict[tuple[int, WeightFormat, bool, bool], list[str]] = {}
@@ -173,13 +178,14 @@ class FlashLayout:
     def from_description(
         cls, described: Sequence[Mapping[str, Any]], keep_steps: int, block_elements: int
     ) -> FlashLayout:
-        """Lay out what `described` of another layout says."""
+        """Restore a layout from its `described` form."""
         units: list[Unit] = []
         offset = 0
         for index, group in enumerate(described):
             shapes = tuple(tuple(shape) for shape in group["weights"].values())
             roles = tuple(Role(**role) for role in group["roles"])
-            # At a cache line, and where values are shared by neighbours, at the first of these.
+            # Begin at a cache line. If neighbours share values, begin at the first of these
+            # neighbours.
             pad = max(_WEIGHT_PAD, *(role.group for role in roles), 1)
             begins, end = [], 0
             for shape in shapes:
@@ -216,11 +222,11 @@ class FlashLayout:
         }
 
     def unit(self, name: str) -> Unit:
-        """Return the unit in which a weight lies."""
+        """Return the unit that contains a weight."""
         return self.units[self.unit_of[name]]
 
     def units_of(self, names: Iterable[str]) -> list[int]:
-        """Return the units in which weights lie, each once, in this order."""
+        """Return the units that contain the weights, each once, in this order."""
         return list(dict.fromkeys(self.unit_of[name] for name in names))
 
     def begin_of(self, name: str) -> int:
@@ -229,7 +235,7 @@ class FlashLayout:
         return unit.begins[unit.names.index(name)]
 
     def described(self) -> list[dict[str, Any]]:
-        """Return plain data that says all of this, for the journal's first record."""
+        """Return the layout as plain data, for the journal's first record."""
         return [
             {
                 "stage": unit.stage,
@@ -245,16 +251,17 @@ class FlashLayout:
 
 
 def described_format(unit: Mapping[str, Any]) -> WeightFormat:
-    """Return the format that the description of a unit says."""
+    """Return the format in the description of a unit."""
     if "format" in unit:
         return FORMATS[unit["format"]]
     return SPLIT if unit["split"] else DENSE
 
 
 def _described_format(weight_format: WeightFormat) -> dict[str, Any]:
-    """Return the entry of a description that says a unit's format.
+    """Return the description's entry for a unit's format.
 
-    The two formats of the first releases are said as these said them, and read them.
+    The two formats of the first releases keep their first spelling, so that those releases can read
+    the description.
     """
     if weight_format in (DENSE, SPLIT):
         return {"split": weight_format is SPLIT}
@@ -262,6 +269,6 @@ def _described_format(weight_format: WeightFormat) -> dict[str, Any]:
 
 
 def _origins(begins: Mapping[str, int]) -> dict[str, dict[str, int]]:
-    """Return the entry of a description that says where pieces begin; whole weights need none."""
+    """Return the description's entry for where pieces begin; empty for whole weights."""
     pieces = {name: begin for name, begin in begins.items() if begin}
     return {"origins": pieces} if pieces else {}

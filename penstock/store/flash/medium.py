@@ -1,8 +1,8 @@
-"""The files of the flash tier: direct I/O where the file system allows it, and faults for tests.
+"""The files of the flash tier: direct I/O if the file system supports it, and failpoints for tests.
 
-Direct I/O leaves the page cache, and the processor, to the computation: at full rate it slows a
-product of matrices by 2 %, buffered I/O by 17 % and more. Memory, offset and length must then be
-multiples of `ALIGNMENT_BYTES`, which the layout sees to.
+Direct I/O leaves the page cache and the processor to the computation: at full rate it slows a
+matrix product by 2 %, buffered I/O by 17 % or more. Memory, offset and length must be multiples of
+`ALIGNMENT_BYTES`; the layout ensures this.
 """
 
 import errno
@@ -21,9 +21,9 @@ class ExtentFile:
     """A file of fixed size, read and written in aligned pieces from several threads.
 
     Raises:
-        CorruptionError: the file that should be there is not, is shorter, or is no plain file.
-        StorageError: the system refuses to open the file that is there.
-        OSError: the system refuses to make the file.
+        CorruptionError: an expected file is missing, too short, or not a regular file.
+        StorageError: the system refuses to open an existing file.
+        OSError: the system refuses to create the file.
     """
 
     def __init__(self, path: Path, size_bytes: int, *, create: bool) -> None:
@@ -35,7 +35,8 @@ class ExtentFile:
         self._descriptor = _open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
             if size_bytes:
-                # Takes the blocks now, so that a full disk is met here and not in mid-run.
+                # Allocates the blocks now, so that a full disk is found here and not during the
+                # run.
                 os.posix_fallocate(self._descriptor, 0, size_bytes)
         except BaseException:
             self.close()
@@ -46,7 +47,7 @@ class ExtentFile:
         """Fill `into`, uint8 and contiguous, from `offset` on.
 
         Raises:
-            StorageError: the file ends before that, or the system reports an error.
+            StorageError: the file ends too early, or the system reports an error.
         """
         done = 0
         while done < into.nbytes:
@@ -71,7 +72,7 @@ class ExtentFile:
             done += write_at(self._descriptor, data[done:], offset + done)
 
     def sync(self) -> None:
-        """Wait until what was written is on the medium; an error is final (`durable.sync`)."""
+        """Wait until all writes are on the medium; an error is final (`durable.sync`)."""
         durable.sync_data(self._descriptor)
 
     def close(self) -> None:
@@ -82,12 +83,12 @@ class ExtentFile:
 
 
 def read_at(descriptor: int, into: np.ndarray, offset: int) -> int:
-    """Read once; tests put faults here."""
+    """Read once; tests inject faults here."""
     return os.preadv(descriptor, [into.data], offset)
 
 
 def write_at(descriptor: int, data: np.ndarray, offset: int) -> int:
-    """Write once; tests put faults here."""
+    """Write once; tests inject faults here."""
     return os.pwrite(descriptor, data.data, offset)
 
 
@@ -113,7 +114,8 @@ def _open_existing(path: Path, size_bytes: int) -> int:
 
 
 def _open(path: Path, flags: int) -> int:
-    """Open for direct I/O, or through the page cache where the file system has none."""
+    """Open for direct I/O, or through the page cache if the file system does not support direct
+    I/O."""
     direct = getattr(os, "O_DIRECT", 0)
     if direct:
         try:

@@ -1,10 +1,10 @@
-"""The three threads of a flash store, and what they share.
+"""The three threads of a flash store and their shared state.
 
-The *reader* brings weights and blocks of state in, in the order in which they will be needed; the
-*updater* makes the pending updates; the *writer* takes what was updated to fresh places, and seals
-steps in the journal behind all that was written before. What they share is under one lock, and
-whoever waits is woken when any of it changes. An error in a thread stops all three and is raised
-to the caller.
+The *reader* reads weights and blocks of state in the order in which they are needed. The *updater*
+applies the pending updates. The *writer* writes updated blocks to new places, and seals steps in
+the journal after all earlier writes. One lock guards the shared state; every waiting thread is
+woken when the state changes. An error in a thread stops all three threads and is raised to the
+caller.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from penstock.store.flash.version import Version, checksum
 from penstock.store.interface import FlashTraffic
 
 Update = Callable[[Unit, Block, np.ndarray, np.ndarray, np.ndarray | None], None]
-"""Updates one block in place: of a unit, which block, its frame whole, the block's state, and its
-gradient if that was on flash."""
+"""Updates one block in place. Arguments: the unit, the block, the unit's whole frame, the block's
+state, and the block's gradient if it was on flash."""
 
 
 class Pipeline:
-    """Brings units in, updates them and takes them out. Its methods are called by one thread.
+    """Reads, updates and writes units. Its methods are called by one thread.
 
     Args:
-        frames: which weights are in memory.
-        state: which blocks of the optimizer's state are.
-        spill: where the gradients are that are not in memory.
-        update: makes the update of a block; called by the updater.
+        frames: the weights in memory.
+        state: the blocks of optimizer state in memory.
+        spill: the gradients on flash.
+        update: computes the update of a block; called by the updater.
         keep_steps: durable steps that the journal keeps.
     """
 
@@ -72,32 +72,32 @@ class Pipeline:
         self._apply = update
         self._keep = keep_steps
         self._slabs = deque(spill.slabs)
-        self._dirty: dict[int, list[list[bytes]]] = {}  # units newer than flash, their checksums
-        self._made: dict[int, list[list[bytes]]] = {}  # of units, checksums of their last update
+        self._dirty: dict[int, list[list[bytes]]] = {}  # checksums of units newer than on flash
+        self._made: dict[int, list[list[bytes]]] = {}  # checksums of each unit's last update
         self._update_threads = numba.get_num_threads()
-        self.compute = threading.Lock()  # kernels must not run side by side
+        self.compute = threading.Lock()  # kernels must not run concurrently
         self._changed = threading.Condition()
         self._error: BaseException | None = None
         self._closing = False
         self._reads_ahead = False
-        self._awaiting: set[int] = set()  # units whose update is not yet made
-        self._pass: deque[tuple[Unit, Block]] = deque()  # blocks that the reader has yet to bring
-        self._updating: set[int] = set()  # units of which some blocks have been given out
-        self._unwritten: set[int] = set()  # units that the writer has yet to take out
-        # Gradients that it has yet to take out, by unit: a step that is replayed gives it more.
+        self._awaiting: set[int] = set()  # units with a pending update
+        self._pass: deque[tuple[Unit, Block]] = deque()  # blocks that the reader must still read
+        self._updating: set[int] = set()  # units that are partly handed to the updater
+        self._unwritten: set[int] = set()  # units that the writer must still write
+        # Gradients that the writer must still write, by unit; a replayed step adds to them.
         self._spilling: Counter[int] = Counter()
-        self._seals = 0  # steps that it has yet to seal
-        self._goes_out = True  # whether what the present pass updates is written
+        self._seals = 0  # steps that the writer must still seal
+        self._goes_out = True  # whether the updates of the present pass are written
         self._is_reading = False
         self._arriving: set[int] = set()  # units whose frame is being filled
         self._demanded: Sequence[int] = ()
-        self._hurried = False  # the caller waits for updates, whatever must leave for them
+        self._hurried = False  # the caller waits for updates: any unit may be evicted
         self._in_use: deque[set[int]] = deque([set(), set()], maxlen=2)
         self._read_bytes = self._written_bytes = 0
         self._waited_seconds = 0.0
         self._to_update: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._to_write: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._writing = 0  # jobs that the writer has yet to finish
+        self._writing = 0  # unfinished jobs of the writer
         self._threads = [
             threading.Thread(target=self._guarded, args=(work,), name=name, daemon=True)
             for name, work in (
@@ -109,15 +109,15 @@ class Pipeline:
         for thread in self._threads:
             thread.start()
 
-    # What the store asks for
+    # Called by the store
 
     def visit(self, stage: int) -> None:
-        """Note that the sweep has come to a stage."""
+        """Record that the sweep has reached a stage."""
         with self._changed:
             self._frames.visit(stage)
 
     def bring(self, units: Sequence[int]) -> list[np.ndarray]:
-        """Return the frames of units, updated; good until the second call after this one."""
+        """Return the frames of units, updated; valid until the second call after this one."""
         with self._changed:
             self._reads_ahead = True
             self._in_use.append(set(units))
@@ -132,7 +132,7 @@ class Pipeline:
     def begin_pass(self, units: Sequence[Unit], goes_out: bool) -> None:
         """Begin to update units, in this order, in the background.
 
-        Where it need not go out, what is in memory whole between the steps is not written.
+        If `goes_out` is false, units that stay completely in memory between steps are not written.
         """
         with self._changed:
             self._goes_out = goes_out
@@ -141,7 +141,7 @@ class Pipeline:
             self._changed.notify_all()
 
     def finish_pass(self) -> None:
-        """Wait until all updates are made. Frames that were brought before are good no more."""
+        """Wait until all updates are applied. Frames returned before are no longer valid."""
         with self._changed:
             self._hurried = True
             self._in_use.extend([set(), set()])
@@ -150,7 +150,7 @@ class Pipeline:
             self._hurried = False
 
     def write_out(self) -> None:
-        """Let the writer take out what is newer than flash. Only after `finish_pass`."""
+        """Let the writer write all units that are newer than on flash. Only after `finish_pass`."""
         with self._changed:
             for index, checks in self._dirty.items():
                 unit = self._layout.units[index]
@@ -161,13 +161,13 @@ class Pipeline:
             self._dirty.clear()
 
     def slab(self) -> np.ndarray:
-        """Return a slab for a unit's gradients, when one is free; it comes back by `spill`."""
+        """Wait for a free slab for a unit's gradients and return it; `spill` gives it back."""
         with self._changed:
             self._wait(lambda: bool(self._slabs))
             return self._slabs.popleft()
 
     def spill(self, unit: Unit, slab: np.ndarray) -> None:
-        """Let the writer take a unit's gradients to flash."""
+        """Let the writer write a unit's gradients to flash."""
         with self._changed:
             self._spilling[unit.index] += 1
             self._hand_to_writer(("gradient", unit, slab))
@@ -179,23 +179,23 @@ class Pipeline:
 
     @property
     def is_updated(self) -> bool:
-        """Whether no unit awaits its update."""
+        """Whether no unit has a pending update."""
         with self._changed:
             return not self._awaiting
 
     def seal(self, step: int, extra: Mapping[str, Any]) -> None:
-        """Let the writer make a step durable, behind all that it has been given."""
+        """Let the writer make a step durable, after all earlier jobs."""
         with self._changed:
             self._seals += 1
             self._hand_to_writer(("seal", step, dict(extra)))
 
     def wait_for_seals(self) -> None:
-        """Wait until every step that was to be made durable is."""
+        """Wait until all requested steps are durable."""
         with self._changed:
             self._wait(lambda: self._seals == 0)
 
     def compared(self) -> list[tuple[str, str]]:
-        """Return checksums of all units as they were last updated, wherever they are now."""
+        """Return checksums of all units as of their last update, in memory or on flash."""
         with self._changed:
             self._wait(lambda: not self._awaiting)
             found = []
@@ -207,12 +207,13 @@ class Pipeline:
             return found
 
     def drain(self) -> None:
-        """Wait until the writer has done all that it was given."""
+        """Wait until the writer has finished all its jobs."""
         with self._changed:
             self._wait(lambda: self._writing == 0)
 
     def forget(self) -> None:
-        """Drop what is in memory: what is on flash will be written anew. Only after `drain`."""
+        """Drop the content of memory: the content of flash will be overwritten. Only after
+        `drain`."""
         with self._changed:
             self._reads_ahead = False
             self._changed.notify_all()
@@ -225,7 +226,7 @@ class Pipeline:
             self._made.clear()
 
     def take_traffic(self) -> FlashTraffic:
-        """Return what moved, and what the caller waited, since the last call."""
+        """Return the bytes moved and the caller's waiting time since the last call."""
         with self._changed:
             taken = FlashTraffic(self._read_bytes, self._written_bytes, self._waited_seconds)
             self._read_bytes = self._written_bytes = 0
@@ -233,7 +234,7 @@ class Pipeline:
         return taken
 
     def close(self) -> None:
-        """Stop the threads; what the writer was given it still writes."""
+        """Stop the threads; the writer finishes the jobs that it has."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -248,7 +249,7 @@ class Pipeline:
             self._file.write(offset, data)
 
     def seal_now(self, step: int, extra: Mapping[str, Any]) -> None:
-        """Make a step durable: its extents, then the record that names them."""
+        """Make a step durable: sync its extents, then append the record that names them."""
         failpoints.point("flash.before_sync")
         record = self._version.record(step, extra)
         with files.storage_errors(self._file.path.parent, len(record.blob)):
@@ -279,7 +280,7 @@ class Pipeline:
                 self._changed.notify_all()
 
     def _wait(self, is_so: Callable[[], bool]) -> None:
-        """Wait for a condition under the lock; raise what stopped a thread."""
+        """Wait for a condition under the lock; raise the error of a stopped thread."""
         if not is_so():
             started = time.perf_counter()
             self._changed.wait_for(lambda: self._error is not None or is_so())
@@ -318,7 +319,8 @@ class Pipeline:
         return job
 
     def _choose(self) -> Callable[[], None] | None:
-        """Choose what to read: what is waited for, then what the updates need, then ahead."""
+        """Choose the next read: first what the caller waits for, then the updates' input, then
+        read-ahead."""
         if self._closing or self._error is not None:
             return None
         units = self._layout.units
@@ -340,7 +342,7 @@ class Pipeline:
 
     def _for_the_pass(self, unit: Unit, block: Block) -> Callable[[], None] | None:
         if unit.index in self._unwritten or self._spilling[unit.index]:
-            return None  # the state of the step before, or the gradient, is still on its way out
+            return None  # the previous step's state, or the gradient, is still being written
         if unit.index not in self._frames:
             if self._make_room(unit.index, patient=not self._hurried):
                 return partial(self._fill_frame, unit)
@@ -356,10 +358,10 @@ class Pipeline:
         return partial(self._bring_block, unit, block, buffer, is_there)
 
     def _ahead_of_the_pass(self) -> Callable[[], None] | None:
-        """State that the next pass will need first, as far as there is memory for it."""
+        """Read state that the next pass needs first, as far as memory allows."""
         missing = self._state.first_missing()
         if self._awaiting or missing is None or missing[0].index in self._unwritten:
-            return None  # and none behind it: the pass would wait for what they took
+            return None  # no later block: the pass would wait for its memory
         buffer = self._state.take(*missing)
         return None if buffer is None else partial(self._hold, *missing, buffer)
 
@@ -386,9 +388,9 @@ class Pipeline:
             self._changed.notify_all()
 
     def _bring_block(self, unit: Unit, block: Block, buffer: np.ndarray, is_there: bool) -> None:
-        """Hand a block to the updater, with its gradient if that is on flash.
+        """Hand a block to the updater, with its gradient if the gradient is on flash.
 
-        The updater checks what was read: it is in the cache then for the update.
+        The updater verifies the checksum, so that the data is in its cache for the update.
         """
         data, gradient = self._parts(unit, block, buffer)
         if not is_there:
@@ -410,7 +412,8 @@ class Pipeline:
     def _parts(
         self, unit: Unit, block: Block, buffer: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return the parts of a buffer: a block's state, and its gradient if that is on flash."""
+        """Return the parts of a buffer: a block's state, and its gradient if the gradient is on
+        flash."""
         end = unit.state_bytes(block.elements)
         gradient = None
         if unit in self._spill:
@@ -420,8 +423,8 @@ class Pipeline:
     # The updater
 
     def _update(self) -> None:
-        # As many as compute beside it: one alone would take a core from one of these, and the
-        # others would wait for that one at the end of every loop.
+        # As many threads as compute concurrently. A single thread would take a core from one of the
+        # computing threads, and the others would wait for that thread at the end of every loop.
         numba.set_num_threads(self._update_threads)
         checks: list[list[bytes]] = [[], []]
         while (job := self._to_update.get()) is not None:

@@ -1,8 +1,8 @@
-"""All that a store on flash holds, block by block as it lies there, in numbered portions.
+"""The content of a flash store, block by block as it lies on flash, in numbered portions.
 
-A block is read once and checked by its checksum; where it is written it is gathered in memory for
-one block, and its checksum is made anew. Two stores whose blocks have the same checksums hold the
-same.
+A block is read once and compared with its checksum. On the writing side a block is assembled in
+memory and its checksum is computed anew. Two stores whose blocks have the same checksums have the
+same content.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _STREAM, _STATE = 0, 1
 
 @dataclass(frozen=True)
 class _Portion:
-    """Bytes `begin` to `end` of what streams of a block, or of its state."""
+    """Bytes `begin` to `end` of a block's streamed values, or of its state."""
 
     unit: Unit
     block: Block
@@ -33,15 +33,15 @@ class _Portion:
 
     @property
     def of(self) -> tuple[int, int, int]:
-        """Which half of which block it is of."""
+        """The half of the block that the portion belongs to."""
         return self.unit.index, self.block.number, self.half
 
 
 class BlockPortions:
-    """The portions of a store on flash, in the order of its blocks.
+    """The portions of a flash store, in the order of its blocks.
 
     Args:
-        version: where the blocks lie, and their checksums.
+        version: the places of the blocks, and their checksums.
         put: writes to the file, at an offset.
     """
 
@@ -55,19 +55,19 @@ class BlockPortions:
         self._version, self._put = version, put
         self._portions = list(_cut(layout, portion_bytes))
         self._read_half: tuple[tuple[int, int, int], np.ndarray] | None = None
-        self._next = 0  # the portion that is to be written next
+        self._next = 0  # the next portion to write
         self._gathered: list[np.ndarray] = [np.empty(0, np.uint8)] * 2
-        self._checks: list[list[bytes]] = [[], []]  # of the unit that is being written
+        self._checks: list[list[bytes]] = [[], []]  # checksums of the unit that is being written
 
     @property
     def sizes(self) -> Sequence[int]:
-        """Their bytes."""
+        """The number of bytes of each portion."""
         return [portion.end - portion.begin for portion in self._portions]
 
     def read(self, number: int) -> np.ndarray:
-        """Return a portion; the half of a block that it is of is read whole, once, and checked.
+        """Return a portion; its half of a block is read completely, once, and verified.
 
-        **Raises:** `CorruptionError` if its bytes have changed.
+        **Raises:** `CorruptionError` if the bytes have changed.
         """
         portion = self._portions[number]
         if self._read_half is None or self._read_half[0] != portion.of:
@@ -78,11 +78,11 @@ class BlockPortions:
         return self._read_half[1][portion.begin : portion.end]
 
     def write(self, number: int, data: np.ndarray) -> None:
-        """Take the next portion; a half of a block goes to its next place when it is whole.
+        """Accept the next portion; a complete half of a block is written to its next place.
 
         Raises:
-            RuntimeError: it is not the next.
-            ValueError: it has another size.
+            RuntimeError: the portion is not the next one.
+            ValueError: the portion has another size.
         """
         if number != self._next:
             raise RuntimeError(f"portion {self._next} comes next, {number} came")
@@ -111,7 +111,7 @@ class BlockPortions:
             self._checks = [[], []]
 
     def checksum(self) -> str:
-        """Return a checksum of the checksums of all blocks."""
+        """Return a checksum over the checksums of all blocks."""
         return xxhash.xxh3_128_hexdigest(self._version.checksums)
 
 

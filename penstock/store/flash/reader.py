@@ -1,4 +1,4 @@
-"""Looking at a flash store without opening it for training: what it holds, whether it is whole."""
+"""Read access to a flash store without opening it for training: its content and its integrity."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ from penstock.store.roles import Role
 from penstock.weight_formats import BFLOAT16
 
 MOST_BLOCK_ELEMENTS = 1 << 28
-"""A block is read whole, so a journal that was made up may not ask for more than this."""
+"""A block is read completely into memory, so a forged journal may not ask for more than this."""
 
 
 class FlashReader(StepsReader):
-    """The durable steps of the one store, or the one shard, in `folder`.
+    """The durable steps of the single store, or the single shard, in `folder`.
 
-    With `despite_damage`, those whose record is whole, though the journal's bytes have changed.
+    With `despite_damage`, the steps whose record is intact, although the journal's bytes have
+    changed.
 
     Raises:
         ConfigError: there is no store, or its format is newer.
         CorruptionError: the journal's bytes have changed.
-        StorageError: a process has it open for writing.
+        StorageError: a process has the store open for writing.
     """
 
     def __init__(self, folder: Path, despite_damage: bool = False) -> None:
@@ -75,7 +76,8 @@ class FlashReader(StepsReader):
 
     @property
     def pieces(self) -> dict[str, tuple[int, int]]:
-        """Which elements of every weight it holds, as begin and end: all, but for a shard."""
+        """The elements of every weight in this store, as begin and end; all of them unless it is a
+        shard."""
         return {
             name: (origin, origin + size)
             for unit in self._layout.units
@@ -84,7 +86,7 @@ class FlashReader(StepsReader):
 
     @property
     def store_id(self) -> object:
-        """Which store it is a shard of, as far as it says."""
+        """The store that this shard belongs to, as far as the journal says."""
         return self._first.content.get("store")
 
     def group(self, name: str, role: str) -> int:
@@ -102,13 +104,13 @@ class FlashReader(StepsReader):
         self.version(step).verify()
 
     def repair(self) -> int:
-        """As every `repair`; what is listed then is whole, and stays so.
+        """As every `repair`: the steps listed afterwards are intact.
 
-        Older steps go whose places have been used again, or are the next to be.
+        Older steps are removed if their places have been reused, or are the next to be written.
         """
         if not self.whole_steps:
             if not self._records:
-                read_records(self._journal)  # raises where the journal is damaged
+                read_records(self._journal)  # raises if the journal is damaged
                 raise self._none_durable()
             raise CorruptionError(
                 f"{self.folder}: no durable step is whole; restore it from an export"
@@ -117,13 +119,13 @@ class FlashReader(StepsReader):
 
     @property
     def whole_steps(self) -> list[int]:
-        """The durable steps of which every byte is as it was written, oldest first."""
+        """The durable steps whose bytes are all unchanged, oldest first."""
         return [recorded_step(self._journal, record)[0] for record in self._whole_records]
 
     def go_back(self, step: int) -> int:
         """Make one of `whole_steps` the newest; return it.
 
-        Of those before, the ones stay whose places are not the next to be written.
+        Earlier steps stay if their places are not the next to be written.
         """
         whole: list[Record] = []
         for record in reversed(self._whole_records):
@@ -165,9 +167,9 @@ class FlashReader(StepsReader):
         return True
 
     def version(self, step: int) -> Version:
-        """Return the state of a durable step, to be read piece by piece."""
+        """Return the state of a durable step, to be read in pieces."""
         if step not in self._versions:
-            # A step that was restored over itself has two records; the later one counts.
+            # A step that was restored over itself has two records; the later record counts.
             later = self._steps[::-1].index(step)
             self._versions[step] = self._version_of(self._records[-1 - later])
         return self._versions[step]
@@ -183,14 +185,14 @@ def _read_records(journal: Path) -> list[Record]:
 
 
 def _layout(journal: Path, content: Mapping[str, Any]) -> FlashLayout:
-    """Return what a journal's first record describes, which need not be sound."""
+    """Return the description in a journal's first record; the description may be invalid."""
     try:
         keep, block = content["keep_steps"], content["block_elements"]
         _require_count(keep, 1, 2**31)
         _require_count(block, 1, MOST_BLOCK_ELEMENTS)
         for unit in content["units"]:
             for name, shape in unit["weights"].items():
-                name.encode()  # half a surrogate pair is text in JSON, and nowhere else
+                name.encode()  # JSON can contain half a surrogate pair, UTF-8 cannot
                 _require_count(len(shape), 0, 64)
                 for length in shape:
                     _require_count(length, 0, 2**63)
@@ -199,7 +201,7 @@ def _layout(journal: Path, content: Mapping[str, Any]) -> FlashLayout:
                 _ = unit["weights"][name]
             for role in unit["roles"]:
                 _require_count(role["group"], 1, MOST_BLOCK_ELEMENTS)
-                _ = Role(role["name"], role["dtype"]).torch  # one of the types that there are
+                _ = Role(role["name"], role["dtype"]).torch  # one of the known types
         return FlashLayout.from_description(content["units"], keep, block)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CorruptionError(
@@ -213,10 +215,10 @@ def _require_count(found: object, least: int, most: int) -> None:
 
 
 def bfloat16_units(journal: Path, content: Mapping[str, Any]) -> set[str]:
-    """Return the weights that a journal's first record describes as bfloat16.
+    """Return the weights that are bfloat16 according to a journal's first record.
 
     Raises:
-        CorruptionError: it does not describe a store.
+        CorruptionError: the record does not describe a store.
     """
     units = _layout(journal, content).units
     return {name for unit in units if unit.format is BFLOAT16 for name in unit.names}

@@ -1,4 +1,4 @@
-"""A store on flash in shards, each in a folder of its own, durable together."""
+"""A flash store in shards, each in its own folder; a step is durable when all shards have it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from penstock.store.sharding import ShardMap
 
 
 class DurableStore(Store, Protocol):
-    """A store that survives by itself: on flash, whole or in shards (`FlashStore`)."""
+    """A store that is durable without checkpoints: on flash, in one part or in shards
+    (`FlashStore`)."""
 
     @property
     def is_new(self) -> bool: ...
@@ -35,20 +36,22 @@ class DurableStore(Store, Protocol):
 class ShardedFlashStore(ShardedStore):
     """A `ShardedStore` on flash; it opens at the newest durable step that all shards hold.
 
-    A step is sealed in every shard by itself. No shard can seal the next before all have sealed
-    it, since a commit waits for the seals before it in all of them: shards are never more than one
-    durable step apart, and with `keep_steps` of 2 or more there is one that all hold.
+    Each shard seals a step by itself. A commit waits for the previous step's seals in all shards,
+    so no shard can seal the next step before all shards have sealed the present one. Shards are
+    therefore never more than one durable step apart, and with `keep_steps` of 2 or more all shards
+    share one.
 
     Args:
         program, shard_map, roles, rule: as for `ShardedStore`.
-        folder: where the shards' folders are, or are to be.
-        openers: for each shard, what opens its store, given the folder that it is in.
-        replicas: how many folders of each shard they open.
+        folder: the parent folder of the shards' folders.
+        openers: for each shard, the function that opens its store in a given folder.
+        replicas: number of folders of each shard that the openers open.
 
     Raises:
-        OtherStoreError: the folder holds another number of shards, or the store of another model.
-        CorruptionError: the shards are of different stores, hold no durable step in common, or
-            replicas differ.
+        OtherStoreError: the folder contains another number of shards, or the store of another
+            model.
+        CorruptionError: the shards belong to different stores, share no durable step, or replicas
+            differ.
     """
 
     def __init__(
@@ -82,36 +85,37 @@ class ShardedFlashStore(ShardedStore):
 
     @property
     def is_new(self) -> bool:
-        """Whether it holds no durable step yet, so that weights must be loaded."""
+        """Whether the store has no durable step yet, so that weights must be loaded."""
         return any(shard.is_new for shard in self._on_flash)
 
     @property
     def durable_step(self) -> int | None:
-        """The step that would be found after a crash now; None before the first."""
+        """The step that a restart after a crash would find; None before the first."""
         steps = [shard.durable_step for shard in self._on_flash]
         known = [step for step in steps if step is not None]
         return min(known) if len(known) == len(steps) else None
 
     @property
     def extra(self) -> Mapping[str, Any]:
-        """What was kept with the present step."""
+        """The data kept with the present step."""
         return self._on_flash[0].extra
 
     def make_durable(self) -> None:
-        """Return when the present step would be found after a crash."""
+        """Return when the present step is durable."""
         self._require_whole()
         for shard in self._on_flash:
             shard.make_durable()
 
     def begin_restore(self) -> None:
-        """Forget everything (`Store.begin_restore`); only while nothing is durable yet.
+        """Discard everything (`Store.begin_restore`); only while no step is durable.
 
-        A crash between two shards would leave them at steps that have the same number only.
+        A crash between two shards would leave shards whose steps have the same number and different
+        content.
         """
         if self.durable_step is not None:
             raise RuntimeError("a store in shards on flash is filled once: use a new folder")
         super().begin_restore()
 
     def close(self) -> None:
-        """Stop the threads and let go of the files; what is not durable yet is given up."""
+        """Stop the threads and close the files; steps that are not durable yet are lost."""
         self._opened.close()

@@ -1,4 +1,4 @@
-"""Looking at a store in shards on flash: the readers of all shards, as one."""
+"""Read access to a sharded flash store: the readers of all shards, as one."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class ShardedReader(StepsReader):
     """The durable steps that all shards hold.
 
     Raises:
-        ConfigError: a shard holds no store yet, or its format is newer.
-        CorruptionError: a journal's bytes have changed, or the shards do not make up a whole.
+        ConfigError: a shard contains no store yet, or its format is newer.
+        CorruptionError: a journal's bytes have changed, or the shards do not form a complete store.
         StorageError: a process has the store open for writing.
     """
 
@@ -97,7 +97,8 @@ class ShardedReader(StepsReader):
         return any(reader.has_damaged_journal for reader in self._readers)
 
     def repair(self) -> int:
-        """As every `repair`, in all shards: to the newest durable step that is whole in each."""
+        """As every `repair`, in all shards: roll back to the newest durable step that is intact in
+        each."""
         whole = set.intersection(*(set(reader.whole_steps) for reader in self._readers))
         if not whole:
             if not any(reader.steps for reader in self._readers):

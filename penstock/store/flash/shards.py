@@ -1,12 +1,13 @@
-"""A folder on flash that holds a store in shards: `shards.json`, and a folder per shard.
+"""A folder on flash that contains a sharded store: `shards.json`, and one folder per shard.
 
-Every shard has a journal of its own, and a crash between two of them leaves some at the newest
-durable step and others at the one before. They agree on the newest that all hold: those that are
-ahead go back, before anything is opened. A shard may have replicas, each in a folder beside its
-own: it holds a step if one of these does, and those that do not are given a copy later.
+Every shard has its own journal. A crash between two shards leaves some at the newest durable step
+and others at the previous one. All shards must open at the newest step that every shard holds:
+shards that are ahead are rolled back before any shard is opened. A shard may have replicas, each in
+a folder beside its own. A shard holds a step if one of its replicas holds it; the other replicas
+receive a copy later.
 
-That shards belong together is known by the store's name, drawn when it is made: `shards.json` has
-it, and every shard's journal. Stores that were made before there were names have none anywhere.
+The store's name, drawn at creation, identifies the shards of one store: the name is in
+`shards.json` and in every shard's journal. Stores of releases before these names have none.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ _ID = re.compile(r"[0-9a-f]{32}")
 
 @dataclass(frozen=True)
 class Shards:
-    """What `shards.json` says: the number of shards, and the shapes of the whole weights.
+    """The content of `shards.json`: the number of shards, and the shapes of the whole weights.
 
-    `store_id` is what the shards know each other by; None for a store of an older release.
+    `store_id` identifies the store in all its shards; None for a store of an older release.
     """
 
     folder: Path
@@ -51,7 +52,7 @@ class Shards:
 
     @classmethod
     def new(cls, folder: Path, count: int, shapes: Mapping[str, tuple[int, ...]]) -> Shards:
-        """Return what a store says that is yet to be made."""
+        """Return the description of a new store."""
         return cls(folder, count, shapes, secrets.token_hex(16))
 
     @property
@@ -60,7 +61,7 @@ class Shards:
 
     @property
     def copies(self) -> list[list[Path]]:
-        """For each shard its folder, and those of its replicas that there are."""
+        """For each shard its folder and the existing folders of its replicas."""
         found = []
         for number in range(self.count):
             first, *others = (shard_folder(self.folder, number, r) for r in range(MOST_REPLICAS))
@@ -68,7 +69,7 @@ class Shards:
         return found
 
     def write(self) -> None:
-        """Put it on disk; durable on return."""
+        """Write the description to disk; durable on return."""
         content = {
             "format": FORMAT,
             "version": VERSION,
@@ -82,12 +83,12 @@ class Shards:
 
 
 def shard_folder(folder: Path, shard: int, replica: int = 0) -> Path:
-    """Return where a shard is, or a replica of it, in the folder of all."""
+    """Return the folder of a shard, or of a replica of it."""
     return folder / f"{_SHARD}{shard}{f'-replica-{replica}' if replica else ''}"
 
 
 def read_shards(folder: Path) -> Shards | None:
-    """Return what a folder says of its shards; None where it holds none.
+    """Return the description of the shards in a folder; None if it contains no shards.
 
     Raises:
         ConfigError: a newer penstock wrote it.
@@ -118,20 +119,20 @@ def read_shards(folder: Path) -> Shards | None:
 
 
 def store_id_of(folder: Path) -> str | None:
-    """Return which store the shard that is made in `folder` is to be of; None where it is whole.
+    """Return the store that a new shard in `folder` belongs to; None if the store is not sharded.
 
     Raises:
-        CorruptionError: what is said of the shards has changed.
+        CorruptionError: the description of the shards has changed.
     """
     shards = read_shards(folder.parent) if folder.name.startswith(_SHARD) else None
     return None if shards is None else shards.store_id
 
 
 def require_one_store(shards: Shards) -> None:
-    """Refuse folders that were put together from different stores.
+    """Reject folders that were put together from different stores.
 
     Raises:
-        CorruptionError: a shard says that it is of another store.
+        CorruptionError: a shard belongs to another store.
     """
     for folder in itertools.chain.from_iterable(shards.copies):
         journal = folder / JOURNAL
@@ -142,7 +143,7 @@ def require_one_store(shards: Shards) -> None:
 
 
 def of_another_store(shards: Shards, folder: Path) -> CorruptionError:
-    """Return the error to raise where a shard is not one of these."""
+    """Return the error for a shard that belongs to another store."""
     return CorruptionError(
         f"{folder} is a shard of another store than the one that {shards.folder / SHARDS} "
         "describes, though of the same model; restore all shards from one copy"
@@ -160,10 +161,10 @@ def _is_shape(found: object) -> bool:
 
 
 def require_shards(folder: Path, count: int) -> Shards | None:
-    """Return what a folder says of its shards, None if it is new or one store.
+    """Return the description of the shards in a folder; None if the folder is new or unsharded.
 
     Raises:
-        OtherStoreError: it holds a store in another number of shards.
+        OtherStoreError: the folder contains a store in another number of shards.
     """
     found = read_shards(folder)
     held = found.count if found else 1 if os.path.lexists(folder / JOURNAL) else None
@@ -193,10 +194,10 @@ def durable_records(folder: Path) -> list[Record]:
 
 
 def common_step(shards: Shards, steps: Sequence[Sequence[int]]) -> int | None:
-    """Return the newest step that all shards hold; None where nothing was trained yet.
+    """Return the newest step that all shards hold; None if no step was trained yet.
 
     Raises:
-        CorruptionError: there is none, though steps were trained.
+        CorruptionError: steps were trained, but no step is held by all shards.
     """
     common = set(steps[0]).intersection(*steps[1:])
     if common:
@@ -214,7 +215,8 @@ def common_step(shards: Shards, steps: Sequence[Sequence[int]]) -> int | None:
 
 
 def recorded_together(shards: Shards) -> dict[str, Any] | None:
-    """Return what was kept with the newest step that all shards hold; None where there is none."""
+    """Return the data kept with the newest step that all shards hold; None if there is no such
+    step."""
     require_one_store(shards)
     found = _recorded(shards)
     step = _common(shards, found)
@@ -226,7 +228,8 @@ def recorded_together(shards: Shards) -> dict[str, Any] | None:
 def whole_folders(shards: Shards) -> list[Path]:
     """Return for each shard the first folder that holds the newest step that all shards hold.
 
-    It is the shard's own where that is not known, because a journal is damaged or nothing is there.
+    If that is unknown, because a journal is damaged or missing, the result is the shard's own
+    folder.
     """
     try:
         found = _recorded(shards)
@@ -240,14 +243,14 @@ def whole_folders(shards: Shards) -> list[Path]:
 
 
 def agree(shards: Shards, replicas: int = 1) -> None:
-    """Let all that are ahead go back to the newest step that all shards hold.
+    """Roll back the shards that are ahead to the newest step that all shards hold.
 
-    Replicas that do not hold it forget what they hold, so that they open as new. Only while no
-    shard is open. A crash on the way does no harm: it is done again.
+    Replicas without this step are emptied, so that they open as new. Only while no shard is open.
+    After a crash on the way, the next open repeats the rollback.
 
     Raises:
-        CorruptionError: no step is held by all shards, or two replicas of it differ.
-        OtherStoreError: more replicas would be needed for that step than there are to be.
+        CorruptionError: no step is held by all shards, or two replicas of the step differ.
+        OtherStoreError: the step requires more replicas than are configured.
     """
     found = _recorded(shards)
     step = _common(shards, found)
@@ -272,7 +275,7 @@ def _common(shards: Shards, found: Mapping[Path, Collection[int]]) -> int | None
 def _require_open(
     shards: Shards, number: int, holding: Sequence[Path], step: int, replicas: int
 ) -> None:
-    """Require that a folder that holds the step will be opened, and that all of them are equal."""
+    """Check that a folder with this step will be opened, and that all such folders are equal."""
     opened = [shard_folder(shards.folder, number, replica) for replica in range(replicas)]
     if not set(opened).intersection(holding):
         raise OtherStoreError(
@@ -292,7 +295,8 @@ def _require_open(
 
 
 def go_back(folder: Path, step: int | None) -> None:
-    """Forget, durably, what a shard holds beyond a step; all of it, for None. While it is shut."""
+    """Durably remove the steps of a shard after `step`; all of them for None. Only while it is
+    closed."""
     kept = [
         record
         for record in durable_records(folder)
@@ -306,13 +310,14 @@ def go_back(folder: Path, step: int | None) -> None:
 
 
 def forget(folder: Path) -> None:
-    """Forget, durably, all that a shard's folder holds, whatever its state. While it is shut."""
+    """Durably remove the whole content of a shard's folder, in any state. Only while it is
+    closed."""
     with files.storage_errors(folder, 0):
         if folder.is_dir():
-            (folder / JOURNAL).unlink(missing_ok=True)  # without it the extents do not count
-            durable.sync_folder(folder)  # though another may have removed it, and was killed then
+            (folder / JOURNAL).unlink(missing_ok=True)  # without the journal the extents are unused
+            durable.sync_folder(folder)  # a killed process may have removed it
 
 
 def recorded_steps(folder: Path) -> dict[int, dict[str, Any]]:
-    """Return the durable steps of a shard, oldest first, and what was kept with each."""
+    """Return the durable steps of a shard, oldest first, and the data kept with each."""
     return dict(recorded_step(folder / JOURNAL, record) for record in durable_records(folder))

@@ -1,7 +1,7 @@
 """Gradients that do not fit in memory: on flash from the backward sweep until their update.
 
-Their file has no name, so that it goes with the process, whatever ends it: gradients are of use
-only until their step is decided and its updates are made.
+Their file has no name, so it disappears with the process, however the process ends. Gradients are
+needed only until their step is decided and its updates are applied.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from penstock.store.flash.version import checksum
 
 
 class GradientSpill:
-    """A place on flash per unit, and the slabs through which gradients go there.
+    """Space on flash per unit, and the slabs through which gradients are written.
 
     `half` says whether gradients are bfloat16 patterns or float32.
     """
@@ -47,7 +47,7 @@ class GradientSpill:
         return unit.index in self._offsets
 
     def arrays(self, unit: Unit, slab: np.ndarray) -> Mapping[str, np.ndarray]:
-        """Return where the gradients of a unit's weights go in a slab."""
+        """Return the parts of a slab for the gradients of a unit's weights."""
         whole = slab[: unit.elements * self._type.itemsize].view(self._type)
         return {
             name: whole[begin : begin + size]
@@ -59,7 +59,7 @@ class GradientSpill:
         return block.elements * self._type.itemsize
 
     def write(self, unit: Unit, slab: np.ndarray) -> int:
-        """Write a unit's gradient, which is in a slab; return its bytes."""
+        """Write a unit's gradient from a slab; return the number of bytes."""
         width = self._type.itemsize
         data = slab[: unit.elements * width]
         checks = [checksum(data[block.begin * width : block.end * width]) for block in unit.blocks]
@@ -69,14 +69,14 @@ class GradientSpill:
         return data.nbytes
 
     def fetch(self, unit: Unit, block: Block, into: np.ndarray) -> None:
-        """Read a block's gradient into memory of `block_bytes`; it is yet to be checked."""
+        """Read a block's gradient into memory of `block_bytes`; the caller must verify it."""
         self._file.read(self._offset(unit, block), into)
 
     def checked(self, unit: Unit, block: Block, data: np.ndarray) -> np.ndarray:
-        """Return what `fetch` has read as the kernels take it.
+        """Return the data that `fetch` read, in the form that kernels take.
 
         Raises:
-            CorruptionError: its bytes have changed, with the place and both checksums.
+            CorruptionError: its bytes have changed; the message gives the place and both checksums.
         """
         expected, found = self._checks[unit.index][block.number], checksum(data)
         if found != expected:
@@ -93,5 +93,5 @@ class GradientSpill:
         return self._offsets[unit.index] + block.begin * self._type.itemsize
 
     def close(self) -> None:
-        """Let go of the file, and of the disk's space."""
+        """Close the file and free its disk space."""
         self._file.close()

@@ -1,4 +1,4 @@
-"""Weights on their way in: a unit goes to flash when all of it has come."""
+"""Loading weights: a unit is written to flash when all its values have arrived."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from penstock.store.roles import MASTER, Role
 
 
 class Staging:
-    """Gathers values in any order of weights and roles; hands over units that are whole.
+    """Gathers values in any order of weights and roles; hands over complete units.
 
-    Memory is taken for units of which some has come and some has not: one, where weights come in
-    the order of the stages.
+    Memory is allocated for units that have arrived in part: one unit, if weights arrive in the
+    order of the stages.
     """
 
     def __init__(self, hand_over: Callable[[StagedUnit], None]) -> None:
@@ -25,13 +25,13 @@ class Staging:
         self._units: dict[int, StagedUnit] = {}
 
     def take(self, unit: Unit, name: str, role: str, begin: int, values: np.ndarray) -> None:
-        """Take values of a unit's weights or state, each once; they are of the weight `name`.
+        """Accept values of a unit's weights or state, each value once; `name` is the weight.
 
         Raises:
-            ConfigError: the unit's format cannot hold them exactly.
+            ConfigError: the unit's format cannot hold the values exactly.
         """
         if not values.size:
-            return  # the unit may be whole without a weight of no elements
+            return  # the unit may be complete without a weight of no elements
         staged = self._of(unit)
         if role == MASTER:
             values = saved_values(unit.format, name, values)
@@ -39,7 +39,7 @@ class Staging:
         self._came(staged, role, values.size)
 
     def skip(self, unit: Unit, role: str, count: int) -> None:
-        """Leave values at zero, which is how state begins."""
+        """Leave values at zero, the initial value of state."""
         if not count:
             return
         self._came(self._of(unit), role, count)
@@ -55,12 +55,12 @@ class Staging:
 
     @property
     def unfinished(self) -> list[str]:
-        """A weight of each unit of which only a part has come."""
+        """The weights of each unit that have arrived in part."""
         return [staged.unit.names[0] for staged in self._units.values()]
 
 
 class StagedUnit:
-    """Values of a unit by role, and how many have yet to come."""
+    """The values of a unit by role, and the number of values still missing."""
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
@@ -69,7 +69,7 @@ class StagedUnit:
         self.missing = {r.name: sum(map(r.count, unit.sizes)) for r in roles}
 
     def block(self, block: Block) -> tuple[np.ndarray, np.ndarray]:
-        """Return a block's stream and state, uint8, as they lie on flash."""
+        """Return a block's stream and state, uint8, in the layout of flash."""
         unit, here = self.unit, slice(block.begin, block.end)
         stream = allocate(block.elements * unit.stream_width)
         state = allocate(unit.state_bytes(block.elements))

@@ -1,4 +1,4 @@
-"""What can be asked of the durable steps of a store on flash, whether it is whole or in shards."""
+"""Queries on the durable steps of a flash store, in one part or in shards."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class StepsReader(ABC):
     """The durable steps of the store in `folder`, newest last. A context manager.
 
     Args:
-        folder: of the whole store.
-        shards: in how many parts it is held.
-        opened: what is closed at the end.
+        folder: the folder of the whole store.
+        shards: the number of shards.
+        opened: resources that are closed at the end.
     """
 
     def __init__(self, folder: Path, shards: int, opened: ExitStack) -> None:
@@ -43,7 +43,7 @@ class StepsReader(ABC):
     @property
     @abstractmethod
     def steps(self) -> list[int]:
-        """The durable steps whose extents are still there, oldest first."""
+        """The durable steps whose extents still exist, oldest first."""
 
     @property
     def newest(self) -> int:
@@ -62,7 +62,7 @@ class StepsReader(ABC):
     @property
     @abstractmethod
     def bytes(self) -> int:
-        """What the extents take on flash."""
+        """Bytes of the extents on flash."""
 
     @property
     @abstractmethod
@@ -72,7 +72,7 @@ class StepsReader(ABC):
     @property
     @abstractmethod
     def parameters(self) -> int:
-        """Elements of all weights."""
+        """Number of elements of all weights."""
 
     @property
     @abstractmethod
@@ -81,34 +81,35 @@ class StepsReader(ABC):
 
     @property
     def weights(self) -> int:
-        """How many weights there are."""
+        """Number of weights."""
         return len(self.shapes)
 
     def flush(self) -> None:  # noqa: B027 - whoever reads weights flushes first
-        """What is durable awaits nothing."""
+        """A durable step has no pending updates."""
 
     def read(self, name: str, role: str, begin: int, end: int) -> np.ndarray:
         """Return values `begin` to `end` of a weight or its state after the newest durable step.
 
         Raises:
-            CorruptionError: some bytes have changed, with the place and both checksums.
+            CorruptionError: bytes have changed; the message gives the place and both checksums.
         """
         return self.read_step(self.newest, name, role, begin, end)
 
     @abstractmethod
     def read_step(self, step: int, name: str, role: str, begin: int, end: int) -> np.ndarray:
-        """As `read`, after any durable step."""
+        """As `read`, for any durable step."""
 
     @abstractmethod
     def verify(self, step: int) -> None:
         """Read every byte of a durable step.
 
         Raises:
-            CorruptionError: some have changed, with the place and both checksums.
+            CorruptionError: bytes have changed; the message gives the place and both checksums.
         """
 
     def content_hash(self, step: int) -> str:
-        """Return the hash of all weights after a durable step: that of one store with these."""
+        """Return the hash of all weights after a durable step; an unsharded store has the same
+        hash."""
         return hash_read(
             self.shapes,
             lambda name, begin, end: self.read_step(step, name, MASTER, begin, end),
@@ -121,9 +122,9 @@ class StepsReader(ABC):
 
     @abstractmethod
     def repair(self) -> int:
-        """Go back to the newest durable step that is whole; return it.
+        """Roll back to the newest intact durable step; return it.
 
         Raises:
             ConfigError: there is no durable step yet, and nothing is damaged.
-            CorruptionError: none is whole; nothing has been changed.
+            CorruptionError: no step is intact; nothing has been changed.
         """

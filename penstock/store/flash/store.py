@@ -1,11 +1,11 @@
-"""The store whose weights and optimizer state live on flash, with as much in memory as is allowed.
+"""The flash store: weights and optimizer state are on flash, with as much in memory as allowed.
 
-What is read, updated and written when is the pipeline's business (`pipeline.py`). Here: what a step
-is, and that nothing is ever written over what the last durable steps need, so that a crash at any
-instant leaves the last durable step.
+The pipeline decides what is read, updated and written when (`pipeline.py`). This module defines a
+step, and ensures that no write goes over data of the last durable steps. A crash at any instant
+therefore leaves the last durable step.
 
-Per step, weights and state of a trainable weight are read once and written once for the update,
-and its weights are read once more for the backward sweep unless they are still in memory.
+Per step, weights and state of a trainable weight are read once and written once for the update. The
+weights are read once more for the backward sweep unless they are still in memory.
 """
 
 from __future__ import annotations
@@ -54,29 +54,28 @@ from penstock.store.unchanged import UnchangedWeights
 
 
 class FlashStore:
-    """Weights and optimizer state of one program in files under `folder`.
+    """Weights and optimizer state of one program, in files under `folder`.
 
     `fetch`, `receive`, `commit` and the rest are called from one thread.
 
     Args:
         program: names the weights, their shapes and the stages that use them.
-        folder: where the files are, or are to be; a store that is there is opened.
-        optimizer: makes the updates.
+        folder: the folder of the files; an existing store is opened.
+        optimizer: computes the updates.
         groups: settings of every trainable weight, by name.
         rule: decides the steps that are committed.
-        dram_bytes: memory for gradients, weights in memory and state on its way.
-        gradient_dtype: float32 or bfloat16, how gradients are kept until they are used.
-        keep_steps: how many durable steps can be opened again.
-        flash_bytes: most that the files may take, or None.
-        block_elements: what is read, updated and written at a time.
-        durable_every: every how many steps are durable.
+        dram_bytes: memory for gradients, weights and state.
+        gradient_dtype: float32 or bfloat16, the type of stored gradients.
+        keep_steps: number of durable steps that can be reopened.
+        flash_bytes: limit of the files' size, or None.
+        block_elements: elements that are read, updated and written at once.
+        durable_every: one of every so many steps is durable.
 
     Raises:
-        BudgetError: `dram_bytes` cannot hold what must be there at once.
-        ConfigError: the store in `folder` is of another program or optimizer, or of a newer
-            format.
+        BudgetError: `dram_bytes` cannot hold the minimum working set.
+        ConfigError: the store in `folder` has another program or optimizer, or a newer format.
         CorruptionError: the journal's bytes have changed.
-        StorageError: another process has it open, or there is no room.
+        StorageError: another process has the store open, or the disk is full.
     """
 
     def __init__(
@@ -122,7 +121,7 @@ class FlashStore:
         self._streamed_bytes = self._gradient_bytes = 0
         self._staging: Staging | None = None
 
-        with ExitStack() as opened:  # what is open when something is refused is let go of
+        with ExitStack() as opened:  # resources opened before an error are released
             self._lock = FolderLock(folder, "store.flash.path")
             opened.callback(self._lock.release)
             self._open(opened)
@@ -146,11 +145,11 @@ class FlashStore:
             )
             opened.callback(self._pipeline.close)
             self._opened = opened.pop_all()
-        # Threads that are left to the interpreter's end can hang it, within the OpenMP pools.
+        # Threads that run until interpreter exit can deadlock in the OpenMP pools.
         self._at_exit = functools.partial(_close_if_alive, weakref.ref(self))
         atexit.register(self._at_exit)
 
-    # Making, opening and closing
+    # Creating, opening and closing
 
     def _require_flash(self, limit: int | None) -> None:
         state, gradients = self._layout.file_bytes, self._division.spilled_bytes
@@ -184,11 +183,11 @@ class FlashStore:
             return
         size = self._layout.file_bytes
         with files.storage_errors(self.folder, size):
-            extents.unlink(missing_ok=True)  # without a journal it never counted
+            extents.unlink(missing_ok=True)  # without a journal the file never counted
             files.require_space(extents, size)
             self._file = ExtentFile(extents, size, create=True)
             opened.callback(self._file.close)
-            self._file.sync()  # its size, on which the journal counts
+            self._file.sync()  # the file size, on which the journal relies
             durable.sync_folder(self.folder)
             self._version = Version(self._layout, self._file)
             failpoints.point("flash.before_journal")
@@ -197,22 +196,22 @@ class FlashStore:
 
     @property
     def is_new(self) -> bool:
-        """Whether it holds no durable step yet, so that weights must be loaded."""
+        """Whether the store has no durable step yet, so that weights must be loaded."""
         return not self._is_loaded
 
     @property
     def durable_step(self) -> int | None:
-        """The step that would be found after a crash now; None before the first."""
+        """The step that a restart after a crash would find; None before the first."""
         record = self._journal.records[-1].content
         return record.get("step")
 
     @property
     def durable_steps(self) -> Sequence[int]:
-        """The steps to which the store can go back."""
+        """The steps to which the store can be rolled back."""
         return [record.content["step"] for record in self._journal.records[1:]]
 
     def close(self) -> None:
-        """Stop the threads and let go of the files; what is not durable yet is given up."""
+        """Stop the threads and close the files; steps that are not durable yet are lost."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -220,23 +219,23 @@ class FlashStore:
         self._opened.close()
 
     def page_lock(self) -> bool:
-        """Lock in place the memory of weights that is taken from now on, for engines on a GPU.
+        """Page-lock the memory of weights that is allocated from now on, for engines on a GPU.
 
-        Where the system refuses some of it, copies from there are slower, and nobody is told.
+        If the system refuses part of it, copies from that part are slower; no error is reported.
         """
         self._frames.page_locked = True
         return True
 
     @property
     def flash_bytes(self) -> int:
-        """What the store takes on flash."""
+        """Bytes of the store on flash."""
         return self._layout.file_bytes + self._spill.bytes
 
     @property
     def flash_rule(self) -> FlashTraffic:
-        """What a step should move at most: state once each way, weights in twice and out once.
+        """Maximum traffic of a step: state once each way, weights read twice and written once.
 
-        Gradients that have no room in memory go there and back once.
+        Gradients that do not fit in memory are written once and read once.
         """
         spilled = self._spill.bytes
         units = self._layout.units
@@ -247,7 +246,7 @@ class FlashStore:
 
     @property
     def memory_bytes(self) -> Mapping[str, int]:
-        """What the store may take of memory, by what it holds."""
+        """Maximum memory of the store, by use."""
         division = self._division
         return {
             "weights": division.weight_bytes,
@@ -264,9 +263,9 @@ class FlashStore:
     # One step
 
     def fetch(self, stage: int, positions: Sequence[int] | None = None) -> list[torch.Tensor]:
-        """Return the weights of a stage, after any update that they still await.
+        """Return the weights of a stage, after any pending update.
 
-        As `DramStore.fetch`, but the views are good only until the second fetch after this one.
+        As `DramStore.fetch`, but the views are valid only until the second fetch after this one.
         """
         names = self.program.stages[stage].weights
         chosen = names if positions is None else [names[position] for position in positions]
@@ -274,7 +273,8 @@ class FlashStore:
         return self._bring(chosen)
 
     def stream(self, names: Sequence[str]) -> list[torch.Tensor]:
-        """Return weights by name, as `fetch` does by stage: for another program of the model."""
+        """Return weights by name, as `fetch` does by stage; used by another program of the
+        model."""
         return self._bring(names)
 
     def _bring(self, names: Sequence[str]) -> list[torch.Tensor]:
@@ -286,14 +286,14 @@ class FlashStore:
         return views
 
     def receive(self, stage: int, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Take the gradients of one stage, summed over the whole batch (`DramStore.receive`)."""
+        """Accept the gradients of one stage, summed over the whole batch (`DramStore.receive`)."""
         self._gradients.check(stage, gradients)
         self._seal_when_due()
         units = self._layout.units_of(self._gradients.trainable(stage))
-        # Their old gradients must be used before the new ones overwrite them.
+        # The old gradients must be used before the new ones overwrite them.
         self._pipeline.wait_for_updates(units)
         slabs: dict[Unit, np.ndarray] = {}
-        try:  # a slab that is taken goes back, whatever interrupts: later steps wait for it
+        try:  # the slab is returned even after an interrupt: later steps wait for it
             for unit in (self._layout.units[index] for index in units):
                 if unit in self._spill:
                     slabs[unit] = self._pipeline.slab()
@@ -305,21 +305,21 @@ class FlashStore:
                 self._pipeline.spill(unit, slab)
 
     def commit(self) -> Commit:
-        """Decide the step; its updates begin at once, in the background (`DramStore.commit`)."""
+        """Decide the step; its updates begin at once in the background (`DramStore.commit`)."""
         return commit_by(self._rule, self)
 
     def prepare(self) -> GradientReport:
-        """Return what is known of the step's gradients, ready to decide (`DramStore.prepare`)."""
+        """Return the report on the step's gradients; the store is then ready to decide."""
         self._require_loaded()
         report = self._gradients.report()
         self._pipeline.finish_pass()
         self._seal_when_due()
-        # Sealed long ago, unless the disk is slower than a whole step: then the step waits for it.
+        # The previous step was sealed long ago, unless the disk is slower than a whole step.
         self._pipeline.wait_for_seals()
         return report
 
     def decide(self, decision: Decision) -> None:
-        """Commit the step by what was decided for all shards (`DramStore.decide`)."""
+        """Commit the step by the decision for all shards (`DramStore.decide`)."""
         require_next(decision, self.step)
         self._gradients.decided()
         self._updates.decision, self._unsealed = decision, True
@@ -328,19 +328,19 @@ class FlashStore:
         self._pipeline.begin_pass(units, goes_out=self._is_due)
 
     def discard(self) -> None:
-        """Throw away the gradients that came since the last commit; the step may be replayed."""
+        """Discard the gradients received since the last commit; the step may be replayed."""
         self._gradients.clear()
 
     def flush(self) -> None:
-        """Make all updates that are still awaited, now."""
+        """Apply all pending updates."""
         self._pipeline.finish_pass()
 
     def remember(self, extra: Mapping[str, Any]) -> None:
-        """Keep plain data with the present step: what the trainer wants to find again."""
+        """Keep plain data with the present step: the trainer's own state."""
         self.extra = dict(extra)
 
     def make_durable(self) -> None:
-        """Return when the present step would be found after a crash."""
+        """Return when the present step is durable."""
         self._pipeline.finish_pass()
         self._pipeline.write_out()
         if self._unsealed:
@@ -348,7 +348,8 @@ class FlashStore:
         self._pipeline.drain()
 
     def _seal_when_due(self) -> None:
-        """Ask for the present step to be sealed behind its last extent, if it is to be durable."""
+        """Request the seal of the present step after its last extent, if the step is to be
+        durable."""
         if self._unsealed and self._is_due and self._pipeline.is_updated:
             self._seal()
 
@@ -371,17 +372,18 @@ class FlashStore:
         return taken
 
     def take_flash_traffic(self) -> FlashTraffic:
-        """Return what moved to and from flash, and what was waited for it, since the last call."""
+        """Return the bytes moved to and from flash, and the waiting time for them, since the last
+        call."""
         return self._pipeline.take_traffic()
 
-    # Weights in, and looking at them
+    # Loading and reading state
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Fill all masters, one weight at a time, and begin at step 0 (`DramStore.load`)."""
         fill(self, weights)
 
     def begin_restore(self) -> None:
-        """Forget everything; the store is of no use until `finish_restore`."""
+        """Discard everything; the store is unusable until `finish_restore`."""
         if self.durable_step is not None and any(u.places == 1 for u in self._layout.units):
             raise RuntimeError("frozen weights lie in one place: load them into a new folder")
         self._pipeline.finish_pass()
@@ -393,7 +395,7 @@ class FlashStore:
         self._staging = Staging(self._land)
 
     def write(self, name: str, role: str, begin: int, values: np.ndarray) -> None:
-        """Overwrite values of a weight or of its state, while restoring; each value once."""
+        """Overwrite values of a weight or of its state, during a restore; each value once."""
         if self._is_loaded:
             raise RuntimeError("state is written only between begin_restore and finish_restore")
         assert self._staging is not None
@@ -402,24 +404,24 @@ class FlashStore:
         self._staging.take(unit, name, role, origin + begin, values)
 
     def portions(self, portion_bytes: int) -> BlockPortions:
-        """Return all that it holds, in portions of at most so many bytes (`portions.py`)."""
+        """Return the whole content, in portions of at most so many bytes (`portions.py`)."""
         if self._staging is None:
             self._settle()
         return BlockPortions(self._layout, self._version, self._pipeline.put, portion_bytes)
 
     def compared(self) -> Compared:
-        """Return checksums of all of it, those of the last update (`comparing.py`)."""
+        """Return checksums of the whole content as of the last update (`comparing.py`)."""
         return self._pipeline.compared()
 
     def clear_state(self, name: str) -> None:
-        """Leave the optimizer's state of a weight at zero, as it begins, while restoring."""
+        """Leave the optimizer state of a weight at its initial zeros, during a restore."""
         assert self._staging is not None
         unit, elements = self._layout.unit(name), self.program.weights[name].elements
         for role in unit.roles:
             self._staging.skip(unit, role.name, role.count(elements))
 
     def _land(self, staged: StagedUnit) -> None:
-        """Write a unit that has come to its next place."""
+        """Write a complete unit to its next place."""
         unit = staged.unit
         place = self._version.next_place(unit)
         checks: list[list[bytes]] = [[], []]
@@ -432,7 +434,7 @@ class FlashStore:
         self._version.advance(unit, *checks)
 
     def finish_restore(self, step: int) -> None:
-        """Make the store usable, and durable: all is as after `step` commits."""
+        """Make the store usable and durable: its content is the state after `step` commits."""
         if self._staging is None or self._staging.unfinished:
             unfinished = self._staging.unfinished if self._staging else []
             raise RuntimeError(f"only a part came of {', '.join(unfinished[:5]) or 'the weights'}")
@@ -452,7 +454,7 @@ class FlashStore:
         return torch.from_numpy(self.read(name, MASTER, 0, spec.elements)).view(spec.shape)
 
     def state(self, name: str) -> dict[str, torch.Tensor]:
-        """Return copies of the optimizer's state of a weight by role, as they would be saved."""
+        """Return copies of a weight's optimizer state by role, in the shapes of a checkpoint."""
         stored = self.roles(name)
         stored.pop(MASTER)
         return {
@@ -461,7 +463,8 @@ class FlashStore:
         }
 
     def roles(self, name: str) -> dict[str, Stored]:
-        """Return what `read` and `write` know of a weight: its master, then its state."""
+        """Return the arrays of a weight that `read` and `write` accept: its master, then its
+        state."""
         return stored_of(self.program.weights[name], self._layout.unit(name).roles)
 
     def content_hash(self) -> str:
@@ -470,7 +473,7 @@ class FlashStore:
         return self._version.content_hash()
 
     def _settle(self) -> None:
-        """Bring flash up to date, so that it can be read."""
+        """Write all updates to flash, so that flash can be read."""
         self._require_loaded()
         self._pipeline.finish_pass()
         self._pipeline.write_out()

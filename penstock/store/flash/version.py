@@ -1,4 +1,4 @@
-"""A version of the whole state: where each unit's extents lie, and what their bytes must be."""
+"""A version of the whole state: the places of each unit's extents, and their checksums."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ CHECKSUM_BYTES = 16
 
 
 def checksum(data: np.ndarray) -> bytes:
-    """Return what a block's stream or state is checked by."""
+    """Return the checksum of a block's stream or state."""
     return xxhash.xxh3_128_digest(data.data)
 
 
 class Version:
-    """The present place and checksums of every unit; changed unit by unit as they are written."""
+    """The present place and checksums of every unit; updated when a unit is written."""
 
     def __init__(self, layout: FlashLayout, file: ExtentFile) -> None:
         self._layout = layout
@@ -38,14 +38,15 @@ class Version:
         self._checks = [(b"", b"") for _ in layout.units]
 
     def record(self, step: int, extra: Mapping[str, Any]) -> Record:
-        """Return the journal's record of this version, whose places are not written over again."""
+        """Return the journal record of this version; its places are not overwritten from then
+        on."""
         self._is_sealed = [True] * len(self._layout.units)
         content = {"step": step, "places": list(self._place), "extra": dict(extra)}
         return Record(content, self.checksums)
 
     @property
     def checksums(self) -> bytes:
-        """The checksums of all blocks: what streams of a unit, then its state."""
+        """The checksums of all blocks: a unit's stream, then its state."""
         return b"".join(map(self.checksums_of, self._layout.units))
 
     def checksums_of(self, unit: Unit) -> bytes:
@@ -56,7 +57,7 @@ class Version:
         """Become the version that a record describes.
 
         Raises:
-            CorruptionError: it does not fit the layout.
+            CorruptionError: the record does not fit the layout.
         """
         begin = 0
         for unit in self._layout.units:
@@ -77,33 +78,33 @@ class Version:
         self._is_sealed = [True] * len(self._layout.units)
 
     def places_behind(self, newest: Version) -> int:
-        """Return how many versions ago these places were written, that of `newest` being 0."""
+        """Return how many versions ago these places were written; 0 for `newest`."""
         units = self._layout.units
         return max((newest._place[u.index] - self._place[u.index]) % u.places for u in units)
 
     def next_place(self, unit: Unit) -> int:
-        """Return where the next version of a unit goes: over none that a record names."""
+        """Return the next place of a unit; no record names that place."""
         place = self._place[unit.index]
         return (place + 1) % unit.places if self._is_sealed[unit.index] else place
 
     def advance(self, unit: Unit, streams: Iterable[bytes], states: Iterable[bytes]) -> None:
-        """Note that all of a unit was written to its next place, with these checksums."""
+        """Record that a whole unit was written to its next place, with these checksums."""
         self._place[unit.index] = self.next_place(unit)
         self._is_sealed[unit.index] = False
         self._checks[unit.index] = (b"".join(streams), b"".join(states))
 
     def read_stream(self, unit: Unit, block: Block, into: np.ndarray) -> None:
-        """Read what streams of a block.
+        """Read the streamed values of a block.
 
         Raises:
-            CorruptionError: its bytes have changed, with the place and both checksums.
+            CorruptionError: the bytes have changed; the message gives the place and both checksums.
         """
         offset = unit.stream_offset(self._place[unit.index], block.begin)
         self._file.read(offset, into)
         self._check(unit, block, into, 0, offset)
 
     def read_frame(self, unit: Unit, into: np.ndarray) -> None:
-        """Read all that streams of a unit, at once: a disk gives large pieces faster."""
+        """Read all streamed values of a unit at once: large reads are faster."""
         offset, width = unit.stream_offset(self._place[unit.index]), unit.stream_width
         self._file.read(offset, into)
         for block in unit.blocks:
@@ -111,17 +112,18 @@ class Version:
             self._check(unit, block, part, 0, offset + block.begin * width)
 
     def read_state(self, unit: Unit, block: Block, into: np.ndarray) -> None:
-        """Read what does not stream of a block, and the optimizer's state; errors as above."""
+        """Read a block's optimizer state and the parts of its format that are not streamed; errors
+        as above."""
         self.fetch_state(unit, block, into)
         self.check_state(unit, block, into)
 
     def fetch_state(self, unit: Unit, block: Block, into: np.ndarray) -> None:
-        """Read the rest of a block, and leave it to the caller to have it checked."""
+        """Read a block's state; the caller must verify it."""
         if into.nbytes:
             self._file.read(unit.state_offset(self._place[unit.index], block), into)
 
     def check_state(self, unit: Unit, block: Block, data: np.ndarray) -> None:
-        """Check what `fetch_state` has read."""
+        """Verify data that `fetch_state` has read."""
         if data.nbytes:
             offset = unit.state_offset(self._place[unit.index], block)
             self._check(unit, block, data, 1, offset)
@@ -169,7 +171,7 @@ class Version:
         return decode(unit.format, weight, 0, block.elements)
 
     def verify(self) -> None:
-        """Read every block. Raises `CorruptionError` at the first that has changed."""
+        """Read every block; raise `CorruptionError` at the first block that has changed."""
         for unit in self._layout.units:
             for block in unit.blocks:
                 self.read_stream(unit, block, allocate(block.elements * unit.stream_width))
@@ -183,7 +185,7 @@ class Version:
 
 
 def weight_parts(unit: Unit, block: Block, stream: np.ndarray, state: np.ndarray) -> Weight:
-    """Return the arrays of a block's weights that lie in its stream and in its state."""
+    """Return the arrays of a block's weights in its stream and in its state."""
     parts, begin = [stream.view(unit.format.stream.dtype)], 0
     for part in unit.format.rest:
         end = begin + part.width * block.elements
@@ -193,7 +195,7 @@ def weight_parts(unit: Unit, block: Block, stream: np.ndarray, state: np.ndarray
 
 
 def state_roles(unit: Unit, block: Block, state: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the roles of the optimizer that lie in a block's state."""
+    """Return the optimizer's roles in a block's state."""
     roles, begin = {}, unit.format.rest_width * block.elements
     for role in unit.roles:
         end = begin + role.bytes(block.elements)
@@ -203,10 +205,10 @@ def state_roles(unit: Unit, block: Block, state: np.ndarray) -> dict[str, np.nda
 
 
 def recorded_step(path: Path, record: Record) -> tuple[int, dict[str, Any]]:
-    """Return the step that a record makes durable, and what was kept with it.
+    """Return the step that a record makes durable, and the data kept with it.
 
     Raises:
-        CorruptionError: it is no such record of the journal `path`.
+        CorruptionError: the record is not such a record of the journal `path`.
     """
     match record.content:
         case {"step": int(step), "extra": dict(extra)} if type(step) is int and 0 <= step < 2**63:
