@@ -7,7 +7,7 @@
 #   make bench QUICK=1   the same with less work: some minutes, and no figures to quote
 #   make docs            the documentation, into site/
 # Another Python: make test PYTHON=python3.12
-# The tests run in two processes, a file at a time, the longest files first; in one: make test WORKERS=0
+# The tests run in two processes of one thread each, a file at a time; in one process: make test WORKERS=0
 
 PYTHON ?= python3
 WORKERS ?= 2
@@ -23,7 +23,7 @@ demo: $(READY)
 	$(BIN)/python -m penstock.demo
 
 test: $(READY)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 soak: $(READY)
 	$(BIN)/python -m pytest -m slow --timeout 3600 $(PYTEST_ARGS)
