@@ -318,7 +318,7 @@ def test_a_full_disk_leaves_the_old_data_set_and_nothing_else(
     if overwrite:
         build_dataset([source], "bytes", tmp_path / "out")
     kept = overwrite and TokenDataset.open(tmp_path / "out").fingerprint
-    real, written = shards_module.ChecksummedFile._put, []
+    real, written = shards_module.DataSetFile._put, []
 
     def full(self, count):
         written.append(count)
@@ -326,7 +326,7 @@ def test_a_full_disk_leaves_the_old_data_set_and_nothing_else(
             raise OSError(28, "No space left on device")
         real(self, count)
 
-    monkeypatch.setattr(shards_module.ChecksummedFile, "_put", full)
+    monkeypatch.setattr(shards_module.DataSetFile, "_put", full)
     message = refused(
         tmp_path, [source], "bytes", tmp_path / "out", seed=9, chunk_bytes=64,
         overwrite=overwrite, error=StorageError,
