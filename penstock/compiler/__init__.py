@@ -1,7 +1,7 @@
 """The compiler: a PyTorch module becomes a program."""
 
 from penstock.compiler.build import CompileOptions, compile_module
-from penstock.compiler.capture import Precision
+from penstock.compiler.capture import Precision, tensor_attributes
 from penstock.compiler.hooks import refuse_gradient_hooks
 from penstock.compiler.products import Products, has_onednn, products_for
 from penstock.compiler.selection import select_trainable
@@ -15,4 +15,5 @@ __all__ = [
     "products_for",
     "refuse_gradient_hooks",
     "select_trainable",
+    "tensor_attributes",
 ]

@@ -169,10 +169,10 @@ def capture(
         raise CompileError(_explain(module, error)) from error
     parameters = module.named_parameters(remove_duplicate=False)
     differentiable = {name for name, value in parameters if value.requires_grad and training}
-    return _read_signature(exported, differentiable, _tensor_attributes(module))
+    return _read_signature(exported, differentiable, tensor_attributes(module))
 
 
-def _tensor_attributes(module: nn.Module) -> set[str]:
+def tensor_attributes(module: nn.Module) -> set[str]:
     """Return the names of tensors that are plain attributes of modules."""
     return {
         f"{path}.{name}" if path else name

@@ -8,6 +8,7 @@ import torch
 import xxhash
 from torch import nn
 
+from penstock.compiler import tensor_attributes
 from penstock.errors import CompileError, ConfigError, did_you_mean
 from penstock.models.bound_functions import refuse_bound_functions
 from penstock.models.deferred import TensorNames
@@ -43,7 +44,7 @@ class Built:
         self.fake_mode = SharedFakeTensorMode(allow_non_fake_inputs=True)
         # Every object of the module is copied except its tensors, for which deepcopy finds fake
         # tensors in its memo. Ties are kept, since the memo is by identity.
-        attributes = _attributes(module)
+        attributes = tensor_attributes(module)
         self._raised = {
             name
             for name, tensor in tensors.items()
@@ -119,13 +120,3 @@ class Built:
             values = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
             digest.update(values.numpy().data)
         return digest.hexdigest()
-
-
-def _attributes(module: nn.Module) -> set[str]:
-    """Return the names of tensors that are plain attributes, which `module.float()` leaves."""
-    return {
-        f"{path}.{name}" if path else name
-        for path, owner in module.named_modules()
-        for name, value in vars(owner).items()
-        if isinstance(value, torch.Tensor)
-    }

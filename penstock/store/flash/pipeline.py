@@ -2,9 +2,8 @@
 
 The *reader* reads weights and blocks of state in the order in which they are needed. The *updater*
 applies the pending updates. The *writer* writes updated blocks to new places, and seals steps in
-the journal after all earlier writes. One lock guards the shared state; every waiting thread is
-woken when the state changes. An error in a thread stops all three threads and is raised to the
-caller.
+the journal after all earlier writes. One lock guards the shared state; a change wakes every waiting
+thread. An error in a thread stops all three threads and is raised to the caller.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ from penstock.store.flash.version import Version, checksum
 from penstock.store.interface import FlashTraffic
 
 Update = Callable[[Unit, Block, np.ndarray, np.ndarray, np.ndarray | None], None]
-"""Updates one block in place. Arguments: the unit, the block, the unit's whole frame, the block's
-state, and the block's gradient if it was on flash."""
+"""Updates one block in place, given unit, block, frame, state, and gradient if it was on flash."""
 
 
 class Pipeline:
