@@ -25,12 +25,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from checkpoints import SEED, VOCABULARY, Size, hash_of, make_llama
 from contract import describe_machine, limits_of_this_machine, print_limits, print_result
 
 TARGET_GIB = 1.5
-SHARD_BYTES = {"full": 500_000_000, "quick": 100_000_000}
-VOCABULARY, LENGTH, SEED = 32_000, 16, 0
-SIZES = {"full": (2048, 5632, 36), "quick": (1024, 2816, 10)}
+LENGTH = 16
+SIZES = {"full": Size(2048, 5632, 36, 500_000_000), "quick": Size(1024, 2816, 10, 100_000_000)}
 STATUS = Path("/proc/self/status")
 
 
@@ -128,60 +128,8 @@ def tokens():
 
 
 def make(folder: Path, options: argparse.Namespace) -> dict:
-    """Make the checkpoint in folder/made, a file at a time, with the libraries of others."""
-    import torch
-    from safetensors.torch import save_file
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    width, inner, layers = SIZES[size_of(options)]
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=width,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=width // 64,
-        num_key_value_heads=width // 64,
-        max_position_embeddings=2048,
-        dtype="bfloat16",
-        architectures=["LlamaForCausalLM"],
-    )
-    with torch.device("meta"):
-        shapes = {n: p.shape for n, p in LlamaForCausalLM(config).named_parameters()}
-    shards: list[list[str]] = [[]]
-    held = 0
-    for name, shape in shapes.items():
-        if held + 2 * shape.numel() > SHARD_BYTES[size_of(options)] and shards[-1]:
-            shards.append([])
-            held = 0
-        shards[-1].append(name)
-        held += 2 * shape.numel()
-    target = folder / "made"
-    target.mkdir()
-    config.save_pretrained(target)
-    generator = torch.Generator().manual_seed(SEED)
-    weight_map, hashes, size = {}, {}, 0
-    for number, names in enumerate(shards, 1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors = {}
-        for name in names:
-            values = torch.randn(shapes[name], generator=generator).mul_(0.02)
-            tensors[name] = (values + 1 if "norm" in name else values).bfloat16()
-            hashes[name] = hash_of(tensors[name])
-            weight_map[name] = file
-            size += tensors[name].nbytes
-        save_file(tensors, target / file, {"format": "pt"})
-    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-    (target / "model.safetensors.index.json").write_text(json.dumps(index))
-    parameters = sum(shape.numel() for shape in shapes.values())
-    return {"bytes": size, "files": len(shards), "parameters": parameters, "hashes": hashes}
-
-
-def hash_of(tensor) -> str:
-    """Return a hash of a tensor's bytes."""
-    import torch
-    import xxhash
-
-    return xxhash.xxh3_128_hexdigest(tensor.contiguous().view(torch.uint8).numpy())
+    """Make the checkpoint in folder/made."""
+    return make_llama(folder / "made", SIZES[size_of(options)])
 
 
 def take(folder: Path, options: argparse.Namespace) -> dict:
@@ -235,7 +183,7 @@ def take(folder: Path, options: argparse.Namespace) -> dict:
     found = {"import": imported, "forward": seen}
     if options.dram:
         started = time.perf_counter()
-        export(store, source, None, folder / "given", "bf16", SHARD_BYTES[size_of(options)])
+        export(store, source, None, folder / "given", "bf16", SIZES[size_of(options)].shard_bytes)
         given = {"seconds": time.perf_counter() - started, "peak_gib": memory.peak_gib(held)}
         found["export"] = given
     store.close()
@@ -253,7 +201,7 @@ def give(folder: Path, options: argparse.Namespace) -> dict:
     started = time.perf_counter()
     source = builders.model_source(HuggingFaceModel(hf=str(folder / "made")))
     with FlashReader(folder / "flash") as reader:
-        export(reader, source, None, folder / "given", "bf16", SHARD_BYTES[size_of(options)])
+        export(reader, source, None, folder / "given", "bf16", SIZES[size_of(options)].shard_bytes)
     return {"seconds": time.perf_counter() - started, "peak_gib": memory.peak_gib()}
 
 

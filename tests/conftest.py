@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
 import warm_start
-from compiled_programs import sharing_programs
+from compiled_programs import sharing_kinds, sharing_programs
 
+from penstock.compiler import build
 from penstock.distributed.launchers import fork_client, local
 from penstock.planning import builders
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _programs_are_shared() -> Iterator[None]:
-    """A run of this process compiles a configuration that another test has compiled no more."""
-    compile_source = builders.compile_source
+    """What a test has compiled, others in its process use again."""
+    compile_source, make_kind = builders.compile_source, build.make_kind
     builders.compile_source = sharing_programs(compile_source)
+    build.make_kind = sharing_kinds(make_kind)
+    gc.collect()
+    gc.freeze()  # the collector need not traverse the libraries again and again
     yield
-    builders.compile_source = compile_source
+    builders.compile_source, build.make_kind = compile_source, make_kind
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 
 from penstock.compiler.capture import STREAM_DTYPE, Capture, Precision
 from penstock.compiler.custom_gradients import CustomGradient, fold_custom_gradients
@@ -73,6 +74,19 @@ def compile_module(
     matches nothing, `NoTrainingError` for trainable weights that the result does not depend on,
     `BudgetError` for a stage that does not fit `slot_bytes`.
     """
+    # Graphs are traced from one form to the next, and the code of most of them never runs.
+    with _use_lazy_graph_module(True):
+        return _compile(module, inputs, options, name, buffers, known)
+
+
+def _compile(
+    module: nn.Module,
+    inputs: Mapping[str, torch.Tensor],
+    options: CompileOptions,
+    name: str,
+    buffers: Callable[[], Mapping[str, torch.Tensor]] | None,
+    known: Program | None,
+) -> Program:
     names = WeightNames.of(module, options.weight_prefix)
     trainable = names.trainable(options) if options.training else frozenset()
     if options.training:
@@ -362,7 +376,7 @@ class _ProgramAssembly:
         ]
         graph.output(tuple(dense))
         graph.eliminate_dead_code()
-        executable = fx.GraphModule(nn.Module(), graph, class_name="prelude")
+        executable = _LazyGraphModule(nn.Module(), graph, class_name="prelude")
         return executable, tuple(n.name for n in given), tuple(n.name for n in outputs)
 
     # Stages

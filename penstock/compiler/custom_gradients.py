@@ -86,7 +86,7 @@ class CustomGradient:
 
     def __init__(self, backward: fx.Graph) -> None:
         self.backward = backward
-        self._run = fx.Interpreter(fx.GraphModule(nn.Module(), backward)).run
+        self._run = fx.Interpreter(nn.Module(), graph=backward).run
         self._digest = digest_of(lines_of(backward))
 
     def __repr__(self) -> str:

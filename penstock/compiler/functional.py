@@ -77,7 +77,7 @@ class _EagerRun(fx.Interpreter):
     """
 
     def __init__(self, captured: Capture) -> None:
-        super().__init__(fx.GraphModule(nn.Module(), captured.graph), garbage_collect_values=False)
+        super().__init__(nn.Module(), garbage_collect_values=False, graph=captured.graph)
         self.extra_traceback = False  # our errors need no traceback of the graph
         self.detached_reads: list[tuple[fx.Node, fx.Node]] = []
         self.detached: set[fx.Node] = set()
@@ -244,7 +244,7 @@ def _explained(graph: fx.Graph) -> Iterator[None]:
 def _retraced(graph: fx.Graph) -> fx.Graph:
     """Return a graph with the same function, in operators without writes."""
     placeholders = graph.find_nodes(op="placeholder")
-    replay = fx.Interpreter(fx.GraphModule(nn.Module(), graph))
+    replay = fx.Interpreter(nn.Module(), graph=graph)
     replay.extra_traceback = False
     functionalise_key = torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)
 

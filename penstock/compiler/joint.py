@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from penstock.compiler.cost import graph_flops, peak_bytes
@@ -104,14 +105,16 @@ def make_kind(
 
 
 def _executable(graph: fx.Graph, name: str) -> fx.GraphModule:
-    return fx.GraphModule(torch.nn.Module(), graph, class_name=name.replace(".", "_"))
+    """Return a module that generates its code when it is first called: a plan calls two or three
+    of a kind's five graphs."""
+    return _LazyGraphModule(torch.nn.Module(), graph, class_name=name.replace(".", "_"))
 
 
 def _trace(
     graph: fx.Graph, signature: StageSignature, device: str, products: Products
 ) -> tuple[fx.Graph, list[TensorSpec], list[bool]]:
     """Return the joint graph (*weights, *inputs, key, *tangents) -> (*outputs, *gradients)."""
-    interpreter = fx.Interpreter(fx.GraphModule(torch.nn.Module(), graph))
+    interpreter = fx.Interpreter(torch.nn.Module(), graph=graph)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     grads = (*signature.trainable, *signature.inputs_grad)
 

@@ -126,9 +126,14 @@ def test_an_answer_that_an_interrupt_left_unread_is_not_taken_for_the_next():
         while True:
             tokenizer.encode_batch(["water " * 200_000])
 
-    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
-    with pytest.raises(KeyboardInterrupt):
-        encode_until_interrupted()
+    # A shell that starts the tests in the background has them ignore SIGINT.
+    before_test = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            encode_until_interrupted()
+    finally:
+        signal.signal(signal.SIGINT, before_test)
     assert tokenizer.encode_batch(["dam"])[0].tolist() == before
 
 
