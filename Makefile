@@ -1,29 +1,34 @@
 # Each target sets up what it needs in .venv; only Python 3.11+ and make must be there.
 #   make demo            train a small GPT on real text, watch it, read what it writes
-#   make test            the whole test suite
+#   make test            the test suite
+#   make test-long       tests that take too long for every change
 #   make soak            the same kind of tests for longer: thousands of crashes
 #   make lint            formatting, lint rules, types, the order of imports
 #   make bench           the figures that the README quotes, one script each
 #   make bench QUICK=1   the same with less work: some minutes, and no figures to quote
 #   make docs            the documentation, into site/
 # Another Python: make test PYTHON=python3.12
-# The tests run in two processes of one thread each, a file at a time; in one process: make test WORKERS=0
+# The tests run in three processes of one thread each, a file at a time; in one process: make test WORKERS=0
 
 PYTHON ?= python3
-WORKERS ?= 2
+WORKERS ?= 3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 READY_DOCS := $(VENV)/.ready-docs
 
-.PHONY: demo test soak lint bench docs clean
+.PHONY: demo test test-long soak lint bench docs clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)
 	$(BIN)/python -m penstock.demo
 
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
+
+test-long: $(READY)
+	$(PYTEST) -m 'long and not slow' --timeout 900 $(PYTEST_ARGS)
 
 soak: $(READY)
 	$(BIN)/python -m pytest -m slow --timeout 3600 $(PYTEST_ARGS)

@@ -1,16 +1,21 @@
-"""Grids of parameters: every value in the suite, every combination in `make soak`."""
+"""Grids of parameters: every value in `make test`, every combination in longer suites."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
 
 
-def thinned(*axes: Sequence[Any]) -> list[Any]:
-    """Return all combinations of the axes' values; those that bring no new value are slow.
+def quick_first(values: Iterable[Any], quick: Collection[Any]) -> list[Any]:
+    """Return the values; those that are not quick are in `make test-long`."""
+    return [pytest.param(v, marks=() if v in quick else pytest.mark.long) for v in values]
+
+
+def thinned(*axes: Collection[Any], others: Any = pytest.mark.slow) -> list[Any]:
+    """Return all combinations of the axes' values; `others` marks those that bring no new value.
 
     As many are quick as the longest axis has values: the i-th takes the i-th of each, round and
     round; of two axes of the same length the second is shifted by one from round to round.
@@ -27,7 +32,7 @@ def thinned(*axes: Sequence[Any]) -> list[Any]:
     return [
         pytest.param(
             *(value for _, value in case),
-            marks=() if tuple(place for place, _ in case) in quick else pytest.mark.slow,
+            marks=() if tuple(place for place, _ in case) in quick else others,
         )
         for case in cases
     ]

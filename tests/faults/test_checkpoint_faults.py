@@ -95,6 +95,7 @@ def kill_at_each(source, folder, orders):
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
 def test_a_save_killed_at_any_point_leaves_the_previous_checkpoint_or_the_new_one(tmp_path, seed):
     store = save_steps(tmp_path / "before", (1, 2, 3), seed)

@@ -110,6 +110,7 @@ def penstock(monkeypatch, *arguments: str) -> int:
     return ended.value.code
 
 
+@pytest.mark.long
 def test_a_run_goes_on_through_losses_and_changes_to_the_same_bits(
     text, tmp_path, monkeypatch, capsys
 ):

@@ -126,11 +126,13 @@ def chains_of(made):
     return found
 
 
+@pytest.mark.long
 def test_every_call_that_syncs_is_one_that_the_scenarios_make(made):
     seen = {site for chain in chains_of(made) for site in chain.split(" < ")}
     assert all_sites() == seen
 
 
+@pytest.mark.long
 def test_no_sync_can_be_left_out(made, tmp_path):
     unnoticed = []
     for chain, names in chains_of(made).items():

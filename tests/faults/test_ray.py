@@ -68,6 +68,7 @@ def run(tmp_path_factory) -> Iterator[Watched]:
     watched.trainer.close()
 
 
+@pytest.mark.long
 def test_two_engines_on_ray_and_one_killed_have_the_bits_of_one_engine(run):
     run.train(2)
     engines = run.engines()
@@ -126,6 +127,7 @@ def client(address: str, home: Path, token: str | None) -> str:
     return "".join(seen)
 
 
+@pytest.mark.long
 def test_ray_lets_in_nobody_without_its_token(run, tmp_path):
     address, token = ray.get_runtime_context().gcs_address, os.environ["RAY_AUTH_TOKEN"]
     assert client(address, tmp_path, token) == "in 1\n"
@@ -133,6 +135,7 @@ def test_ray_lets_in_nobody_without_its_token(run, tmp_path):
     assert "Unauthenticated" in client(address, tmp_path, token[::-1])
 
 
+@pytest.mark.long
 def test_nothing_is_left_behind(run):
     session = ray._private.worker._global_node.get_session_dir_path()
     run.trainer.close()

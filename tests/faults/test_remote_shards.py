@@ -159,6 +159,7 @@ def shared_bytes(run: Run) -> int:
     return sum(member.link.shared_bytes for member in run.manager.registry.here)
 
 
+@pytest.mark.long
 def test_a_run_in_memory_is_saved_and_goes_on_and_its_weights_do_not_pass_through_the_trainer(
     text, alone, tmp_path, monkeypatch
 ):
@@ -186,6 +187,7 @@ def test_a_run_in_memory_is_saved_and_goes_on_and_its_weights_do_not_pass_throug
     assert hash_of(tmp_path / "run") == alone[1]
 
 
+@pytest.mark.long
 def test_a_shard_in_memory_comes_back_from_its_replica_and_no_step_is_lost(text, alone, tmp_path):
     """The one that streams is killed in a step; then, when the learner is whole, the other one."""
     run = Run(settings(text, tmp_path / "run", shards=1, replicas=2))

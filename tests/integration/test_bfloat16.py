@@ -8,6 +8,7 @@ import math
 
 import pytest
 import torch
+from grids import quick_first
 from plain_training import Recipe, plain, streamed, trainer_of
 from tiny_models import CASES
 
@@ -29,7 +30,9 @@ def root_mean_square(values):
     return math.sqrt(sum(value * value for value in values) / len(values))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert", "classifier", "llama"])
+@pytest.mark.parametrize(
+    "name", quick_first(["gpt2", "bert", "classifier", "llama"], ["gpt2", "classifier"])
+)
 def test_at_most_twice_as_far_from_float32_as_autocast(name, tmp_path):
     ours, theirs, size = [], [], 0.0
     for seed in SEEDS:

@@ -164,6 +164,7 @@ def test_runs_that_differ_are_told_apart(tmp_path):
     assert without != weights
 
 
+@pytest.mark.long
 def test_the_number_of_engines_does_not_decide_the_micro_batch_where_memory_binds(
     tmp_path, monkeypatch
 ):

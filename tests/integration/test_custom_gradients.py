@@ -233,6 +233,7 @@ def test_trainer_refuses_a_factory_that_hooks_a_parameter(tmp_path):
     assert str(caught.value) == f"{what}, {WHERE}, {WAY_OUT}"
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradient_checkpointing_of_transformers_changes_no_bit(reentrant, tmp_path):

@@ -180,10 +180,10 @@ def large(tmp_path_factory):
 @pytest.mark.parametrize(
     ("how", "delay", "overwrite"),
     [
-        (signal.SIGKILL, 0.0, False),
         (signal.SIGKILL, 0.3, True),
         (signal.SIGINT, 0.0, True),
-        (signal.SIGINT, 0.3, False),
+        pytest.param(signal.SIGKILL, 0.0, False, marks=pytest.mark.long),
+        pytest.param(signal.SIGINT, 0.3, False, marks=pytest.mark.long),
     ],
 )
 def test_a_build_that_is_stopped_leaves_no_half_data_set(tmp_path, large, how, delay, overwrite):

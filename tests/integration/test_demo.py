@@ -67,6 +67,7 @@ def finished(tmp_path_factory):
     return folder, demo(folder, "run.steps=8")
 
 
+@pytest.mark.long
 def test_it_trains_writes_exports_and_reports(finished):
     folder, result = finished
     assert result.returncode == 0, result.stderr
@@ -83,6 +84,7 @@ def test_it_trains_writes_exports_and_reports(finished):
         assert f"penstock {command} " in out.split("next:")[1]
 
 
+@pytest.mark.long
 def test_the_time_is_that_of_the_run_and_no_part_counts_twice(finished):
     """The run says at its end how long it took; the table says the same."""
     _, result = finished
@@ -99,6 +101,7 @@ def test_the_time_of_a_run_that_was_killed_and_went_on_has_each_step_once():
     assert training_seconds([*step, *evaluation[1:], first, report]) == 35
 
 
+@pytest.mark.long
 def test_the_bytes_are_within_the_rule_and_near_it(finished):
     """Twice, the last stage once; a block's second pass may leave its biases at home."""
     folder, result = finished
@@ -123,6 +126,7 @@ def test_the_bytes_are_within_the_rule_and_near_it(finished):
     ) in re.sub(" +", " ", table)
 
 
+@pytest.mark.long
 def test_the_export_is_a_model_with_its_tokenizer(finished):
     folder, result = finished
     tokenizer = AutoTokenizer.from_pretrained(folder / "runs/demo/exported")
@@ -133,6 +137,7 @@ def test_the_export_is_a_model_with_its_tokenizer(finished):
     assert apart < 1e-2
 
 
+@pytest.mark.long
 def test_the_second_time_says_so_and_trains_nothing(finished, monkeypatch, capsys):
     folder, _ = finished
     monkeypatch.chdir(folder)
@@ -144,6 +149,7 @@ def test_the_second_time_says_so_and_trains_nothing(finished, monkeypatch, capsy
     assert (folder / "runs/demo/metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.long
 def test_other_numbers_for_a_run_that_is_there_are_refused(finished, monkeypatch, capsys):
     folder, _ = finished
     monkeypatch.chdir(folder)

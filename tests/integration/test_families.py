@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from grids import quick_first
 from plain_training import Recipe, assert_same_training, streamed
 from tiny_models import Case, _masked_texts, _texts, _token_loss
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
@@ -54,7 +55,7 @@ MASKED: dict[str, dict[str, Any]] = {
     "modernbert": {**SIZES, "local_attention": 6, "num_hidden_layers": 4},
     "albert": {**SIZES, **DRY_ENCODER, "embedding_size": 16, "pad_token_id": 0},
 }
-QUICK = ("bloom", "gemma2", "granite", "distilbert")
+COMMON = ("bloom", "gemma2", "granite", "distilbert")
 
 
 def family_case(family: str) -> Case:
@@ -73,7 +74,10 @@ def family_case(family: str) -> Case:
 
 @pytest.mark.parametrize(
     "family",
-    [pytest.param(f, marks=[pytest.mark.slow] * (f not in QUICK)) for f in (*CAUSAL, *MASKED)],
+    [
+        *quick_first(COMMON, ["gemma2"]),
+        *(pytest.param(f, marks=pytest.mark.slow) for f in (*CAUSAL, *MASKED) if f not in COMMON),
+    ],
 )
 def test_a_family_trains_as_in_plain_pytorch(family, tmp_path):
     case = family_case(family)

@@ -50,6 +50,7 @@ def in_memory(tmp_path_factory):
     )
 
 
+@pytest.mark.long
 def test_a_run_on_flash_has_the_bits_of_one_in_memory(in_memory, tmp_path):
     steps = []
 

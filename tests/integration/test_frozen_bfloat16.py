@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from grids import thinned
 from hf_folders import model_of, save
 from safetensors.torch import load_file, save_file
 from tiny_models import LENGTH, language_model
@@ -104,8 +105,9 @@ def folders(tmp_path_factory):
     return found
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("family", TARGETS)
+@pytest.mark.parametrize(
+    ("family", "precision"), thinned([*TARGETS], [*PRECISIONS], others=pytest.mark.long)
+)
 def test_the_bits_are_those_of_the_same_checkpoint_in_float32(family, precision, folders, tmp_path):
     narrow, wide = (
         trained(settings(folder, tmp_path / str(number), 4, family, precision=precision), family)
@@ -277,6 +279,7 @@ def test_export_and_inspect_find_the_base(folders, tmp_path):
         export_run(Config.from_mapping(config), tmp_path / "whole", "fp32", 10**9)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_module_in_bfloat16_keeps_its_frozen_weights_so(precision, tmp_path):
     """Nothing says where its values could be found again: a checkpoint holds them, in 2 bytes."""
@@ -308,6 +311,7 @@ def test_a_module_in_bfloat16_keeps_its_frozen_weights_so(precision, tmp_path):
     assert {place.extent.dtype for place in frozen} == {"BF16"}
 
 
+@pytest.mark.long
 def test_a_run_of_a_release_before_goes_on_as_it_was(folders, tmp_path, monkeypatch):
     """Its checkpoints hold all weights in float32: the folder may go, and nothing is narrowed."""
     model, run = tmp_path / "model", tmp_path / "run"

@@ -98,6 +98,7 @@ def test_ten_steps_agree_with_plain_pytorch(family, train, seed, tmp_path):
         assert event.gradient_bytes == 4 * trained  # of frozen weights nothing comes back
 
 
+@pytest.mark.long
 def test_the_comparison_would_notice_another_scale(tmp_path):
     case = language_model("gpt2")
     ours = streamed(case, RECIPE, tmp_path, lora=lora("gpt2", alpha=ALPHA * 1.01))
@@ -293,6 +294,7 @@ def test_what_is_more_than_adapters_is_exported_whole_only(tmp_path):
     )
 
 
+@pytest.mark.long
 def test_the_commands_work_on_a_run_with_adapters(tmp_path, monkeypatch, capsys):
     def penstock(*arguments):
         monkeypatch.setattr(sys, "argv", ["penstock", *arguments])

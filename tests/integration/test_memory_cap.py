@@ -19,6 +19,7 @@ from penstock.telemetry.events import RunMeasured
 MIB = 1 << 20
 
 
+@pytest.mark.long
 def test_a_run_on_flash_stays_below_its_cap(tmp_path):
     cap = 880 * MIB
     result = subprocess.run(

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 # Is run at the start of every Python process, before anything of the run is imported. Libraries may
@@ -84,6 +86,7 @@ except RuntimeError as error:
 """
 
 
+@pytest.mark.long
 def test_no_process_of_a_run_unpickles_anything(tmp_path):
     """An engine and a shard join, are told what they are, are called, and make two steps."""
     (tmp_path / "text.txt").write_text("\n".join(f"line {i}: water" for i in range(200)))

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from grids import quick_first
 from plain_training import Recipe, assert_same_training, streamed
 from tiny_models import IGNORED, LENGTH, ROWS, Case, language_model
 from torch.nn import functional as F
@@ -103,12 +104,13 @@ def builder(family: str, **changes: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", quick_first(FAMILIES, ["llama", "gemma2"]))
 def test_positions_of_packed_rows_keep_sequences_apart(family, tmp_path):
     case, recipe = packed_case(builder(family), packed=True), Recipe(steps=6)
     assert_same_training(streamed(case, recipe, tmp_path), case, recipe)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_positions_of_rows_of_one_sequence_change_nothing(family, tmp_path):
     case, recipe = packed_case(builder(family), packed=False), Recipe(steps=6)

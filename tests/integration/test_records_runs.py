@@ -277,6 +277,7 @@ def test_records_asked_of_a_data_set_of_text(tmp_path):
     )
 
 
+@pytest.mark.long
 def test_the_recipe_learns_to_answer_what_it_was_not_asked(tmp_path, monkeypatch):
     """In 100 of its steps, by the command line as a user would."""
     monkeypatch.chdir(ROOT)

@@ -53,12 +53,14 @@ def test_a_regular_expression_that_gives_up_is_an_error_of_the_data(tmp_path):
     assert ids.tolist() == [1, 0]
 
 
+@pytest.mark.long
 def test_a_normaliser_that_explodes_is_an_error_of_the_data(tmp_path):
     tokenizer = load_tokenizer(str(tokenizer_file(tmp_path / "bad", doubles)))
     with pytest.raises(DataError, match=r"tokenizer bad could not encode 1 bytes within 512 MiB"):
         tokenizer.encode_batch(["x"])
 
 
+@pytest.mark.long
 def test_a_decoder_that_explodes_is_an_error_of_the_data(tmp_path):
     def change(tokenizer):
         tokenizer.decoder = decoders.Sequence([decoders.Replace("x", "xx") for _ in range(40)])

@@ -115,6 +115,7 @@ def read_bytes():
     return int(Path("/proc/self/io").read_text().split("rchar: ")[1].split()[0])
 
 
+@pytest.mark.long
 def test_the_figures_of_a_long_run_take_little_memory(tmp_path):
     """300,000 steps, as much as a week of small steps writes: 220 MB."""
     path = tmp_path / "metrics.jsonl"
@@ -133,6 +134,7 @@ def test_the_figures_of_a_long_run_take_little_memory(tmp_path):
         assert json.loads(file.read().splitlines()[-1])["step"] == 299_000
 
 
+@pytest.mark.long
 def test_a_line_without_end_takes_little_memory(tmp_path):
     path = tmp_path / "metrics.jsonl"
     with path.open("w") as file:
