@@ -48,7 +48,11 @@ def kill(kind, moments, folder, references, count, seed):
 
 @pytest.mark.parametrize(
     ("kind", "moments", "count"),
-    [("flash", "fp32", 6), ("flash", "8bit", 4), ("checkpoints", "8bit", 4)],
+    [
+        pytest.param("flash", "fp32", 6, marks=pytest.mark.long),
+        ("flash", "8bit", 4),
+        ("checkpoints", "8bit", 4),
+    ],
 )
 def test_kills_at_random_moments_cost_no_bit(kind, moments, count, references, tmp_path):
     kill(kind, moments, tmp_path / "run", references, count, seed=1)

@@ -24,7 +24,11 @@ from penstock.store import BackgroundSave, find_checkpoint
 
 
 @pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
+    "seed",
+    [
+        pytest.param(0, marks=pytest.mark.long),
+        *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2)),
+    ],
 )
 def test_a_kill_at_any_point_loses_no_more_than_the_steps_since_the_last(tmp_path, seed):
     store = save_steps(tmp_path / "before", (1, 2, 3), seed)

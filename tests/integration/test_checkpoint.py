@@ -383,6 +383,7 @@ def test_a_damaged_index_says_what_to_do(tmp_path):
         find_checkpoint(tmp_path, "latest")
 
 
+@pytest.mark.long
 def test_saving_and_loading_take_no_second_copy_of_the_model(tmp_path):
     script = Path(__file__).with_name("checkpoint_memory.py")
     paths = os.pathsep.join(map(str, Path(__file__).parents[1:3]))

@@ -181,7 +181,7 @@ def large(tmp_path_factory):
     ("how", "delay", "overwrite"),
     [
         (signal.SIGKILL, 0.3, True),
-        (signal.SIGINT, 0.0, True),
+        pytest.param(signal.SIGINT, 0.0, True, marks=pytest.mark.long),
         pytest.param(signal.SIGKILL, 0.0, False, marks=pytest.mark.long),
         pytest.param(signal.SIGINT, 0.3, False, marks=pytest.mark.long),
     ],

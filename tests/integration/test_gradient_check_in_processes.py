@@ -14,7 +14,7 @@ RANK = 128  # A is then [128, 64], two blocks, which two shards divide
 @pytest.mark.parametrize(
     ("engines", "replicas", "where"),
     [
-        (1, 1, "apart"),
+        pytest.param(1, 1, "apart", marks=pytest.mark.long),
         pytest.param(2, 2, "apart", marks=pytest.mark.slow),
         pytest.param(2, 1, "here", marks=pytest.mark.slow),
     ],

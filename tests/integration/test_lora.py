@@ -80,7 +80,11 @@ def adapted(case, recipe, trained=()):
 
 @pytest.mark.parametrize(
     ("family", "train", "seed"),
-    [("gpt2", (), 0), ("gpt2", ("*.ln_1.bias",), 1), ("llama", (), 1)],
+    [
+        ("gpt2", (), 0),
+        pytest.param("gpt2", ("*.ln_1.bias",), 1, marks=pytest.mark.long),
+        ("llama", (), 1),
+    ],
 )
 def test_ten_steps_agree_with_plain_pytorch(family, train, seed, tmp_path):
     case, recipe = language_model(family), replace(RECIPE, seed=seed)
