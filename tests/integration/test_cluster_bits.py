@@ -22,9 +22,9 @@ CASES = [
     *itertools.product((1, 2, 3, 4, 8), (1, 2, 3), PRECISIONS, TIERS, ("here",)),
     *itertools.product((1, 3), (2, 3), PRECISIONS, TIERS, ("apart",)),
 ]
-IN_EVERY_TEST = {
-    (3, 2, "bf16", "flash", "here"),
-    (1, 3, "bf16", "memory", "apart"),
+MARKS = {
+    (3, 2, "bf16", "flash", "here"): (),
+    (1, 3, "bf16", "memory", "apart"): pytest.mark.long,
 }
 FEW = 8  # steps of those
 
@@ -79,13 +79,10 @@ def train(folder, name: str, steps: int, *, shards=1, tier="memory", precision="
 
 @pytest.mark.parametrize(
     ("engines", "shards", "precision", "tier", "where"),
-    [
-        pytest.param(*case, marks=() if case in IN_EVERY_TEST else pytest.mark.slow)
-        for case in CASES
-    ],
+    [pytest.param(*case, marks=MARKS.get(case, pytest.mark.slow)) for case in CASES],
 )
 def test_engines_and_shards_change_no_bit(folder, alone, engines, shards, precision, tier, where):
-    steps = FEW if (engines, shards, precision, tier, where) in IN_EVERY_TEST else STEPS
+    steps = FEW if (engines, shards, precision, tier, where) in MARKS else STEPS
     made = train(
         folder,
         f"{engines}-{shards}-{precision}-{tier}-{where}",
