@@ -109,7 +109,7 @@ def _no_tensor_hooks() -> Iterator[None]:
 
     for name in _REFUSED_METHODS:
         setattr(torch.Tensor, name, refused(name))
-    torch.Tensor.grad_fn = property(grad_fn)  # type: ignore[assignment,misc]
+    torch.Tensor.grad_fn = property(grad_fn)  # type: ignore[assignment]
     try:
         yield
     finally:

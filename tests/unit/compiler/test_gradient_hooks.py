@@ -2,6 +2,7 @@
 
 import functools
 import re
+import threading
 
 import pytest
 import torch
@@ -216,3 +217,33 @@ def test_forward_hooks_are_part_of_the_model():
     assert step.losses == pytest.approx([float(loss.detach())], rel=1e-6)
     for name, parameter in net.named_parameters():
         torch.testing.assert_close(step.gradients[name], parameter.grad)
+
+
+def test_tensors_have_their_own_methods_after_a_compilation():
+    names = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad", "grad_fn")
+    before = {name: vars(torch.Tensor).get(name) for name in names}
+    with pytest.raises(CompileError):
+        compiled(Net(lambda self, y: y.register_hook(halve)), rows())
+    assert {name: vars(torch.Tensor).get(name) for name in names} == before
+    seen = []
+    leaf = torch.ones(2, requires_grad=True)
+    leaf.register_hook(seen.append)
+    (2 * leaf).sum().backward()
+    assert [gradient.tolist() for gradient in seen] == [[2.0, 2.0]]
+
+
+def test_another_thread_may_use_hooks_while_a_module_is_compiled():
+    found = []
+
+    def elsewhere():
+        leaf = torch.ones(2, requires_grad=True)
+        leaf.register_hook(found.append)
+        found.append((2 * leaf).grad_fn is not None)
+
+    def start(self, y):
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+
+    compiled(Net(start), rows())
+    assert found == [True]
