@@ -22,7 +22,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from checkpoints import Size, make_llama, widen
+from checkpoints import VOCABULARY, Size, make_llama, widen
 from contract import describe_machine, print_result
 from side_by_side import peak_rss_bytes
 
@@ -94,7 +94,7 @@ def train(model: Path) -> dict:
     from penstock.telemetry import StepDone
 
     losses: list[float] = []
-    rows = np.random.default_rng(0).integers(0, 32_000, (STEPS, LENGTH))
+    tokens = np.random.default_rng(0).integers(0, VOCABULARY, (STEPS, LENGTH + 1))
     run = model.parent / f"run-{model.name}"
     trainer = Trainer(
         {
@@ -106,15 +106,16 @@ def train(model: Path) -> dict:
             "evaluation": {"every": None},
             "run": {"dir": str(run), "steps": STEPS},
         },
-        source=ArraySource({"input_ids": rows}),
+        source=ArraySource({"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}),
         on_event=lambda e: losses.append(e.loss) if isinstance(e, StepDone) else None,
         quiet=True,
     )
     started = time.perf_counter()
     trainer.train()
     seconds = time.perf_counter() - started
-    checkpoint = find_checkpoint(run)
-    tensor_files = Path(checkpoint).rglob("*.safetensors")
+    checkpoint = find_checkpoint(run / "checkpoints", "latest")
+    assert checkpoint is not None
+    tensor_files = checkpoint.rglob("*.safetensors")
     trained = trainer.program.trainable_parameters
     found = {
         "losses": losses,

@@ -67,10 +67,16 @@ class Batches:
         """Return the factor from the sum of the micro-batches' losses to the step's loss.
 
         Raises:
-            DataError: no token of the batch has a label.
+            DataError: the batch has no labels, or no token of it has a label.
         """
         if self._model.loss_reduction == "mean":
             return 1.0 / self.micro_batches
+        if any("labels" not in part.rows for part in parts):
+            came = ", ".join(parts[0].rows) or "nothing"
+            raise DataError(
+                f"the batch lacks 'labels', the token that each position should predict "
+                f"({IGNORED_LABEL}: none); the source gave {came}"
+            )
         count = sum(int((part.rows["labels"] != IGNORED_LABEL).sum()) for part in parts)
         if count == 0:
             raise DataError(f"step {step + 1}: no token of the batch has a label")

@@ -33,10 +33,14 @@ def _home(module: str, name: str) -> str:
     if not folder.is_dir():
         return f"{module}.py"
     for path in sorted(folder.rglob("*.py")):
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            if getattr(node, "name", None) == name:
-                return path.relative_to(SOURCE).as_posix()
+        if any(getattr(node, "name", None) == name for node in _tree(path).body):
+            return path.relative_to(SOURCE).as_posix()
     return f"{module}/__init__.py"
+
+
+@functools.cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 class Module:
@@ -47,7 +51,7 @@ class Module:
         self.calls: list[tuple[str, ast.Call]] = []
         self.methods: set[str] = set()
         self.imported: dict[str, tuple[str, str | None]] = {}  # module, and what of it
-        self._visit(ast.parse(path.read_text(encoding="utf-8")), "", False)
+        self._visit(_tree(path), "", False)
 
     def _visit(self, node: ast.AST, function: str, in_class: bool) -> None:
         for child in ast.iter_child_nodes(node):

@@ -31,7 +31,7 @@ def root_mean_square(values):
 
 
 @pytest.mark.parametrize(
-    "name", quick_first(["gpt2", "bert", "classifier", "llama"], ["classifier", "llama"])
+    "name", quick_first(["gpt2", "bert", "classifier", "llama"], ["classifier"])
 )
 def test_at_most_twice_as_far_from_float32_as_autocast(name, tmp_path):
     ours, theirs, size = [], [], 0.0

@@ -53,6 +53,7 @@ def test_a_run_that_stopped_and_went_on_equals_one_that_never_stopped(precision,
     assert last == weights
 
 
+@pytest.mark.long
 def test_another_process_goes_on_to_the_same_bits(tmp_path):
     case = gpt2(dropout=True)
     losses, weights = run(tmp_path / "whole", case)

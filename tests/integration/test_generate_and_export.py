@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from grids import quick_first
 
 from penstock.training.trainer import Trainer
 
@@ -42,7 +43,13 @@ MODELS = {
 }
 
 
-@pytest.fixture(scope="module", params=[("gpt2", "fp32"), ("llama", "fp32"), ("gpt2", "bf16")])
+@pytest.fixture(
+    scope="module",
+    params=quick_first(
+        [("gpt2", "fp32"), ("llama", "fp32"), ("gpt2", "bf16")],
+        [("llama", "fp32"), ("gpt2", "bf16")],
+    ),
+)
 def trained(request, tmp_path_factory):
     """A model that has learnt some of a small text, and its export."""
     from penstock.data import build_dataset

@@ -79,6 +79,7 @@ def test_training_with_the_auxiliary_loss_is_that_of_transformers(family, tmp_pa
     assert_same_training(streamed(case, recipe, tmp_path), case, recipe)
 
 
+@pytest.mark.long
 def test_one_micro_batch_has_the_very_loss_of_transformers(tmp_path):
     case, recipe = experts("mixtral"), Recipe(steps=1, warmup_steps=0, micro=8)
     model = case.plain(recipe.seed)

@@ -83,6 +83,7 @@ def test_any_number_of_shards_has_the_bits_of_one_store(tmp_path, precision, opt
             assert result.output == one[1] + "\n"
 
 
+@pytest.mark.long
 def test_tied_and_frozen_weights_and_groups(tmp_path):
     """GPT-2 with evaluation, its embedding tied and cut, a weight that is cut frozen, others with
     settings by their names."""

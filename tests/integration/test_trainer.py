@@ -304,6 +304,19 @@ def test_rows_of_another_type_or_shape_are_refused(change, message, tmp_path):
     assert trainer.step == 0
 
 
+def test_rows_of_a_language_model_without_labels_are_refused(tmp_path):
+    rows = language_model("gpt2").arrays(0)
+    case = with_rows(language_model("gpt2"), {"input_ids": rows["input_ids"]})
+    trainer, _ = trainer_of(case, Recipe(size=8, micro=4), tmp_path)
+    with pytest.raises(DataError) as caught:
+        trainer.train()
+    assert str(caught.value) == (
+        "the batch lacks 'labels', the token that each position should predict (-100: none); the "
+        "source gave input_ids"
+    )
+    assert trainer.step == 0
+
+
 def test_a_source_that_gives_too_few_rows_is_refused(tmp_path):
     trainer, _ = trainer_of(CONTRASTIVE, Recipe(size=8, micro=4), tmp_path)
     source = trainer._data.training

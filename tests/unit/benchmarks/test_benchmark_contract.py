@@ -164,6 +164,7 @@ def test_the_share_of_dense_products_is_of_the_same_round(contract):
     assert shares == 0.5
 
 
+@pytest.mark.long
 def test_limits_are_measured_in_a_process_of_their_own(contract, capsys):
     limits = contract.limits_of_this_machine(products=["fp32"], copy=True)
     assert limits["products_gflop_per_second"]["fp32"] > 0

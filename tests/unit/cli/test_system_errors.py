@@ -88,6 +88,7 @@ def test_a_limited_address_space_is_memory_that_the_process_may_not_take(monkeyp
     assert process_memory.available_bytes() <= 1 << 30
 
 
+@pytest.mark.long
 def test_an_unusable_cache_folder_of_pytorch_stops_a_run_with_one_line(tmp_path):
     (tmp_path / "text.txt").write_text("water over the dam\n" * 100)
     (tmp_path / "run.yaml").write_text("model: {preset: tiny}\ndata: {input: [text.txt]}\n")

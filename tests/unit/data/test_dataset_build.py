@@ -78,6 +78,7 @@ def test_tokens_on_disk_are_what_the_tokenizer_says(tmp_path):
     assert TokenDataset.open(tmp_path / "out").splits == ("train",)
 
 
+@pytest.mark.long
 def test_large_vocabularies_are_stored_in_four_bytes(tmp_path):
     from tokenizers import AddedToken, Tokenizer
 

@@ -146,6 +146,7 @@ def test_between_keeping_all_and_nothing_it_recomputes_no_more_than_it_must():
     assert plan_engine(program, len(batches), None) == EnginePlan()
 
 
+@pytest.mark.long
 def test_depth_costs_boundary_activations_and_nothing_else():
     """With everything recomputed: weights, gradients and inner values of one stage, any depth."""
     boundary = 4 * 2 * LENGTH * 32 * 4  # micro-batches x [2, LENGTH, 32] in float32

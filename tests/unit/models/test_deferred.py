@@ -259,6 +259,7 @@ print(total, peak() - start)
 """
 
 
+@pytest.mark.long
 def test_a_few_tensors_are_in_memory_at_a_time() -> None:
     """96 layers of 4 MiB, initialised twice: 384 MiB when whole, but never whole."""
     done = subprocess.run(

@@ -90,7 +90,7 @@ HOSTILE = {
     "a tensor that is a number": _file({"a": 1}),
     "2^60 elements": _file({"a": _tensor("F32", [2**60], 0, 2**62)}),
     "sizes whose product wraps to 0": _file({"a": _tensor("F32", [2**32, 2**32], 0, 0)}),
-    "a million dimensions": _file({"a": _tensor("F32", [2**62] * 1_000_000, 0, 4)}, b"0000"),
+    "100,000 dimensions": _file({"a": _tensor("F32", [2**62] * 100_000, 0, 4)}, b"0000"),
     "a negative size": _file({"a": _tensor("F32", [-1], 0, 4)}, b"0000"),
     "a size that is true": _file({"a": _tensor("F32", [True], 0, 4)}, b"0000"),
     "a size that is a fraction": _file({"a": _tensor("F32", [1.0], 0, 4)}, b"0000"),
