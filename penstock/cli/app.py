@@ -57,7 +57,7 @@ _WITH_TORCH = ("train", "eval", "generate", "export", "program", "scale")
 def root(
     context: typer.Context,
     debug: Annotated[
-        bool, typer.Option("--debug", help="Show the traceback of an error, with any command.")
+        bool, typer.Option("--debug", help="Print the traceback of an error; for every command.")
     ] = False,
     version: Annotated[
         bool,

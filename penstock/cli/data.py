@@ -62,27 +62,35 @@ def build(
             "--input",
             "-i",
             metavar="FILES...",
-            help="Text, .jsonl or .parquet files, or folders of them; several after one flag.",
+            help=(
+                "Text, .jsonl or .parquet files, or folders of such files; one flag takes several "
+                "paths."
+            ),
         ),
     ],
     tokenizer: Annotated[
         str,
         typer.Option(
             metavar="bytes|train-bpe:SIZE|PATH",
-            help="Raw bytes; a byte-level BPE trained on the input; or a tokenizer.json, "
-            "a Hugging Face folder or another data set to take it from.",
+            help=(
+                "bytes: no merges, 256 byte values; train-bpe: a byte-level BPE trained on the "
+                "input; PATH: the tokenizer of a tokenizer.json, a Hugging Face folder or another "
+                "data set."
+            ),
         ),
     ],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="The folder to make.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to create.")],
     validation: Annotated[
-        float, typer.Option(metavar="F", help="Share of the documents to hold out; 0 for none.")
+        float, typer.Option(metavar="F", help="Share of held-out documents; 0: none.")
     ] = 0.05,
-    seed: Annotated[int, typer.Option(help="Decides which documents are held out.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed that selects the held-out documents.")] = 0,
     content: Annotated[
         Content,
         typer.Option(
-            help="text, or records: a prompt and a completion each, of which only the "
-            "completion is trained on."
+            help=(
+                "text; or records, each a prompt and a completion: only the completion is trained "
+                "on."
+            )
         ),
     ] = Content.text,
     field: Annotated[
@@ -99,10 +107,10 @@ def build(
     ] = None,
     exclude: Annotated[
         list[str] | None,
-        typer.Option(help="Pattern for files and folders inside folders to leave out; repeatable."),
+        typer.Option(help="Pattern of files and subfolders to exclude; repeatable."),
     ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a data set that is there.")
+        bool, typer.Option("--overwrite", help="Replace an existing data set.")
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only errors.")] = False,
 ) -> None:
@@ -141,7 +149,7 @@ def build(
 
 @app.command()
 def inspect(
-    dataset: Annotated[Path, typer.Argument(metavar="DIR", help="A data set.")],
+    dataset: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a data set.")],
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only errors.")] = False,
 ) -> None:
     """Print what a data set holds, and check every byte of it against its checksums."""

@@ -24,7 +24,7 @@ def export(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="New folder to write.")],
     dtype: Annotated[Dtype, typer.Option(help="Type of the weights.")] = Dtype.fp32,
     shard_size: Annotated[
-        str, typer.Option(help="Greatest size of a file; a larger weight has one of its own.")
+        str, typer.Option(help="Maximum size of a file; a larger weight gets its own file.")
     ] = "5GB",
     adapters: Annotated[
         bool, typer.Option("--adapters", help="Only the LoRA adapters, in PEFT's format.")
@@ -44,7 +44,7 @@ def export(
         raise ConfigError(f"--shard-size: {error}") from None
     settings = load_run(run)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out} exists and is left as it is; name a new folder")
+        raise ConfigError(f"{out} already exists and was not changed; choose a new folder")
 
     from penstock.training import export_run
 

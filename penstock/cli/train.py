@@ -36,7 +36,7 @@ def train(
         ),
     ] = None,
     quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Print only what needs to be read.")
+        bool, typer.Option("--quiet", "-q", help="Print only notices and errors.")
     ] = False,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Refuse to resume: run.dir must be new or empty.")
@@ -107,14 +107,14 @@ class GracefulStop:
     def lose_output(self, error: OSError) -> None:
         """Do what the loss of standard output asks for, once per kind of error."""
         if error.errno != errno.EPIPE:
-            output.tell(f"note: the log cannot be written: {error.strerror}; the run goes on\n")
+            output.tell(f"note: cannot write the log: {error.strerror}; the run continues\n")
             return
         if self.signal is not None:
             return
         self.signal = signal.SIGPIPE
-        output.tell("nobody reads the output any more: stopping after this step\n")
+        output.tell("no process reads the output: stopping after this step\n")
         if self._request_stop is not None:
-            self._request_stop("nobody reads the output any more")
+            self._request_stop("no process reads the output")
 
     @contextmanager
     def handling(self, request_stop: Callable[[str], Any]) -> Iterator[None]:
@@ -127,7 +127,7 @@ class GracefulStop:
             self.signal = number
             if number == signal.SIGHUP:
                 output.leave(terminals)
-            self._show("stopping after this step; again to stop now, without saving")
+            self._show("stopping after this step; a second signal stops now, without saving")
             request_stop("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
 
         terminals = [descriptor for descriptor in (0, 1, 2) if os.isatty(descriptor)]

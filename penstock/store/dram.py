@@ -96,7 +96,7 @@ class DramStore:
         if missing:
             raise ValueError(f"trainable weights without settings: {', '.join(missing[:5])}")
         if self._rule is None:
-            raise ValueError("a store with an optimizer needs a rule that decides its steps")
+            raise ValueError("a store with an optimizer needs a commit rule")
         self._gradients = Gradients(self.program, gradient_dtype)
         self.memory_bytes["gradient"] = self._gradients.memory_bytes
         for role in optimizer.roles:
@@ -263,8 +263,8 @@ class DramStore:
         with self._compute:
             if self._updating is not None:
                 raise StorageError(
-                    f"the update of {self._updating} was interrupted half-way, so the weights are "
-                    "those of no step; open the run again, it goes on from its last checkpoint"
+                    f"the update of {self._updating} was interrupted, so the weights are not those "
+                    "of a complete step; open the run again: it continues from its last checkpoint"
                 )
             if name in self._pending:
                 self._updating = name  # remains if an interrupt occurs within the next two lines
@@ -450,7 +450,9 @@ class DramStore:
 
     def _require_optimizer(self) -> Gradients:
         if self._gradients is None:
-            raise RuntimeError("this store has no optimizer: it streams weights and takes nothing")
+            raise RuntimeError(
+                "this store has no optimizer: it streams weights and accepts no gradients"
+            )
         return self._gradients
 
 

@@ -142,9 +142,9 @@ def storage_errors(folder: Path, needed_bytes: int) -> Iterator[None]:
         yield
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)
-        advice = "make room or choose another place"
+        advice = "free some space or choose another folder"
         if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-            advice = "make the folder writable or choose another place"
+            advice = "make the folder writable or choose another folder"
         elif error.errno == errno.EIO:
             advice = "check the disk"
         raise StorageError(

@@ -131,7 +131,8 @@ def require_gradients(
     names = trainable_weights(holding, holding.stages[stage])
     if len(gradients) != len(names):
         raise ValueError(
-            f"stage {where} has {len(names)} trainable weights, {len(gradients)} gradients came"
+            f"stage {where}: expected a gradient for each of {len(names)} trainable weights, got "
+            f"{len(gradients)} gradients"
         )
     for name, gradient in zip(names, gradients, strict=True):
         if gradient is None:
@@ -139,8 +140,8 @@ def require_gradients(
         shape = holding.weights[name].shape
         if tuple(gradient.shape) != shape or gradient.dtype != torch.float32:
             raise ValueError(
-                f"stage {where}: the gradient of {name} must be float32 {list(shape)}, "
-                f"{gradient.dtype} {list(gradient.shape)} came"
+                f"stage {where}: expected float32 {list(shape)} as the gradient of {name}, got "
+                f"{gradient.dtype} {list(gradient.shape)}"
             )
         if gradient.device.type != "cpu":
             raise ValueError(

@@ -23,7 +23,7 @@ class FolderLock:
     def __init__(self, folder: Path, key: str, name: str = "LOCK") -> None:
         if folder.exists() and not folder.is_dir():
             raise StorageError(
-                f"{folder}: cannot be written: a file is there; choose another {key}"
+                f"{folder}: expected a folder, got a file; choose another {key}"
             )
         try:
             durable.make_folder(folder)

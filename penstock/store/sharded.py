@@ -176,8 +176,8 @@ class ShardedStore:
         if len(steps) > 1:
             raise StorageError(
                 f"the commit of step {steps[-1]} was interrupted between two shards, so the "
-                "weights are those of no step; open the run again, it goes on from the last step "
-                "that all shards hold"
+                "weights are not those of a complete step; open the run again: it continues from "
+                "the last step that all shards hold"
             )
 
     def discard(self) -> None:

@@ -96,7 +96,7 @@ class Snapshot:
                 end = min(begin + piece_elements, memory[0].size)
                 yield decode(weight_format, memory, begin, end)
                 if self._is_closed:  # checked after use: an update may have overwritten it
-                    raise StorageError(f"the snapshot of step {self.step} was given up")
+                    raise StorageError(f"the snapshot of step {self.step} was abandoned")
         finally:
             with self._changed:
                 self._reading = None

@@ -278,8 +278,8 @@ class FlashCheckpoints:
         found, start = self._found or {}, _start(self._config, model)
         if None not in (known := {found.get("weights"), start["weights"]}) and len(known) > 1:
             raise ConfigError(
-                f"{self._folder} holds the weights of another checkpoint than {model.folder}, not "
-                "trained yet; delete it, or choose another store.flash.path"
+                f"{self._folder} holds untrained weights of another checkpoint than "
+                f"{model.folder}; delete the folder, or choose another store.flash.path"
             )
         try:
             store = self._made(layout, apart)
@@ -291,8 +291,8 @@ class FlashCheckpoints:
                 store.close()
         if not is_ours:
             notice(
-                f"{self._folder} holds weights that were never trained, and are not those that "
-                "this run begins with: they are loaded anew"
+                f"{self._folder} holds untrained weights that differ from the initial weights of "
+                "this run: the initial weights are loaded again"
             )
             discard_untrained(self._folder)
             store = self._made(layout, apart)
@@ -357,7 +357,9 @@ def make_checkpoint_backend(config: Config) -> CheckpointBackend:
     """
     flash, before = config.store.flash.path, recorded_flash(config.run.dir)
     if flash is not None and flash.exists() and not flash.is_dir():
-        raise ConfigError(f"store.flash.path: expected a folder, {flash} is a file; name another")
+        raise ConfigError(
+            f"store.flash.path: expected a folder, got the file {flash}; choose another path"
+        )
     checkpoints = FileCheckpoints(config) if flash is None else FlashCheckpoints(config, flash)
     if before is not None and not _is_same(before, flash):
         if flash is None or checkpoints.recorded is None:
@@ -368,7 +370,7 @@ def make_checkpoint_backend(config: Config) -> CheckpointBackend:
     elif before is not None and not holds_store(before):
         raise ConfigError(
             f"store.flash.path: {before} holds no store, and {config.run.dir} had its state there; "
-            "see whether its disk is mounted, or choose another run.dir to start anew"
+            "check that its disk is mounted, or choose another run.dir to start a new run"
         )
     elif flash is not None and checkpoints.recorded is None:
         _require_place(config, flash)
@@ -381,13 +383,13 @@ def _require_place(config: Config, flash: Path) -> None:
     if saved is not None:
         raise ConfigError(
             f"store.flash.path: {config.run.dir} has its state in {saved} and none in {flash}; "
-            "leave store.flash.path out to go on, or choose another run.dir"
+            "remove store.flash.path to continue, or choose another run.dir"
         )
     # Creating the folder would fill this disk instead of a disk that is not mounted yet.
     above, run = flash.parent, config.run.dir.absolute()
     if flash.is_absolute() and not above.exists() and not flash.is_relative_to(run):
         raise ConfigError(
-            f"store.flash.path: {above} does not exist; see whether its disk is mounted, or make "
+            f"store.flash.path: {above} does not exist; check that its disk is mounted, or create "
             "the folder"
         )
 

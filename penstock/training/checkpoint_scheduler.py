@@ -78,8 +78,7 @@ class CheckpointScheduler:
                 self.finish()
         except BaseException as second:
             error.add_note(
-                "the last checkpoint that was begun is not complete: "
-                f"{str(second) or type(second).__name__}"
+                f"the last checkpoint is not complete: {str(second) or type(second).__name__}"
             )
         finally:
             self._checkpoints.abandon()

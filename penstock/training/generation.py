@@ -34,7 +34,7 @@ def make_writer(
     """
     if model.task != "causal_lm":
         raise ConfigError(
-            f"{model.name} is trained for {model.task}; only causal language models write text"
+            f"{model.name} is trained for {model.task}; only causal language models generate text"
         )
     if dataset is None:
         raise ConfigError("generate needs the data set's tokenizer; this run has none")

@@ -56,8 +56,8 @@ class GradientCheck:
             in_order = [name for name in store.program.weights if name in self._zero]
             self._notice(
                 f"{len(in_order)} weight(s) do not train: their gradient was zero in every element "
-                f"in {self._seen} steps, weight decay alone changes them: {few(in_order)}. Freeze "
-                "them by name, or see why the loss does not depend on them"
+                f"in {self._seen} steps, and only weight decay changes them: {few(in_order)}. "
+                "Freeze them by name, or find out why the loss does not depend on them"
             )
         store.flush()
         lost = [name for name in store.unchanged() if name not in self._zero]
@@ -65,5 +65,5 @@ class GradientCheck:
             self._notice(
                 f"{len(lost)} weight(s) have not changed in {self._seen} steps: every update was "
                 f"too small for their precision, at a learning rate of {self._learning_rate:g}: "
-                f"{few(lost)}. Raise optimizer.learning_rate, unless a warm-up will"
+                f"{few(lost)}. Raise optimizer.learning_rate, unless a warm-up raises it"
             )

@@ -109,8 +109,8 @@ def require_known_elsewhere(has_given_model: bool) -> None:
     """
     if has_given_model:
         raise ConfigError(
-            "cluster.start: a module that was given from Python is not known to other "
-            "processes; name a function that makes it in model.factory"
+            "cluster.start: a module that was given from Python is not known to other processes; "
+            "name a function that builds it in model.factory"
         )
 
 

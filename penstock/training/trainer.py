@@ -196,7 +196,7 @@ class Trainer:
     def __repr__(self) -> str:
         return describe(self.config, self.model, self.program, self.step, self._setup.device_names)
 
-    def request_stop(self, reason: str = "a stop was asked for") -> None:
+    def request_stop(self, reason: str = "a stop was requested") -> None:
         """Finish the current step, save and return from `train`; callable from any thread."""
         self._stop_reason = reason
 
@@ -244,7 +244,8 @@ class Trainer:
         if newest is not None and newest > self.step:
             raise ConfigError(
                 f"{self.config.run.dir} has been trained to step {newest} by another trainer, this "
-                f"one stands at {self.step}; make a new Trainer, it goes on from there"
+                f"trainer is at step {self.step}; create a new Trainer, which continues from step "
+                f"{newest}"
             )
 
     def _train(self) -> dict[str, Any]:
@@ -271,7 +272,9 @@ class Trainer:
         first_step = self.step
         last_loss: float | None = None
         if self._early_stop.is_due:
-            self._notice("the run has stopped early; raise evaluation.early_stop_patience to go on")
+            self._notice(
+                "the run has stopped early; raise evaluation.early_stop_patience to continue"
+            )
             self._stop_reason = "no better held-out loss"
         while self.step < config.run.steps and self._stop_reason is None:
             try:
@@ -289,8 +292,8 @@ class Trainer:
         self._gradient_check.end(self.store)
         if self.step == first_step and self.step >= config.run.steps:
             self._notice(
-                f"the run already has its {config.run.steps} steps; nothing to do. To train on: "
-                f"{config.more_steps()}"
+                f"the run already has its {config.run.steps} steps; nothing to do. To train "
+                f"further: {config.more_steps()}"
             )
         self.save()
         report.add_behind(self.store.take_flash_traffic())
@@ -336,7 +339,7 @@ class Trainer:
         """
         if self._evaluator is None:
             raise DataError(
-                "there is nothing held out: the data set has no validation split, or "
+                "there is no held-out data: the data set has no validation split, or "
                 "Trainer(held_out=...) was not given"
             )
         if batches is not None and batches < 1:

@@ -79,7 +79,7 @@ def _parsed(data):
 )
 def test_numbers_that_cannot_be(folder, changes):
     resealed(folder, **changes)
-    refused(folder, CorruptionError, r"shards\.json: it does not describe shards")
+    refused(folder, CorruptionError, r"shards\.json: expected a description of shards")
 
 
 def test_a_newer_format(folder):
@@ -141,7 +141,7 @@ def test_a_store_of_a_release_that_gave_no_names_is_opened_as_before(folder):
 )
 def test_pieces_that_do_not_make_up_the_weights(folder, weights):
     resealed(folder, weights=weights)
-    with pytest.raises(CorruptionError, match=r"the shards' pieces do not make up '[abc]'"):
+    with pytest.raises(CorruptionError, match=r"the pieces of the shards do not cover '[abc]'"):
         open_reader(folder)
 
 

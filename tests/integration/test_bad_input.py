@@ -172,8 +172,8 @@ def test_corrupt_checkpoint(penstock):
     content[-5] ^= 1
     damaged.write_bytes(content)
     text = (
-        rf"{damaged}: damaged in bytes 0 to [\d,]+, which hold the header, \S+.*: their checksum "
-        r"is [0-9a-f]{32}, [0-9a-f]{32} was expected; use another checkpoint"
+        rf"{damaged}: damaged in bytes 0 to [\d,]+, which hold the header, \S+.*: expected "
+        r"checksum [0-9a-f]{32}, got [0-9a-f]{32}; use another checkpoint"
     )
     assert_refused(penstock("eval", "run"), 6, text)
     assert_refused(penstock("generate", "run", "--prompt", "water"), 6, text)
@@ -198,8 +198,8 @@ def test_a_disk_that_fills_up_while_saving(penstock, monkeypatch):
         penstock("train", "run.yaml", "run.dir=again", "--quiet"),
         7,
         r"again/checkpoints/step-00000004: cannot write it: No space left on device; it needs "
-        r"[\d,]+ bytes, [\d,]+ bytes are free; make room or choose another place; what was saved "
-        r"before is unchanged",
+        r"[\d,]+ bytes, [\d,]+ bytes are free; free some space or choose another folder; what was "
+        r"saved before is unchanged",
     )
     monkeypatch.setattr(durable, "write", write)
     kept = sorted(path.name for path in Path("again/checkpoints").iterdir())
@@ -228,9 +228,9 @@ def test_a_run_is_not_continued_on_another_course_or_other_data(penstock):
     assert_refused(
         penstock("train", "run.yaml", "run.steps=2", "optimizer.learning_rate=1"),
         2,
-        r"run holds a run whose configuration differs where it decides the result:\n"
-        r"  optimizer\.learning_rate: 0\.01 in the run, 1\.0 now\n"
-        r"set these back to resume it, or choose another run\.dir to start anew",
+        r"run holds a run whose configuration differs in keys that decide the result:\n  "
+        r"optimizer\.learning_rate: 0\.01 in the run, 1\.0 now\nset these back to resume it, or "
+        r"choose another run\.dir to start a new run",
     )
     Path("text.txt").write_text("other text " * 500)
     build = ("data", "build", "--input", "text.txt", "--tokenizer", "bytes", "--out", "other")
@@ -238,8 +238,8 @@ def test_a_run_is_not_continued_on_another_course_or_other_data(penstock):
     assert_refused(
         penstock("train", "run.yaml", "run.steps=2", "data.path=other"),
         3,
-        r"run was trained on another data set than other; point data\.path at the one it was "
-        r"started with, or choose another run\.dir",
+        r"run was trained on another data set than other; set data\.path to the data set that the "
+        r"run was started with, or choose another run\.dir",
     )
 
 

@@ -223,7 +223,7 @@ def test_every_flipped_bit_is_found_and_named(tmp_path, saved_folder, seed):
                 bad = xxhash.xxh3_128_hexdigest(bytes(damaged))
                 text = str(caught.value)
                 assert f"damaged in bytes 0 to {len(original):,}" in text, f"{seed=} {place=}"
-                assert f"checksum is {bad}, {good} was expected" in text
+                assert f"expected checksum {good}, got {bad}" in text
         path.write_bytes(original)
     assert load_checkpoint(store, folder) == {"loss": 1.5}
 
@@ -249,9 +249,9 @@ def test_damage_is_named_by_file_tensors_and_place(tmp_path):
     with pytest.raises(CorruptionError) as caught:
         verify_checkpoint(folder)
     assert str(caught.value) == (
-        f"{path}: damaged in bytes 8,388,608 to {path.stat().st_size:,}, which hold "
-        f"master/second: their checksum is {xxhash.xxh3_128_hexdigest(data)}, {expected} was "
-        "expected; use another checkpoint"
+        f"{path}: damaged in bytes 8,388,608 to {path.stat().st_size:,}, which hold master/second: "
+        f"expected checksum {expected}, got {xxhash.xxh3_128_hexdigest(data)}; use another "
+        "checkpoint"
     )
 
 
@@ -262,8 +262,8 @@ def test_files_that_are_cut_swapped_missing_or_emptied_are_refused(tmp_path, sav
     size = len(content)
     folder = copy_of(saved_folder, tmp_path / "copy")
     for change, message in (
-        (content[:-1], f"{name}: it has {size - 1:,} bytes, {size:,} were written"),
-        (content + b"0", f"{name}: it has {size + 1:,} bytes, {size:,} were written"),
+        (content[:-1], f"{name}: expected {size:,} bytes, got {size - 1:,}"),
+        (content + b"0", f"{name}: expected {size:,} bytes, got {size + 1:,}"),
         (other, f"{name}: it has"),
         (bytes(size), f"{name}: damaged in bytes 0 to {size:,}"),
         (None, f"{name}: this file is missing"),
@@ -323,7 +323,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path):
         load_checkpoint(store, folder)
     assert str(caught.value) == (
         f"{folder}: a checkpoint of another optimizer: exp_avg_sq/a is only in it; use the "
-        "optimizer that wrote it, or export it and begin from there (model.hf)"
+        "optimizer that wrote it, or export it and start a new run from the export (model.hf)"
     )
 
 
@@ -379,7 +379,7 @@ def test_a_damaged_index_says_what_to_do(tmp_path):
     save_checkpoint(trained(), tmp_path, {})
     path = tmp_path / "index.json"
     path.write_text(path.read_text().replace("step-00000003", "step-00000002"))
-    with pytest.raises(CorruptionError, match="delete it to go by the checkpoints' folders"):
+    with pytest.raises(CorruptionError, match="delete the file: Penstock then uses the folders"):
         find_checkpoint(tmp_path, "latest")
 
 

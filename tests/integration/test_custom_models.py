@@ -138,9 +138,9 @@ def test_the_command_line_shows_rows_and_no_perplexity(tmp_path, monkeypatch):
 
 MEAN_OF_MEANS = (
     "batch.micro: auto divides the batch of 1024 rows into 2 micro-batches of 512, and the loss is "
-    "the mean of theirs: the loss of the whole batch only if every row has the same weight in it. "
-    "If not (a mean over the tokens that have labels, a loss over pairs of rows), set batch.micro: "
-    "1024 for one loss over the batch, or another divisor of it"
+    "the mean of their losses. This is the loss of the whole batch only if every row has the same "
+    "weight. Otherwise (a mean over the tokens that have labels, a loss over pairs of rows), set "
+    "batch.micro: 1024 for one loss over the batch, or another divisor of it"
 )
 
 

@@ -75,15 +75,15 @@ def test_half_precision_is_pytorchs_own_rounding(tmp_path, dtype):
             -70_000.0,
             torch.float16,
             ConfigError,
-            "weight a does not fit fp16: it holds 70,000, the greatest is 65,504; "
+            "weight a does not fit fp16: it holds 70,000, the largest possible value is 65,504; "
             "use --dtype bf16 or fp32",
         ),
         (
             3.4e38,
             torch.bfloat16,
             ConfigError,
-            "weight a does not fit bf16: it holds 3.4e+38, the greatest is 3.38953e+38; "
-            "use --dtype fp32",
+            "weight a does not fit bf16: it holds 3.4e+38, the largest possible value is "
+            "3.38953e+38; use --dtype fp32",
         ),
         (
             float("nan"),
@@ -140,7 +140,8 @@ def test_nothing_is_overwritten_and_nothing_half_written_is_left(tmp_path, monke
         export_huggingface(store, tmp_path / "n", config={})
     assert str(caught.value) == (
         f"{tmp_path}/n: cannot write it: No space left on device; it needs 4,104 bytes, 1,000 "
-        "bytes are free; make room or choose another place; what was saved before is unchanged"
+        "bytes are free; free some space or choose another folder; what was saved before is "
+        "unchanged"
     )
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
     assert [path.name for path in folder.iterdir()] == ["mine.txt"]

@@ -103,7 +103,7 @@ def test_damage_is_named_and_repair_goes_back_to_what_is_whole(in_memory, tmp_pa
         "discarded: step 7 (damaged)\n"
     )
     assert inspected(tmp_path / "run", "--repair").output.endswith(
-        "discarded: nothing, no byte is damaged\n"
+        "discarded: nothing: no byte is damaged\n"
     )
     again = Trainer(settings)
     assert again.step == 6
@@ -113,7 +113,7 @@ def test_damage_is_named_and_repair_goes_back_to_what_is_whole(in_memory, tmp_pa
 
 
 def test_budgets_that_cannot_hold_are_refused_with_the_arithmetic(tmp_path):
-    with pytest.raises(BudgetError, match=r"the weights of two stages need [\d,]+ bytes, blocks"):
+    with pytest.raises(BudgetError, match=r"the weights of two stages need [\d,]+ bytes, buffers"):
         Trainer(config(tmp_path / "a", 7, on_flash=True, dram="1MiB"))
     flash = {"path": str(tmp_path / "b" / "flash"), "size": "1MiB"}
     with pytest.raises(BudgetError, match=r"store\.flash\.size: .* needs [\d,]+ bytes on flash"):
@@ -143,7 +143,7 @@ def begun(folder, seed=0, adapters=None, source=None):
     )
     weights = {name: trainer.store.master(name) for name in trainer.program.weights}
     trainer.close()
-    return weights, any("loaded anew" in str(word) for word in words)
+    return weights, any("loaded again" in str(word) for word in words)
 
 
 SHAPES = {
@@ -238,7 +238,7 @@ def test_a_run_goes_on_with_another_memory_for_its_engines(tmp_path):
     trainer.close()
     assert trainer.step == 1
     assert stages > len(trainer.program.stages)
-    with pytest.raises(ConfigError, match=r"this model with its stages cut otherwise.*memory"):
+    with pytest.raises(ConfigError, match=r"this model, divided into other stages.*memory"):
         of_blocks(tmp_path / "whole", 2, "1300KiB")
 
 

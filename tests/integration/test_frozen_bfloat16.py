@@ -224,7 +224,7 @@ def test_another_base_is_refused(folders, tmp_path):
     other = save(model_of("llama", seed=4, dtype=torch.bfloat16), tmp_path / "other", None)
     with pytest.raises(ConfigError) as caught:
         trainer_of(settings(other, run, 3))
-    assert str(caught.value).startswith("the checkpoints of this run hold what was trained")
+    assert str(caught.value).startswith("the checkpoints of this run hold only the trained weights")
     assert f"(fingerprint {fingerprint}); {other} is another" in str(caught.value)
     with pytest.raises(ConfigError, match="is not there, and the checkpoints of this run take"):
         trainer_of(settings(tmp_path / "none", run, 3))
@@ -247,7 +247,9 @@ def test_one_changed_value_of_the_base_is_found(folders, tmp_path, monkeypatch):
     tensors[name].view(torch.int16)[1, 1] ^= 1
     save_file(tensors, path, {"format": "pt"})
     monkeypatch.setattr(ModelSource, "weights_fingerprint", lambda self: fingerprint)
-    with pytest.raises(ConfigError, match=rf"weight {name} of the base is .* with checksum"):
+    with pytest.raises(ConfigError, match=(
+        rf"weight {name} of the base: expected shape .* and checksum"
+    )):
         trainer_of(settings(model, run, 3))
 
 

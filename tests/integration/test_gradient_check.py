@@ -20,9 +20,9 @@ from penstock.training.trainer import Trainer
 
 ROWS, WIDTH = 64, 96  # wide enough for a store in shards to cut the matrices
 IDLE = (
-    "2 weight(s) do not train: their gradient was zero in every element in {} steps, weight decay "
-    "alone changes them: idle.weight, idle.bias. Freeze them by name, or see why the loss does not "
-    "depend on them"
+    "2 weight(s) do not train: their gradient was zero in every element in {} steps, and only "
+    "weight decay changes them: idle.weight, idle.bias. Freeze them by name, or find out why the "
+    "loss does not depend on them"
 )
 
 
@@ -278,5 +278,5 @@ def test_updates_that_are_lost_to_rounding_are_named(tmp_path):
     assert told == [
         "1 weight(s) have not changed in 5 steps: every update was too small for their precision, "
         "at a learning rate of 1e-09: norm.weight. Raise optimizer.learning_rate, unless a warm-up "
-        "will"
+        "raises it"
     ]

@@ -166,8 +166,9 @@ def test_the_path_decides_nothing_and_the_content_does(made, unbroken, tmp_path)
     with pytest.raises(ConfigError) as caught:
         trained(settings(moved, run, 4))
     assert str(caught.value) == (
-        f"{run} was started from other weights than are in model.hf now; point model.hf at those "
-        "it was started from (they may also be gone), or choose another run.dir"
+        f"{run} was started from other weights than model.hf has now; set model.hf to the folder "
+        "that the run was started from (a deleted folder is also accepted), or choose another "
+        "run.dir"
     )
     assert trained(settings(made, run, 4)) == (unbroken[0], 4)
     preset = Config.from_mapping({**settings(made, run, 5), "model": "tiny"})
@@ -187,7 +188,7 @@ def test_weights_on_flash_that_never_trained_are_not_taken_for_others(made, tmp_
     (other / "text.txt").symlink_to(made / "text.txt")
     shutil.copytree(made / "hf", other / "hf")
     save(model_of("llama", seed=9, dtype=torch.bfloat16), other / "hf", "10KB")
-    message = "holds the weights of another checkpoint than .*other/hf, not trained yet; delete it"
+    message = "holds untrained weights of another checkpoint than .*other/hf; delete the folder"
     with pytest.raises(ConfigError, match=message):
         Trainer(settings(other, run, 2, **on_flash(tmp_path)))
 
@@ -287,9 +288,9 @@ def otherwise(made):
 def test_a_data_set_by_another_tokenizer_than_the_models_is_refused(made, otherwise, tmp_path):
     data = {"path": str(otherwise), "sequence_length": 16}
     message = (
-        f"{otherwise} was built with the tokenizer turned, the one of the model in {{}} gives other"
-        " ids; build the data set with that folder as its tokenizer, or set data.tokenizer: turned"
-        " if the model is to learn other tokens"
+        f"{otherwise} was built with the tokenizer turned, but the tokenizer of the model in {{}} "
+        "gives other ids; build the data set with that folder as its tokenizer, or set "
+        "data.tokenizer: turned if the model is to learn other tokens"
     )
     with pytest.raises(DataError) as caught:
         Trainer(settings(made, tmp_path / "run", 1, data=data))

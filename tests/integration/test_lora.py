@@ -287,8 +287,8 @@ def test_what_is_more_than_adapters_is_exported_whole_only(tmp_path):
     with pytest.raises(ConfigError) as caught:
         trainer.export_adapters(tmp_path / "out")
     assert str(caught.value) == (
-        "the adapters alone are not what was trained: model.norm.weight changed too; export the "
-        "whole model, without --adapters"
+        "training changed more than the adapters: model.norm.weight; export the whole model, "
+        "without --adapters"
     )
     without = language_model("llama").source(0)
     with pytest.raises(ConfigError) as caught:

@@ -55,11 +55,11 @@ def test_a_pipe_that_loses_its_reader_stops_the_run_which_is_saved(folder):
         process.stdout.close()
         told = process.stderr.read().splitlines()
     assert process.returncode == 128 + signal.SIGPIPE, told
-    assert told[0] == "nobody reads the output any more: stopping after this step"
+    assert told[0] == "no process reads the output: stopping after this step"
     step = saved_step(folder)
     assert step >= 3
     assert told[-2:] == [
-        f"stopped after step {step}: nobody reads the output any more",
+        f"stopped after step {step}: no process reads the output",
         "resume with: penstock train run.yaml run.steps=100000",
     ]
 
@@ -80,7 +80,7 @@ def test_a_full_disk_under_the_log_is_told_once_and_the_run_goes_on(folder):
     with open("/dev/full", "w") as full:
         process = train(folder, "run.steps=4", stdout=full)
         _, told = process.communicate()
-    assert told == "note: the log cannot be written: No space left on device; the run goes on\n"
+    assert told == "note: cannot write the log: No space left on device; the run continues\n"
     assert process.returncode == 0
     assert saved_step(folder) == 4
 

@@ -169,8 +169,8 @@ def test_a_part_in_eval_mode_stays_so_while_it_trains(frozen, tmp_path):
         model.backbone.requires_grad_(not frozen)
     _, told = assert_trained_like(module, reference, tmp_path)
     said = [
-        "backbone: in eval mode when the model was handed over, and trained so, without dropout; "
-        "to train in train mode, call .train() on the whole model before"
+        "backbone: given in eval mode and trained in eval mode, without dropout. To train in train "
+        "mode, call .train() on the whole model before you pass it to the trainer"
     ]
     assert told == ([] if frozen else said)
     assert not module.backbone.training  # what was handed over is not changed

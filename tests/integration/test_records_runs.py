@@ -261,9 +261,8 @@ def test_masked_models_do_not_take_records(folder, tmp_path):
     with pytest.raises(DataError) as error:
         Trainer(config(folder, tmp_path, "bert"))
     assert str(error.value) == (
-        f"{folder / 'set'} holds prompts with completions, which a model learns to continue by "
-        "next-token prediction (task causal_lm); bert is trained for masked_lm: build a data set "
-        "of plain text for it"
+        f"{folder / 'set'} holds prompts with completions, for next-token prediction (task "
+        "causal_lm); bert is trained for masked_lm: build a data set of plain text for it"
     )
 
 
@@ -273,8 +272,8 @@ def test_records_asked_of_a_data_set_of_text(tmp_path):
     with pytest.raises(DataError) as error:
         Trainer(config(tmp_path, tmp_path / "run", data={"content": "records"}))
     assert str(error.value) == (
-        f"data.content: expected a data set of records, {tmp_path / 'set'} holds plain text; name "
-        "another folder in data.path to build one there, or set data.content: text"
+        f"data.content: expected a data set of records, {tmp_path / 'set'} holds plain text; set "
+        "data.path to another folder, where Penstock builds one, or set data.content: text"
     )
 
 

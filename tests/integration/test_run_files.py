@@ -50,7 +50,7 @@ def test_a_finished_run_says_so_and_stays_as_it_is(tmp_path):
         config(tmp_path / "run", 3), on_event=lambda event: said.append(getattr(event, "text", ""))
     )
     assert trainer.train()["steps"] == 0
-    assert "the run already has its 3 steps; nothing to do. To train on: run.steps=6" in said
+    assert "the run already has its 3 steps; nothing to do. To train further: run.steps=6" in said
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
 
 
@@ -99,8 +99,8 @@ def test_an_update_that_was_interrupted_is_never_made_twice(tmp_path, monkeypatc
         with pytest.raises(StorageError) as caught:
             use()
         assert str(caught.value) == (
-            f"the update of {calls[-1]} was interrupted half-way, so the weights are those of no "
-            "step; open the run again, it goes on from its last checkpoint"
+            f"the update of {calls[-1]} was interrupted, so the weights are not those of a "
+            "complete step; open the run again: it continues from its last checkpoint"
         )
         assert "penstock saver" not in [thread.name for thread in threading.enumerate()]
     again = Trainer(settings)
@@ -129,8 +129,8 @@ def test_one_run_is_trained_by_one_trainer_at_a_time(tmp_path):
     with pytest.raises(ConfigError) as caught:
         second.train()  # it would do steps again that are done
     assert str(caught.value) == (
-        f"{tmp_path / 'run'} has been trained to step 4 by another trainer, this one stands at 0; "
-        "make a new Trainer, it goes on from there"
+        f"{tmp_path / 'run'} has been trained to step 4 by another trainer, this trainer is at "
+        "step 0; create a new Trainer, which continues from step 4"
     )
     assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")][-1] == 4
 

@@ -93,8 +93,8 @@ def test_another_forward_with_the_same_weights_is_refused(tier, tmp_path):
             trainer_of(other, tmp_path, tier=tier)
         assert str(caught.value) == (
             f"{tmp_path} was trained with another model, which computes something else than Net "
-            "does now (its code, a size or a dropout differs); give the model that it was started "
-            "with, or choose another run.dir"
+            "does now (its code, a size or a dropout differs); give the model that the run was "
+            "started with, or choose another run.dir"
         )
     with pytest.raises(ConfigError, match="was trained with Net, which computes something else"):
         trainer_of(net(kind=Renamed, activation=torch.relu), tmp_path, tier=tier)
@@ -109,8 +109,8 @@ def test_other_initial_values_are_refused_to_train_on_and_may_be_ignored(tier, t
     with pytest.raises(ConfigError) as caught:
         other.train()
     assert str(caught.value) == (
-        f"{tmp_path} was started from other initial values than Net has now. To go on with the "
-        "run's own weights, pass Trainer(..., ignore_initial_values=True), or call "
+        f"{tmp_path} was started from other initial values than Net has now. To continue with the "
+        "weights of the run, pass Trainer(..., ignore_initial_values=True), or call "
         "torch.manual_seed before the module is built, in every run of the script; to train this "
         "module, choose another run.dir"
     )
@@ -177,9 +177,9 @@ def test_a_graph_of_another_release_is_not_compared_and_said_so(tmp_path, monkey
     assert train(net(), tmp_path, steps=6, told=told)["steps"] == 2
     (notice,) = [event.text for event in told if isinstance(event, Notice)]
     assert re.match(
-        r"whether Net computes what .* was trained on cannot be told: that was captured with torch "
-        r"[\d.]+, transformers [\d.]+\w*, penstock [\d.]+, micro-batches of 8, fp32, this with "
-        r".* penstock 99\.0, micro-batches of 8, fp32",
+        r"cannot compare Net with the model of .*: the run's model was captured with torch "
+        r"[\d.]+, transformers [\d.]+\w*, penstock [\d.]+, micro-batches of 8, fp32, this one "
+        r"with .* penstock 99\.0, micro-batches of 8, fp32",
         notice,
     )
     told.clear()

@@ -132,8 +132,8 @@ def test_a_run_on_flash_keeps_its_number_of_shards(tmp_path):
             trained(WIDE, tmp_path / "run", shards, on_flash=True)
         assert str(refused.value) == (
             f"{tmp_path / 'run' / 'flash'} holds a store in {held}, the configuration says "
-            f"{shards}; set store.shards to 2, or begin another run in another store.flash.path "
-            "(a run in memory goes on from its checkpoints with any number)"
+            f"{shards}; set store.shards to 2, or start another run in another store.flash.path (a "
+            "run in memory continues from its checkpoints with any number)"
         )
     rest = trained(WIDE, tmp_path / "run", 2, on_flash=True)
     assert_same((first[0] + rest[0], *rest[1:]), one)

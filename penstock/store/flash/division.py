@@ -161,10 +161,9 @@ def _spilling(ways: _Ways, budget: int) -> Division:
     way = ways.spilling
     if budget < way.least_bytes:
         raise BudgetError(
-            f"store.dram: the weights of two stages need {way.weight_bytes:,} bytes, blocks of "
-            f"state on their way {_LEAST_BUFFERS * way.block_bytes:,}, gradients "
-            f"{way.fixed_bytes:,}; the budget is {budget:,}; raise store.dram to "
-            f"{ways.least_bytes:,} or more"
+            f"store.dram: the weights of two stages need {way.weight_bytes:,} bytes, buffers for "
+            f"blocks of state {_LEAST_BUFFERS * way.block_bytes:,}, gradients {way.fixed_bytes:,}; "
+            f"the budget is {budget:,}; raise store.dram to {ways.least_bytes:,} or more"
         )
     buffers, left = way.divided(budget, ways.blocks)
     resident, room = ways.tied, left // 2

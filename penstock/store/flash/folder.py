@@ -103,7 +103,7 @@ def _discard_shards(shards: Shards) -> None:
             there = [folder for folder in folders if folder.exists()]
             for folder in there:
                 if folder.is_symlink():  # the target of a link is not ours to delete
-                    raise OSError(errno.ELOOP, "a link, a folder was expected", str(folder))
+                    raise OSError(errno.ELOOP, "expected a folder, got a link", str(folder))
             for folder in there:
                 forget(folder)
             for folder in there:

@@ -287,8 +287,8 @@ class Pipeline:
             if isinstance(self._error, PenstockError):
                 raise self._error
             raise StorageError(
-                f"{self._file.path}: the store stopped: {self._error}; open the run again, it goes "
-                "on from the last durable step"
+                f"{self._file.path}: the store stopped: {self._error}; open the run again: it "
+                "continues from the last durable step"
             ) from self._error
 
     # The threads

@@ -85,7 +85,7 @@ class BlockPortions:
             ValueError: the portion has another size.
         """
         if number != self._next:
-            raise RuntimeError(f"portion {self._next} comes next, {number} came")
+            raise RuntimeError(f"expected portion {self._next}, got portion {number}")
         portion = self._portions[number]
         require_size(number, data, portion.end - portion.begin)
         self._next += 1

@@ -113,7 +113,7 @@ class FlashReader(StepsReader):
                 read_records(self._journal)  # raises if the journal is damaged
                 raise self._none_durable()
             raise CorruptionError(
-                f"{self.folder}: no durable step is whole; restore it from an export"
+                f"{self.folder}: no durable step is intact; restore the weights from an export"
             )
         return self.go_back(self.whole_steps[-1])
 
@@ -211,7 +211,7 @@ def _layout(journal: Path, content: Mapping[str, Any]) -> FlashLayout:
 
 def _require_count(found: object, least: int, most: int) -> None:
     if type(found) is not int or not least <= found <= most:
-        raise ValueError(f"{least} to {most} was expected, {str(found)[:40]} came")
+        raise ValueError(f"expected {least} to {most}, got {str(found)[:40]}")
 
 
 def bfloat16_units(journal: Path, content: Mapping[str, Any]) -> set[str]:

@@ -113,7 +113,7 @@ class ShardedFlashStore(ShardedStore):
         content.
         """
         if self.durable_step is not None:
-            raise RuntimeError("a store in shards on flash is filled once: use a new folder")
+            raise RuntimeError("a sharded store on flash is initialised once: use a new folder")
         super().begin_restore()
 
     def close(self) -> None:

@@ -385,7 +385,7 @@ class FlashStore:
     def begin_restore(self) -> None:
         """Discard everything; the store is unusable until `finish_restore`."""
         if self.durable_step is not None and any(u.places == 1 for u in self._layout.units):
-            raise RuntimeError("frozen weights lie in one place: load them into a new folder")
+            raise RuntimeError("frozen weights are written only once: load them into a new folder")
         self._pipeline.finish_pass()
         self._is_loaded = False
         self._gradients.clear()
@@ -437,7 +437,9 @@ class FlashStore:
         """Make the store usable and durable: its content is the state after `step` commits."""
         if self._staging is None or self._staging.unfinished:
             unfinished = self._staging.unfinished if self._staging else []
-            raise RuntimeError(f"only a part came of {', '.join(unfinished[:5]) or 'the weights'}")
+            raise RuntimeError(
+                f"received only a part of {', '.join(unfinished[:5]) or 'the weights'}"
+            )
         self._staging = None
         self.step = step
         self._is_loaded = True

@@ -127,5 +127,7 @@ def test_init_writes_a_starter_that_loads_and_never_overwrites(tmp_path):
     before = (tmp_path / "my.yaml").read_text()
     again = penstock("init", "my.yaml", cwd=tmp_path)
     assert again.returncode == 2
-    assert again.stderr == "error: my.yaml exists and is left as it is; name another file\n"
+    assert again.stderr == (
+        "error: my.yaml already exists and was not changed; choose another file\n"
+    )
     assert (tmp_path / "my.yaml").read_text() == before

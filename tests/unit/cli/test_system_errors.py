@@ -51,8 +51,8 @@ def test_an_unusable_cache_folder_of_pytorch_is_named(monkeypatch):
     told = explain_system_error(OSError(errno.ENOENT, "No such file or directory", "/proc/nope"))
     assert isinstance(told, ConfigError)
     assert str(told) == (
-        "TORCHINDUCTOR_CACHE_DIR: expected a folder that can be made and written, got /proc/nope: "
-        "No such file or directory; name another, or leave it out"
+        "TORCHINDUCTOR_CACHE_DIR: expected a folder that can be created and written, got "
+        "/proc/nope: No such file or directory; choose another folder, or unset the variable"
     )
 
 
@@ -96,8 +96,8 @@ def test_an_unusable_cache_folder_of_pytorch_stops_a_run_with_one_line(tmp_path)
     found = run("train", "run.yaml", cwd=tmp_path, variables=variables)
     assert found.returncode == 2
     assert found.stderr == (
-        "error: TORCHINDUCTOR_CACHE_DIR: expected a folder that can be made and written, got "
-        "/proc/nope: No such file or directory; name another, or leave it out\n"
+        "error: TORCHINDUCTOR_CACHE_DIR: expected a folder that can be created and written, got "
+        "/proc/nope: No such file or directory; choose another folder, or unset the variable\n"
     )
 
 

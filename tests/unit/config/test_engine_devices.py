@@ -57,7 +57,7 @@ def test_it_decides_no_bit_of_the_run():
         (
             {"devices": ["cuda:1", "cuda:0", "cuda:1"]},
             {},
-            "engine.devices: expected every GPU once, got cuda:1 again",
+            "engine.devices: expected each GPU once, got cuda:1 again",
         ),
         (
             {"devices": ["cpu", "cpu"], "device": "cuda"},

@@ -104,8 +104,8 @@ def message(tmp_path, monkeypatch, text, overrides=(), training=False):
         ),
         (
             "model: gpt2\nengine: {memory: 4 GX}\n",
-            "run.yaml:2: engine.memory: expected a size such as 4GiB, 512MiB or 2GB, or auto, "
-            "got '4 GX'; 'GX' is no unit: use KiB, MiB, GiB or TiB",
+            "run.yaml:2: engine.memory: expected a size such as 4GiB, 512MiB or 2GB, or auto, got "
+            "'4 GX'; 'GX' is not a unit: use KiB, MiB, GiB or TiB",
         ),
         (
             "model: gpt2\nfreeze: '*.bias'\n",
@@ -117,8 +117,8 @@ def message(tmp_path, monkeypatch, text, overrides=(), training=False):
         ),
         (
             "model: gpt2\nbatch: {size: 32, micro: 5}\n",
-            "run.yaml:2: batch.micro: expected a divisor of batch.size 32, got 5; the largest "
-            "that is not above it is 4",
+            "run.yaml:2: batch.micro: expected a divisor of batch.size 32, got 5; the next lower "
+            "divisor is 4",
         ),
         (
             "model: gpt2\nbatch: {size: 2}\nengines: 4\n",

@@ -106,11 +106,10 @@ def test_a_refusal_to_resume_names_the_keys_and_both_values(tmp_path):
     with pytest.raises(ConfigError) as raised:
         check_run(changed)
     assert str(raised.value) == (
-        f"{tmp_path} holds a run whose configuration differs where it decides the result:\n"
-        "  batch.size: 32 in the run, 16 now\n"
-        "  optimizer.schedule.decay_steps: 100 in the run, 200 now (run.steps if unset; set it "
-        "to 100 to run on at the final rate)\n"
-        "set these back to resume it, or choose another run.dir to start anew"
+        f"{tmp_path} holds a run whose configuration differs in keys that decide the result:\n  "
+        "batch.size: 32 in the run, 16 now\n  optimizer.schedule.decay_steps: 100 in the run, 200 "
+        "now (run.steps if unset; set it to 100 to continue at the final rate)\nset these back to "
+        "resume it, or choose another run.dir to start a new run"
     )
 
 

@@ -85,7 +85,9 @@ def test_a_store_refuses_the_decision_of_another_step_and_stays_where_it_is(tmp_
     store.commit()
     send(store, gradients_of(program, 2))
     decision = CommitRule(LINEAR).decide(program, 2, store.prepare()).decision
-    with pytest.raises(StorageError, match=rf"stands at step 1, so step 2 .* for step {step} came"):
+    with pytest.raises(StorageError, match=(
+        rf"is at step 1: expected .* step 2, got one for step {step},"
+    )):
         store.decide(dataclasses.replace(decision, step=step))
     assert store.step == 1
     store.decide(decision)

@@ -40,7 +40,7 @@ def test_a_folder_that_is_taken_away_ends_the_run_at_its_next_durable_step(flash
 
 def test_another_number_of_steps_to_keep_is_no_other_model(flash):
     flash(make_program(LAYERS), keep_steps=2).close()
-    with pytest.raises(ConfigError, match=r"made to keep 2 durable steps.*keep_steps to 2"):
+    with pytest.raises(ConfigError, match=r"created to keep 2 durable steps.*keep_steps to 2"):
         flash(make_program(LAYERS), keep_steps=3)
 
 

@@ -65,7 +65,7 @@ def test_repair_finds_the_newest_step_that_is_whole_behind_any_damage(trained, f
     left = [step for step in (3, 4, 5) if step + 1 not in hit]
     before = journal.read_bytes()
     if not left:
-        with pytest.raises(CorruptionError, match="no durable step is whole"):
+        with pytest.raises(CorruptionError, match="no durable step is intact"):
             repair(folder)
         assert journal.read_bytes() == before
         return
@@ -141,7 +141,7 @@ def test_shards_go_back_together_to_a_step_that_is_whole_in_all(tmp_path, hit, s
         with pytest.raises(CorruptionError, match=r"shard-[01]/journal: "):
             look()
     if stands_at is None:
-        with pytest.raises(CorruptionError, match="no durable step is whole in all shards"):
+        with pytest.raises(CorruptionError, match="no durable step is intact in all shards"):
             repair(folder)
         assert {path: path.read_bytes() for path in journals} == journals
         return

@@ -128,7 +128,7 @@ def test_groups_that_disagree_about_the_names_of_a_tied_weight_are_refused():
         assign_groups(WEIGHTS, groups, weight_decay=0.1, decay_1d=False, aliases=TIED)
     assert str(caught.value) == (
         "embed.weight and head.weight are one weight, but optimizer group 1 matches the one name "
-        "and group 2 the other; let one group match both names, or take one of the names out"
+        "and group 2 the other; let one group match both names, or remove one of the names"
     )
 
 
@@ -147,8 +147,8 @@ def test_names_are_compared_with_their_case():
         ),
         (
             [Group(("*",)), Group(("*.bias", "norm.*"))],
-            "optimizer group 2 ('*.bias', 'norm.*') gets no weight: earlier groups take "
-            "all that it matches; move it up",
+            "optimizer group 2 ('*.bias', 'norm.*') gets no weight: earlier groups match all of "
+            "its weights; move it up",
         ),
         (
             [Group(("*.bais",))],

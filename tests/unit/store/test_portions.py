@@ -71,7 +71,7 @@ def test_a_copy_that_was_given_up_is_made_anew(make):
 def test_a_portion_of_another_size_is_refused(make):
     source, target = trained(make()), make()
     target.begin_restore()
-    with pytest.raises(ValueError, match=r"portion 0 has [\d,]+ bytes, 3 came for it"):
+    with pytest.raises(ValueError, match=r"portion 0: expected [\d,]+ bytes, got 3"):
         target.portions(5_000).write(0, np.zeros(3, np.uint8))
     assert_same_state(copied(source, target, 5_000), source)
 
@@ -79,7 +79,7 @@ def test_a_portion_of_another_size_is_refused(make):
 def test_on_flash_portions_are_written_in_their_order(tmp_path):
     store = flash_store(PROGRAM, tmp_path, dram_bytes=2_000_000)
     store.begin_restore()
-    with pytest.raises(RuntimeError, match="portion 0 comes next, 1 came"):
+    with pytest.raises(RuntimeError, match="expected portion 0, got portion 1"):
         store.portions(5_000).write(1, np.zeros(1, np.uint8))
     store.close()
 

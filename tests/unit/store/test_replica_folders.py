@@ -114,7 +114,7 @@ def test_replicas_that_differ_are_said_to_and_neither_is_taken(tmp_path):
     shutil.rmtree(shard_folder(tmp_path, 1, 1))
     shutil.copytree(shard_folder(other, 1), shard_folder(tmp_path, 1, 1))
     shutil.rmtree(other)
-    told = r"shard-1 and shard-1-replica-1 both hold step 3 and are not the same; .* made again"
+    told = r"shard-1 and shard-1-replica-1 both hold step 3 but differ. .* creates the deleted"
     with pytest.raises(CorruptionError, match=told):
         agree(read_shards(tmp_path), replicas=2)
 

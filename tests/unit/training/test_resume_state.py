@@ -45,5 +45,7 @@ def test_keys_that_older_releases_did_not_keep_may_be_missing():
     ],
 )
 def test_a_value_of_another_type_is_refused_by_its_place(key, value):
-    with pytest.raises(CorruptionError, match=r"^runs/x/flash: what a run keeps with a step was "):
+    with pytest.raises(CorruptionError, match=(
+        r"^runs/x/flash: expected the resume state of a step, got "
+    )):
         ResumeState.read({**KEPT.to_mapping(), key: value}, Path("runs/x/flash"))
