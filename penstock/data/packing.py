@@ -217,7 +217,7 @@ class TextPacker(Packer[TextPiece]):
         return splits, by
 
     def _nothing_in(self, where: str) -> str:
-        return f"there is no text in {where}: no document that is not empty"
+        return f"there is no text in {where}: every document is empty"
 
 
 class RecordPacker(Packer[Pair]):
@@ -244,8 +244,8 @@ class RecordPacker(Packer[Pair]):
             if not completion.size:
                 raise DataError(
                     f"{pair.record}: tokenizer {self._tokenizer.name} makes no token of the "
-                    f"completion {pair.completion[:40]!r}: there is nothing to learn; leave the "
-                    "record out"
+                    f"completion {pair.completion[:40]!r}: there is nothing to learn; remove the "
+                    "record"
                 )
             before = prompt if prompt.size else self._end
             ready: _Record | None = (
@@ -270,8 +270,8 @@ class RecordPacker(Packer[Pair]):
         if none and self._documents > 1:
             self._put("validation", *self._last)
             self.notes.append(
-                f"of {self._documents} records none was drawn to be held out; the last one is the "
-                "validation split instead"
+                f"of {self._documents} records none was selected as held-out data; the last one is "
+                "the validation split instead"
             )
         else:
             self._put("train", *self._last)

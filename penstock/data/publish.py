@@ -85,8 +85,8 @@ def _claim(aside: Path, out: Path) -> int:
             continue
         except BlockingIOError:
             raise DataError(
-                f"another process is building {out} right now; wait for it to end, or choose "
-                "another output folder"
+                f"another process is building {out} now; wait until it ends, or choose another "
+                "output folder"
             ) from None
         if _is_still(aside, lock):
             for entry in list(os.scandir(aside)):

@@ -109,11 +109,11 @@ class RecordSource:
         if self.shortened:
             found.append(
                 f"{where}: {self.shortened:,} of {total:,} records are longer than "
-                f"{self.sequence_length} tokens; the beginning of their prompts is cut off"
+                f"{self.sequence_length} tokens; their prompts are shortened at the beginning"
             )
         if self.left_out:
             found.append(
-                f"{where}: {self.left_out:,} of {total:,} records are left out, their completions "
+                f"{where}: {self.left_out:,} of {total:,} records are not used: their completions "
                 f"alone need more than {self.sequence_length} tokens; raise data.sequence_length "
                 "to train on them"
             )

@@ -107,7 +107,7 @@ class Rounds:
         if self._broken is not None:
             return
         for engine in self.engines:
-            engine.error = engine.error or RuntimeError("the step was given up")
+            engine.error = engine.error or RuntimeError("the step was aborted")
         for engine in self.engines:
             for call in self._calls[engine.given :]:
                 engine.take(call)
@@ -132,8 +132,8 @@ class Rounds:
         """Raise `GroupError` if the group has failed."""
         if self._broken is not None:
             raise GroupError(
-                f"the devices of engine.devices have lost each other ({self._broken}); start the "
-                "run again, it goes on from what was saved"
+                f"the devices of engine.devices can no longer communicate ({self._broken}); start "
+                "the run again: it continues from the last saved step"
             ) from self._broken
 
     def _raise_errors(self) -> None:

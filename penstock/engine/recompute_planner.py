@@ -158,7 +158,7 @@ def _checked(
     if found.peak_bytes > budget_bytes:
         beside = ""
         if plan.beside_bytes:
-            beside = f" ({size_above(plan.beside_bytes)} of it for what is on its way)"
+            beside = f" ({size_above(plan.beside_bytes)} of it for transfer buffers)"
         need = size_above(found.peak_bytes)
         raise BudgetError(
             f"the engine needs {need} for a step of {micro_batches} micro-batch(es){beside}, the "

@@ -37,7 +37,7 @@ def keep_small_files(folder: Path, kept: Path) -> None:
             shutil.rmtree(kept, ignore_errors=True)
     except OSError as error:
         raise StorageError(
-            f"{kept}: cannot be written: {error.strerror}; choose another with run.dir=FOLDER"
+            f"{kept}: cannot write it: {error.strerror}; choose another with run.dir=FOLDER"
         ) from error
 
 

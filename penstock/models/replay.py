@@ -176,7 +176,7 @@ class Replay:
         came = (tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset())
         if came != (window.dtype, window.size, window.stride, window.offset):
             raise CompileError(
-                f"{operation.function} gave {came} where its recording promised "
-                f"{window}; build the model yourself and pass the nn.Module instead"
+                f"{operation.function}: expected {window}, as recorded, got {came}; build the "
+                "model yourself and pass the nn.Module instead"
             )
         self._storages[window.storage] = tensor.untyped_storage()

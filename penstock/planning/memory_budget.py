@@ -118,8 +118,8 @@ class Budget:
         self._libraries = machine.resident_bytes
         if config.memory is not None and not machine.is_measurable:
             raise ConfigError(
-                "memory: expected null, since this system does not say what a process has of "
-                "memory; set store.dram and engine.memory instead"
+                "memory: expected null, since this system does not report the memory of a process; "
+                "set store.dram and engine.memory instead"
             )
         self._limit = machine.memory_bytes
         if config.memory is not None:
@@ -312,10 +312,10 @@ class Budget:
         name, need = largest_stage(self._program, self._loading_bytes)
         if need > self._rest:
             raise BudgetError(
-                f"{self._limit_name}: gathering the weights and the state of {name} takes "
+                f"{self._limit_name}: gathering the weights and the state of {name} needs "
                 f"{size_above(need)} once, {size_above(max(self._rest, 0))} are left beside the "
-                f"libraries and the reserve.\n{self._table(store, engine)}\n"
-                f"Raise memory by {size_above(need - self._rest)}."
+                f"libraries and the reserve.\n{self._table(store, engine)}\nRaise memory by "
+                f"{size_above(need - self._rest)}."
             )
 
     def _loading_bytes(self, weight: WeightSpec) -> int:
@@ -352,7 +352,7 @@ class Budget:
             *([(f"{number} (engine.memory)", here * engine)] if here else []),
             *([(shared, self._links)] if self._links else []),
             *([(workers, self._processes)] if self._processes else []),
-            ("reserve for what no part accounts for", RESERVE_BYTES),
+            ("reserve for memory of no other part", RESERVE_BYTES),
         ]
 
     def _table(self, store: int, engine: int) -> str:
@@ -379,9 +379,9 @@ class Budget:
             if self._saving - _SAVING_BYTES > over:
                 left = int(config.checkpoint.buffer) - over
                 ways.append(f"lower checkpoint.buffer to {_floor(left)}")
-            ways.append("name a folder on a fast disk in store.flash.path")
+            ways.append("set store.flash.path to a folder on a fast disk")
         ways.append("lower batch.micro, batch.size or data.sequence_length")
-        return f"It is {size_above(over)} too much: {', or '.join(ways)}."
+        return f"The sum is {size_above(over)} above the limit: {', or '.join(ways)}."
 
 
 def bytes_on_the_way(program: Program, device: str) -> int:

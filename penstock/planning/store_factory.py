@@ -79,12 +79,12 @@ def make_store(
     if config.store.dram != "auto" and needed > int(config.store.dram):
         raise BudgetError(
             f"store.dram: the store of {program.name} needs {needed:,} bytes of memory, the limit "
-            f"is {int(config.store.dram):,}; raise it, or name a folder in store.flash.path"
+            f"is {int(config.store.dram):,}; raise it, or set store.flash.path to a folder"
         )
     if target_of(device).has_own_memory and not store.page_lock():
         notice(
-            "the system did not lock all of the weights' memory in place: they go to the GPU "
-            "through the driver's buffers, more slowly and not beside its work"
+            "the system did not page-lock all of the weights' memory: weights go to the GPU "
+            "through the driver's buffers, which is slower and does not overlap with computation"
         )
     return store
 
@@ -140,8 +140,7 @@ def make_flash_store(
         )
     except BudgetError as error:
         raise BudgetError(
-            f"{error}; the {count} shards{_with_replicas(config)} share what store.flash.size says "
-            "equally"
+            f"{error}; the {count} shards{_with_replicas(config)} share store.flash.size equally"
         ) from None
 
 

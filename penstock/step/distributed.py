@@ -228,7 +228,9 @@ class _TrainingStepRequest:
         report, count = ShardReport.read(message.body), len(self._program.stages)
         gradients = report.gradients
         if not all(0 <= n < count for n in (*gradients.silent, *(gradients.non_finite or {}))):
-            raise message_validation.refuse(message, f"names stages that are none of {count}")
+            raise message_validation.refuse(message, (
+                f"names stages outside of the {count} stages of the program"
+            ))
         return report
 
     def difference(self, first: ShardReport, other: ShardReport) -> str | None:
@@ -240,7 +242,7 @@ class _TrainingStepRequest:
         step = message_validation.integer(message, "step", 0)
         if step != self.step:
             raise message_validation.refuse(
-                message, f"commits step {step}, it was told to commit {self.step}"
+                message, f"commits step {step}, expected step {self.step}"
             )
         return step
 

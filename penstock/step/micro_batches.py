@@ -58,8 +58,8 @@ class Batches:
         for name, value in rows.items():
             if len(value) != len(indices):
                 raise DataError(
-                    f"the source was asked for {len(indices)} rows and gave {len(value)} of "
-                    f"{name!r}; `batch` must return a row per index"
+                    f"expected {len(indices)} rows of {name!r} from the source, got {len(value)}; "
+                    "`batch` must return a row per index"
                 )
         return rows
 
@@ -90,7 +90,7 @@ def to_tensors(batch: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
     """
     if not isinstance(batch, Mapping):
         raise DataError(
-            f"the source's `batch` must return a mapping of names to arrays, it returned a "
+            "the source's `batch` must return a mapping of names to arrays, got a "
             f"{type(batch).__name__}"
         )
     try:

@@ -341,11 +341,11 @@ def test_a_journal_of_something_else(folder):
 def test_the_journal_of_one_run_beside_the_extents_of_another(folder, tmp_path, foreign):
     filled(tmp_path / "other", seed=2)
     shutil.copy(tmp_path / "other" / foreign, folder / foreign)
-    with pytest.raises(CorruptionError, match=r"extents: damaged in bytes .* expected checksum"):
+    with pytest.raises(CorruptionError, match=r"extents: damaged .* expected checksum"):
         verified(folder)
     store = opened(folder)
     try:
-        with pytest.raises(CorruptionError, match=r"extents: damaged in bytes .* expected checksum"):
+        with pytest.raises(CorruptionError, match=r"extents: damaged .* expected checksum"):
             forward_sweep(store)
     finally:
         store.close()
@@ -422,7 +422,7 @@ def test_a_folder_that_is_a_link_is_the_users_choice(folder, original, tmp_path)
 
 def test_a_file_where_the_folder_should_be(tmp_path):
     (tmp_path / "flash").write_text("mine")
-    with pytest.raises(StorageError, match="flash: cannot be written: "):
+    with pytest.raises(StorageError, match="flash: expected a folder, got a file"):
         opened(tmp_path / "flash")
     assert (tmp_path / "flash").read_text() == "mine"
 

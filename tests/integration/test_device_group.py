@@ -184,6 +184,6 @@ def test_devices_that_are_not_there_are_refused_with_what_is(tmp_path):
     assert refused([missing]) == f"engine.devices: this machine has {there}, got {missing}"
     if not GPUS:
         assert refused("all") == (
-            "engine.devices: all stands for all GPUs, of which this machine has none; leave it "
-            "out to compute on the CPU"
+            "engine.devices: all means all GPUs, but this machine has none; remove the key to "
+            "compute on the CPU"
         )

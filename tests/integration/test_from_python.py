@@ -125,10 +125,10 @@ def test_a_language_model_has_nats_bits_and_epochs(tmp_path, capsys):
 
 FROM_MODULE = (
     "Trainer(model=...): expected a language model of transformers, or a module whose forward "
-    "takes input_ids and labels and returns its loss; {takes}. Say what it is given and how its "
-    "loss is made: model=ModelSource.from_module(model, loss=loss, inputs={inputs}, "
-    'targets={{"target": target}}), with loss(output, target) and an example batch of each, and '
-    "source=ArraySource(...) with arrays of the same names"
+    "takes input_ids and labels and returns its loss; {takes}. Describe its inputs and its "
+    "loss: model=ModelSource.from_module(model, loss=loss, inputs={inputs}, "
+    'targets={{"target": target}}), with loss(output, target) and an example batch of each, '
+    "and source=ArraySource(...) with arrays of the same names"
 )
 
 
@@ -149,6 +149,6 @@ def test_an_image_model_is_answered_with_from_module(tmp_path):
             Trainer({"run": {"dir": str(tmp_path / "run"), "steps": 1}}, model=model)
         text = str(raised.value)
         assert takes in text
-        shown = text[text.index(takes) :].partition(". Say ")[0]
+        shown = text[text.index(takes) :].partition(". Describe ")[0]
         assert text == FROM_MODULE.format(takes=shown, inputs=inputs)
     assert not Path(tmp_path / "run").exists()

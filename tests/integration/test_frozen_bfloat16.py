@@ -226,7 +226,7 @@ def test_another_base_is_refused(folders, tmp_path):
         trainer_of(settings(other, run, 3))
     assert str(caught.value).startswith("the checkpoints of this run hold only the trained weights")
     assert f"(fingerprint {fingerprint}); {other} is another" in str(caught.value)
-    with pytest.raises(ConfigError, match="is not there, and the checkpoints of this run take"):
+    with pytest.raises(ConfigError, match="does not exist, but the checkpoints of this run need"):
         trainer_of(settings(tmp_path / "none", run, 3))
     moved = tmp_path / "moved"
     model.rename(moved)
@@ -277,7 +277,7 @@ def test_export_and_inspect_find_the_base(folders, tmp_path):
     shown = CliRunner().invoke(app, ["inspect", str(run)])
     assert shown.exit_code == 0, shown.output
     assert "not hashed: model.hf: " in shown.stdout
-    with pytest.raises(ConfigError, match="is not there, and the checkpoints of this run take"):
+    with pytest.raises(ConfigError, match="does not exist, but the checkpoints of this run need"):
         export_run(Config.from_mapping(config), tmp_path / "whole", "fp32", 10**9)
 
 

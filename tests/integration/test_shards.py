@@ -229,7 +229,7 @@ def test_sizes_are_those_of_all_shards_together(tmp_path):
     assert used <= least + 2
     size = trainer.store.flash_bytes
     trainer.close()
-    with pytest.raises(BudgetError, match=r"the 3 shards share what store\.flash\.size"):
+    with pytest.raises(BudgetError, match=r"the 3 shards share store\.flash\.size"):
         trainer_of(case, RECIPE, tmp_path / "run", **store(size=size // 2))
 
 

@@ -237,9 +237,9 @@ def test_a_loss_that_is_no_number_names_the_stage_and_commits_nothing(engines, t
     with pytest.raises(NonFiniteError) as caught:
         trainer.train()
     assert str(caught.value) == (
-        "step 5: the loss is nan; blocks.2 is the first stage whose output is not finite. The "
-        "step was not committed: the weights are those of step 4. Look at the batch, or start a "
-        "run with a lower optimizer.learning_rate in another run.dir."
+        "step 5: the loss is nan; blocks.2 is the first stage whose output is not finite. The step "
+        "was not committed: the weights are those of step 4. Check the batch, or start a run with "
+        "a lower optimizer.learning_rate in another run.dir."
     )
     assert trainer.step == 4
     clean, _ = trainer_of(case, recipe, tmp_path / "b", until=4)
@@ -325,7 +325,7 @@ def test_a_source_that_gives_too_few_rows_is_refused(tmp_path):
     with pytest.raises(DataError) as caught:
         trainer.train()
     assert str(caught.value) == (
-        "the source was asked for 8 rows and gave 7 of 'left'; `batch` must return a row per index"
+        "expected 8 rows of 'left' from the source, got 7; `batch` must return a row per index"
     )
 
 

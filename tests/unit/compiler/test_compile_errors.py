@@ -176,7 +176,7 @@ class HasSpares(Linear):
 
 VALUE = (
     "The forward needs the value of a tensor, which no ahead-of-time graph can hold: use "
-    "torch.where or masking, or take the decision outside the model."
+    "torch.where or masking, or make the decision outside the model."
 )
 BUFFER = (
     "(running statistics of a norm, a cache): an engine keeps no state between steps, so a "
@@ -184,7 +184,7 @@ BUFFER = (
     "a whole model in eval mode is put in train mode to train."
 )
 WEIGHT = (
-    "only the optimizer changes weights. Write to a copy (.clone()), or leave out what "
+    "only the optimizer changes weights. Write to a copy (.clone()), or remove the option that "
     "renormalises the weight (max_norm)."
 )
 UNSEEN = (

@@ -144,8 +144,8 @@ def test_a_read_of_weight_data_is_refused_since_it_would_be_read_once():
     with pytest.raises(CompileError) as caught:
         compiled_from_source(ReadsData())
     assert str(caught.value).endswith(
-        "reads a tensor whose making a capture does not see, such as that of weight.data: the "
-        "program would go on with one value for ever. Use .detach() instead of .data."
+        "reads a tensor whose creation the capture does not record, such as weight.data: the "
+        "program would use one value for ever. Use .detach() instead of .data."
     )
 
 

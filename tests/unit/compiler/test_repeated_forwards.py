@@ -85,9 +85,9 @@ def test_state_of_a_forward_is_refused_by_name(kind, name):
     with pytest.raises(CompileError) as caught:
         compiled(kind())
     assert str(caught.value) == (
-        f"the forward changes {name} and computes something else the next time: an engine keeps "
-        "no state between steps. Give what changes with the steps as an input of the model, or "
-        "leave it out."
+        f"the forward changes {name} and computes something else in the next call: an engine keeps "
+        "no state between steps. Make values that change with the steps an input of the model, or "
+        "remove them."
     )
 
 

@@ -47,7 +47,7 @@ def test_a_regular_expression_that_gives_up_is_an_error_of_the_data(tmp_path):
         tokenizer.encode_batch(["x" * 200])
     assert str(caught.value) == (
         "tokenizer bad failed on the text (Onig: Regex search error: retry-limit-in-match over); "
-        "use another tokenizer, or mend its regular expressions"
+        "use another tokenizer, or correct its regular expressions"
     )
     (ids,) = tokenizer.encode_batch(["xy"])  # and goes on with other texts
     assert ids.tolist() == [1, 0]

@@ -171,7 +171,7 @@ def test_a_small_text_says_that_its_tokenizer_is_small(tmp_path):
     size = report.manifest.vocab_size
     assert 257 <= size < 300
     assert report.notes[1] == (
-        f"the text gives a tokenizer of {size} tokens, fewer than the 4096 wanted"
+        f"the text gives a tokenizer of {size} tokens, fewer than the requested 4096"
     )
 
 
@@ -243,11 +243,11 @@ def test_input_without_text(tmp_path):
         (tmp_path / name).write_bytes(b"")
     for tokenizer in ("bytes", "train-bpe:300"):
         assert refused(tmp_path, [tmp_path / "a.txt"], tokenizer, tmp_path / "out") == (
-            f"there is no text in {tmp_path / 'a.txt'}: no document that is not empty"
+            f"there is no text in {tmp_path / 'a.txt'}: every document is empty"
         )
     inputs = [tmp_path / "a.txt", tmp_path / "b.txt"]
     assert refused(tmp_path, inputs, "bytes", tmp_path / "out") == (
-        "there is no text in the 2 input files: no document that is not empty"
+        "there is no text in the 2 input files: every document is empty"
     )
 
 
@@ -394,8 +394,8 @@ def test_two_builds_of_the_same_folder(tmp_path):
         with pytest.raises(DataError) as error:
             build_dataset([source], "bytes", tmp_path / "out")
         assert str(error.value) == (
-            f"another process is building {tmp_path / 'out'} right now; wait for it to end, or "
-            "choose another output folder"
+            f"another process is building {tmp_path / 'out'} now; wait until it ends, or choose "
+            "another output folder"
         )
     assert leftovers(tmp_path / "out") == ["mine"]
 

@@ -69,7 +69,7 @@ def test_ranges_outside_of_the_split(folder):
     with pytest.raises(DataError) as error:
         dataset.read("train", 5, total + 1)
     assert str(error.value) == (
-        f"tokens 5 to {total + 1} wanted, split 'train' of {folder} has {total}"
+        f"expected tokens from 0 to {total} of split 'train' of {folder}, got 5 to {total + 1}"
     )
     with pytest.raises(DataError) as error:
         dataset.tokens("validatoin")

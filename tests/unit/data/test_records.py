@@ -114,7 +114,8 @@ def test_one_record_is_held_out_even_if_none_was_drawn(tmp_path):
     ]
     assert dataset.documents("validation") == 1
     assert report.notes == (
-        "of 3 records none was drawn to be held out; the last one is the validation split instead",
+        "of 3 records none was selected as held-out data; the last one is the validation split "
+        "instead",
     )
 
 
@@ -129,11 +130,11 @@ BROKEN = {
     "no prompt": (
         '{"promt": "a", "completion": "b"}',
         "{place}: no field 'prompt' (did you mean 'promt'?); the fields are 'promt', 'completion'; "
-        "name another one with --prompt-field or data.prompt_field",
+        "choose another with --prompt-field or data.prompt_field",
     ),
     "no completion": (
         '{"prompt": "a", "answer": "b"}',
-        "{place}: no field 'completion'; the fields are 'prompt', 'answer'; name another one with "
+        "{place}: no field 'completion'; the fields are 'prompt', 'answer'; choose another with "
         "--completion-field or data.completion_field",
     ),
     "not text": (
@@ -146,12 +147,13 @@ BROKEN = {
     ),
     "empty": (
         '{"prompt": "a", "completion": ""}',
-        "{place}: field 'completion' is empty: there is nothing to learn; give the completion or "
-        "leave the record out",
+        "{place}: field 'completion' is empty: there is nothing to learn; add the completion "
+        "or remove the record",
     ),
     "no object": (
         '["a", "b"]',
-        "{place}: wanted a JSON object with a field 'prompt' and a field 'completion', got a list",
+        "{place}: expected a JSON object with a field 'prompt' and a field 'completion', got a "
+        "list",
     ),
     "broken": ('{"prompt": "a", ', "{place}: broken JSON at column 16: "),
     "not UTF-8": (b'{"prompt": "\xff"}', "{place}: byte 47 (0xff) is not UTF-8 text "),
@@ -180,8 +182,8 @@ def test_records_and_plain_text_do_not_mix(tmp_path):
     with pytest.raises(DataError) as error:
         build_dataset([tmp_path], "bytes", tmp_path.with_name("set"), content="records")
     assert str(error.value) == (
-        f"{tmp_path / 'b.txt'}: prompts with completions come from .jsonl and .parquet files, "
-        "this is read as plain text, and one data set cannot hold both; leave the file out or "
+        f"{tmp_path / 'b.txt'}: prompts with completions come from .jsonl and .parquet files, but "
+        "this file is read as plain text, and one data set cannot hold both; remove the file or "
         "build a data set of text"
     )
 
@@ -191,7 +193,7 @@ def test_text_asked_of_records_names_the_way(tmp_path):
     with pytest.raises(DataError) as error:
         build_dataset([file], "bytes", tmp_path / "set")
     assert str(error.value) == (
-        f"{file}:1: no field 'text'; the fields are 'prompt', 'completion'; name another one with "
+        f"{file}:1: no field 'text'; the fields are 'prompt', 'completion'; choose another with "
         "--field or data.text_field, or build records of prompt and completion: --content "
         "records, or data.content: records"
     )
@@ -370,9 +372,9 @@ def test_what_does_not_fit_is_said(tmp_path):
     records = [("a" * 10, "b" * 2)] * 3 + [("a", "b" * 20)] * 2 + [("a", "b")]
     source = RecordSource(built(tmp_path, records), "train", 8)
     assert source.warnings() == [
-        "train split: 3 of 6 records are longer than 8 tokens; the beginning of their prompts is "
-        "cut off",
-        "train split: 2 of 6 records are left out, their completions alone need more than 8 "
+        "train split: 3 of 6 records are longer than 8 tokens; their prompts are shortened at the "
+        "beginning",
+        "train split: 2 of 6 records are not used: their completions alone need more than 8 "
         "tokens; raise data.sequence_length to train on them",
     ]
     assert RecordSource(source.dataset, "train", 21).warnings() == []

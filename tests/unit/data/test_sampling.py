@@ -248,7 +248,7 @@ def test_what_cannot_be_sampled(dataset):
     )
     source = LanguageModelSource(dataset, "train", T)
     assert refused(source.batch, 2, [3, 4], 4) == (
-        "wanted a step from 0 and indices in [0, 4), the global batch; got step 2 and indices "
+        "expected a step from 0 and indices in [0, 4), the global batch; got step 2 and indices "
         "[3, 4]"
     )
     assert refused(ArraySource, {"x": np.zeros((3, 2)), "y": np.zeros(4)}) == (

@@ -106,7 +106,7 @@ def test_text_that_is_not_utf8_is_found_to_the_byte(tmp_path, lead):
     file.write_bytes(b"a" * lead + b"\xff" + b"bc")
     assert refusal(file) == (
         f"{file}: byte {lead} (0xff) is not UTF-8 text (invalid start byte); convert the file to "
-        "UTF-8 or leave it out"
+        "UTF-8 or remove it"
     )
 
 
@@ -116,11 +116,11 @@ def test_text_that_ends_inside_a_character(tmp_path, lead):
     file.write_bytes(b"a" * lead + "é".encode()[:1])
     assert refusal(file) == (
         f"{file}: byte {lead} (0xc3) is not UTF-8 text (unexpected end of data); convert the file "
-        "to UTF-8 or leave it out"
+        "to UTF-8 or remove it"
     )
 
 
-FIELDS = "the fields are 'txt', 'id'; name another one with --field or data.text_field"
+FIELDS = "the fields are 'txt', 'id'; choose another with --field or data.text_field"
 
 
 @pytest.mark.parametrize(
@@ -128,12 +128,12 @@ FIELDS = "the fields are 'txt', 'id'; name another one with --field or data.text
     [
         (b'{"text": "a"', "broken JSON at column 13: Expecting ',' delimiter"),
         (b"nonsense", "broken JSON at column 1: Expecting value"),
-        (b'["text"]', "wanted a JSON object with a field 'text', got a list"),
-        (b'"text"', "wanted a JSON object with a field 'text', got text"),
+        (b'["text"]', "expected a JSON object with a field 'text', got a list"),
+        (b'"text"', "expected a JSON object with a field 'text', got text"),
         (b'{"txt": "a", "id": 1}', f"no field 'text' (did you mean 'txt'?); {FIELDS}"),
         (
             b"{}",
-            "no field 'text'; the fields are none; name another one with --field or "
+            "no field 'text'; the fields are none; choose another with --field or "
             "data.text_field",
         ),
         (b'{"text": 5}', "field 'text' must be text, got a number"),
@@ -147,7 +147,7 @@ FIELDS = "the fields are 'txt', 'id'; name another one with --field or data.text
         (
             b'{"text": "\xe9"}',
             "byte 27 (0xe9) is not UTF-8 text (invalid continuation byte); convert the file to "
-            "UTF-8 or leave it out",
+            "UTF-8 or remove it",
         ),
     ],
 )
@@ -188,8 +188,8 @@ def test_parquet_columns(tmp_path):
     file = tmp_path / "a.parquet"
     pq.write_table(pa.table({"txt": ["a"], "id": [1]}), file)
     assert refusal(file) == (
-        f"{file}: no column 'text' (did you mean 'txt'?); the columns are 'txt', 'id'; name "
-        "another one with --field or data.text_field"
+        f"{file}: no column 'text' (did you mean 'txt'?); the columns are 'txt', 'id'; choose "
+        "another with --field or data.text_field"
     )
     assert refusal(file, "id") == f"{file}: column 'id' must be text, it is int64"
     pq.write_table(pa.table({"text": ["a", None]}), file)
@@ -258,7 +258,7 @@ def test_missing_inputs(tree, tmp_path):
     assert refused(tmp_path / "no" / "such") == f"input {tmp_path / 'no' / 'such'} does not exist"
     assert refused("/dev/null") == "input /dev/null is neither a file nor a folder"
     assert refused(tree, glob="*.md") == f"found no files that match '*.md' in {tree}"
-    assert refused() == "found no files in no inputs at all"
+    assert refused() == "found no files in an empty list of inputs"
     assert refused(tree / "*.md") == f"input {tree / '*.md'} does not exist"
 
 

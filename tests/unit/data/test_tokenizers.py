@@ -148,8 +148,8 @@ def test_a_size_that_cannot_be_is_refused(spec):
     with pytest.raises(ConfigError) as error:
         train_size(spec)
     assert str(error.value) == (
-        f"tokenizer '{spec}': wanted train-bpe:SIZE with SIZE from 257 (every byte and the end of "
-        "text) to 16777216, such as train-bpe:4096"
+        f"tokenizer '{spec}': expected train-bpe:SIZE with SIZE from 257 (every byte and the end "
+        "of text) to 16777216, such as train-bpe:4096"
     )
 
 
@@ -157,7 +157,7 @@ def test_no_such_tokenizer():
     with pytest.raises(DataError) as error:
         load_tokenizer("byte")
     assert str(error.value) == (
-        "tokenizer 'byte' does not exist (did you mean 'bytes'?); wanted bytes, train-bpe:SIZE, "
+        "tokenizer 'byte' does not exist (did you mean 'bytes'?); expected bytes, train-bpe:SIZE, "
         "or the path of a tokenizer.json or of a folder with one"
     )
 
@@ -188,7 +188,7 @@ def test_a_tokenizer_that_cannot_end_a_document(tmp_path):
     with pytest.raises(DataError) as error:
         load_tokenizer(str(file))
     assert str(error.value) == (
-        f"tokenizer {file} has no token to end a document with; name one as eos_token in a "
+        f"tokenizer {file} has no end-of-document token; name one as eos_token in a "
         "tokenizer_config.json beside it (looked for <|endoftext|>, <|end_of_text|>, </s>, <eos>, "
         "<|eos|>, [SEP])"
     )

@@ -230,7 +230,9 @@ def test_a_device_that_cannot_do_its_part_ends_the_group_and_nobody_hangs():
     with pytest.raises((ValueError, GroupError)):
         group.step()
     assert group.aborted.is_set()
-    with pytest.raises(GroupError, match=r"have lost each other \(lost it\); start the run again"):
+    with pytest.raises(GroupError, match=(
+        r"can no longer communicate \(lost it\); start the run again"
+    )):
         group.step()
     group.close()
 

@@ -52,7 +52,9 @@ def test_auto_takes_a_gpu_where_there_is_one(monkeypatch):
     without_gpu(monkeypatch)
     assert choose_target("auto").name == "cpu"
     assert accelerators() == ()
-    with pytest.raises(ConfigError, match=r"expected cpu, got cuda, which this machine has not"):
+    with pytest.raises(ConfigError, match=(
+        r"expected cpu, got cuda, which this machine does not have"
+    )):
         choose_target("cuda")
     with_gpus(monkeypatch, 2)
     assert choose_target("auto").name == "cuda"

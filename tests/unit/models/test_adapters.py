@@ -146,8 +146,8 @@ def test_equal_blocks_stay_one_kind_and_stages_stay_where_they_were():
         (
             "lm_head.weight",
             "lora.targets: pattern 'lm_head.weight' matches lm_head.weight, which is tied to "
-            "transformer.wte.weight: an adapter could not be merged into the one without "
-            "changing the other; leave it out",
+            "transformer.wte.weight: merging an adapter into one of them would change the other; "
+            "exclude it",
         ),
     ],
 )

@@ -110,8 +110,8 @@ def test_a_tied_weight_comes_from_whichever_of_its_names_is_there(tmp_path):
         dict(ModelSource.from_hf(tmp_path).initial_weights(0))
     assert str(caught.value) == (
         f"{tmp_path}: transformer.wte.weight and lm_head.weight are one weight in GPT2LMHeadModel, "
-        "but have other values in the files; set tie_word_embeddings to false in config.json if "
-        "they are two weights"
+        "but have different values in the files; set tie_word_embeddings to false in config.json "
+        "if they are two weights"
     )
     set_config(tmp_path, tie_word_embeddings=False)
     found = dict(ModelSource.from_hf(tmp_path).initial_weights(0))
@@ -140,7 +140,7 @@ def test_what_is_missing_is_counted_and_named(tmp_path):
     assert str(caught.value) == (
         f"{tmp_path}: 10 weights ({prefix}.self.query.weight, {prefix}.self.query.bias, "
         f"{prefix}.self.key.weight, {prefix}.self.key.bias, {prefix}.self.value.weight ...) of "
-        "BertForMaskedLM not in its files; download the folder again, or save it whole"
+        "BertForMaskedLM not in its files; download the folder again, or save the complete model"
     )
 
 
@@ -150,8 +150,8 @@ def test_what_has_no_place_is_named_with_the_line_that_leaves_it_out(tmp_path):
     with pytest.raises(ConfigError) as caught:
         ModelSource.from_hf(tmp_path)
     assert str(caught.value) == (
-        f"{tmp_path}: 1 tensor (score.weight) that LlamaForCausalLM has no place for; if it is to "
-        "do without, say so: model.ignore: [score.weight]"
+        f"{tmp_path}: 1 tensor (score.weight) that LlamaForCausalLM does not have; to ignore them, "
+        "set model.ignore: [score.weight]"
     )
     source = ModelSource.from_hf(tmp_path, ignore=["score.*"])
     assert "score.weight" not in dict(source.initial_weights(0))
@@ -162,7 +162,7 @@ def test_a_misspelt_weight_is_both_missing_and_without_a_place(tmp_path):
     rewrite(tmp_path, lambda t: t.update({"model.norms.weight": t.pop("model.norm.weight")}))
     message = (
         r"1 weight \(model.norm.weight\) of LlamaForCausalLM not in its files \(did you mean "
-        r"'model.norms.weight'\?\); 1 tensor \(model.norms.weight\) there have no use"
+        r"'model.norms.weight'\?\); 1 tensor \(model.norms.weight\) in its files are not used"
     )
     with pytest.raises(ConfigError, match=message):
         ModelSource.from_hf(tmp_path)
@@ -255,7 +255,7 @@ def test_a_file_that_changes_under_way_is_noticed(tmp_path):
     weights = ModelSource.from_hf(tmp_path).initial_weights(0)
     with (tmp_path / "model.safetensors").open("ab") as file:
         file.write(b"more")
-    with pytest.raises(CorruptionError, match=r"it had [\d,]+ when it was opened; do not change"):
+    with pytest.raises(CorruptionError, match=r"as at the opening, got [\d,]+; do not change"):
         next(weights)
 
 

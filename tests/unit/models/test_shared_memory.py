@@ -9,9 +9,9 @@ from penstock.models import InputSpec, ModelSource
 from penstock.models.deferred import record
 
 WEIGHTS = (
-    "the weights 'a.weight' and 'b.weight' share memory without being one parameter, so that an "
-    "optimizer would update it once for each. To tie them, assign the parameter itself (b.weight = "
-    "a.weight, without .data); otherwise give one of them a copy (.clone())."
+    "the weights 'a.weight' and 'b.weight' share memory without being one parameter, so an "
+    "optimizer would update this memory twice. To tie them, assign the parameter itself (b.weight "
+    "= a.weight, without .data); otherwise give one of them a copy (.clone())."
 )
 STALE = (
     "'table' shares memory with the weight 'a.weight', and would keep its first values while the "

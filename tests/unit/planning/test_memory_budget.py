@@ -180,7 +180,7 @@ def test_what_is_on_its_way_counts_where_engines_are_processes(program):
     least = predict_bytes(program, 2, EnginePlan()).peak_bytes
     assert plan(least, "none").beside_bytes == 0
     assert plan(least + on_the_way, "local").beside_bytes == on_the_way
-    with pytest.raises(BudgetError, match=r"of it for what is on its way\), the budget is"):
+    with pytest.raises(BudgetError, match=r"of it for transfer buffers\), the budget is"):
         plan(least + on_the_way - 1, "local")
 
 
