@@ -40,7 +40,7 @@ app = typer.Typer(
 )
 
 
-def _tell_version(wanted: bool) -> None:
+def _print_version(wanted: bool) -> None:
     if wanted:
         from penstock import __version__
 
@@ -61,7 +61,9 @@ def root(
     ] = False,
     version: Annotated[
         bool,
-        typer.Option("--version", help="Print the version.", is_eager=True, callback=_tell_version),
+        typer.Option(
+            "--version", help="Print the version.", is_eager=True, callback=_print_version
+        ),
     ] = False,
 ) -> None:
     """Train neural networks larger than the device that computes them."""
@@ -96,10 +98,10 @@ def main() -> None:
     except PenstockError as error:
         _fail(error, debug)
     except Exception as error:
-        told = explain_system_error(error)
-        if told is None:
+        explained = explain_system_error(error)
+        if explained is None:
             raise
-        _fail(told, debug)
+        _fail(explained, debug)
     finally:
         output.settle()
 

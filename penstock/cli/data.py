@@ -116,7 +116,7 @@ def build(
 ) -> None:
     """Turn text into a data set: tokens in memory-mapped, checksummed shards.
 
-    Of records each line of a .jsonl file is {"prompt": "...", "completion": "..."}.
+    With --content records, each line of a .jsonl file is {"prompt": "...", "completion": "..."}.
     """
     from penstock.data import TokenDataset, build_dataset
 
@@ -152,7 +152,7 @@ def inspect(
     dataset: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a data set.")],
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only errors.")] = False,
 ) -> None:
-    """Print what a data set holds, and check every byte of it against its checksums."""
+    """Print a summary of a data set, and verify the checksum of every byte."""
     from penstock.data import TokenDataset
 
     opened = TokenDataset.open(dataset)
@@ -206,11 +206,11 @@ def _progress(quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
         yield lambda phase, done, total: None
         return
     if not sys.stderr.isatty():
-        begun: set[str] = set()
+        started_phases: set[str] = set()
 
         def line(phase: str, done: int, total: int) -> None:
-            if phase not in begun:
-                begun.add(phase)
+            if phase not in started_phases:
+                started_phases.add(phase)
                 typer.echo(f"{phase} {show_bytes(total)}", err=True)
 
         yield line

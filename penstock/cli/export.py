@@ -32,8 +32,7 @@ def export(
 ) -> None:
     """Write the newest state of RUN as a Hugging Face folder: safetensors, tokenizer and JSON.
 
-    Weights go from file to file, a piece at a time, whatever their size. LoRA adapters are merged
-    into them.
+    Weights of any size are copied piece by piece. LoRA adapters are merged into the weights.
     """
     from penstock.config import ByteSize, load_run
     from penstock.errors import ConfigError

@@ -20,7 +20,7 @@ def generate(
     ] = 50,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
 ) -> None:
-    """Print text written by the newest checkpoint of RUN, as it is written."""
+    """Generate text with the newest checkpoint of RUN, and print each token at once."""
     from penstock.config import load_run
     from penstock.errors import ConfigError
 

@@ -21,7 +21,7 @@ def init(
         str, typer.Option(help="bytes, train-bpe:SIZE, or the path of a tokenizer.")
     ] = "bytes",
 ) -> None:
-    """Write a starter configuration with every key, its default and what it means."""
+    """Write a starter configuration with every key, its default and its meaning."""
     from penstock.config import Config, commented
     from penstock.errors import ConfigError, StorageError
 

@@ -35,9 +35,9 @@ def inspect(
         ),
     ] = False,
 ) -> None:
-    """Print what RUN holds: configuration, progress, data, state on flash, checkpoints, verified.
+    """Verify and print RUN: configuration, progress, data, checkpoints, state on flash.
 
-    Exits with 6 if anything is damaged, naming the file and the place.
+    Exits with 6 and names the file and the position if any byte is damaged.
     """
     from penstock.config import load_run, verify_record
     from penstock.errors import ConfigError, CorruptionError
@@ -47,7 +47,7 @@ def inspect(
     try:
         settings = load_run(run)
     except ConfigError:
-        damage.tell()  # which is why
+        damage.raise_if_found()  # which is why
         raise
 
     from penstock.store import (
@@ -89,7 +89,7 @@ def inspect(
             typer.echo(f"weights      {_hash(settings, folder, state)}")
     if latest is None and flash is None:
         typer.echo("checkpoint   none yet")
-    damage.tell()
+    damage.raise_if_found()
 
 
 class Damage:
@@ -114,7 +114,7 @@ class Damage:
             return False
         return True
 
-    def tell(self) -> None:
+    def raise_if_found(self) -> None:
         """Raise `CorruptionError` with a line for each, if there is any."""
         from penstock.errors import CorruptionError
 

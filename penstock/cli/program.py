@@ -49,7 +49,7 @@ def program(
 ) -> None:
     """Show the program of MODEL: its stages, their weights, arithmetic and live values.
 
-    No weights are made, so that a model of any size can be looked at.
+    No weights are created, so this works for a model of any size.
     """
     config = configuration(model, overrides or [])
     chosen = precision.value if precision else config.precision

@@ -14,9 +14,9 @@ def scale(
         str, typer.Argument(metavar="engines=NUMBER", help="New number of engines.")
     ],
 ) -> None:
-    """Have RUN go on with another number of engines from its next step on, to the same bits.
+    """Change the number of engines of RUN from its next step; the result stays the same to the bit.
 
-    Works on runs with `cluster.start` other than none, for the user who started them.
+    Needs a run with `cluster.start` other than none, started by the same user.
     """
     from penstock.errors import ConfigError
 

@@ -37,8 +37,8 @@ def explain_system_error(error: BaseException) -> PenstockError | None:
         return _beyond_locale(error.object)
     if isinstance(error, OSError) and error.errno is not None:
         return _refused(error)
-    is_said = any(sign in text.lower() for sign in _OUT_OF_MEMORY)
-    if is_said and isinstance(error, (RuntimeError, ImportError)):
+    is_memory_message = any(sign in text.lower() for sign in _OUT_OF_MEMORY)
+    if is_memory_message and isinstance(error, (RuntimeError, ImportError)):
         return _no_memory(text.splitlines()[0])
     return None
 

@@ -42,11 +42,11 @@ def train(
         bool, typer.Option("--fresh", help="Refuse to resume: run.dir must be new or empty.")
     ] = False,
 ) -> None:
-    """Train as CONFIG says. A run that was stopped goes on where it was, to the same bits.
+    """Train a model. A stopped run continues from its last saved step, with the same bits.
 
-    Ctrl-C, SIGTERM, or a terminal or pipe that is closed finishes the step, saves, and prints how
-    to resume; a second signal stops at once. Then a store in memory goes back to the last whole
-    checkpoint, one on flash to its last durable step.
+    After Ctrl-C, SIGTERM, or a closed terminal or pipe, the run finishes the step, saves, and
+    prints how to resume. A second signal stops it at once: the run then resumes from its last
+    complete checkpoint, or with a store on flash from its last durable step.
     """
     from penstock.config import check_run, load
 
@@ -81,12 +81,12 @@ def naming_command(listener: Listener, resume_command: str) -> Listener:
     """Return a listener that passes events on, with the command that was really typed."""
     from penstock.telemetry import Stopped
 
-    def tell(event: Event) -> None:
+    def pass_on(event: Event) -> None:
         if isinstance(event, Stopped):
             event = dataclasses.replace(event, resume_command=resume_command)
         listener(event)
 
-    return tell
+    return pass_on
 
 
 class GracefulStop:
@@ -107,12 +107,12 @@ class GracefulStop:
     def lose_output(self, error: OSError) -> None:
         """Do what the loss of standard output asks for, once per kind of error."""
         if error.errno != errno.EPIPE:
-            output.tell(f"note: cannot write the log: {error.strerror}; the run continues\n")
+            output.write_error(f"note: cannot write the log: {error.strerror}; the run continues\n")
             return
         if self.signal is not None:
             return
         self.signal = signal.SIGPIPE
-        output.tell("no process reads the output: stopping after this step\n")
+        output.write_error("no process reads the output: stopping after this step\n")
         if self._request_stop is not None:
             self._request_stop("no process reads the output")
 

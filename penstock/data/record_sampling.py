@@ -62,9 +62,9 @@ class RecordSource:
             longest = max(longest, int(spans.labels.max()))
             first += len(fits)
         # Only the list of skipped records is held, which is usually empty.
-        gone = np.concatenate(left_out)
-        self._gaps = gone - np.arange(len(gone))
-        self.left_out = len(gone)
+        skipped = np.concatenate(left_out)
+        self._gaps = skipped - np.arange(len(skipped))
+        self.left_out = len(skipped)
         self.records = len(self._index) - self.left_out
         if not self.records:
             raise DataError(

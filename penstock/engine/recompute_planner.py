@@ -137,10 +137,10 @@ def plan_engine(
 
 def _by_value(stages: Sequence[Stage]) -> list[int]:
     """Order all stages but the last by bytes freed per repeated operation, best first."""
-    worth = [s for s in stages[:-1] if s.kind.saved_bytes > 0]
+    useful = [s for s in stages[:-1] if s.kind.saved_bytes > 0]
     return [
         s.index
-        for s in sorted(worth, key=lambda s: -s.kind.saved_bytes / (1 + s.kind.forward_flops))
+        for s in sorted(useful, key=lambda s: -s.kind.saved_bytes / (1 + s.kind.forward_flops))
     ]
 
 

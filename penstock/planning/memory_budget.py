@@ -138,10 +138,10 @@ class Budget:
         self._saving = _SAVING_BYTES
         if not self._on_flash and config.cluster.shards == "here":
             self._saving += min(int(config.checkpoint.buffer), self._need)
-        self._links = _shared_bytes(config, program)
+        self._connections = _shared_bytes(config, program)
         self._process = self._process_bytes()
         self._processes = self._processes_bytes()
-        known = self._libraries + self._data + self._saving + self._links + RESERVE_BYTES
+        known = self._libraries + self._data + self._saving + self._connections + RESERVE_BYTES
         known += self._processes
         self._rest = self._limit - known
         if self._here(self._need) >= self._rest:
@@ -204,7 +204,7 @@ class Budget:
             return int(least * _AUTO_ENGINE) // on_one
         if not self._engines_here:  # as for one engine, with its connections only
             alone = config.model_copy(update={"engines": 1})
-            rest += self._links - _shared_bytes(alone, self._program)
+            rest += self._connections - _shared_bytes(alone, self._program)
         store = self._need
         if self._on_flash:
             store = int(_AUTO_FLASH * rest)
@@ -350,7 +350,7 @@ class Budget:
             ("writing checkpoints (checkpoint.buffer)", self._saving),
             (where, self._here(store)),
             *([(f"{number} (engine.memory)", here * engine)] if here else []),
-            *([(shared, self._links)] if self._links else []),
+            *([(shared, self._connections)] if self._connections else []),
             *([(workers, self._processes)] if self._processes else []),
             ("reserve for memory of no other part", RESERVE_BYTES),
         ]
@@ -423,7 +423,7 @@ def _shared_bytes(config: Config, program: Program) -> int:
         return 0
     pairs = ways(config.engines, shards)
     if cluster.shards == "here":  # in one process
-        pairs = {(max(sender, -1), max(taker, -1)) for sender, taker in pairs}
+        pairs = {(max(sender, -1), max(receiver, -1)) for sender, receiver in pairs}
     calls = 2 * shards if cluster.shards == "apart" else 0
     if cluster.has_other_hosts:  # only connections of this process are surely here
         pairs = {pair for pair in pairs if -1 in pair and cluster.shards == "here"}

@@ -143,11 +143,11 @@ class DistributedStepRunner:
         manager.call(manager.coordinator.cancel)
         while not is_over(ended.is_set):
             ended.wait(timeout=_LOOK)
-        told = threading.Event()
+        epoch_advanced = threading.Event()
         manager.call(manager.coordinator.advance_epoch)
-        manager.call(told.set)
-        while not is_over(told.is_set):
-            told.wait(timeout=_LOOK)
+        manager.call(epoch_advanced.set)
+        while not is_over(epoch_advanced.is_set):
+            epoch_advanced.wait(timeout=_LOOK)
         while not is_over(manager.is_quiescent):
             time.sleep(0.002)
 
@@ -181,8 +181,8 @@ class DistributedStepRunner:
     def _look_for_stragglers(self) -> None:
         """Report slow engines and replace persistently slow ones; runs in the endpoint's thread."""
         coordinator = self.manager.coordinator
-        said = self.manager.figures().items()
-        computed = {engine: (each.computed, each.micro_batches) for engine, each in said}
+        metrics = self.manager.figures().items()
+        computed = {engine: (each.computed, each.micro_batches) for engine, each in metrics}
         looks_to_evict = self._config.cluster.evict_slow
         for slow in self._straggler_detector.look(computed):
             text = f"engine {slow.engine} takes {slow.times:.1f} times as long as the others"

@@ -72,10 +72,10 @@ class Batches:
         if self._model.loss_reduction == "mean":
             return 1.0 / self.micro_batches
         if any("labels" not in part.rows for part in parts):
-            came = ", ".join(parts[0].rows) or "nothing"
+            given = ", ".join(parts[0].rows) or "nothing"
             raise DataError(
                 f"the batch lacks 'labels', the token that each position should predict "
-                f"({IGNORED_LABEL}: none); the source gave {came}"
+                f"({IGNORED_LABEL}: none); the source gave {given}"
             )
         count = sum(int((part.rows["labels"] != IGNORED_LABEL).sum()) for part in parts)
         if count == 0:

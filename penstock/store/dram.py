@@ -19,7 +19,7 @@ from penstock.store.commit import CommitRule, commit_by, require_next
 from penstock.store.comparing import Compared, Rotation
 from penstock.store.content_hash import hash_read
 from penstock.store.gradients import Gradients
-from penstock.store.holding import Holding, homes
+from penstock.store.holding import Holding, home_stages
 from penstock.store.incoming import fill
 from penstock.store.interface import Commit, Decision, FlashTraffic, Traffic
 from penstock.store.layout import allocate_role, slabs_of
@@ -69,7 +69,7 @@ class DramStore:
         self._optimizer = optimizer
         self._groups = dict(groups or {})
         self._rule = rule
-        self._trainable = tuple(n for n in homes(program) if program.weights[n].trainable)
+        self._trainable = tuple(n for n in home_stages(program) if program.weights[n].trainable)
         self._masters = Masters(program)
         self.memory_bytes = dict(self._masters.memory_bytes)
         self._gradients: Gradients | None = None
@@ -307,10 +307,10 @@ class DramStore:
 
     def take_traffic(self) -> Traffic:
         """Return bytes streamed and received, and waiting times, since the last call."""
-        held_up = self._snapshot.take_waited_seconds() if self._snapshot else 0.0
+        snapshot_seconds = self._snapshot.take_waited_seconds() if self._snapshot else 0.0
         with self._count:
             taken = Traffic(
-                self._streamed_bytes, self._gradient_bytes, self._update_seconds, held_up
+                self._streamed_bytes, self._gradient_bytes, self._update_seconds, snapshot_seconds
             )
             self._streamed_bytes = self._gradient_bytes = 0
             self._update_seconds = 0.0
@@ -416,7 +416,7 @@ class DramStore:
     def _slabs(self) -> Iterator[tuple[str, np.ndarray]]:
         """Yield the memory of all weights and their state, stage by stage, with descriptions."""
         by_stage: dict[int, list[str]] = {}
-        for name, home in homes(self.program).items():
+        for name, home in home_stages(self.program).items():
             by_stage.setdefault(home, []).append(name)
         for home, names in by_stage.items():
             stage = self.program.stages[home].name

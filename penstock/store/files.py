@@ -94,12 +94,12 @@ def appearing_folder(folder: Path, needed_bytes: int) -> Iterator[Path]:
 
 def remove_folder(folder: Path) -> None:
     """Delete a folder; after a crash either the whole folder or nothing has its name."""
-    doomed = folder.with_name(f"{durable.TEMPORARY_PREFIX}old-{folder.name}")
-    remove(doomed)
-    os.rename(folder, doomed)
+    old_folder = folder.with_name(f"{durable.TEMPORARY_PREFIX}old-{folder.name}")
+    remove(old_folder)
+    os.rename(folder, old_folder)
     durable.sync_folder(folder.parent)
     failpoints.point("remove.after_rename")
-    remove(doomed)
+    remove(old_folder)
 
 
 def remove(path: Path) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from penstock.kernels.exact_sum import exact_sum
 from penstock.kernels.gradients import add_gradient, copy_gradient
-from penstock.store.holding import HeldStage, Holding, homes
+from penstock.store.holding import HeldStage, Holding, home_stages
 from penstock.store.layout import allocate_role
 from penstock.store.norm import GradientReport
 
@@ -41,7 +41,7 @@ class Gradients:
         kinds = {n: half if dtype == torch.bfloat16 and k == 1 else full for n, k in uses.items()}
         here = {name: kind for name, kind in kinds.items() if name not in elsewhere}
         self._arrays, self.memory_bytes = allocate_role(holding, here)
-        self._order = tuple(name for name in homes(holding) if name in uses)
+        self._order = tuple(name for name in home_stages(holding) if name in uses)
         self._received: set[int] = set()
         self._squares: dict[str, tuple[float, ...]] = {}
         self._non_finite: dict[int, list[str]] = {}

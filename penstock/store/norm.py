@@ -16,7 +16,7 @@ import numpy as np
 
 from penstock.errors import NonFiniteError, NoTrainingError
 from penstock.kernels.exact_sum import exact_sum
-from penstock.store.holding import Holding, homes
+from penstock.store.holding import Holding, home_stages
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def merged(holding: Holding, reports: Sequence[GradientReport]) -> GradientRepor
     return GradientReport(
         exact_sum(squares),
         tuple(sorted({stage for report in reports for stage in report.silent})),
-        tuple(name for name in homes(holding) if name in missing),
+        tuple(name for name in home_stages(holding) if name in missing),
         {
             stage: tuple(n for n in holding.stages[stage].weights if n in names)
             for stage, names in non_finite.items()
@@ -63,7 +63,7 @@ def merged(holding: Holding, reports: Sequence[GradientReport]) -> GradientRepor
 def zero_gradients(holding: Holding, report: GradientReport) -> tuple[str, ...]:
     """Return the weights whose gradient is zero in every element of all pieces."""
     weights = holding.weights
-    return tuple(n for n in homes(holding) if 0 < weights[n].elements == report.zero.get(n))
+    return tuple(n for n in home_stages(holding) if 0 < weights[n].elements == report.zero.get(n))
 
 
 def global_norm(holding: Holding, step: int, report: GradientReport) -> float:

@@ -73,11 +73,11 @@ class CheckpointBackend(Protocol):
         layout: ExecutionPlan,
         device: str,
         notice: Notice,
-        apart: Sequence[store_factory.RemoteShardStore] | None = None,
+        remote_shards: Sequence[store_factory.RemoteShardStore] | None = None,
     ) -> Store:
         """Return a store with the state of the newest step, or with initial weights.
 
-        The shards are in this process, or in other processes if `apart` is given.
+        The shards are in this process, or in other processes if `remote_shards` is given.
         """
         ...
 
@@ -128,11 +128,11 @@ class FileCheckpoints:
         layout: ExecutionPlan,
         device: str,
         notice: Notice,
-        apart: Sequence[store_factory.RemoteShardStore] | None = None,
+        remote_shards: Sequence[store_factory.RemoteShardStore] | None = None,
     ) -> Store:
         """Return a store in memory."""
         program = layout.program
-        self._store = store_factory.make_store(self._config, program, device, notice, apart)
+        self._store = store_factory.make_store(self._config, program, device, notice, remote_shards)
         read = functools.partial(model.initial_weights, self._config.run.seed)
         if self._latest is None:
             self._begin(self._store, model, read(list(program.weights)))
@@ -237,7 +237,7 @@ class FlashCheckpoints:
         layout: ExecutionPlan,
         device: str,
         notice: Notice,
-        apart: Sequence[store_factory.RemoteShardStore] | None = None,
+        remote_shards: Sequence[store_factory.RemoteShardStore] | None = None,
     ) -> Store:
         """Return the store on flash; new weights are written there one at a time.
 
@@ -246,9 +246,9 @@ class FlashCheckpoints:
         """
         self._model = model
         if self.recorded is not None:
-            self._store = self._made(layout, apart)
+            self._store = self._make_store(layout, remote_shards)
         else:
-            self._store = self._begun(model, layout, notice, apart)
+            self._store = self._open_untrained(model, layout, notice, remote_shards)
         try:
             if target_of(device).has_own_memory:
                 self._store.page_lock()
@@ -260,19 +260,19 @@ class FlashCheckpoints:
             raise
         return self._store
 
-    def _made(
-        self, layout: ExecutionPlan, apart: Sequence[store_factory.RemoteShardStore] | None
+    def _make_store(
+        self, layout: ExecutionPlan, remote_shards: Sequence[store_factory.RemoteShardStore] | None
     ) -> DurableStore:
         return store_factory.make_flash_store(
-            self._config, layout.program, layout.shares.store, self._folder, apart
+            self._config, layout.program, layout.shares.store, self._folder, remote_shards
         )
 
-    def _begun(
+    def _open_untrained(
         self,
         model: ModelSource,
         layout: ExecutionPlan,
         notice: Notice,
-        apart: Sequence[store_factory.RemoteShardStore] | None,
+        remote_shards: Sequence[store_factory.RemoteShardStore] | None,
     ) -> DurableStore:
         """Return a store at step 0: a new one, or one with the initial weights."""
         found, start = self._found or {}, _start(self._config, model)
@@ -282,7 +282,7 @@ class FlashCheckpoints:
                 f"{model.folder}; delete the folder, or choose another store.flash.path"
             )
         try:
-            store = self._made(layout, apart)
+            store = self._make_store(layout, remote_shards)
         except OtherStoreError:
             is_ours = False
         else:
@@ -295,7 +295,7 @@ class FlashCheckpoints:
                 "this run: the initial weights are loaded again"
             )
             discard_untrained(self._folder)
-            store = self._made(layout, apart)
+            store = self._make_store(layout, remote_shards)
         store.remember(start)  # durable with the weights, before any step
         return store
 

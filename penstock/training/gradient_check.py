@@ -43,14 +43,14 @@ class GradientCheck:
         self._newest, self._learning_rate = step, rate
         self._seen += 1
         if self._seen == STEPS:
-            self._tell(store)
+            self._report(store)
 
     def end(self, store: Store) -> None:
         """Report at the end of the run, from the steps so far."""
         if not self._is_done and self._seen >= _LEAST_STEPS:
-            self._tell(store)
+            self._report(store)
 
-    def _tell(self, store: Store) -> None:
+    def _report(self, store: Store) -> None:
         self._is_done = True
         if self._zero:
             in_order = [name for name in store.program.weights if name in self._zero]

@@ -26,7 +26,7 @@ def listening(case, recipe, folder, **changes):
         steps(event)
         events.append(event)
 
-    trainer._listener = trainer._tell = listen
+    trainer._listener = trainer._notify = listen
     return trainer, events
 
 

@@ -42,7 +42,7 @@ from penstock.store.files import (
     require_space,
     storage_errors,
 )
-from penstock.store.holding import Holding, homes
+from penstock.store.holding import Holding, home_stages
 from penstock.store.interface import SavedState, Store
 from penstock.store.roles import MASTER, Stored
 
@@ -180,7 +180,7 @@ def _plan(
     Weights of the `base` are omitted.
     """
     by_stage: dict[int, list[tuple[tensor_file.Entry, _SavedSource]]] = {}
-    for name, home in homes(program).items():
+    for name, home in home_stages(program).items():
         for role, stored in roles(name).items() if name not in base else ():
             entry = tensor_file.Entry(tensor_name(role, name), stored.dtype, stored.shape)
             by_stage.setdefault(home, []).append((entry, _SavedSource(name, role)))

@@ -123,15 +123,15 @@ class Journal:
         self._count += 1
         self.records = [self.records[0], *[*self.records[1:], record][-keep:]]
         if self._end > ROTATE_BYTES and self._count > keep + 2:
-            self._begin_anew(self.records, "journal.rotate")
+            self._rewrite(self.records, "journal.rotate")
 
     def keep_only(self, records: Sequence[Record]) -> None:
         """Durably remove all records but the first and the given ones; the last of these becomes
         current."""
-        self._begin_anew([self.records[0], *records], "journal.drop")
+        self._rewrite([self.records[0], *records], "journal.drop")
 
-    def _begin_anew(self, kept: list[Record], point: str) -> None:
-        self._end = begin_anew(self.path, kept, point)
+    def _rewrite(self, kept: list[Record], point: str) -> None:
+        self._end = rewrite_journal(self.path, kept, point)
         self.close()
         self._descriptor = open_own(self.path, os.O_RDWR)
         self.records, self._count = kept, len(kept)
@@ -153,7 +153,7 @@ class Journal:
             os.close(descriptor)
 
 
-def begin_anew(path: Path, records: Sequence[Record], point: str) -> int:
+def rewrite_journal(path: Path, records: Sequence[Record], point: str) -> int:
     """Replace the journal at `path` by one with these records alone; return its length.
 
     The new journal is durable on return; until then the old one stays. `point` is the prefix of the
@@ -267,12 +267,12 @@ def _sealed(path: Path, file: BinaryIO, place: int, header: _Header) -> Record:
     if not sealed or not _is_whole(seal):
         raise CorruptionError(f"{path}: record {header.number} has no complete seal")
     body = _bytes_at(file, place, end - place)
-    came = xxhash.xxh3_128_digest(body)
+    actual = xxhash.xxh3_128_digest(body)
     payload = body[SECTOR_BYTES : SECTOR_BYTES + header.payload_bytes]
-    if came != sealed or xxhash.xxh3_128_digest(payload) != header.checksum:
+    if actual != sealed or xxhash.xxh3_128_digest(payload) != header.checksum:
         raise CorruptionError(
             f"{path}: record {header.number}, bytes {place:,} to {end:,}: expected checksum "
-            f"{sealed.hex()}, got {came.hex()}; the file has changed since it was written; "
+            f"{sealed.hex()}, got {actual.hex()}; the file has changed since it was written; "
             f"{_REPAIR}"
         )
     try:

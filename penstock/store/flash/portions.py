@@ -95,9 +95,9 @@ class BlockPortions:
         whole = self._gathered[portion.half][:size]
         whole[portion.begin : portion.end] = data
         if portion.end == size:
-            self._land(portion.unit, portion.block, portion.half, whole)
+            self._write_block(portion.unit, portion.block, portion.half, whole)
 
-    def _land(self, unit: Unit, block: Block, half: int, data: np.ndarray) -> None:
+    def _write_block(self, unit: Unit, block: Block, half: int, data: np.ndarray) -> None:
         place = self._version.next_place(unit)
         if half == _STREAM:
             self._put(unit.stream_offset(place, block.begin), data)

@@ -14,7 +14,7 @@ import numpy as np
 from penstock.errors import ConfigError, CorruptionError
 from penstock.store import files
 from penstock.store.flash.description import EXTENTS, JOURNAL, require_readable
-from penstock.store.flash.journal import Record, begin_anew, read_records, whole_records
+from penstock.store.flash.journal import Record, read_records, rewrite_journal, whole_records
 from penstock.store.flash.layout import FlashLayout
 from penstock.store.flash.medium import ExtentFile
 from penstock.store.flash.steps_reader import StepsReader
@@ -137,7 +137,7 @@ class FlashReader(StepsReader):
             whole.insert(0, record)
         if whole != self._records[-self._keep :] or self.has_damaged_journal:
             with files.storage_errors(self.folder, 0):
-                begin_anew(self._journal, [self._first, *whole], "journal.drop")
+                rewrite_journal(self._journal, [self._first, *whole], "journal.drop")
         self._records = whole
         self._steps = [recorded_step(self._journal, record)[0] for record in whole]
         self._versions.clear()

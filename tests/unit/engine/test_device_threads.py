@@ -76,7 +76,7 @@ class Device:
     def reset(self):
         pass
 
-    def pass_over(self, stage, returns_gradients):
+    def skip_stage(self, stage, returns_gradients):
         self._maybe_fail("pass over", stage)
         if returns_gradients:
             self._meet()

@@ -342,12 +342,12 @@ def test_a_unit_waits_for_the_last_of_its_gradients_that_is_on_its_way(flash, mo
     try:
         pipeline.slab()  # the first comes back
         with pipeline._changed:
-            assert pipeline._for_the_pass(unit, unit.blocks[0]) is None
+            assert pipeline._next_of_pass(unit, unit.blocks[0]) is None
     finally:
         may_go_on.set()
     pipeline.drain()
     with pipeline._changed:
-        assert pipeline._for_the_pass(unit, unit.blocks[0]) is not None
+        assert pipeline._next_of_pass(unit, unit.blocks[0]) is not None
 
 
 def interrupted(*_):
