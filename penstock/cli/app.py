@@ -107,7 +107,7 @@ def main() -> None:
 
 
 def _fail(error: PenstockError, debug: bool) -> NoReturn:
-    """Print an error, where somebody can still read it, and exit with its code."""
+    """Print an error on an open stream, and exit with its code."""
     with contextlib.suppress(OSError):
         if debug:
             traceback.print_exc()

@@ -24,7 +24,7 @@ class _Descriptor(io.RawIOBase):
     """Writes to a descriptor; data that cannot be written is dropped, and the next write tries
     again.
 
-    If the reader of a pipe is gone, later data goes to standard error.
+    If the reader of a pipe has ended, later data goes to standard error.
     """
 
     def __init__(self, descriptor: int, on_loss: OnLoss) -> None:
@@ -83,7 +83,7 @@ def surviving_loss(on_loss: OnLoss) -> Iterator[None]:
 
 
 def write_error(text: str) -> None:
-    """Write to standard error at once, past every view; where that is gone, nothing happens."""
+    """Write to standard error at once, past every view; do nothing if it is closed."""
     with contextlib.suppress(OSError):
         os.write(2, text.encode(errors="backslashreplace"))
 

@@ -1,4 +1,4 @@
-"""The state of one step, read while the store goes on to later steps.
+"""The state of one step, read while the store continues with later steps.
 
 A snapshot of step k is taken directly after the updates of step k, which the forward sweep applies
 anyway. Data that is still unread when the update of step k+1 is about to overwrite it is copied

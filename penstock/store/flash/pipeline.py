@@ -85,7 +85,7 @@ class Pipeline:
         # Gradients that the writer must still write, by unit; a replayed step adds to them.
         self._spilling: Counter[int] = Counter()
         self._seals = 0  # steps that the writer must still seal
-        self._writes_updates = True  # whether the updates of the present pass are written
+        self._is_written = True  # whether the updates of the present pass are written
         self._is_reading = False
         self._filling: set[int] = set()  # units whose frame is being filled
         self._requested: Sequence[int] = ()
@@ -127,14 +127,13 @@ class Pipeline:
             self._requested, self._is_urgent = (), False
             return [self._frames[unit] for unit in units]
 
-    def begin_pass(self, units: Sequence[Unit], writes_updates: bool) -> None:
+    def begin_pass(self, units: Sequence[Unit], is_written: bool) -> None:
         """Begin to update units, in this order, in the background.
 
-        If `writes_updates` is false, units that stay completely in memory between steps are not
-        written.
+        Unless `is_written`, units that stay completely in memory between steps are not written.
         """
         with self._changed:
-            self._writes_updates = writes_updates
+            self._is_written = is_written
             self._awaiting = {unit.index for unit in units}
             self._pass = deque((unit, block) for unit in units for block in unit.blocks)
             self._changed.notify_all()
@@ -440,9 +439,7 @@ class Pipeline:
             checks[1].append(checksum(data))
             with self._changed:
                 stays = (
-                    not self._writes_updates
-                    and self._state.stay_whole(unit)
-                    and self._frames.holds_all
+                    not self._is_written and self._state.stay_whole(unit) and self._frames.holds_all
                 )
                 if stays:
                     self._state.hold(unit, block, buffer)

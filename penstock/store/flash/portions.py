@@ -1,7 +1,7 @@
 """The content of a flash store, block by block as it lies on flash, in numbered portions.
 
 A block is read once and compared with its checksum. On the writing side a block is assembled in
-memory and its checksum is computed anew. Two stores whose blocks have the same checksums have the
+memory and its checksum is computed again. Two stores whose blocks have the same checksums have the
 same content.
 """
 

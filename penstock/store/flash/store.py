@@ -325,7 +325,7 @@ class FlashStore:
         self._updates.decision, self._unsealed = decision, True
         self.step += 1
         units = [unit for unit in self._layout.units if unit.is_updated]
-        self._pipeline.begin_pass(units, writes_updates=self._is_due)
+        self._pipeline.begin_pass(units, is_written=self._is_due)
 
     def discard(self) -> None:
         """Discard the gradients received since the last commit; the step may be replayed."""
