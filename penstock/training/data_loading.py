@@ -124,7 +124,7 @@ def _check_build(config: Config, dataset: TokenDataset) -> None:
         return
     data, files = config.data, []
     if not made_from.is_named_as(data.input):
-        with contextlib.suppress(DataError):  # the file may be deleted; then only its name is compared
+        with contextlib.suppress(DataError):  # a deleted file: only its name is compared
             files = find_files(data.input)
     difference = made_from.difference(
         BuiltFrom.of(
