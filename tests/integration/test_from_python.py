@@ -73,14 +73,14 @@ def test_a_script_gets_log_lines_on_stderr_and_keeps_its_stdout(tmp_path, capsys
     assert [e.step for e in told if isinstance(e, StepDone)] == list(range(1, 13))
 
 
-def test_quiet_shows_nothing_and_events_are_told_all_the_same(tmp_path, capsys):
+def test_quiet_prints_nothing_but_reports_events(tmp_path, capsys):
     told = []
     trainer_of_net(tmp_path / "run", on_event=told.append, quiet=True).train()
     assert capsys.readouterr() == ("", "")
     assert sum(isinstance(event, StepDone) for event in told) == 12
 
 
-def test_a_trainer_a_model_and_arrays_say_what_they_are(tmp_path):
+def test_trainer_model_and_arrays_have_a_repr(tmp_path):
     trainer = trainer_of_net(tmp_path / "run", quiet=True)
     expected = (
         f"<Trainer of Net: 49 parameters, step {{}} of 12, in {tmp_path / 'run'}, fp32 on cpu>"
@@ -132,7 +132,7 @@ FROM_MODULE = (
 )
 
 
-def test_an_image_model_is_answered_with_from_module(tmp_path):
+def test_image_model_error_recommends_from_module(tmp_path):
     import transformers
 
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}

@@ -191,7 +191,7 @@ def registers_in_forward(block, y):
     handle.remove()
 
 
-def test_module_hook_that_lives_within_the_forward_is_refused():
+def test_module_hook_registered_in_the_forward_is_refused():
     with pytest.raises(CompileError) as caught:
         compiled(Net(registers_in_forward), rows())
     assert str(caught.value).startswith("cannot capture blocks.1")

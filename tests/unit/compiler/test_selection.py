@@ -32,7 +32,7 @@ def selected(weights=WEIGHTS, fixed=(), **patterns):
         ({"freeze": ["head.*", "h.*"], "train": ["*"]}, set()),
     ],
 )
-def test_train_names_what_trains_and_freeze_comes_first(patterns, expected):
+def test_train_selects_weights_and_freeze_has_precedence(patterns, expected):
     if expected:
         assert selected(**patterns) == expected
     else:
@@ -40,7 +40,7 @@ def test_train_names_what_trains_and_freeze_comes_first(patterns, expected):
             selected(**patterns)
 
 
-def test_adapters_train_alone_or_with_what_is_named():
+def test_adapters_train_alone_or_with_selected_weights():
     weights, adapters = {**WEIGHTS, **ADAPTERS}, set(ADAPTERS)
     assert selected(weights, adapters=adapters) == adapters
     assert selected(weights, adapters=adapters, train=["*.ln.bias"]) == {

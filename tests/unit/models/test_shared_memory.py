@@ -82,5 +82,5 @@ def test_memory_shared_with_a_weight_is_refused(make, change, message):
     ],
     ids=["tied", "listed", "lstm", "interleaved", "flat"],
 )
-def test_tied_weights_and_neighbours_in_one_memory_are_taken(make, change):
+def test_tied_weights_and_disjoint_views_of_one_storage_are_accepted(make, change):
     make(change)

@@ -14,14 +14,14 @@ def _address(array):
     return array.__array_interface__["data"][0]
 
 
-def test_a_tied_weight_is_at_home_where_it_is_used_first():
+def test_home_stage_of_a_tied_weight_is_its_first_use():
     program = make_program(LAYERS)
     assert home_stages(program)["embed"] == 0
     assert list(home_stages(program)) == list(random_weights(program, 0))
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.uint16])
-def test_weights_lie_in_one_slab_per_stage_aligned_and_apart(dtype):
+def test_weights_of_a_stage_are_aligned_and_disjoint_in_one_slab(dtype):
     program = make_program(LAYERS)
     kind = np.dtype(dtype)
     arrays, total_bytes = allocate_role(program, dict.fromkeys(program.weights, kind))

@@ -46,7 +46,7 @@ def steps_of(folder):
     return {path.name: [*recorded_steps(path)] for path in sorted(folder.glob("shard-*"))}
 
 
-def test_folders_that_hold_the_same_stay_as_they_are(tmp_path):
+def test_equal_replica_folders_are_unchanged(tmp_path):
     trained(tmp_path)
     held = steps_of(tmp_path)
     agree(read_shards(tmp_path), replicas=2)
@@ -55,7 +55,7 @@ def test_folders_that_hold_the_same_stay_as_they_are(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["stale", "empty"])
-def test_a_replica_that_stayed_behind_forgets_what_it_holds(tmp_path, damage):
+def test_replica_behind_discards_its_content(tmp_path, damage):
     trained(tmp_path)
     newest = go_on(tmp_path, 2)
     replica = shard_folder(tmp_path, 1, 1)
@@ -71,7 +71,7 @@ def test_a_replica_that_stayed_behind_forgets_what_it_holds(tmp_path, damage):
 
 
 @pytest.mark.parametrize("gone", [False, True])
-def test_what_only_the_replica_holds_is_what_the_run_goes_on_from(tmp_path, gone):
+def test_run_continues_from_a_step_held_only_by_the_replica(tmp_path, gone):
     found = trained(tmp_path)
     first = shard_folder(tmp_path, 1)
     if gone:
@@ -90,7 +90,7 @@ def test_what_only_the_replica_holds_is_what_the_run_goes_on_from(tmp_path, gone
     assert steps_of(tmp_path)["shard-1-replica-1"] == [2, 3]
 
 
-def test_a_replica_that_is_ahead_of_the_other_shards_goes_back_with_them(tmp_path):
+def test_replica_ahead_of_other_shards_rolls_back_with_them(tmp_path):
     trained(tmp_path)
     ahead = tmp_path / "ahead"
     shutil.copytree(tmp_path, ahead)
@@ -103,7 +103,7 @@ def test_a_replica_that_is_ahead_of_the_other_shards_goes_back_with_them(tmp_pat
     assert steps_of(tmp_path)["shard-1-replica-1"] == [3]
 
 
-def test_replicas_that_differ_are_said_to_and_neither_is_taken(tmp_path):
+def test_different_replicas_are_reported_and_neither_is_used(tmp_path):
     trained(tmp_path, steps=2)
     other = tmp_path / "other"
     shutil.copytree(tmp_path, other)
@@ -129,7 +129,7 @@ def test_a_replica_of_another_store_is_refused(tmp_path):
         sharded_flash(PROGRAM, tmp_path, 2)
 
 
-def test_weights_that_were_never_trained_are_discarded_in_all_folders(tmp_path):
+def test_untrained_weights_are_discarded_in_all_folders(tmp_path):
     trained(tmp_path, steps=0)
     discard_untrained(tmp_path)
     assert not list(tmp_path.glob("shard*"))
