@@ -243,7 +243,7 @@ class RecordPacker(Packer[Pair]):
         for pair, prompt, completion in zip(batch, prompts, completions, strict=True):
             if not completion.size:
                 raise DataError(
-                    f"{pair.record}: tokenizer {self._tokenizer.name} makes no token of the "
+                    f"{pair.record}: tokenizer {self._tokenizer.name} encodes no token for the "
                     f"completion {pair.completion[:40]!r}: there is nothing to learn; remove the "
                     "record"
                 )

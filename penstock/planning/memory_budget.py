@@ -342,7 +342,7 @@ class Budget:
             where = "calls to the store's shards, on other hosts"
         here = self._engines_here
         number = f"{here} engines" if here > 1 else "engine"
-        workers = "workers' processes, with spare ones"
+        workers = "worker processes, with standby engines"
         shared = "memory that processes share (cluster.shared_memory)"
         return [
             ("libraries and compiled model, measured", self._libraries),

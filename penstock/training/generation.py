@@ -136,7 +136,7 @@ def generate_tokens(
     the model sees the last `window` tokens.
     """
     if not prompt:
-        raise ConfigError("the prompt is empty: give at least one token to go on from")
+        raise ConfigError("the prompt is empty: give at least one token to start from")
     if temperature < 0:
         raise ConfigError(f"temperature must be 0 or more, got {temperature}")
     generator = np.random.default_rng(seed)

@@ -159,8 +159,8 @@ def test_non_finite_updated_weights_are_not_saved(tmp_path):
     with pytest.raises(NonFiniteError) as caught:
         trainer.save()
     assert str(caught.value) == (
-        "step 4 is not saved: the update made transformer.wpe.weight NaN or infinite; the "
-        "checkpoints before it stand. Start a run with a lower optimizer.learning_rate in another "
+        "step 4 is not saved: the update made transformer.wpe.weight NaN or infinite; earlier "
+        "checkpoints are unchanged. Start a run with a lower optimizer.learning_rate in another "
         "run.dir"
     )
     assert Trainer(settings).step == 3

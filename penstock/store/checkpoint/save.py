@@ -242,7 +242,7 @@ def _pieces(
         if source.role == MASTER and not np.isfinite(piece).all():
             raise NonFiniteError(
                 f"step {saved.step} is not saved: the update made {source.weight} NaN or infinite; "
-                "the checkpoints before it stand. Start a run with a lower "
+                "earlier checkpoints are unchanged. Start a run with a lower "
                 "optimizer.learning_rate in another run.dir"
             )
         if source.role == MASTER:

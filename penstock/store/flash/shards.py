@@ -103,7 +103,7 @@ def read_shards(folder: Path) -> Shards | None:
     if content.get("format") == FORMAT and type(version) is int and version > VERSION:
         raise ConfigError(
             f"{path}: its format has version {version}, this Penstock reads {VERSION}; open it "
-            "with a newer one"
+            "with a newer version"
         )
     match content:
         case {"format": format_, "shards": int(count), "weights": dict(weights)} if (

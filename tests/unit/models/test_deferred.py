@@ -214,7 +214,7 @@ def test_reading_random_values_is_refused() -> None:
         record(ReadsRandom)
     message = str(caught.value)
     assert "test_deferred.py:" in message
-    assert "looks at the values of random tensors" in message
+    assert "reads the values of random tensors" in message
     assert "build the model yourself and pass the nn.Module instead" in message
     with pytest.raises(CompileError, match=r"pass the nn.Module instead"):
         record(ReadsRandomAsArray)
