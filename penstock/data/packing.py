@@ -101,7 +101,7 @@ class Packer(ABC, Generic[_Part]):
     def finish(self, where: str) -> Manifest:
         """Write the remaining data and `dataset.json`; `where` names the input in messages."""
         if not self._documents:
-            raise DataError(self._nothing_in(where))
+            raise DataError(self._empty_input(where))
         splits, by = self._finish_splits()
         manifest = Manifest(
             format="penstock-dataset",
@@ -135,7 +135,7 @@ class Packer(ABC, Generic[_Part]):
     def _finish_splits(self) -> tuple[dict[Split, SplitRecord], HeldOutBy]: ...
 
     @abstractmethod
-    def _nothing_in(self, where: str) -> str: ...
+    def _empty_input(self, where: str) -> str: ...
 
     def _encode(self, batch: Sequence[_Part], text: Callable[[_Part], str]) -> Iterator[np.ndarray]:
         encoded = self._tokenizer.encode_batch([text(part) for part in batch])
@@ -216,7 +216,7 @@ class TextPacker(Packer[TextPiece]):
             splits["validation"] = writer.finish()
         return splits, by
 
-    def _nothing_in(self, where: str) -> str:
+    def _empty_input(self, where: str) -> str:
         return f"there is no text in {where}: every document is empty"
 
 
@@ -283,5 +283,5 @@ class RecordPacker(Packer[Pair]):
         splits["validation"] = self._writers["validation"].finish()
         return splits, "document"
 
-    def _nothing_in(self, where: str) -> str:
+    def _empty_input(self, where: str) -> str:
         return f"there is no record in {where}"

@@ -88,7 +88,7 @@ def _claim(aside: Path, out: Path) -> int:
                 f"another process is building {out} now; wait until it ends, or choose another "
                 "output folder"
             ) from None
-        if _is_still(aside, lock):
+        if _is_same_file(aside, lock):
             for entry in list(os.scandir(aside)):
                 if entry.is_dir(follow_symlinks=False):
                     shutil.rmtree(entry.path)
@@ -115,7 +115,7 @@ def _remove_empty(folders: list[Path]) -> None:
             folder.rmdir()
 
 
-def _is_still(path: Path, descriptor: int) -> bool:
+def _is_same_file(path: Path, descriptor: int) -> bool:
     try:
         return os.path.samestat(os.stat(path), os.fstat(descriptor))
     except FileNotFoundError:

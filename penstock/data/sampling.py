@@ -18,7 +18,7 @@ from penstock.errors import DataError
 Batch = dict[str, np.ndarray]
 
 # Random streams that must not share keys.
-_ORDER, _OFFSET, _CHOICE, _FATE, _WORD = range(5)
+_ORDER, _OFFSET, _CHOICE, _MASK_KIND, _WORD = range(5)
 
 
 class Source(Protocol):
@@ -254,10 +254,10 @@ class MaskedLanguageModelSource:
         choice[~eligible] = np.iinfo(np.uint64).max
         rank = choice.argsort(axis=1, kind="stable").argsort(axis=1, kind="stable")
         chosen = (rank < wanted[:, None]) & eligible
-        fate = self._random(numbers, seed, _FATE) % np.uint64(10)
+        mask_kind = self._random(numbers, seed, _MASK_KIND) % np.uint64(10)
         word = self._random(numbers, seed, _WORD) % np.uint64(self.dataset.vocab_size)
-        inputs = np.where(chosen & (fate < 8), self.mask_token_id, tokens)
-        inputs = np.where(chosen & (fate == 8), word.astype(np.int64), inputs)
+        inputs = np.where(chosen & (mask_kind < 8), self.mask_token_id, tokens)
+        inputs = np.where(chosen & (mask_kind == 8), word.astype(np.int64), inputs)
         return {
             "input_ids": inputs,
             "attention_mask": np.ones_like(tokens),

@@ -130,9 +130,9 @@ class Budget:
         self._on_flash = config.store.flash.path is not None
         needed = least_flash_store_bytes if self._on_flash else _dram_store_bytes
         self._need = needed(config, program, roles)
-        self._on_the_way = 0
+        self._transfer_bytes = 0
         if config.cluster.start != "none":
-            self._on_the_way = bytes_on_the_way(program, device)
+            self._transfer_bytes = transfer_buffer_bytes(program, device)
         self._is_elsewhere = config.cluster.shards == "apart" and config.cluster.has_other_hosts
         self._engines_here = 0 if config.cluster.has_other_hosts else config.engines
         self._saving = _SAVING_BYTES
@@ -195,12 +195,12 @@ class Budget:
 
         **Raises:** `BudgetError` if the other parts leave no memory.
         """
-        config, sharers, rest = self._config, max(1, self._engines_here), self._rest
+        config, count, rest = self._config, max(1, self._engines_here), self._rest
         if config.engine.memory != "auto":
             return int(config.engine.memory)
         if self._target.has_own_memory:
             least = self._machine.free_bytes(self._devices)
-            on_one = sharers if config.cluster.start == "local" else 1  # processes on one device
+            on_one = count if config.cluster.start == "local" else 1  # processes on one device
             return int(least * _AUTO_ENGINE) // on_one
         if not self._engines_here:  # as for one engine, with its connections only
             alone = config.model_copy(update={"engines": 1})
@@ -213,17 +213,17 @@ class Budget:
         is_too_little = store < self._need
         store = self._here(store)
         if config.memory is None:
-            share = int(_AUTO_ENGINE * (rest - store)) // sharers
+            share = int(_AUTO_ENGINE * (rest - store)) // count
             if share <= 0:
                 self._refuse(store, self._least())
             return share
         if self._on_flash and config.store.dram == "auto" and not self._is_elsewhere:
             # Engines and store start with half each; the store gets memory that engines cannot use.
             least, wanted = self._choice()
-            share = min(max(least, rest // 2 // sharers), wanted)
-            store = rest - sharers * share
+            share = min(max(least, rest // 2 // count), wanted)
+            store = rest - count * share
             is_too_little = store < self._need
-        share = (rest - store) // sharers
+        share = (rest - store) // count
         if share <= 0 or is_too_little:
             self._refuse(max(self._need, store), self._least())
         return share
@@ -283,7 +283,7 @@ class Budget:
             return peak
         if self._sharing is not None:
             return 0
-        return 2 * _largest_moved(self._program) + self._on_the_way
+        return 2 * _largest_moved(self._program) + self._transfer_bytes
 
     def _returns_bytes(self, plan: EnginePlan) -> int:
         """Return the host memory of all devices of a group together."""
@@ -303,7 +303,7 @@ class Budget:
     @property
     def _beside(self) -> int:
         """The transfer buffers, if they are in the memory in which engines compute."""
-        return 0 if self._target.has_own_memory else self._on_the_way
+        return 0 if self._target.has_own_memory else self._transfer_bytes
 
     def _require_loading(self, store: int, engine: int) -> None:
         """Check the memory for loading a flash store: one stage's weights and state together."""
@@ -384,7 +384,7 @@ class Budget:
         return f"The sum is {size_above(over)} above the limit: {', or '.join(ways)}."
 
 
-def bytes_on_the_way(program: Program, device: str) -> int:
+def transfer_buffer_bytes(program: Program, device: str) -> int:
     """Return the memory of the transfer buffers of an engine in a process of its own.
 
     Weights arrive in `WINDOW` buffers, each as large as the largest stage. A CPU computes with the

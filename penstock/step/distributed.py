@@ -32,8 +32,8 @@ from penstock.step.nonfinite import NonFiniteLossError, require_finite, trace
 from penstock.store import Commit, CommitRule, Store, merged
 from penstock.telemetry import StepDone
 
-_GIVING_UP = 60.0  # seconds in which a decided step must end
-_LOOK = 0.05  # seconds between two checks for events
+_CANCEL_SECONDS = 60.0  # seconds in which a decided step must end
+_POLL_SECONDS = 0.05  # seconds between two checks for events
 
 
 class DistributedStepRunner:
@@ -100,13 +100,13 @@ class DistributedStepRunner:
             outcome = self._attempt(request)
             if outcome.error is None:
                 break
-            if not self._begins_anew(outcome.error):
+            if not self._can_retry(outcome.error):
                 self.manager.event_queue.require_sound()
                 if isinstance(outcome.error, NonFiniteLossError):
                     self._trace(outcome.error)
                 raise _as_ours(outcome.error)
             self._store.take_traffic()  # the replies also update the shards' current step
-        self.manager.call(self._look_for_stragglers)
+        self.manager.call(self._check_stragglers)
         return self._done(request, outcome, started)
 
     def _attempt(self, request: _TrainingStepRequest) -> StepResult:
@@ -121,37 +121,37 @@ class DistributedStepRunner:
         manager = self.manager
         manager.call(lambda: manager.coordinator.start(request, done))
         try:
-            while not ended.wait(timeout=_LOOK):
+            while not ended.wait(timeout=_POLL_SECONDS):
                 manager.event_queue.poll()
                 if manager.coordinator.phase is Phase.GATHERING and manager.should_stop():
                     raise InterruptedError("stopped while waiting for engines or shards")
         except BaseException:  # the next step needs a quiescent coordinator
-            self._give_up(ended)
+            self._cancel_step(ended)
             raise
         manager.event_queue.poll()
         if outcomes[0].error is not None:
-            self._give_up(ended)
+            self._cancel_step(ended)
         return outcomes[0]
 
-    def _give_up(self, ended: threading.Event) -> None:
+    def _cancel_step(self, ended: threading.Event) -> None:
         """Cancel the step; return when no node works on it, or the run has failed."""
-        manager, deadline = self.manager, time.monotonic() + _GIVING_UP
+        manager, deadline = self.manager, time.monotonic() + _CANCEL_SECONDS
 
         def is_over(seen: Callable[[], bool]) -> bool:
             return seen() or manager.event_queue.has_failed or time.monotonic() > deadline
 
         manager.call(manager.coordinator.cancel)
         while not is_over(ended.is_set):
-            ended.wait(timeout=_LOOK)
+            ended.wait(timeout=_POLL_SECONDS)
         epoch_advanced = threading.Event()
         manager.call(manager.coordinator.advance_epoch)
         manager.call(epoch_advanced.set)
         while not is_over(epoch_advanced.is_set):
-            epoch_advanced.wait(timeout=_LOOK)
+            epoch_advanced.wait(timeout=_POLL_SECONDS)
         while not is_over(manager.is_quiescent):
             time.sleep(0.002)
 
-    def _begins_anew(self, error: BaseException) -> bool:
+    def _can_retry(self, error: BaseException) -> bool:
         """Tell whether the step can be retried from a step that all shards hold or will hold."""
         if isinstance(error, UnrecoverableError):
             return self.manager.is_replaced(error.node)
@@ -178,7 +178,7 @@ class DistributedStepRunner:
         made = builders.make_engines(layout.program, layout.plan, layout.shares, 1, layout.device)
         trace(error, layout.program, made, self._store, self._batches, self._config.run.seed)
 
-    def _look_for_stragglers(self) -> None:
+    def _check_stragglers(self) -> None:
         """Report slow engines and replace persistently slow ones; runs in the endpoint's thread."""
         coordinator = self.manager.coordinator
         metrics = self.manager.figures().items()

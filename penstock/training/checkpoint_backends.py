@@ -284,12 +284,12 @@ class FlashCheckpoints:
         try:
             store = self._make_store(layout, remote_shards)
         except OtherStoreError:
-            is_ours = False
+            is_usable = False
         else:
-            is_ours = store.is_new or found == start
-            if not is_ours:
+            is_usable = store.is_new or found == start
+            if not is_usable:
                 store.close()
-        if not is_ours:
+        if not is_usable:
             notice(
                 f"{self._folder} holds untrained weights that differ from the initial weights of "
                 "this run: the initial weights are loaded again"

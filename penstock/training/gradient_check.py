@@ -33,7 +33,7 @@ class GradientCheck:
         self._learning_rate = 0.0
         self._is_done = False
 
-    def look(self, commit: Commit, store: Store) -> None:
+    def observe(self, commit: Commit, store: Store) -> None:
         """Record a step's gradients; a repeated step counts once."""
         step, rate = commit.decision.step, commit.decision.learning_rate
         if self._is_done or rate <= 0 or step <= self._newest:

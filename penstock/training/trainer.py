@@ -327,7 +327,7 @@ class Trainer:
         done = self._runner.run()
         self._notify(done)
         assert self._runner.commit is not None
-        self._gradient_check.look(self._runner.commit, self.store)
+        self._gradient_check.observe(self._runner.commit, self.store)
         return done
 
     # Outside the steps

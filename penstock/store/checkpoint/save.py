@@ -66,7 +66,7 @@ class SavedCheckpoint:
     seconds: float
 
 
-class _AtRest:
+class _IdleStore:
     """A store that does not change while it is saved."""
 
     def __init__(self, store: Store) -> None:
@@ -113,8 +113,8 @@ def save_checkpoint(
         NonFiniteError: a weight is NaN or infinite; the previous checkpoint stays current.
     """
     store.flush()
-    at_rest = _AtRest(store)
-    return write_checkpoint(at_rest, checkpoints, extra, best=best, keep_last=keep_last, base=base)
+    idle = _IdleStore(store)
+    return write_checkpoint(idle, checkpoints, extra, best=best, keep_last=keep_last, base=base)
 
 
 def checkpoint_bytes(

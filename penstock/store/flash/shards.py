@@ -242,7 +242,7 @@ def whole_folders(shards: Shards) -> list[Path]:
     ]
 
 
-def agree(shards: Shards, replicas: int = 1) -> None:
+def agree_on_step(shards: Shards, replicas: int = 1) -> None:
     """Roll back the shards that are ahead to the newest step that all shards hold.
 
     Replicas without this step are emptied, so that they open as new. Only while no shard is open.

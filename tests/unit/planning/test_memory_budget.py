@@ -11,7 +11,12 @@ from penstock.errors import BudgetError
 from penstock.kernels.processor import Processor
 from penstock.planning import builders, store_factory
 from penstock.planning.machine import Machine
-from penstock.planning.memory_budget import Budget, HostCapacity, MemoryShares, bytes_on_the_way
+from penstock.planning.memory_budget import (
+    Budget,
+    HostCapacity,
+    MemoryShares,
+    transfer_buffer_bytes,
+)
 from penstock.program import Program
 
 MIB = 1 << 20
@@ -165,9 +170,9 @@ def test_shared_memory_counts(program, cluster, rings):
 def test_transfer_buffers_count_for_engine_processes(program):
     """Two buffers as large as the largest stage, one of which computes, and gradients, twice."""
     block = 4 * sum(program.weights[name].elements for name in program.stages[1].weights)
-    on_the_way = bytes_on_the_way(program, "cpu")
+    on_the_way = transfer_buffer_bytes(program, "cpu")
     assert on_the_way == block + 2 * GRADIENTS * block  # all weights are trained, in float32
-    assert bytes_on_the_way(program, "cuda") == on_the_way + block  # which computes on the GPU
+    assert transfer_buffer_bytes(program, "cuda") == on_the_way + block  # which computes on the GPU
 
     def plan(memory: int, start: str) -> EnginePlan:
         engine = {"device": "cpu", "memory": memory, "recompute": "never"}

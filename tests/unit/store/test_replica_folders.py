@@ -16,7 +16,7 @@ from penstock.store.flash import (
     open_reader,
     recorded_extra,
 )
-from penstock.store.flash.shards import agree, read_shards, recorded_steps, shard_folder
+from penstock.store.flash.shards import agree_on_step, read_shards, recorded_steps, shard_folder
 
 PROGRAM = make_program(LAYERS, frozen=("position",))
 
@@ -49,7 +49,7 @@ def steps_of(folder):
 def test_equal_replica_folders_are_unchanged(tmp_path):
     trained(tmp_path)
     held = steps_of(tmp_path)
-    agree(read_shards(tmp_path), replicas=2)
+    agree_on_step(read_shards(tmp_path), replicas=2)
     assert steps_of(tmp_path) == held
     assert held["shard-1-replica-1"] == [2, 3]
 
@@ -61,7 +61,7 @@ def test_replica_behind_discards_its_content(tmp_path, damage):
     replica = shard_folder(tmp_path, 1, 1)
     if damage == "empty":
         forget(replica)
-    agree(read_shards(tmp_path), replicas=2)
+    agree_on_step(read_shards(tmp_path), replicas=2)
     assert steps_of(tmp_path) == {"shard-0": [4, 5], "shard-1": [4, 5], "shard-1-replica-1": []}
     part = ShardMap.of(PROGRAM, 2).part(PROGRAM, 1)
     with closing(flash_store(part, replica)) as store:
@@ -85,8 +85,8 @@ def test_run_continues_from_a_step_held_only_by_the_replica(tmp_path, gone):
     with pytest.raises(
         OtherStoreError, match=r"step 3 of shard 1 is only in shard-1-replica-1; train on"
     ):
-        agree(read_shards(tmp_path), replicas=1)
-    agree(read_shards(tmp_path), replicas=2)
+        agree_on_step(read_shards(tmp_path), replicas=1)
+    agree_on_step(read_shards(tmp_path), replicas=2)
     assert steps_of(tmp_path)["shard-1-replica-1"] == [2, 3]
 
 
@@ -99,7 +99,7 @@ def test_replica_ahead_of_other_shards_rolls_back_with_them(tmp_path):
     shutil.copytree(shard_folder(ahead, 1), shard_folder(tmp_path, 1, 1))
     shutil.rmtree(ahead)
     assert steps_of(tmp_path)["shard-1-replica-1"] == [3, 4]
-    agree(read_shards(tmp_path), replicas=2)
+    agree_on_step(read_shards(tmp_path), replicas=2)
     assert steps_of(tmp_path)["shard-1-replica-1"] == [3]
 
 
@@ -116,7 +116,7 @@ def test_different_replicas_are_reported_and_neither_is_used(tmp_path):
     shutil.rmtree(other)
     told = r"shard-1 and shard-1-replica-1 both hold step 3 but differ. .* creates the deleted"
     with pytest.raises(CorruptionError, match=told):
-        agree(read_shards(tmp_path), replicas=2)
+        agree_on_step(read_shards(tmp_path), replicas=2)
 
 
 def test_a_replica_of_another_store_is_refused(tmp_path):
