@@ -118,7 +118,7 @@ def settle() -> None:
 
 
 def leave(descriptors: Sequence[int]) -> None:
-    """Say nothing more to where these lead: to write there would be an error."""
+    """Redirect these descriptors to the null device, since a write to them would fail."""
     null_device = os.open(os.devnull, os.O_RDWR)
     for descriptor in descriptors:
         os.dup2(null_device, descriptor)

@@ -105,7 +105,7 @@ class GracefulStop:
         self._request_stop: Callable[[str], Any] | None = None
 
     def lose_output(self, error: OSError) -> None:
-        """Do what the loss of standard output asks for, once per kind of error."""
+        """Handle the loss of standard output, once per kind of error."""
         if error.errno != errno.EPIPE:
             output.write_error(f"note: cannot write the log: {error.strerror}; the run continues\n")
             return

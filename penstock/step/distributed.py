@@ -152,7 +152,7 @@ class DistributedStepRunner:
             time.sleep(0.002)
 
     def _can_retry(self, error: BaseException) -> bool:
-        """Tell whether the step can be retried from a step that all shards hold or will hold."""
+        """Return whether the step can be retried from a step that all shards hold or will hold."""
         if isinstance(error, UnrecoverableError):
             return self.manager.is_replaced(error.node)
         return isinstance(error, RolledBackError)

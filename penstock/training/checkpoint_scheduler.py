@@ -36,7 +36,7 @@ class CheckpointScheduler:
         self._begun_at = time.monotonic()
 
     def is_due(self, step: int) -> bool:
-        """Tell whether a checkpoint is due after `step`."""
+        """Return whether a checkpoint is due after `step`."""
         every, minutes = self._config.every, self._config.every_minutes
         if every is not None and step % every == 0:
             return True
