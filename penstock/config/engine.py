@@ -37,10 +37,11 @@ class EngineConfig(Section):
     """One engine; all engines are alike."""
 
     device: Literal["auto", "cpu", "cuda"] = setting(
-        "auto", (
+        "auto",
+        (
             "device of the engines; auto: cuda if this machine has a GPU. The choice holds for all "
             "engines"
-        )
+        ),
     )
     devices: Devices = setting(
         None,

@@ -40,10 +40,11 @@ class Config(Section):
     data: DataConfig = section(DataConfig, "the training text")
     batch: BatchConfig = section(BatchConfig, "sequences per step")
     precision: Literal["fp32", "bf16"] = setting(
-        "fp32", (
+        "fp32",
+        (
             "type of the arithmetic and of the streamed weights; the store's master weights are "
             "fp32 in both"
-        )
+        ),
     )
     optimizer: OptimizerConfig = section(OptimizerConfig, "the update rule")
     freeze: Patterns = setting(

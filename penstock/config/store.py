@@ -24,9 +24,9 @@ class FlashConfig(Section):
         unit="bytes",
         example="60GiB",
     )
-    keep_steps: int = setting(2, (
-        "number of durable steps to keep; each can be opened again"
-    ), unit="steps", ge=1)
+    keep_steps: int = setting(
+        2, ("number of durable steps to keep; each can be opened again"), unit="steps", ge=1
+    )
     durable_every: int = setting(
         1,
         "steps between durable steps. A larger number needs fewer syncs, and state in memory is "

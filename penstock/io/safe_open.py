@@ -68,6 +68,4 @@ def _open(path: Path, flags: int) -> int:
 
 
 def _not_plain(path: Path, what: str) -> NotPlainError:
-    return NotPlainError(
-        errno.EINVAL, f"expected a file, got {what}; move it away", str(path)
-    )
+    return NotPlainError(errno.EINVAL, f"expected a file, got {what}; move it away", str(path))

@@ -228,9 +228,9 @@ class _TrainingStepRequest:
         report, count = ShardReport.read(message.body), len(self._program.stages)
         gradients = report.gradients
         if not all(0 <= n < count for n in (*gradients.silent, *(gradients.non_finite or {}))):
-            raise message_validation.refuse(message, (
-                f"names stages outside of the {count} stages of the program"
-            ))
+            raise message_validation.refuse(
+                message, (f"names stages outside of the {count} stages of the program")
+            )
         return report
 
     def difference(self, first: ShardReport, other: ShardReport) -> str | None:

@@ -173,9 +173,9 @@ def test_a_record_of_impossible_length(folder, length):
     header = journal_module._HEADER.pack(b"PSTKREC\1", 4, length, bytes(16))
     with path.open("ab") as file:
         file.write(journal_module._sector(header))
-    refuse_all(folder, CorruptionError, (
-        rf"got record 4 of {length:,} bytes; .* assembled from parts"
-    ))
+    refuse_all(
+        folder, CorruptionError, (rf"got record 4 of {length:,} bytes; .* assembled from parts")
+    )
 
 
 def test_a_length_beyond_the_file_is_a_record_that_was_never_finished(folder):
@@ -226,9 +226,11 @@ def test_a_sector_of_zeros_is_not_the_end_where_a_record_is_sealed_behind(folder
     if at + SECTOR_BYTES == end:  # the last seal: as if the process had died while appending
         assert read_records(journal) == (records[:-1], sum(lengths[:-1]))
         return
-    refuse_all(folder, CorruptionError, (
-        f"the {what} of record {number}, at byte {at:,}: expected a checksum, got zeros"
-    ))
+    refuse_all(
+        folder,
+        CorruptionError,
+        (f"the {what} of record {number}, at byte {at:,}: expected a checksum, got zeros"),
+    )
     assert journal.stat().st_size == end
     assert whole_records(journal) == [*records[:number], *records[number + 1 :]]
     assert repair(folder).step == (1 if number == 3 else 2)  # the newest that is left

@@ -166,9 +166,7 @@ def test_comparison_detects_different_runs(tmp_path):
 
 
 @pytest.mark.long
-def test_micro_batch_is_independent_of_engines_when_memory_is_short(
-    tmp_path, monkeypatch
-):
+def test_micro_batch_is_independent_of_engines_when_memory_is_short(tmp_path, monkeypatch):
     compile_source, programs = builders.compile_source, {}
 
     def compile_once(source, **asked):  # the same for every number of engines

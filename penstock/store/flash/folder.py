@@ -93,7 +93,7 @@ def discard_untrained(folder: Path) -> None:
 
 
 def _discard_shards(shards: Shards) -> None:
-    """Remove all shards. Some may already be deleted, if a process died during an earlier removal."""
+    """Remove all shards. Some may be missing, if a process died during an earlier removal."""
     lock = FolderLock(shards.folder, "store.flash.path")
     try:
         folders = [folder for copies in shards.copies for folder in copies]

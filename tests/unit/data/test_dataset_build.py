@@ -312,9 +312,7 @@ def test_output_inside_the_input_is_refused(tmp_path):
 
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("after", [0, 1, 7])
-def test_full_disk_leaves_only_the_old_data_set(
-    tmp_path, monkeypatch, after, overwrite
-):
+def test_full_disk_leaves_only_the_old_data_set(tmp_path, monkeypatch, after, overwrite):
     source = write_lines(tmp_path / "a.jsonl", random_documents(1, 50))
     if overwrite:
         build_dataset([source], "bytes", tmp_path / "out")

@@ -133,8 +133,7 @@ FIELDS = "the fields are 'txt', 'id'; choose another with --field or data.text_f
         (b'{"txt": "a", "id": 1}', f"no field 'text' (did you mean 'txt'?); {FIELDS}"),
         (
             b"{}",
-            "no field 'text'; the fields are none; choose another with --field or "
-            "data.text_field",
+            "no field 'text'; the fields are none; choose another with --field or data.text_field",
         ),
         (b'{"text": 5}', "field 'text' must be text, got a number"),
         (b'{"text": null}', "field 'text' must be text, got null"),

@@ -230,9 +230,9 @@ def test_failed_collective_ends_the_group_without_deadlock():
     with pytest.raises((ValueError, GroupError)):
         group.step()
     assert group.aborted.is_set()
-    with pytest.raises(GroupError, match=(
-        r"can no longer communicate \(lost it\); start the run again"
-    )):
+    with pytest.raises(
+        GroupError, match=(r"can no longer communicate \(lost it\); start the run again")
+    ):
         group.step()
     group.close()
 

@@ -52,9 +52,9 @@ def test_auto_chooses_a_gpu_if_available(monkeypatch):
     without_gpu(monkeypatch)
     assert choose_target("auto").name == "cpu"
     assert accelerators() == ()
-    with pytest.raises(ConfigError, match=(
-        r"expected cpu, got cuda, which this machine does not have"
-    )):
+    with pytest.raises(
+        ConfigError, match=(r"expected cpu, got cuda, which this machine does not have")
+    ):
         choose_target("cuda")
     with_gpus(monkeypatch, 2)
     assert choose_target("auto").name == "cuda"

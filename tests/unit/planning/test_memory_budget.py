@@ -126,9 +126,7 @@ def test_remote_engines_use_no_local_memory(program, cluster):
 
 @pytest.mark.parametrize("cluster", ENGINES_ELSEWHERE)
 @pytest.mark.parametrize("memory", [None, "2100MiB"])
-def test_engine_memory_is_independent_of_the_number_of_remote_engines(
-    program, cluster, memory
-):
+def test_engine_memory_is_independent_of_the_number_of_remote_engines(program, cluster, memory):
     common = {"cluster": cluster, "engine": {"device": "cpu"}, "memory": memory}
     found = {n: shares(program, 1800, engines=n, **common).engine for n in (1, 2, 64)}
     assert len(set(found.values())) == 1, found

@@ -329,9 +329,10 @@ def test_invalid_gradients_are_refused():
     gradients = random_gradients(program, np.random.default_rng(0))
     with pytest.raises(ValueError, match="each of 2 trainable weights, got 1 gradients"):
         store.receive(1, gradients[1][:1])
-    with pytest.raises(ValueError, match=(
-        r"expected float32 \[33\] as the gradient of block.0.bias, got torch.float32 \[3"
-    )):
+    with pytest.raises(
+        ValueError,
+        match=(r"expected float32 \[33\] as the gradient of block.0.bias, got torch.float32 \[3"),
+    ):
         store.receive(1, [gradients[1][0], torch.zeros(34)])
     with pytest.raises(ValueError, match="expected float32"):
         store.receive(1, [gradients[1][0].double(), gradients[1][1]])

@@ -288,9 +288,7 @@ def test_second_process_is_refused(flash):
 
 @pytest.mark.parametrize("what", ["GradientSpill", "StateBlocks", "Pipeline"])
 @pytest.mark.parametrize("is_new", [True, False])
-def test_failed_open_leaves_no_file_open(
-    flash, tmp_path, monkeypatch, what, is_new
-):
+def test_failed_open_leaves_no_file_open(flash, tmp_path, monkeypatch, what, is_new):
     def refused(*_, **__):
         raise StorageError("no room")
 

@@ -65,7 +65,7 @@ def test_our_parser_agrees_with_the_library_on_its_files(tmp_path):
 
 def test_incomplete_pieces_of_a_tensor_are_refused(tmp_path):
     entry = Entry("a", torch.float32, (4,))
-    with pytest.raises(ValueError, match="a: expected .* bytes for shape .*, got 12"):
+    with pytest.raises(ValueError, match=r"a: expected .* bytes for shape .*, got 12"):
         tensor_file.write(tmp_path / "a", [entry], lambda _: [np.zeros(3, np.float32)])
 
 
