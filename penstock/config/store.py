@@ -25,7 +25,7 @@ class FlashConfig(Section):
         example="60GiB",
     )
     keep_steps: int = setting(
-        2, ("number of durable steps to keep; each can be opened again"), unit="steps", ge=1
+        2, "number of durable steps to keep; each can be opened again", unit="steps", ge=1
     )
     durable_every: int = setting(
         1,

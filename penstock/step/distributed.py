@@ -229,7 +229,7 @@ class _TrainingStepRequest:
         gradients = report.gradients
         if not all(0 <= n < count for n in (*gradients.silent, *(gradients.non_finite or {}))):
             raise message_validation.refuse(
-                message, (f"names stages outside of the {count} stages of the program")
+                message, f"names stages outside of the {count} stages of the program"
             )
         return report
 

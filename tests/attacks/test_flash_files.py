@@ -174,7 +174,7 @@ def test_a_record_of_impossible_length(folder, length):
     with path.open("ab") as file:
         file.write(journal_module._sector(header))
     refuse_all(
-        folder, CorruptionError, (rf"got record 4 of {length:,} bytes; .* assembled from parts")
+        folder, CorruptionError, rf"got record 4 of {length:,} bytes; .* assembled from parts"
     )
 
 
@@ -229,7 +229,7 @@ def test_a_sector_of_zeros_is_not_the_end_where_a_record_is_sealed_behind(folder
     refuse_all(
         folder,
         CorruptionError,
-        (f"the {what} of record {number}, at byte {at:,}: expected a checksum, got zeros"),
+        f"the {what} of record {number}, at byte {at:,}: expected a checksum, got zeros",
     )
     assert journal.stat().st_size == end
     assert whole_records(journal) == [*records[:number], *records[number + 1 :]]

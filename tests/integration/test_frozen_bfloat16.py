@@ -248,7 +248,7 @@ def test_changed_value_of_the_base_is_found(folders, tmp_path, monkeypatch):
     save_file(tensors, path, {"format": "pt"})
     monkeypatch.setattr(ModelSource, "weights_fingerprint", lambda self: fingerprint)
     with pytest.raises(
-        ConfigError, match=(rf"weight {name} of the base: expected shape .* and checksum")
+        ConfigError, match=rf"weight {name} of the base: expected shape .* and checksum"
     ):
         trainer_of(settings(model, run, 3))
 

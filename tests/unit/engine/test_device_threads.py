@@ -231,7 +231,7 @@ def test_failed_collective_ends_the_group_without_deadlock():
         group.step()
     assert group.aborted.is_set()
     with pytest.raises(
-        GroupError, match=(r"can no longer communicate \(lost it\); start the run again")
+        GroupError, match=r"can no longer communicate \(lost it\); start the run again"
     ):
         group.step()
     group.close()

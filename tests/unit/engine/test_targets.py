@@ -53,7 +53,7 @@ def test_auto_chooses_a_gpu_if_available(monkeypatch):
     assert choose_target("auto").name == "cpu"
     assert accelerators() == ()
     with pytest.raises(
-        ConfigError, match=(r"expected cpu, got cuda, which this machine does not have")
+        ConfigError, match=r"expected cpu, got cuda, which this machine does not have"
     ):
         choose_target("cuda")
     with_gpus(monkeypatch, 2)

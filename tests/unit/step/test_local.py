@@ -202,7 +202,7 @@ def test_each_step_follows_the_schedule_of_its_number():
     steps = runner(made, engine, schedule_of)
     assert steps.run().step == 1
     with pytest.raises(
-        NoTrainingError, match=("step 2: no gradients were received from stage stage1")
+        NoTrainingError, match="step 2: no gradients were received from stage stage1"
     ):
         steps.run()
     assert asked == [1, 2]

@@ -86,7 +86,7 @@ def test_decision_of_another_step_is_refused_and_changes_nothing(tmp_path, of, s
     send(store, gradients_of(program, 2))
     decision = CommitRule(LINEAR).decide(program, 2, store.prepare()).decision
     with pytest.raises(
-        StorageError, match=(rf"is at step 1: expected .* step 2, got one for step {step},")
+        StorageError, match=rf"is at step 1: expected .* step 2, got one for step {step},"
     ):
         store.decide(dataclasses.replace(decision, step=step))
     assert store.step == 1

@@ -331,7 +331,7 @@ def test_invalid_gradients_are_refused():
         store.receive(1, gradients[1][:1])
     with pytest.raises(
         ValueError,
-        match=(r"expected float32 \[33\] as the gradient of block.0.bias, got torch.float32 \[3"),
+        match=r"expected float32 \[33\] as the gradient of block.0.bias, got torch.float32 \[3",
     ):
         store.receive(1, [gradients[1][0], torch.zeros(34)])
     with pytest.raises(ValueError, match="expected float32"):

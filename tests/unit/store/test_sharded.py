@@ -223,7 +223,7 @@ def test_a_gradient_of_another_shape_reaches_no_shard():
     gradients = random_gradients(program, np.random.default_rng(0))
     wrong = [gradients[1][0].T.contiguous(), gradients[1][1]]
     with pytest.raises(
-        ValueError, match=(r"stage1: expected float32 \[130.* as the gradient of 0.weight")
+        ValueError, match=r"stage1: expected float32 \[130.* as the gradient of 0.weight"
     ):
         store.receive(1, wrong)
     with pytest.raises(ValueError, match="each of 2 trainable weights, got 1 gradients"):

@@ -46,6 +46,6 @@ def test_keys_missing_in_older_releases_are_optional():
 )
 def test_value_of_another_type_is_refused_by_its_key(key, value):
     with pytest.raises(
-        CorruptionError, match=(r"^runs/x/flash: expected the resume state of a step, got ")
+        CorruptionError, match=r"^runs/x/flash: expected the resume state of a step, got "
     ):
         ResumeState.read({**KEPT.to_mapping(), key: value}, Path("runs/x/flash"))
