@@ -127,7 +127,7 @@ class GracefulStop:
             self.signal = number
             if number == signal.SIGHUP:
                 output.leave(terminals)
-            self._show("stopping after this step; a second signal stops now, without saving")
+            self._show("stopping after this step; a second signal skips the save")
             request_stop("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
 
         terminals = [descriptor for descriptor in (0, 1, 2) if os.isatty(descriptor)]

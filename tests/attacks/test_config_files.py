@@ -97,9 +97,9 @@ def put_a_trillion(path):
 
 
 OTHERS = {
-    "a FIFO": (put_fifo, "a FIFO is there"),
+    "a FIFO": (put_fifo, "got a FIFO"),
     "a folder": (put_folder, "got a folder"),
-    "zeros without end": (put_zeros, "a device is there"),
+    "zeros without end": (put_zeros, "got a device"),
     "a sparse file of 2^40 bytes": (put_a_trillion, "at most 16,777,216 are allowed"),
 }
 

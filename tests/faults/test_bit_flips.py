@@ -153,8 +153,8 @@ def flip_extents(flash, count, seed):
             bad = bytearray(good)
             bad[byte - begin] ^= 1 << bit
             assert match[1] == str(path)
-            assert match[5] == xxhash.xxh3_128_hexdigest(bytes(bad))
-            assert match[6] == xxhash.xxh3_128_hexdigest(bytes(good))
+            assert match[5] == xxhash.xxh3_128_hexdigest(bytes(good))
+            assert match[6] == xxhash.xxh3_128_hexdigest(bytes(bad))
             found[match[4]] = found.get(match[4], 0) + 1
     return found
 

@@ -195,7 +195,7 @@ def test_local_workers_count_with_standby_engines_and_shards(program, cluster):
         each = {**cluster, "spare": spare, "shards": where}
         with pytest.raises(BudgetError) as caught:
             shares(program, cluster=each, memory="600MiB", store={"shards": 4})
-        (line,) = [x for x in str(caught.value).splitlines() if "workers' processes" in x]
+        (line,) = [x for x in str(caught.value).splitlines() if "worker processes" in x]
         found[spare, where] = float(line.split()[-2]) * (1024 if "GiB" in line else 1)
     one = found[0, "here"] / 2
     if cluster["start"] == "local":

@@ -83,7 +83,7 @@ def test_run_continues_from_a_step_held_only_by_the_replica(tmp_path, gone):
         assert reader.steps == [2, 3]
         assert reader.content_hash(3) == found
     with pytest.raises(
-        OtherStoreError, match=r"step 3 of shard 1 is only in shard-1-replica-1; train on"
+        OtherStoreError, match=r"step 3 of shard 1 is only in shard-1-replica-1; continue training"
     ):
         agree_on_step(read_shards(tmp_path), replicas=1)
     agree_on_step(read_shards(tmp_path), replicas=2)
