@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.engine import EnginePlan, plan_engine, predict_bytes
-from penstock.planning import bytes_on_the_way
+from penstock.planning import transfer_buffer_bytes
 from penstock.program import Program
 from simulated_cluster.machines import Load, Machine
 
@@ -15,7 +15,7 @@ def fit(machine: Machine, program: Program, load: Load) -> tuple[EnginePlan, int
     """
     device, beside = "cuda", 0
     if machine.takes_messages:
-        device, beside = "cpu", bytes_on_the_way(program, "cpu")
+        device, beside = "cpu", transfer_buffer_bytes(program, "cpu")
     plan = plan_engine(
         program,
         load.sequences,

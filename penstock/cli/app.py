@@ -40,7 +40,7 @@ app = typer.Typer(
 )
 
 
-def _tell_version(wanted: bool) -> None:
+def _print_version(wanted: bool) -> None:
     if wanted:
         from penstock import __version__
 
@@ -57,11 +57,13 @@ _WITH_TORCH = ("train", "eval", "generate", "export", "program", "scale")
 def root(
     context: typer.Context,
     debug: Annotated[
-        bool, typer.Option("--debug", help="Show the traceback of an error, with any command.")
+        bool, typer.Option("--debug", help="Print the traceback of an error; for every command.")
     ] = False,
     version: Annotated[
         bool,
-        typer.Option("--version", help="Print the version.", is_eager=True, callback=_tell_version),
+        typer.Option(
+            "--version", help="Print the version.", is_eager=True, callback=_print_version
+        ),
     ] = False,
 ) -> None:
     """Train neural networks larger than the device that computes them."""
@@ -96,16 +98,16 @@ def main() -> None:
     except PenstockError as error:
         _fail(error, debug)
     except Exception as error:
-        told = explain_system_error(error)
-        if told is None:
+        explained = explain_system_error(error)
+        if explained is None:
             raise
-        _fail(told, debug)
+        _fail(explained, debug)
     finally:
         output.settle()
 
 
 def _fail(error: PenstockError, debug: bool) -> NoReturn:
-    """Print an error, where somebody can still read it, and exit with its code."""
+    """Print an error on an open stream, and exit with its code."""
     with contextlib.suppress(OSError):
         if debug:
             traceback.print_exc()

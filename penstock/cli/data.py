@@ -62,27 +62,35 @@ def build(
             "--input",
             "-i",
             metavar="FILES...",
-            help="Text, .jsonl or .parquet files, or folders of them; several after one flag.",
+            help=(
+                "Text, .jsonl or .parquet files, or folders of such files; one flag takes several "
+                "paths."
+            ),
         ),
     ],
     tokenizer: Annotated[
         str,
         typer.Option(
             metavar="bytes|train-bpe:SIZE|PATH",
-            help="Raw bytes; a byte-level BPE trained on the input; or a tokenizer.json, "
-            "a Hugging Face folder or another data set to take it from.",
+            help=(
+                "bytes: no merges, 256 byte values; train-bpe: a byte-level BPE trained on the "
+                "input; PATH: the tokenizer of a tokenizer.json, a Hugging Face folder or another "
+                "data set."
+            ),
         ),
     ],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="The folder to make.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to create.")],
     validation: Annotated[
-        float, typer.Option(metavar="F", help="Share of the documents to hold out; 0 for none.")
+        float, typer.Option(metavar="F", help="Share of held-out documents; 0: none.")
     ] = 0.05,
-    seed: Annotated[int, typer.Option(help="Decides which documents are held out.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed that selects the held-out documents.")] = 0,
     content: Annotated[
         Content,
         typer.Option(
-            help="text, or records: a prompt and a completion each, of which only the "
-            "completion is trained on."
+            help=(
+                "text; or records, each a prompt and a completion: only the completion is trained "
+                "on."
+            )
         ),
     ] = Content.text,
     field: Annotated[
@@ -99,16 +107,16 @@ def build(
     ] = None,
     exclude: Annotated[
         list[str] | None,
-        typer.Option(help="Pattern for files and folders inside folders to leave out; repeatable."),
+        typer.Option(help="Pattern of files and subfolders to exclude; repeatable."),
     ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a data set that is there.")
+        bool, typer.Option("--overwrite", help="Replace an existing data set.")
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only errors.")] = False,
 ) -> None:
     """Turn text into a data set: tokens in memory-mapped, checksummed shards.
 
-    Of records each line of a .jsonl file is {"prompt": "...", "completion": "..."}.
+    With --content records, each line of a .jsonl file is {"prompt": "...", "completion": "..."}.
     """
     from penstock.data import TokenDataset, build_dataset
 
@@ -141,10 +149,10 @@ def build(
 
 @app.command()
 def inspect(
-    dataset: Annotated[Path, typer.Argument(metavar="DIR", help="A data set.")],
+    dataset: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a data set.")],
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only errors.")] = False,
 ) -> None:
-    """Print what a data set holds, and check every byte of it against its checksums."""
+    """Print a summary of a data set, and verify the checksum of every byte."""
     from penstock.data import TokenDataset
 
     opened = TokenDataset.open(dataset)
@@ -198,11 +206,11 @@ def _progress(quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
         yield lambda phase, done, total: None
         return
     if not sys.stderr.isatty():
-        begun: set[str] = set()
+        started_phases: set[str] = set()
 
         def line(phase: str, done: int, total: int) -> None:
-            if phase not in begun:
-                begun.add(phase)
+            if phase not in started_phases:
+                started_phases.add(phase)
                 typer.echo(f"{phase} {show_bytes(total)}", err=True)
 
         yield line

@@ -24,7 +24,7 @@ def export(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="New folder to write.")],
     dtype: Annotated[Dtype, typer.Option(help="Type of the weights.")] = Dtype.fp32,
     shard_size: Annotated[
-        str, typer.Option(help="Greatest size of a file; a larger weight has one of its own.")
+        str, typer.Option(help="Maximum size of a file; a larger weight gets its own file.")
     ] = "5GB",
     adapters: Annotated[
         bool, typer.Option("--adapters", help="Only the LoRA adapters, in PEFT's format.")
@@ -32,8 +32,7 @@ def export(
 ) -> None:
     """Write the newest state of RUN as a Hugging Face folder: safetensors, tokenizer and JSON.
 
-    Weights go from file to file, a piece at a time, whatever their size. LoRA adapters are merged
-    into them.
+    Weights of any size are copied piece by piece. LoRA adapters are merged into the weights.
     """
     from penstock.config import ByteSize, load_run
     from penstock.errors import ConfigError
@@ -44,7 +43,7 @@ def export(
         raise ConfigError(f"--shard-size: {error}") from None
     settings = load_run(run)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out} exists and is left as it is; name a new folder")
+        raise ConfigError(f"{out} already exists and was not changed; choose a new folder")
 
     from penstock.training import export_run
 

@@ -10,17 +10,17 @@ import typer
 
 def generate(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
-    prompt: Annotated[str, typer.Option(help="Text to go on from.")] = "",
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write.")] = 200,
+    prompt: Annotated[str, typer.Option(help="Text to continue.")] = "",
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Number of tokens to generate.")] = 200,
     temperature: Annotated[
-        float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")
+        float, typer.Option(min=0.0, help="0: always the most probable token.")
     ] = 0.8,
     top_k: Annotated[
-        int, typer.Option(min=0, help="Choose among this many likeliest tokens; 0: all.")
+        int, typer.Option(min=0, help="Sample from this many most probable tokens; 0: all.")
     ] = 50,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the choice.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
 ) -> None:
-    """Print text written by the newest checkpoint of RUN, as it is written."""
+    """Generate text with the newest checkpoint of RUN, and print each token at once."""
     from penstock.config import load_run
     from penstock.errors import ConfigError
 

@@ -21,7 +21,7 @@ def init(
         str, typer.Option(help="bytes, train-bpe:SIZE, or the path of a tokenizer.")
     ] = "bytes",
 ) -> None:
-    """Write a starter configuration with every key, its default and what it means."""
+    """Write a starter configuration with every key, its default and its meaning."""
     from penstock.config import Config, commented
     from penstock.errors import ConfigError, StorageError
 
@@ -36,7 +36,9 @@ def init(
         with file.open("x", encoding="utf-8") as out:
             out.write(commented(config))
     except FileExistsError:
-        raise ConfigError(f"{file} exists and is left as it is; name another file") from None
+        raise ConfigError(
+            f"{file} already exists and was not changed; choose another file"
+        ) from None
     except OSError as error:
-        raise StorageError(f"{file}: cannot be written: {error.strerror}") from None
+        raise StorageError(f"{file}: cannot write this file: {error.strerror}") from None
     typer.echo(f"wrote {file}\nnext: penstock train {file}")

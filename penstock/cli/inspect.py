@@ -23,19 +23,21 @@ def inspect(
     only_hash: Annotated[
         bool,
         typer.Option(
-            "--hash", help="Print only a hash of the newest weights: equal to the bit, equal hash."
+            "--hash",
+            help="Print only a hash of the newest weights; weights equal to the bit have equal "
+            "hashes.",
         ),
     ] = False,
     repair: Annotated[
         bool,
         typer.Option(
-            "--repair", help="On flash: go back to the newest durable step that is whole."
+            "--repair", help="For a store on flash: roll back to the newest intact durable step."
         ),
     ] = False,
 ) -> None:
-    """Print what RUN holds: configuration, progress, data, state on flash, checkpoints, verified.
+    """Verify and print RUN: configuration, progress, data, checkpoints, state on flash.
 
-    Exits with 6 if anything is damaged, naming the file and the place.
+    Exits with 6 and names the file and the position if any byte is damaged.
     """
     from penstock.config import load_run, verify_record
     from penstock.errors import ConfigError, CorruptionError
@@ -45,7 +47,7 @@ def inspect(
     try:
         settings = load_run(run)
     except ConfigError:
-        damage.tell()  # which is why
+        damage.raise_if_found()  # which is why
         raise
 
     from penstock.store import (
@@ -87,7 +89,7 @@ def inspect(
             typer.echo(f"weights      {_hash(settings, folder, state)}")
     if latest is None and flash is None:
         typer.echo("checkpoint   none yet")
-    damage.tell()
+    damage.raise_if_found()
 
 
 class Damage:
@@ -112,7 +114,7 @@ class Damage:
             return False
         return True
 
-    def tell(self) -> None:
+    def raise_if_found(self) -> None:
         """Raise `CorruptionError` with a line for each, if there is any."""
         from penstock.errors import CorruptionError
 
@@ -128,12 +130,12 @@ def _show_data(settings: Config, damage: Damage) -> None:
     folder = settings.data_dir
     if not folder.exists():
         if settings.data.path is not None:
-            typer.echo(f"data         {folder}  is not there")
+            typer.echo(f"data         {folder}  does not exist")
         return
     try:
         is_whole = damage.find(lambda: TokenDataset.open(folder, verify=True))
     except DataError as error:
-        typer.echo(f"data         not looked at: {error}")
+        typer.echo(f"data         not checked: {error}")
         return
     typer.echo(f"data         {folder}  {'all checksums match' if is_whole else 'DAMAGED'}")
 
@@ -154,9 +156,12 @@ def _repair(flash: Path | None) -> None:
     from penstock.store.flash import repair
 
     if flash is None:
-        raise ConfigError("--repair: this run has no store on flash; its checkpoints are separate")
+        raise ConfigError(
+            "--repair: expected a run with a store on flash, this run has none; its checkpoints "
+            "need no repair: use an undamaged one"
+        )
     found = repair(flash)
-    typer.echo(f"{flash} stands at step {found.step}, all checksums match")
+    typer.echo(f"{flash} is at step {found.step}, all checksums match")
     typer.echo(f"discarded: {_discarded(found)}")
 
 
@@ -164,13 +169,13 @@ def _discarded(found: Repaired) -> str:
     damaged = [step for step in found.discarded if step > found.step]
     older = [step for step in found.discarded if step < found.step]
     parts = []
-    for steps, why in ((damaged, "damaged"), (older, "older, their space is written next")):
+    for steps, why in ((damaged, "damaged"), (older, "older, to be overwritten next")):
         if steps:
             name = "step" if len(steps) == 1 else "steps"
             parts.append(f"{name} {', '.join(map(str, steps))} ({why})")
     if found.damaged_journal:
         parts.append("damaged records of the journal")
-    return "; ".join(parts) or "nothing, no byte is damaged"
+    return "; ".join(parts) or "nothing: no byte is damaged"
 
 
 def _flash_hash(flash: Path) -> str:
@@ -190,7 +195,7 @@ def _show_flash(flash: Path) -> CorruptionError | None:
     try:
         opened = open_reader(flash)
     except StorageError as error:
-        typer.echo(f"flash        not looked at: {error}")
+        typer.echo(f"flash        not checked: {error}")
         return None
     with opened as reader:
         typer.echo(
@@ -252,7 +257,7 @@ def _configuration_lines(settings: Config) -> list[str]:
     schedule = settings.optimizer.schedule.name
     return [
         f"run          {settings.run.dir}",
-        f"model        {dump_inline(model) if model is not None else 'brought from Python'}",
+        f"model        {dump_inline(model) if model is not None else 'given from Python'}",
         f"training     {settings.run.steps} steps of {settings.batch.size} sequences, "
         f"{settings.precision}, {settings.optimizer.name} {settings.optimizer.learning_rate:g} "
         f"{schedule}, seed {settings.run.seed}",

@@ -24,7 +24,7 @@ class _Descriptor(io.RawIOBase):
     """Writes to a descriptor; data that cannot be written is dropped, and the next write tries
     again.
 
-    If the reader of a pipe is gone, later data goes to standard error.
+    If the reader of a pipe has ended, later data goes to standard error.
     """
 
     def __init__(self, descriptor: int, on_loss: OnLoss) -> None:
@@ -75,15 +75,15 @@ def surviving_loss(on_loss: OnLoss) -> Iterator[None]:
     """
     before = sys.stdout, sys.stderr
     try:
-        sys.stdout = _guarded(sys.stdout, on_loss)
-        sys.stderr = _guarded(sys.stderr, lambda error: None)
+        sys.stdout = _guard_stream(sys.stdout, on_loss)
+        sys.stderr = _guard_stream(sys.stderr, lambda error: None)
         yield
     finally:
         sys.stdout, sys.stderr = before
 
 
-def tell(text: str) -> None:
-    """Write to standard error at once, past every view; where that is gone, nothing happens."""
+def write_error(text: str) -> None:
+    """Write to standard error at once, past every view; do nothing if it is closed."""
     with contextlib.suppress(OSError):
         os.write(2, text.encode(errors="backslashreplace"))
 
@@ -118,16 +118,16 @@ def settle() -> None:
 
 
 def leave(descriptors: Sequence[int]) -> None:
-    """Say nothing more to where these lead: to write there would be an error."""
-    nowhere = os.open(os.devnull, os.O_RDWR)
+    """Redirect these descriptors to the null device, since a write to them would fail."""
+    null_device = os.open(os.devnull, os.O_RDWR)
     for descriptor in descriptors:
-        os.dup2(nowhere, descriptor)
-        os.set_inheritable(descriptor, True)  # also one that was closed, and so is `nowhere`
-    if nowhere not in descriptors:
-        os.close(nowhere)
+        os.dup2(null_device, descriptor)
+        os.set_inheritable(descriptor, True)  # also one that was closed, and so is `null_device`
+    if null_device not in descriptors:
+        os.close(null_device)
 
 
-def _guarded(stream: TextIO, on_loss: OnLoss) -> TextIO:
+def _guard_stream(stream: TextIO, on_loss: OnLoss) -> TextIO:
     try:
         descriptor = stream.fileno()
         stream.flush()

@@ -36,7 +36,7 @@ def program(
         list[str] | None,
         typer.Argument(metavar="[KEY=VALUE]...", help="Keys to set, such as model.n_layer=6."),
     ] = None,
-    micro_batch: Annotated[int, typer.Option(min=1, help="Sequences that one call sees.")] = 1,
+    micro_batch: Annotated[int, typer.Option(min=1, help="Sequences of one micro-batch.")] = 1,
     sequence_length: Annotated[
         int | None, typer.Option(min=1, help="Tokens per sequence; default the model's context.")
     ] = None,
@@ -44,12 +44,12 @@ def program(
         Precision | None, typer.Option(help="Type of streamed weights; default fp32.")
     ] = None,
     all_stages: Annotated[
-        bool, typer.Option("--all", help="One line per stage, equal neighbours too.")
+        bool, typer.Option("--all", help="Print one line per stage; do not merge equal neighbours.")
     ] = False,
 ) -> None:
     """Show the program of MODEL: its stages, their weights, arithmetic and live values.
 
-    No weights are made, so that a model of any size can be looked at.
+    No weights are created, so this works for a model of any size.
     """
     config = configuration(model, overrides or [])
     chosen = precision.value if precision else config.precision
@@ -97,7 +97,9 @@ def render(program: Program, fold: bool = True) -> Table:
     for heading in ("weights", "streamed", "forward\nFLOP", "backward\nFLOP", "live", "saved"):
         table.add_column(heading, justify="right", no_wrap=True)
     if _tied(program):
-        table.caption = "tied weights stream with each of their stages, and are one weight in all"
+        table.caption = (
+            "a tied weight is streamed with each of its stages and counted once in the total"
+        )
     live = live_values(program)
     for stages in _lines(program, live, fold):
         first, last = stages[0], stages[-1]

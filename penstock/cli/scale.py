@@ -9,14 +9,14 @@ import typer
 
 
 def scale(
-    run: Annotated[Path, typer.Argument(help="Folder of a run that trains.")],
+    run: Annotated[Path, typer.Argument(help="Folder of a run that is training now.")],
     engines: Annotated[
-        str, typer.Argument(metavar="engines=NUMBER", help="How many engines it should have.")
+        str, typer.Argument(metavar="engines=NUMBER", help="New number of engines.")
     ],
 ) -> None:
-    """Have RUN go on with another number of engines from its next step on, to the same bits.
+    """Change the number of engines of RUN from its next step; the result stays the same to the bit.
 
-    Works on runs with `cluster.start` other than none, for the user who started them.
+    Needs a run with `cluster.start` other than none, started by the same user.
     """
     from penstock.errors import ConfigError
 
@@ -27,4 +27,4 @@ def scale(
     from penstock.distributed.control import scale as order
 
     before = order(run, int(number))
-    typer.echo(f"{run}: {before} engine(s) so far, {number} from the next step on")
+    typer.echo(f"{run}: {before} engine(s) now, {number} from the next step")

@@ -37,8 +37,8 @@ def explain_system_error(error: BaseException) -> PenstockError | None:
         return _beyond_locale(error.object)
     if isinstance(error, OSError) and error.errno is not None:
         return _refused(error)
-    is_said = any(sign in text.lower() for sign in _OUT_OF_MEMORY)
-    if is_said and isinstance(error, (RuntimeError, ImportError)):
+    is_memory_message = any(sign in text.lower() for sign in _OUT_OF_MEMORY)
+    if is_memory_message and isinstance(error, (RuntimeError, ImportError)):
         return _no_memory(text.splitlines()[0])
     return None
 
@@ -53,8 +53,8 @@ def _refused(error: OSError) -> PenstockError:
         cache = os.environ.get(_TORCH_CACHE)
         if cache is not None and Path(name).is_relative_to(cache):
             return ConfigError(
-                f"{_TORCH_CACHE}: expected a folder that can be made and written, got {cache}: "
-                f"{error.strerror}; name another, or leave it out"
+                f"{_TORCH_CACHE}: expected a folder that can be created and written, got {cache}: "
+                f"{error.strerror}; choose another folder, or unset the variable"
             )
         return StorageError(f"{name}: {error.strerror}")
     is_output = error.errno in (errno.ENOSPC, errno.EIO, errno.EPIPE)
@@ -75,14 +75,14 @@ def refuse_unreadable_arguments(arguments: Sequence[str]) -> None:
 
 def _beyond_locale(text: str) -> ConfigError:
     return ConfigError(
-        f"expected names that this system's locale can write ({sys.getfilesystemencoding()}), got "
-        f"{text!a}; set LC_ALL=C.UTF-8 or PYTHONUTF8=1"
+        "expected arguments in the encoding of this system's locale "
+        f"({sys.getfilesystemencoding()}), got {text!a}; set LC_ALL=C.UTF-8 or PYTHONUTF8=1"
     )
 
 
 def _no_memory(what: str) -> BudgetError:
     limit = process_memory.address_space_limit()
-    has = "" if limit is None else f" of the {limit:,} that its limit allows (ulimit -v)"
+    has = "" if limit is None else f" of a limit of {limit:,} (ulimit -v)"
     return BudgetError(
         f"the system gives this process no more memory or threads: {what}; it has "
         f"{process_memory.address_space_bytes():,} bytes of address space{has}; raise the limit, "

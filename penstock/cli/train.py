@@ -36,17 +36,17 @@ def train(
         ),
     ] = None,
     quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Print only what needs to be read.")
+        bool, typer.Option("--quiet", "-q", help="Print only notices and errors.")
     ] = False,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Refuse to resume: run.dir must be new or empty.")
     ] = False,
 ) -> None:
-    """Train as CONFIG says. A run that was stopped goes on where it was, to the same bits.
+    """Train a model. A stopped run continues from its last saved step, with the same bits.
 
-    Ctrl-C, SIGTERM, or a terminal or pipe that is closed finishes the step, saves, and prints how
-    to resume; a second signal stops at once. Then a store in memory goes back to the last whole
-    checkpoint, one on flash to its last durable step.
+    After Ctrl-C, SIGTERM, or a closed terminal or pipe, the run finishes the step, saves, and
+    prints how to resume. A second signal stops it at once: the run then resumes from its last
+    complete checkpoint, or with a store on flash from its last durable step.
     """
     from penstock.config import check_run, load
 
@@ -81,12 +81,12 @@ def naming_command(listener: Listener, resume_command: str) -> Listener:
     """Return a listener that passes events on, with the command that was really typed."""
     from penstock.telemetry import Stopped
 
-    def tell(event: Event) -> None:
+    def pass_on(event: Event) -> None:
         if isinstance(event, Stopped):
             event = dataclasses.replace(event, resume_command=resume_command)
         listener(event)
 
-    return tell
+    return pass_on
 
 
 class GracefulStop:
@@ -105,16 +105,16 @@ class GracefulStop:
         self._request_stop: Callable[[str], Any] | None = None
 
     def lose_output(self, error: OSError) -> None:
-        """Do what the loss of standard output asks for, once per kind of error."""
+        """Handle the loss of standard output, once per kind of error."""
         if error.errno != errno.EPIPE:
-            output.tell(f"note: the log cannot be written: {error.strerror}; the run goes on\n")
+            output.write_error(f"note: cannot write the log: {error.strerror}; the run continues\n")
             return
         if self.signal is not None:
             return
         self.signal = signal.SIGPIPE
-        output.tell("nobody reads the output any more: stopping after this step\n")
+        output.write_error("no process reads the output: stopping after this step\n")
         if self._request_stop is not None:
-            self._request_stop("nobody reads the output any more")
+            self._request_stop("no process reads the output")
 
     @contextmanager
     def handling(self, request_stop: Callable[[str], Any]) -> Iterator[None]:
@@ -127,7 +127,7 @@ class GracefulStop:
             self.signal = number
             if number == signal.SIGHUP:
                 output.leave(terminals)
-            self._show("stopping after this step; again to stop now, without saving")
+            self._show("stopping after this step; a second signal skips the save")
             request_stop("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
 
         terminals = [descriptor for descriptor in (0, 1, 2) if os.isatty(descriptor)]

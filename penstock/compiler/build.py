@@ -242,7 +242,7 @@ class _ProgramAssembly:
             )
         if self.options.training and not any(w.trainable for w in self.weights.values()):
             raise NoTrainingError(
-                "every weight is frozen: nothing can train; leave some out of freeze, or set "
+                "every weight is frozen: nothing can train; remove some from freeze, or set "
                 "requires_grad"
             )
 

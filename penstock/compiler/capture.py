@@ -242,9 +242,8 @@ def _refused_data(graph: fx.Graph, name: str) -> CompileError:
     reader = next((n for n in graph.nodes if any(i.name == name for i in n.all_input_nodes)), None)
     place = source_line(reader) if reader is not None else "the forward"
     return CompileError(
-        f"{place} reads a tensor whose making a capture does not see, such as that of "
-        "weight.data: the program would go on with one value for ever. Use .detach() instead of "
-        ".data."
+        f"{place} reads a tensor whose creation the capture does not record, such as weight.data: "
+        "the program would use one value for ever. Use .detach() instead of .data."
     )
 
 
@@ -356,8 +355,8 @@ def _advice(error: Exception) -> str:
     signs = ("data-dependent", "DataDependent", "unbacked", "for tensor subclasses")
     if any(sign in text for sign in signs):
         return (
-            "The forward needs the value of a tensor, which no ahead-of-time graph can hold: "
-            "use torch.where or masking, or take the decision outside the model."
+            "The forward needs the value of a tensor, which no ahead-of-time graph can hold: use "
+            "torch.where or masking, or make the decision outside the model."
         )
     if "doesn't match mode" in text:
         return "An engine keeps no state between steps: write to a copy (.clone())."

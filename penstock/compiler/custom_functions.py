@@ -62,7 +62,7 @@ def custom_functions_traced() -> Iterator[None]:
             return _checkpointed(*args)
         if cls is BackwardHookFunction:
             raise Unsupported(
-                "a backward hook of a module is at work",
+                "a backward hook of a module is active",
                 "Remove it, or write what it does as a torch.autograd.Function.",
             )
         return _traced(cls, args, kwargs, numbers)
@@ -74,7 +74,7 @@ def custom_functions_traced() -> Iterator[None]:
             return transformed(*args, **kwargs)
         raise Unsupported(
             "a torch.autograd.Function is called under a transform of torch.func",
-            "Call it outside of torch.func.vmap and its like.",
+            "Call it outside of torch.func.vmap and similar transforms.",
         )
 
     base.apply = classmethod(apply)
@@ -178,7 +178,7 @@ def _forward(
     if written or context.dirty_tensors:
         raise Unsupported(
             f"the forward of {cls.__name__} writes one of its inputs in place",
-            "Write to a clone of it, and leave ctx.mark_dirty out.",
+            "Write to a clone of the input, and remove ctx.mark_dirty.",
         )
     return result
 
@@ -202,9 +202,9 @@ def _connected_outputs(cls: _Function, context: Context, outputs: Sequence[Any])
     if len(connected) > 1 and not context.materialize_grads:
         raise Unsupported(
             f"{cls.__name__} has {len(connected)} differentiable outputs and calls "
-            "ctx.set_materialize_grads(False): which gradients are None depends on the rest of the "
-            "model, and its backward is traced apart from it",
-            "Leave ctx.set_materialize_grads(False) out, or return one differentiable output.",
+            "ctx.set_materialize_grads(False): which gradients are None depends on the rest of "
+            "the model, and its backward is traced separately",
+            "Remove ctx.set_materialize_grads(False), or return one differentiable output.",
         )
     return connected
 

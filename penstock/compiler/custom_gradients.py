@@ -136,8 +136,7 @@ def fold_custom_gradients(graph: fx.Graph) -> None:
         if node.target is _ops.output_gradient.default:
             raise CompileError(
                 f"{source_line(node)}: the backward of a torch.autograd.Function keeps a gradient "
-                "for code outside of it, which would never see a value: what it computes may only "
-                "be returned."
+                "for other code, which would never receive a value: return the gradient instead."
             )
 
 

@@ -52,9 +52,9 @@ def capture_repeatable(
                 again = None
         if again != graph_digest(captured):
             raise CompileError(
-                f"the forward changes {few(watch.changed)} and computes something else the next "
-                "time: an engine keeps no state between steps. Give what changes with the steps "
-                "as an input of the model, or leave it out."
+                f"the forward changes {few(watch.changed)} and computes something else in the next "
+                "call: an engine keeps no state between steps. Make values that change with the "
+                "steps an input of the model, or remove them."
             )
     return captured
 
@@ -62,7 +62,7 @@ def capture_repeatable(
 def _refused_numbers() -> CompileError:
     return CompileError(
         "the forward draws random numbers with Python's random or with numpy.random: a program "
-        "would go on with the first ones for ever. Use torch.nn.Dropout, or give them as an input "
+        "would repeat the first numbers for ever. Use torch.nn.Dropout, or give them as an input "
         "of the model."
     )
 

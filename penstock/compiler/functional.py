@@ -197,7 +197,7 @@ def _refused_write(node: fx.Node, placeholder: str, captured: Capture) -> Compil
         return CompileError(
             f"{source_line(node)} writes the weight {captured.weights[placeholder]!r} in place "
             f"({node.target}): only the optimizer changes weights. Write to a copy (.clone()), or "
-            "leave out what renormalises the weight (max_norm)."
+            "remove the option that renormalises the weight (max_norm)."
         )
     return CompileError(
         f"{source_line(node)} writes a tensor in place ({node.target}) that exists before the "

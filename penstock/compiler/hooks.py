@@ -27,8 +27,8 @@ from penstock.compiler.unsupported import Unsupported
 from penstock.errors import CompileError
 
 _CHANGE = (
-    "To change a gradient, apply a torch.autograd.Function with that backward in the forward; to "
-    "watch one, remove the hook."
+    "To change a gradient, apply a torch.autograd.Function with that backward in the forward; a "
+    "hook that only reads a gradient must be removed."
 )
 _GRAD_FN = vars(torch._C.TensorBase)["grad_fn"].__get__
 _Hooks = Mapping[int, Callable[..., Any]] | None
@@ -139,9 +139,9 @@ def gradient_hooks_refused() -> Iterator[None]:
             return run(*args, **kwargs)
         raise Unsupported(
             "it computes gradients itself (backward, torch.autograd.grad or torch.func)",
-            "A program's backward is that of its loss alone: write the derivative as a formula, or "
-            "remove it from the forward; whether activations are kept or made again is the "
-            "engine's to decide (engine.memory).",
+            "A program's backward is that of its loss alone: write the derivative as a formula, "
+            "or remove it from the forward; the engine decides whether activations are kept or "
+            "recomputed (engine.memory).",
         )
 
     def pass_or_refuse(self: saved_tensors_hooks) -> None:

@@ -182,8 +182,8 @@ def _dense(tensors: Sequence[torch.Tensor | None]) -> list[Any]:
 def _off_weights(results: Sequence[Any], weights: Sequence[torch.Tensor]) -> list[Any]:
     """Return results that are not views of a weight, which is gone when the next stage reads
     them."""
-    theirs = {weight.untyped_storage()._cdata for weight in weights}
-    return [r.clone() if r.untyped_storage()._cdata in theirs else r for r in results]
+    weight_storages = {weight.untyped_storage()._cdata for weight in weights}
+    return [r.clone() if r.untyped_storage()._cdata in weight_storages else r for r in results]
 
 
 def _own(

@@ -75,7 +75,7 @@ def _refuse_regions(graph: fx.Graph) -> None:
             what = node.target if node.op == "get_attr" else node.target.name()
             raise CompileError(
                 f"{source_line(node)} uses control flow inside the graph ({what}), which Penstock "
-                "does not compile: use torch.where, or take the decision outside the model."
+                "does not compile: use torch.where, or make the decision outside the model."
             )
 
 

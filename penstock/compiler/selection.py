@@ -48,7 +48,7 @@ def select_trainable(
         if not (here & may) - stay:
             raise ConfigError(
                 f"train: pattern {pattern!r} matches only weights that freeze matches too, and "
-                "freeze comes first; take them out of one of the two"
+                "freeze has precedence; remove them from one of the two"
             )
         chosen |= here
     return frozenset((chosen & may) - stay)

@@ -1,6 +1,6 @@
 """Replaces operators that access memory by strides by reads and writes of elements by index.
 
-A value that crosses stages is stored anew, and an engine may use another memory layout. PyTorch's
+A value that crosses stages is stored again, and an engine may use another memory layout. PyTorch's
 derivative of `as_strided_scatter` is also wrong: elements that are not written get no gradient.
 """
 

@@ -27,9 +27,9 @@ class BatchConfig(Section):
     )
     micro: Annotated[int | Literal["auto"], BeforeValidator(_count_or_auto)] = setting(
         "auto",
-        "sequences that one call sees; auto: the largest with which one engine could do "
-        "the step in engine.memory, however many there are. Another value sums in another order, "
-        "so the last bits change",
+        "sequences of one micro-batch; auto: the largest number with which one engine can execute "
+        "the step within engine.memory, whatever the number of engines. Another value changes the "
+        "order of summation, and so the last bits",
         unit="sequences",
     )
 
@@ -38,8 +38,8 @@ class BatchConfig(Section):
         if isinstance(self.micro, int) and self.size % self.micro:
             raise refuse(
                 "micro",
-                f"expected a divisor of batch.size {self.size}, got {self.micro}; "
-                f"the largest that is not above it is {self._largest_divisor(self.micro)}",
+                f"expected a divisor of batch.size {self.size}, got {self.micro}; the next lower "
+                f"divisor is {self._largest_divisor(self.micro)}",
             )
         return self
 

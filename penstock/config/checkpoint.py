@@ -14,19 +14,19 @@ class CheckpointConfig(Section):
     )
     every_minutes: float | None = setting(
         None,
-        "minutes between checkpoints, beside `every`; null: by steps alone. When one is written "
-        "does not change a bit of the run",
+        "minutes between checkpoints, in addition to `every`; null: only `every` counts. The time "
+        "of a checkpoint does not change the result",
         unit="minutes",
         example=30.0,
         gt=0,
     )
     buffer: ByteSize = setting(
         ByteSize(128 << 20),
-        "most that a checkpoint, which is written while training goes on, may copy of what the "
-        "next update overwrites; where the disk is slower than that, training waits",
+        "memory for values that the next update overwrites before the running checkpoint has "
+        "written them; when the memory is full, training waits for the disk",
         unit="bytes",
     )
     keep_last: int = setting(2, "newest checkpoints to keep", unit="checkpoints", ge=1)
     best: bool = setting(
-        True, "also keep the checkpoint with the least held-out loss, if there are evaluations"
+        True, "also keep the checkpoint with the lowest held-out loss, if there are evaluations"
     )

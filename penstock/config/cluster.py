@@ -19,80 +19,81 @@ class ClusterConfig(Section):
 
     start: Literal["none", "local", "ray", "listen"] = setting(
         "none",
-        "where engines run: none, in this process, one after another; local, in processes of this "
-        "machine, which are replaced when they are lost; ray, in actors of a Ray cluster, which "
-        "are too; listen, in processes that you start yourself on any host",
+        "where engines run. none: in this process, one after another; local: in processes of this "
+        "machine, replaced after a failure; ray: in actors of a Ray cluster, replaced after a "
+        "failure; listen: in processes that you start yourself on any host",
     )
     address: str | None = setting(
         None,
-        "the Ray cluster: auto, the one that this machine is part of; HOST:PORT of its head; "
-        "ray://HOST:PORT of its client server; null: one for this run, on this machine",
+        "the Ray cluster. auto: the cluster of this machine; HOST:PORT: the cluster with this "
+        "head; ray://HOST:PORT: the cluster with this client server; null: a new cluster on this "
+        "machine, for this run",
         example="auto",
     )
     environment: Patterns = setting(
         (),
-        "environment variables that the actors of a Ray cluster get as they are here; PYTHONPATH "
-        "they get by themselves",
+        "environment variables of this process that are copied to the actors of a Ray cluster; "
+        "PYTHONPATH is always copied",
         example=["HF_HOME"],
     )
     spare: int = setting(
-        1, "engines that are started beyond `engines` and wait, ready", unit="engines", ge=0, le=64
+        1, "standby engines, started in addition to `engines`", unit="engines", ge=0, le=64
     )
     shards: Literal["here", "apart"] = setting(
         "here",
-        "where the store's shards are: here, in this process; apart, each in a process of its own, "
-        "started as engines are, so that the store has the memory of all their hosts",
+        "where the shards of the store are. here: in this process; apart: each in its own "
+        "process, started like an engine, so that the store can use the memory of several hosts",
     )
     lease: float = setting(
         1.0,
-        "an engine or a shard that is silent for so long is lost",
+        "an engine or a shard that sends nothing for this time is considered lost",
         unit="seconds",
         gt=0,
         le=3600,
     )
     stall: float = setting(
         5.0,
-        "a step in which nobody computes and nothing moves for so long begins anew",
+        "a step without any computation or transfer for this time is restarted",
         unit="seconds",
         gt=0,
         le=3600,
     )
     longest_job: float = setting(
         600.0,
-        "a stage of one engine's share, or an update of a shard, that computes for longer costs "
-        "the engine or the shard its place; if two engines take longer, the run ends",
+        "time limit for one stage on an engine and for one update on a shard; an engine or a "
+        "shard that exceeds the limit is removed. If two engines exceed it, the run ends",
         unit="seconds",
         gt=0,
         le=86400,
     )
     slow: float = setting(
         2.0,
-        "an engine that takes more than so many times as long as the others is named",
+        "an engine that takes more than this many times as long as the others is reported as slow",
         gt=1,
         le=1000,
     )
     evict_slow: int | None = setting(
         None,
-        "an engine that is found slow so many times in a row is replaced, if another is ready; "
-        "null: it is only named",
+        "an engine that is slow this many times in a row is replaced, if a standby engine is "
+        "ready; null: it is only reported",
         example=5,
         ge=1,
     )
     shared_memory: Literal["auto", "off"] = setting(
         "auto",
-        "what processes of one host exchange weights and gradients through: auto, memory that both "
-        "see; off, sockets, as between hosts",
+        "how processes of one host exchange weights and gradients. auto: through shared memory; "
+        "off: through sockets, as between hosts",
     )
     host: str = setting(
         "auto",
-        "this machine's address on which the run listens; auto: 127.0.0.1, or with "
-        "`cluster.address` the one by which the Ray cluster reaches it",
+        "address of this machine on which the run listens; auto: 127.0.0.1, or with "
+        "`cluster.address` the address at which the Ray cluster reaches this machine",
         example="10.0.0.1",
     )
     port: int = setting(
         0,
-        "the port on which the run listens, to be opened in a firewall; 0: one that is free, "
-        "chosen by the system",
+        "port on which the run listens, to be opened in a firewall; 0: a free port, chosen by the "
+        "system",
         example=29600,
         ge=0,
         le=65535,

@@ -26,13 +26,13 @@ class DataConfig(Section):
     )
     tokenizer: Place = setting(
         "auto",
-        "tokenizer of that build: bytes, train-bpe:SIZE, or the path of a tokenizer; auto: that "
-        "of the folder in model.hf, bytes for other models",
+        "tokenizer of the build: bytes, train-bpe:SIZE, or the path of a tokenizer; auto: the "
+        "tokenizer of the folder in model.hf, bytes for other models",
     )
     content: Literal["text", "records"] = setting(
         "text",
-        "what those files hold: text, or records of a prompt and a completion, of which only "
-        "the completion is trained on",
+        "content of the input files: text, or records of a prompt and a completion; only the "
+        "completions of records are trained on",
     )
     text_field: str = setting("text", "field or column of JSONL and Parquet files with the text")
     prompt_field: str = setting("prompt", "field or column of a record with its prompt")
@@ -40,7 +40,7 @@ class DataConfig(Section):
     validation: float = setting(0.05, "share of the text that the build holds out", ge=0, lt=1)
     sequence_length: int | None = setting(
         None,
-        "length of a sequence; null: the model's context, or what the longest record needs if "
+        "tokens per sequence; null: the model's context, or the length of the longest record if "
         "that is less",
         unit="tokens",
         example=512,

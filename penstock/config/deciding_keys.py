@@ -66,10 +66,10 @@ def check_resumable(config: Config, recorded: Mapping[str, Any]) -> None:
         raise ConfigError(
             "\n".join(
                 [
-                    f"{config.run.dir} holds a run whose configuration differs where it decides "
-                    "the result:",
+                    f"{config.run.dir} holds a run whose configuration differs in keys that "
+                    "decide the result:",
                     *(f"  {line}" for line in lines),
-                    "set these back to resume it, or choose another run.dir to start anew",
+                    "set these back to resume it, or choose another run.dir to start a new run",
                 ]
             )
         )
@@ -83,7 +83,7 @@ def differences(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
         if _plain(old) != _plain(new):
             hint = ""
             if key == "optimizer.schedule.decay_steps" and old is not None:
-                hint = f" (run.steps if unset; set it to {old} to run on at the final rate)"
+                hint = f" (run.steps if unset; set it to {old} to continue at the final rate)"
             lines.append(f"{key}: {_shown(old)} in the run, {_shown(new)} now{hint}")
     return lines
 

@@ -28,7 +28,7 @@ class _Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
         if not isinstance(node, yaml.MappingNode):
-            _refuse(node, "a mapping was expected")
+            _refuse(node, "expected a mapping")
         seen: dict[Any, int] = {}
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
@@ -73,7 +73,7 @@ def _int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
         try:
             number = int(text, 16) if text.lower().startswith("0x") else int(text, 10)
         except ValueError:
-            _refuse(node, f"{text!r} is no integer")
+            _refuse(node, f"{text!r} is not an integer")
     if abs(number) >= 2**64:
         _refuse(node, f"a number of {len(text)} digits; expected less than 2^64")
     return number
@@ -84,7 +84,7 @@ def _float(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> float:
     try:
         return float(text.replace(".inf", "inf").replace(".nan", "nan"))
     except ValueError:
-        _refuse(node, f"{text!r} is no number")
+        _refuse(node, f"{text!r} is not a number")
 
 
 def _bool(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> bool:
@@ -170,9 +170,9 @@ def _compose(loader: _Loader) -> Any:
         node = waiting.pop()
         count += 1
         if node.tag not in _TAGS:
-            _refuse(node, f"the tag {node.tag!r} means nothing here")
+            _refuse(node, f"unknown tag {node.tag!r}; remove it")
         if count > _MOST_VALUES:  # or an alias that contains itself
-            _refuse(node, f"more than {_MOST_VALUES:,} values, with its aliases written out")
+            _refuse(node, f"more than {_MOST_VALUES:,} values, after its aliases are expanded")
         if isinstance(node, yaml.MappingNode):
             waiting += [part for pair in node.value for part in pair]
         elif isinstance(node, yaml.SequenceNode):

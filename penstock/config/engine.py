@@ -37,13 +37,17 @@ class EngineConfig(Section):
     """One engine; all engines are alike."""
 
     device: Literal["auto", "cpu", "cuda"] = setting(
-        "auto", "where stages run; auto: cuda if this machine has one, which goes for all engines"
+        "auto",
+        (
+            "device of the engines; auto: cuda if this machine has a GPU. The choice holds for all "
+            "engines"
+        ),
     )
     devices: Devices = setting(
         None,
-        "several devices of this host, an engine on each, that share the way to the store: "
-        "[cuda:0, cuda:1], or all, for all its GPUs; each fetches its part of a stage and they "
-        "exchange the parts. [cpu, cpu] tries it without GPUs. null: `device`",
+        "several devices of this host, each with its own engine: [cuda:0, cuda:1], or all, for "
+        "all GPUs. Each device fetches a part of every stage from the store, and the devices "
+        "exchange the parts. [cpu, cpu] tests this without GPUs. null: `device`",
         example=["cuda:0", "cuda:1"],
     )
     memory: Annotated[
@@ -53,14 +57,14 @@ class EngineConfig(Section):
     ] = setting(
         "auto",
         "budget of one engine for activations and streamed weights, such as 4GiB; auto: a share "
-        "of what is free at the start; for engines on other hosts, of what is free on this one, as "
-        "for one engine",
+        "of the memory that is free at the start; for engines on other hosts too, the free memory "
+        "of this host counts, as for one engine",
         unit="bytes",
     )
     recompute: Literal["auto", "always", "never"] = setting(
         "auto",
-        "what backward does for a stage's inner values: always computes them again, never keeps "
-        "them all, auto keeps what fits. The result is the same to the bit",
+        "recomputation of a stage's activations in backward. always: recompute all; never: keep "
+        "all; auto: keep what fits. The result is the same to the bit",
     )
     threads: int | None = setting(
         None,
@@ -94,7 +98,7 @@ class EngineConfig(Section):
             )
         twice = [name for name in dict.fromkeys(names) if names.count(name) > 1]
         if kinds == {"cuda"} and twice:
-            raise refuse("devices", f"expected every GPU once, got {', '.join(twice)} again")
+            raise refuse("devices", f"expected each GPU once, got {', '.join(twice)} again")
         if self.device not in ("auto", *kinds):
             raise refuse(
                 "device", f"expected auto with engine.devices: {names[0]} ..., got {self.device}"

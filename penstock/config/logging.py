@@ -8,7 +8,9 @@ from penstock.config.section import Section, setting
 class LoggingConfig(Section):
     """The run's log; `metrics.jsonl` in the run's folder always has every step."""
 
-    every: int = setting(10, "steps between lines when there is no live view", unit="steps", ge=1)
+    every: int = setting(
+        10, "steps between log lines, if there is no live view", unit="steps", ge=1
+    )
     tensorboard: bool = setting(
         False, "also write TensorBoard event files; needs penstock[tensorboard]"
     )

@@ -12,7 +12,7 @@ class LoraConfig(Section):
 
     rank: int | None = setting(
         None,
-        "rank of the adapters; null: no adapters, the weights themselves are trained",
+        "rank of the adapters; null: no adapters, the weights of the model are trained",
         example=8,
         ge=1,
         le=1 << 16,
@@ -23,7 +23,7 @@ class LoraConfig(Section):
         "patterns of the names of weights that get an adapter: weights of Linear and Conv1D layers",
         example=["*.q_proj.weight", "*.v_proj.weight"],
     )
-    dropout: float = setting(0.0, "share of an adapter's inputs that is dropped", ge=0, lt=1)
+    dropout: float = setting(0.0, "dropout probability of an adapter's inputs", ge=0, lt=1)
 
     @model_validator(mode="after")
     def _consistent(self) -> LoraConfig:

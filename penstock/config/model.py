@@ -30,7 +30,7 @@ class PresetModel(Section):
 
     preset: str = Field(description="name of a preset; `penstock program NAME` shows one")
     overrides: dict[str, Any] = setting(
-        {}, "keys of the preset's Hugging Face configuration to change; written beside `preset`"
+        {}, "keys of the preset's Hugging Face configuration to change, given beside `preset`"
     )
 
     @model_validator(mode="before")
@@ -77,11 +77,11 @@ class HuggingFaceModel(Section):
     )
     ignore: Patterns = setting(
         (),
-        "patterns of tensors in the folder that the model need not have a place for",
+        "patterns of tensors in the folder that are ignored if the model does not have them",
         example=["classifier.*"],
     )
     overrides: dict[str, Any] = setting(
-        {}, "keys of the folder's config.json to change, such as a dropout; written beside `hf`"
+        {}, "keys of the folder's config.json to change, such as a dropout, given beside `hf`"
     )
 
     @model_validator(mode="before")
@@ -117,7 +117,8 @@ class HuggingFaceConfigModel(Section):
         if isinstance(value, dict) and "model_type" not in value:
             raise PydanticCustomError(
                 "hf_config",
-                "expected a mapping with model_type, got one without; add model_type: gpt2 or such",
+                "expected a mapping with model_type, got one without; add for example model_type: "
+                "gpt2",
             )
         return value
 
@@ -129,8 +130,8 @@ class FactoryModel(Section):
     args: dict[str, Any] = setting({}, "keyword arguments of the factory")
     task: Literal["causal_lm", "masked_lm", "custom"] | None = setting(
         None,
-        "causal_lm, masked_lm: forward(input_ids) returns logits; custom: the loss is the module's "
-        "own; null: custom, or what a model of transformers is for",
+        "causal_lm, masked_lm: forward(input_ids) returns logits; custom: the loss is the "
+        "module's own; null: the task of a transformers model, custom for other models",
     )
     loss: str | None = setting(
         None,

@@ -55,8 +55,8 @@ class OptimizerConfig(Section):
     nesterov: bool = setting(False, "look-ahead momentum (sgd)")
     moments: Literal["fp32", "8bit"] = setting(
         "fp32",
-        "how the store keeps moments; 8bit: a quarter of the moments' bytes in memory and on "
-        "flash, not the same bits",
+        "format of the moments in the store; 8bit: a quarter of the bytes in memory and on flash, "
+        "and other bits in the result",
     )
     weight_decay: float = setting(
         0.1, "weight decay, decoupled for adamw and lion; sgd's default is 0", ge=0, le=1e6
@@ -66,7 +66,7 @@ class OptimizerConfig(Section):
         1.0, "largest global norm of the gradient; null: no clipping", example=1.0, gt=0
     )
     groups: Annotated[tuple[GroupConfig, ...], Field(strict=False)] = setting(
-        (), "groups of weights with numbers of their own", example=[{"match": ["*.bias"]}]
+        (), "groups of weights with their own settings", example=[{"match": ["*.bias"]}]
     )
     schedule: ScheduleConfig = section(ScheduleConfig, "the learning rate over the steps")
 

@@ -296,7 +296,7 @@ def find_preset(name: str) -> Preset:
         hint = did_you_mean(name, PRESETS)
         raise ConfigError(
             f"no preset is called {name!r}{hint}; presets are {', '.join(PRESETS)}; other models "
-            f"go in by hf_config or factory"
+            "need hf_config or factory"
         )
     return preset
 

@@ -61,7 +61,7 @@ def write_record(config: Config) -> Path:
         durable.replace_file(path, text + _SEAL + _checksum(text) + b"\n")
     except OSError as error:
         raise StorageError(
-            f"{path}: cannot be written: {error.strerror}; choose another with run.dir=FOLDER"
+            f"{path}: cannot write it: {error.strerror}; choose another with run.dir=FOLDER"
         ) from error
     return path
 

@@ -32,13 +32,19 @@ class Config(Section):
 
     model: ModelField | None = Field(
         default=None,
-        description="What to train: a preset's name, or a mapping with preset, hf, hf_config or "
-        "factory; null only from Python, which brings its own module",
+        description=(
+            "What to train: a preset's name, or a mapping with preset, hf, hf_config or factory; "
+            "null only if the module is given from Python"
+        ),
     )
     data: DataConfig = section(DataConfig, "the training text")
     batch: BatchConfig = section(BatchConfig, "sequences per step")
     precision: Literal["fp32", "bf16"] = setting(
-        "fp32", "arithmetic and streamed weights; the store's master is fp32 in both"
+        "fp32",
+        (
+            "type of the arithmetic and of the streamed weights; the store's master weights are "
+            "fp32 in both"
+        ),
     )
     optimizer: OptimizerConfig = section(OptimizerConfig, "the update rule")
     freeze: Patterns = setting(
@@ -48,15 +54,15 @@ class Config(Section):
     )
     train: Patterns = setting(
         (),
-        "patterns of weight names: only these are trained, but for those that `freeze` matches; "
-        "empty: all, or with `lora` the adapters alone",
+        "patterns of weight names: only these are trained, except those that `freeze` matches; "
+        "empty: all, or with `lora` only the adapters",
         example=["*.ln_*"],
     )
     lora: LoraConfig = section(LoraConfig, "low-rank adapters beside frozen weights")
     memory: ByteSize | None = setting(
         None,
-        "most that the whole process may take, such as 10GiB; what `store.dram` and "
-        "`engine.memory` leave to `auto` is divided within it; null: what the machine has free",
+        "memory limit of the whole process, such as 10GiB; if `store.dram` or `engine.memory` is "
+        "`auto`, its size is chosen within this limit; null: the free memory of the machine",
         unit="bytes",
         example="10GiB",
     )
@@ -67,9 +73,9 @@ class Config(Section):
     )
     cluster: ClusterConfig = section(ClusterConfig, "where engines run")
     run: RunConfig = section(RunConfig, "the run's folder, length and seed")
-    evaluation: EvaluationConfig = section(EvaluationConfig, "held-out loss while training")
+    evaluation: EvaluationConfig = section(EvaluationConfig, "held-out loss during training")
     checkpoint: CheckpointConfig = section(CheckpointConfig, "saving")
-    logging: LoggingConfig = section(LoggingConfig, "what is written while training")
+    logging: LoggingConfig = section(LoggingConfig, "log output during training")
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
@@ -86,7 +92,8 @@ class Config(Section):
             raise refuse(
                 "store.flash.keep_steps",
                 f"expected 2 or more with store.{above} above 1, got 1; a crash may leave shards "
-                "one durable step apart, and they go on from the last that all hold",
+                "one durable step apart, and the run continues from the last step that all shards "
+                "hold",
             )
         if self.store.replicas > 1 and self.cluster.shards != "apart":
             raise refuse(

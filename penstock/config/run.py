@@ -26,8 +26,8 @@ class RunConfig(Section):
 
     dir: Annotated[PathText, AfterValidator(_folder)] = setting(
         Path("runs/run"),
-        "folder of the run: checkpoints, metrics, its configuration. "
-        "Left out of a file NAME.yaml: runs/NAME",
+        "folder of the run: checkpoints, metrics, its configuration. Default for a file "
+        "NAME.yaml: runs/NAME",
     )
     steps: int = setting(1000, "length of the run", unit="steps", ge=1, le=10**12)
     seed: int = setting(0, "seed of initial weights and dropout", ge=0, le=2**63 - 1)

@@ -50,7 +50,7 @@ class ByteSize(int):
             raise ValueError(f"{_EXPECTED}, got {value!r}; write a number and a unit")
         number, unit = match[1], match[2].lower()
         if unit not in _UNITS:
-            missing = f"{number} has no unit" if not unit else f"{match[2]!r} is no unit"
+            missing = f"{number} has no unit" if not unit else f"{match[2]!r} is not a unit"
             raise ValueError(f"{_EXPECTED}, got {value!r}; {missing}: use KiB, MiB, GiB or TiB")
         scale = _UNITS[unit]
         if len(number) > _MOST_DIGITS:

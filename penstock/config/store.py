@@ -20,15 +20,17 @@ class FlashConfig(Section):
     )
     size: ByteSize | None = setting(
         None,
-        "most that the folder may take, such as 60GiB; null: what it needs and the disk has",
+        "size limit of the folder, such as 60GiB; null: no limit but the disk",
         unit="bytes",
         example="60GiB",
     )
-    keep_steps: int = setting(2, "durable steps that can be opened again", unit="steps", ge=1)
+    keep_steps: int = setting(
+        2, "number of durable steps to keep; each can be opened again", unit="steps", ge=1
+    )
     durable_every: int = setting(
         1,
-        "make only every so many steps durable: fewer syncs, and what stays in memory is written "
-        "for these steps only; a crash costs the steps since",
+        "steps between durable steps. A larger number needs fewer syncs, and state in memory is "
+        "written for durable steps only; a crash loses the steps since the last durable step",
         unit="steps",
         ge=1,
     )
@@ -38,7 +40,7 @@ class StoreConfig(Section):
     """The store's choices."""
 
     gradients: Literal["fp32", "bf16", "auto"] = setting(
-        "auto", "type in which the store keeps gradients; auto: that of `precision`"
+        "auto", "type in which the store keeps gradients; auto: the type of `precision`"
     )
     dram: Annotated[
         ByteSize | Literal["auto"],
@@ -46,21 +48,21 @@ class StoreConfig(Section):
         PlainSerializer(str),
     ] = setting(
         "auto",
-        "memory of the store, such as 4GiB; auto: what it needs, or with flash a share of what is "
-        "free at the start",
+        "memory of the store, such as 4GiB; auto: what the store needs, or with flash a share of "
+        "the memory that is free at the start",
         unit="bytes",
     )
     shards: int = setting(
         1,
-        "parts in which the store is held, of equal bytes of every stage; the result is the same "
-        "to the bit for any; sizes are those of all together",
+        "number of shards of the store, each with an equal part of the bytes of every stage. The "
+        "result is the same to the bit for any number. Sizes are totals of all shards",
         ge=1,
         le=64,
     )
     replicas: int = setting(
         1,
-        "processes that hold each shard, with cluster.shards: apart; with 2 a shard that is lost "
-        "comes back from the other, without a step being lost; sizes are those of all together",
+        "processes that hold each shard, with cluster.shards: apart. With 2, a lost shard is "
+        "rebuilt from its replica, and no step is lost. Sizes are totals of all replicas",
         ge=1,
         le=2,
     )

@@ -149,8 +149,8 @@ def build_dataset(
     notes = list(packer.notes)
     if size is not None and encoder.vocab_size < size:
         notes.append(
-            f"the text gives a tokenizer of {encoder.vocab_size} tokens, fewer than the {size} "
-            "wanted"
+            f"the text gives a tokenizer of {encoder.vocab_size} tokens, fewer than the requested "
+            f"{size}"
         )
     return BuildReport(out, manifest, len(files), tuple(notes))
 

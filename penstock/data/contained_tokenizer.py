@@ -93,7 +93,7 @@ class ContainedTokenizer:
         if "error" in answer:
             raise DataError(
                 f"tokenizer {self._name} failed on the text ({answer['error']}); use another "
-                "tokenizer, or mend its regular expressions"
+                "tokenizer, or correct its regular expressions"
             )
         return [_read(process.stdout, size) for size in answer["sizes"]]
 

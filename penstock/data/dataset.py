@@ -137,8 +137,8 @@ class TokenDataset:
         source = self._split(split)
         if not 0 <= start <= stop <= source.tokens:
             raise DataError(
-                f"tokens {start} to {stop} wanted, split {split!r} of {self.path} has "
-                f"{source.tokens}"
+                f"expected tokens from 0 to {source.tokens} of split {split!r} of {self.path}, got "
+                f"{start} to {stop}"
             )
         return source.read(start, stop)
 
@@ -249,7 +249,7 @@ class _Split:
             ends.size and not 0 < ends[0] <= ends[-1] <= self.tokens
         ):
             raise CorruptionError(
-                f"{self._folder}: the ends of its documents do not rise from 1 to {self.tokens}, "
+                f"{self._folder}: expected ends of documents that rise from 1 to {self.tokens}, "
                 f"the number of tokens; {ADVICE}"
             )
         return ends.astype(np.int64)

@@ -112,13 +112,13 @@ class Manifest(_ManifestPart):
     @model_validator(mode="after")
     def _consistent(self) -> "Manifest":
         if self.version != VERSIONS[self.content]:
-            raise ValueError(f"a data set of {self.content} has not version {self.version}")
+            raise ValueError(f"a data set of {self.content} cannot have version {self.version}")
         if self.dtype == "uint16" and self.vocab_size > 2**16:
             raise ValueError("a vocabulary beyond 65536 does not fit uint16")
         if self.tokenizer.end_of_document >= self.vocab_size:
             raise ValueError("the end-of-document token is beyond the vocabulary")
         if (self.tokenizer.kind == "file") != (self.tokenizer.data is not None):
-            raise ValueError("exactly a tokenizer of kind 'file' has a file")
+            raise ValueError("a tokenizer of kind 'file' must have a file, other kinds none")
         if "train" not in self.splits:
             raise ValueError("there is no train split")
         for name, split in self.splits.items():
@@ -128,14 +128,14 @@ class Manifest(_ManifestPart):
                 raise ValueError(f"split {name} and its shards differ in their number of documents")
             for shard in split.shards:
                 if shard.data.size_bytes != shard.tokens * self.token_bytes:
-                    raise ValueError(f"{shard.data.file} has not the size of its tokens")
+                    raise ValueError(f"{shard.data.file} does not have the size of its tokens")
                 if shard.index.size_bytes != shard.documents * INDEX_ENTRY_BYTES[self.content]:
-                    raise ValueError(f"{shard.index.file} has not the size of its documents")
+                    raise ValueError(f"{shard.index.file} does not have the size of its documents")
         names = [MANIFEST_NAME]
         for record in self.files():
             names.append(record.file)
             if len(record.chunks) != -(-record.size_bytes // self.chunk_bytes):
-                raise ValueError(f"{record.file} has not one checksum per chunk")
+                raise ValueError(f"{record.file} does not have one checksum per chunk")
         if len(set(names)) != len(names):
             raise ValueError("two files have the same name")
         return self

@@ -101,7 +101,7 @@ class Packer(ABC, Generic[_Part]):
     def finish(self, where: str) -> Manifest:
         """Write the remaining data and `dataset.json`; `where` names the input in messages."""
         if not self._documents:
-            raise DataError(self._nothing_in(where))
+            raise DataError(self._empty_input(where))
         splits, by = self._finish_splits()
         manifest = Manifest(
             format="penstock-dataset",
@@ -135,7 +135,7 @@ class Packer(ABC, Generic[_Part]):
     def _finish_splits(self) -> tuple[dict[Split, SplitRecord], HeldOutBy]: ...
 
     @abstractmethod
-    def _nothing_in(self, where: str) -> str: ...
+    def _empty_input(self, where: str) -> str: ...
 
     def _encode(self, batch: Sequence[_Part], text: Callable[[_Part], str]) -> Iterator[np.ndarray]:
         encoded = self._tokenizer.encode_batch([text(part) for part in batch])
@@ -216,8 +216,8 @@ class TextPacker(Packer[TextPiece]):
             splits["validation"] = writer.finish()
         return splits, by
 
-    def _nothing_in(self, where: str) -> str:
-        return f"there is no text in {where}: no document that is not empty"
+    def _empty_input(self, where: str) -> str:
+        return f"there is no text in {where}: every document is empty"
 
 
 class RecordPacker(Packer[Pair]):
@@ -243,9 +243,9 @@ class RecordPacker(Packer[Pair]):
         for pair, prompt, completion in zip(batch, prompts, completions, strict=True):
             if not completion.size:
                 raise DataError(
-                    f"{pair.record}: tokenizer {self._tokenizer.name} makes no token of the "
-                    f"completion {pair.completion[:40]!r}: there is nothing to learn; leave the "
-                    "record out"
+                    f"{pair.record}: tokenizer {self._tokenizer.name} encodes no token for the "
+                    f"completion {pair.completion[:40]!r}: there is nothing to learn; remove the "
+                    "record"
                 )
             before = prompt if prompt.size else self._end
             ready: _Record | None = (
@@ -270,8 +270,8 @@ class RecordPacker(Packer[Pair]):
         if none and self._documents > 1:
             self._put("validation", *self._last)
             self.notes.append(
-                f"of {self._documents} records none was drawn to be held out; the last one is the "
-                "validation split instead"
+                f"of {self._documents} records none was selected as held-out data; the last one is "
+                "the validation split instead"
             )
         else:
             self._put("train", *self._last)
@@ -283,5 +283,5 @@ class RecordPacker(Packer[Pair]):
         splits["validation"] = self._writers["validation"].finish()
         return splits, "document"
 
-    def _nothing_in(self, where: str) -> str:
+    def _empty_input(self, where: str) -> str:
         return f"there is no record in {where}"

@@ -36,23 +36,23 @@ def published_folder(
         StorageError: the operating system refused a write, here or in the block.
     """
     out = Path(os.path.realpath(out))  # a link stays, its target is replaced
-    aside = out.with_name(f".{out.name}.building")
+    staging = out.with_name(f".{out.name}.building")
     _refuse_existing(out, replaceable)
     with contextlib.ExitStack() as locks:
         try:
             missing = [parent for parent in out.parents if not parent.exists()]
             durable.make_folder(out.parent)
             locks.callback(_remove_empty, missing)
-            locks.callback(os.close, _claim(aside, out))
+            locks.callback(os.close, _claim(staging, out))
             try:
-                yield aside
-                durable.sync_folder(aside)
+                yield staging
+                durable.sync_folder(staging)
                 _refuse_existing(out, replaceable)
-                _move(aside, out, locks)
+                _move(staging, out, locks)
                 durable.sync_folder(out.parent)
             finally:
                 # A failed build, or the replaced folder, or nothing.
-                shutil.rmtree(aside, ignore_errors=True)
+                shutil.rmtree(staging, ignore_errors=True)
         except OSError as error:
             raise StorageError(
                 f"cannot write {out}: {error.strerror or error}; nothing was left behind; "
@@ -74,22 +74,22 @@ def _refuse_existing(out: Path, replaceable: Callable[[Path], bool] | None) -> N
         )
 
 
-def _claim(aside: Path, out: Path) -> int:
-    """Create, lock and empty the folder `aside`; return the descriptor that holds the lock."""
+def _claim(staging: Path, out: Path) -> int:
+    """Create, lock and empty the folder `staging`; return the descriptor that holds the lock."""
     while True:
         with contextlib.suppress(FileExistsError):
-            aside.mkdir()
+            staging.mkdir()
         try:
-            lock = _lock(aside)
+            lock = _lock(staging)
         except FileNotFoundError:  # its owner has just renamed it
             continue
         except BlockingIOError:
             raise DataError(
-                f"another process is building {out} right now; wait for it to end, or choose "
-                "another output folder"
+                f"another process is building {out} now; wait until it ends, or choose another "
+                "output folder"
             ) from None
-        if _is_still(aside, lock):
-            for entry in list(os.scandir(aside)):
+        if _is_same_file(staging, lock):
+            for entry in list(os.scandir(staging)):
                 if entry.is_dir(follow_symlinks=False):
                     shutil.rmtree(entry.path)
                 else:
@@ -115,26 +115,26 @@ def _remove_empty(folders: list[Path]) -> None:
             folder.rmdir()
 
 
-def _is_still(path: Path, descriptor: int) -> bool:
+def _is_same_file(path: Path, descriptor: int) -> bool:
     try:
         return os.path.samestat(os.stat(path), os.fstat(descriptor))
     except FileNotFoundError:
         return False
 
 
-def _move(aside: Path, out: Path, locks: contextlib.ExitStack) -> None:
-    """Rename `aside` to `out`; the previous folder is then at `aside`, or removed."""
+def _move(staging: Path, out: Path, locks: contextlib.ExitStack) -> None:
+    """Rename `staging` to `out`; the previous folder is then at `staging`, or removed."""
     if not os.path.lexists(out):
-        os.rename(aside, out)
+        os.rename(staging, out)
         return
-    # The replaced folder takes the name `aside`: no other process may lock it before it is removed.
+    # The replaced folder is then named `staging`: no other process may lock it before its removal.
     locks.callback(os.close, _lock(out))
-    if _exchange(aside, out):
+    if _exchange(staging, out):
         return
     old = out.with_name(f".{out.name}.replaced")
     shutil.rmtree(old, ignore_errors=True)
     os.rename(out, old)
-    os.rename(aside, out)
+    os.rename(staging, out)
     shutil.rmtree(old, ignore_errors=True)
 
 

@@ -69,7 +69,7 @@ class RecordIndex:
             CorruptionError: a chunk of the index fails its checksum, or an entry breaks the rules.
         """
         if not 0 <= first <= stop <= len(self):
-            raise DataError(f"records {first} to {stop} wanted, there are {len(self)}")
+            raise DataError(f"expected records from 0 to {len(self)}, got {first} to {stop}")
         before = max(0, first - 1)  # a record begins at the end of the previous record
         entries = self._entries(before, stop)
         ends = entries[:, 0]
@@ -84,8 +84,8 @@ class RecordIndex:
             shard = int(np.searchsorted(self._firsts, number, side="right")) - 1
             raise CorruptionError(
                 f"{self._folder / self._shards[shard].index.file} breaks the format: record "
-                f"{number} of the split has not at least one token of prompt and one of "
-                f"completion within the split's {self._tokens}; {ADVICE}"
+                f"{number} of the split must have at least one token of prompt and one of "
+                f"completion, within the {self._tokens} tokens of the split; {ADVICE}"
             )
         return spans
 

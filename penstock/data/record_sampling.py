@@ -62,9 +62,9 @@ class RecordSource:
             longest = max(longest, int(spans.labels.max()))
             first += len(fits)
         # Only the list of skipped records is held, which is usually empty.
-        gone = np.concatenate(left_out)
-        self._gaps = gone - np.arange(len(gone))
-        self.left_out = len(gone)
+        skipped = np.concatenate(left_out)
+        self._gaps = skipped - np.arange(len(skipped))
+        self.left_out = len(skipped)
         self.records = len(self._index) - self.left_out
         if not self.records:
             raise DataError(
@@ -109,11 +109,11 @@ class RecordSource:
         if self.shortened:
             found.append(
                 f"{where}: {self.shortened:,} of {total:,} records are longer than "
-                f"{self.sequence_length} tokens; the beginning of their prompts is cut off"
+                f"{self.sequence_length} tokens; their prompts are shortened at the beginning"
             )
         if self.left_out:
             found.append(
-                f"{where}: {self.left_out:,} of {total:,} records are left out, their completions "
+                f"{where}: {self.left_out:,} of {total:,} records are not used: their completions "
                 f"alone need more than {self.sequence_length} tokens; raise data.sequence_length "
                 "to train on them"
             )

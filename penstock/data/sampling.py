@@ -18,7 +18,7 @@ from penstock.errors import DataError
 Batch = dict[str, np.ndarray]
 
 # Random streams that must not share keys.
-_ORDER, _OFFSET, _CHOICE, _FATE, _WORD = range(5)
+_ORDER, _OFFSET, _CHOICE, _MASK_KIND, _WORD = range(5)
 
 
 class Source(Protocol):
@@ -62,8 +62,8 @@ def sample_places(
     index = np.asarray(indices, dtype=np.int64).reshape(-1)
     if step < 0 or (index.size and not 0 <= index.min() <= index.max() < global_batch):
         raise DataError(
-            f"wanted a step from 0 and indices in [0, {global_batch}), the global batch; got step "
-            f"{step} and indices {list(indices)}"
+            f"expected a step from 0 and indices in [0, {global_batch}), the global batch; got "
+            f"step {step} and indices {list(indices)}"
         )
     number = step * global_batch + index
     epoch, place = number // rows, number % rows
@@ -78,7 +78,7 @@ def evaluation_rows(count: int, batch_size: int, limit: int | None) -> Iterator[
     """Yield the numbers of at most `limit` of `count` rows in order, `batch_size` at a time."""
     if batch_size < 1 or (limit is not None and limit < 1):
         raise DataError(
-            f"wanted a batch size and a limit of 1 or more; got {batch_size} and {limit}"
+            f"expected a batch size and a limit of 1 or more; got {batch_size} and {limit}"
         )
     stop = count if limit is None else min(count, limit)
     for start in range(0, stop, batch_size):
@@ -208,8 +208,8 @@ class MaskedLanguageModelSource:
     ) -> None:
         if mask_token_id < 0 or not 0 < mask_share <= 1:
             raise DataError(
-                "wanted a mask token id from 0 and a mask share in (0, 1]; got "
-                f"{mask_token_id} and {mask_share}"
+                f"expected a mask token id from 0 and a mask share in (0, 1]; got {mask_token_id} "
+                f"and {mask_share}"
             )
         self.dataset = dataset
         self.split = split
@@ -254,10 +254,10 @@ class MaskedLanguageModelSource:
         choice[~eligible] = np.iinfo(np.uint64).max
         rank = choice.argsort(axis=1, kind="stable").argsort(axis=1, kind="stable")
         chosen = (rank < wanted[:, None]) & eligible
-        fate = self._random(numbers, seed, _FATE) % np.uint64(10)
+        mask_kind = self._random(numbers, seed, _MASK_KIND) % np.uint64(10)
         word = self._random(numbers, seed, _WORD) % np.uint64(self.dataset.vocab_size)
-        inputs = np.where(chosen & (fate < 8), self.mask_token_id, tokens)
-        inputs = np.where(chosen & (fate == 8), word.astype(np.int64), inputs)
+        inputs = np.where(chosen & (mask_kind < 8), self.mask_token_id, tokens)
+        inputs = np.where(chosen & (mask_kind == 8), word.astype(np.int64), inputs)
         return {
             "input_ids": inputs,
             "attention_mask": np.ones_like(tokens),

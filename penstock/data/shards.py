@@ -118,7 +118,7 @@ class SplitWriter:
         assert self._index is not None, "a document has at least its end-of-document token"
         words = (self.tokens,) if prompt_tokens is None else (self.tokens, prompt_tokens)
         entry = np.array(words, dtype="<u8").tobytes()
-        assert len(entry) == self._entry_bytes, "prompts are of records, and all records have one"
+        assert len(entry) == self._entry_bytes, "only records have prompts"
         self._index.write(entry)
         self.documents += 1
 

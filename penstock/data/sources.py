@@ -104,7 +104,7 @@ def find_files(
             raise DataError(f"input {path} is neither a file nor a folder")
     if not found:
         pattern = f" that match {glob!r}" if glob else ""
-        where = ", ".join(str(path) for path in named) or "no inputs at all"
+        where = ", ".join(str(path) for path in named) or "an empty list of inputs"
         raise DataError(f"found no files{pattern} in {where}")
     return found
 
@@ -167,9 +167,9 @@ def read_pairs(
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
         raise DataError(
-            f"{path}: prompts with completions come from .jsonl and .parquet files, this is read "
-            "as plain text, and one data set cannot hold both; leave the file out or build a data "
-            "set of text"
+            f"{path}: prompts with completions come from .jsonl and .parquet files, but this file "
+            "is read as plain text, and one data set cannot hold both; remove the file or build a "
+            "data set of text"
         )
     fields = (
         Field(prompt, "--prompt-field or data.prompt_field"),
@@ -179,8 +179,8 @@ def read_pairs(
         for record, (before, after), input_bytes in reader(path, fields):
             if not after:
                 raise DataError(
-                    f"{record}: field {completion!r} is empty: there is nothing to learn; give "
-                    "the completion or leave the record out"
+                    f"{record}: field {completion!r} is empty: there is nothing to learn; add the "
+                    "completion or remove the record"
                 )
             yield Pair(record, before, after, input_bytes)
     except OSError as error:
@@ -239,7 +239,7 @@ def _text_file(path: Path) -> Iterator[TextPiece]:
 def _not_utf8(where: str, offset: int, error: UnicodeDecodeError) -> DataError:
     return DataError(
         f"{where}: byte {offset} (0x{error.object[error.start]:02x}) is not UTF-8 text "
-        f"({error.reason}); convert the file to UTF-8 or leave it out"
+        f"({error.reason}); convert the file to UTF-8 or remove it"
     )
 
 
@@ -269,7 +269,7 @@ def _fields_of(record: str, line: str, fields: Sequence[Field]) -> tuple[str, ..
         raise DataError(f"{record}: broken JSON: {error}") from None
     if not isinstance(value, dict):
         names = " and ".join(f"a field {field.name!r}" for field in fields)
-        raise DataError(f"{record}: wanted a JSON object with {names}, got {_kind(value)}")
+        raise DataError(f"{record}: expected a JSON object with {names}, got {_kind(value)}")
     for field in fields:
         if field.name not in value:
             present = ", ".join(map(repr, value)) or "none"
@@ -282,7 +282,7 @@ def _fields_of(record: str, line: str, fields: Sequence[Field]) -> tuple[str, ..
 
 def _other_field(field: Field, present: Iterable[str]) -> str:
     """Advice for a missing field."""
-    advice = f"name another one with {field.option}"
+    advice = f"choose another with {field.option}"
     if field == Field("text") and {"prompt", "completion"} <= set(present):
         return (
             f"{advice}, or build records of prompt and completion: --content records, or "

@@ -218,7 +218,7 @@ def train_size(spec: str) -> int | None:
     size = int(text) if text.isascii() and text.isdigit() and len(text) < 12 else 0
     if not BYTE_VOCABULARY <= size <= LARGEST_VOCABULARY:
         raise ConfigError(
-            f"tokenizer {spec!r}: wanted train-bpe:SIZE with SIZE from {BYTE_VOCABULARY} (every "
+            f"tokenizer {spec!r}: expected train-bpe:SIZE with SIZE from {BYTE_VOCABULARY} (every "
             f"byte and the end of text) to {LARGEST_VOCABULARY}, such as train-bpe:4096"
         )
     return size
@@ -280,7 +280,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
         with contextlib.suppress(OSError):
             known += [str(path.parent / entry.name) for entry in path.parent.iterdir()]
         raise DataError(
-            f"tokenizer {spec!r} does not exist{did_you_mean(spec, known)}; wanted bytes, "
+            f"tokenizer {spec!r} does not exist{did_you_mean(spec, known)}; expected bytes, "
             "train-bpe:SIZE, or the path of a tokenizer.json or of a folder with one"
         )
     if not file.exists():
@@ -327,7 +327,7 @@ def _parse(content: bytes, file: Path) -> "library.Tokenizer":
     largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
     if largest >= LARGEST_VOCABULARY:  # the library allocates memory up to the largest id
         raise DataError(
-            f"{file} has a token with id {largest}; ids below {LARGEST_VOCABULARY} were expected"
+            f"{file} has a token with id {largest}; expected ids below {LARGEST_VOCABULARY}"
         )
     return tokenizer
 
@@ -356,6 +356,6 @@ def _end_token(tokenizer: "library.Tokenizer", file: Path) -> int:
         if number is not None:
             return number
     raise DataError(
-        f"tokenizer {file} has no token to end a document with; name one as eos_token in a "
+        f"tokenizer {file} has no end-of-document token; name one as eos_token in a "
         f"tokenizer_config.json beside it (looked for {', '.join(KNOWN_ENDS)})"
     )

@@ -93,11 +93,11 @@ class Rounds:
             if all(each.given == engine.given for each in self.engines):
                 self._raise_errors()
             self._calls.append(call)
-        coming = engine.take(call)
+        future = engine.take(call)
         if call.method == "load" and all(e.given == len(self._calls) for e in self.engines):
             for each in self.engines:
                 each.await_load()
-        return coming
+        return future
 
     def level(self) -> None:
         """Give every engine the calls that it lacks, so that collective operations complete.
@@ -107,7 +107,7 @@ class Rounds:
         if self._broken is not None:
             return
         for engine in self.engines:
-            engine.error = engine.error or RuntimeError("the step was given up")
+            engine.error = engine.error or RuntimeError("the step was aborted")
         for engine in self.engines:
             for call in self._calls[engine.given :]:
                 engine.take(call)
@@ -122,7 +122,7 @@ class Rounds:
             if not engine.has_ended():
                 self._abort()
 
-    def breaks(self, error: Exception) -> None:
+    def record_failure(self, error: Exception) -> None:
         """Record that the group has failed, and abort its collective operations."""
         if self._broken is None:
             self._broken = error
@@ -132,8 +132,8 @@ class Rounds:
         """Raise `GroupError` if the group has failed."""
         if self._broken is not None:
             raise GroupError(
-                f"the devices of engine.devices have lost each other ({self._broken}); start the "
-                "run again, it goes on from what was saved"
+                f"the devices of engine.devices can no longer communicate ({self._broken}); start "
+                "the run again: it continues from the last saved step"
             ) from self._broken
 
     def _raise_errors(self) -> None:
@@ -195,11 +195,11 @@ class DeviceThread:
 
     def turn(self, stage: int) -> PendingGradients:
         """Run the last stage forward and backward; return its weights' gradients."""
-        return _Coming(self._rounds.give(self, Call("turn", stage)))
+        return _PendingResult(self._rounds.give(self, Call("turn", stage)))
 
     def backward(self, stage: int) -> PendingGradients:
         """Run a stage backward on all micro-batches; return its weights' gradients."""
-        return _Coming(self._rounds.give(self, Call("backward", stage)))
+        return _PendingResult(self._rounds.give(self, Call("backward", stage)))
 
     def infer(self, stage: int) -> None:
         """Run a stage forward; keep nothing for a backward."""
@@ -232,10 +232,10 @@ class DeviceThread:
     def take(self, call: Call) -> Future[Any]:
         """Queue a call behind the earlier ones."""
         self.given += 1
-        coming = self._submit(lambda: self._do(call))
+        future = self._submit(lambda: self._do(call))
         if call.method == "load":
-            self._loading = coming
-        return coming
+            self._loading = future
+        return future
 
     def await_load(self) -> None:
         """Wait until the last `load` has completed or failed."""
@@ -255,7 +255,7 @@ class DeviceThread:
         met = self.error
         assert met is not None
         if not isinstance(met, GroupError):
-            self._pass_over(call)
+            self._skip_stage(call)
         raise met
 
     def _begin(self, batch: Batch) -> None:
@@ -267,20 +267,20 @@ class DeviceThread:
     def _fail(self, error: Exception) -> None:
         self.error = error
         if isinstance(error, GroupError):
-            self._rounds.breaks(error)
+            self._rounds.record_failure(error)
         else:
             error.add_note(f"on {self.name}, one of engine.devices")
 
-    def _pass_over(self, call: Call) -> None:
+    def _skip_stage(self, call: Call) -> None:
         slots = self._member.slots
         try:
             if call.method == "load":
                 slots.reset()  # no slot is in use any more
                 slots.load(call.stage, call.weights)
             else:
-                slots.pass_over(call.stage, call.method in ("turn", "backward"))
+                slots.skip_stage(call.stage, call.method in ("turn", "backward"))
         except Exception as error:  # the device blocks the other devices
-            self._rounds.breaks(error)
+            self._rounds.record_failure(error)
 
     def _ask(self, question: Callable[[], Any]) -> Any:
         def answer() -> Any:
@@ -291,19 +291,19 @@ class DeviceThread:
         return self._submit(answer).result()
 
     def _submit(self, act: Callable[[], Any]) -> Future[Any]:
-        coming: Future[Any] = Future()
+        future: Future[Any] = Future()
 
         def job() -> None:
             try:
-                coming.set_result(act())
+                future.set_result(act())
             except Exception as error:
-                coming.set_exception(error)
+                future.set_exception(error)
 
         self._jobs.put(job)
-        return coming
+        return future
 
 
-class _Coming:
+class _PendingResult:
     """Gradients of a stage that a device has not computed yet."""
 
     def __init__(self, pending: Future[PendingGradients]) -> None:

@@ -40,12 +40,12 @@ def check_inputs(program: Program, inputs: Mapping[str, torch.Tensor]) -> None:
             )
         if name not in program.values:
             continue  # an argument that the model does not read
-        wanted, came = program.values[name].tensor, inputs[name]
-        if (wanted.shape, wanted.dtype) != (tuple(came.shape), came.dtype):
+        wanted, given = program.values[name].tensor, inputs[name]
+        if (wanted.shape, wanted.dtype) != (tuple(given.shape), given.dtype):
             raise DataError(
                 f"the batch's {name!r} must be {_described(wanted.dtype, wanted.shape)} per "
                 f"micro-batch, as in the model's example inputs; the source gave "
-                f"{_described(came.dtype, came.shape)}"
+                f"{_described(given.dtype, given.shape)}"
             )
 
 

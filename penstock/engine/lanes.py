@@ -102,7 +102,7 @@ class CudaLanes:
         return self._copies.get(lane) or torch.cuda.current_stream(self._device)
 
 
-class _Passed:
+class _ReachedMark:
     """A mark in a lane whose operations complete as they are queued."""
 
     def synchronize(self) -> None:
@@ -130,7 +130,7 @@ class HostLanes:
 
     def mark(self, lane: Lane) -> Mark:
         """Return a mark that has already been reached."""
-        return _Passed()
+        return _ReachedMark()
 
     def wait(self, lane: Lane, mark: Mark) -> None:
         """Do nothing: no operation is pending."""

@@ -137,10 +137,10 @@ def plan_engine(
 
 def _by_value(stages: Sequence[Stage]) -> list[int]:
     """Order all stages but the last by bytes freed per repeated operation, best first."""
-    worth = [s for s in stages[:-1] if s.kind.saved_bytes > 0]
+    useful = [s for s in stages[:-1] if s.kind.saved_bytes > 0]
     return [
         s.index
-        for s in sorted(worth, key=lambda s: -s.kind.saved_bytes / (1 + s.kind.forward_flops))
+        for s in sorted(useful, key=lambda s: -s.kind.saved_bytes / (1 + s.kind.forward_flops))
     ]
 
 
@@ -158,7 +158,7 @@ def _checked(
     if found.peak_bytes > budget_bytes:
         beside = ""
         if plan.beside_bytes:
-            beside = f" ({size_above(plan.beside_bytes)} of it for what is on its way)"
+            beside = f" ({size_above(plan.beside_bytes)} of it for transfer buffers)"
         need = size_above(found.peak_bytes)
         raise BudgetError(
             f"the engine needs {need} for a step of {micro_batches} micro-batch(es){beside}, the "

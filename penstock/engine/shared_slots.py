@@ -84,7 +84,7 @@ class SharedSlots(SlotsInTurn):
         self._pack(flat, nodes)
         return self._exchange(flat, [t is not None for t in nodes[0].tensors])
 
-    def pass_over(self, stage: int, returns_gradients: bool) -> None:
+    def skip_stage(self, stage: int, returns_gradients: bool) -> None:
         """Run a stage's collective operations for a device that has failed.
 
         The other devices would otherwise wait. The data that this device sends is meaningless, and

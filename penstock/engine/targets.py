@@ -244,7 +244,9 @@ def choose_target(wanted: str) -> Target:
         return next(TARGETS[name] for name in _PREFERRED if TARGETS[name].is_available)
     target = target_of(wanted)
     if not target.is_available:
-        raise ConfigError(f"engine.device: expected cpu, got {wanted}, which this machine has not")
+        raise ConfigError(
+            f"engine.device: expected cpu, got {wanted}, which this machine does not have"
+        )
     return target
 
 

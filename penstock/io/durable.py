@@ -97,7 +97,7 @@ def put_pieces(path: Path, pieces: Iterable[bytes], point: str | None = None) ->
     Raises:
         OSError: the system refused; the old file is unchanged, and no temporary file remains.
     """
-    temporary = _aside(path)
+    temporary = _temporary_path(path)
     temporary.unlink(missing_ok=True)
     try:
         with _new_file(temporary) as descriptor:
@@ -133,7 +133,7 @@ def new_folder(folder: Path, point: str | None = None) -> Iterator[Path]:
     Raises:
         OSError: the system refused.
     """
-    temporary = _aside(folder)
+    temporary = _temporary_path(folder)
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     try:
@@ -150,7 +150,7 @@ def new_folder(folder: Path, point: str | None = None) -> Iterator[Path]:
     _reached(point, "after_sync")
 
 
-def _aside(path: Path) -> Path:
+def _temporary_path(path: Path) -> Path:
     return path.with_name(f"{TEMPORARY_PREFIX}{path.name}")
 
 

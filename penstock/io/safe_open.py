@@ -47,7 +47,7 @@ def read_plain(path: Path, most_bytes: int) -> bytes:
         size = os.fstat(file.fileno()).st_size
         if size > most_bytes:
             raise NotPlainError(
-                errno.EFBIG, f"it has {size:,} bytes, at most {most_bytes:,} make sense", str(path)
+                errno.EFBIG, f"it has {size:,} bytes, at most {most_bytes:,} are allowed", str(path)
             )
         return file.read()
 
@@ -68,6 +68,4 @@ def _open(path: Path, flags: int) -> int:
 
 
 def _not_plain(path: Path, what: str) -> NotPlainError:
-    return NotPlainError(
-        errno.EINVAL, f"a file was expected here, {what} is there; move it away", str(path)
-    )
+    return NotPlainError(errno.EINVAL, f"expected a file, got {what}; move it away", str(path))

@@ -68,16 +68,16 @@ def parse_header(path: Path, data: bytes | bytearray, total_bytes: int) -> dict[
     except (ValueError, RecursionError) as error:
         raise _broken(path, f"its header cannot be read: {error}") from error
     if not isinstance(table, dict):
-        raise _broken(path, "its header is not a table")
+        raise _broken(path, "its header is not a mapping")
     metadata = table.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise _broken(path, f"its metadata is not a table of texts: {str(metadata)[:100]}")
+        raise _broken(path, f"its metadata is not a mapping of strings: {str(metadata)[:100]}")
     extents = [(name, _extent(path, name, entry, len(data))) for name, entry in table.items()]
     extents.sort(key=lambda item: (item[1].begin, item[1].end))
     place = len(data)
     for name, extent in extents:
         if extent.begin != place:
-            raise _broken(path, f"tensor {name!r} begins at {extent.begin}, {place} was expected")
+            raise _broken(path, f"expected tensor {name!r} to begin at {place}, got {extent.begin}")
         place = extent.end
     if place != total_bytes:
         raise _broken(path, f"its tensors end at {place:,}, the file at {total_bytes:,}")

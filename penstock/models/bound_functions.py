@@ -33,7 +33,7 @@ def refuse_bound_functions(module: nn.Module) -> None:
                     raise CompileError(
                         f"{'.'.join(filter(None, (path, name)))} is a function, "
                         f"{_place(function)}, that holds parts of the model in its closure: the "
-                        "copy that is compiled would read the original's. Make it a method, or "
+                        "compiled copy would read the parts of the original. Make it a method, or "
                         "give the function that builds the model (ModelSource.from_factory)."
                     )
 
@@ -45,14 +45,14 @@ def refuse_bound_loss(module: nn.Module, loss: Any) -> None:
     """
     if isinstance(loss, nn.Module) and (own := [name for name, _ in loss.named_parameters()]):
         raise CompileError(
-            f"the loss, {_place(loss)}, has weights of its own ({few(own)}): make it a part of the "
-            "model, which then takes the targets as inputs and returns its loss."
+            f"the loss, {_place(loss)}, has weights of its own ({few(own)}): make the loss a part "
+            "of the model; the model then takes the targets as inputs and returns its loss."
         )
     if _holds(loss, _parts(module), set()):
         raise CompileError(
-            f"the loss, {_place(loss)}, holds parts of the model, which would get no gradient by "
-            "it and keep their first values in it. Compute what it takes of them in the model's "
-            "forward, and return it with the output."
+            f"the loss, {_place(loss)}, holds parts of the model: these parts would get no "
+            "gradient from the loss, and the loss would keep their first values. Compute what the "
+            "loss needs of them in the model's forward, and return it with the output."
         )
 
 

@@ -60,7 +60,7 @@ class Built:
         except (TypeError, RuntimeError, AttributeError) as error:
             raise CompileError(
                 f"expected a module that copy.deepcopy can copy, {type(module).__name__} cannot "
-                f"be: {error}; keep open files, locks and graphs out of it"
+                f"be: {error}; remove open files, locks and graphs from it"
             ) from error
         self.names = TensorNames.of(self.module)
         self.aliases = self.names.aliases

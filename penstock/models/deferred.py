@@ -196,6 +196,6 @@ def record(build: Callable[[], nn.Module]) -> Deferred:
 def _cannot_replay(reason: str) -> str:
     first_line = reason.strip().splitlines()[0] if reason.strip() else "no reason given"
     return (
-        f"the constructor does what cannot be replayed weight by weight ({first_line}); build the "
-        f"model yourself and pass the nn.Module instead"
+        f"the constructor cannot be replayed weight by weight ({first_line}); build the model "
+        "yourself and pass the nn.Module instead"
     )

@@ -43,8 +43,8 @@ def require_clear(module: nn.Module) -> None:
     examples = ", ".join(f'"{each}": {each}' for each in inputs)
     raise ConfigError(
         "Trainer(model=...): expected a language model of transformers, or a module whose forward "
-        f"takes input_ids and labels and returns its loss; {name}.forward takes {takes}. Say what "
-        "it is given and how its loss is made: model=ModelSource.from_module(model, loss=loss, "
+        f"takes input_ids and labels and returns its loss; {name}.forward takes {takes}. Describe "
+        "its inputs and its loss: model=ModelSource.from_module(model, loss=loss, "
         f'inputs={{{examples}}}, targets={{"target": target}}), with loss(output, target) and an '
         "example batch of each, and source=ArraySource(...) with arrays of the same names"
     )

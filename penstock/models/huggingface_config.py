@@ -86,7 +86,7 @@ def make_config(
     if merged.get("quantization_config") is not None:
         raise ConfigError(
             f"this {model_type} is quantised (it has a quantization_config), which cannot be "
-            "trained on; take the original, or dequantise it with the tool that made it"
+            "trained on; take the original, or dequantise it with the tool that created it"
         )
     _refuse_too_many(model_type, merged)
     try:
@@ -120,7 +120,7 @@ def _refuse_too_many(model_type: str, fields: Mapping[str, Any]) -> None:
         if counted and isinstance(value, int) and value > _MOST[counted[1]]:
             raise ConfigError(
                 f"{model_type}: {name} is {value:,}, at most {_MOST[counted[1]]:,} can be built "
-                "and traced in sensible time; for a larger model make its layers wider"
+                "and traced in reasonable time; for a larger model use wider layers"
             )
 
 
@@ -142,9 +142,9 @@ def find_task(config: Any) -> str:
     if causal:
         return "causal_lm"
     raise ConfigError(
-        f"transformers has no causal or masked language model for {config.model_type}; "
-        "say how its loss is made and what it is given: loss, inputs and targets of "
-        "ModelSource.from_module or of model: {factory: package.module:function}"
+        f"transformers has no causal or masked language model for {config.model_type}; define its "
+        "loss and its inputs: loss, inputs and targets of ModelSource.from_module or of model: "
+        "{factory: package.module:function}"
     )
 
 

@@ -101,7 +101,7 @@ class Converted:
             shape = tuple(found[name].shape) if name in found else None
             if shape != shapes[name]:
                 raise ConfigError(
-                    f"{name} is {list(shapes[name])} in the model, {sources} make "
+                    f"{name} is {list(shapes[name])} in the model, {sources} give "
                     f"{'nothing of that name' if shape is None else list(shape)}; config.json and "
                     "weights are of different models"
                 )
@@ -155,16 +155,16 @@ def match(
     surplus = _surplus(unused, module, ignore)
     if buffers := [name for name in found if name not in parameters]:
         raise ConfigError(
-            f"{folder}: {type(module).__name__} keeps {_listed(buffers, 'buffer')} beside its "
-            "weights, which are not carried from step to step here; models with weights alone "
-            "can be trained"
+            f"{folder}: {type(module).__name__} has {_listed(buffers, 'buffer')} beside its "
+            "weights, and Penstock keeps no buffers from step to step; only models without such "
+            "buffers can be trained"
         )
     if missing:
         raise ConfigError(_missing(folder, missing, surplus, module))
     if surplus:
         raise ConfigError(
-            f"{folder}: {_listed(surplus, 'tensor')} that {type(module).__name__} has no place "
-            f"for; if it is to do without, say so: model.ignore: [{', '.join(_patterns(surplus))}]"
+            f"{folder}: {_listed(surplus, 'tensor')} that {type(module).__name__} does not have; "
+            f"to ignore them, set model.ignore: [{', '.join(_patterns(surplus))}]"
         )
     return found
 
@@ -207,7 +207,7 @@ def _check(
     if extent.dtype not in FLOATS:
         raise ConfigError(
             f"{where} is stored as {extent.dtype}, expected one of {', '.join(FLOATS)}; a "
-            "quantised checkpoint must be dequantised first, with the tool that made it"
+            "quantised checkpoint must be dequantised first, with the tool that created it"
         )
     if extent.shape != tuple(wanted.shape):
         raise ConfigError(
@@ -247,10 +247,13 @@ def _missing(folder: Path, missing: list[str], surplus: list[str], module: Any) 
     )
     made_for = ", ".join(getattr(module.config, "architectures", None) or [])
     if surplus:
-        return f"{text}; {_listed(surplus, 'tensor')} there have no use; is it another model?"
+        return (
+            f"{text}; {_listed(surplus, 'tensor')} in its files are not used; are they of another "
+            "model?"
+        )
     if made_for and made_for != type(module).__name__:
         return f"{text}; it was saved from {made_for}, which lacks them"
-    return f"{text}; download the folder again, or save it whole"
+    return f"{text}; download the folder again, or save the complete model"
 
 
 def _listed(names: Sequence[str], what: str) -> str:

@@ -26,18 +26,18 @@ def keep_small_files(folder: Path, kept: Path) -> None:
     """
     checksums = {}
     try:
-        with durable.new_folder(kept) as aside:
+        with durable.new_folder(kept) as staging:
             for path in [folder / CONFIG, *tokenizer_files(folder), *other_files(folder)]:
                 content = read_bytes(path)
                 checksums[path.name] = xxhash.xxh3_128_hexdigest(content)
-                durable.write_file(aside / path.name, content)
+                durable.write_file(staging / path.name, content)
             sealed = {"files": checksums, "checksum": _checksum_of(checksums)}
             text = json.dumps(sealed, indent=1) + "\n"
-            durable.write_file(aside / CHECKSUMS, text.encode())
+            durable.write_file(staging / CHECKSUMS, text.encode())
             shutil.rmtree(kept, ignore_errors=True)
     except OSError as error:
         raise StorageError(
-            f"{kept}: cannot be written: {error.strerror}; choose another with run.dir=FOLDER"
+            f"{kept}: cannot write it: {error.strerror}; choose another with run.dir=FOLDER"
         ) from error
 
 

@@ -129,8 +129,8 @@ def _targeted(module: nn.Module, names: TensorNames, targets: Sequence[str]) -> 
                 )
             if name in tied:
                 raise ConfigError(
-                    f"{here}, which is tied to {tied[name]}: an adapter could not be merged into "
-                    "the one without changing the other; leave it out"
+                    f"{here}, which is tied to {tied[name]}: merging an adapter into one of them "
+                    "would change the other; exclude it"
                 )
             if hasattr(owner, "lora_A") or hasattr(owner, "lora_B"):
                 raise ConfigError(f"{here}, whose layer has a lora_A or lora_B of its own")
@@ -146,7 +146,7 @@ def _copied(origin: WeightSource, wrappers: Sequence[nn.Module]) -> tuple[Any, .
     except (TypeError, RuntimeError, AttributeError) as error:
         raise CompileError(
             f"lora needs a module that copy.deepcopy can copy, {type(origin.module).__name__} "
-            f"cannot be: {error}; keep open files, locks and graphs out of it"
+            f"cannot be: {error}; remove open files, locks and graphs from it"
         ) from error
 
 

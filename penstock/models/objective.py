@@ -125,10 +125,10 @@ class CustomLoss(nn.Module):
             output = self.model(**inputs)
         loss = output if self._loss is None else self._loss(output, **targets)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            came = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-            cure = "give loss: package.module:function" if self._loss is None else "reduce it"
+            actual = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+            advice = "give loss: package.module:function" if self._loss is None else "reduce it"
             raise CompileError(
-                f"expected a scalar loss from {type(self.model).__name__}, got {came}; {cure}"
+                f"expected a scalar loss from {type(self.model).__name__}, got {actual}; {advice}"
             )
         return loss
 

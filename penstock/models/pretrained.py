@@ -83,6 +83,6 @@ class Pretrained:
             if not self.files.equal(origin.tensor, other):
                 raise ConfigError(
                     f"{self.files.folder}: {origin.tensor} and {other} are one weight in "
-                    f"{type(self.module).__name__}, but have other values in the files; set "
+                    f"{type(self.module).__name__}, but have different values in the files; set "
                     "tie_word_embeddings to false in config.json if they are two weights"
                 )

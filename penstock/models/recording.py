@@ -208,8 +208,8 @@ class Recorder(TorchDispatchMode):
         steps = plan(self.operations, needed)
         if any(step.operation.draw for step in steps):
             raise CompileError(
-                f"{_place()}: the constructor looks at the values of random tensors ({func}), so "
-                f"its weights cannot be made one at a time; {_WAY_OUT}"
+                f"{_place()}: the constructor reads the values of random tensors ({func}), so its "
+                f"weights cannot be made one at a time; {_WAY_OUT}"
             )
         with _disable_current_modes():
             replay = Replay(self.storage_bytes(), self.generator_states, seed=0)

@@ -161,22 +161,23 @@ class Replay:
         else:
             # The global generator takes this state for one call, since some random operators accept
             # no generator argument.
-            everyones = torch.default_generator.get_state()
+            default_state = torch.default_generator.get_state()
             torch.default_generator.set_state(generator.get_state())
             try:
                 result = step.operation.function(*args, **kwargs)
                 generator.set_state(torch.default_generator.get_state())
             finally:
-                torch.default_generator.set_state(everyones)
+                torch.default_generator.set_state(default_state)
         if step.remember:
             self._remembered[draw.generator, draw.number] = generator.get_state()
         return result
 
     def _keep(self, operation: RecordedOperation, tensor: torch.Tensor, window: Window) -> None:
-        came = (tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset())
-        if came != (window.dtype, window.size, window.stride, window.offset):
+        layout = tuple(tensor.stride()), tensor.storage_offset()
+        actual = (tensor.dtype, tuple(tensor.shape), *layout)
+        if actual != (window.dtype, window.size, window.stride, window.offset):
             raise CompileError(
-                f"{operation.function} gave {came} where its recording promised "
-                f"{window}; build the model yourself and pass the nn.Module instead"
+                f"{operation.function}: expected {window}, as recorded, got {actual}; build the "
+                "model yourself and pass the nn.Module instead"
             )
         self._storages[window.storage] = tensor.untyped_storage()

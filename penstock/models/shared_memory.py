@@ -34,10 +34,10 @@ def refuse_shared_memory(module: nn.Module) -> None:
         for other, first in here:
             if _overlap(first, parameter):
                 raise CompileError(
-                    f"the weights {other!r} and {name!r} share memory without being one "
-                    "parameter, so that an optimizer would update it once for each. To tie them, "
-                    "assign the parameter itself (b.weight = a.weight, without .data); otherwise "
-                    "give one of them a copy (.clone())."
+                    f"the weights {other!r} and {name!r} share memory without being one parameter, "
+                    "so an optimizer would update this memory twice. To tie them, assign the "
+                    "parameter itself (b.weight = a.weight, without .data); otherwise give one of "
+                    "them a copy (.clone())."
                 )
         here.append((name, parameter))
     for name, tensor in _other_tensors(module):

@@ -71,7 +71,7 @@ class WeightFiles:
         for name, file in listed.items():
             if name not in self.tensors or self.tensors[name].file != file:
                 raise CorruptionError(
-                    f"{folder / INDEX}: it says that {name!r} is in {file}, which has no such "
+                    f"{folder / INDEX}: expected {name!r} in {file}, which has no such "
                     "tensor; download the folder again"
                 )
 
@@ -191,7 +191,7 @@ class WeightFiles:
             except OSError as error:
                 raise cannot_read(path, error) from error
             if not count:
-                raise CorruptionError(f"{path}: it became shorter while it was read")
+                raise CorruptionError(f"{path}: the file was shortened while it was read")
             filled += count
 
     def _descriptor(self, file: str) -> int:
@@ -202,12 +202,14 @@ class WeightFiles:
         try:
             opened = open_file(path)
         except FileNotFoundError:
-            raise CorruptionError(f"{path}: it was there a moment ago and is gone") from None
+            raise CorruptionError(
+                f"{path}: the file was deleted while the folder was in use"
+            ) from None
         self._open = (file, opened)
         size = os.fstat(opened.fileno()).st_size
         if size != self._sizes[file]:
             raise CorruptionError(
-                f"{path}: it has {size:,} bytes, it had {self._sizes[file]:,} when it was opened; "
+                f"{path}: expected {self._sizes[file]:,} bytes, as at the opening, got {size:,}; "
                 "do not change the folder while it is read"
             )
         return opened.fileno()

@@ -8,16 +8,16 @@ if TYPE_CHECKING:
     from penstock.planning.builders import build_program
     from penstock.planning.execution_plan import ExecutionPlan, plan_execution
     from penstock.planning.machine import Machine
-    from penstock.planning.memory_budget import bytes_on_the_way
+    from penstock.planning.memory_budget import transfer_buffer_bytes
 
 __all__ = [
     "ExecutionPlan",
     "Machine",
     "build_program",
     "builders",
-    "bytes_on_the_way",
     "plan_execution",
     "store_factory",
+    "transfer_buffer_bytes",
 ]
 
 __getattr__ = lazily(
@@ -26,7 +26,7 @@ __getattr__ = lazily(
         "ExecutionPlan": "execution_plan",
         "Machine": "machine",
         "build_program": "builders",
-        "bytes_on_the_way": "memory_budget",
         "plan_execution": "execution_plan",
+        "transfer_buffer_bytes": "memory_budget",
     },
 )

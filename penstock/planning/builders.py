@@ -75,8 +75,8 @@ def _with_base(spec: HuggingFaceModel, kept: Path) -> ModelSource:
     folder = Path(spec.hf)
     if not folder.is_dir():
         raise ConfigError(
-            f"model.hf: {folder} is not there, and the checkpoints of this run take their frozen "
-            "weights from it; restore it, or point model.hf at a copy"
+            f"model.hf: {folder} does not exist, but the checkpoints of this run need its frozen "
+            "weights; restore the folder, or set model.hf to a copy"
         )
     return ModelSource.from_hf(kept, spec.overrides, ignore=spec.ignore, weights=folder)
 
@@ -88,8 +88,8 @@ def base_reader(config: Config, base: Base) -> ReadBase:
     """
     if config.model is None:
         raise ConfigError(
-            f"{config.run.dir} trains a model given from Python, with whose weights its "
-            "checkpoints make a whole: use Trainer(config, model=...)"
+            f"{config.run.dir} trains a model given from Python, and its checkpoints need the "
+            "frozen weights of that model: use Trainer(config, model=...)"
         )
     source = model_source(config.model, config.run.dir / KEPT, needs_base=True)
     base.require(source.weights_fingerprint(), source.weights_folder)

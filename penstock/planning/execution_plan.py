@@ -129,11 +129,12 @@ def plan_execution(
 
 def _why(config: Config, division: MicroBatchPlan) -> str:
     """Explain the choice of the micro-batch, and name the alternatives."""
-    text = "as for one engine, so that the number of engines changes no bit"
+    text = "as for one engine, so that the number of engines does not change the result"
     if division.is_for_many:
         text = (
-            f"the least, since one engine cannot hold a step of {config.batch.size} sequences: the "
-            "number of engines does not decide it, or it would change bits"
+            f"the minimum, since one engine cannot hold a step of {config.batch.size} sequences: "
+            "it does not depend on the number of engines, so that this number does not change the "
+            "result"
         )
     return (
         f"batch.micro: auto is {division.micro_batch}, {text}. To choose it for "

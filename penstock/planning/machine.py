@@ -59,14 +59,14 @@ class Machine:
     @classmethod
     def here(cls, devices: Sequence[str] = ()) -> Machine:
         """Read this machine and the named devices; a query of a device starts its driver."""
-        asked = {name: target_of(name).memory_bytes(name) for name in devices}
+        reported = {name: target_of(name).memory_bytes(name) for name in devices}
         return cls(
             processor=Processor.here(),
             cores=thread_count(None),
             resident_bytes=process_memory.resident_bytes(),
             available_bytes=process_memory.available_bytes(),
             is_measurable=process_memory.is_measurable(),
-            devices={name: DeviceMemory(*memory) for name, memory in asked.items() if memory},
+            devices={name: DeviceMemory(*memory) for name, memory in reported.items() if memory},
         )
 
 

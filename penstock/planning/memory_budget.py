@@ -118,8 +118,8 @@ class Budget:
         self._libraries = machine.resident_bytes
         if config.memory is not None and not machine.is_measurable:
             raise ConfigError(
-                "memory: expected null, since this system does not say what a process has of "
-                "memory; set store.dram and engine.memory instead"
+                "memory: expected null, since this system does not report the memory of a process; "
+                "set store.dram and engine.memory instead"
             )
         self._limit = machine.memory_bytes
         if config.memory is not None:
@@ -130,18 +130,18 @@ class Budget:
         self._on_flash = config.store.flash.path is not None
         needed = least_flash_store_bytes if self._on_flash else _dram_store_bytes
         self._need = needed(config, program, roles)
-        self._on_the_way = 0
+        self._transfer_bytes = 0
         if config.cluster.start != "none":
-            self._on_the_way = bytes_on_the_way(program, device)
+            self._transfer_bytes = transfer_buffer_bytes(program, device)
         self._is_elsewhere = config.cluster.shards == "apart" and config.cluster.has_other_hosts
         self._engines_here = 0 if config.cluster.has_other_hosts else config.engines
         self._saving = _SAVING_BYTES
         if not self._on_flash and config.cluster.shards == "here":
             self._saving += min(int(config.checkpoint.buffer), self._need)
-        self._links = _shared_bytes(config, program)
+        self._connections = _shared_bytes(config, program)
         self._process = self._process_bytes()
         self._processes = self._processes_bytes()
-        known = self._libraries + self._data + self._saving + self._links + RESERVE_BYTES
+        known = self._libraries + self._data + self._saving + self._connections + RESERVE_BYTES
         known += self._processes
         self._rest = self._limit - known
         if self._here(self._need) >= self._rest:
@@ -195,16 +195,16 @@ class Budget:
 
         **Raises:** `BudgetError` if the other parts leave no memory.
         """
-        config, sharers, rest = self._config, max(1, self._engines_here), self._rest
+        config, count, rest = self._config, max(1, self._engines_here), self._rest
         if config.engine.memory != "auto":
             return int(config.engine.memory)
         if self._target.has_own_memory:
             least = self._machine.free_bytes(self._devices)
-            on_one = sharers if config.cluster.start == "local" else 1  # processes on one device
+            on_one = count if config.cluster.start == "local" else 1  # processes on one device
             return int(least * _AUTO_ENGINE) // on_one
         if not self._engines_here:  # as for one engine, with its connections only
             alone = config.model_copy(update={"engines": 1})
-            rest += self._links - _shared_bytes(alone, self._program)
+            rest += self._connections - _shared_bytes(alone, self._program)
         store = self._need
         if self._on_flash:
             store = int(_AUTO_FLASH * rest)
@@ -213,17 +213,17 @@ class Budget:
         is_too_little = store < self._need
         store = self._here(store)
         if config.memory is None:
-            share = int(_AUTO_ENGINE * (rest - store)) // sharers
+            share = int(_AUTO_ENGINE * (rest - store)) // count
             if share <= 0:
                 self._refuse(store, self._least())
             return share
         if self._on_flash and config.store.dram == "auto" and not self._is_elsewhere:
             # Engines and store start with half each; the store gets memory that engines cannot use.
             least, wanted = self._choice()
-            share = min(max(least, rest // 2 // sharers), wanted)
-            store = rest - sharers * share
+            share = min(max(least, rest // 2 // count), wanted)
+            store = rest - count * share
             is_too_little = store < self._need
-        share = (rest - store) // sharers
+        share = (rest - store) // count
         if share <= 0 or is_too_little:
             self._refuse(max(self._need, store), self._least())
         return share
@@ -283,7 +283,7 @@ class Budget:
             return peak
         if self._sharing is not None:
             return 0
-        return 2 * _largest_moved(self._program) + self._on_the_way
+        return 2 * _largest_moved(self._program) + self._transfer_bytes
 
     def _returns_bytes(self, plan: EnginePlan) -> int:
         """Return the host memory of all devices of a group together."""
@@ -303,7 +303,7 @@ class Budget:
     @property
     def _beside(self) -> int:
         """The transfer buffers, if they are in the memory in which engines compute."""
-        return 0 if self._target.has_own_memory else self._on_the_way
+        return 0 if self._target.has_own_memory else self._transfer_bytes
 
     def _require_loading(self, store: int, engine: int) -> None:
         """Check the memory for loading a flash store: one stage's weights and state together."""
@@ -312,10 +312,10 @@ class Budget:
         name, need = largest_stage(self._program, self._loading_bytes)
         if need > self._rest:
             raise BudgetError(
-                f"{self._limit_name}: gathering the weights and the state of {name} takes "
+                f"{self._limit_name}: gathering the weights and the state of {name} needs "
                 f"{size_above(need)} once, {size_above(max(self._rest, 0))} are left beside the "
-                f"libraries and the reserve.\n{self._table(store, engine)}\n"
-                f"Raise memory by {size_above(need - self._rest)}."
+                f"libraries and the reserve.\n{self._table(store, engine)}\nRaise memory by "
+                f"{size_above(need - self._rest)}."
             )
 
     def _loading_bytes(self, weight: WeightSpec) -> int:
@@ -342,7 +342,7 @@ class Budget:
             where = "calls to the store's shards, on other hosts"
         here = self._engines_here
         number = f"{here} engines" if here > 1 else "engine"
-        workers = "workers' processes, with spare ones"
+        workers = "worker processes, with standby engines"
         shared = "memory that processes share (cluster.shared_memory)"
         return [
             ("libraries and compiled model, measured", self._libraries),
@@ -350,9 +350,9 @@ class Budget:
             ("writing checkpoints (checkpoint.buffer)", self._saving),
             (where, self._here(store)),
             *([(f"{number} (engine.memory)", here * engine)] if here else []),
-            *([(shared, self._links)] if self._links else []),
+            *([(shared, self._connections)] if self._connections else []),
             *([(workers, self._processes)] if self._processes else []),
-            ("reserve for what no part accounts for", RESERVE_BYTES),
+            ("reserve for memory of no other part", RESERVE_BYTES),
         ]
 
     def _table(self, store: int, engine: int) -> str:
@@ -379,12 +379,12 @@ class Budget:
             if self._saving - _SAVING_BYTES > over:
                 left = int(config.checkpoint.buffer) - over
                 ways.append(f"lower checkpoint.buffer to {_floor(left)}")
-            ways.append("name a folder on a fast disk in store.flash.path")
+            ways.append("set store.flash.path to a folder on a fast disk")
         ways.append("lower batch.micro, batch.size or data.sequence_length")
-        return f"It is {size_above(over)} too much: {', or '.join(ways)}."
+        return f"The sum is {size_above(over)} above the limit: {', or '.join(ways)}."
 
 
-def bytes_on_the_way(program: Program, device: str) -> int:
+def transfer_buffer_bytes(program: Program, device: str) -> int:
     """Return the memory of the transfer buffers of an engine in a process of its own.
 
     Weights arrive in `WINDOW` buffers, each as large as the largest stage. A CPU computes with the
@@ -423,7 +423,7 @@ def _shared_bytes(config: Config, program: Program) -> int:
         return 0
     pairs = ways(config.engines, shards)
     if cluster.shards == "here":  # in one process
-        pairs = {(max(sender, -1), max(taker, -1)) for sender, taker in pairs}
+        pairs = {(max(sender, -1), max(receiver, -1)) for sender, receiver in pairs}
     calls = 2 * shards if cluster.shards == "apart" else 0
     if cluster.has_other_hosts:  # only connections of this process are surely here
         pairs = {pair for pair in pairs if -1 in pair and cluster.shards == "here"}

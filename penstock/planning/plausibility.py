@@ -38,7 +38,7 @@ def refuse_implausible(
     if tensors > MOST_TENSORS:
         raise CompileError(
             f"{source.name} has {tensors:,} parameter tensors, at most {MOST_TENSORS:,} can be "
-            "traced in sensible time; give it fewer, larger layers"
+            "traced in reasonable time; use fewer, larger layers"
         )
     limit, limit_name = machine.memory_bytes, "this machine has"
     if config.memory is not None and int(config.memory) < limit:
@@ -55,7 +55,7 @@ def refuse_implausible(
 
 
 _ADVICE = {
-    "store": "make the model smaller, or name a folder on a fast disk in store.flash.path",
+    "store": "make the model smaller, or set store.flash.path to a folder on a fast disk",
     "batch": "lower batch.size or data.sequence_length",
     "one sequence's hidden states": "lower data.sequence_length",
     "buffers": "make the model smaller",

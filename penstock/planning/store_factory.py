@@ -54,11 +54,11 @@ def make_store(
     program: Program,
     device: str = "cpu",
     notice: Callable[[str], None] = lambda text: None,
-    apart: Sequence[RemoteShardStore] | None = None,
+    remote_shards: Sequence[RemoteShardStore] | None = None,
 ) -> Store:
     """Return an empty store with the configured optimizer and schedule, for engines on `device`.
 
-    The shards are in this process unless `apart` is given; with `apart` the result is not a
+    The shards are in this process unless `remote_shards` is given; then the result is not a
     `MemoryStore`.
 
     **Raises:** `BudgetError` if the store needs more than `store.dram`.
@@ -66,9 +66,13 @@ def make_store(
     roles = optimizer_of(config).roles
     shard_map = ShardMap.of(program, config.store.shards)
     store: Store
-    if apart is not None:
+    if remote_shards is not None:
         store = ShardedStore(
-            program, shard_map, [shard.open() for shard in apart], roles, commit_rule(config)
+            program,
+            shard_map,
+            [shard.open() for shard in remote_shards],
+            roles,
+            commit_rule(config),
         )
     elif config.store.shards == 1:
         store = make_dram_shard(config, program, program)
@@ -79,12 +83,12 @@ def make_store(
     if config.store.dram != "auto" and needed > int(config.store.dram):
         raise BudgetError(
             f"store.dram: the store of {program.name} needs {needed:,} bytes of memory, the limit "
-            f"is {int(config.store.dram):,}; raise it, or name a folder in store.flash.path"
+            f"is {int(config.store.dram):,}; raise it, or set store.flash.path to a folder"
         )
     if target_of(device).has_own_memory and not store.page_lock():
         notice(
-            "the system did not lock all of the weights' memory in place: they go to the GPU "
-            "through the driver's buffers, more slowly and not beside its work"
+            "the system did not page-lock all of the weights' memory: weights go to the GPU "
+            "through the driver's buffers, which is slower and does not overlap with computation"
         )
     return store
 
@@ -106,28 +110,28 @@ def make_flash_store(
     program: Program,
     dram_bytes: int,
     folder: Path,
-    apart: Sequence[RemoteShardStore] | None = None,
+    remote_shards: Sequence[RemoteShardStore] | None = None,
 ) -> DurableStore:
     """Return the store in a folder on flash, new or existing, with this much memory.
 
-    The shards are opened in this process, or by other processes (`apart`).
+    The shards are opened in this process, or by other processes (`remote_shards`).
 
     **Raises:** the errors of `FlashStore`, and `OtherStoreError` for another number of shards.
     """
     count = config.store.shards
-    if count == 1 and apart is None:
+    if count == 1 and remote_shards is None:
         require_shards(folder, 1)
         return make_flash_shard(config, program, program, folder, dram_bytes)
     shard_map = ShardMap.of(program, count)
     each = flash_share(config, program, dram_bytes)
-    if apart is None:
+    if remote_shards is None:
         parts = shard_map.parts(program)
         openers: list[Callable[[Path], DurableStore]] = [
             functools.partial(make_flash_shard, config, program, part, dram_bytes=each)
             for part in parts
         ]
     else:
-        openers = [functools.partial(_open_in, shard) for shard in apart]
+        openers = [functools.partial(_open_in, shard) for shard in remote_shards]
     try:
         return ShardedFlashStore(
             program,
@@ -140,8 +144,7 @@ def make_flash_store(
         )
     except BudgetError as error:
         raise BudgetError(
-            f"{error}; the {count} shards{_with_replicas(config)} share what store.flash.size says "
-            "equally"
+            f"{error}; the {count} shards{_with_replicas(config)} share store.flash.size equally"
         ) from None
 
 

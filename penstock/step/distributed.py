@@ -32,8 +32,8 @@ from penstock.step.nonfinite import NonFiniteLossError, require_finite, trace
 from penstock.store import Commit, CommitRule, Store, merged
 from penstock.telemetry import StepDone
 
-_GIVING_UP = 60.0  # seconds in which a decided step must end
-_LOOK = 0.05  # seconds between two checks for events
+_CANCEL_SECONDS = 60.0  # seconds in which a decided step must end
+_POLL_SECONDS = 0.05  # seconds between two checks for events
 
 
 class DistributedStepRunner:
@@ -100,13 +100,13 @@ class DistributedStepRunner:
             outcome = self._attempt(request)
             if outcome.error is None:
                 break
-            if not self._begins_anew(outcome.error):
+            if not self._can_retry(outcome.error):
                 self.manager.event_queue.require_sound()
                 if isinstance(outcome.error, NonFiniteLossError):
                     self._trace(outcome.error)
                 raise _as_ours(outcome.error)
             self._store.take_traffic()  # the replies also update the shards' current step
-        self.manager.call(self._look_for_stragglers)
+        self.manager.call(self._check_stragglers)
         return self._done(request, outcome, started)
 
     def _attempt(self, request: _TrainingStepRequest) -> StepResult:
@@ -121,38 +121,38 @@ class DistributedStepRunner:
         manager = self.manager
         manager.call(lambda: manager.coordinator.start(request, done))
         try:
-            while not ended.wait(timeout=_LOOK):
+            while not ended.wait(timeout=_POLL_SECONDS):
                 manager.event_queue.poll()
                 if manager.coordinator.phase is Phase.GATHERING and manager.should_stop():
                     raise InterruptedError("stopped while waiting for engines or shards")
         except BaseException:  # the next step needs a quiescent coordinator
-            self._give_up(ended)
+            self._cancel_step(ended)
             raise
         manager.event_queue.poll()
         if outcomes[0].error is not None:
-            self._give_up(ended)
+            self._cancel_step(ended)
         return outcomes[0]
 
-    def _give_up(self, ended: threading.Event) -> None:
+    def _cancel_step(self, ended: threading.Event) -> None:
         """Cancel the step; return when no node works on it, or the run has failed."""
-        manager, deadline = self.manager, time.monotonic() + _GIVING_UP
+        manager, deadline = self.manager, time.monotonic() + _CANCEL_SECONDS
 
         def is_over(seen: Callable[[], bool]) -> bool:
             return seen() or manager.event_queue.has_failed or time.monotonic() > deadline
 
         manager.call(manager.coordinator.cancel)
         while not is_over(ended.is_set):
-            ended.wait(timeout=_LOOK)
-        told = threading.Event()
+            ended.wait(timeout=_POLL_SECONDS)
+        epoch_advanced = threading.Event()
         manager.call(manager.coordinator.advance_epoch)
-        manager.call(told.set)
-        while not is_over(told.is_set):
-            told.wait(timeout=_LOOK)
+        manager.call(epoch_advanced.set)
+        while not is_over(epoch_advanced.is_set):
+            epoch_advanced.wait(timeout=_POLL_SECONDS)
         while not is_over(manager.is_quiescent):
             time.sleep(0.002)
 
-    def _begins_anew(self, error: BaseException) -> bool:
-        """Tell whether the step can be retried from a step that all shards hold or will hold."""
+    def _can_retry(self, error: BaseException) -> bool:
+        """Return whether the step can be retried from a step that all shards hold or will hold."""
         if isinstance(error, UnrecoverableError):
             return self.manager.is_replaced(error.node)
         return isinstance(error, RolledBackError)
@@ -178,11 +178,11 @@ class DistributedStepRunner:
         made = builders.make_engines(layout.program, layout.plan, layout.shares, 1, layout.device)
         trace(error, layout.program, made, self._store, self._batches, self._config.run.seed)
 
-    def _look_for_stragglers(self) -> None:
+    def _check_stragglers(self) -> None:
         """Report slow engines and replace persistently slow ones; runs in the endpoint's thread."""
         coordinator = self.manager.coordinator
-        said = self.manager.figures().items()
-        computed = {engine: (each.computed, each.micro_batches) for engine, each in said}
+        metrics = self.manager.figures().items()
+        computed = {engine: (each.computed, each.micro_batches) for engine, each in metrics}
         looks_to_evict = self._config.cluster.evict_slow
         for slow in self._straggler_detector.look(computed):
             text = f"engine {slow.engine} takes {slow.times:.1f} times as long as the others"
@@ -228,7 +228,9 @@ class _TrainingStepRequest:
         report, count = ShardReport.read(message.body), len(self._program.stages)
         gradients = report.gradients
         if not all(0 <= n < count for n in (*gradients.silent, *(gradients.non_finite or {}))):
-            raise message_validation.refuse(message, f"names stages that are none of {count}")
+            raise message_validation.refuse(
+                message, f"names stages outside of the {count} stages of the program"
+            )
         return report
 
     def difference(self, first: ShardReport, other: ShardReport) -> str | None:
@@ -240,7 +242,7 @@ class _TrainingStepRequest:
         step = message_validation.integer(message, "step", 0)
         if step != self.step:
             raise message_validation.refuse(
-                message, f"commits step {step}, it was told to commit {self.step}"
+                message, f"commits step {step}, expected step {self.step}"
             )
         return step
 

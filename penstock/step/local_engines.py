@@ -47,8 +47,8 @@ def choose_devices(config: EngineConfig) -> tuple[str, ...]:
     there = accelerators()
     if config.devices == "all" and not there:
         raise ConfigError(
-            "engine.devices: all stands for all GPUs, of which this machine has none; leave it "
-            "out to compute on the CPU"
+            "engine.devices: all means all GPUs, but this machine has none; remove the key to "
+            "compute on the CPU"
         )
     names = there if config.devices == "all" else config.devices
     missing = [name for name in names if name not in ("cpu", *there)]

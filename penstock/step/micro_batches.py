@@ -58,8 +58,8 @@ class Batches:
         for name, value in rows.items():
             if len(value) != len(indices):
                 raise DataError(
-                    f"the source was asked for {len(indices)} rows and gave {len(value)} of "
-                    f"{name!r}; `batch` must return a row per index"
+                    f"expected {len(indices)} rows of {name!r} from the source, got {len(value)}; "
+                    "`batch` must return a row per index"
                 )
         return rows
 
@@ -72,10 +72,10 @@ class Batches:
         if self._model.loss_reduction == "mean":
             return 1.0 / self.micro_batches
         if any("labels" not in part.rows for part in parts):
-            came = ", ".join(parts[0].rows) or "nothing"
+            given = ", ".join(parts[0].rows) or "nothing"
             raise DataError(
                 f"the batch lacks 'labels', the token that each position should predict "
-                f"({IGNORED_LABEL}: none); the source gave {came}"
+                f"({IGNORED_LABEL}: none); the source gave {given}"
             )
         count = sum(int((part.rows["labels"] != IGNORED_LABEL).sum()) for part in parts)
         if count == 0:
@@ -90,7 +90,7 @@ def to_tensors(batch: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
     """
     if not isinstance(batch, Mapping):
         raise DataError(
-            f"the source's `batch` must return a mapping of names to arrays, it returned a "
+            "the source's `batch` must return a mapping of names to arrays, got a "
             f"{type(batch).__name__}"
         )
     try:

@@ -73,11 +73,11 @@ def trace(
             break
     if found is None:
         found = (
-            "computed again here, the output of every stage is finite: look at the hardware of "
-            "the engine that computed it"
+            "computed again here, the output of every stage is finite: check the hardware of the "
+            "engine that computed it"
         )
     raise NonFiniteError(
         f"step {error.step}: the loss is {error.loss}; {found}. The step was not committed: the "
-        f"weights are those of step {done}. Look at the batch, or start a run with a lower "
+        f"weights are those of step {done}. Check the batch, or start a run with a lower "
         "optimizer.learning_rate in another run.dir."
     )

@@ -57,9 +57,9 @@ def saved_values(weight_format: WeightFormat, name: str, values: np.ndarray) -> 
     if halves[:, _LOW].any():
         first = int(np.flatnonzero(halves[:, _LOW])[0])
         raise ConfigError(
-            f"weight {name} is kept as bfloat16, and its element {first} is "
-            f"{values.reshape(-1)[first]!r}, which no bfloat16 is; use the weights that the run "
-            "was started with, or begin another run with these"
+            f"weight {name} is stored as bfloat16, but its element {first} is "
+            f"{values.reshape(-1)[first]!r}, which bfloat16 cannot represent exactly; use the "
+            "weights that the run was started with, or start another run with these weights"
         )
     return np.ascontiguousarray(halves[:, _HIGH])
 

@@ -62,7 +62,7 @@ def require_next(decision: Decision, step: int) -> None:
     """
     if decision.step != step + 1:
         raise StorageError(
-            f"the store stands at step {step}, so step {step + 1} is next; a decision for step "
-            f"{decision.step} came and changed nothing: open the run again, it goes on from the "
-            "last step that all shards hold"
+            f"the store is at step {step}: expected a decision for step {step + 1}, got one for "
+            f"step {decision.step}, which changed nothing. Open the run again: it continues from "
+            "the last step that all shards hold"
         )

@@ -19,7 +19,7 @@ from penstock.store.commit import CommitRule, commit_by, require_next
 from penstock.store.comparing import Compared, Rotation
 from penstock.store.content_hash import hash_read
 from penstock.store.gradients import Gradients
-from penstock.store.holding import Holding, homes
+from penstock.store.holding import Holding, home_stages
 from penstock.store.incoming import fill
 from penstock.store.interface import Commit, Decision, FlashTraffic, Traffic
 from penstock.store.layout import allocate_role, slabs_of
@@ -69,7 +69,7 @@ class DramStore:
         self._optimizer = optimizer
         self._groups = dict(groups or {})
         self._rule = rule
-        self._trainable = tuple(n for n in homes(program) if program.weights[n].trainable)
+        self._trainable = tuple(n for n in home_stages(program) if program.weights[n].trainable)
         self._masters = Masters(program)
         self.memory_bytes = dict(self._masters.memory_bytes)
         self._gradients: Gradients | None = None
@@ -96,7 +96,7 @@ class DramStore:
         if missing:
             raise ValueError(f"trainable weights without settings: {', '.join(missing[:5])}")
         if self._rule is None:
-            raise ValueError("a store with an optimizer needs a rule that decides its steps")
+            raise ValueError("a store with an optimizer needs a commit rule")
         self._gradients = Gradients(self.program, gradient_dtype)
         self.memory_bytes["gradient"] = self._gradients.memory_bytes
         for role in optimizer.roles:
@@ -263,8 +263,8 @@ class DramStore:
         with self._compute:
             if self._updating is not None:
                 raise StorageError(
-                    f"the update of {self._updating} was interrupted half-way, so the weights are "
-                    "those of no step; open the run again, it goes on from its last checkpoint"
+                    f"the update of {self._updating} was interrupted, so the weights are not those "
+                    "of a complete step; open the run again: it continues from its last checkpoint"
                 )
             if name in self._pending:
                 self._updating = name  # remains if an interrupt occurs within the next two lines
@@ -307,10 +307,10 @@ class DramStore:
 
     def take_traffic(self) -> Traffic:
         """Return bytes streamed and received, and waiting times, since the last call."""
-        held_up = self._snapshot.take_waited_seconds() if self._snapshot else 0.0
+        snapshot_seconds = self._snapshot.take_waited_seconds() if self._snapshot else 0.0
         with self._count:
             taken = Traffic(
-                self._streamed_bytes, self._gradient_bytes, self._update_seconds, held_up
+                self._streamed_bytes, self._gradient_bytes, self._update_seconds, snapshot_seconds
             )
             self._streamed_bytes = self._gradient_bytes = 0
             self._update_seconds = 0.0
@@ -416,7 +416,7 @@ class DramStore:
     def _slabs(self) -> Iterator[tuple[str, np.ndarray]]:
         """Yield the memory of all weights and their state, stage by stage, with descriptions."""
         by_stage: dict[int, list[str]] = {}
-        for name, home in homes(self.program).items():
+        for name, home in home_stages(self.program).items():
             by_stage.setdefault(home, []).append(name)
         for home, names in by_stage.items():
             stage = self.program.stages[home].name
@@ -450,7 +450,9 @@ class DramStore:
 
     def _require_optimizer(self) -> Gradients:
         if self._gradients is None:
-            raise RuntimeError("this store has no optimizer: it streams weights and takes nothing")
+            raise RuntimeError(
+                "this store has no optimizer: it streams weights and accepts no gradients"
+            )
         return self._gradients
 
 

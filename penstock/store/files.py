@@ -94,12 +94,12 @@ def appearing_folder(folder: Path, needed_bytes: int) -> Iterator[Path]:
 
 def remove_folder(folder: Path) -> None:
     """Delete a folder; after a crash either the whole folder or nothing has its name."""
-    doomed = folder.with_name(f"{durable.TEMPORARY_PREFIX}old-{folder.name}")
-    remove(doomed)
-    os.rename(folder, doomed)
+    old_folder = folder.with_name(f"{durable.TEMPORARY_PREFIX}old-{folder.name}")
+    remove(old_folder)
+    os.rename(folder, old_folder)
     durable.sync_folder(folder.parent)
     failpoints.point("remove.after_rename")
-    remove(doomed)
+    remove(old_folder)
 
 
 def remove(path: Path) -> None:
@@ -142,9 +142,9 @@ def storage_errors(folder: Path, needed_bytes: int) -> Iterator[None]:
         yield
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)
-        advice = "make room or choose another place"
+        advice = "free some space or choose another folder"
         if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-            advice = "make the folder writable or choose another place"
+            advice = "make the folder writable or choose another folder"
         elif error.errno == errno.EIO:
             advice = "check the disk"
         raise StorageError(

@@ -15,7 +15,7 @@ import torch
 
 from penstock.kernels.exact_sum import exact_sum
 from penstock.kernels.gradients import add_gradient, copy_gradient
-from penstock.store.holding import HeldStage, Holding, homes
+from penstock.store.holding import HeldStage, Holding, home_stages
 from penstock.store.layout import allocate_role
 from penstock.store.norm import GradientReport
 
@@ -41,7 +41,7 @@ class Gradients:
         kinds = {n: half if dtype == torch.bfloat16 and k == 1 else full for n, k in uses.items()}
         here = {name: kind for name, kind in kinds.items() if name not in elsewhere}
         self._arrays, self.memory_bytes = allocate_role(holding, here)
-        self._order = tuple(name for name in homes(holding) if name in uses)
+        self._order = tuple(name for name in home_stages(holding) if name in uses)
         self._received: set[int] = set()
         self._squares: dict[str, tuple[float, ...]] = {}
         self._non_finite: dict[int, list[str]] = {}
@@ -131,7 +131,8 @@ def require_gradients(
     names = trainable_weights(holding, holding.stages[stage])
     if len(gradients) != len(names):
         raise ValueError(
-            f"stage {where} has {len(names)} trainable weights, {len(gradients)} gradients came"
+            f"stage {where}: expected a gradient for each of {len(names)} trainable weights, got "
+            f"{len(gradients)} gradients"
         )
     for name, gradient in zip(names, gradients, strict=True):
         if gradient is None:
@@ -139,8 +140,8 @@ def require_gradients(
         shape = holding.weights[name].shape
         if tuple(gradient.shape) != shape or gradient.dtype != torch.float32:
             raise ValueError(
-                f"stage {where}: the gradient of {name} must be float32 {list(shape)}, "
-                f"{gradient.dtype} {list(gradient.shape)} came"
+                f"stage {where}: expected float32 {list(shape)} as the gradient of {name}, got "
+                f"{gradient.dtype} {list(gradient.shape)}"
             )
         if gradient.device.type != "cpu":
             raise ValueError(

@@ -58,7 +58,7 @@ class HeldPart:
     weights: Mapping[str, WeightSpec]
 
 
-def homes(holding: Holding) -> dict[str, int]:
+def home_stages(holding: Holding) -> dict[str, int]:
     """Return the home stage of every weight, in the order in which the stages use them."""
     table: dict[str, int] = {}
     for stage in holding.stages:

@@ -32,18 +32,18 @@ def checked_weights(
             hint = did_you_mean(name, program.weights)
             raise ConfigError(f"{program.name} has no weight {name!r}{hint}")
         if name not in awaited:
-            raise ConfigError(f"weight {name!r} came twice")
+            raise ConfigError(f"weight {name!r} was given twice")
         if tuple(tensor.shape) != spec.shape or tensor.dtype != torch.float32:
             raise ConfigError(
-                f"weight {name!r} must be float32 {list(spec.shape)}, "
-                f"{tensor.dtype} {list(tensor.shape)} came"
+                f"weight {name!r}: expected float32 {list(spec.shape)}, got {tensor.dtype} "
+                f"{list(tensor.shape)}"
             )
         awaited.discard(name)
         yield name, tensor.detach().contiguous().view(-1).numpy()
     if awaited:
         names = [name for name in program.weights if name in awaited]
         raise ConfigError(
-            f"{len(names)} weights of {program.name} did not come: "
+            f"expected every weight of {program.name}; {len(names)} were not given: "
             f"{', '.join(names[:5])}{' ...' if len(names) > 5 else ''}"
         )
 

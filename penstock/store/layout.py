@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from penstock.kernels.memory import allocate
-from penstock.store.holding import Holding, homes
+from penstock.store.holding import Holding, home_stages
 
 ALIGNMENT_BYTES = 64
 """Alignment of a weight in a slab: a cache line, which suits vector loads and copies."""
@@ -36,7 +36,7 @@ def allocate_role(
         BudgetError: a slab cannot be allocated.
     """
     by_stage: dict[int, list[str]] = {}
-    for name, home in homes(holding).items():
+    for name, home in home_stages(holding).items():
         if name in dtypes:
             by_stage.setdefault(home, []).append(name)
     arrays: dict[str, np.ndarray] = {}

@@ -22,9 +22,7 @@ class FolderLock:
 
     def __init__(self, folder: Path, key: str, name: str = "LOCK") -> None:
         if folder.exists() and not folder.is_dir():
-            raise StorageError(
-                f"{folder}: cannot be written: a file is there; choose another {key}"
-            )
+            raise StorageError(f"{folder}: expected a folder, got a file; choose another {key}")
         try:
             durable.make_folder(folder)
             self._descriptor = open_own(folder / name, os.O_RDWR | os.O_CREAT)

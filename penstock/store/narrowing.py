@@ -31,6 +31,6 @@ def narrowed(name: str, values: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
     most = float(exact[~torch.isfinite(rounded)].abs().max())
     others = "fp32" if dtype is torch.bfloat16 else "bf16 or fp32"
     raise ConfigError(
-        f"weight {name} does not fit {_NAMES[dtype]}: it holds {most:,.6g}, the greatest is "
-        f"{torch.finfo(dtype).max:,.6g}; use --dtype {others}"
+        f"weight {name} does not fit {_NAMES[dtype]}: it holds {most:,.6g}, the largest possible "
+        f"value is {torch.finfo(dtype).max:,.6g}; use --dtype {others}"
     )

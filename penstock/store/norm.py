@@ -16,7 +16,7 @@ import numpy as np
 
 from penstock.errors import NonFiniteError, NoTrainingError
 from penstock.kernels.exact_sum import exact_sum
-from penstock.store.holding import Holding, homes
+from penstock.store.holding import Holding, home_stages
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def merged(holding: Holding, reports: Sequence[GradientReport]) -> GradientRepor
     return GradientReport(
         exact_sum(squares),
         tuple(sorted({stage for report in reports for stage in report.silent})),
-        tuple(name for name in homes(holding) if name in missing),
+        tuple(name for name in home_stages(holding) if name in missing),
         {
             stage: tuple(n for n in holding.stages[stage].weights if n in names)
             for stage, names in non_finite.items()
@@ -63,7 +63,7 @@ def merged(holding: Holding, reports: Sequence[GradientReport]) -> GradientRepor
 def zero_gradients(holding: Holding, report: GradientReport) -> tuple[str, ...]:
     """Return the weights whose gradient is zero in every element of all pieces."""
     weights = holding.weights
-    return tuple(n for n in homes(holding) if 0 < weights[n].elements == report.zero.get(n))
+    return tuple(n for n in home_stages(holding) if 0 < weights[n].elements == report.zero.get(n))
 
 
 def global_norm(holding: Holding, step: int, report: GradientReport) -> float:
@@ -76,13 +76,13 @@ def global_norm(holding: Holding, step: int, report: GradientReport) -> float:
     if report.silent:
         silent = [holding.stages[index].name for index in report.silent]
         raise NoTrainingError(
-            f"step {step}: no gradients came from {_some('stage', silent)}; "
-            "every stage with trainable weights must send them before the commit"
+            f"step {step}: no gradients were received from {_some('stage', silent)}; every stage "
+            "with trainable weights must send them before the commit"
         )
     if report.missing:
         raise NoTrainingError(
             f"step {step}: no gradient for {_some('trainable weight', report.missing)}: the loss "
-            "does not depend on this; freeze what is not to be trained, or use it in the loss"
+            "does not depend on it; freeze weights that should not train, or use them in the loss"
         )
     if report.non_finite:
         raise NonFiniteError(_describe_non_finite(holding, step, report.non_finite))
@@ -107,7 +107,7 @@ def _describe_non_finite(
     others = [holding.stages[index].name for index in rest]
     if others:
         text += f", then of {_some('stage', others)}"
-    return f"{text}; lower the learning rate, clip by a smaller norm, or look at the data"
+    return f"{text}; lower the learning rate or optimizer.clip_norm, or check the data"
 
 
 def _some(what: str, names: Sequence[str], limit: int = 5) -> str:

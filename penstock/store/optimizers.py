@@ -357,8 +357,8 @@ def assign_groups(
         patterns = ", ".join(repr(pattern) for pattern in group.match)
         if any(index in hits for hits in matched):
             raise ConfigError(
-                f"optimizer group {index + 1} ({patterns}) gets no weight: earlier groups take "
-                "all that it matches; move it up"
+                f"optimizer group {index + 1} ({patterns}) gets no weight: earlier groups match "
+                "all of its weights; move it up"
             )
         names = [one for name in weights for one in (name, *aliases.get(name, ()))]
         hint = next(filter(None, (closest(p, names) for p in group.match)), "")
@@ -379,7 +379,7 @@ def _groups_of(names: Sequence[str], groups: Sequence[Group]) -> list[int]:
                 raise ConfigError(
                     f"{other} and {name} are one weight, but optimizer group {others[0] + 1} "
                     f"matches the one name and group {hits[0] + 1} the other; let one group match "
-                    "both names, or take one of the names out"
+                    "both names, or remove one of the names"
                 )
         if hits:
             found[name] = hits

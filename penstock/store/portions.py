@@ -91,7 +91,7 @@ def require_size(number: int, data: np.ndarray, size: int) -> None:
     **Raises:** `ValueError`.
     """
     if data.nbytes != size:
-        raise ValueError(f"portion {number} has {size:,} bytes, {data.nbytes:,} came for it")
+        raise ValueError(f"portion {number}: expected {size:,} bytes, got {data.nbytes:,}")
 
 
 def portions_of(store: Store) -> Portions:
@@ -100,5 +100,5 @@ def portions_of(store: Store) -> Portions:
     **Raises:** `ClusterError` if the store cannot be copied.
     """
     if not isinstance(store, ReplicatedStore):
-        raise ClusterError(f"{type(store).__name__}: it cannot be copied")
+        raise ClusterError(f"{type(store).__name__}: this type of store cannot be copied")
     return store.portions(PORTION_BYTES)

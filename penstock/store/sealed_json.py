@@ -52,7 +52,7 @@ def unseal(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:  # both parsing and formatting recurse
         raise _broken(path, f"it is not JSON: {error}") from error
     if found != expected:
-        raise _broken(path, f"its content has checksum {found}, {expected} was expected")
+        raise _broken(path, f"expected checksum {expected} of its content, got {found}")
     return content
 
 

@@ -21,7 +21,7 @@ from penstock.program import largest_stage
 from penstock.store.commit import CommitRule, commit_by
 from penstock.store.content_hash import hash_read
 from penstock.store.gradients import require_gradients, trainable_weights
-from penstock.store.holding import Holding, homes
+from penstock.store.holding import Holding, home_stages
 from penstock.store.incoming import fill
 from penstock.store.interface import Commit, Decision, FlashTraffic, Store, Traffic
 from penstock.store.layout import ALIGNMENT_BYTES
@@ -51,7 +51,7 @@ class ShardedStore:
         self.program = program
         self.shard_map, self.shards, self._rule = shard_map, shards, rule
         self._roles = {role.name: role for role in roles}
-        self._trainable = tuple(n for n in homes(program) if program.weights[n].trainable)
+        self._trainable = tuple(n for n in home_stages(program) if program.weights[n].trainable)
         self._assembly = Assembly(Assembly.needed(program, shard_map))
 
     @property
@@ -176,8 +176,8 @@ class ShardedStore:
         if len(steps) > 1:
             raise StorageError(
                 f"the commit of step {steps[-1]} was interrupted between two shards, so the "
-                "weights are those of no step; open the run again, it goes on from the last step "
-                "that all shards hold"
+                "weights are not those of a complete step; open the run again: it continues from "
+                "the last step that all shards hold"
             )
 
     def discard(self) -> None:

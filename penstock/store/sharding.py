@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.kernels.blocks import GRANULE
-from penstock.store.holding import HeldPart, Holding, PartStage, homes
+from penstock.store.holding import HeldPart, Holding, PartStage, home_stages
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class ShardMap:
     def of(cls, holding: Holding, count: int) -> ShardMap:
         """Divide the weights of `holding` among `count` shards."""
         by_stage: dict[int, list[str]] = {}
-        for name, home in homes(holding).items():
+        for name, home in home_stages(holding).items():
             by_stage.setdefault(home, []).append(name)
         pieces: dict[str, tuple[Piece, ...]] = {}
         loads = _Loads(count)

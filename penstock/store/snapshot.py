@@ -1,4 +1,4 @@
-"""The state of one step, read while the store goes on to later steps.
+"""The state of one step, read while the store continues with later steps.
 
 A snapshot of step k is taken directly after the updates of step k, which the forward sweep applies
 anyway. Data that is still unread when the update of step k+1 is about to overwrite it is copied
@@ -96,7 +96,7 @@ class Snapshot:
                 end = min(begin + piece_elements, memory[0].size)
                 yield decode(weight_format, memory, begin, end)
                 if self._is_closed:  # checked after use: an update may have overwritten it
-                    raise StorageError(f"the snapshot of step {self.step} was given up")
+                    raise StorageError(f"the snapshot of step {self.step} was abandoned")
         finally:
             with self._changed:
                 self._reading = None

@@ -102,8 +102,8 @@ def write(
                 file.write(piece)
             if file.bytes != end:
                 raise ValueError(
-                    f"{entry.name}: its pieces are {file.bytes - end + entry.bytes} bytes, "
-                    f"its shape {entry.shape} asks for {entry.bytes}"
+                    f"{entry.name}: expected {entry.bytes} bytes for shape {entry.shape}, got "
+                    f"{file.bytes - end + entry.bytes}"
                 )
         return file.finish()
     finally:

@@ -23,8 +23,8 @@ def _trained_in_eval_mode(source: ModelSource, program: Program) -> Iterator[str
     parts = [path for path in paths if any(name.startswith(f"{path}.") for name in trained)]
     if parts:
         yield (
-            f"{few(parts)}: in eval mode when the model was handed over, and trained so, without "
-            "dropout; to train in train mode, call .train() on the whole model before"
+            f"{few(parts)}: given in eval mode and trained in eval mode, without dropout. To train "
+            "in train mode, call .train() on the whole model before you pass it to the trainer"
         )
 
 
@@ -35,8 +35,8 @@ def _mean_of_means(config: Config, source: ModelSource, layout: ExecutionPlan) -
         size = config.batch.size
         yield (
             f"batch.micro: auto divides the batch of {size} rows into {layout.micro_batches} "
-            f"micro-batches of {layout.micro_batch}, and the loss is the mean of theirs: the loss "
-            "of the whole batch only if every row has the same weight in it. If not (a mean over "
-            "the tokens that have labels, a loss over pairs of rows), set batch.micro: "
-            f"{size} for one loss over the batch, or another divisor of it"
+            f"micro-batches of {layout.micro_batch}, and the loss is the mean of their losses. "
+            "This is the loss of the whole batch only if every row has the same weight. Otherwise "
+            "(a mean over the tokens that have labels, a loss over pairs of rows), set "
+            f"batch.micro: {size} for one loss over the batch, or another divisor of it"
         )

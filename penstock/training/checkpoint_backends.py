@@ -73,11 +73,11 @@ class CheckpointBackend(Protocol):
         layout: ExecutionPlan,
         device: str,
         notice: Notice,
-        apart: Sequence[store_factory.RemoteShardStore] | None = None,
+        remote_shards: Sequence[store_factory.RemoteShardStore] | None = None,
     ) -> Store:
         """Return a store with the state of the newest step, or with initial weights.
 
-        The shards are in this process, or in other processes if `apart` is given.
+        The shards are in this process, or in other processes if `remote_shards` is given.
         """
         ...
 
@@ -128,11 +128,11 @@ class FileCheckpoints:
         layout: ExecutionPlan,
         device: str,
         notice: Notice,
-        apart: Sequence[store_factory.RemoteShardStore] | None = None,
+        remote_shards: Sequence[store_factory.RemoteShardStore] | None = None,
     ) -> Store:
         """Return a store in memory."""
         program = layout.program
-        self._store = store_factory.make_store(self._config, program, device, notice, apart)
+        self._store = store_factory.make_store(self._config, program, device, notice, remote_shards)
         read = functools.partial(model.initial_weights, self._config.run.seed)
         if self._latest is None:
             self._begin(self._store, model, read(list(program.weights)))
@@ -237,7 +237,7 @@ class FlashCheckpoints:
         layout: ExecutionPlan,
         device: str,
         notice: Notice,
-        apart: Sequence[store_factory.RemoteShardStore] | None = None,
+        remote_shards: Sequence[store_factory.RemoteShardStore] | None = None,
     ) -> Store:
         """Return the store on flash; new weights are written there one at a time.
 
@@ -246,9 +246,9 @@ class FlashCheckpoints:
         """
         self._model = model
         if self.recorded is not None:
-            self._store = self._made(layout, apart)
+            self._store = self._make_store(layout, remote_shards)
         else:
-            self._store = self._begun(model, layout, notice, apart)
+            self._store = self._open_untrained(model, layout, notice, remote_shards)
         try:
             if target_of(device).has_own_memory:
                 self._store.page_lock()
@@ -260,42 +260,42 @@ class FlashCheckpoints:
             raise
         return self._store
 
-    def _made(
-        self, layout: ExecutionPlan, apart: Sequence[store_factory.RemoteShardStore] | None
+    def _make_store(
+        self, layout: ExecutionPlan, remote_shards: Sequence[store_factory.RemoteShardStore] | None
     ) -> DurableStore:
         return store_factory.make_flash_store(
-            self._config, layout.program, layout.shares.store, self._folder, apart
+            self._config, layout.program, layout.shares.store, self._folder, remote_shards
         )
 
-    def _begun(
+    def _open_untrained(
         self,
         model: ModelSource,
         layout: ExecutionPlan,
         notice: Notice,
-        apart: Sequence[store_factory.RemoteShardStore] | None,
+        remote_shards: Sequence[store_factory.RemoteShardStore] | None,
     ) -> DurableStore:
         """Return a store at step 0: a new one, or one with the initial weights."""
         found, start = self._found or {}, _start(self._config, model)
         if None not in (known := {found.get("weights"), start["weights"]}) and len(known) > 1:
             raise ConfigError(
-                f"{self._folder} holds the weights of another checkpoint than {model.folder}, not "
-                "trained yet; delete it, or choose another store.flash.path"
+                f"{self._folder} holds untrained weights of another checkpoint than "
+                f"{model.folder}; delete the folder, or choose another store.flash.path"
             )
         try:
-            store = self._made(layout, apart)
+            store = self._make_store(layout, remote_shards)
         except OtherStoreError:
-            is_ours = False
+            is_usable = False
         else:
-            is_ours = store.is_new or found == start
-            if not is_ours:
+            is_usable = store.is_new or found == start
+            if not is_usable:
                 store.close()
-        if not is_ours:
+        if not is_usable:
             notice(
-                f"{self._folder} holds weights that were never trained, and are not those that "
-                "this run begins with: they are loaded anew"
+                f"{self._folder} holds untrained weights that differ from the initial weights of "
+                "this run: the initial weights are loaded again"
             )
             discard_untrained(self._folder)
-            store = self._made(layout, apart)
+            store = self._make_store(layout, remote_shards)
         store.remember(start)  # durable with the weights, before any step
         return store
 
@@ -357,7 +357,9 @@ def make_checkpoint_backend(config: Config) -> CheckpointBackend:
     """
     flash, before = config.store.flash.path, recorded_flash(config.run.dir)
     if flash is not None and flash.exists() and not flash.is_dir():
-        raise ConfigError(f"store.flash.path: expected a folder, {flash} is a file; name another")
+        raise ConfigError(
+            f"store.flash.path: expected a folder, got the file {flash}; choose another path"
+        )
     checkpoints = FileCheckpoints(config) if flash is None else FlashCheckpoints(config, flash)
     if before is not None and not _is_same(before, flash):
         if flash is None or checkpoints.recorded is None:
@@ -368,7 +370,7 @@ def make_checkpoint_backend(config: Config) -> CheckpointBackend:
     elif before is not None and not holds_store(before):
         raise ConfigError(
             f"store.flash.path: {before} holds no store, and {config.run.dir} had its state there; "
-            "see whether its disk is mounted, or choose another run.dir to start anew"
+            "check that its disk is mounted, or choose another run.dir to start a new run"
         )
     elif flash is not None and checkpoints.recorded is None:
         _require_place(config, flash)
@@ -381,13 +383,13 @@ def _require_place(config: Config, flash: Path) -> None:
     if saved is not None:
         raise ConfigError(
             f"store.flash.path: {config.run.dir} has its state in {saved} and none in {flash}; "
-            "leave store.flash.path out to go on, or choose another run.dir"
+            "remove store.flash.path to continue, or choose another run.dir"
         )
     # Creating the folder would fill this disk instead of a disk that is not mounted yet.
     above, run = flash.parent, config.run.dir.absolute()
     if flash.is_absolute() and not above.exists() and not flash.is_relative_to(run):
         raise ConfigError(
-            f"store.flash.path: {above} does not exist; see whether its disk is mounted, or make "
+            f"store.flash.path: {above} does not exist; check that its disk is mounted, or create "
             "the folder"
         )
 

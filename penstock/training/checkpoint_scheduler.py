@@ -18,7 +18,7 @@ Extra = Callable[[], Mapping[str, Any]]
 class CheckpointScheduler:
     """Starts and completes checkpoints of a back end, one after the other, and reports them.
 
-    **Arguments:** `extra` returns the resume state outside the store. `tell` is called with an
+    **Arguments:** `extra` returns the resume state outside the store. `notify` is called with an
     event per checkpoint. `saved_step` is the step that is already durable.
     """
 
@@ -27,16 +27,16 @@ class CheckpointScheduler:
         checkpoints: CheckpointBackend,
         config: CheckpointConfig,
         extra: Extra,
-        tell: Listener,
+        notify: Listener,
         saved_step: int | None,
     ) -> None:
         self._checkpoints, self._config = checkpoints, config
-        self._extra, self._tell = extra, tell
+        self._extra, self._notify = extra, notify
         self._saved_step = saved_step
         self._begun_at = time.monotonic()
 
     def is_due(self, step: int) -> bool:
-        """Tell whether a checkpoint is due after `step`."""
+        """Return whether a checkpoint is due after `step`."""
         every, minutes = self._config.every, self._config.every_minutes
         if every is not None and step % every == 0:
             return True
@@ -52,11 +52,11 @@ class CheckpointScheduler:
 
     def poll(self) -> None:
         """Report a checkpoint that has become complete; raise its error if it failed."""
-        self._tell_saved(self._checkpoints.poll)
+        self._report_saved(self._checkpoints.poll)
 
     def finish(self) -> None:
         """Return when the started checkpoint is durable."""
-        self._tell_saved(self._checkpoints.finish)
+        self._report_saved(self._checkpoints.finish)
 
     def save(self, step: int) -> None:
         """Save `step`, the last committed step; a failure leaves no pending checkpoint."""
@@ -78,17 +78,16 @@ class CheckpointScheduler:
                 self.finish()
         except BaseException as second:
             error.add_note(
-                "the last checkpoint that was begun is not complete: "
-                f"{str(second) or type(second).__name__}"
+                f"the last checkpoint is not complete: {str(second) or type(second).__name__}"
             )
         finally:
             self._checkpoints.abandon()
 
-    def _tell_saved(self, get: Callable[[], SavedCheckpoint | None]) -> None:
+    def _report_saved(self, get: Callable[[], SavedCheckpoint | None]) -> None:
         try:
             saved = get()
         except PenstockError:
             self._saved_step = None  # the next attempt starts again
             raise
         if saved is not None:
-            self._tell(Saved(saved.step, saved.folder, saved.seconds, saved.bytes))
+            self._notify(Saved(saved.step, saved.folder, saved.seconds, saved.bytes))

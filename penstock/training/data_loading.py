@@ -98,14 +98,14 @@ def _check_content(config: Config, source: ModelSource, dataset: TokenDataset) -
     """Refuse records where they cannot be trained on, and text where records are configured."""
     if dataset.content == "text" and config.data.content == "records":
         raise DataError(
-            f"data.content: expected a data set of records, {dataset.path} holds plain text; name "
-            "another folder in data.path to build one there, or set data.content: text"
+            f"data.content: expected a data set of records, {dataset.path} holds plain text; set "
+            "data.path to another folder, where Penstock builds one, or set data.content: text"
         )
     if dataset.content == "records" and source.task != "causal_lm":
         raise DataError(
-            f"{dataset.path} holds prompts with completions, which a model learns to continue by "
-            f"next-token prediction (task causal_lm); {source.name} is trained for {source.task}: "
-            "build a data set of plain text for it"
+            f"{dataset.path} holds prompts with completions, for next-token prediction (task "
+            f"causal_lm); {source.name} is trained for {source.task}: build a data set of plain "
+            "text for it"
         )
 
 
@@ -124,7 +124,7 @@ def _check_build(config: Config, dataset: TokenDataset) -> None:
         return
     data, files = config.data, []
     if not made_from.is_named_as(data.input):
-        with contextlib.suppress(DataError):  # the file may be gone; then only its name is compared
+        with contextlib.suppress(DataError):  # a deleted file: only its name is compared
             files = find_files(data.input)
     difference = made_from.difference(
         BuiltFrom.of(
@@ -150,8 +150,8 @@ def _check_tokenizer(config: Config, source: ModelSource, dataset: TokenDataset)
     if not encodes_as(dataset.tokenizer(), source.folder):
         found = dataset.manifest.tokenizer.name
         raise DataError(
-            f"{dataset.path} was built with the tokenizer {found}, the one of the model in "
-            f"{source.folder} gives other ids; build the data set with that folder as its "
+            f"{dataset.path} was built with the tokenizer {found}, but the tokenizer of the model "
+            f"in {source.folder} gives other ids; build the data set with that folder as its "
             f"tokenizer, or set data.tokenizer: {found} if the model is to learn other tokens"
         )
 
@@ -192,7 +192,7 @@ def sequence_length(
         if source.task == "custom":
             return 1
         raise ConfigError(
-            f"data.sequence_length: {source.name} does not say how long its sequences may be; "
-            "set it"
+            f"data.sequence_length: {source.name} defines no maximum length of a sequence; set "
+            "this key"
         )
     return length

@@ -120,8 +120,8 @@ def export_adapters(
     others = sorted(builders.trained_weights(config, source) - source.adapter_weights)
     if others:
         raise ConfigError(
-            f"the adapters alone are not what was trained: {few(others)} changed too; export the "
-            "whole model, without --adapters"
+            f"training changed more than the adapters: {few(others)}; export the whole model, "
+            "without --adapters"
         )
     return store.export_adapters(
         weights,

@@ -34,7 +34,7 @@ def make_writer(
     """
     if model.task != "causal_lm":
         raise ConfigError(
-            f"{model.name} is trained for {model.task}; only causal language models write text"
+            f"{model.name} is trained for {model.task}; only causal language models generate text"
         )
     if dataset is None:
         raise ConfigError("generate needs the data set's tokenizer; this run has none")
@@ -136,7 +136,7 @@ def generate_tokens(
     the model sees the last `window` tokens.
     """
     if not prompt:
-        raise ConfigError("the prompt is empty: give at least one token to go on from")
+        raise ConfigError("the prompt is empty: give at least one token to start from")
     if temperature < 0:
         raise ConfigError(f"temperature must be 0 or more, got {temperature}")
     generator = np.random.default_rng(seed)

@@ -33,7 +33,7 @@ class GradientCheck:
         self._learning_rate = 0.0
         self._is_done = False
 
-    def look(self, commit: Commit, store: Store) -> None:
+    def observe(self, commit: Commit, store: Store) -> None:
         """Record a step's gradients; a repeated step counts once."""
         step, rate = commit.decision.step, commit.decision.learning_rate
         if self._is_done or rate <= 0 or step <= self._newest:
@@ -43,21 +43,21 @@ class GradientCheck:
         self._newest, self._learning_rate = step, rate
         self._seen += 1
         if self._seen == STEPS:
-            self._tell(store)
+            self._report(store)
 
     def end(self, store: Store) -> None:
         """Report at the end of the run, from the steps so far."""
         if not self._is_done and self._seen >= _LEAST_STEPS:
-            self._tell(store)
+            self._report(store)
 
-    def _tell(self, store: Store) -> None:
+    def _report(self, store: Store) -> None:
         self._is_done = True
         if self._zero:
             in_order = [name for name in store.program.weights if name in self._zero]
             self._notice(
                 f"{len(in_order)} weight(s) do not train: their gradient was zero in every element "
-                f"in {self._seen} steps, weight decay alone changes them: {few(in_order)}. Freeze "
-                "them by name, or see why the loss does not depend on them"
+                f"in {self._seen} steps, and only weight decay changes them: {few(in_order)}. "
+                "Freeze them by name, or find out why the loss does not depend on them"
             )
         store.flush()
         lost = [name for name in store.unchanged() if name not in self._zero]
@@ -65,5 +65,5 @@ class GradientCheck:
             self._notice(
                 f"{len(lost)} weight(s) have not changed in {self._seen} steps: every update was "
                 f"too small for their precision, at a learning rate of {self._learning_rate:g}: "
-                f"{few(lost)}. Raise optimizer.learning_rate, unless a warm-up will"
+                f"{few(lost)}. Raise optimizer.learning_rate, unless a warm-up raises it"
             )

@@ -69,8 +69,8 @@ class ResumeState:
                 known = {field.name: whole[field.name] for field in dataclasses.fields(cls)}
                 return cls(**known)
         raise CorruptionError(
-            f"{place}: what a run keeps with a step was expected, it holds {str(dict(found))[:100]}"
-            "; restore it from a copy"
+            f"{place}: expected the resume state of a step, got {str(dict(found))[:100]}; restore "
+            "the file from a copy"
         )
 
     def to_mapping(self) -> dict[str, Any]:

@@ -109,21 +109,21 @@ def require_known_elsewhere(has_given_model: bool) -> None:
     """
     if has_given_model:
         raise ConfigError(
-            "cluster.start: a module that was given from Python is not known to other "
-            "processes; name a function that makes it in model.factory"
+            "cluster.start: a module that was given from Python is not known to other processes; "
+            "name a function that builds it in model.factory"
         )
 
 
 def start_cluster(
     config: Config,
     setup: RunSetup,
-    tell: Callable[[ClusterEvent], None],
+    notify: Callable[[ClusterEvent], None],
     should_stop: Callable[[], bool],
 ) -> ClusterManager:
     """Listen for the run's other processes, and start those that the run starts itself."""
     from penstock.distributed.control import open_cluster
 
-    return open_cluster(config, setup.plan, tell=tell, should_stop=should_stop)
+    return open_cluster(config, setup.plan, tell=notify, should_stop=should_stop)
 
 
 def make_runner(

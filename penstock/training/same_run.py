@@ -69,16 +69,15 @@ def require_same_model(
         return  # from an older release, or described by the configuration
     if then["captured_with"] != now["captured_with"]:
         notice(
-            f"whether {now['class_name']} computes what {config.run.dir} was trained on cannot be "
-            f"told: that was captured with {then['captured_with']}, this with "
-            f"{now['captured_with']}"
+            f"cannot compare {now['class_name']} with the model of {config.run.dir}: the run's "
+            f"model was captured with {then['captured_with']}, this one with {now['captured_with']}"
         )
     elif then["graph"] != now["graph"]:
         other = "another model" if then["class_name"] == now["class_name"] else then["class_name"]
         raise ConfigError(
             f"{config.run.dir} was trained with {other}, which computes something else than "
             f"{now['class_name']} does now (its code, a size or a dropout differs); give the model "
-            "that it was started with, or choose another run.dir"
+            "that the run was started with, or choose another run.dir"
         )
 
 
@@ -100,21 +99,22 @@ def require_same_beginning(
     run = config.run.dir
     if dataset is not None and recorded.data not in (None, dataset.fingerprint):
         raise DataError(
-            f"{run} was trained on another data set than {dataset.path}; point data.path at the "
-            "one it was started with, or choose another run.dir"
+            f"{run} was trained on another data set than {dataset.path}; set data.path to the data "
+            "set that the run was started with, or choose another run.dir"
         )
     weights = builders.folder_fingerprint(config, model)
     if None not in (weights, recorded.weights) and weights != recorded.weights:
         raise ConfigError(
-            f"{run} was started from other weights than are in model.hf now; point model.hf at "
-            "those it was started from (they may also be gone), or choose another run.dir"
+            f"{run} was started from other weights than model.hf has now; set model.hf to the "
+            "folder that the run was started from (a deleted folder is also accepted), or choose "
+            "another run.dir"
         )
     if ignore_values or recorded.values is None:
         return
     if model.values_fingerprint() not in (None, recorded.values):
         raise ConfigError(
-            f"{run} was started from other initial values than {model.class_name} has now. To go "
-            "on with the run's own weights, pass Trainer(..., ignore_initial_values=True), or call "
-            "torch.manual_seed before the module is built, in every run of the script; to train "
-            "this module, choose another run.dir"
+            f"{run} was started from other initial values than {model.class_name} has now. To "
+            "continue with the weights of the run, pass Trainer(..., ignore_initial_values=True), "
+            "or call torch.manual_seed before the module is built, in every run of the script; to "
+            "train this module, choose another run.dir"
         )

@@ -97,7 +97,7 @@ class Trainer:
         self.config = to_config(config, cluster)
         self._view = view_from_python(self.config.logging.every, quiet)
         self._listener = broadcast([self._view, *([on_event] if on_event else [])])
-        self._tell = self._listener
+        self._notify = self._listener
         set_threads(self.config.engine.threads)
         self._checkpoints = make_checkpoint_backend(self.config)
         recorded = self._checkpoints.recorded
@@ -107,7 +107,7 @@ class Trainer:
                 "run `penstock train` first"
             )
         self._recorded = recorded
-        self._brought = model is not None
+        self._has_given_model = model is not None
         self._setup = set_up(self.config, model, source, held_out, self._checkpoints, self._notice)
         self.model, self.device = self._setup.model, self._setup.device
         self._data, self._layout = self._setup.data, self._setup.plan
@@ -116,26 +116,28 @@ class Trainer:
         self._initial_weights = self.model.weights_fingerprint() if known is None else known
         self._initial_values = recorded.values if recorded else self.model.values_fingerprint()
         self._ignore_initial_values = ignore_initial_values
-        self._architecture = own_architecture(self.config, self.model, self._layout, self._brought)
+        self._architecture = own_architecture(
+            self.config, self.model, self._layout, self._has_given_model
+        )
         self._stop_reason: str | None = None
         self._here: LocalEngines | None = None  # the engines of this process
         self._lock: FolderLock | None = None  # held from the start of the first process to `close`
         self._manager = self._open_cluster()
         try:
-            apart = self._manager.remote_shards() if self._manager else None
+            remote_shards = self._manager.remote_shards() if self._manager else None
             self.store = self._checkpoints.open(
-                self.model, self._layout, self.device, self._notice, apart
+                self.model, self._layout, self.device, self._notice, remote_shards
             )
         except BaseException:
             self._close_cluster()
             raise
         try:
-            self._make_the_rest(recorded)
+            self._make_engines_and_runner(recorded)
         except BaseException:
             self.close()
             raise
 
-    def _make_the_rest(self, recorded: ResumeState | None) -> None:
+    def _make_engines_and_runner(self, recorded: ResumeState | None) -> None:
         """Create the parts that need the store: engines, step runner, evaluation."""
         if recorded is not None:
             require_same_model(self.config, recorded, self._architecture, self._notice)
@@ -156,7 +158,7 @@ class Trainer:
             self._checkpoints,
             self.config.checkpoint,
             self._extra,
-            lambda event: self._tell(event),
+            lambda event: self._notify(event),
             self.resumed_from,
         )
 
@@ -164,14 +166,14 @@ class Trainer:
         """Start the run's other processes, if it has any."""
         if self.config.cluster.start == "none":
             return None
-        require_known_elsewhere(self._brought)
+        require_known_elsewhere(self._has_given_model)
         # Before the rendezvous file is written: a run that trains already has its own.
         self._lock = self._lock_folder()
         try:
             return start_cluster(
                 self.config,
                 self._setup,
-                tell=lambda event: self._tell(event),
+                notify=lambda event: self._notify(event),
                 should_stop=lambda: self._stop_reason is not None,
             )
         except BaseException:
@@ -196,7 +198,7 @@ class Trainer:
     def __repr__(self) -> str:
         return describe(self.config, self.model, self.program, self.step, self._setup.device_names)
 
-    def request_stop(self, reason: str = "a stop was asked for") -> None:
+    def request_stop(self, reason: str = "a stop was requested") -> None:
         """Finish the current step, save and return from `train`; callable from any thread."""
         self._stop_reason = reason
 
@@ -230,7 +232,7 @@ class Trainer:
         finally:
             if lock is not self._lock:
                 lock.release()
-            self._stop_reason, self._tell = None, self._listener
+            self._stop_reason, self._notify = None, self._listener
 
     def _keep_small_files(self) -> None:
         """Copy the run's needed files of a Hugging Face folder, which may be removed afterwards."""
@@ -244,15 +246,16 @@ class Trainer:
         if newest is not None and newest > self.step:
             raise ConfigError(
                 f"{self.config.run.dir} has been trained to step {newest} by another trainer, this "
-                f"one stands at {self.step}; make a new Trainer, it goes on from there"
+                f"trainer is at step {self.step}; create a new Trainer, which continues from step "
+                f"{newest}"
             )
 
     def _train(self) -> dict[str, Any]:
         config, started = self.config, time.perf_counter()
         report = RunReport(None if config.memory is None else int(config.memory))
         recording = open_run_files(config, self.request_stop)
-        self._tell = broadcast([report, recording, self._listener])
-        self._tell(
+        self._notify = broadcast([report, recording, self._listener])
+        self._notify(
             run_started(
                 config,
                 self.model,
@@ -271,7 +274,9 @@ class Trainer:
         first_step = self.step
         last_loss: float | None = None
         if self._early_stop.is_due:
-            self._notice("the run has stopped early; raise evaluation.early_stop_patience to go on")
+            self._notice(
+                "the run has stopped early; raise evaluation.early_stop_patience to continue"
+            )
             self._stop_reason = "no better held-out loss"
         while self.step < config.run.steps and self._stop_reason is None:
             try:
@@ -289,8 +294,8 @@ class Trainer:
         self._gradient_check.end(self.store)
         if self.step == first_step and self.step >= config.run.steps:
             self._notice(
-                f"the run already has its {config.run.steps} steps; nothing to do. To train on: "
-                f"{config.more_steps()}"
+                f"the run already has its {config.run.steps} steps; nothing to do. To train "
+                f"further: {config.more_steps()}"
             )
         self.save()
         report.add_behind(self.store.take_flash_traffic())
@@ -306,12 +311,12 @@ class Trainer:
         measured = report.measured(summary["seconds"])
         if measured is not None:
             summary["peak_rss_bytes"] = measured.peak_rss_bytes
-            self._tell(measured)
+            self._notify(measured)
         if self._stop_reason is not None and self.step < config.run.steps:
             command = f"penstock train {config.run.dir / 'config.yaml'}"
-            self._tell(Stopped(self.step, self._stop_reason, command))
+            self._notify(Stopped(self.step, self._stop_reason, command))
         else:
-            self._tell(Finished(summary))
+            self._notify(Finished(summary))
         if recording.failure is not None:
             raise recording.failure
         return summary
@@ -320,9 +325,9 @@ class Trainer:
         """Execute one step, report it, and check whether every weight trains."""
         self.store.remember(self._extra())
         done = self._runner.run()
-        self._tell(done)
+        self._notify(done)
         assert self._runner.commit is not None
-        self._gradient_check.look(self._runner.commit, self.store)
+        self._gradient_check.observe(self._runner.commit, self.store)
         return done
 
     # Outside the steps
@@ -336,7 +341,7 @@ class Trainer:
         """
         if self._evaluator is None:
             raise DataError(
-                "there is nothing held out: the data set has no validation split, or "
+                "there is no held-out data: the data set has no validation split, or "
                 "Trainer(held_out=...) was not given"
             )
         if batches is not None and batches < 1:
@@ -360,7 +365,7 @@ class Trainer:
         found = self.evaluate()
         best = early_stop.judge(self.step, found["loss"])
         seconds = time.perf_counter() - started
-        self._tell(Evaluated.of(found, self.step, seconds, best))
+        self._notify(Evaluated.of(found, self.step, seconds, best))
         if best and self.config.checkpoint.best:
             self._checkpoint_scheduler.begin(self.step, best=True)
         if early_stop.is_due:
@@ -441,4 +446,4 @@ class Trainer:
     # Notices to the user
 
     def _notice(self, text: str) -> None:
-        self._tell(Notice(text))
+        self._notify(Notice(text))

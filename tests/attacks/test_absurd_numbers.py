@@ -91,12 +91,12 @@ def test_the_largest_divisor_is_that_of_trying_all(seed):
     if size % micro == 0:
         return
     largest = max(d for d in range(1, min(size, micro) + 1) if size % d == 0)
-    with pytest.raises(ConfigError, match=rf"not above it is {largest}$"):
+    with pytest.raises(ConfigError, match=rf"next lower divisor is {largest}$"):
         Config.from_mapping({"model": TINY, "batch": {"size": size, "micro": micro}})
 
 
 def test_a_large_prime_batch_is_answered_at_once():
-    with pytest.raises(ConfigError, match=r"the largest that is not above it is 1$"):
+    with pytest.raises(ConfigError, match=r"the next lower divisor is 1$"):
         Config.from_mapping({"model": TINY, "batch": {"size": 999_999_937, "micro": 999_999_936}})
 
 
@@ -211,8 +211,10 @@ def test_a_name_that_the_locale_lacks_is_refused(tmp_path, where):
     )
     assert found.returncode == 2
     wanted = {
-        "argument": "error: expected names that this system's locale can write (ascii), got "
-        "'run.dir=donn\\xe9es'; set LC_ALL=C.UTF-8 or PYTHONUTF8=1\n",
+        "argument": (
+            "error: expected arguments in the encoding of this system's locale (ascii), got "
+            "'run.dir=donn\\xe9es'; set LC_ALL=C.UTF-8 or PYTHONUTF8=1\n"
+        ),
         "file": f"error: {path}:3: run.dir: expected a path that this system's locale can write "
         "(ascii), got 'donn\\xe9es'; set LC_ALL=C.UTF-8 or PYTHONUTF8=1\n",
     }

@@ -126,7 +126,7 @@ def test_a_record_of_no_step(folder, changes):
 )
 def test_places_that_are_none(folder, places):
     rewritten(folder / "journal", lambda r: [*r[:-1], with_content(r[-1], places=places)])
-    refuse_all(folder, CorruptionError, "the journal's record of step 2 does not fit the store")
+    refuse_all(folder, CorruptionError, "the journal's record of step 2 does not match the store")
 
 
 @pytest.mark.parametrize("change", [lambda b: b[:-16], lambda b: b + b"x" * 16, lambda b: b""])
@@ -135,7 +135,7 @@ def test_checksums_too_few_or_too_many(folder, change):
         folder / "journal",
         lambda r: [*r[:-1], dataclasses.replace(r[-1], blob=change(r[-1].blob))],
     )
-    refuse_all(folder, CorruptionError, "the journal's record of step 2 does not fit the store")
+    refuse_all(folder, CorruptionError, "the journal's record of step 2 does not match the store")
 
 
 def test_a_record_whose_json_is_nested_a_hundred_thousand_deep(folder):
@@ -173,7 +173,9 @@ def test_a_record_of_impossible_length(folder, length):
     header = journal_module._HEADER.pack(b"PSTKREC\1", 4, length, bytes(16))
     with path.open("ab") as file:
         file.write(journal_module._sector(header))
-    refuse_all(folder, CorruptionError, rf"4 of {length:,} bytes is there; .* put together")
+    refuse_all(
+        folder, CorruptionError, rf"got record 4 of {length:,} bytes; .* assembled from parts"
+    )
 
 
 def test_a_length_beyond_the_file_is_a_record_that_was_never_finished(folder):
@@ -189,7 +191,7 @@ def test_a_record_twice(folder):
     path = folder / "journal"
     last = journal_module._spelled(3, read_records(path)[0][-1])
     path.write_bytes(path.read_bytes() + last)
-    refuse_all(folder, CorruptionError, "record 4 was expected, 3 of")
+    refuse_all(folder, CorruptionError, "expected record 4, got record 3 of")
 
 
 def test_two_records_of_one_step_the_later_one_counts(folder):
@@ -224,7 +226,11 @@ def test_a_sector_of_zeros_is_not_the_end_where_a_record_is_sealed_behind(folder
     if at + SECTOR_BYTES == end:  # the last seal: as if the process had died while appending
         assert read_records(journal) == (records[:-1], sum(lengths[:-1]))
         return
-    refuse_all(folder, CorruptionError, f"the {what} of record {number}, at byte {at:,}, is blank")
+    refuse_all(
+        folder,
+        CorruptionError,
+        f"the {what} of record {number}, at byte {at:,}: expected a checksum, got zeros",
+    )
     assert journal.stat().st_size == end
     assert whole_records(journal) == [*records[:number], *records[number + 1 :]]
     assert repair(folder).step == (1 if number == 3 else 2)  # the newest that is left
@@ -280,7 +286,7 @@ def test_a_description_of_no_store(folder, changes):
     rewritten(folder / "journal", lambda r: [with_content(r[0], **changes), *r[1:]])
     with pytest.raises(CorruptionError, match="first record does not describe a store"):
         verified(folder)
-    with pytest.raises(ConfigError, match=r"of another model|was made (to keep|with)"):
+    with pytest.raises(ConfigError, match=r"of another model|was created (to keep|with)"):
         opened(folder)
 
 
@@ -292,7 +298,7 @@ def test_weights_larger_than_the_extents(folder, shape):
         return [with_content(records[0], units=units), *records[1:]]
 
     rewritten(folder / "journal", larger)
-    with pytest.raises(CorruptionError, match=r"extents: has [\d,]+ bytes, [\d,]+ were expected"):
+    with pytest.raises(CorruptionError, match=r"extents: expected [\d,]+ bytes, got [\d,]+"):
         verified(folder)
 
 
@@ -315,7 +321,7 @@ def test_state_that_no_optimizer_keeps(folder, changes):
 def test_a_sparse_file_that_makes_room_for_a_trillion_blocks(folder):
     test_weights_larger_than_the_extents(folder, [2**40])
     os.truncate(folder / "extents", 2**43 - 1)
-    with pytest.raises(CorruptionError, match=r"has [\d,]+ bytes, [\d,]+ were expected"):
+    with pytest.raises(CorruptionError, match=r"expected [\d,]+ bytes, got [\d,]+"):
         verified(folder)
 
 
@@ -337,11 +343,11 @@ def test_a_journal_of_something_else(folder):
 def test_the_journal_of_one_run_beside_the_extents_of_another(folder, tmp_path, foreign):
     filled(tmp_path / "other", seed=2)
     shutil.copy(tmp_path / "other" / foreign, folder / foreign)
-    with pytest.raises(CorruptionError, match=r"extents: damaged in bytes .* checksum is"):
+    with pytest.raises(CorruptionError, match=r"extents: damaged .* expected checksum"):
         verified(folder)
     store = opened(folder)
     try:
-        with pytest.raises(CorruptionError, match=r"extents: damaged in bytes .* checksum is"):
+        with pytest.raises(CorruptionError, match=r"extents: damaged .* expected checksum"):
             forward_sweep(store)
     finally:
         store.close()
@@ -350,13 +356,13 @@ def test_the_journal_of_one_run_beside_the_extents_of_another(folder, tmp_path, 
 @pytest.mark.parametrize("name", ["journal", "extents"])
 def test_an_empty_file(folder, name):
     (folder / name).write_bytes(b"")
-    found = {"journal": "holds no whole record", "extents": "has 0 bytes"}[name]
+    found = {"journal": "holds no complete record", "extents": "expected .* bytes, got 0;"}[name]
     refuse_all(folder, CorruptionError, f"{name}: {found}")
 
 
 def test_extents_that_are_missing(folder):
     (folder / "extents").unlink()
-    refuse_all(folder, CorruptionError, "extents: is missing, and the journal beside it counts")
+    refuse_all(folder, CorruptionError, "extents: is missing, but the journal beside it refers")
 
 
 def put_folder(path):
@@ -403,7 +409,7 @@ def test_a_link_that_leads_elsewhere_is_not_followed(folder, tmp_path, name):
     before = target.read_bytes()
     (folder / name).unlink()
     (folder / name).symlink_to(target)
-    with pytest.raises((CorruptionError, StorageError), match=f"{name}: .*a link is there"):
+    with pytest.raises((CorruptionError, StorageError), match=f"{name}: .*got a link"):
         opened(folder)
     assert target.read_bytes() == before
     assert (folder / name).is_symlink()
@@ -418,7 +424,7 @@ def test_a_folder_that_is_a_link_is_the_users_choice(folder, original, tmp_path)
 
 def test_a_file_where_the_folder_should_be(tmp_path):
     (tmp_path / "flash").write_text("mine")
-    with pytest.raises(StorageError, match="flash: cannot be written: "):
+    with pytest.raises(StorageError, match="flash: expected a folder, got a file"):
         opened(tmp_path / "flash")
     assert (tmp_path / "flash").read_text() == "mine"
 

@@ -11,7 +11,7 @@ from store_programs import make_program, random_weights, train
 from penstock.errors import ConfigError, CorruptionError, StorageError
 from penstock.store import sealed_json
 from penstock.store.flash import discard_untrained, open_reader, recorded_extra, repair
-from penstock.store.flash.journal import Record, begin_anew, read_records
+from penstock.store.flash.journal import Record, read_records, rewrite_journal
 from penstock.store.flash.shards import SHARDS
 
 PROGRAM = make_program([{"a": (3 * 4096, 2), "b": (5,)}])
@@ -79,7 +79,7 @@ def _parsed(data):
 )
 def test_numbers_that_cannot_be(folder, changes):
     resealed(folder, **changes)
-    refused(folder, CorruptionError, r"shards\.json: it does not describe shards")
+    refused(folder, CorruptionError, r"shards\.json: expected a description of shards")
 
 
 def test_a_newer_format(folder):
@@ -122,7 +122,7 @@ def test_a_store_of_a_release_that_gave_no_names_is_opened_as_before(folder):
         journal = folder / f"shard-{number}" / "journal"
         first, *records = read_records(journal)[0]
         old = {key: value for key, value in first.content.items() if key != "store"}
-        begin_anew(journal, [Record(old, first.blob), *records], "journal.drop")
+        rewrite_journal(journal, [Record(old, first.blob), *records], "journal.drop")
     with open_reader(folder) as reader:
         assert reader.content_hash(0) == weights
     store = sharded_flash(PROGRAM, folder, 2)
@@ -141,7 +141,7 @@ def test_a_store_of_a_release_that_gave_no_names_is_opened_as_before(folder):
 )
 def test_pieces_that_do_not_make_up_the_weights(folder, weights):
     resealed(folder, weights=weights)
-    with pytest.raises(CorruptionError, match=r"the shards' pieces do not make up '[abc]'"):
+    with pytest.raises(CorruptionError, match=r"the pieces of the shards do not cover '[abc]'"):
         open_reader(folder)
 
 

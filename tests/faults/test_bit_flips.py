@@ -46,8 +46,8 @@ LAYERS = (
 )
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 KINDS = [("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "8bit")]  # of weights, and of moments
-# The one that came, and the one that was expected, in which a bit may have flipped, too.
-CHECKSUMS = r"checksum(?: is)? ([0-9a-f]{32}), (.{32}) was expected"
+# The expected checksum, in which a bit may have flipped, too, and that of the bytes.
+CHECKSUMS = r"expected checksum (.{32})(?: of its content)?, got ([0-9a-f]{32})"
 
 
 def program_of(precision):
@@ -153,8 +153,8 @@ def flip_extents(flash, count, seed):
             bad = bytearray(good)
             bad[byte - begin] ^= 1 << bit
             assert match[1] == str(path)
-            assert match[5] == xxhash.xxh3_128_hexdigest(bytes(bad))
-            assert match[6] == xxhash.xxh3_128_hexdigest(bytes(good))
+            assert match[5] == xxhash.xxh3_128_hexdigest(bytes(good))
+            assert match[6] == xxhash.xxh3_128_hexdigest(bytes(bad))
             found[match[4]] = found.get(match[4], 0) + 1
     return found
 
@@ -181,7 +181,7 @@ def flip_journal(flash, count, seed):
             begin, end = (int(number.replace(",", "")) for number in place.groups())
             assert begin <= byte < end
             hit.add("payload")
-        bad, good = re.search(CHECKSUMS, text).groups()
+        good, bad = re.search(CHECKSUMS, text).groups()
         assert text.startswith(f"{path}: ")
         assert bad != good
     assert read_records(path)[0] == whole
@@ -221,7 +221,7 @@ def flip_checkpoint(checkpoint, name, count, seed):
         text = str(caught.value)
         if path.suffix == ".safetensors":
             assert f"damaged in bytes 0 to {len(original):,}" in text
-            bad, good = re.search(CHECKSUMS, text).groups()
+            good, bad = re.search(CHECKSUMS, text).groups()
             assert bad == xxhash.xxh3_128_hexdigest(bytes(damaged))
             assert good == xxhash.xxh3_128_hexdigest(original)
         else:
@@ -248,7 +248,7 @@ def flip_index(checkpoint, count, seed):
                 find_checkpoint(checkpoint[0], "latest")
         text = str(caught.value)
         assert re.search(f"{CHECKSUMS}|it is not JSON: |no checksum or no content", text)
-        assert text.endswith("delete it to go by the checkpoints' folders")
+        assert text.endswith("delete the file: Penstock then uses the folders of the checkpoints")
     return harmless
 
 
@@ -320,8 +320,8 @@ def test_any_flipped_bit_of_a_gradient_on_flash_is_found_and_named(moments, coun
             f"which hold gradients of {unit.names[0]}: "
         )
         assert re.search(CHECKSUMS, text).groups() == (
-            xxhash.xxh3_128_hexdigest(bytes(bad)),
             xxhash.xxh3_128_hexdigest(bytes(good)),
+            xxhash.xxh3_128_hexdigest(bytes(bad)),
         )
     store.discard()
     store.close()

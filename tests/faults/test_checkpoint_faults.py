@@ -228,9 +228,9 @@ def test_a_full_disk_is_reported_with_place_need_and_room(tmp_path, monkeypatch)
     with pytest.raises(StorageError) as caught:
         save_checkpoint(store, tmp_path / "b", {})
     assert str(caught.value) == (
-        f"{tmp_path}/b/step-00000002: cannot write it: No space left on device; it needs "
-        f"{sizes:,} bytes, 1,234 bytes are free; make room or choose another place; "
-        "what was saved before is unchanged"
+        f"{tmp_path}/b/step-00000002: cannot write it: No space left on device; it needs {sizes:,} "
+        "bytes, 1,234 bytes are free; free some space or choose another folder; what was saved "
+        "before is unchanged"
     )
     assert list((tmp_path / "b").iterdir()) == []
 
@@ -279,5 +279,5 @@ def test_nothing_is_renamed_before_it_is_synced_nor_forgotten_after(tmp_path, mo
 @pytest.mark.skipif(os.geteuid() == 0, reason="nothing is read-only for root")
 def test_a_read_only_folder_is_reported(tmp_path):
     tmp_path.chmod(0o500)
-    with pytest.raises(StorageError, match="make the folder writable or choose another place"):
+    with pytest.raises(StorageError, match="make the folder writable or choose another folder"):
         save_checkpoint(trained(1, 0), tmp_path / "checkpoints", {})

@@ -148,7 +148,7 @@ def test_a_run_goes_on_through_losses_and_changes_to_the_same_bits(
             assert run.engines() == wanted
         capsys.readouterr()
         assert penstock(monkeypatch, "scale", str(record.parent), "engines=4") == 0
-        assert "2 engine(s) so far, 4 from the next step on" in capsys.readouterr().out
+        assert "2 engine(s) now, 4 from the next step" in capsys.readouterr().out
         run.train(1)
         assert penstock(monkeypatch, "scale", str(record.parent), "engines=9") == 2
         error = "expected 1 (with fewer, a step does not fit engine.memory) to 8"

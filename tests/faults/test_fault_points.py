@@ -24,8 +24,8 @@ TAKES_PREFIX = {
     "put_pieces": 2,
     "replace_file": 2,
     "new_folder": 1,
-    "_begin_anew": 1,
-    "begin_anew": 2,
+    "_rewrite": 1,
+    "rewrite_journal": 2,
 }
 JOURNAL_POINTS = [
     f"{what}/journal.{what}.{suffix}" for what in ("rotate", "drop") for suffix in REPLACING

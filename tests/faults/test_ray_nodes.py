@@ -135,7 +135,7 @@ def test_engines_on_three_hosts_are_killed_cut_off_and_added(text, cluster, run_
     done = subprocess.run(
         third.on(*scale), env=nodes.environment, capture_output=True, text=True, check=True
     )
-    assert "2 engines before, 3 from the next step on" in done.stdout
+    assert "2 engines before, 3 from the next step" in done.stdout
     run.step_until(lambda: len(run.places()) == 3)
     assert sorted(engines_on(run)) == [here.address, other.address, third.address]
 

@@ -67,7 +67,7 @@ def test_unknown_key(penstock):
     )
 
 
-def test_impossible_budget_names_the_least_that_would_do_and_that_does(penstock):
+def test_refused_budget_names_the_minimum_that_works(penstock):
     result = penstock("train", "run.yaml", "engine.memory=100KB")
     assert_refused(
         result,
@@ -90,7 +90,7 @@ def test_missing_data(penstock):
     )
 
 
-def test_a_data_set_of_another_tokenizer_than_is_asked_for_now(penstock):
+def test_data_set_of_another_tokenizer_is_refused(penstock):
     ours = ("train", "run.yaml", "data.path=null", "data.input=[text.txt]", "--quiet")
     tokens = ("data.tokenizer=train-bpe:300", "model.vocab_size=100")
     assert penstock(*ours, *tokens)[0] == 3  # built, and too many tokens for the model
@@ -102,7 +102,7 @@ def test_a_data_set_of_another_tokenizer_than_is_asked_for_now(penstock):
     )
 
 
-def test_a_data_set_of_another_text_than_is_asked_for_now(penstock):
+def test_data_set_of_another_text_is_refused(penstock):
     """The run's own data set is built once; what it was not built from is never trained on."""
     Path("other.txt").write_text("other words\n" * 200)
     ours = ("train", "run.yaml", "data.path=null", "--quiet")
@@ -172,8 +172,8 @@ def test_corrupt_checkpoint(penstock):
     content[-5] ^= 1
     damaged.write_bytes(content)
     text = (
-        rf"{damaged}: damaged in bytes 0 to [\d,]+, which hold the header, \S+.*: their checksum "
-        r"is [0-9a-f]{32}, [0-9a-f]{32} was expected; use another checkpoint"
+        rf"{damaged}: damaged in bytes 0 to [\d,]+, which hold the header, \S+.*: expected "
+        r"checksum [0-9a-f]{32}, got [0-9a-f]{32}; use another checkpoint"
     )
     assert_refused(penstock("eval", "run"), 6, text)
     assert_refused(penstock("generate", "run", "--prompt", "water"), 6, text)
@@ -181,7 +181,7 @@ def test_corrupt_checkpoint(penstock):
     assert not Path("out").exists()
 
 
-def test_a_disk_that_fills_up_while_saving(penstock, monkeypatch):
+def test_full_disk_while_saving_keeps_the_previous_checkpoint(penstock, monkeypatch):
     """The checkpoint before stays in force, nothing half-written is left, and the run goes on."""
     assert penstock("train", "run.yaml", "--quiet")[0] == 0
     whole = penstock("inspect", "run", "--hash")[1]
@@ -198,8 +198,8 @@ def test_a_disk_that_fills_up_while_saving(penstock, monkeypatch):
         penstock("train", "run.yaml", "run.dir=again", "--quiet"),
         7,
         r"again/checkpoints/step-00000004: cannot write it: No space left on device; it needs "
-        r"[\d,]+ bytes, [\d,]+ bytes are free; make room or choose another place; what was saved "
-        r"before is unchanged",
+        r"[\d,]+ bytes, [\d,]+ bytes are free; free some space or choose another folder; what was "
+        r"saved before is unchanged",
     )
     monkeypatch.setattr(durable, "write", write)
     kept = sorted(path.name for path in Path("again/checkpoints").iterdir())
@@ -208,7 +208,7 @@ def test_a_disk_that_fills_up_while_saving(penstock, monkeypatch):
     assert penstock("inspect", "again", "--hash")[1] == whole
 
 
-def test_a_group_and_a_freeze_pattern_that_match_nothing(penstock):
+def test_pattern_without_match_is_refused(penstock):
     assert_refused(
         penstock("train", "run.yaml", 'optimizer.groups=[{match: ["*.wieght"]}]'),
         2,
@@ -223,14 +223,14 @@ def test_a_group_and_a_freeze_pattern_that_match_nothing(penstock):
     )
 
 
-def test_a_run_is_not_continued_on_another_course_or_other_data(penstock):
+def test_changed_result_key_or_data_is_refused_on_resume(penstock):
     assert penstock("train", "run.yaml", "run.steps=2", "--quiet")[0] == 0
     assert_refused(
         penstock("train", "run.yaml", "run.steps=2", "optimizer.learning_rate=1"),
         2,
-        r"run holds a run whose configuration differs where it decides the result:\n"
-        r"  optimizer\.learning_rate: 0\.01 in the run, 1\.0 now\n"
-        r"set these back to resume it, or choose another run\.dir to start anew",
+        r"run holds a run whose configuration differs in keys that decide the result:\n  "
+        r"optimizer\.learning_rate: 0\.01 in the run, 1\.0 now\nset these back to resume it, or "
+        r"choose another run\.dir to start a new run",
     )
     Path("text.txt").write_text("other text " * 500)
     build = ("data", "build", "--input", "text.txt", "--tokenizer", "bytes", "--out", "other")
@@ -238,13 +238,13 @@ def test_a_run_is_not_continued_on_another_course_or_other_data(penstock):
     assert_refused(
         penstock("train", "run.yaml", "run.steps=2", "data.path=other"),
         3,
-        r"run was trained on another data set than other; point data\.path at the one it was "
-        r"started with, or choose another run\.dir",
+        r"run was trained on another data set than other; set data\.path to the data set that the "
+        r"run was started with, or choose another run\.dir",
     )
 
 
 @pytest.mark.parametrize("command", [("eval", "nix"), ("generate", "nix"), ("export", "nix", "o")])
-def test_a_run_that_is_not_there(penstock, command):
+def test_missing_run_is_refused(penstock, command):
     assert_refused(
         penstock(*command), 2, r"nix: no such run; expected the folder that run\.dir named"
     )

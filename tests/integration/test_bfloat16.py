@@ -33,7 +33,7 @@ def root_mean_square(values):
 @pytest.mark.parametrize(
     "name", quick_first(["gpt2", "bert", "classifier", "llama"], ["classifier"])
 )
-def test_at_most_twice_as_far_from_float32_as_autocast(name, tmp_path):
+def test_bfloat16_error_is_at_most_twice_that_of_autocast(name, tmp_path):
     ours, theirs, size = [], [], 0.0
     for seed in SEEDS:
         case, recipe = CASES[name](), Recipe(seed=seed)
@@ -51,7 +51,7 @@ def test_at_most_twice_as_far_from_float32_as_autocast(name, tmp_path):
     assert our_losses <= max(2 * losses, 2**-12 * size)
 
 
-def test_the_master_is_float32_and_streams_as_its_upper_half(tmp_path):
+def test_bfloat16_weights_stream_as_upper_half_of_float32_masters(tmp_path):
     case, recipe = CASES["gpt2"](), Recipe(steps=6)
     trainer, _ = trainer_of(case, recipe, tmp_path, precision="bf16")
     trainer.train()

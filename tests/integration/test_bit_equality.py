@@ -40,7 +40,7 @@ def run(folder, case, recipe=None, until=None, **changes):
 
 
 @pytest.mark.parametrize(("precision", "dropout"), thinned(PRECISIONS, [False, True]))
-def test_a_run_that_stopped_and_went_on_equals_one_that_never_stopped(precision, dropout, tmp_path):
+def test_resumed_run_equals_uninterrupted_run(precision, dropout, tmp_path):
     case = gpt2(dropout)
     losses, weights = run(tmp_path / "whole", case, precision=precision)
     assert len(losses) == STEPS
@@ -54,7 +54,7 @@ def test_a_run_that_stopped_and_went_on_equals_one_that_never_stopped(precision,
 
 
 @pytest.mark.long
-def test_another_process_goes_on_to_the_same_bits(tmp_path):
+def test_resume_in_another_process_gives_the_same_bits(tmp_path):
     case = gpt2(dropout=True)
     losses, weights = run(tmp_path / "whole", case)
     begun, _ = run(tmp_path / "parts", case, until=3)
@@ -106,7 +106,7 @@ def test_any_number_of_engines_gives_the_same_bits(precision, dropout, tmp_path)
         assert run(folder, case, recipe, precision=precision, engines=engines) == alone, engines
 
 
-def test_a_run_may_change_engines_and_recomputation_when_it_resumes(tmp_path):
+def test_resume_with_other_engines_and_recomputation_gives_the_same_bits(tmp_path):
     case = gpt2(dropout=True)
     losses, weights = run(tmp_path / "whole", case)
     begun, _ = run(tmp_path / "parts", case, until=3, engines=2)
@@ -116,7 +116,7 @@ def test_a_run_may_change_engines_and_recomputation_when_it_resumes(tmp_path):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_order_in_which_an_engine_sees_its_micro_batches_changes_nothing(seed, tmp_path):
+def test_micro_batch_order_changes_no_bit(seed, tmp_path):
     """A micro-batch keeps its number, and the sum is a tree over these numbers."""
     case = gpt2(dropout=True)
     trainer, _ = trainer_of(case, recipe_of(seed, size=14), tmp_path)
@@ -155,7 +155,7 @@ def test_the_order_in_which_an_engine_sees_its_micro_batches_changes_nothing(see
         assert all(torch.equal(found[name], expected[name]) for name in found)
 
 
-def test_runs_that_differ_are_told_apart(tmp_path):
+def test_comparison_detects_different_runs(tmp_path):
     """The tests above compare hashes: a hash must differ where training does."""
     case = gpt2(dropout=True)
     _, weights = run(tmp_path / "a", case)
@@ -166,9 +166,7 @@ def test_runs_that_differ_are_told_apart(tmp_path):
 
 
 @pytest.mark.long
-def test_the_number_of_engines_does_not_decide_the_micro_batch_where_memory_binds(
-    tmp_path, monkeypatch
-):
+def test_micro_batch_is_independent_of_engines_when_memory_is_short(tmp_path, monkeypatch):
     compile_source, programs = builders.compile_source, {}
 
     def compile_once(source, **asked):  # the same for every number of engines

@@ -64,7 +64,7 @@ EXTRA = {"best_loss": 3.25, "seed": 7, "nothing": None, "names": ["a", "ü"], "i
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("seed", range(3))
-def test_a_run_that_stops_and_resumes_is_bit_equal_to_one_that_does_not(tmp_path, precision, seed):
+def test_resumed_run_equals_uninterrupted_run(tmp_path, precision, seed):
     steady = trained(steps=7, seed=seed, precision=precision)
     stopped = trained(steps=4, seed=seed, precision=precision)
     saved = save_checkpoint(stopped, tmp_path, EXTRA)
@@ -78,7 +78,7 @@ def test_a_run_that_stops_and_resumes_is_bit_equal_to_one_that_does_not(tmp_path
     assert resumed.content_hash() == steady.content_hash()
 
 
-def test_saving_changes_nothing_in_the_run(tmp_path):
+def test_saving_changes_no_bit(tmp_path):
     steady, saving_run = trained(steps=6), trained(steps=0)
     for _ in range(6):
         train(saving_run, 1, seed=0)
@@ -86,7 +86,7 @@ def test_saving_changes_nothing_in_the_run(tmp_path):
     assert_same_state(steady, saving_run)
 
 
-def test_a_checkpoint_loads_into_another_precision_and_another_cut(tmp_path):
+def test_checkpoint_loads_with_other_precision_and_stage_cut(tmp_path):
     store = trained()
     folder = save_checkpoint(store, tmp_path, {}).folder
     merged = [{name: shape for layer in LAYERS for name, shape in layer.items()}]
@@ -149,7 +149,7 @@ def test_the_last_two_and_the_best_are_kept(tmp_path):
     assert find_checkpoint(tmp_path / "elsewhere", "latest") is None
 
 
-def test_a_step_that_is_saved_twice_overwrites_nothing(tmp_path):
+def test_saving_a_step_twice_overwrites_nothing(tmp_path):
     store = trained(steps=4)
     first = save_checkpoint(store, tmp_path, {"turn": 1}).folder
     content = {path.name: path.read_bytes() for path in first.iterdir()}
@@ -162,7 +162,7 @@ def test_a_step_that_is_saved_twice_overwrites_nothing(tmp_path):
     assert folders(tmp_path) == sorted([third.name, fourth.name])
 
 
-def test_going_back_to_an_older_checkpoint_keeps_what_is_saved_from_there(tmp_path):
+def test_saves_after_rollback_to_older_checkpoint_are_kept(tmp_path):
     store = trained(steps=0)
     for _ in range(2):
         train(store, 10, seed=0)
@@ -174,7 +174,7 @@ def test_going_back_to_an_older_checkpoint_keeps_what_is_saved_from_there(tmp_pa
     assert folders(tmp_path) == ["step-00000011", "step-00000020"]
 
 
-def test_without_an_index_the_folders_are_the_list(tmp_path):
+def test_missing_index_is_replaced_by_the_folder_list(tmp_path):
     store = trained(steps=0)
     for _ in range(3):
         train(store, 1, seed=0)
@@ -223,7 +223,7 @@ def test_every_flipped_bit_is_found_and_named(tmp_path, saved_folder, seed):
                 bad = xxhash.xxh3_128_hexdigest(bytes(damaged))
                 text = str(caught.value)
                 assert f"damaged in bytes 0 to {len(original):,}" in text, f"{seed=} {place=}"
-                assert f"checksum is {bad}, {good} was expected" in text
+                assert f"expected checksum {good}, got {bad}" in text
         path.write_bytes(original)
     assert load_checkpoint(store, folder) == {"loss": 1.5}
 
@@ -249,21 +249,21 @@ def test_damage_is_named_by_file_tensors_and_place(tmp_path):
     with pytest.raises(CorruptionError) as caught:
         verify_checkpoint(folder)
     assert str(caught.value) == (
-        f"{path}: damaged in bytes 8,388,608 to {path.stat().st_size:,}, which hold "
-        f"master/second: their checksum is {xxhash.xxh3_128_hexdigest(data)}, {expected} was "
-        "expected; use another checkpoint"
+        f"{path}: damaged in bytes 8,388,608 to {path.stat().st_size:,}, which hold master/second: "
+        f"expected checksum {expected}, got {xxhash.xxh3_128_hexdigest(data)}; use another "
+        "checkpoint"
     )
 
 
-def test_files_that_are_cut_swapped_missing_or_emptied_are_refused(tmp_path, saved_folder):
+def test_truncated_swapped_missing_or_empty_files_are_refused(tmp_path, saved_folder):
     name = "stage-00001.safetensors"
     content = (saved_folder / name).read_bytes()
     other = (saved_folder / "stage-00002.safetensors").read_bytes()
     size = len(content)
     folder = copy_of(saved_folder, tmp_path / "copy")
     for change, message in (
-        (content[:-1], f"{name}: it has {size - 1:,} bytes, {size:,} were written"),
-        (content + b"0", f"{name}: it has {size + 1:,} bytes, {size:,} were written"),
+        (content[:-1], f"{name}: expected {size:,} bytes, got {size - 1:,}"),
+        (content + b"0", f"{name}: expected {size:,} bytes, got {size + 1:,}"),
         (other, f"{name}: it has"),
         (bytes(size), f"{name}: damaged in bytes 0 to {size:,}"),
         (None, f"{name}: this file is missing"),
@@ -286,7 +286,7 @@ def test_files_of_another_step_are_refused(tmp_path):
         load_checkpoint(store, newer)
 
 
-def test_a_store_that_met_damage_is_not_usable_until_it_is_loaded_again(tmp_path):
+def test_store_is_unusable_after_a_damaged_load_until_reloaded(tmp_path):
     store = trained(steps=1)
     good = save_checkpoint(store, tmp_path, {}).folder
     expected = everything(store)
@@ -302,7 +302,7 @@ def test_a_store_that_met_damage_is_not_usable_until_it_is_loaded_again(tmp_path
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_a_checkpoint_of_another_model_is_refused_by_its_first_differences(tmp_path):
+def test_checkpoint_of_another_model_is_refused_with_first_differences(tmp_path):
     folder = save_checkpoint(trained(), tmp_path, {}).folder
     other = [{"embed": (50, 16), "position": (7, 16)}, {"norm": (17,), "head": (5, 5)}]
     store = empty_like(None, other)
@@ -323,11 +323,11 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path):
         load_checkpoint(store, folder)
     assert str(caught.value) == (
         f"{folder}: a checkpoint of another optimizer: exp_avg_sq/a is only in it; use the "
-        "optimizer that wrote it, or export it and begin from there (model.hf)"
+        "optimizer that wrote it, or export it and start a new run from the export (model.hf)"
     )
 
 
-def test_formats_of_the_future_are_refused_politely(tmp_path):
+def test_newer_checkpoint_format_is_refused(tmp_path):
     from penstock.store import sealed_json
 
     store = trained()
@@ -344,7 +344,7 @@ def test_formats_of_the_future_are_refused_politely(tmp_path):
         path.write_bytes(sealed_json.seal(content))
 
 
-def test_what_is_not_a_checkpoint_is_said_to_be_none(tmp_path):
+def test_folder_without_checkpoint_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"not a checkpoint: it has no state\.json"):
         read_state(tmp_path)
 
@@ -364,7 +364,7 @@ HOSTILE_STATES = {
 
 
 @pytest.mark.parametrize("what", HOSTILE_STATES)
-def test_a_forged_state_with_a_good_checksum_is_refused(tmp_path, saved_folder, what):
+def test_forged_state_with_valid_checksum_is_refused(tmp_path, saved_folder, what):
     from penstock.store import sealed_json
 
     folder = copy_of(saved_folder, tmp_path / "step-00000003")
@@ -375,16 +375,16 @@ def test_a_forged_state_with_a_good_checksum_is_refused(tmp_path, saved_folder, 
         verify_checkpoint(folder)
 
 
-def test_a_damaged_index_says_what_to_do(tmp_path):
+def test_damaged_index_error_names_the_remedy(tmp_path):
     save_checkpoint(trained(), tmp_path, {})
     path = tmp_path / "index.json"
     path.write_text(path.read_text().replace("step-00000003", "step-00000002"))
-    with pytest.raises(CorruptionError, match="delete it to go by the checkpoints' folders"):
+    with pytest.raises(CorruptionError, match="delete the file: Penstock then uses the folders"):
         find_checkpoint(tmp_path, "latest")
 
 
 @pytest.mark.long
-def test_saving_and_loading_take_no_second_copy_of_the_model(tmp_path):
+def test_saving_and_loading_need_no_second_copy_of_the_model(tmp_path):
     script = Path(__file__).with_name("checkpoint_memory.py")
     paths = os.pathsep.join(map(str, Path(__file__).parents[1:3]))
     result = subprocess.run(

@@ -182,7 +182,7 @@ def hooked(case: Case, add, when: str):
 WHERE = f"halve at {__file__}:{halve.__code__.co_firstlineno}"
 WAY_OUT = (
     "which no compiled program calls. To change a gradient, apply a torch.autograd.Function with "
-    "that backward in the forward; to watch one, remove the hook."
+    "that backward in the forward; a hook that only reads a gradient must be removed."
 )
 
 

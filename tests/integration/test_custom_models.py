@@ -60,7 +60,7 @@ def trainer_of(folder, held_out, *, told=None, **changes):
 
 
 @pytest.mark.parametrize("count", [1, 5, 8, 21])
-def test_every_held_out_row_counts_whatever_fills_a_micro_batch(count, tmp_path):
+def test_every_held_out_row_counts_for_any_micro_batch(count, tmp_path):
     held_out = rows(count, seed=1)
     trainer, module = trainer_of(tmp_path, held_out)
     with torch.no_grad():
@@ -71,7 +71,7 @@ def test_every_held_out_row_counts_whatever_fills_a_micro_batch(count, tmp_path)
     assert found == {"loss": pytest.approx(expected, rel=1e-5), "tokens": count}
 
 
-def test_held_out_data_without_a_row_is_refused_before_the_first_step(tmp_path):
+def test_empty_held_out_data_is_refused_before_the_first_step(tmp_path):
     class Empty(ArraySource):
         def evaluation_batches(self, batch_size, rows):
             return iter(())
@@ -87,7 +87,7 @@ def test_held_out_data_without_a_row_is_refused_before_the_first_step(tmp_path):
         trainer.evaluate()
 
 
-def test_a_regression_has_no_perplexity(tmp_path):
+def test_regression_has_no_perplexity(tmp_path):
     told = []
     trainer, _ = trainer_of(tmp_path, rows(16, seed=1), told=told)
     trainer.train()
@@ -138,13 +138,13 @@ def test_the_command_line_shows_rows_and_no_perplexity(tmp_path, monkeypatch):
 
 MEAN_OF_MEANS = (
     "batch.micro: auto divides the batch of 1024 rows into 2 micro-batches of 512, and the loss is "
-    "the mean of theirs: the loss of the whole batch only if every row has the same weight in it. "
-    "If not (a mean over the tokens that have labels, a loss over pairs of rows), set batch.micro: "
-    "1024 for one loss over the batch, or another divisor of it"
+    "the mean of their losses. This is the loss of the whole batch only if every row has the same "
+    "weight. Otherwise (a mean over the tokens that have labels, a loss over pairs of rows), set "
+    "batch.micro: 1024 for one loss over the batch, or another divisor of it"
 )
 
 
-def test_a_mean_over_micro_batches_that_were_not_asked_for_is_said_once(tmp_path):
+def test_automatic_micro_batches_of_a_mean_loss_give_one_notice(tmp_path):
     told = []
     for steps in (2, 3):
         trainer, _ = trainer_of(
@@ -161,7 +161,7 @@ def test_a_mean_over_micro_batches_that_were_not_asked_for_is_said_once(tmp_path
 
 
 @pytest.mark.parametrize("micro", [512, 1024])
-def test_micro_batches_that_were_asked_for_are_not_spoken_of(micro, tmp_path):
+def test_configured_micro_batches_give_no_notice(micro, tmp_path):
     told = []
     trainer, _ = trainer_of(tmp_path, rows(8), told=told, batch={"size": 1024, "micro": micro})
     trainer.train()

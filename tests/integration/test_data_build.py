@@ -68,7 +68,7 @@ def test_one_input_flag_takes_several_files(texts, tmp_path_factory, flags):
     assert contents(out) == "".join(file.read_text() + "<|endoftext|>" for file in files)
 
 
-def test_build_then_inspect_read_well_in_a_log(texts):
+def test_build_and_inspect_print_plain_lines_in_a_log(texts):
     done = in_a_process(
         "build", "--input", "a.txt", "b.txt", "c d.txt", "--tokenizer", "train-bpe:300",
         "--out", "set", "--validation", "0.5", "--seed", "4", cwd=texts,
@@ -90,7 +90,7 @@ def test_build_then_inspect_read_well_in_a_log(texts):
     assert dataset.fingerprint in looked.stdout
 
 
-def test_quiet_is_quiet(texts):
+def test_quiet_prints_nothing(texts):
     for args in (
         ("build", "--input", "a.txt", "--tokenizer", "bytes", "--out", "set", "--quiet"),
         ("inspect", "set", "--quiet"),
@@ -124,7 +124,7 @@ def test_a_terminal_gets_a_progress_bar(texts):
     assert "━".encode() in shown
 
 
-def test_mistakes_are_answered_in_a_line_with_a_code(texts):
+def test_user_errors_print_one_line_and_an_exit_code(texts):
     build = ("build", "--tokenizer", "bytes", "--out", "set", "--input")
     done = data(*build, "a.txt", "c.txt", cwd=texts)
     assert (done.returncode, done.stdout) == (3, "")
@@ -151,7 +151,7 @@ def test_a_corrupt_shard_is_reported_by_inspect(texts):
     assert "error: set/train-00000.bin is corrupt between byte 0 and " in done.stderr
 
 
-def test_a_disk_that_takes_no_more(texts):
+def test_full_disk_is_reported(texts):
     # The kernel itself refuses to let the process's files grow beyond the limit.
     (texts / "big.txt").write_bytes(b"word " * 400_000)
     done = in_a_process(
@@ -186,7 +186,7 @@ def large(tmp_path_factory):
         pytest.param(signal.SIGINT, 0.3, False, marks=pytest.mark.long),
     ],
 )
-def test_a_build_that_is_stopped_leaves_no_half_data_set(tmp_path, large, how, delay, overwrite):
+def test_interrupted_build_leaves_no_partial_data_set(tmp_path, large, how, delay, overwrite):
     out = tmp_path / "set"
     command = ["build", "--input", str(large), "--out", str(out), "--tokenizer"]
     if overwrite:
@@ -219,7 +219,7 @@ def test_a_build_that_is_stopped_leaves_no_half_data_set(tmp_path, large, how, d
     assert not aside.exists()
 
 
-def test_processes_agree_on_every_sample(texts):
+def test_all_processes_draw_the_same_samples(texts):
     data(
         "build", "--input", "a.txt", "b.txt", "c d.txt", "--tokenizer", "bytes", "--out", "set",
         cwd=texts,

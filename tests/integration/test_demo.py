@@ -68,7 +68,7 @@ def finished(tmp_path_factory):
 
 
 @pytest.mark.long
-def test_it_trains_writes_exports_and_reports(finished):
+def test_demo_trains_generates_exports_and_reports(finished):
     folder, result = finished
     assert result.returncode == 0, result.stderr
     assert "Traceback" not in result.stderr
@@ -85,14 +85,14 @@ def test_it_trains_writes_exports_and_reports(finished):
 
 
 @pytest.mark.long
-def test_the_time_is_that_of_the_run_and_no_part_counts_twice(finished):
+def test_reported_time_counts_each_part_once(finished):
     """The run says at its end how long it took; the table says the same."""
     _, result = finished
     told = re.search(r"finished: .*time ([^,]+),", result.stdout)[1]
     assert re.search(rf"│ time +│ {told} +│", result.stdout), result.stdout
 
 
-def test_the_time_of_a_run_that_was_killed_and_went_on_has_each_step_once():
+def test_reported_time_of_a_resumed_run_counts_each_step_once():
     step = [{"event": "step", "step": n, "seconds": 1.0} for n in range(1, 9)]
     evaluation = [{"event": "evaluation", "step": n, "seconds": 10.0} for n in (0, 4, 8)]
     report = {"event": "report", "step": 8, "steps": 4, "seconds": 20.0}
@@ -102,7 +102,7 @@ def test_the_time_of_a_run_that_was_killed_and_went_on_has_each_step_once():
 
 
 @pytest.mark.long
-def test_the_bytes_are_within_the_rule_and_near_it(finished):
+def test_reported_bytes_are_within_the_rule_and_near_it(finished):
     """Twice, the last stage once; a block's second pass may leave its biases at home."""
     folder, result = finished
     exported = AutoModelForCausalLM.from_pretrained(folder / "runs/demo/exported").transformer
@@ -138,7 +138,7 @@ def test_the_export_is_a_model_with_its_tokenizer(finished):
 
 
 @pytest.mark.long
-def test_the_second_time_says_so_and_trains_nothing(finished, monkeypatch, capsys):
+def test_second_run_reports_completion_and_trains_nothing(finished, monkeypatch, capsys):
     folder, _ = finished
     monkeypatch.chdir(folder)
     before = (folder / "runs/demo/metrics.jsonl").read_bytes()
@@ -150,14 +150,14 @@ def test_the_second_time_says_so_and_trains_nothing(finished, monkeypatch, capsy
 
 
 @pytest.mark.long
-def test_other_numbers_for_a_run_that_is_there_are_refused(finished, monkeypatch, capsys):
+def test_other_numbers_for_an_existing_run_are_refused(finished, monkeypatch, capsys):
     folder, _ = finished
     monkeypatch.chdir(folder)
     assert main([*SMALL, "run.steps=8", "optimizer.learning_rate=1"]) == 2
     assert "optimizer.learning_rate: 0.00" in capsys.readouterr().err
 
 
-def test_ctrl_c_in_a_terminal_saves_and_the_next_time_goes_on(tmp_path):
+def test_ctrl_c_in_a_terminal_saves_and_the_next_run_resumes(tmp_path):
     """A real terminal: the panel is drawn, and Ctrl-C arrives as it does from a keyboard."""
     arguments = ["run.steps=2000", "evaluation.every=500"]
     seen, code = in_a_terminal(tmp_path, arguments, until=" left", send=b"\x03")
@@ -221,7 +221,7 @@ def in_a_terminal(folder, arguments, until, send):
     return seen.decode(errors="replace"), process.wait()
 
 
-def test_no_python_source_is_said(tmp_path, monkeypatch, capsys):
+def test_missing_python_source_is_reported(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     assert main([*SMALL, "run.steps=8", "data.input=[empty]"]) == 3
@@ -230,7 +230,7 @@ def test_no_python_source_is_said(tmp_path, monkeypatch, capsys):
     )
 
 
-def test_tests_other_peoples_packages_and_other_encodings_are_left_out(tmp_path):
+def test_tests_packages_and_other_encodings_are_excluded(tmp_path):
     for name in ("a.py", "test/b.py", "site-packages/c.py", "deep/down/d.py", "e.txt"):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -60,7 +60,7 @@ def alone(tmp_path_factory):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_any_number_of_devices_has_the_bits_and_the_traffic_of_one(
+def test_bits_and_traffic_are_independent_of_the_number_of_devices(
     precision, kind, alone, tmp_path
 ):
     """The embedding of GPT-2 is its head too: one weight in two stages."""
@@ -71,7 +71,7 @@ def test_any_number_of_devices_has_the_bits_and_the_traffic_of_one(
         assert found == alone(kind, precision), devices
 
 
-def test_frozen_weights_shards_and_recomputation(kind, tmp_path):
+def test_device_group_with_frozen_weights_shards_and_recomputation(kind, tmp_path):
     case = language_model("llama")
     recipe = Recipe(steps=2, warmup_steps=0, size=12, micro=2, freeze=("model.layers.0.*",))
     changes = {"recipe": recipe, "engine": {"recompute": "always"}, "store": {"shards": 2}}
@@ -80,7 +80,7 @@ def test_frozen_weights_shards_and_recomputation(kind, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_store_on_flash_whose_weights_take_each_others_place(kind, tmp_path):
+def test_device_group_with_a_flash_store_that_evicts_weights(kind, tmp_path):
     fields = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 96}
     case = language_model("llama", num_hidden_layers=16, **fields)
     found = []
@@ -93,7 +93,7 @@ def test_a_store_on_flash_whose_weights_take_each_others_place(kind, tmp_path):
     assert streamed_bytes > 2 * 2**20  # more than is in memory, so that it is read again
 
 
-def test_a_run_goes_on_with_other_devices(kind, alone, tmp_path):
+def test_run_resumes_with_other_devices(kind, alone, tmp_path):
     case = language_model("gpt2", **DROPOUT)
     (steps, weights), *_ = alone(kind)
     (first, _), *_ = run(tmp_path, case, kind, until=1, engines=2)
@@ -101,7 +101,7 @@ def test_a_run_goes_on_with_other_devices(kind, alone, tmp_path):
     assert (first + others, last) == (steps, weights)
 
 
-def test_an_error_on_one_device_ends_the_step_and_nothing_else(kind, alone, tmp_path):
+def test_error_on_one_device_ends_only_the_step(kind, alone, tmp_path):
     devices = TWO[kind]
     before = set(threading.enumerate())
     trainer, events = trainer_of(
@@ -146,7 +146,7 @@ def account_is_below_what_was_predicted(trainer, kind, devices):
         assert held < engine.memory.peak_bytes <= predicted
 
 
-def test_a_loss_that_is_no_number_names_the_stage(kind, tmp_path):
+def test_non_finite_loss_names_the_stage(kind, tmp_path):
     recipe = Recipe(steps=3, warmup_steps=0, learning_rate=1e25)
     engine = {"device": kind, "devices": TWO[kind]}
     trainer, _ = trainer_of(language_model("gpt2"), recipe, tmp_path, engine=engine)
@@ -169,7 +169,7 @@ def test_devices_without_a_micro_batch_are_refused(tmp_path):
     )
 
 
-def test_devices_that_are_not_there_are_refused_with_what_is(tmp_path):
+def test_missing_devices_are_refused_with_the_available_ones(tmp_path):
     there = ", ".join(f"cuda:{number}" for number in range(GPUS)) or "no GPU"
 
     def refused(devices):
@@ -184,6 +184,6 @@ def test_devices_that_are_not_there_are_refused_with_what_is(tmp_path):
     assert refused([missing]) == f"engine.devices: this machine has {there}, got {missing}"
     if not GPUS:
         assert refused("all") == (
-            "engine.devices: all stands for all GPUs, of which this machine has none; leave it "
-            "out to compute on the CPU"
+            "engine.devices: all means all GPUs, but this machine has none; remove the key to "
+            "compute on the CPU"
         )

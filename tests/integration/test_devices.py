@@ -95,7 +95,7 @@ def test_resuming_recomputing_and_more_engines_keep_every_bit(precision, device,
     assert run("recomputed", recompute="always") == (losses, weights)
 
 
-def test_an_evaluation_between_steps_changes_nothing(device, tmp_path):
+def test_evaluation_between_steps_changes_no_bit(device, tmp_path):
     case = language_model("gpt2")
     hashes, seen = [], []
     for folder, every in (("without", None), ("with", 1)):
@@ -113,7 +113,7 @@ def test_an_evaluation_between_steps_changes_nothing(device, tmp_path):
     assert seen[0] == seen[1]
 
 
-def test_the_account_stays_below_what_was_predicted(device, tmp_path):
+def test_memory_use_stays_below_the_prediction(device, tmp_path):
     from penstock.engine import predict_bytes
 
     case = language_model("gpt2")

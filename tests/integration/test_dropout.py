@@ -65,7 +65,7 @@ def masks(probability, *, seed=0, step=0, micro_batches=1, recompute=frozenset()
 
 
 @pytest.mark.parametrize("probability", [0.1, 0.5, 0.9])
-def test_it_drops_that_share_and_scales_the_rest(probability):
+def test_dropout_drops_the_given_share_and_scales_the_rest(probability):
     found = masks(probability, micro_batches=2)
     kept = found != 0
     assert torch.allclose(found[kept], torch.tensor(1 / (1 - probability)))
@@ -74,7 +74,7 @@ def test_it_drops_that_share_and_scales_the_rest(probability):
     assert abs(share - probability) < 4 * deviation
 
 
-def test_every_layer_place_micro_batch_step_and_seed_has_a_mask_of_its_own():
+def test_every_layer_position_micro_batch_step_and_seed_has_its_own_mask():
     found = [
         *masks(0.5, micro_batches=3).flatten(0, 2),
         *masks(0.5, step=1).flatten(0, 2),
@@ -89,12 +89,12 @@ def test_every_layer_place_micro_batch_step_and_seed_has_a_mask_of_its_own():
     assert float(apart.max()) < 0.5 + 5 / 128
 
 
-def test_forward_backward_and_recomputation_see_one_mask():
+def test_forward_backward_and_recomputation_use_the_same_mask():
     assert torch.equal(masks(0.5, recompute=frozenset({0})), masks(0.5))
     assert torch.equal(masks(0.5), masks(0.5))
 
 
-def test_evaluation_is_without_dropout(tmp_path):
+def test_evaluation_has_no_dropout(tmp_path):
     """The held-out loss is that of the plain model in evaluation mode, on the same rows."""
     dropout = {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5}
     case, recipe = language_model("gpt2", **dropout), Recipe(steps=2, warmup_steps=0)
@@ -118,7 +118,7 @@ def test_evaluation_is_without_dropout(tmp_path):
     assert again.store.content_hash() == trainer.store.content_hash()
 
 
-def test_a_compiled_model_in_evaluation_mode_has_no_dropout_left():
+def test_model_compiled_in_evaluation_mode_has_no_dropout():
     x = torch.zeros(1, 4096)
     assert compiled(Columns(0.5), {"x": x}).draws_dropout
     assert not compiled(Columns(0.5).eval(), {"x": x}).draws_dropout

@@ -16,7 +16,7 @@ def test_twenty_steps_agree_with_plain_pytorch(name, seed, tmp_path):
     assert_same_training(streamed(case, recipe, tmp_path), case, recipe)
 
 
-def test_a_gpt2_whose_head_is_its_own_weight(tmp_path):
+def test_gpt2_with_untied_head_agrees_with_plain_pytorch(tmp_path):
     case, recipe = language_model("gpt2", tie_word_embeddings=False), Recipe(seed=2)
     ours = streamed(case, recipe, tmp_path)
     assert "lm_head.weight" in ours.weights
@@ -42,7 +42,7 @@ def test_families_that_write_in_place_agree_with_plain_pytorch(case, tmp_path):
         ),
     ],
 )
-def test_frozen_weights_stay_and_the_others_train_as_plainly(family, frozen, tmp_path):
+def test_frozen_weights_stay_and_others_agree_with_plain_pytorch(family, frozen, tmp_path):
     case, recipe = language_model(family), Recipe(seed=3, freeze=frozen)
     ours = streamed(case, recipe, tmp_path)
     assert_same_training(ours, case, recipe)
@@ -57,7 +57,7 @@ def _some(names, pattern):
 
 
 @pytest.mark.parametrize(("seed", "nesterov"), thinned([0, 1], [False, True]))
-def test_sgd_with_momentum(seed, nesterov, tmp_path):
+def test_sgd_with_momentum_agrees_with_plain_pytorch(seed, nesterov, tmp_path):
     settings = {"name": "sgd", "momentum": 0.8, "nesterov": nesterov}
     case = language_model("gpt2")
     recipe = Recipe(seed=seed, learning_rate=0.1, optimizer=settings)
@@ -86,13 +86,13 @@ class PlainLion(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_lion(seed, tmp_path):
+def test_lion_agrees_with_the_reference(seed, tmp_path):
     case = language_model("llama")
     recipe = Recipe(seed=seed, learning_rate=1e-3, optimizer={"name": "lion"})
     assert_same_training(streamed(case, recipe, tmp_path), case, recipe, PlainLion)
 
 
-def test_the_comparison_would_notice_a_wrong_run(tmp_path):
+def test_comparison_detects_a_wrong_run(tmp_path):
     """One step's rate off by a hundredth is hundreds of times what rounding does."""
     case, recipe = language_model("gpt2"), Recipe()
     wrong = Recipe(final_ratio=recipe.final_ratio + 0.002)

@@ -57,7 +57,7 @@ def test_transformers_loads_the_trained_weights(tmp_path, precision, max_shard_b
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_pytorchs_own_rounding(tmp_path, dtype):
+def test_half_precision_export_rounds_as_pytorch(tmp_path, dtype):
     model = tiny_gpt2(1)
     export_huggingface(
         store_of(model, "bf16"), tmp_path / "m", config=model.config.to_dict(), dtype=dtype
@@ -75,15 +75,15 @@ def test_half_precision_is_pytorchs_own_rounding(tmp_path, dtype):
             -70_000.0,
             torch.float16,
             ConfigError,
-            "weight a does not fit fp16: it holds 70,000, the greatest is 65,504; "
+            "weight a does not fit fp16: it holds 70,000, the largest possible value is 65,504; "
             "use --dtype bf16 or fp32",
         ),
         (
             3.4e38,
             torch.bfloat16,
             ConfigError,
-            "weight a does not fit bf16: it holds 3.4e+38, the greatest is 3.38953e+38; "
-            "use --dtype fp32",
+            "weight a does not fit bf16: it holds 3.4e+38, the largest possible value is "
+            "3.38953e+38; use --dtype fp32",
         ),
         (
             float("nan"),
@@ -94,7 +94,7 @@ def test_half_precision_is_pytorchs_own_rounding(tmp_path, dtype):
         ),
     ],
 )
-def test_no_export_writes_a_weight_that_is_not_finite(tmp_path, value, dtype, error, message):
+def test_non_finite_weight_is_not_exported(tmp_path, value, dtype, error, message):
     store = DramStore(make_program([{"a": (8, 2), "b": (2, 8)}]), "fp32")
     weights = {"a": torch.ones(8, 2), "b": torch.ones(2, 8)}
     weights["a"][5, 1] = value
@@ -109,7 +109,7 @@ def test_no_export_writes_a_weight_that_is_not_finite(tmp_path, value, dtype, er
     assert not list(tmp_path.iterdir())
 
 
-def test_the_other_files_come_along(tmp_path):
+def test_tokenizer_and_json_files_are_exported(tmp_path):
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0"}')
     (tmp_path / "vocab.txt").write_bytes(b"\xff\x00")
     model = tiny_gpt2()
@@ -126,7 +126,7 @@ def test_the_other_files_come_along(tmp_path):
     assert json.loads((folder / "config.json").read_text())["dtype"] == "float32"
 
 
-def test_nothing_is_overwritten_and_nothing_half_written_is_left(tmp_path, monkeypatch):
+def test_failed_export_overwrites_nothing_and_leaves_no_partial_file(tmp_path, monkeypatch):
     store = DramStore(make_program([{"a": (1000,)}]), "fp32")
     store.load([("a", torch.ones(1000))])
     folder = tmp_path / "m"
@@ -140,7 +140,8 @@ def test_nothing_is_overwritten_and_nothing_half_written_is_left(tmp_path, monke
         export_huggingface(store, tmp_path / "n", config={})
     assert str(caught.value) == (
         f"{tmp_path}/n: cannot write it: No space left on device; it needs 4,104 bytes, 1,000 "
-        "bytes are free; make room or choose another place; what was saved before is unchanged"
+        "bytes are free; free some space or choose another folder; what was saved before is "
+        "unchanged"
     )
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
     assert [path.name for path in folder.iterdir()] == ["mine.txt"]

@@ -51,7 +51,7 @@ def in_memory(tmp_path_factory):
 
 
 @pytest.mark.long
-def test_a_run_on_flash_has_the_bits_of_one_in_memory(in_memory, tmp_path):
+def test_run_on_flash_equals_run_in_memory(in_memory, tmp_path):
     steps = []
 
     def listen(event):
@@ -71,7 +71,7 @@ def test_a_run_on_flash_has_the_bits_of_one_in_memory(in_memory, tmp_path):
     assert (tmp_path / "exported" / "model.safetensors").exists()
 
 
-def test_a_run_that_stops_goes_on_to_the_same_bits(in_memory, tmp_path):
+def test_stopped_run_on_flash_resumes_to_the_same_bits(in_memory, tmp_path):
     for steps in (2, 5, 7):
         trainer = Trainer(config(tmp_path / "run", steps, on_flash=True))
         trainer.train()
@@ -79,7 +79,7 @@ def test_a_run_that_stops_goes_on_to_the_same_bits(in_memory, tmp_path):
     assert inspected(tmp_path / "run", "--hash").output == in_memory[0] + "\n"
 
 
-def test_damage_is_named_and_repair_goes_back_to_what_is_whole(in_memory, tmp_path):
+def test_damage_is_named_and_repair_rolls_back_to_an_intact_step(in_memory, tmp_path):
     settings = config(tmp_path / "run", 7, on_flash=True)
     trainer = Trainer(settings)
     trainer.train()
@@ -103,7 +103,7 @@ def test_damage_is_named_and_repair_goes_back_to_what_is_whole(in_memory, tmp_pa
         "discarded: step 7 (damaged)\n"
     )
     assert inspected(tmp_path / "run", "--repair").output.endswith(
-        "discarded: nothing, no byte is damaged\n"
+        "discarded: nothing: no byte is damaged\n"
     )
     again = Trainer(settings)
     assert again.step == 6
@@ -112,8 +112,8 @@ def test_damage_is_named_and_repair_goes_back_to_what_is_whole(in_memory, tmp_pa
     assert inspected(tmp_path / "run", "--hash").output == in_memory[0] + "\n"
 
 
-def test_budgets_that_cannot_hold_are_refused_with_the_arithmetic(tmp_path):
-    with pytest.raises(BudgetError, match=r"the weights of two stages need [\d,]+ bytes, blocks"):
+def test_impossible_budgets_are_refused_with_the_sums(tmp_path):
+    with pytest.raises(BudgetError, match=r"the weights of two stages need [\d,]+ bytes, buffers"):
         Trainer(config(tmp_path / "a", 7, on_flash=True, dram="1MiB"))
     flash = {"path": str(tmp_path / "b" / "flash"), "size": "1MiB"}
     with pytest.raises(BudgetError, match=r"store\.flash\.size: .* needs [\d,]+ bytes on flash"):
@@ -143,7 +143,7 @@ def begun(folder, seed=0, adapters=None, source=None):
     )
     weights = {name: trainer.store.master(name) for name in trainer.program.weights}
     trainer.close()
-    return weights, any("loaded anew" in str(word) for word in words)
+    return weights, any("loaded again" in str(word) for word in words)
 
 
 SHAPES = {
@@ -166,14 +166,14 @@ def plain(seed):
     return two_layers()
 
 
-def test_weights_that_never_trained_are_those_of_the_run_that_trains_them(tmp_path):
+def test_untrained_weights_on_flash_are_replaced_for_another_run(tmp_path):
     for seed, is_anew in ((0, False), (0, False), (1, True), (0, True)):
         weights, said = begun(tmp_path, seed)
         assert same(weights, dict(plain(seed).named_parameters())), seed
         assert said == is_anew
 
 
-def test_of_a_module_that_came_built_its_own_values_are_taken(tmp_path):
+def test_values_of_a_built_module_are_used_on_flash(tmp_path):
     for seed, is_anew in ((5, False), (6, True), (6, False)):
         module = plain(seed)
         weights, said = begun(tmp_path, source=ModelSource.from_module(module, **SHAPES))
@@ -181,7 +181,7 @@ def test_of_a_module_that_came_built_its_own_values_are_taken(tmp_path):
         assert said == is_anew
 
 
-def test_adapters_and_frozen_weights_that_never_trained_are_made_anew(tmp_path):
+def test_untrained_adapters_and_frozen_weights_are_loaded_again(tmp_path):
     first, _ = begun(tmp_path / "run", 0, adapters=2)
     second, said = begun(tmp_path / "run", 1, adapters=2)
     wanted, _ = begun(tmp_path / "other", 1, adapters=2)
@@ -226,7 +226,7 @@ def of_blocks(folder, steps, engine, **flash):
     )
 
 
-def test_a_run_goes_on_with_another_memory_for_its_engines(tmp_path):
+def test_run_on_flash_resumes_with_other_engine_memory(tmp_path):
     """The files are laid out by the stages, which stay cut as the run began."""
     for steps, engine in ((1, "1300KiB"), (2, "64MiB")):
         trainer = of_blocks(tmp_path / "cut", steps, engine)
@@ -238,7 +238,7 @@ def test_a_run_goes_on_with_another_memory_for_its_engines(tmp_path):
     trainer.close()
     assert trainer.step == 1
     assert stages > len(trainer.program.stages)
-    with pytest.raises(ConfigError, match=r"this model with its stages cut otherwise.*memory"):
+    with pytest.raises(ConfigError, match=r"this model, divided into other stages.*memory"):
         of_blocks(tmp_path / "whole", 2, "1300KiB")
 
 
@@ -247,7 +247,7 @@ def test_a_run_goes_on_with_another_memory_for_its_engines(tmp_path):
     ["penstock.models.ModelSource.initial_weights", "penstock.planning.builders.make_engines"],
 )
 @pytest.mark.parametrize("error", [CorruptionError("a damaged file"), KeyboardInterrupt()])
-def test_a_trainer_that_is_never_made_leaves_no_store_open(what, error, tmp_path, monkeypatch):
+def test_failed_trainer_construction_leaves_no_store_open(what, error, tmp_path, monkeypatch):
     def fails(*_, **__):
         raise error
 

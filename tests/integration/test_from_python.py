@@ -73,14 +73,14 @@ def test_a_script_gets_log_lines_on_stderr_and_keeps_its_stdout(tmp_path, capsys
     assert [e.step for e in told if isinstance(e, StepDone)] == list(range(1, 13))
 
 
-def test_quiet_shows_nothing_and_events_are_told_all_the_same(tmp_path, capsys):
+def test_quiet_prints_nothing_but_reports_events(tmp_path, capsys):
     told = []
     trainer_of_net(tmp_path / "run", on_event=told.append, quiet=True).train()
     assert capsys.readouterr() == ("", "")
     assert sum(isinstance(event, StepDone) for event in told) == 12
 
 
-def test_a_trainer_a_model_and_arrays_say_what_they_are(tmp_path):
+def test_trainer_model_and_arrays_have_a_repr(tmp_path):
     trainer = trainer_of_net(tmp_path / "run", quiet=True)
     expected = (
         f"<Trainer of Net: 49 parameters, step {{}} of 12, in {tmp_path / 'run'}, fp32 on cpu>"
@@ -125,14 +125,14 @@ def test_a_language_model_has_nats_bits_and_epochs(tmp_path, capsys):
 
 FROM_MODULE = (
     "Trainer(model=...): expected a language model of transformers, or a module whose forward "
-    "takes input_ids and labels and returns its loss; {takes}. Say what it is given and how its "
-    "loss is made: model=ModelSource.from_module(model, loss=loss, inputs={inputs}, "
-    'targets={{"target": target}}), with loss(output, target) and an example batch of each, and '
-    "source=ArraySource(...) with arrays of the same names"
+    "takes input_ids and labels and returns its loss; {takes}. Describe its inputs and its "
+    "loss: model=ModelSource.from_module(model, loss=loss, inputs={inputs}, "
+    'targets={{"target": target}}), with loss(output, target) and an example batch of each, '
+    "and source=ArraySource(...) with arrays of the same names"
 )
 
 
-def test_an_image_model_is_answered_with_from_module(tmp_path):
+def test_image_model_error_recommends_from_module(tmp_path):
     import transformers
 
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -149,6 +149,6 @@ def test_an_image_model_is_answered_with_from_module(tmp_path):
             Trainer({"run": {"dir": str(tmp_path / "run"), "steps": 1}}, model=model)
         text = str(raised.value)
         assert takes in text
-        shown = text[text.index(takes) :].partition(". Say ")[0]
+        shown = text[text.index(takes) :].partition(". Describe ")[0]
         assert text == FROM_MODULE.format(takes=shown, inputs=inputs)
     assert not Path(tmp_path / "run").exists()

@@ -108,7 +108,7 @@ def folders(tmp_path_factory):
 @pytest.mark.parametrize(
     ("family", "precision"), thinned([*TARGETS], [*PRECISIONS], others=pytest.mark.long)
 )
-def test_the_bits_are_those_of_the_same_checkpoint_in_float32(family, precision, folders, tmp_path):
+def test_bfloat16_checkpoint_trains_to_the_bits_of_float32(family, precision, folders, tmp_path):
     narrow, wide = (
         trained(settings(folder, tmp_path / str(number), 4, family, precision=precision), family)
         for number, folder in enumerate(folders[family])
@@ -130,7 +130,7 @@ def test_the_bits_are_those_of_the_same_checkpoint_in_float32(family, precision,
 
 
 @pytest.mark.parametrize("where", [{}, {"shards": 2}, "flash", "flash in shards"])
-def test_any_store_gives_the_same_bits_when_stopped_and_resumed(where, folders, tmp_path):
+def test_any_store_resumes_to_the_same_bits(where, folders, tmp_path):
     model = folders["llama"][0]
     expected = trained(settings(model, tmp_path / "unbroken", 4, precision="bf16"))
     store = where if isinstance(where, dict) else {
@@ -143,7 +143,7 @@ def test_any_store_gives_the_same_bits_when_stopped_and_resumed(where, folders, 
     assert second[1] == expected[1]
 
 
-def test_a_checkpoint_holds_what_was_trained_and_the_account_says_how_much(folders, tmp_path):
+def test_checkpoint_holds_only_trained_weights_and_its_size_is_predicted(folders, tmp_path):
     model = folders["llama"][0]
     trainer = trainer_of(settings(model, tmp_path / "run", 2))
     trainer.train()
@@ -163,7 +163,7 @@ def test_a_checkpoint_holds_what_was_trained_and_the_account_says_how_much(folde
     trainer.close()
 
 
-def test_a_worker_of_the_run_makes_the_same_program(folders, tmp_path):
+def test_worker_compiles_the_same_program(folders, tmp_path):
     """A resumed run's workers do not look into the folder: they are told."""
     for steps in (1, 2):
         trainer = trainer_of(settings(folders["llama"][0], tmp_path / "run", steps))
@@ -181,7 +181,7 @@ def test_a_worker_of_the_run_makes_the_same_program(folders, tmp_path):
 
 
 @pytest.mark.parametrize("family", quick_first(["llama", "llama-tied"], ["llama"]))
-def test_a_float32_evaluation_and_recomputation_open_them_too(family, folders, tmp_path):
+def test_float32_evaluation_and_recomputation_widen_bfloat16_weights(family, folders, tmp_path):
     found = []
     for number, folder in enumerate(folders[family]):
         config = settings(folder, tmp_path / str(number), 2, family)
@@ -195,7 +195,7 @@ def test_a_float32_evaluation_and_recomputation_open_them_too(family, folders, t
     assert found[0] == found[1]
 
 
-def test_the_best_checkpoint_beside_a_store_on_flash_leaves_the_base_out(folders, tmp_path):
+def test_best_checkpoint_with_flash_store_excludes_the_base(folders, tmp_path):
     flash = {"dram": "16MiB", "flash": {"path": str(tmp_path / "flash")}}
     for steps in (1, 2):  # the second time without the folder's weights at hand
         config = settings(
@@ -224,9 +224,9 @@ def test_another_base_is_refused(folders, tmp_path):
     other = save(model_of("llama", seed=4, dtype=torch.bfloat16), tmp_path / "other", None)
     with pytest.raises(ConfigError) as caught:
         trainer_of(settings(other, run, 3))
-    assert str(caught.value).startswith("the checkpoints of this run hold what was trained")
+    assert str(caught.value).startswith("the checkpoints of this run hold only the trained weights")
     assert f"(fingerprint {fingerprint}); {other} is another" in str(caught.value)
-    with pytest.raises(ConfigError, match="is not there, and the checkpoints of this run take"):
+    with pytest.raises(ConfigError, match="does not exist, but the checkpoints of this run need"):
         trainer_of(settings(tmp_path / "none", run, 3))
     moved = tmp_path / "moved"
     model.rename(moved)
@@ -235,7 +235,7 @@ def test_another_base_is_refused(folders, tmp_path):
     trainer.close()
 
 
-def test_one_changed_value_of_the_base_is_found(folders, tmp_path, monkeypatch):
+def test_changed_value_of_the_base_is_found(folders, tmp_path, monkeypatch):
     """The fingerprint is of samples; every weight has a checksum besides."""
     model, run = tmp_path / "model", tmp_path / "run"
     shutil.copytree(folders["llama"][0], model)
@@ -247,7 +247,9 @@ def test_one_changed_value_of_the_base_is_found(folders, tmp_path, monkeypatch):
     tensors[name].view(torch.int16)[1, 1] ^= 1
     save_file(tensors, path, {"format": "pt"})
     monkeypatch.setattr(ModelSource, "weights_fingerprint", lambda self: fingerprint)
-    with pytest.raises(ConfigError, match=rf"weight {name} of the base is .* with checksum"):
+    with pytest.raises(
+        ConfigError, match=rf"weight {name} of the base: expected shape .* and checksum"
+    ):
         trainer_of(settings(model, run, 3))
 
 
@@ -275,13 +277,13 @@ def test_export_and_inspect_find_the_base(folders, tmp_path):
     shown = CliRunner().invoke(app, ["inspect", str(run)])
     assert shown.exit_code == 0, shown.output
     assert "not hashed: model.hf: " in shown.stdout
-    with pytest.raises(ConfigError, match="is not there, and the checkpoints of this run take"):
+    with pytest.raises(ConfigError, match="does not exist, but the checkpoints of this run need"):
         export_run(Config.from_mapping(config), tmp_path / "whole", "fp32", 10**9)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_module_in_bfloat16_keeps_its_frozen_weights_so(precision, tmp_path):
+def test_bfloat16_module_keeps_frozen_weights_in_bfloat16(precision, tmp_path):
     """Nothing says where its values could be found again: a checkpoint holds them, in 2 bytes."""
 
     def config(name: str, steps: int) -> dict:
@@ -312,7 +314,7 @@ def test_a_module_in_bfloat16_keeps_its_frozen_weights_so(precision, tmp_path):
 
 
 @pytest.mark.long
-def test_a_run_of_a_release_before_goes_on_as_it_was(folders, tmp_path, monkeypatch):
+def test_run_of_an_older_release_resumes_unchanged(folders, tmp_path, monkeypatch):
     """Its checkpoints hold all weights in float32: the folder may go, and nothing is narrowed."""
     model, run = tmp_path / "model", tmp_path / "run"
     shutil.copytree(folders["llama"][0], model)
@@ -333,7 +335,7 @@ def test_a_run_of_a_release_before_goes_on_as_it_was(folders, tmp_path, monkeypa
     assert state.bfloat16 == frozenset()
 
 
-def test_what_trains_beside_the_adapters_is_not_kept_narrow(folders, tmp_path):
+def test_trained_weights_beside_adapters_are_kept_in_float32(folders, tmp_path):
     model = folders["llama"][0]
     expected = {}
     for number, folder in enumerate((model, folders["llama"][1])):

@@ -72,7 +72,7 @@ def loaded(folder):
     return model.eval(), transformers.AutoTokenizer.from_pretrained(folder / "out")
 
 
-def test_exported_weights_are_the_stores_to_the_bit(trained):
+def test_exported_weights_equal_the_store_to_the_bit(trained):
     trainer, folder = trained
     model, _ = loaded(folder)
     parameters = dict(model.named_parameters())
@@ -82,7 +82,7 @@ def test_exported_weights_are_the_stores_to_the_bit(trained):
         assert torch.equal(parameter.detach(), trainer.store.master(name)), name
 
 
-def test_the_exported_model_has_the_held_out_loss_of_the_run(trained):
+def test_exported_model_has_the_held_out_loss_of_the_run(trained):
     trainer, folder = trained
     model, _ = loaded(folder)
     total, count = 0.0, 0
@@ -100,7 +100,7 @@ def test_the_exported_model_has_the_held_out_loss_of_the_run(trained):
     assert ours["loss"] == pytest.approx(total / count, rel=tolerance)
 
 
-def test_the_exported_tokenizer_has_the_models_length(trained):
+def test_exported_tokenizer_has_the_models_length(trained):
     """What is longer than the model takes is cut by those who ask for truncation."""
     trainer, folder = trained
     model, tokenizer = loaded(folder)
@@ -110,7 +110,7 @@ def test_the_exported_tokenizer_has_the_models_length(trained):
 
 
 @pytest.mark.parametrize("prompt", ["water", "weights str", "\nlayers water layers"])
-def test_greedy_text_is_that_of_transformers(trained, prompt):
+def test_greedy_text_equals_transformers(trained, prompt):
     trainer, folder = trained
     if trainer.config.precision == "bf16":
         pytest.skip("bfloat16 decides near ties otherwise than the float32 export")
@@ -132,7 +132,7 @@ def test_greedy_text_is_that_of_transformers(trained, prompt):
     assert len(found) > 5
 
 
-def test_sampling_repeats_by_seed_and_heeds_top_k(trained):
+def test_sampling_depends_on_seed_and_respects_top_k(trained):
     trainer, _ = trained
 
     def text(**options):
@@ -143,13 +143,13 @@ def test_sampling_repeats_by_seed_and_heeds_top_k(trained):
     assert text(top_k=1, seed=1) == text(temperature=0.0)
 
 
-def test_a_text_longer_than_the_window_goes_on(trained):
+def test_generation_continues_beyond_the_context_window(trained):
     trainer, _ = trained
     text = "".join(trainer.generate("water " * 40, max_new_tokens=10, temperature=0.0))
     assert text
 
 
-def test_a_resumed_trainer_writes_the_same(trained):
+def test_resumed_trainer_generates_the_same_text(trained):
     trainer, folder = trained
     again = Trainer(folder / "run" / "config.yaml")
     assert again.step == STEPS

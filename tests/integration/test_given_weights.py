@@ -41,7 +41,7 @@ def mixed(seed: int) -> nn.Module:
     return Mixed()
 
 
-def test_weights_of_half_precision_train_as_the_model_in_float32(tmp_path):
+def test_half_precision_weights_train_as_float32_model(tmp_path):
     from dataclasses import replace
 
     def source(seed: int) -> ModelSource:
@@ -56,7 +56,7 @@ def test_weights_of_half_precision_train_as_the_model_in_float32(tmp_path):
     assert_same_training(streamed(case, Recipe(), tmp_path), case, Recipe())
 
 
-def test_the_masters_of_weights_of_half_precision_have_exactly_their_values(tmp_path):
+def test_masters_equal_half_precision_weights_exactly(tmp_path):
     module, said = mixed(3), []
     source = ModelSource.from_module(
         module,
@@ -103,7 +103,7 @@ def spoilt(weight: torch.Tensor, value: float) -> None:
         weight.view(-1)[3:6] = value
 
 
-def test_weights_of_a_module_that_are_no_numbers_are_refused_by_name(tmp_path):
+def test_non_finite_module_weights_are_refused_by_name(tmp_path):
     module = Perceptron()
     spoilt(module.second.weight, math.nan)
     with pytest.raises(ConfigError) as caught:
@@ -124,7 +124,7 @@ def test_weights_of_a_module_that_are_no_numbers_are_refused_by_name(tmp_path):
 
 
 @pytest.mark.parametrize(("value", "dtype"), [(math.nan, "float32"), (math.inf, "bfloat16")])
-def test_weights_of_a_checkpoint_that_are_no_numbers_are_refused_by_name(value, dtype, tmp_path):
+def test_non_finite_checkpoint_weights_are_refused_by_name(value, dtype, tmp_path):
     from dataclasses import replace
 
     case = language_model("llama")

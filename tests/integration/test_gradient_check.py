@@ -20,9 +20,9 @@ from penstock.training.trainer import Trainer
 
 ROWS, WIDTH = 64, 96  # wide enough for a store in shards to cut the matrices
 IDLE = (
-    "2 weight(s) do not train: their gradient was zero in every element in {} steps, weight decay "
-    "alone changes them: idle.weight, idle.bias. Freeze them by name, or see why the loss does not "
-    "depend on them"
+    "2 weight(s) do not train: their gradient was zero in every element in {} steps, and only "
+    "weight decay changes them: idle.weight, idle.bias. Freeze them by name, or find out why the "
+    "loss does not depend on them"
 )
 
 
@@ -152,7 +152,7 @@ def source_of(module):
     )
 
 
-def test_weights_whose_gradient_is_always_zero_are_named_once_at_the_defaults(tmp_path):
+def test_zero_gradient_weights_are_named_once_with_default_settings(tmp_path):
     torch.manual_seed(0)
     module = HalfZero()
     trainer, told, losses = run(module, tmp_path, source=ArraySource({"x": rows()["x"]}))
@@ -162,7 +162,7 @@ def test_weights_whose_gradient_is_always_zero_are_named_once_at_the_defaults(tm
     assert not torch.equal(trainer.store.master("idle.weight"), module.idle.weight)
 
 
-def test_a_run_shorter_than_the_check_is_judged_by_the_steps_that_it_has(tmp_path):
+def test_short_run_is_checked_on_its_available_steps(tmp_path):
     _, told, _ = run(HalfZero(), tmp_path, steps=3, source=ArraySource({"x": rows()["x"]}))
     assert told == [IDLE.format(3)]
 
@@ -185,7 +185,7 @@ def test_steps_at_a_learning_rate_of_zero_do_not_count(tmp_path):
     ],
     ids=str,
 )
-def test_every_store_names_them(changes, tmp_path):
+def test_zero_gradient_weights_are_named_by_every_store(changes, tmp_path):
     if "flash" in changes.get("store", {}):
         changes = {"store": {**changes["store"], "flash": {"path": str(tmp_path / "flash")}}}
     data = ArraySource({"x": rows()["x"]})
@@ -193,7 +193,7 @@ def test_every_store_names_them(changes, tmp_path):
     assert told == [IDLE.format(5)]
 
 
-def test_a_resumed_run_is_judged_anew(tmp_path):
+def test_resumed_run_is_checked_again(tmp_path):
     torch.manual_seed(0)
     module, data = HalfZero(), ArraySource({"x": rows()["x"]})
     constant = {"schedule": {"name": "constant"}}
@@ -204,7 +204,7 @@ def test_a_resumed_run_is_judged_anew(tmp_path):
 
 
 @pytest.mark.parametrize("made", [ReZero, ZeroProjection, AdaLNZero])
-def test_blocks_that_begin_at_zero_train_as_in_plain_pytorch(made, tmp_path):
+def test_zero_initialised_blocks_train_as_in_plain_pytorch(made, tmp_path):
     """Some of their gradients are zero in the first step, and the run is neither ended nor told."""
     torch.manual_seed(0)
     module = made()
@@ -246,7 +246,7 @@ def test_blocks_that_begin_at_zero_train_as_in_plain_pytorch(made, tmp_path):
         torch.testing.assert_close(trainer.store.master(name), value.detach(), rtol=1e-3, atol=2e-5)
 
 
-def test_rows_of_an_embedding_that_no_batch_reads_are_nobodys_mistake(tmp_path):
+def test_unread_embedding_rows_give_no_notice(tmp_path):
     class Sums(nn.Module):
         def __init__(self):
             super().__init__()
@@ -261,7 +261,7 @@ def test_rows_of_an_embedding_that_no_batch_reads_are_nobodys_mistake(tmp_path):
     assert told == []
 
 
-def test_updates_that_are_lost_to_rounding_are_named(tmp_path):
+def test_updates_lost_to_rounding_are_named(tmp_path):
     """1 - 1e-9 is 1 in float32, in plain PyTorch as well."""
 
     class Normed(nn.Module):
@@ -278,5 +278,5 @@ def test_updates_that_are_lost_to_rounding_are_named(tmp_path):
     assert told == [
         "1 weight(s) have not changed in 5 steps: every update was too small for their precision, "
         "at a learning rate of 1e-09: norm.weight. Raise optimizer.learning_rate, unless a warm-up "
-        "will"
+        "raises it"
     ]

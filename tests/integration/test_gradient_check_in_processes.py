@@ -56,8 +56,8 @@ def test_weights_that_never_train_are_named_once(engines, replicas, where, tmp_p
     assert steps == [*range(1, 8)]
     (notice,) = [text for text in told if "do not train" in text]
     assert notice == (
-        "2 weight(s) do not train: their gradient was zero in every element in 5 steps, weight "
-        "decay alone changes them: transformer.h.0.attn.c_proj.lora_A.weight, "
-        "transformer.h.0.mlp.c_proj.lora_A.weight. Freeze them by name, or see why the loss does "
-        "not depend on them"
+        "2 weight(s) do not train: their gradient was zero in every element in 5 steps, and only "
+        "weight decay changes them: transformer.h.0.attn.c_proj.lora_A.weight, "
+        "transformer.h.0.mlp.c_proj.lora_A.weight. Freeze them by name, or find out why the loss "
+        "does not depend on them"
     )

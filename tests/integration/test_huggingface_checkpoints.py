@@ -44,7 +44,7 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_are_those_of_transformers(family, tmp_path):
+def test_logits_equal_transformers(family, tmp_path):
     dtype, shard = FORMS[family]
     save(model_of(family, seed=1, dtype=dtype), tmp_path, shard)
     ids = torch.randint(VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(5))
@@ -145,7 +145,7 @@ def unbroken(made, tmp_path_factory):
 
 
 @pytest.mark.parametrize("store", ["dram", "flash"])
-def test_a_resumed_run_needs_the_checkpoint_no_more(store, made, unbroken, tmp_path):
+def test_resumed_run_does_not_need_the_checkpoint(store, made, unbroken, tmp_path):
     shutil.copytree(made / "hf", tmp_path / "hf")
     (tmp_path / "text.txt").symlink_to(made / "text.txt")
     extra = on_flash(tmp_path) if store == "flash" else {}
@@ -154,7 +154,7 @@ def test_a_resumed_run_needs_the_checkpoint_no_more(store, made, unbroken, tmp_p
     assert trained(settings(tmp_path, tmp_path / "run", 4, **extra)) == (unbroken[0], 4)
 
 
-def test_the_path_decides_nothing_and_the_content_does(made, unbroken, tmp_path):
+def test_checkpoint_content_not_path_identifies_the_run(made, unbroken, tmp_path):
     run = tmp_path / "run"
     trained(settings(made, run, 2))
     moved = tmp_path / "moved"
@@ -166,8 +166,9 @@ def test_the_path_decides_nothing_and_the_content_does(made, unbroken, tmp_path)
     with pytest.raises(ConfigError) as caught:
         trained(settings(moved, run, 4))
     assert str(caught.value) == (
-        f"{run} was started from other weights than are in model.hf now; point model.hf at those "
-        "it was started from (they may also be gone), or choose another run.dir"
+        f"{run} was started from other weights than model.hf has now; set model.hf to the folder "
+        "that the run was started from (a deleted folder is also accepted), or choose another "
+        "run.dir"
     )
     assert trained(settings(made, run, 4)) == (unbroken[0], 4)
     preset = Config.from_mapping({**settings(made, run, 5), "model": "tiny"})
@@ -175,7 +176,7 @@ def test_the_path_decides_nothing_and_the_content_does(made, unbroken, tmp_path)
         check_run(preset)
 
 
-def test_weights_on_flash_that_never_trained_are_not_taken_for_others(made, tmp_path):
+def test_untrained_weights_on_flash_are_not_confused_with_others(made, tmp_path):
     run, other = tmp_path / "run", tmp_path / "other"
     trainer = Trainer(settings(made, run, 2, **on_flash(tmp_path)))
     expected = tensors_of(made / "hf")
@@ -187,12 +188,12 @@ def test_weights_on_flash_that_never_trained_are_not_taken_for_others(made, tmp_
     (other / "text.txt").symlink_to(made / "text.txt")
     shutil.copytree(made / "hf", other / "hf")
     save(model_of("llama", seed=9, dtype=torch.bfloat16), other / "hf", "10KB")
-    message = "holds the weights of another checkpoint than .*other/hf, not trained yet; delete it"
+    message = "holds untrained weights of another checkpoint than .*other/hf; delete the folder"
     with pytest.raises(ConfigError, match=message):
         Trainer(settings(other, run, 2, **on_flash(tmp_path)))
 
 
-def test_export_import_export_ends_where_it_began(made, tmp_path):
+def test_export_import_export_is_identical(made, tmp_path):
     """Through Penstock and out again, untouched: tensors, tokenizer, and what else came along."""
     frozen = {"optimizer": {"learning_rate": 1e-12, "weight_decay": 0.0}}
     config = settings(made, tmp_path / "one", 1, **frozen, **on_flash(tmp_path))
@@ -284,12 +285,12 @@ def otherwise(made):
     return made / "by-turned"
 
 
-def test_a_data_set_by_another_tokenizer_than_the_models_is_refused(made, otherwise, tmp_path):
+def test_data_set_of_another_tokenizer_is_refused(made, otherwise, tmp_path):
     data = {"path": str(otherwise), "sequence_length": 16}
     message = (
-        f"{otherwise} was built with the tokenizer turned, the one of the model in {{}} gives other"
-        " ids; build the data set with that folder as its tokenizer, or set data.tokenizer: turned"
-        " if the model is to learn other tokens"
+        f"{otherwise} was built with the tokenizer turned, but the tokenizer of the model in {{}} "
+        "gives other ids; build the data set with that folder as its tokenizer, or set "
+        "data.tokenizer: turned if the model is to learn other tokens"
     )
     with pytest.raises(DataError) as caught:
         Trainer(settings(made, tmp_path / "run", 1, data=data))
@@ -301,7 +302,7 @@ def test_a_data_set_by_another_tokenizer_than_the_models_is_refused(made, otherw
     assert str(caught.value) == message.format(tmp_path / "run" / "model")
 
 
-def test_a_data_set_by_the_models_own_tokenizer_saved_otherwise_is_trained_on(made, tmp_path):
+def test_data_set_of_resaved_model_tokenizer_is_accepted(made, tmp_path):
     build_dataset([made / "text.txt"], str(made / "hf"), tmp_path / "data")
     AutoTokenizer.from_pretrained(made / "hf", model_max_length=64).save_pretrained(tmp_path / "t")
     shutil.copytree(made / "hf", tmp_path / "hf")
@@ -310,7 +311,7 @@ def test_a_data_set_by_the_models_own_tokenizer_saved_otherwise_is_trained_on(ma
     assert trained(settings(tmp_path, tmp_path / "run", 1, data=data))[1] == 1
 
 
-def test_masked_training_uses_the_tokenizers_own_mask(made, tmp_path):
+def test_masked_training_uses_the_tokenizers_mask_token(made, tmp_path):
     from tokenizers import Tokenizer
 
     shutil.copytree(made / "hf", tmp_path / "hf", ignore=shutil.ignore_patterns("model*", "conf*"))

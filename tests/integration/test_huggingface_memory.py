@@ -26,7 +26,7 @@ def last_line(*command) -> object:
 
 
 @pytest.mark.slow
-def test_import_and_export_take_no_more_memory_for_a_deeper_model(tmp_path):
+def test_import_and_export_memory_is_independent_of_depth(tmp_path):
     shallow, deep = last_line(HERE / "huggingface_memory.py", tmp_path, 1, 8)
     assert deep["float32_bytes"] > 6 * shallow["float32_bytes"]
     for way in ("import", "export"):
@@ -35,7 +35,7 @@ def test_import_and_export_take_no_more_memory_for_a_deeper_model(tmp_path):
 
 
 @pytest.mark.slow
-def test_four_gigabytes_come_in_and_go_out_within_one_and_a_half(tmp_path):
+def test_four_gigabytes_are_imported_and_exported_within_one_and_a_half(tmp_path):
     found = last_line(ROOT / "benchmarks" / "checkpoint_io.py", "--folder", tmp_path)
     assert found["bytes"] > 3.9e9
     assert found["tensors_equal"]

@@ -65,7 +65,7 @@ def files_of(run):
     return sorted(path for path in run.rglob("*") if path.is_file() and path.stat().st_size)
 
 
-def test_a_whole_run_says_what_was_verified(run, monkeypatch, capsys):
+def test_intact_run_lists_verified_parts(run, monkeypatch, capsys):
     code, out, err = inspect(run, monkeypatch, capsys)
     assert (code, err) == (0, "")
     assert f"data         {run / 'data'}  all checksums match" in out.splitlines()
@@ -102,7 +102,7 @@ def test_a_flipped_bit_in_any_file_is_found_and_named(run, monkeypatch, capsys, 
     assert expected | {"built_from.json", "checksums.json", "index.json", "state.json"} <= names
 
 
-def test_a_flip_in_the_record_is_told_with_what_to_do(run, monkeypatch, capsys):
+def test_bit_flip_in_the_run_record_names_the_remedy(run, monkeypatch, capsys):
     path = run / "config.yaml"
     whole = path.read_text()
     assert yaml.safe_load(whole)["batch"]["size"] == 4
@@ -122,7 +122,7 @@ def test_a_flip_in_the_record_is_told_with_what_to_do(run, monkeypatch, capsys):
     )
 
 
-def test_a_flip_in_the_kept_model_files_stops_a_resumed_run(run):
+def test_bit_flip_in_kept_model_files_stops_a_resume(run):
     path = run / "model" / "config.json"
     whole = path.read_text()
     fields = json.loads(whole)

@@ -103,7 +103,7 @@ def test_ten_steps_agree_with_plain_pytorch(family, train, seed, tmp_path):
 
 
 @pytest.mark.long
-def test_the_comparison_would_notice_another_scale(tmp_path):
+def test_comparison_detects_another_scale(tmp_path):
     case = language_model("gpt2")
     ours = streamed(case, RECIPE, tmp_path, lora=lora("gpt2", alpha=ALPHA * 1.01))
     with pytest.raises(AssertionError):
@@ -111,7 +111,7 @@ def test_the_comparison_would_notice_another_scale(tmp_path):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_frozen_weights_stream_and_the_store_keeps_no_state_of_them(precision, tmp_path):
+def test_frozen_weights_stream_without_optimizer_state(precision, tmp_path):
     """Bytes from the module's parameters alone; without weight decay, A too trains by gradient."""
     case = language_model("llama")
     recipe = Recipe(steps=3, warmup_steps=0, weight_decay=0.0, learning_rate=0.1)
@@ -165,7 +165,7 @@ def test_any_store_engines_recomputation_and_stop_give_the_same_bits(tmp_path):
 
 
 @pytest.mark.parametrize("freeze", [[], ["*.lora_B.weight"]])
-def test_an_adapter_is_named_only_if_it_never_trains(freeze, tmp_path):
+def test_only_untrained_adapters_are_named(freeze, tmp_path):
     """A's gradient is zero in the first step, since B is; as long as B stays zero, in all."""
     told = []
     trainer, _ = trainer_of(
@@ -219,7 +219,7 @@ def close(found, expected):
     return float((found - expected).abs().max() / expected.abs().max()) < 1e-5
 
 
-def test_the_merged_export_computes_what_the_adapters_do(tuned, tmp_path):
+def test_merged_export_equals_adapters(tuned, tmp_path):
     import transformers
 
     trainer, case, rows = tuned
@@ -237,7 +237,7 @@ def test_the_merged_export_computes_what_the_adapters_do(tuned, tmp_path):
     assert trainer.evaluate(batches=ROWS // 8)["loss"] == pytest.approx(loss, rel=1e-5)
 
 
-def test_merging_piece_by_piece_is_merging_whole(tuned, tmp_path, monkeypatch):
+def test_piecewise_merge_equals_whole_merge(tuned, tmp_path, monkeypatch):
     trainer, _, _ = tuned
     monkeypatch.setattr(
         "penstock.store.huggingface_export._PIECE_ELEMENTS", 1000
@@ -252,7 +252,7 @@ def test_merging_piece_by_piece_is_merging_whole(tuned, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_the_adapters_alone_are_in_the_form_that_peft_reads(tuned, dtype, tmp_path):
+def test_exported_adapters_are_readable_by_peft(tuned, dtype, tmp_path):
     trainer, case, rows = tuned
     trainer.export_adapters(tmp_path / "adapters", dtype)
     assert {p.name for p in (tmp_path / "adapters").iterdir()} == {
@@ -279,7 +279,7 @@ def test_the_adapters_alone_are_in_the_form_that_peft_reads(tuned, dtype, tmp_pa
         assert torch.allclose(found, expected, atol=0.02 * float(expected.abs().max()))
 
 
-def test_what_is_more_than_adapters_is_exported_whole_only(tmp_path):
+def test_adapter_export_is_refused_if_other_weights_trained(tmp_path):
     trainer, _ = trainer_of(
         language_model("llama"), RECIPE, tmp_path / "a", lora=lora("llama"),
         train=["model.norm.weight"],
@@ -287,8 +287,8 @@ def test_what_is_more_than_adapters_is_exported_whole_only(tmp_path):
     with pytest.raises(ConfigError) as caught:
         trainer.export_adapters(tmp_path / "out")
     assert str(caught.value) == (
-        "the adapters alone are not what was trained: model.norm.weight changed too; export the "
-        "whole model, without --adapters"
+        "training changed more than the adapters: model.norm.weight; export the whole model, "
+        "without --adapters"
     )
     without = language_model("llama").source(0)
     with pytest.raises(ConfigError) as caught:
@@ -299,7 +299,7 @@ def test_what_is_more_than_adapters_is_exported_whole_only(tmp_path):
 
 
 @pytest.mark.long
-def test_the_commands_work_on_a_run_with_adapters(tmp_path, monkeypatch, capsys):
+def test_commands_work_on_a_run_with_adapters(tmp_path, monkeypatch, capsys):
     def penstock(*arguments):
         monkeypatch.setattr(sys, "argv", ["penstock", *arguments])
         with pytest.raises(SystemExit) as stopped:

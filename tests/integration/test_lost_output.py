@@ -47,7 +47,7 @@ def saved_step(folder):
     return int(checkpoints[-1].parent.name.removeprefix("step-")) if checkpoints else None
 
 
-def test_a_pipe_that_loses_its_reader_stops_the_run_which_is_saved(folder):
+def test_broken_pipe_stops_and_saves_the_run(folder):
     with train(folder, "run.steps=100000", stdout=subprocess.PIPE) as process:
         for line in process.stdout:
             if line.startswith("step 3/"):
@@ -55,16 +55,16 @@ def test_a_pipe_that_loses_its_reader_stops_the_run_which_is_saved(folder):
         process.stdout.close()
         told = process.stderr.read().splitlines()
     assert process.returncode == 128 + signal.SIGPIPE, told
-    assert told[0] == "nobody reads the output any more: stopping after this step"
+    assert told[0] == "no process reads the output: stopping after this step"
     step = saved_step(folder)
     assert step >= 3
     assert told[-2:] == [
-        f"stopped after step {step}: nobody reads the output any more",
+        f"stopped after step {step}: no process reads the output",
         "resume with: penstock train run.yaml run.steps=100000",
     ]
 
 
-def test_a_pipe_that_both_streams_lose_stops_the_run_which_is_saved(folder):
+def test_broken_pipe_of_both_streams_stops_and_saves_the_run(folder):
     """A connection that was dropped: there is nobody left to tell."""
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     with train(folder, "run.steps=100000", **streams) as process:
@@ -76,16 +76,16 @@ def test_a_pipe_that_both_streams_lose_stops_the_run_which_is_saved(folder):
     assert saved_step(folder) >= 2
 
 
-def test_a_full_disk_under_the_log_is_told_once_and_the_run_goes_on(folder):
+def test_full_disk_of_the_log_is_reported_once_and_the_run_continues(folder):
     with open("/dev/full", "w") as full:
         process = train(folder, "run.steps=4", stdout=full)
         _, told = process.communicate()
-    assert told == "note: the log cannot be written: No space left on device; the run goes on\n"
+    assert told == "note: cannot write the log: No space left on device; the run continues\n"
     assert process.returncode == 0
     assert saved_step(folder) == 4
 
 
-def test_a_full_disk_under_stderr_hides_nothing_of_the_model(folder):
+def test_full_disk_of_stderr_does_not_hide_model_errors(folder):
     (folder / "own.py").write_text(
         "import sys, torch\n"
         "class Own(torch.nn.Module):\n"
@@ -106,7 +106,7 @@ def test_a_full_disk_under_stderr_hides_nothing_of_the_model(folder):
     assert process.returncode == 0
 
 
-def test_figures_without_room_stop_the_run_which_is_saved(folder):
+def test_full_disk_of_metrics_stops_and_saves_the_run(folder):
     """`metrics.jsonl` reaches a limit on the size of files; no other file comes near it.
 
     Events of a cluster stay in it, whatever step a run begins at.
@@ -133,7 +133,7 @@ def test_figures_without_room_stop_the_run_which_is_saved(folder):
     )
 
 
-def test_a_result_that_cannot_be_written_is_an_error_of_one_line(folder):
+def test_unwritable_result_gives_a_one_line_error(folder):
     process = train(folder, "run.steps=1", "--quiet", stdout=subprocess.DEVNULL)
     assert process.communicate() == (None, "")
     assert process.returncode == 0
@@ -146,14 +146,14 @@ def test_a_result_that_cannot_be_written_is_an_error_of_one_line(folder):
     assert found.stderr == "error: standard output: No space left on device\n"
 
 
-def test_an_error_that_nobody_can_read_keeps_its_exit_code(folder):
+def test_exit_code_is_kept_when_stderr_is_lost(folder):
     with open("/dev/full", "w") as full:
         assert train(folder, "run.stepz=1", stdout=full, stderr=full).wait() == 2
     assert not Path(folder / "runs").exists()
 
 
 @pytest.mark.parametrize("closed", [(0, 1, 2), (1,), (2,)])
-def test_streams_that_are_closed_cost_nothing_and_are_no_files_of_the_run(folder, closed):
+def test_closed_streams_do_not_become_files_of_the_run(folder, closed):
     """The system gives a free descriptor to the next file: standard error would be the store."""
     settings = SETTINGS | {"store": {"flash": {"path": "flash"}}}
     (folder / "run.yaml").write_text(yaml.safe_dump(settings))
@@ -170,6 +170,6 @@ def test_streams_that_are_closed_cost_nothing_and_are_no_files_of_the_run(folder
     assert not [path for path in written if path.is_file() and b"stopping" in path.read_bytes()]
 
 
-def test_an_error_keeps_its_exit_code_where_all_streams_are_closed(folder):
+def test_exit_code_is_kept_when_all_streams_are_closed(folder):
     command = f"exec {sys.executable} -m penstock train run.yaml run.stepz=1 <&- >&- 2>&-"
     assert subprocess.run(["sh", "-c", command], cwd=folder, env=ENVIRONMENT).returncode == 2

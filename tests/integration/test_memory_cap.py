@@ -20,7 +20,7 @@ MIB = 1 << 20
 
 
 @pytest.mark.long
-def test_a_run_on_flash_stays_below_its_cap(tmp_path):
+def test_run_on_flash_stays_below_its_memory_limit(tmp_path):
     cap = 880 * MIB
     result = subprocess.run(
         [sys.executable, Path(__file__).with_name("capped_run.py"), tmp_path / "run", f"{cap}B"],
@@ -59,7 +59,7 @@ def machine(monkeypatch):
     monkeypatch.setattr(process_memory, "available_bytes", lambda: 600 * MIB)
 
 
-def test_what_cannot_be_is_refused_with_the_sum_and_what_to_lower(tmp_path, machine):
+def test_impossible_memory_limit_is_refused_with_sums_and_remedy(tmp_path, machine):
     store = {"dram": "300MiB", "flash": {"path": str(tmp_path / "flash")}}
     with pytest.raises(BudgetError) as caught:
         Trainer(settings(tmp_path, memory="700MiB", store=store), source=tokens())
@@ -83,7 +83,7 @@ def test_what_cannot_be_is_refused_with_the_sum_and_what_to_lower(tmp_path, mach
     Trainer(settings(tmp_path, memory="700MiB", store=store), source=tokens()).close()
 
 
-def test_without_a_cap_the_machine_is_one(tmp_path, machine):
+def test_free_memory_is_the_limit_by_default(tmp_path, machine):
     trainer = Trainer(settings(tmp_path), source=tokens())
     shares = trainer._layout.shares
     assert shares.engine + shares.store < 600 * MIB
@@ -95,7 +95,7 @@ def test_without_a_cap_the_machine_is_one(tmp_path, machine):
     assert not (tmp_path / "f").exists()
 
 
-def test_a_run_says_where_its_time_went(tmp_path):
+def test_run_reports_the_parts_of_its_time(tmp_path):
     told: list[RunMeasured] = []
     steps = []
 

@@ -161,7 +161,7 @@ def built(kind, seed=0):
 
 
 @pytest.mark.parametrize("frozen", [True, False])
-def test_a_part_in_eval_mode_stays_so_while_it_trains(frozen, tmp_path):
+def test_part_in_eval_mode_stays_in_eval_mode_while_training(frozen, tmp_path):
     """Its dropout and its batch norm's statistics are those of eval mode."""
     module, reference = built(Net), built(Net)
     for model in (module, reference):
@@ -169,15 +169,15 @@ def test_a_part_in_eval_mode_stays_so_while_it_trains(frozen, tmp_path):
         model.backbone.requires_grad_(not frozen)
     _, told = assert_trained_like(module, reference, tmp_path)
     said = [
-        "backbone: in eval mode when the model was handed over, and trained so, without dropout; "
-        "to train in train mode, call .train() on the whole model before"
+        "backbone: given in eval mode and trained in eval mode, without dropout. To train in train "
+        "mode, call .train() on the whole model before you pass it to the trainer"
     ]
     assert told == ([] if frozen else said)
     assert not module.backbone.training  # what was handed over is not changed
     assert module.head.training
 
 
-def test_a_batch_norm_alone_in_eval_mode_trains_beside_a_mode_branch(tmp_path):
+def test_batch_norm_in_eval_mode_trains_beside_a_mode_branch(tmp_path):
     module, reference = built(Net), built(Net)
     for model in (module, reference):
         model.backbone.norm.eval()
@@ -242,7 +242,7 @@ def frozen_backbone():
     return model
 
 
-def test_a_frozen_encoder_in_eval_mode_trains_what_is_before_it(tmp_path):
+def test_layers_before_a_frozen_encoder_in_eval_mode_train(tmp_path):
     """PyTorch's own encoder layer has a fused path for eval mode, which has no gradient."""
 
     class Encoder(nn.Module):
@@ -261,7 +261,7 @@ def test_a_frozen_encoder_in_eval_mode_trains_what_is_before_it(tmp_path):
     assert_trained_like(module, reference, tmp_path)
 
 
-def test_a_batch_norm_in_train_mode_is_refused_with_advice_that_holds(tmp_path):
+def test_batch_norm_in_train_mode_is_refused_with_valid_advice(tmp_path):
     module = built(Net)
     with pytest.raises(CompileError, match=r"backbone\.norm\.\w+.*call \.eval\(\) on that module"):
         trainer_of(module, tmp_path / "a")
@@ -301,7 +301,7 @@ def test_the_mode_decides_the_best_checkpoint_and_early_stop(tmp_path):
     assert trainer.step == 3
 
 
-def test_a_model_without_a_branch_is_evaluated_by_the_program_of_training(tmp_path):
+def test_model_without_mode_branch_is_evaluated_by_the_training_program(tmp_path):
     trainer, _ = trainer_of(built(Plain), tmp_path)
     trainer.evaluate(batches=1)
     (engine,) = trainer._evaluator._engines.values()

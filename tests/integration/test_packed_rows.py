@@ -105,19 +105,19 @@ def builder(family: str, **changes: Any) -> Any:
 
 
 @pytest.mark.parametrize("family", quick_first(FAMILIES, ["llama", "gemma2"]))
-def test_positions_of_packed_rows_keep_sequences_apart(family, tmp_path):
+def test_position_ids_separate_sequences_of_packed_rows(family, tmp_path):
     case, recipe = packed_case(builder(family), packed=True), Recipe(steps=6)
     assert_same_training(streamed(case, recipe, tmp_path), case, recipe)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_positions_of_rows_of_one_sequence_change_nothing(family, tmp_path):
+def test_position_ids_of_one_sequence_rows_change_nothing(family, tmp_path):
     case, recipe = packed_case(builder(family), packed=False), Recipe(steps=6)
     assert_same_training(streamed(case, recipe, tmp_path), case, recipe)
 
 
-def test_positions_are_ignored_where_transformers_ignores_them(tmp_path):
+def test_position_ids_are_ignored_where_transformers_ignores_them(tmp_path):
     """With a cache `transformers` takes no notice of packed rows, in training too."""
     case, recipe = packed_case(builder("llama", use_cache=True), packed=True), Recipe(steps=5)
     assert_same_training(streamed(case, recipe, tmp_path), case, recipe)
@@ -130,7 +130,7 @@ class CountsFromBoundaries(LlamaForCausalLM):
         return super().forward(input_ids, position_ids=counted + 0)
 
 
-def test_positions_that_the_model_makes_of_an_input_keep_sequences_apart(tmp_path):
+def test_position_ids_computed_by_the_model_separate_sequences(tmp_path):
     config = AutoConfig.for_model("llama", **{**SIZES, **UNTOKENED, "use_cache": False})
     case = packed_case(lambda: CountsFromBoundaries(config), True, "counted")
     assert_same_training(streamed(case, Recipe(steps=5), tmp_path), case, Recipe(steps=5))
@@ -145,7 +145,7 @@ class AlwaysTwo(LlamaForCausalLM):
         return mean_token_loss(output, labels)
 
 
-def test_positions_that_are_the_same_in_every_batch_keep_sequences_apart(tmp_path):
+def test_constant_position_ids_separate_sequences(tmp_path):
     config = AutoConfig.for_model("llama", **{**SIZES, **UNTOKENED, "use_cache": False})
 
     def source(seed: int) -> ModelSource:

@@ -227,7 +227,7 @@ def test_every_view_and_every_write_occurs_among_all_seeds():
     assert {*Hooked.FORWARD, *Hooked.BACKWARD} <= found
 
 
-def test_a_wrong_module_would_be_found(tmp_path):
+def test_comparison_detects_a_wrong_module(tmp_path):
     """The least that a module can do otherwise is far beyond the tolerance."""
     losses, weights = plain(1)
     start = dict(RandomModule(1).named_parameters())

@@ -65,7 +65,7 @@ YAML_PAGES = ["README.md", "docs/getting_started.md", "docs/larger_than_memory.m
 
 
 @pytest.mark.parametrize("block", [b for page in YAML_PAGES for b in blocks("yaml", page)])
-def test_yaml_blocks_are_whole_configurations(block, folder):
+def test_yaml_blocks_are_complete_configurations(block, folder):
     name = re.match(r"# (\w+\.yaml)\n", block)
     assert name, "the first line of a block names its file"
     (folder / name[1]).write_text(block)
@@ -89,7 +89,7 @@ def test_commands_exist_with_their_options(command):
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_files_that_are_named_exist(page):
+def test_named_files_exist(page):
     """Links, and paths in backticks, with a function after `::` or a name after it."""
     text = (ROOT / page).read_text(encoding="utf-8")
     links = [link.split("#")[0] for link in re.findall(r"\]\(([^)]+)\)", text)]

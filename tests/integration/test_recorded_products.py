@@ -47,7 +47,7 @@ def multiplies_with(trainer):
 
 
 @pytest.mark.parametrize(("first", "then"), [("onednn", "torch"), ("torch", "onednn")])
-def test_a_resume_multiplies_as_the_run_began(first, then, on_machine, tmp_path):
+def test_resume_uses_the_recorded_matrix_products(first, then, on_machine, tmp_path):
     on_machine(first)
     trainer, losses, weights = train(tmp_path / "whole")
     assert multiplies_with(trainer) == first
@@ -64,7 +64,7 @@ def test_a_resume_multiplies_as_the_run_began(first, then, on_machine, tmp_path)
     assert multiplies_with(fresh) == then
 
 
-def test_a_run_that_recorded_nothing_chooses_for_the_machine(on_machine, tmp_path, monkeypatch):
+def test_run_without_record_chooses_products_for_the_machine(on_machine, tmp_path, monkeypatch):
     on_machine("torch")
     whole = ResumeState.to_mapping
 

@@ -101,7 +101,7 @@ def plain_model(family):
 
 
 @pytest.mark.parametrize("family", quick_first(["gpt2", "llama"], ["llama"]))
-def test_losses_and_weights_are_those_of_transformers(family, folder, tmp_path):
+def test_losses_and_weights_equal_transformers(family, folder, tmp_path):
     records = records_of(folder, "train")
     assert len({len(completion) for _, completion in records}) > 1, "a mean of means would differ"
     model = plain_model(family).train()
@@ -129,7 +129,7 @@ def test_losses_and_weights_are_those_of_transformers(family, folder, tmp_path):
 
 
 @pytest.mark.parametrize("family", quick_first(["gpt2", "llama"], ["llama"]))
-def test_accuracy_is_what_argmax_of_the_exported_model_says(family, folder, tmp_path):
+def test_accuracy_equals_argmax_of_the_exported_model(family, folder, tmp_path):
     """Of the twelve held-out records, which fill two micro-batches and half of a third."""
     from transformers import AutoModelForCausalLM
 
@@ -185,7 +185,7 @@ def test_accuracy_on_text_is_over_labelled_tokens(family, tmp_path):
     assert [row["exact_match"] for row in rows] == [None, None]
 
 
-def test_a_run_that_was_interrupted_goes_on_to_the_same_bits(folder, tmp_path):
+def test_interrupted_records_run_resumes_to_the_same_bits(folder, tmp_path):
     """With batches that straddle epochs: five rows of twelve."""
     changes = {"batch": {"size": 5, "micro": 1}, "run": {"steps": 9}}
     straight = Trainer(config(folder, tmp_path / "a", **changes))
@@ -224,7 +224,7 @@ def test_padding_changes_nothing_but_rounding(folder, tmp_path):
     assert losses[None] == pytest.approx(losses[40], rel=2e-5)
 
 
-def test_a_micro_batch_without_labels_counts_nothing(tmp_path):
+def test_micro_batch_without_labels_does_not_count(tmp_path):
     case = language_model("gpt2")
 
     def arrays(seed):
@@ -257,29 +257,28 @@ def test_the_command_line_builds_and_shows_records(tmp_path):
     assert line in CliRunner().invoke(app, ["data", "inspect", out]).output.splitlines()
 
 
-def test_masked_models_do_not_take_records(folder, tmp_path):
+def test_masked_models_refuse_records(folder, tmp_path):
     with pytest.raises(DataError) as error:
         Trainer(config(folder, tmp_path, "bert"))
     assert str(error.value) == (
-        f"{folder / 'set'} holds prompts with completions, which a model learns to continue by "
-        "next-token prediction (task causal_lm); bert is trained for masked_lm: build a data set "
-        "of plain text for it"
+        f"{folder / 'set'} holds prompts with completions, for next-token prediction (task "
+        "causal_lm); bert is trained for masked_lm: build a data set of plain text for it"
     )
 
 
-def test_records_asked_of_a_data_set_of_text(tmp_path):
+def test_records_content_with_text_data_set_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("water " * 100)
     build_dataset([tmp_path / "a.txt"], "bytes", tmp_path / "set")
     with pytest.raises(DataError) as error:
         Trainer(config(tmp_path, tmp_path / "run", data={"content": "records"}))
     assert str(error.value) == (
-        f"data.content: expected a data set of records, {tmp_path / 'set'} holds plain text; name "
-        "another folder in data.path to build one there, or set data.content: text"
+        f"data.content: expected a data set of records, {tmp_path / 'set'} holds plain text; set "
+        "data.path to another folder, where Penstock builds one, or set data.content: text"
     )
 
 
 @pytest.mark.long
-def test_the_recipe_learns_to_answer_what_it_was_not_asked(tmp_path, monkeypatch):
+def test_recipe_answers_unseen_prompts(tmp_path, monkeypatch):
     """In 100 of its steps, by the command line as a user would."""
     monkeypatch.chdir(ROOT)
     run = tmp_path / "run"

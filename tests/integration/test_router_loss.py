@@ -74,13 +74,13 @@ def experts(family: str, **changes: Any) -> Case:
     "family",
     [*quick_first(COMMON, ["mixtral"]), *(pytest.param(f, marks=pytest.mark.slow) for f in RARE)],
 )
-def test_training_with_the_auxiliary_loss_is_that_of_transformers(family, tmp_path):
+def test_training_with_auxiliary_loss_equals_transformers(family, tmp_path):
     case, recipe = experts(family), Recipe(steps=5)
     assert_same_training(streamed(case, recipe, tmp_path), case, recipe)
 
 
 @pytest.mark.long
-def test_one_micro_batch_has_the_very_loss_of_transformers(tmp_path):
+def test_loss_of_one_micro_batch_equals_transformers(tmp_path):
     case, recipe = experts("mixtral"), Recipe(steps=1, warmup_steps=0, micro=8)
     model = case.plain(recipe.seed)
     batch = case.data(recipe.seed).batch(0, range(8), 8)
@@ -104,7 +104,7 @@ def test_the_held_out_loss_has_the_auxiliary_loss_as_transformers_reports_it(tmp
     assert found["loss"] == pytest.approx(float(output.loss), rel=1e-6)
 
 
-def test_an_auxiliary_loss_that_the_model_does_not_compute_is_refused(tmp_path):
+def test_unsupported_auxiliary_loss_is_refused(tmp_path):
     fields = {"output_router_logits": True, "model_type": "llama", "hidden_size": 32}
     sizes = {"num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 96}
     case = replace(

@@ -29,7 +29,7 @@ def config(folder: Path, steps: int) -> dict:
     }
 
 
-def test_every_step_stands_once_in_the_metrics_of_a_run_that_was_resumed(tmp_path):
+def test_metrics_of_a_resumed_run_have_each_step_once(tmp_path):
     Trainer(config(tmp_path / "run", 4)).train()
     metrics = tmp_path / "run" / "metrics.jsonl"
     last = next(row for row in reversed(read_metrics(metrics)) if "learning_rate" in row)
@@ -42,7 +42,7 @@ def test_every_step_stands_once_in_the_metrics_of_a_run_that_was_resumed(tmp_pat
     assert (tmp_path / "run" / "config.yaml").exists()
 
 
-def test_a_finished_run_says_so_and_stays_as_it_is(tmp_path):
+def test_finished_run_reports_completion_and_is_unchanged(tmp_path):
     Trainer(config(tmp_path / "run", 3)).train()
     before = (tmp_path / "run" / "metrics.jsonl").read_text()
     said: list[str] = []
@@ -50,11 +50,11 @@ def test_a_finished_run_says_so_and_stays_as_it_is(tmp_path):
         config(tmp_path / "run", 3), on_event=lambda event: said.append(getattr(event, "text", ""))
     )
     assert trainer.train()["steps"] == 0
-    assert "the run already has its 3 steps; nothing to do. To train on: run.steps=6" in said
+    assert "the run already has its 3 steps; nothing to do. To train further: run.steps=6" in said
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
 
 
-def test_a_run_that_was_interrupted_in_a_step_can_go_on(tmp_path):
+def test_run_interrupted_in_a_step_can_continue(tmp_path):
     trainer = Trainer(config(tmp_path / "a", 4))
     receive, calls = trainer.store.receive, []
 
@@ -76,7 +76,7 @@ def test_a_run_that_was_interrupted_in_a_step_can_go_on(tmp_path):
     assert trainer.store.content_hash() == plain.store.content_hash()
 
 
-def test_an_update_that_was_interrupted_is_never_made_twice(tmp_path, monkeypatch):
+def test_interrupted_update_is_not_applied_twice(tmp_path, monkeypatch):
     """Half of it may be in the weights: they are used no more, and the run goes on from disk."""
     settings = config(tmp_path / "a", 4)
     trainer = Trainer(settings)
@@ -99,8 +99,8 @@ def test_an_update_that_was_interrupted_is_never_made_twice(tmp_path, monkeypatc
         with pytest.raises(StorageError) as caught:
             use()
         assert str(caught.value) == (
-            f"the update of {calls[-1]} was interrupted half-way, so the weights are those of no "
-            "step; open the run again, it goes on from its last checkpoint"
+            f"the update of {calls[-1]} was interrupted, so the weights are not those of a "
+            "complete step; open the run again: it continues from its last checkpoint"
         )
         assert "penstock saver" not in [thread.name for thread in threading.enumerate()]
     again = Trainer(settings)
@@ -111,7 +111,7 @@ def test_an_update_that_was_interrupted_is_never_made_twice(tmp_path, monkeypatc
     assert again.store.content_hash() == plain.store.content_hash()
 
 
-def test_one_run_is_trained_by_one_trainer_at_a_time(tmp_path):
+def test_run_has_one_trainer_at_a_time(tmp_path):
     first, second = (Trainer(config(tmp_path / "run", 4)) for _ in range(2))
     refused: list[str] = []
 
@@ -129,8 +129,8 @@ def test_one_run_is_trained_by_one_trainer_at_a_time(tmp_path):
     with pytest.raises(ConfigError) as caught:
         second.train()  # it would do steps again that are done
     assert str(caught.value) == (
-        f"{tmp_path / 'run'} has been trained to step 4 by another trainer, this one stands at 0; "
-        "make a new Trainer, it goes on from there"
+        f"{tmp_path / 'run'} has been trained to step 4 by another trainer, this trainer is at "
+        "step 0; create a new Trainer, which continues from step 4"
     )
     assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")][-1] == 4
 
@@ -149,7 +149,7 @@ def test_the_best_checkpoint_outlives_its_index(tmp_path):
     assert best.exists()
 
 
-def test_weights_that_an_update_ruined_are_not_saved(tmp_path):
+def test_non_finite_updated_weights_are_not_saved(tmp_path):
     settings = {**config(tmp_path / "run", 3), "checkpoint": {"every": 1}}
     trainer = Trainer(settings)
     trainer.train()
@@ -159,14 +159,14 @@ def test_weights_that_an_update_ruined_are_not_saved(tmp_path):
     with pytest.raises(NonFiniteError) as caught:
         trainer.save()
     assert str(caught.value) == (
-        "step 4 is not saved: the update made transformer.wpe.weight NaN or infinite; the "
-        "checkpoints before it stand. Start a run with a lower optimizer.learning_rate in another "
+        "step 4 is not saved: the update made transformer.wpe.weight NaN or infinite; earlier "
+        "checkpoints are unchanged. Start a run with a lower optimizer.learning_rate in another "
         "run.dir"
     )
     assert Trainer(settings).step == 3
 
 
-def test_metrics_that_rotted_stop_no_run(tmp_path):
+def test_damaged_metrics_do_not_stop_a_run(tmp_path):
     Trainer(config(tmp_path / "run", 2)).train()
     metrics = tmp_path / "run" / "metrics.jsonl"
     metrics.write_bytes(b"\xff\xfe" + metrics.read_bytes() + b"[" * 100_000 + b"\n")
@@ -175,7 +175,7 @@ def test_metrics_that_rotted_stop_no_run(tmp_path):
 
 
 @pytest.mark.parametrize(("size", "noticed"), [(257, False), (288, False), (512, True)])
-def test_a_vocabulary_beyond_the_tokenizers_is_noticed(size, noticed, tmp_path):
+def test_vocabulary_larger_than_the_tokenizers_gives_a_notice(size, noticed, tmp_path):
     said: list[str] = []
     settings = {**config(tmp_path / "run", 1), "model": {"preset": "tiny", "vocab_size": size}}
     Trainer(settings, on_event=lambda event: said.append(getattr(event, "text", "")))

@@ -93,15 +93,15 @@ def test_another_forward_with_the_same_weights_is_refused(tier, tmp_path):
             trainer_of(other, tmp_path, tier=tier)
         assert str(caught.value) == (
             f"{tmp_path} was trained with another model, which computes something else than Net "
-            "does now (its code, a size or a dropout differs); give the model that it was started "
-            "with, or choose another run.dir"
+            "does now (its code, a size or a dropout differs); give the model that the run was "
+            "started with, or choose another run.dir"
         )
     with pytest.raises(ConfigError, match="was trained with Net, which computes something else"):
         trainer_of(net(kind=Renamed, activation=torch.relu), tmp_path, tier=tier)
 
 
 @pytest.mark.parametrize("tier", ["memory", "flash"])
-def test_other_initial_values_are_refused_to_train_on_and_may_be_ignored(tier, tmp_path):
+def test_other_initial_values_are_refused_unless_ignored(tier, tmp_path):
     train(net(seed=0), tmp_path, tier=tier)
     other = trainer_of(net(seed=1), tmp_path, tier=tier, steps=8)
     before = other.store.content_hash()
@@ -109,8 +109,8 @@ def test_other_initial_values_are_refused_to_train_on_and_may_be_ignored(tier, t
     with pytest.raises(ConfigError) as caught:
         other.train()
     assert str(caught.value) == (
-        f"{tmp_path} was started from other initial values than Net has now. To go on with the "
-        "run's own weights, pass Trainer(..., ignore_initial_values=True), or call "
+        f"{tmp_path} was started from other initial values than Net has now. To continue with the "
+        "weights of the run, pass Trainer(..., ignore_initial_values=True), or call "
         "torch.manual_seed before the module is built, in every run of the script; to train this "
         "module, choose another run.dir"
     )
@@ -123,7 +123,7 @@ def test_other_initial_values_are_refused_to_train_on_and_may_be_ignored(tier, t
 
 
 @pytest.mark.parametrize("tier", ["memory", "flash"])
-def test_the_same_script_goes_on_bit_for_bit(tier, tmp_path):
+def test_same_script_resumes_to_the_same_bits(tier, tmp_path):
     for steps in (3, 6):
         train(net(), tmp_path / "parts", tier=tier, steps=steps)
     train(net(), tmp_path / "whole", tier=tier, steps=6)
@@ -135,7 +135,7 @@ def test_the_same_script_goes_on_bit_for_bit(tier, tmp_path):
     assert len(hashes) == 1
 
 
-def test_a_class_that_was_renamed_goes_on(tmp_path):
+def test_renamed_class_resumes(tmp_path):
     train(net(), tmp_path)
     assert train(net(kind=Renamed), tmp_path, steps=6)["steps"] == 2
 
@@ -146,7 +146,7 @@ def test_weights_of_another_shape_are_named(tmp_path):
         trainer_of(net(width=20), tmp_path)
 
 
-def test_a_factory_that_was_edited_is_refused(tmp_path, monkeypatch):
+def test_edited_factory_is_refused(tmp_path, monkeypatch):
     train(None, tmp_path)
     assert train(None, tmp_path, steps=6)["steps"] == 2
     monkeypatch.setattr(f"{__name__}.ACTIVATION", "relu")
@@ -154,7 +154,7 @@ def test_a_factory_that_was_edited_is_refused(tmp_path, monkeypatch):
         trainer_of(None, tmp_path)
 
 
-def test_a_run_of_an_older_release_goes_on(tmp_path, monkeypatch):
+def test_run_of_an_older_release_resumes(tmp_path, monkeypatch):
     from penstock.training.resume_state import ResumeState
 
     whole = ResumeState.to_mapping
@@ -170,16 +170,16 @@ def test_a_run_of_an_older_release_goes_on(tmp_path, monkeypatch):
     assert not [event for event in told if isinstance(event, Notice)]
 
 
-def test_a_graph_of_another_release_is_not_compared_and_said_so(tmp_path, monkeypatch):
+def test_graph_of_another_release_gives_a_notice(tmp_path, monkeypatch):
     train(net(), tmp_path)
     monkeypatch.setattr("penstock.__version__", "99.0")
     told = []
     assert train(net(), tmp_path, steps=6, told=told)["steps"] == 2
     (notice,) = [event.text for event in told if isinstance(event, Notice)]
     assert re.match(
-        r"whether Net computes what .* was trained on cannot be told: that was captured with torch "
-        r"[\d.]+, transformers [\d.]+\w*, penstock [\d.]+, micro-batches of 8, fp32, this with "
-        r".* penstock 99\.0, micro-batches of 8, fp32",
+        r"cannot compare Net with the model of .*: the run's model was captured with torch "
+        r"[\d.]+, transformers [\d.]+\w*, penstock [\d.]+, micro-batches of 8, fp32, this one "
+        r"with .* penstock 99\.0, micro-batches of 8, fp32",
         notice,
     )
     told.clear()

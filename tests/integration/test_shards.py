@@ -68,7 +68,7 @@ OPTIMIZERS = {
         pytest.param("bf16", "sgd", marks=pytest.mark.slow),
     ],
 )
-def test_any_number_of_shards_has_the_bits_of_one_store(tmp_path, precision, optimizer):
+def test_bits_are_independent_of_the_number_of_shards(tmp_path, precision, optimizer):
     changes = {"precision": precision, "optimizer": OPTIMIZERS[optimizer]}
     one = trained(WIDE, tmp_path / "one", 1, **changes)
     assert len({loss for loss, _ in one[0]}) == RECIPE.steps
@@ -84,7 +84,7 @@ def test_any_number_of_shards_has_the_bits_of_one_store(tmp_path, precision, opt
 
 
 @pytest.mark.long
-def test_tied_and_frozen_weights_and_groups(tmp_path):
+def test_shards_with_tied_and_frozen_weights_and_groups(tmp_path):
     """GPT-2 with evaluation, its embedding tied and cut, a weight that is cut frozen, others with
     settings by their names."""
     case = language_model("gpt2", n_embd=128)
@@ -101,7 +101,7 @@ def test_tied_and_frozen_weights_and_groups(tmp_path):
         assert_same(other, one)
 
 
-def test_adapters(tmp_path):
+def test_shards_with_adapters(tmp_path):
     case = language_model("gpt2", n_embd=128)
     changes = {
         "recipe": Recipe(steps=4, warmup_steps=0),
@@ -113,7 +113,7 @@ def test_adapters(tmp_path):
         assert_same(other, one)
 
 
-def test_a_run_in_memory_goes_on_with_another_number_of_shards(tmp_path):
+def test_run_in_memory_resumes_with_another_number_of_shards(tmp_path):
     one = trained(WIDE, tmp_path / "one", 1)
     losses = []
     for shards, until in ((3, 2), (1, 3), (2, None)):
@@ -132,14 +132,14 @@ def test_a_run_on_flash_keeps_its_number_of_shards(tmp_path):
             trained(WIDE, tmp_path / "run", shards, on_flash=True)
         assert str(refused.value) == (
             f"{tmp_path / 'run' / 'flash'} holds a store in {held}, the configuration says "
-            f"{shards}; set store.shards to 2, or begin another run in another store.flash.path "
-            "(a run in memory goes on from its checkpoints with any number)"
+            f"{shards}; set store.shards to 2, or start another run in another store.flash.path (a "
+            "run in memory continues from its checkpoints with any number)"
         )
     rest = trained(WIDE, tmp_path / "run", 2, on_flash=True)
     assert_same((first[0] + rest[0], *rest[1:]), one)
 
 
-def test_weights_on_flash_that_never_trained_are_loaded_anew_for_another_number(tmp_path):
+def test_untrained_weights_on_flash_are_reloaded_for_another_number_of_shards(tmp_path):
     store = {"shards": 2, "dram": "24MiB", "flash": {"path": str(tmp_path / "run" / "flash")}}
     trainer, _ = trainer_of(WIDE, RECIPE, tmp_path / "run", store=store)
     trainer.close()
@@ -152,7 +152,7 @@ def test_weights_on_flash_that_never_trained_are_loaded_anew_for_another_number(
     ]
 
 
-def test_text_and_exports_are_those_of_one_store(tmp_path):
+def test_text_and_exports_equal_those_of_one_store(tmp_path):
     """Generation streams by name, for another program; an export reads what is on flash."""
     found = []
     for shards in (1, 3):
@@ -212,7 +212,7 @@ def test_inspect_shows_all_shards_and_repairs_them_together(tmp_path):
     assert len(again[0]) == 1  # the step that was damaged, once more
 
 
-def test_sizes_are_those_of_all_shards_together(tmp_path):
+def test_configured_sizes_are_totals_of_all_shards(tmp_path):
     case = language_model("gpt2", n_embd=128)
 
     def store(**sizes):
@@ -229,7 +229,7 @@ def test_sizes_are_those_of_all_shards_together(tmp_path):
     assert used <= least + 2
     size = trainer.store.flash_bytes
     trainer.close()
-    with pytest.raises(BudgetError, match=r"the 3 shards share what store\.flash\.size"):
+    with pytest.raises(BudgetError, match=r"the 3 shards share store\.flash\.size"):
         trainer_of(case, RECIPE, tmp_path / "run", **store(size=size // 2))
 
 

@@ -71,7 +71,7 @@ def start(tmp_path, side_by_side):
         worker.kill()
 
 
-def test_every_second_round_goes_backward_and_warm_up_is_not_counted(tmp_path, side_by_side, start):
+def test_every_second_round_is_reversed_and_warm_up_is_not_counted(tmp_path, side_by_side, start):
     workers = {"a": start("a", slowness=1), "b": start("b", slowness=5)}
     seconds = side_by_side.take_turns(workers, 3, warm_up=2)
     assert (tmp_path / "log").read_text() == "aabb" + "ab" + "ba" + "ab"
@@ -86,7 +86,7 @@ def test_every_second_round_goes_backward_and_warm_up_is_not_counted(tmp_path, s
     assert 0 < found["peak_rss_gib"]["a"] < 1
 
 
-def test_a_worker_stands_still_while_it_is_not_its_turn(tmp_path, side_by_side, start):
+def test_worker_is_stopped_while_it_is_not_its_turn(tmp_path, side_by_side, start):
     workers = {"a": start("a")}
     side_by_side.take_turns(workers, 1, warm_up=0)
     wait_until(lambda: set(thread_states(workers["a"].pid)) == {"T"}, "the signal has arrived")
@@ -97,7 +97,7 @@ def test_a_worker_stands_still_while_it_is_not_its_turn(tmp_path, side_by_side, 
     wait_until(lambda: workers["a"].step() and beats.read_text() != before)
 
 
-def test_when_one_ends_early_none_is_left_running(side_by_side, start):
+def test_early_end_of_one_worker_stops_all(side_by_side, start):
     workers = {"a": start("a"), "b": start("b", dies_after=3)}
     with pytest.raises(side_by_side.WorkerEnded, match="exit code 3"):
         side_by_side.take_turns(workers, 5, warm_up=2)

@@ -56,7 +56,7 @@ def undisturbed(tmp_path_factory):
 @pytest.mark.parametrize(
     ("when", "buffer"), [({"every": 1}, "1B"), ({"every_minutes": 1e-6}, "1MiB")]
 )
-def test_when_a_checkpoint_is_written_changes_no_bit(undisturbed, when, buffer):
+def test_checkpoint_time_changes_no_bit(undisturbed, when, buffer):
     base, losses, content = undisturbed
     folder, record = base / f"{next(iter(when))}-{buffer}", Record()
     trainer = Trainer(settings(folder, buffer=buffer, keep_last=9, **when), on_event=record)
@@ -68,7 +68,7 @@ def test_when_a_checkpoint_is_written_changes_no_bit(undisturbed, when, buffer):
     assert checkpoint_hash(latest) == content
 
 
-def test_a_full_disk_ends_the_run_at_the_next_step_and_spoils_nothing(undisturbed, monkeypatch):
+def test_full_disk_ends_the_run_at_the_next_step_without_damage(undisturbed, monkeypatch):
     base, losses, content = undisturbed
     record = Record()
     trainer = Trainer(settings(base / "full", every=2), on_event=record)
@@ -91,7 +91,7 @@ def test_a_full_disk_ends_the_run_at_the_next_step_and_spoils_nothing(undisturbe
 
 
 @pytest.mark.slow  # at every fault point, and faster: tests/faults/test_snapshot_faults.py
-def test_a_killed_run_goes_on_from_the_newest_whole_snapshot(undisturbed):
+def test_killed_run_resumes_from_the_newest_complete_snapshot(undisturbed):
     base, losses, content = undisturbed
     folder = base / "killed"
     (base / "killed.yaml").write_text(yaml.safe_dump(settings(folder, every=1)))

@@ -113,7 +113,7 @@ def require_equal(found, wanted) -> None:
 @pytest.mark.parametrize("family", sorted(FIELDS))
 @pytest.mark.parametrize("precision", SLOTS)
 @pytest.mark.parametrize("drops", [False, True])
-def test_blocks_that_are_cut_give_the_bits_of_whole_ones(family, precision, drops):
+def test_cut_blocks_give_the_bits_of_whole_blocks(family, precision, drops):
     case = language_model(family, **(DROPOUT[family] if drops else {}))
     whole, stages = swept(case, precision, None)
     counts = [stages]
@@ -125,7 +125,7 @@ def test_blocks_that_are_cut_give_the_bits_of_whole_ones(family, precision, drop
 
 
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
-def test_a_model_without_containers_cut_into_any_number_of_stages(precision):
+def test_model_without_containers_can_be_cut_into_any_number_of_stages(precision):
     case, layer_bytes = dropping(), 24 * 25 * (4 if precision == "fp32" else 2)
     whole, fewest = swept(case, precision, None)
     found, stages = swept(case, precision, layer_bytes, recompute=True)
@@ -133,7 +133,7 @@ def test_a_model_without_containers_cut_into_any_number_of_stages(precision):
     assert stages >= len(NAMES) > fewest > 1
 
 
-def test_a_run_with_another_memory_for_its_engines_has_the_same_bits(tmp_path):
+def test_other_engine_memory_gives_the_same_bits(tmp_path):
     """The whole way: what an engine may use decides how many stages there are, and nothing else."""
     case = language_model("gpt2", n_embd=128, **GPT)
     recipe = Recipe(seed=0, steps=3, warmup_steps=0, size=2, micro=1)

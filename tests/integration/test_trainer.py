@@ -26,7 +26,7 @@ def listening(case, recipe, folder, **changes):
         steps(event)
         events.append(event)
 
-    trainer._listener = trainer._tell = listen
+    trainer._listener = trainer._notify = listen
     return trainer, events
 
 
@@ -44,7 +44,7 @@ def with_losses(trainer, losses):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert", "perceptron", "classifier"])
-def test_evaluation_is_that_of_plain_pytorch(name, tmp_path):
+def test_evaluation_equals_plain_pytorch(name, tmp_path):
     """On weights that were trained, over the same rows, of which the last fills no micro-batch."""
     case = CASES[name]()
     rows = {field: value[:23] for field, value in case.arrays(9).items()}
@@ -80,7 +80,7 @@ def test_evaluation_changes_no_bit_of_training(tmp_path):
     assert watched.store.content_hash() == plain.store.content_hash()
 
 
-def test_it_stops_when_nothing_improves_and_keeps_the_best(tmp_path):
+def test_early_stop_keeps_the_best_checkpoint(tmp_path):
     case, recipe = language_model("gpt2"), Recipe(steps=20)
     changes = {
         "evaluation": {"every": 2, "early_stop_patience": 3},
@@ -102,7 +102,7 @@ def test_it_stops_when_nothing_improves_and_keeps_the_best(tmp_path):
     assert of_kind(events, Saved)[-1].path.name == "step-00000010"
 
 
-def test_patience_outlives_a_restart(tmp_path):
+def test_early_stop_patience_survives_a_restart(tmp_path):
     case, recipe = language_model("gpt2"), Recipe(steps=20)
     changes = {"evaluation": {"every": 1, "early_stop_patience": 3}}
     first, _ = trainer_of(case, recipe, tmp_path, until=3, **changes)
@@ -114,7 +114,7 @@ def test_patience_outlives_a_restart(tmp_path):
     assert second.step == 4
 
 
-def test_a_request_finishes_the_step_saves_and_says_how_to_go_on(tmp_path):
+def test_stop_request_finishes_the_step_saves_and_prints_how_to_resume(tmp_path):
     case, recipe = language_model("gpt2"), Recipe(steps=20)
     trainer, events = listening(case, recipe, tmp_path, until=7)
     summary = trainer.train()
@@ -160,7 +160,7 @@ def contrastive_with(module_class):
     return dataclasses.replace(CONTRASTIVE, build=module_class, source=source)
 
 
-def test_weights_that_no_gradient_reaches_are_named_and_nothing_is_committed(tmp_path):
+def test_weights_without_gradient_are_named_and_nothing_is_committed(tmp_path):
     trainer, _ = trainer_of(contrastive_with(HalfDetached), Recipe(warmup_steps=0), tmp_path)
     before = trainer.store.content_hash()
     with pytest.raises(NoTrainingError, match=r"cut\.weight.*cut\.bias|cut\.bias.*cut\.weight"):
@@ -170,7 +170,7 @@ def test_weights_that_no_gradient_reaches_are_named_and_nothing_is_committed(tmp
 
 
 @pytest.mark.parametrize("frozen", ["idle.*", "used.*"])
-def test_frozen_weights_are_nobodys_mistake(frozen, tmp_path):
+def test_frozen_weights_give_no_notice(frozen, tmp_path):
     case = contrastive_with(HalfZero)
     trainer, events = listening(case, Recipe(steps=6, freeze=(frozen,)), tmp_path)
     trainer.train()
@@ -230,16 +230,16 @@ def poisoned(step, recipe, value=77.0) -> Case:
 
 
 @pytest.mark.parametrize("engines", [1, 2])
-def test_a_loss_that_is_no_number_names_the_stage_and_commits_nothing(engines, tmp_path):
+def test_non_finite_loss_names_the_stage_and_commits_nothing(engines, tmp_path):
     recipe = Recipe(steps=8)
     case = poisoned(4, recipe)
     trainer, _ = listening(case, recipe, tmp_path / "a", engines=engines)
     with pytest.raises(NonFiniteError) as caught:
         trainer.train()
     assert str(caught.value) == (
-        "step 5: the loss is nan; blocks.2 is the first stage whose output is not finite. The "
-        "step was not committed: the weights are those of step 4. Look at the batch, or start a "
-        "run with a lower optimizer.learning_rate in another run.dir."
+        "step 5: the loss is nan; blocks.2 is the first stage whose output is not finite. The step "
+        "was not committed: the weights are those of step 4. Check the batch, or start a run with "
+        "a lower optimizer.learning_rate in another run.dir."
     )
     assert trainer.step == 4
     clean, _ = trainer_of(case, recipe, tmp_path / "b", until=4)
@@ -264,7 +264,7 @@ class RootOfZero(nn.Module):
         return self.second(self.first(left * 0.0)).abs().sum(dim=1).sqrt().mean()
 
 
-def test_a_gradient_that_is_no_number_is_not_committed(tmp_path):
+def test_non_finite_gradient_is_not_committed(tmp_path):
     trainer, _ = trainer_of(contrastive_with(RootOfZero), Recipe(warmup_steps=0), tmp_path)
     before = trainer.store.content_hash()
     with pytest.raises(NonFiniteError, match=r"first\.weight|second\.weight"):
@@ -317,7 +317,7 @@ def test_rows_of_a_language_model_without_labels_are_refused(tmp_path):
     assert trainer.step == 0
 
 
-def test_a_source_that_gives_too_few_rows_is_refused(tmp_path):
+def test_source_with_too_few_rows_is_refused(tmp_path):
     trainer, _ = trainer_of(CONTRASTIVE, Recipe(size=8, micro=4), tmp_path)
     source = trainer._data.training
     whole = source.batch
@@ -325,11 +325,11 @@ def test_a_source_that_gives_too_few_rows_is_refused(tmp_path):
     with pytest.raises(DataError) as caught:
         trainer.train()
     assert str(caught.value) == (
-        "the source was asked for 8 rows and gave 7 of 'left'; `batch` must return a row per index"
+        "expected 8 rows of 'left' from the source, got 7; `batch` must return a row per index"
     )
 
 
-def test_rows_that_are_views_with_gaps_train_as_their_copies(tmp_path):
+def test_strided_rows_train_as_contiguous_copies(tmp_path):
     rows = CONTRASTIVE.arrays(0)
     wide = {name: np.repeat(array, 2, axis=1)[:, ::2] for name, array in rows.items()}
     losses = []
@@ -356,7 +356,7 @@ def slow_disk(monkeypatch):
     return lambda: [t for t in threading.enumerate() if t.name == "penstock saver"]
 
 
-def test_whoever_interrupts_the_wait_for_a_checkpoint_leaves_no_writer(tmp_path, monkeypatch):
+def test_interrupted_wait_for_a_checkpoint_leaves_no_writer_thread(tmp_path, monkeypatch):
     writers = slow_disk(monkeypatch)
     seen = []
 
@@ -373,7 +373,7 @@ def test_whoever_interrupts_the_wait_for_a_checkpoint_leaves_no_writer(tmp_path,
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
-def test_a_run_that_is_left_leaves_no_writer(error, tmp_path, monkeypatch):
+def test_abandoned_run_leaves_no_writer_thread(error, tmp_path, monkeypatch):
     writers = slow_disk(monkeypatch)
     trainer, _ = trainer_of(CONTRASTIVE, Recipe(steps=6), tmp_path, checkpoint={"every": 1})
 
@@ -387,7 +387,7 @@ def test_a_run_that_is_left_leaves_no_writer(error, tmp_path, monkeypatch):
     assert not writers()
 
 
-def test_what_fails_on_the_way_out_does_not_hide_why_the_run_ended(tmp_path, monkeypatch):
+def test_error_during_shutdown_does_not_hide_the_first_error(tmp_path, monkeypatch):
     writers = slow_disk(monkeypatch)
     trainer, _ = trainer_of(CONTRASTIVE, Recipe(steps=6), tmp_path, checkpoint={"every": 1})
 
@@ -406,7 +406,7 @@ def test_what_fails_on_the_way_out_does_not_hide_why_the_run_ended(tmp_path, mon
     assert not writers()
 
 
-def test_closing_a_trainer_ends_its_writer(tmp_path, monkeypatch):
+def test_closing_a_trainer_ends_its_writer_thread(tmp_path, monkeypatch):
     writers = slow_disk(monkeypatch)
     trainer, _ = trainer_of(CONTRASTIVE, Recipe(steps=6), tmp_path)
     trainer.run_step()

@@ -51,17 +51,17 @@ def refused(wanted: dict) -> str:
     return str(caught.value)
 
 
-def test_a_run_that_was_moved_with_its_flash_is_found_there(run):
+def test_moved_run_with_moved_flash_resumes(run):
     trainer = Trainer(load_run(run, ["run.steps=3"]), must_exist=True)
     assert (trainer.resumed_from, trainer.train()["steps"]) == (2, 1)
     trainer.close()
 
 
-def test_a_run_whose_flash_is_gone_is_not_begun_anew(run):
+def test_run_with_missing_flash_is_not_restarted(run):
     shutil.move(run / "flash", run.parent / "elsewhere")
     assert refused(config(run, run / "flash")) == (
-        f"store.flash.path: {run}/flash holds no store, and {run} had its state there; see whether "
-        "its disk is mounted, or choose another run.dir to start anew"
+        f"store.flash.path: {run}/flash holds no store, and {run} had its state there; check that "
+        "its disk is mounted, or choose another run.dir to start a new run"
     )
     assert not (run / "flash").exists()
     trainer = Trainer(config(run, run.parent / "elsewhere", steps=3))  # where it was moved to
@@ -70,7 +70,7 @@ def test_a_run_whose_flash_is_gone_is_not_begun_anew(run):
 
 
 @pytest.mark.parametrize("other", ["new", None])
-def test_a_run_on_flash_goes_on_nowhere_else(run, other):
+def test_run_on_flash_resumes_only_in_its_folder(run, other):
     path = other and run / other
     assert refused(config(run, path)) == (
         f"store.flash.path: expected {run}/flash, where {run} has its state, got {path or 'null'}; "
@@ -78,35 +78,35 @@ def test_a_run_on_flash_goes_on_nowhere_else(run, other):
     )
 
 
-def test_a_run_in_memory_is_not_begun_anew_on_flash(tmp_path):
+def test_run_in_memory_is_not_restarted_on_flash(tmp_path):
     run = trained(tmp_path / "run", None)
     assert refused(config(run, run / "flash")) == (
         f"store.flash.path: {run} has its state in {run}/checkpoints/step-00000002 and none in "
-        f"{run}/flash; leave store.flash.path out to go on, or choose another run.dir"
+        f"{run}/flash; remove store.flash.path to continue, or choose another run.dir"
     )
 
 
-def test_a_store_is_not_made_where_a_disk_is_missing(tmp_path):
+def test_store_is_not_created_if_the_disk_is_missing(tmp_path):
     disk = tmp_path / "disk"
     assert refused(config(tmp_path / "run", disk / "flash")) == (
-        f"store.flash.path: {disk} does not exist; see whether its disk is mounted, or make the "
+        f"store.flash.path: {disk} does not exist; check that its disk is mounted, or create the "
         "folder"
     )
     assert not disk.exists()
 
 
-def test_a_file_is_no_place_for_a_store(tmp_path):
+def test_file_as_store_path_is_refused(tmp_path):
     (tmp_path / "flash").write_text("x")
     assert refused(config(tmp_path / "run", tmp_path / "flash")) == (
-        f"store.flash.path: expected a folder, {tmp_path}/flash is a file; name another"
+        f"store.flash.path: expected a folder, got the file {tmp_path}/flash; choose another path"
     )
 
 
-def test_what_the_trainer_keeps_is_held_to_its_type(run):
+def test_resume_state_of_a_wrong_type_is_refused(run):
     trainer = Trainer(config(run, run / "flash"))
     trainer.store.remember({**trainer._extra(), "micro_batch": "2"})
     trainer._runner.run()
     trainer.store.make_durable()
     trainer.close()
-    with pytest.raises(CorruptionError, match=re.escape(f"{run}/flash: what a run keeps with")):
+    with pytest.raises(CorruptionError, match=re.escape(f"{run}/flash: expected the resume state")):
         Trainer(config(run, run / "flash"))

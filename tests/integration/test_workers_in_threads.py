@@ -137,7 +137,7 @@ def fail_at(monkeypatch, step: int, first_only: bool) -> None:
     monkeypatch.setattr(LocalEngineExecutor, "compute", compute)
 
 
-def test_an_engine_whose_work_fails_costs_no_bit_and_its_worker_says_why(
+def test_failed_engine_changes_no_bit_and_its_worker_reports_the_error(
     company, text, tmp_path, monkeypatch
 ):
     fail_at(monkeypatch, 3, first_only=True)
@@ -158,7 +158,7 @@ def test_an_engine_whose_work_fails_costs_no_bit_and_its_worker_says_why(
         assert parts + each.snapshot_seconds == pytest.approx(each.seconds)
 
 
-def test_an_error_that_every_engine_meets_ends_the_run_with_its_text(company, monkeypatch):
+def test_error_of_every_engine_ends_the_run_with_its_text(company, monkeypatch):
     fail_at(monkeypatch, 3, first_only=False)
     run = company()
     with pytest.raises(ClusterError, match=r"step 3: engines 100. and 100. have met the same err"):
@@ -167,7 +167,7 @@ def test_an_error_that_every_engine_meets_ends_the_run_with_its_text(company, mo
     assert run.trainer.step == 2
 
 
-def test_a_loss_that_is_no_number_is_traced_to_its_stage_as_in_one_process(company, text, tmp_path):
+def test_non_finite_loss_is_traced_to_its_stage_as_in_one_process(company, text, tmp_path):
     wild = {"optimizer": {"learning_rate": 1e30}}
     with pytest.raises(NonFiniteError) as there:
         alone(text, tmp_path / "one", **wild)

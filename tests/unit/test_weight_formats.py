@@ -70,7 +70,7 @@ def test_bfloat16_gives_back_every_bfloat16():
 def test_bfloat16_refuses_any_other_float32(bits):
     values = np.array([1.0, 0.0], np.float32)
     values.view(np.uint32)[1] = bits
-    with pytest.raises(ConfigError, match="weight w is kept as bfloat16, and its element 1 is"):
+    with pytest.raises(ConfigError, match="weight w is stored as bfloat16, but its element 1 is"):
         encode(BFLOAT16, "w", values, parts_of(BFLOAT16, 2))
 
 

@@ -1,4 +1,4 @@
-"""Writes a checkpoint in the background: a thread writes a snapshot while training goes on."""
+"""Writes a checkpoint in the background: a thread writes a snapshot while training continues."""
 
 from __future__ import annotations
 

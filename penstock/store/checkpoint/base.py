@@ -66,10 +66,10 @@ class Base:
         """
         if fingerprint != self.fingerprint:
             raise ConfigError(
-                f"the checkpoints of this run hold what was trained, and take the "
-                f"{len(self.weights)} frozen weights from the folder that it began with "
-                f"(fingerprint {self.fingerprint}); {where} is another ({fingerprint}). Point "
-                "model.hf at that folder, or at a copy of it"
+                "the checkpoints of this run hold only the trained weights, and need the "
+                f"{len(self.weights)} frozen weights of the folder that the run was started from "
+                f"(fingerprint {self.fingerprint}); {where} is another ({fingerprint}). Set "
+                "model.hf to that folder or to a copy of it"
             )
 
     def reader(self, read: ReadBase | None) -> ReadBase:
@@ -80,9 +80,9 @@ class Base:
         """
         if read is None:
             raise ConfigError(
-                f"this checkpoint does not hold {few(list(self.weights))}: they are those of the "
-                f"folder that the run began with (fingerprint {self.fingerprint}), which must be "
-                "given"
+                f"this checkpoint does not hold {few(list(self.weights))}: these weights are in "
+                f"the folder that the run was started from (fingerprint {self.fingerprint}); give "
+                "that folder as well"
             )
         return read
 
@@ -101,16 +101,16 @@ class Base:
             shape, checksum, expected = tuple(tensor.shape), _checksum(tensor), self.weights[name]
             if (shape, checksum) != (expected.shape, expected.checksum):
                 raise ConfigError(
-                    f"weight {name} of the base is {list(shape)} with checksum {checksum}, the run "
-                    f"began with {list(expected.shape)} and {expected.checksum}; point model.hf at "
-                    "the folder that the run began with, or restore it from a copy"
+                    f"weight {name} of the base: expected shape {list(expected.shape)} and "
+                    f"checksum {expected.checksum}, got {list(shape)} and {checksum}; set model.hf "
+                    "to the folder that the run was started from, or restore it from a copy"
                 )
             wanted.remove(name)
             yield name, tensor.detach().contiguous().view(-1).numpy()
         if wanted:
             raise ConfigError(
-                f"the base has no {few(wanted)}; point model.hf at the folder that the run began "
-                "with"
+                f"the base has no {few(wanted)}; set model.hf to the folder that the run was "
+                "started from"
             )
 
 

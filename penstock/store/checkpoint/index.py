@@ -77,7 +77,9 @@ def read_index(checkpoints: Path) -> Index:
         complete = _complete_folders(checkpoints)
         return Index(complete, _best_of(checkpoints, complete))
     except CorruptionError as error:
-        raise CorruptionError(f"{error}; delete it to go by the checkpoints' folders") from error
+        raise CorruptionError(
+            f"{error}; delete the file: Penstock then uses the folders of the checkpoints"
+        ) from error
     match content:
         case {"version": int(version)} if version > _INDEX_VERSION:
             raise ConfigError(newer_version(path, version, _INDEX_VERSION))
@@ -90,7 +92,10 @@ def read_index(checkpoints: Path) -> Index:
         ):
             still_there = (name for name in retired if (checkpoints / name).exists())
             return Index(tuple(folders), best, tuple(still_there))
-    raise CorruptionError(f"{path}: it does not list checkpoints; delete it to go by the folders")
+    raise CorruptionError(
+        f"{path}: expected a list of checkpoints; delete the file: Penstock then uses the folders "
+        "of the checkpoints"
+    )
 
 
 def _each_once(names: list[str]) -> bool:

@@ -125,7 +125,8 @@ def _require_same_model(store: Store, folder: Path, state: CheckpointState) -> N
     rest = f"; and {len(differences) - 5} more" if len(differences) > 5 else ""
     what = "of another optimizer" if same_weights else "of another model"
     advice = (
-        "use the optimizer that wrote it, or export it and begin from there (model.hf)"
+        "use the optimizer that wrote it, or export it and start a new run from the export "
+        "(model.hf)"
         if same_weights
         else "use the configuration that wrote it"
     )
@@ -188,8 +189,8 @@ def holds_header(
         return False
     if parse_header(path, head[:length], record.bytes) != extents:
         raise CorruptionError(
-            f"{path}: its header is not that of the file which state.json describes; "
-            "use another checkpoint"
+            f"{path}: its header differs from the header that state.json describes; use another "
+            "checkpoint"
         )
     return True
 
@@ -203,8 +204,7 @@ def _chunks(
             size = os.fstat(file.fileno()).st_size
             if size != record.bytes:
                 raise CorruptionError(
-                    f"{path}: it has {size:,} bytes, {record.bytes:,} were written; "
-                    "use another checkpoint"
+                    f"{path}: expected {record.bytes:,} bytes, got {size:,}; use another checkpoint"
                 )
             buffer = memoryview(bytearray(min(CHUNK_BYTES, record.bytes)))
             for number in range(len(record.checksums)):
@@ -245,8 +245,8 @@ def require_checksum(
     if found != expected:
         raise CorruptionError(
             f"{path}: damaged in bytes {begin:,} to {begin + len(data):,}, which hold "
-            f"{_held(ordered, begin, begin + len(data))}: their checksum is {found}, "
-            f"{expected} was expected; use another checkpoint"
+            f"{_held(ordered, begin, begin + len(data))}: expected checksum {expected}, got "
+            f"{found}; use another checkpoint"
         )
 
 
@@ -256,7 +256,7 @@ def read_into(path: Path, file: BinaryIO, data: memoryview) -> None:
     while filled < len(data):
         count = os.readv(file.fileno(), [data[filled:]])
         if not count:
-            raise CorruptionError(f"{path}: it became shorter while it was read")
+            raise CorruptionError(f"{path}: the file was shortened while it was read")
         filled += count
 
 

@@ -112,8 +112,8 @@ class SavedWeights:
             with open_plain(path) as opened:
                 if path.stat().st_size != record.bytes:
                     raise CorruptionError(
-                        f"{path}: it has {path.stat().st_size:,} bytes, {record.bytes:,} were "
-                        "written; use another checkpoint"
+                        f"{path}: expected {record.bytes:,} bytes, got {path.stat().st_size:,}; "
+                        "use another checkpoint"
                     )
                 opened.seek(number * CHUNK_BYTES)
                 read_into(path, opened, data)

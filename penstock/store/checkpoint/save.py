@@ -42,7 +42,7 @@ from penstock.store.files import (
     require_space,
     storage_errors,
 )
-from penstock.store.holding import Holding, homes
+from penstock.store.holding import Holding, home_stages
 from penstock.store.interface import SavedState, Store
 from penstock.store.roles import MASTER, Stored
 
@@ -66,7 +66,7 @@ class SavedCheckpoint:
     seconds: float
 
 
-class _AtRest:
+class _IdleStore:
     """A store that does not change while it is saved."""
 
     def __init__(self, store: Store) -> None:
@@ -113,8 +113,8 @@ def save_checkpoint(
         NonFiniteError: a weight is NaN or infinite; the previous checkpoint stays current.
     """
     store.flush()
-    at_rest = _AtRest(store)
-    return write_checkpoint(at_rest, checkpoints, extra, best=best, keep_last=keep_last, base=base)
+    idle = _IdleStore(store)
+    return write_checkpoint(idle, checkpoints, extra, best=best, keep_last=keep_last, base=base)
 
 
 def checkpoint_bytes(
@@ -180,7 +180,7 @@ def _plan(
     Weights of the `base` are omitted.
     """
     by_stage: dict[int, list[tuple[tensor_file.Entry, _SavedSource]]] = {}
-    for name, home in homes(program).items():
+    for name, home in home_stages(program).items():
         for role, stored in roles(name).items() if name not in base else ():
             entry = tensor_file.Entry(tensor_name(role, name), stored.dtype, stored.shape)
             by_stage.setdefault(home, []).append((entry, _SavedSource(name, role)))
@@ -242,7 +242,7 @@ def _pieces(
         if source.role == MASTER and not np.isfinite(piece).all():
             raise NonFiniteError(
                 f"step {saved.step} is not saved: the update made {source.weight} NaN or infinite; "
-                "the checkpoints before it stand. Start a run with a lower "
+                "earlier checkpoints are unchanged. Start a run with a lower "
                 "optimizer.learning_rate in another run.dir"
             )
         if source.role == MASTER:

@@ -127,8 +127,8 @@ def read_state(folder: Path) -> CheckpointState:
     except FileNotFoundError as error:
         raise ConfigError(
             f"{folder}: not a checkpoint: it has no {STATE_NAME}; a checkpoint is a folder such as "
-            "checkpoints/step-00000100. If it was deleted, delete checkpoints/index.json too, to "
-            "go on from the newest that is left"
+            "checkpoints/step-00000100. If you deleted it, delete checkpoints/index.json too: the "
+            "run then continues from the newest remaining checkpoint"
         ) from error
     match content:
         case {"format": "penstock checkpoint", "version": int(version)} if version > VERSION:
@@ -146,7 +146,7 @@ def read_state(folder: Path) -> CheckpointState:
             places = {name: _place(path, name, entry) for name, entry in tensors.items()}
             for name, place in places.items():
                 if place.file not in records:
-                    raise _broken(path, f"tensor {name!r} lies in the unknown {place.file!r}")
+                    raise _broken(path, f"tensor {name!r} is in the unknown file {place.file!r}")
                 if place.extent.end > records[place.file].bytes:
                     raise _broken(path, f"tensor {name!r} reaches beyond the end of {place.file!r}")
             best = content.get("best") is True

@@ -29,7 +29,7 @@ class StateBlocks:
     ) -> None:
         self._spare = deque(allocate(buffer_bytes) for _ in range(buffers))
         self._held: dict[tuple[int, int], np.ndarray] = {}
-        self._staying: set[tuple[int, int]] = set()
+        self._resident: set[tuple[int, int]] = set()
         self._whole: set[int] = set()
         self._order = [(u, b) for u in layout.units if u.trainable for b in u.blocks]
         self._place = {(u.index, b.number): at for at, (u, b) in enumerate(self._order)}
@@ -40,7 +40,7 @@ class StateBlocks:
             held_bytes -= unit.state_bytes(block.elements)
             if held_bytes < 0:
                 return
-            self._staying.add((unit.index, block.number))
+            self._resident.add((unit.index, block.number))
             if block.end == unit.elements:
                 self._whole.add(unit.index)
 
@@ -72,7 +72,7 @@ class StateBlocks:
         if key in self._held:
             self._cursor = min(self._cursor, self._place[key])
             return self._held.pop(key)
-        if key in self._staying:
+        if key in self._resident:
             return allocate(unit.state_bytes(block.elements))
         return self._spare.popleft() if self._spare else None
 
@@ -83,13 +83,13 @@ class StateBlocks:
     def put_back(self, unit: Unit, block: Block, memory: np.ndarray) -> None:
         """Return the memory of `take` to the pool: its content is on flash."""
         key = (unit.index, block.number)
-        if key in self._staying:
+        if key in self._resident:
             self._held[key] = memory
         else:
             self._spare.append(memory)
 
     def forget(self) -> None:
         """Invalidate all held blocks."""
-        self._spare.extend(m for key, m in self._held.items() if key not in self._staying)
+        self._spare.extend(m for key, m in self._held.items() if key not in self._resident)
         self._held.clear()
         self._cursor = 0

@@ -68,25 +68,29 @@ def _difference(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str | No
     steps = str(found.get("keep_steps"))[:40]
     if found.get("keep_steps") != wanted["keep_steps"]:
         return (
-            f"was made to keep {steps} durable steps, the configuration says "
+            f"was created to keep {steps} durable steps, the configuration says "
             f"{wanted['keep_steps']}; set store.flash.keep_steps to {steps}"
         )
     for key in wanted:
         if found.get(key) != wanted[key]:
             return (
-                f"was made with {key} {str(found.get(key))[:40]}, this Penstock uses {wanted[key]}"
+                f"was created with {key} {str(found.get(key))[:40]}, this Penstock uses "
+                f"{wanted[key]}"
             )
     return None
 
 
 def _unit_difference(old: Any, new: Sequence[Mapping[str, Any]]) -> str:
     other = "holds the state of another model or optimizer"
-    advice = "choose another store.flash.path, or go back to what it was made with"
+    advice = (
+        "choose another store.flash.path, or use the model and the optimizer that it was created "
+        "with"
+    )
     try:
         was, now = _by_weight(old), _by_weight(new)
         stages, stages_now = _stages(old), _stages(new)
     except (TypeError, KeyError, AttributeError):
-        return f"{other}: its first record does not say which; {advice}"
+        return f"{other}: its first record does not name them; {advice}"
     for name in dict.fromkeys([*was, *now]):
         if name not in now or name not in was:
             where = "the store, not in the model" if name in was else "the model, not in the store"
@@ -96,9 +100,9 @@ def _unit_difference(old: Any, new: Sequence[Mapping[str, Any]]) -> str:
             if before != after:
                 return f"{other}: {name!r}: {key} {str(before)[:200]} there, {after} now; {advice}"
     return (
-        f"holds the state of this model with its stages cut otherwise ({stages} stages with "
-        f"weights there, {stages_now} now): engine.memory, or the memory that is free, is not "
-        "what it was; set engine.memory to what the run was started with"
+        f"holds the state of this model, divided into other stages ({stages} stages with weights "
+        f"in the store, {stages_now} now): engine.memory or the free memory has changed; set "
+        "engine.memory to the value that the run was started with"
     )
 
 
@@ -132,5 +136,5 @@ def require_readable(folder: Path, found: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"{folder}: its format has version {version}, this Penstock reads "
             f"{_WITHOUT_FORMATS} to {VERSION}; open it with "
-            + ("a newer one" if newer else "the one that made it")
+            + ("a newer version" if newer else "the version that created it")
         )

@@ -45,7 +45,7 @@ class Division:
 
 
 @dataclass(frozen=True)
-class _Way:
+class _Option:
     """One way to divide the budget: fixed bytes, the minimum for weights, and the bytes of a
     block."""
 
@@ -69,7 +69,7 @@ class _Way:
         return buffers, rest - self.weight_bytes - buffers * self.block_bytes
 
 
-class _Ways:
+class _Options:
     """The three ways to divide a budget, the best first: all weights and gradients in memory; all
     gradients in memory, and at most as many bytes of gradients as of weights; some gradients on
     flash."""
@@ -86,17 +86,17 @@ class _Ways:
         self.slab = max((self.sizes[unit.index] for unit in self.movable), default=0)
         block = max((unit.state_bytes(unit.blocks[0].elements) for unit in units), default=0)
         tail = max((self._first_gradient(unit) for unit in self.movable), default=0)
-        self.all_in_memory = _Way(self.weights + self.gradients, 0, block)
-        self.gradients_stay = _Way(self.gradients, max(self.gradients, least_weights), block)
-        self.spilling = _Way(self.tied + SLABS * self.slab, least_weights, block + tail)
+        self.all_in_memory = _Option(self.weights + self.gradients, 0, block)
+        self.gradients_stay = _Option(self.gradients, max(self.gradients, least_weights), block)
+        self.spilling = _Option(self.tied + SLABS * self.slab, least_weights, block + tail)
 
     def _first_gradient(self, unit: Unit) -> int:
         return self.sizes[unit.index] * unit.blocks[0].elements // unit.elements
 
     @property
     def least_bytes(self) -> int:
-        ways = (self.all_in_memory, self.gradients_stay, self.spilling)
-        return min(way.least_bytes for way in ways)
+        options = (self.all_in_memory, self.gradients_stay, self.spilling)
+        return min(option.least_bytes for option in options)
 
 
 def divide(
@@ -113,23 +113,23 @@ def divide(
     Raises:
         BudgetError: the budget is too small; the message shows the calculation.
     """
-    ways = _Ways(layout, half_gradients, least_weights)
-    way = ways.all_in_memory
-    if budget_bytes >= way.least_bytes:
-        buffers, left = way.divided(budget_bytes, ways.blocks)
-        return _without_flash(ways, way, buffers, ways.weights, min(left, ways.state))
-    way = ways.gradients_stay
-    if budget_bytes >= way.least_bytes:
-        buffers, left = way.divided(budget_bytes, ways.blocks)
-        return _without_flash(ways, way, buffers, way.weight_bytes + left, 0)
-    return _spilling(ways, budget_bytes)
+    options = _Options(layout, half_gradients, least_weights)
+    option = options.all_in_memory
+    if budget_bytes >= option.least_bytes:
+        buffers, left = option.divided(budget_bytes, options.blocks)
+        return _without_flash(options, option, buffers, options.weights, min(left, options.state))
+    option = options.gradients_stay
+    if budget_bytes >= option.least_bytes:
+        buffers, left = option.divided(budget_bytes, options.blocks)
+        return _without_flash(options, option, buffers, option.weight_bytes + left, 0)
+    return _spilling(options, budget_bytes)
 
 
 def least_dram_bytes(program: Holding, roles: Sequence[Role], half_gradients: bool) -> int:
     """Return the minimum memory with which a flash store of this program can be opened."""
     layout = FlashLayout.of(program, roles, 1, BLOCK_ELEMENTS)
     least_weights = least_bytes(layout.units, visits_of(program, layout))
-    return _Ways(layout, half_gradients, least_weights).least_bytes
+    return _Options(layout, half_gradients, least_weights).least_bytes
 
 
 def visits_of(program: Holding, layout: FlashLayout) -> list[Visit]:
@@ -143,13 +143,15 @@ def gradient_width(unit: Unit, half_gradients: bool) -> int:
     return 2 if half_gradients and not unit.tied else 4
 
 
-def _without_flash(ways: _Ways, way: _Way, buffers: int, weights: int, held: int) -> Division:
+def _without_flash(
+    options: _Options, option: _Option, buffers: int, weights: int, held: int
+) -> Division:
     """All gradients are in memory."""
     return Division(
         weight_bytes=weights,
         buffers=buffers,
-        buffer_bytes=way.block_bytes,
-        gradient_bytes=ways.gradients,
+        buffer_bytes=option.block_bytes,
+        gradient_bytes=options.gradients,
         spilled=frozenset(),
         spilled_bytes=0,
         slab_bytes=0,
@@ -157,32 +159,32 @@ def _without_flash(ways: _Ways, way: _Way, buffers: int, weights: int, held: int
     )
 
 
-def _spilling(ways: _Ways, budget: int) -> Division:
-    way = ways.spilling
-    if budget < way.least_bytes:
+def _spilling(options: _Options, budget: int) -> Division:
+    option = options.spilling
+    if budget < option.least_bytes:
         raise BudgetError(
-            f"store.dram: the weights of two stages need {way.weight_bytes:,} bytes, blocks of "
-            f"state on their way {_LEAST_BUFFERS * way.block_bytes:,}, gradients "
-            f"{way.fixed_bytes:,}; the budget is {budget:,}; raise store.dram to "
-            f"{ways.least_bytes:,} or more"
+            f"store.dram: the weights of two stages need {option.weight_bytes:,} bytes, buffers "
+            f"for blocks of state {_LEAST_BUFFERS * option.block_bytes:,}, gradients "
+            f"{option.fixed_bytes:,}; the budget is {budget:,}; raise store.dram to "
+            f"{options.least_bytes:,} or more"
         )
-    buffers, left = way.divided(budget, ways.blocks)
-    resident, room = ways.tied, left // 2
+    buffers, left = option.divided(budget, options.blocks)
+    resident, room = options.tied, left // 2
     spilled: dict[int, int] = {}
-    for unit in ways.movable:
-        size = ways.sizes[unit.index]
+    for unit in options.movable:
+        size = options.sizes[unit.index]
         if size <= room and not spilled:
             room -= size
             resident += size
         else:
             spilled[unit.index] = size
     return Division(
-        weight_bytes=way.weight_bytes + left - (resident - ways.tied),
+        weight_bytes=option.weight_bytes + left - (resident - options.tied),
         buffers=buffers,
-        buffer_bytes=way.block_bytes,
+        buffer_bytes=option.block_bytes,
         gradient_bytes=resident,
         spilled=frozenset(spilled),
         spilled_bytes=sum(spilled.values()),
-        slab_bytes=ways.slab,
+        slab_bytes=options.slab,
         held_bytes=0,
     )

@@ -93,7 +93,7 @@ def discard_untrained(folder: Path) -> None:
 
 
 def _discard_shards(shards: Shards) -> None:
-    """Remove all shards. Some may already be gone, if a process died during an earlier removal."""
+    """Remove all shards. Some may be missing, if a process died during an earlier removal."""
     lock = FolderLock(shards.folder, "store.flash.path")
     try:
         folders = [folder for copies in shards.copies for folder in copies]
@@ -103,7 +103,7 @@ def _discard_shards(shards: Shards) -> None:
             there = [folder for folder in folders if folder.exists()]
             for folder in there:
                 if folder.is_symlink():  # the target of a link is not ours to delete
-                    raise OSError(errno.ELOOP, "a link, a folder was expected", str(folder))
+                    raise OSError(errno.ELOOP, "expected a folder, got a link", str(folder))
             for folder in there:
                 forget(folder)
             for folder in there:

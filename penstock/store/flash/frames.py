@@ -83,21 +83,21 @@ class Frames:
         """Return the units in the order of their next visits."""
         return sorted(range(len(self._units)), key=self.next_use)
 
-    def make_room(self, unit: int, untouchable: Collection[int], patient: bool) -> bool:
+    def make_room(self, unit: int, pinned: Collection[int], only_later: bool) -> bool:
         """Allocate a frame for `unit`, evicting other units; return whether this was possible.
 
-        **Arguments:** units in `untouchable` are never evicted. If `patient`, only units are
+        **Arguments:** units in `pinned` are never evicted. If `only_later`, only units are
         evicted whose next visit is farther away than that of `unit`.
         """
         need = self._units[unit].stream_bytes
         if self._reuse(unit, need):
             return True
         victims = sorted(
-            (u for u in self._frames if u not in untouchable), key=self.next_use, reverse=True
+            (u for u in self._frames if u not in pinned), key=self.next_use, reverse=True
         )
-        if patient:
-            mine = self.next_use(unit)
-            victims = [u for u in victims if self.next_use(u) > mine]
+        if only_later:
+            next_visit = self.next_use(unit)
+            victims = [u for u in victims if self.next_use(u) > next_visit]
         chosen: list[int] = []
         free = self.budget_bytes - sum(f.nbytes for f in self._frames.values())
         for victim in victims:

@@ -40,7 +40,7 @@ _MAGIC, _SEAL = b"PSTKREC\1", b"PSTKSEAL"
 _HEADER = struct.Struct("<8sQQ16s")  # magic, number, payload bytes, checksum of the payload
 _SEALED = struct.Struct("<8sQ16s")  # magic, number, checksum of the whole record
 _LOOKED_THROUGH_BYTES = 1 << 20  # at a time
-_REPAIR = "`penstock inspect RUN --repair` goes back to the newest durable step that is whole"
+_REPAIR = "`penstock inspect RUN --repair` rolls back to the newest intact durable step"
 _CHECK_BYTES = 16  # the last bytes of a sector are the checksum of the bytes before them
 
 
@@ -123,15 +123,15 @@ class Journal:
         self._count += 1
         self.records = [self.records[0], *[*self.records[1:], record][-keep:]]
         if self._end > ROTATE_BYTES and self._count > keep + 2:
-            self._begin_anew(self.records, "journal.rotate")
+            self._rewrite(self.records, "journal.rotate")
 
     def keep_only(self, records: Sequence[Record]) -> None:
         """Durably remove all records but the first and the given ones; the last of these becomes
         current."""
-        self._begin_anew([self.records[0], *records], "journal.drop")
+        self._rewrite([self.records[0], *records], "journal.drop")
 
-    def _begin_anew(self, kept: list[Record], point: str) -> None:
-        self._end = begin_anew(self.path, kept, point)
+    def _rewrite(self, kept: list[Record], point: str) -> None:
+        self._end = rewrite_journal(self.path, kept, point)
         self.close()
         self._descriptor = open_own(self.path, os.O_RDWR)
         self.records, self._count = kept, len(kept)
@@ -142,8 +142,8 @@ class Journal:
             if os.path.samestat(os.stat(self.path), os.fstat(self._descriptor)):
                 return
         raise StorageError(
-            f"{self.path}: was deleted, moved or replaced while the run has it open, so what the "
-            "run trains is lost; put it back and give the same command again"
+            f"{self.path}: was deleted, moved or replaced while the run had it open, so new steps "
+            "cannot be stored; put it back and give the same command again"
         )
 
     def close(self) -> None:
@@ -153,7 +153,7 @@ class Journal:
             os.close(descriptor)
 
 
-def begin_anew(path: Path, records: Sequence[Record], point: str) -> int:
+def rewrite_journal(path: Path, records: Sequence[Record], point: str) -> int:
     """Replace the journal at `path` by one with these records alone; return its length.
 
     The new journal is durable on return; until then the old one stays. `point` is the prefix of the
@@ -220,7 +220,9 @@ def whole_records(path: Path) -> list[Record]:
 
 
 def _nothing_whole(path: Path) -> CorruptionError:
-    return CorruptionError(f"{path}: holds no whole record; it is not a journal, or was cut off")
+    return CorruptionError(
+        f"{path}: holds no complete record; it is not a journal, or it was truncated"
+    )
 
 
 def _unusable(path: Path, error: OSError) -> CorruptionError | StorageError:
@@ -241,8 +243,8 @@ def _read(path: Path, file: BinaryIO, place: int, number: int) -> tuple[Record, 
     if header is None or header.number != number:
         _, found, length, _ = _HEADER.unpack_from(sector)
         raise CorruptionError(
-            f"{path}: at byte {place:,} record {number} was expected, {found} of {length:,} bytes "
-            "is there; the journal was put together from others"
+            f"{path}: at byte {place:,}: expected record {number}, got record {found} of "
+            f"{length:,} bytes; the journal was assembled from parts of other journals"
         )
     end = place + header.record_bytes - SECTOR_BYTES
     seal = _bytes_at(file, end, SECTOR_BYTES)
@@ -263,15 +265,15 @@ def _sealed(path: Path, file: BinaryIO, place: int, header: _Header) -> Record:
     seal = _bytes_at(file, end, SECTOR_BYTES)
     sealed = _SEALED.unpack_from(seal)[-1] if len(seal) == SECTOR_BYTES else b""
     if not sealed or not _is_whole(seal):
-        raise CorruptionError(f"{path}: record {header.number} has no whole seal")
+        raise CorruptionError(f"{path}: record {header.number} has no complete seal")
     body = _bytes_at(file, place, end - place)
-    came = xxhash.xxh3_128_digest(body)
+    actual = xxhash.xxh3_128_digest(body)
     payload = body[SECTOR_BYTES : SECTOR_BYTES + header.payload_bytes]
-    if came != sealed or xxhash.xxh3_128_digest(payload) != header.checksum:
+    if actual != sealed or xxhash.xxh3_128_digest(payload) != header.checksum:
         raise CorruptionError(
-            f"{path}: record {header.number}, bytes {place:,} to {end:,}, has checksum "
-            f"{came.hex()}, {sealed.hex()} was expected; the file has changed since it was "
-            f"written; {_REPAIR}"
+            f"{path}: record {header.number}, bytes {place:,} to {end:,}: expected checksum "
+            f"{sealed.hex()}, got {actual.hex()}; the file has changed since it was written; "
+            f"{_REPAIR}"
         )
     try:
         size = int.from_bytes(payload[:8], "little")
@@ -305,8 +307,8 @@ def _require_sector(path: Path, sector: memoryview, place: int, what: str) -> No
     found = xxhash.xxh3_128_digest(sector[:-_CHECK_BYTES])
     if found != expected:
         raise CorruptionError(
-            f"{path}: {what}, at byte {place:,}, has checksum {found.hex()}, {expected.hex()} was "
-            f"expected; the file has changed since it was written; {_REPAIR}"
+            f"{path}: {what}, at byte {place:,}: expected checksum {expected.hex()}, got "
+            f"{found.hex()}; the file has changed since it was written; {_REPAIR}"
         )
 
 
@@ -321,8 +323,8 @@ def _require_end(path: Path, file: BinaryIO, place: int, what: str) -> None:
             sector = sectors[begin : begin + SECTOR_BYTES]
             if sector[: len(_SEAL)] == _SEAL and _is_whole(sector):
                 raise CorruptionError(
-                    f"{path}: {what}, at byte {place:,}, is blank, its checksum was expected: a "
-                    f"record is sealed behind it, at byte {behind + begin:,}; the file has changed "
+                    f"{path}: {what}, at byte {place:,}: expected a checksum, got zeros, although "
+                    f"a sealed record follows at byte {behind + begin:,}; the file has changed "
                     f"since it was written; {_REPAIR}"
                 )
         behind += len(sectors)

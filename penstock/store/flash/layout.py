@@ -22,7 +22,7 @@ from functools import cached_property
 from typing import Any
 
 from penstock.store.flash.medium import ALIGNMENT_BYTES
-from penstock.store.holding import Holding, homes
+from penstock.store.holding import Holding, home_stages
 from penstock.store.roles import MASTER, Role
 from penstock.weight_formats import DENSE, FORMATS, SPLIT, WeightFormat
 
@@ -156,7 +156,7 @@ class FlashLayout:
         """
         uses = Counter(name for stage in program.stages for name in stage.weights)
         groups: dict[tuple[int, WeightFormat, bool, bool], list[str]] = {}
-        for name, stage in homes(program).items():
+        for name, stage in home_stages(program).items():
             spec = program.weights[name]
             alike = (stage, spec.format, spec.trainable, uses[name] > 1)
             groups.setdefault(alike, []).append(name)

@@ -60,8 +60,8 @@ class ExtentFile:
                 ) from error
             if count == 0:
                 raise StorageError(
-                    f"{self.path}: ends at {offset + done:,}, {self.size_bytes:,} bytes were "
-                    "expected; the file was cut short"
+                    f"{self.path}: expected {self.size_bytes:,} bytes, the file ends at "
+                    f"{offset + done:,}; it was truncated"
                 )
             done += count
 
@@ -97,7 +97,7 @@ def _open_existing(path: Path, size_bytes: int) -> int:
         descriptor = _open(path, os.O_RDWR)
     except FileNotFoundError as error:
         raise CorruptionError(
-            f"{path}: is missing, and the journal beside it counts on it; restore it from a copy"
+            f"{path}: is missing, but the journal beside it refers to it; restore it from a copy"
         ) from error
     except NotPlainError as error:
         raise CorruptionError(f"{path}: {error.strerror}") from error
@@ -107,7 +107,7 @@ def _open_existing(path: Path, size_bytes: int) -> int:
     if found < size_bytes:
         os.close(descriptor)
         raise CorruptionError(
-            f"{path}: has {found:,} bytes, {size_bytes:,} were expected; it was cut short, or "
+            f"{path}: expected {size_bytes:,} bytes, got {found:,}; the file was truncated, or "
             "belongs to another store"
         )
     return descriptor

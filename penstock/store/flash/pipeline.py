@@ -85,11 +85,11 @@ class Pipeline:
         # Gradients that the writer must still write, by unit; a replayed step adds to them.
         self._spilling: Counter[int] = Counter()
         self._seals = 0  # steps that the writer must still seal
-        self._goes_out = True  # whether the updates of the present pass are written
+        self._is_written = True  # whether the updates of the present pass are written
         self._is_reading = False
-        self._arriving: set[int] = set()  # units whose frame is being filled
-        self._demanded: Sequence[int] = ()
-        self._hurried = False  # the caller waits for updates: any unit may be evicted
+        self._filling: set[int] = set()  # units whose frame is being filled
+        self._requested: Sequence[int] = ()
+        self._is_urgent = False  # the caller waits for updates: any unit may be evicted
         self._in_use: deque[set[int]] = deque([set(), set()], maxlen=2)
         self._read_bytes = self._written_bytes = 0
         self._waited_seconds = 0.0
@@ -97,7 +97,7 @@ class Pipeline:
         self._to_write: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._writing = 0  # unfinished jobs of the writer
         self._threads = [
-            threading.Thread(target=self._guarded, args=(work,), name=name, daemon=True)
+            threading.Thread(target=self._run_thread, args=(work,), name=name, daemon=True)
             for name, work in (
                 ("penstock reader", self._read),
                 ("penstock updater", self._update),
@@ -114,26 +114,26 @@ class Pipeline:
         with self._changed:
             self._frames.visit(stage)
 
-    def bring(self, units: Sequence[int]) -> list[np.ndarray]:
+    def fetch_frames(self, units: Sequence[int]) -> list[np.ndarray]:
         """Return the frames of units, updated; valid until the second call after this one."""
         with self._changed:
             self._reads_ahead = True
             self._in_use.append(set(units))
-            self._demanded = units
+            self._requested = units
             self._require_room()
-            self._hurried = bool(self._awaiting.intersection(units))
+            self._is_urgent = bool(self._awaiting.intersection(units))
             self._changed.notify_all()
             self._wait(lambda: all(self._is_ready(unit) for unit in units))
-            self._demanded, self._hurried = (), False
+            self._requested, self._is_urgent = (), False
             return [self._frames[unit] for unit in units]
 
-    def begin_pass(self, units: Sequence[Unit], goes_out: bool) -> None:
+    def begin_pass(self, units: Sequence[Unit], is_written: bool) -> None:
         """Begin to update units, in this order, in the background.
 
-        If `goes_out` is false, units that stay completely in memory between steps are not written.
+        Unless `is_written`, units that stay completely in memory between steps are not written.
         """
         with self._changed:
-            self._goes_out = goes_out
+            self._is_written = is_written
             self._awaiting = {unit.index for unit in units}
             self._pass = deque((unit, block) for unit in units for block in unit.blocks)
             self._changed.notify_all()
@@ -141,11 +141,11 @@ class Pipeline:
     def finish_pass(self) -> None:
         """Wait until all updates are applied. Frames returned before are no longer valid."""
         with self._changed:
-            self._hurried = True
+            self._is_urgent = True
             self._in_use.extend([set(), set()])
             self._changed.notify_all()
             self._wait(lambda: not self._awaiting)
-            self._hurried = False
+            self._is_urgent = False
 
     def write_out(self) -> None:
         """Let the writer write all units that are newer than on flash. Only after `finish_pass`."""
@@ -215,7 +215,7 @@ class Pipeline:
         with self._changed:
             self._reads_ahead = False
             self._changed.notify_all()
-            self._wait(lambda: not self._arriving and not self._is_reading)
+            self._wait(lambda: not self._filling and not self._is_reading)
             for unit in self._layout.units:
                 if unit.index in self._frames:
                     self._frames.drop(unit.index)
@@ -258,7 +258,7 @@ class Pipeline:
     # Waiting
 
     def _is_ready(self, unit: int) -> bool:
-        return unit in self._frames and unit not in self._awaiting and unit not in self._arriving
+        return unit in self._frames and unit not in self._awaiting and unit not in self._filling
 
     def _require_room(self) -> None:
         at_once = set().union(*self._in_use)
@@ -269,7 +269,7 @@ class Pipeline:
                 f"{self._frames.budget_bytes:,} for them; raise store.dram"
             )
 
-    def _guarded(self, work: Callable[[], None]) -> None:
+    def _run_thread(self, work: Callable[[], None]) -> None:
         try:
             work()
         except BaseException as error:
@@ -287,8 +287,8 @@ class Pipeline:
             if isinstance(self._error, PenstockError):
                 raise self._error
             raise StorageError(
-                f"{self._file.path}: the store stopped: {self._error}; open the run again, it goes "
-                "on from the last durable step"
+                f"{self._file.path}: the store stopped: {self._error}; open the run again: it "
+                "continues from the last durable step"
             ) from self._error
 
     # The threads
@@ -322,30 +322,30 @@ class Pipeline:
         if self._closing or self._error is not None:
             return None
         units = self._layout.units
-        for demanded in self._demanded:
-            missing = demanded not in self._frames and demanded not in self._awaiting
-            if missing and self._make_room(demanded, patient=False):
-                return partial(self._fill_frame, units[demanded])
+        for requested in self._requested:
+            missing = requested not in self._frames and requested not in self._awaiting
+            if missing and self._make_room(requested, only_later=False):
+                return partial(self._fill_frame, units[requested])
         if self._pass:
-            return self._for_the_pass(*self._pass[0])
+            return self._next_of_pass(*self._pass[0])
         if not self._reads_ahead:
             return None
         for ahead in self._frames.upcoming():
             if ahead in self._frames:
                 continue
-            if not self._make_room(ahead, patient=True):
+            if not self._make_room(ahead, only_later=True):
                 break
             return partial(self._fill_frame, units[ahead])
-        return self._ahead_of_the_pass()
+        return self._read_state_ahead()
 
-    def _for_the_pass(self, unit: Unit, block: Block) -> Callable[[], None] | None:
+    def _next_of_pass(self, unit: Unit, block: Block) -> Callable[[], None] | None:
         if unit.index in self._unwritten or self._spilling[unit.index]:
             return None  # the previous step's state, or the gradient, is still being written
         if unit.index not in self._frames:
-            if self._make_room(unit.index, patient=not self._hurried):
+            if self._make_room(unit.index, only_later=not self._is_urgent):
                 return partial(self._fill_frame, unit)
             return None
-        if unit.index in self._arriving:
+        if unit.index in self._filling:
             return None
         is_there = self._state.holds(unit, block)
         buffer = self._state.take(unit, block)
@@ -353,9 +353,9 @@ class Pipeline:
             return None
         self._pass.popleft()
         self._updating.add(unit.index)
-        return partial(self._bring_block, unit, block, buffer, is_there)
+        return partial(self._fetch_block, unit, block, buffer, is_there)
 
-    def _ahead_of_the_pass(self) -> Callable[[], None] | None:
+    def _read_state_ahead(self) -> Callable[[], None] | None:
         """Read state that the next pass needs first, as far as memory allows."""
         missing = self._state.first_missing()
         if self._awaiting or missing is None or missing[0].index in self._unwritten:
@@ -363,12 +363,12 @@ class Pipeline:
         buffer = self._state.take(*missing)
         return None if buffer is None else partial(self._hold, *missing, buffer)
 
-    def _make_room(self, unit: int, *, patient: bool) -> bool:
+    def _make_room(self, unit: int, *, only_later: bool) -> bool:
         handed_out = set().union(*self._in_use) - self._awaiting
-        held = handed_out | self._updating | self._unwritten | self._arriving
-        if not self._frames.make_room(unit, held - {unit}, patient):
+        held = handed_out | self._updating | self._unwritten | self._filling
+        if not self._frames.make_room(unit, held - {unit}, only_later):
             return False
-        self._arriving.add(unit)
+        self._filling.add(unit)
         return True
 
     def _fill_frame(self, unit: Unit) -> None:
@@ -382,10 +382,10 @@ class Pipeline:
             raise
         with self._changed:
             self._read_bytes += unit.stream_bytes
-            self._arriving.discard(unit.index)
+            self._filling.discard(unit.index)
             self._changed.notify_all()
 
-    def _bring_block(self, unit: Unit, block: Block, buffer: np.ndarray, is_there: bool) -> None:
+    def _fetch_block(self, unit: Unit, block: Block, buffer: np.ndarray, is_there: bool) -> None:
         """Hand a block to the updater, with its gradient if the gradient is on flash.
 
         The updater verifies the checksum, so that the data is in its cache for the update.
@@ -439,7 +439,7 @@ class Pipeline:
             checks[1].append(checksum(data))
             with self._changed:
                 stays = (
-                    not self._goes_out and self._state.stay_whole(unit) and self._frames.holds_all
+                    not self._is_written and self._state.stay_whole(unit) and self._frames.holds_all
                 )
                 if stays:
                     self._state.hold(unit, block, buffer)

@@ -1,7 +1,7 @@
 """The content of a flash store, block by block as it lies on flash, in numbered portions.
 
 A block is read once and compared with its checksum. On the writing side a block is assembled in
-memory and its checksum is computed anew. Two stores whose blocks have the same checksums have the
+memory and its checksum is computed again. Two stores whose blocks have the same checksums have the
 same content.
 """
 
@@ -85,7 +85,7 @@ class BlockPortions:
             ValueError: the portion has another size.
         """
         if number != self._next:
-            raise RuntimeError(f"portion {self._next} comes next, {number} came")
+            raise RuntimeError(f"expected portion {self._next}, got portion {number}")
         portion = self._portions[number]
         require_size(number, data, portion.end - portion.begin)
         self._next += 1
@@ -95,9 +95,9 @@ class BlockPortions:
         whole = self._gathered[portion.half][:size]
         whole[portion.begin : portion.end] = data
         if portion.end == size:
-            self._land(portion.unit, portion.block, portion.half, whole)
+            self._write_block(portion.unit, portion.block, portion.half, whole)
 
-    def _land(self, unit: Unit, block: Block, half: int, data: np.ndarray) -> None:
+    def _write_block(self, unit: Unit, block: Block, half: int, data: np.ndarray) -> None:
         place = self._version.next_place(unit)
         if half == _STREAM:
             self._put(unit.stream_offset(place, block.begin), data)

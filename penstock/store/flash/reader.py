@@ -14,7 +14,7 @@ import numpy as np
 from penstock.errors import ConfigError, CorruptionError
 from penstock.store import files
 from penstock.store.flash.description import EXTENTS, JOURNAL, require_readable
-from penstock.store.flash.journal import Record, begin_anew, read_records, whole_records
+from penstock.store.flash.journal import Record, read_records, rewrite_journal, whole_records
 from penstock.store.flash.layout import FlashLayout
 from penstock.store.flash.medium import ExtentFile
 from penstock.store.flash.steps_reader import StepsReader
@@ -113,7 +113,7 @@ class FlashReader(StepsReader):
                 read_records(self._journal)  # raises if the journal is damaged
                 raise self._none_durable()
             raise CorruptionError(
-                f"{self.folder}: no durable step is whole; restore it from an export"
+                f"{self.folder}: no durable step is intact; restore the weights from an export"
             )
         return self.go_back(self.whole_steps[-1])
 
@@ -137,7 +137,7 @@ class FlashReader(StepsReader):
             whole.insert(0, record)
         if whole != self._records[-self._keep :] or self.has_damaged_journal:
             with files.storage_errors(self.folder, 0):
-                begin_anew(self._journal, [self._first, *whole], "journal.drop")
+                rewrite_journal(self._journal, [self._first, *whole], "journal.drop")
         self._records = whole
         self._steps = [recorded_step(self._journal, record)[0] for record in whole]
         self._versions.clear()
@@ -211,7 +211,7 @@ def _layout(journal: Path, content: Mapping[str, Any]) -> FlashLayout:
 
 def _require_count(found: object, least: int, most: int) -> None:
     if type(found) is not int or not least <= found <= most:
-        raise ValueError(f"{least} to {most} was expected, {str(found)[:40]} came")
+        raise ValueError(f"expected {least} to {most}, got {str(found)[:40]}")
 
 
 def bfloat16_units(journal: Path, content: Mapping[str, Any]) -> set[str]:

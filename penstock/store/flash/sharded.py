@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from penstock.store.commit import CommitRule
-from penstock.store.flash.shards import Shards, agree, require_one_store, require_shards
+from penstock.store.flash.shards import Shards, agree_on_step, require_one_store, require_shards
 from penstock.store.holding import Holding
 from penstock.store.interface import Store
 from penstock.store.lock import FolderLock
@@ -74,7 +74,7 @@ class ShardedFlashStore(ShardedStore):
                 found = Shards.new(folder, shard_map.count, shapes)
                 found.write()
             require_one_store(found)
-            agree(found, replicas)
+            agree_on_step(found, replicas)
             shards = []
             for open_shard, where in zip(openers, found.folders, strict=True):
                 shards.append(open_shard(where))
@@ -113,7 +113,7 @@ class ShardedFlashStore(ShardedStore):
         content.
         """
         if self.durable_step is not None:
-            raise RuntimeError("a store in shards on flash is filled once: use a new folder")
+            raise RuntimeError("a sharded store on flash is initialised once: use a new folder")
         super().begin_restore()
 
     def close(self) -> None:

@@ -55,8 +55,8 @@ class ShardedReader(StepsReader):
                 or ends[-1] != math.prod(shape)
             ):
                 raise CorruptionError(
-                    f"{self._shards.folder}: the shards' pieces do not make up {name!r}; restore "
-                    "all shards from one copy"
+                    f"{self._shards.folder}: the pieces of the shards do not cover {name!r}; "
+                    "restore all shards from one copy"
                 )
         return {name: tuple(pieces) for name, pieces in found.items()}
 
@@ -104,7 +104,8 @@ class ShardedReader(StepsReader):
             if not any(reader.steps for reader in self._readers):
                 raise self._none_durable()
             raise CorruptionError(
-                f"{self.folder}: no durable step is whole in all shards; restore it from an export"
+                f"{self.folder}: no durable step is intact in all shards; restore the weights from "
+                "an export"
             )
         step = max(whole)
         for reader in self._readers:

@@ -103,7 +103,7 @@ def read_shards(folder: Path) -> Shards | None:
     if content.get("format") == FORMAT and type(version) is int and version > VERSION:
         raise ConfigError(
             f"{path}: its format has version {version}, this Penstock reads {VERSION}; open it "
-            "with a newer one"
+            "with a newer version"
         )
     match content:
         case {"format": format_, "shards": int(count), "weights": dict(weights)} if (
@@ -115,7 +115,7 @@ def read_shards(folder: Path) -> Shards | None:
         ):
             shapes = {name: tuple(shape) for name, shape in weights.items()}
             return Shards(folder, count, shapes, content.get("id"))
-    raise CorruptionError(f"{path}: it does not describe shards; restore it from a copy")
+    raise CorruptionError(f"{path}: expected a description of shards; restore the file from a copy")
 
 
 def store_id_of(folder: Path) -> str | None:
@@ -172,8 +172,8 @@ def require_shards(folder: Path, count: int) -> Shards | None:
         return found
     raise OtherStoreError(
         f"{folder} holds a store in {_shards(held)}, the configuration says {count}; set "
-        f"store.shards to {held}, or begin another run in another store.flash.path (a run in "
-        "memory goes on from its checkpoints with any number)"
+        f"store.shards to {held}, or start another run in another store.flash.path (a run in "
+        "memory continues from its checkpoints with any number)"
     )
 
 
@@ -242,7 +242,7 @@ def whole_folders(shards: Shards) -> list[Path]:
     ]
 
 
-def agree(shards: Shards, replicas: int = 1) -> None:
+def agree_on_step(shards: Shards, replicas: int = 1) -> None:
     """Roll back the shards that are ahead to the newest step that all shards hold.
 
     Replicas without this step are emptied, so that they open as new. Only while no shard is open.
@@ -279,8 +279,9 @@ def _require_open(
     opened = [shard_folder(shards.folder, number, replica) for replica in range(replicas)]
     if not set(opened).intersection(holding):
         raise OtherStoreError(
-            f"{shards.folder}: step {step} of shard {number} is only in {holding[0].name}; train "
-            f"on with store.replicas: {MOST_REPLICAS}, which gives the shard's own folder a copy"
+            f"{shards.folder}: step {step} of shard {number} is only in {holding[0].name}; "
+            f"continue training with store.replicas: {MOST_REPLICAS}, which copies the step to the "
+            "shard's own folder"
         )
     records = [
         next(r for r in durable_records(folder) if r.content["step"] == step) for folder in holding
@@ -288,9 +289,9 @@ def _require_open(
     for folder, record in zip(holding[1:], records[1:], strict=True):
         if record.blob != records[0].blob:  # the checksums of all weights and all state
             raise CorruptionError(
-                f"{shards.folder}: {holding[0].name} and {folder.name} both hold step {step} and "
-                "are not the same; `penstock inspect` says whether the first is whole: delete the "
-                "other folder then, or else the first, and it is made again"
+                f"{shards.folder}: {holding[0].name} and {folder.name} both hold step {step} but "
+                f"differ. Run `penstock inspect`: if it reports no damage, delete {folder.name}, "
+                f"otherwise delete {holding[0].name}; the run creates the deleted folder again"
             )
 
 

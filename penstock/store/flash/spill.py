@@ -83,9 +83,8 @@ class GradientSpill:
             offset = self._offset(unit, block)
             raise CorruptionError(
                 f"{self.path}: damaged in bytes {offset:,} to {offset + data.nbytes:,}, which hold "
-                f"gradients of {unit.names[0]}: their checksum is {found.hex()}, "
-                f"{expected.hex()} was expected; open the run again, it goes on from the last "
-                "durable step"
+                f"gradients of {unit.names[0]}: expected checksum {expected.hex()}, got "
+                f"{found.hex()}; open the run again: it continues from the last durable step"
             )
         return data.view(self._type)
 

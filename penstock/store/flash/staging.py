@@ -36,18 +36,18 @@ class Staging:
         if role == MASTER:
             values = saved_values(unit.format, name, values)
         staged.values[role][begin : begin + values.size] = values
-        self._came(staged, role, values.size)
+        self._count_received(staged, role, values.size)
 
     def skip(self, unit: Unit, role: str, count: int) -> None:
         """Leave values at zero, the initial value of state."""
         if not count:
             return
-        self._came(self._of(unit), role, count)
+        self._count_received(self._of(unit), role, count)
 
     def _of(self, unit: Unit) -> StagedUnit:
         return self._units.setdefault(unit.index, StagedUnit(unit))
 
-    def _came(self, staged: StagedUnit, role: str, count: int) -> None:
+    def _count_received(self, staged: StagedUnit, role: str, count: int) -> None:
         staged.missing[role] -= count
         if not any(staged.missing.values()):
             self._hand_over(staged)

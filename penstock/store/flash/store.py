@@ -270,17 +270,17 @@ class FlashStore:
         names = self.program.stages[stage].weights
         chosen = names if positions is None else [names[position] for position in positions]
         self._pipeline.visit(stage)
-        return self._bring(chosen)
+        return self._fetch_weights(chosen)
 
     def stream(self, names: Sequence[str]) -> list[torch.Tensor]:
         """Return weights by name, as `fetch` does by stage; used by another program of the
         model."""
-        return self._bring(names)
+        return self._fetch_weights(names)
 
-    def _bring(self, names: Sequence[str]) -> list[torch.Tensor]:
+    def _fetch_weights(self, names: Sequence[str]) -> list[torch.Tensor]:
         self._require_loaded()
         units = self._layout.units_of(names)
-        frames = dict(zip(units, self._pipeline.bring(units), strict=True))
+        frames = dict(zip(units, self._pipeline.fetch_frames(units), strict=True))
         views = [self._view(name, frames[self._layout.unit_of[name]]) for name in names]
         self._streamed_bytes += sum(view.nbytes for view in views)
         return views
@@ -325,7 +325,7 @@ class FlashStore:
         self._updates.decision, self._unsealed = decision, True
         self.step += 1
         units = [unit for unit in self._layout.units if unit.is_updated]
-        self._pipeline.begin_pass(units, goes_out=self._is_due)
+        self._pipeline.begin_pass(units, is_written=self._is_due)
 
     def discard(self) -> None:
         """Discard the gradients received since the last commit; the step may be replayed."""
@@ -385,14 +385,14 @@ class FlashStore:
     def begin_restore(self) -> None:
         """Discard everything; the store is unusable until `finish_restore`."""
         if self.durable_step is not None and any(u.places == 1 for u in self._layout.units):
-            raise RuntimeError("frozen weights lie in one place: load them into a new folder")
+            raise RuntimeError("frozen weights are written only once: load them into a new folder")
         self._pipeline.finish_pass()
         self._is_loaded = False
         self._gradients.clear()
         self._unchanged.begin()
         self._pipeline.drain()
         self._pipeline.forget()
-        self._staging = Staging(self._land)
+        self._staging = Staging(self._write_staged)
 
     def write(self, name: str, role: str, begin: int, values: np.ndarray) -> None:
         """Overwrite values of a weight or of its state, during a restore; each value once."""
@@ -420,7 +420,7 @@ class FlashStore:
         for role in unit.roles:
             self._staging.skip(unit, role.name, role.count(elements))
 
-    def _land(self, staged: StagedUnit) -> None:
+    def _write_staged(self, staged: StagedUnit) -> None:
         """Write a complete unit to its next place."""
         unit = staged.unit
         place = self._version.next_place(unit)
@@ -437,7 +437,9 @@ class FlashStore:
         """Make the store usable and durable: its content is the state after `step` commits."""
         if self._staging is None or self._staging.unfinished:
             unfinished = self._staging.unfinished if self._staging else []
-            raise RuntimeError(f"only a part came of {', '.join(unfinished[:5]) or 'the weights'}")
+            raise RuntimeError(
+                f"received only a part of {', '.join(unfinished[:5]) or 'the weights'}"
+            )
         self._staging = None
         self.step = step
         self._is_loaded = True

@@ -72,7 +72,7 @@ class Version:
         if begin != len(record.blob) or not _are_places(places, self._layout.units):
             raise CorruptionError(
                 f"{self._file.path}: the journal's record of step {record.content.get('step')} "
-                "does not fit the store"
+                "does not match the store"
             )
         self._place = list(places or [])
         self._is_sealed = [True] * len(self._layout.units)
@@ -137,9 +137,9 @@ class Version:
         held = ", ".join(piece[0] for piece in unit.pieces(block)[:3])
         raise CorruptionError(
             f"{self._file.path}: damaged in bytes {offset:,} to {offset + data.nbytes:,}, which "
-            f"hold {'the state' if half else 'the weights'} of {held}: their checksum is "
-            f"{found.hex()}, {expected.hex()} was expected; `penstock inspect --repair` goes back "
-            "to the durable step before, if that is whole"
+            f"hold {'the state' if half else 'the weights'} of {held}: expected checksum "
+            f"{expected.hex()}, got {found.hex()}; `penstock inspect --repair` rolls back to the "
+            "previous durable step, if that step is intact"
         )
 
     def read(self, name: str, role: str, begin: int, end: int) -> np.ndarray:

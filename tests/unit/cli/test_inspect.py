@@ -28,13 +28,13 @@ def inspect(*arguments):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_hash_is_that_of_the_store_that_was_saved(run, seed):
+def test_hash_equals_that_of_the_saved_store(run, seed):
     store = loaded_store(seed)
     save_checkpoint(store, run / "checkpoints", {})
     assert inspect(run, "--hash").stdout == store.content_hash() + "\n"
 
 
-def test_it_lists_what_the_run_holds(run):
+def test_inspect_lists_the_content_of_a_run(run):
     store = loaded_store(1)
     save_checkpoint(loaded_store(0), run / "checkpoints", {}, best=True)
     save_checkpoint(store, run / "checkpoints", {})
@@ -60,14 +60,14 @@ def test_a_damaged_checkpoint_is_named(run):
     assert str(file) in str(result.exception)
 
 
-def test_a_run_without_a_checkpoint(run):
+def test_run_without_checkpoint_is_listed(run):
     assert "checkpoint   none yet" in inspect(run).stdout
     result = inspect(run, "--hash")
     assert isinstance(result.exception, ConfigError)
     assert str(result.exception) == f"{run}: no checkpoint yet, so there are no weights to hash"
 
 
-def test_a_store_on_flash_that_was_killed_in_its_first_load(tmp_path):
+def test_flash_store_killed_during_first_load_is_listed(tmp_path):
     flash = tmp_path / "flash"
     settings = {"run": {"dir": str(tmp_path)}, "store": {"flash": {"path": str(flash)}}}
     write_record(Config.from_mapping({"model": "gpt2", **settings}))

@@ -115,7 +115,7 @@ def text_of(program, width):
     return console.export_text()
 
 
-def test_equal_neighbours_share_a_line_and_the_sums_are_those_of_all():
+def test_equal_neighbours_share_a_line_and_sums_count_all():
     assert rows_of(small_program(), fold=True) == [
         ["0", "wte", "embedding", "512", "2.00 KiB", "1.00 M", "2.00 M", "1.00 KiB", "0 B"],
         ["1-4", "h.0 ... 3", "block x4", "256", "1.00 KiB", "1.00 M", "2.00 M", "1.00 KiB",
@@ -126,13 +126,13 @@ def test_equal_neighbours_share_a_line_and_the_sums_are_those_of_all():
     ]  # fmt: skip
 
 
-def test_all_stages_can_have_their_line():
+def test_all_prints_one_line_per_stage():
     rows = rows_of(small_program(), fold=False)
     assert [row[1] for row in rows[:-1]] == ["wte", "h.0", "h.1", "h.2", "h.3", "head"]
 
 
 @pytest.mark.parametrize("width", [80, 100, 160])
-def test_no_figure_is_cut_off_where_the_terminal_is_narrow(width):
+def test_narrow_terminal_truncates_no_figure(width):
     text = text_of(small_program(), width)
     assert text.splitlines()[0].rstrip() == "small: one micro-batch is ids [2, 8]"
     assert "\N{HORIZONTAL ELLIPSIS}" not in text
@@ -146,7 +146,7 @@ def test_a_value_is_live_until_its_last_reader():
     assert title(program) == "small: one micro-batch is ids [2, 8]"
 
 
-def test_96_blocks_are_one_line():
+def test_equal_blocks_are_one_line_for_96_blocks():
     rows = rows_of(small_program(96), fold=True)
     assert len(rows) == 4
     assert rows[1][:3] == ["1-96", "h.0 ... 95", "block x96"]

@@ -11,30 +11,30 @@ from penstock.distributed.rendezvous_file import NAME, write_record
 from penstock.errors import ClusterError, ConfigError
 
 
-def test_what_is_no_number_of_engines(tmp_path):
+def test_invalid_number_of_engines_is_refused(tmp_path):
     for text in ("8", "engines", "engines=", "engines=0", "engines=-1", "engine=8", "engines=x"):
         with pytest.raises(ConfigError, match="expected engines=NUMBER, 1 or more, got"):
             scale(tmp_path, text)
 
 
-def test_no_such_run(tmp_path):
+def test_missing_run_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"no such run; expected the folder that run\.dir named"):
         scale(tmp_path / "nothing", "engines=8")
 
 
-def test_a_run_that_does_not_train_elsewhere(tmp_path):
+def test_run_without_cluster_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"cluster\.start other than none.*engines=8"):
         scale(tmp_path, "engines=8")
 
 
-def test_a_record_that_is_none(tmp_path):
+def test_malformed_rendezvous_file_is_refused(tmp_path):
     for text in ("", "[]", '{"address": "here", "token": 1}', "x" * 5000):
         (tmp_path / NAME).write_text(text)
         with pytest.raises(ConfigError, match="expected the record of a run"):
             scale(tmp_path, "engines=8")
 
 
-def test_a_run_that_was_killed_and_left_its_record(tmp_path):
+def test_rendezvous_file_of_a_killed_run_is_refused(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = listener.getsockname()
     write_record(tmp_path, address, "a token")

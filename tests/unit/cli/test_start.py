@@ -42,7 +42,7 @@ def test_the_command_line_imports_nothing_heavy():
     assert imported_by("import penstock.cli", ROOT) == "loaded:"
 
 
-def test_the_version_is_said_with_and_without_a_script():
+def test_version_is_printed_with_and_without_a_script():
     said = f"penstock {__version__}\n"
     assert penstock("--version").stdout == said
     done = subprocess.run(
@@ -74,13 +74,13 @@ def test_help_imports_nothing_heavy():
         ["init", "run.yaml"],
     ],
 )
-def test_a_mistake_is_answered_before_anything_heavy_is_imported(tmp_path, arguments):
+def test_user_error_is_reported_before_heavy_imports(tmp_path, arguments):
     (tmp_path / "run.yaml").write_text("model: gpt2\nrun: {stepps: 3}\n")
     statement = f"from penstock.cli import main; sys.argv[1:] = {arguments!r}; main()"
     assert imported_by(statement, tmp_path) == "loaded:"
 
 
-def test_a_mistake_is_one_clean_message_with_its_exit_code(tmp_path):
+def test_user_error_prints_one_message_with_its_exit_code(tmp_path):
     (tmp_path / "run.yaml").write_text("model: gpt2\nrun: {stepps: 3}\n")
     done = penstock("train", "run.yaml", cwd=tmp_path)
     assert done.returncode == 2
@@ -91,7 +91,7 @@ def test_a_mistake_is_one_clean_message_with_its_exit_code(tmp_path):
     )
 
 
-def test_debug_shows_the_traceback_wherever_it_stands(tmp_path):
+def test_debug_prints_the_traceback_at_any_position(tmp_path):
     for arguments in (["--debug", "train", "x.yaml"], ["train", "x.yaml", "--debug"]):
         done = penstock(*arguments, cwd=tmp_path)
         assert done.returncode == 2
@@ -127,5 +127,7 @@ def test_init_writes_a_starter_that_loads_and_never_overwrites(tmp_path):
     before = (tmp_path / "my.yaml").read_text()
     again = penstock("init", "my.yaml", cwd=tmp_path)
     assert again.returncode == 2
-    assert again.stderr == "error: my.yaml exists and is left as it is; name another file\n"
+    assert again.stderr == (
+        "error: my.yaml already exists and was not changed; choose another file\n"
+    )
     assert (tmp_path / "my.yaml").read_text() == before

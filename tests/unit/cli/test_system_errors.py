@@ -25,7 +25,7 @@ from penstock.telemetry import process_memory
         ImportError("libscipy_openblas.so: failed to map segment from shared object"),
     ],
 )
-def test_no_more_memory_or_threads_is_an_error_of_the_budget(error):
+def test_lack_of_memory_or_threads_is_a_budget_error(error):
     told = explain_system_error(error)
     assert isinstance(told, BudgetError)
     assert str(told).startswith("the system gives this process no more memory or threads: ")
@@ -34,14 +34,14 @@ def test_no_more_memory_or_threads_is_an_error_of_the_budget(error):
     )
 
 
-def test_a_file_that_the_system_refuses_is_named():
+def test_refused_file_is_named():
     error = OSError(errno.EROFS, "Read-only file system", "runs/mine/config.yaml")
     told = explain_system_error(error)
     assert isinstance(told, StorageError)
     assert str(told) == "runs/mine/config.yaml: Read-only file system"
 
 
-def test_output_without_room_is_named():
+def test_full_disk_of_the_output_is_named():
     told = explain_system_error(OSError(errno.ENOSPC, "No space left on device"))
     assert str(told) == "standard output: No space left on device"
 
@@ -51,13 +51,13 @@ def test_an_unusable_cache_folder_of_pytorch_is_named(monkeypatch):
     told = explain_system_error(OSError(errno.ENOENT, "No such file or directory", "/proc/nope"))
     assert isinstance(told, ConfigError)
     assert str(told) == (
-        "TORCHINDUCTOR_CACHE_DIR: expected a folder that can be made and written, got /proc/nope: "
-        "No such file or directory; name another, or leave it out"
+        "TORCHINDUCTOR_CACHE_DIR: expected a folder that can be created and written, got "
+        "/proc/nope: No such file or directory; choose another folder, or unset the variable"
     )
 
 
 @pytest.mark.parametrize("error", [ValueError("x"), RuntimeError("x"), KeyError("x")])
-def test_a_defect_stays_what_it_is(error):
+def test_defect_is_not_explained_as_a_system_error(error):
     assert explain_system_error(error) is None
 
 
@@ -72,7 +72,7 @@ def run(*arguments, **options):
     return subprocess.run(command, env=environment, capture_output=True, text=True, **options)
 
 
-def test_an_address_space_that_no_run_fits_is_refused_before_anything_is_loaded(tmp_path):
+def test_too_small_address_space_is_refused_before_loading(tmp_path):
     found = run("train", "run.yaml", cwd=tmp_path, preexec_fn=lambda: limited(10**9))
     assert found.returncode == 5
     assert found.stderr == (
@@ -82,7 +82,7 @@ def test_an_address_space_that_no_run_fits_is_refused_before_anything_is_loaded(
     )
 
 
-def test_a_limited_address_space_is_memory_that_the_process_may_not_take(monkeypatch):
+def test_address_space_limit_reduces_available_memory(monkeypatch):
     monkeypatch.setattr(process_memory, "address_space_limit", lambda: 3 << 30)
     monkeypatch.setattr(process_memory, "address_space_bytes", lambda: 2 << 30)
     assert process_memory.available_bytes() <= 1 << 30
@@ -96,12 +96,12 @@ def test_an_unusable_cache_folder_of_pytorch_stops_a_run_with_one_line(tmp_path)
     found = run("train", "run.yaml", cwd=tmp_path, variables=variables)
     assert found.returncode == 2
     assert found.stderr == (
-        "error: TORCHINDUCTOR_CACHE_DIR: expected a folder that can be made and written, got "
-        "/proc/nope: No such file or directory; name another, or leave it out\n"
+        "error: TORCHINDUCTOR_CACHE_DIR: expected a folder that can be created and written, got "
+        "/proc/nope: No such file or directory; choose another folder, or unset the variable\n"
     )
 
 
-def test_a_prompt_that_is_no_text_is_refused_before_the_run_is_looked_at():
+def test_prompt_in_invalid_encoding_is_refused_before_opening_the_run():
     told = penstock("generate", "nowhere", "--prompt", os.fsdecode(b"a\xffb"))
     assert told.returncode == 2
     assert told.stderr == "error: --prompt: expected text in UTF-8, got 'a\\udcffb'\n"

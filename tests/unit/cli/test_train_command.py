@@ -57,7 +57,7 @@ def run(tmp_path, monkeypatch):
     return lambda *arguments: CliRunner().invoke(app, ["train", *arguments])
 
 
-def test_the_trainer_gets_the_file_with_overrides(run):
+def test_trainer_receives_the_file_with_overrides(run):
     result = run("my run.yaml", "engines=2", "optimizer.learning_rate=1e-4")
     assert result.exit_code == 0
     (trainer,) = PretendTrainer.made
@@ -67,7 +67,7 @@ def test_the_trainer_gets_the_file_with_overrides(run):
     assert str(config.run.dir) == "runs/my run"
 
 
-def test_without_a_terminal_there_are_plain_lines(run):
+def test_output_without_terminal_is_plain_lines(run):
     lines = run("my run.yaml", "logging.every=50").stdout.splitlines()
     assert [line.split()[1] for line in lines if line.startswith("step")] == [
         "1/100",
@@ -89,7 +89,7 @@ def minding_terminals():
     ("number", "name"),
     [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM"), (signal.SIGHUP, "SIGHUP")],
 )
-def test_the_first_signal_finishes_the_step_and_says_how_to_resume(
+def test_first_signal_finishes_the_step_and_prints_how_to_resume(
     run, monkeypatch, minding_terminals, number, name
 ):
     def interrupt_at_seven(at):
@@ -107,7 +107,7 @@ def test_the_first_signal_finishes_the_step_and_says_how_to_resume(
     assert signal.getsignal(number) is before
 
 
-def test_under_nohup_a_closed_terminal_is_nothing(monkeypatch):
+def test_closed_terminal_is_ignored_under_nohup(monkeypatch):
     monkeypatch.setattr(signal, "SIGHUP", signal.SIGUSR1)  # the suite itself may be under nohup
     before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:
@@ -133,7 +133,7 @@ open(sys.argv[1], "w").write(" ".join(asked))
 """
 
 
-def test_a_terminal_that_is_closed_asks_for_a_stop_and_is_written_to_no_more(tmp_path):
+def test_closed_terminal_stops_the_run_and_gets_no_output(tmp_path):
     ours, theirs = os.openpty()
     command = [sys.executable, "-c", IN_A_TERMINAL, str(tmp_path / "asked")]
     process = warm_start.Popen(
@@ -157,7 +157,7 @@ def test_the_second_signal_stops_at_once():
     assert asked == ["SIGTERM"]
 
 
-def test_fresh_refuses_a_folder_with_anything_in_it(run, tmp_path):
+def test_fresh_refuses_a_non_empty_folder(run, tmp_path):
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "notes.txt").write_text("mine")
     result = run("my run.yaml", "run.dir=kept", "--fresh")

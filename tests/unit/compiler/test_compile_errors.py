@@ -176,7 +176,7 @@ class HasSpares(Linear):
 
 VALUE = (
     "The forward needs the value of a tensor, which no ahead-of-time graph can hold: use "
-    "torch.where or masking, or take the decision outside the model."
+    "torch.where or masking, or make the decision outside the model."
 )
 BUFFER = (
     "(running statistics of a norm, a cache): an engine keeps no state between steps, so a "
@@ -184,7 +184,7 @@ BUFFER = (
     "a whole model in eval mode is put in train mode to train."
 )
 WEIGHT = (
-    "only the optimizer changes weights. Write to a copy (.clone()), or leave out what "
+    "only the optimizer changes weights. Write to a copy (.clone()), or remove the option that "
     "renormalises the weight (max_norm)."
 )
 UNSEEN = (
@@ -253,7 +253,7 @@ UNSEEN = (
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
-def test_the_place_and_the_way_out_are_named(module, start, line, end, capfd):
+def test_compile_error_names_source_line_and_remedy(module, start, line, end, capfd):
     with pytest.raises(CompileError) as caught:
         compiled(module(), {"x": torch.randn(3, 4)})
     message = str(caught.value)
@@ -317,13 +317,13 @@ def test_the_place_and_the_way_out_are_named(module, start, line, end, capfd):
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
-def test_what_the_model_must_not_do_is_said_exactly(module, error, message):
+def test_unsupported_model_code_is_refused_with_exact_message(module, error, message):
     with pytest.raises(error) as caught:
         compiled(module(), {"x": torch.randn(3, 4)})
     assert str(caught.value) == message
 
 
-def test_batch_norm_that_keeps_no_statistics_is_fine():
+def test_batch_norm_without_statistics_is_accepted():
     x = {"x": torch.randn(3, 4)}
     compiled(Normalises(track_running_stats=False), x)
     frozen = Normalises()
@@ -347,7 +347,7 @@ def test_a_freeze_pattern_that_matches_nothing_is_refused(pattern, hint):
     )
 
 
-def test_a_weight_that_fits_no_slot_is_named_with_its_bytes():
+def test_weight_larger_than_a_slot_is_named_with_its_bytes():
     class Model(nn.Module):
         def __init__(self):
             super().__init__()

@@ -167,7 +167,7 @@ REFUSED = {
         NumbersInBackward.apply_in,
         "return grad / float(grad.norm())",
         "The forward needs the value of a tensor, which no ahead-of-time graph can hold: use "
-        "torch.where or masking, or take the decision outside the model.",
+        "torch.where or masking, or make the decision outside the model.",
     ),
     "random": (
         lambda self, x: DrawsInBackward.apply(x),
@@ -185,14 +185,14 @@ REFUSED = {
     "mark_dirty": (
         lambda self, x: Dirty.apply(x),
         "lambda self, x: Dirty.apply(x),",
-        "the forward of Dirty writes one of its inputs in place. Write to a clone of it, and leave "
-        "ctx.mark_dirty out.",
+        "the forward of Dirty writes one of its inputs in place. Write to a clone of the input, "
+        "and remove ctx.mark_dirty.",
     ),
     "input_in_place": (
         lambda self, x: WritesInput.apply(x),
         "lambda self, x: WritesInput.apply(x),",
-        "the forward of WritesInput writes one of its inputs in place. Write to a clone of it, and "
-        "leave ctx.mark_dirty out.",
+        "the forward of WritesInput writes one of its inputs in place. Write to a clone of the "
+        "input, and remove ctx.mark_dirty.",
     ),
     "too_few": (
         lambda self, x: TooFew.apply(x, x),
@@ -216,28 +216,27 @@ REFUSED = {
         "lambda self, x: NotMaterialised.apply(x)[0],",
         "NotMaterialised has 2 differentiable outputs and calls ctx.set_materialize_grads(False): "
         "which gradients are None depends on the rest of the model, and its backward is traced "
-        "apart from it. Leave ctx.set_materialize_grads(False) out, or return one differentiable "
-        "output.",
+        "separately. Remove ctx.set_materialize_grads(False), or return one differentiable output.",
     ),
     "by_hand": (
         lambda self, x: ByHand.apply(torch.tanh, x),
         "(found,) = torch.autograd.grad(ctx.run(x), x, grad)",
         "it computes gradients itself (backward, torch.autograd.grad or torch.func). A program's "
         "backward is that of its loss alone: write the derivative as a formula, or remove it from "
-        "the forward; whether activations are kept or made again is the engine's to decide "
+        "the forward; the engine decides whether activations are kept or recomputed "
         "(engine.memory).",
     ),
     "kept": (
         lambda self, x: Keeps.apply(x),
         CALL,
-        "the backward of a torch.autograd.Function keeps a gradient for code outside of it, which "
-        "would never see a value: what it computes may only be returned.",
+        "the backward of a torch.autograd.Function keeps a gradient for other code, which would "
+        "never receive a value: return the gradient instead.",
     ),
     "vmap": (
         lambda self, x: torch.func.vmap(Batched.apply)(x),
         "lambda self, x: torch.func.vmap(Batched.apply)(x),",
         "a torch.autograd.Function is called under a transform of torch.func. Call it outside of "
-        "torch.func.vmap and its like.",
+        "torch.func.vmap and similar transforms.",
     ),
 }
 

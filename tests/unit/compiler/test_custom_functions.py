@@ -49,7 +49,7 @@ def test_equal_blocks_share_a_kind_with_custom_functions():
     assert compiled(other, rows).stages[1].kind.digest != kinds["blocks.1"].digest
 
 
-def test_blocks_with_other_backwards_have_other_kinds():
+def test_blocks_with_different_backwards_have_different_kinds():
     module, rows = net(CALLS["straight_through"])
     module.blocks[2].apply_function = lambda x: round_through(x, 0.25)
     kinds = {stage.name: stage.kind.digest for stage in compiled(module, rows).stages}
@@ -89,7 +89,7 @@ def test_cut_stages_give_the_same_gradients_with_custom_functions(name):
 
 
 @pytest.mark.parametrize("frozen", [("inlet.*", "blocks.0.before.*"), ("blocks.*.bias",)])
-def test_a_backward_that_asks_for_needs_input_grad_sees_what_is_frozen(frozen):
+def test_needs_input_grad_is_false_for_frozen_inputs(frozen):
     module, rows = net(CALLS["needs_input_grad"])
     step = one_step(module, [rows], freeze=frozen)
     assert all(p.requires_grad for p in module.parameters())
@@ -161,7 +161,7 @@ class EndsInACheckpoint(nn.Module):
         return checkpoint(self.outlet, self.inlet(x), use_reentrant=True)
 
 
-def test_evaluation_returns_what_leaves_a_checkpoint():
+def test_evaluation_returns_the_result_of_a_checkpoint():
     program = compiled(EndsInACheckpoint(), {"x": torch.zeros(5, WIDTH)}, training=False)
     (result,) = program.results
     assert program.values[result].tensor.shape == (5, 2)

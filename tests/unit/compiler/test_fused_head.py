@@ -78,7 +78,7 @@ OPTIONS = (
     indirect=["chunks"],
     ids=str,
 )
-def test_losses_and_gradients_are_those_of_pytorch(options, seed, chunks):
+def test_losses_and_gradients_equal_pytorch(options, seed, chunks):
     module, rows = Head(**options), rows_of(seed, options.get("ignore_index", -100))
     assert is_fused(compiled(module, rows))
     for plan in (EnginePlan(), EnginePlan(recompute=frozenset({0, 1}))):
@@ -92,7 +92,7 @@ def test_losses_and_gradients_are_those_of_pytorch(options, seed, chunks):
             assert float((step.gradients[name] - parameter.grad).abs().max()) <= 2e-6 * scale, name
 
 
-def test_a_head_that_is_not_last_is_differentiated_apart(chunks):
+def test_head_that_is_not_last_is_differentiated_separately(chunks):
     """Where more follows the loss, its forward and its backward are two operators."""
 
     class Regularised(Head):
@@ -122,7 +122,7 @@ def test_frozen_heads_pass_gradients_on(freeze):
             assert torch.allclose(step.gradients[name], parameter.grad, rtol=1e-4, atol=1e-7), name
 
 
-def test_no_labelled_token_is_no_loss_where_losses_are_summed():
+def test_summed_loss_without_labels_is_zero():
     module = Head(reduction="sum")
     rows = rows_of(0) | {"labels": torch.full((TOKENS,), -100)}
     step = one_step(module, [rows])
@@ -130,7 +130,7 @@ def test_no_labelled_token_is_no_loss_where_losses_are_summed():
     assert all(not gradient.any() for gradient in step.gradients.values())
 
 
-def test_bfloat16_is_as_near_to_float32_as_pytorch_is(chunks):
+def test_bfloat16_error_is_near_that_of_pytorch(chunks):
     module, rows = Head(reduction="sum"), rows_of(4)
     exact = module(**rows)
     exact.backward()
@@ -145,14 +145,14 @@ def test_bfloat16_is_as_near_to_float32_as_pytorch_is(chunks):
         assert ours <= 2.0 * theirs, name
 
 
-def test_what_the_operator_cannot_do_stays_as_it_was():
+def test_unsupported_head_is_not_fused():
     module, rows = Head(smoothing=0.1), rows_of(2)
     assert not is_fused(compiled(module, rows))
     step = one_step(module, [rows])
     assert step.losses[0] == pytest.approx(float(module(**rows).detach()), rel=1e-6)
 
 
-def test_the_logits_never_exist_whole(monkeypatch):
+def test_full_logits_are_never_allocated(monkeypatch):
     """No tensor of the step is as large as tokens x vocabulary."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -200,7 +200,7 @@ class Predicting(Head):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("bias", [True, False])
-def test_predictions_are_argmax_and_leave_the_loss_as_it_is(precision, bias, chunks):
+def test_predictions_are_argmax_and_do_not_change_the_loss(precision, bias, chunks):
     module, rows = Predicting(bias=bias), rows_of(6)
     program = compiled(module, rows, training=False, precision=precision)
     assert is_fused(program, "penstock.linear_cross_entropy_predictions")
@@ -213,7 +213,7 @@ def test_predictions_are_argmax_and_leave_the_loss_as_it_is(precision, bias, chu
         assert torch.equal(predictions, module(**rows)[1])
 
 
-def test_an_argmax_over_tokens_is_no_prediction():
+def test_argmax_over_tokens_is_not_fused_as_prediction():
     module, rows = Predicting(over=0), rows_of(6)
     program = compiled(module, rows, training=False)
     assert not is_fused(program)

@@ -46,13 +46,13 @@ def halve(gradient):
 
 
 CHANGE = (
-    "To change a gradient, apply a torch.autograd.Function with that backward in the forward; to "
-    "watch one, remove the hook."
+    "To change a gradient, apply a torch.autograd.Function with that backward in the forward; a "
+    "hook that only reads a gradient must be removed."
 )
 DERIVATIVE = (
     "it computes gradients itself (backward, torch.autograd.grad or torch.func). A program's "
     "backward is that of its loss alone: write the derivative as a formula, or remove it from the "
-    "forward; whether activations are kept or made again is the engine's to decide (engine.memory)."
+    "forward; the engine decides whether activations are kept or recomputed (engine.memory)."
 )
 GRAD_FN = (
     "it reads grad_fn, which has no counterpart in a compiled program. To know whether a tensor "
@@ -191,12 +191,12 @@ def registers_in_forward(block, y):
     handle.remove()
 
 
-def test_module_hook_that_lives_within_the_forward_is_refused():
+def test_module_hook_registered_in_the_forward_is_refused():
     with pytest.raises(CompileError) as caught:
         compiled(Net(registers_in_forward), rows())
     assert str(caught.value).startswith("cannot capture blocks.1")
     assert str(caught.value).endswith(
-        "a backward hook of a module is at work. Remove it, or write what it does as a "
+        "a backward hook of a module is active. Remove it, or write what it does as a "
         "torch.autograd.Function."
     )
 

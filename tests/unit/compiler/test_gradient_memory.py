@@ -67,7 +67,7 @@ class Repeated(nn.Module):
 @pytest.mark.parametrize("recompute", [(), (0, 1)], ids=["kept", "made again"])
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
 @pytest.mark.parametrize(("model", "rows"), [(Shifted, 3), (Turned, 4), (Repeated, 4)])
-def test_gradients_are_those_of_pytorch(model, rows, count, recompute):
+def test_gradients_equal_pytorch(model, rows, count, recompute):
     torch.manual_seed(count)
     module = model()
     batches = [{"x": torch.randn(rows, 4)} for _ in range(count)]
@@ -81,7 +81,7 @@ def test_gradients_are_those_of_pytorch(model, rows, count, recompute):
 
 
 @pytest.mark.parametrize(("model", "rows"), [(Shifted, 3), (Turned, 4), (Repeated, 4)])
-def test_what_crosses_stages_has_no_gaps_and_gradients_share_no_memory(model, rows):
+def test_values_between_stages_are_contiguous_and_gradients_share_no_memory(model, rows):
     program = compiled(model(), {"x": torch.randn(rows, 4)})
     for stage in program.stages:
         kind = stage.kind

@@ -30,7 +30,7 @@ def digest_of(module: nn.Module) -> str:
     return graph_digest(capture(module, {"x": torch.zeros(2, 3)}))
 
 
-def test_digest_is_equal_for_equal_models_whatever_their_values():
+def test_digest_is_equal_for_equal_models_with_different_values():
     assert digest_of(Net()) == digest_of(Net())
 
 

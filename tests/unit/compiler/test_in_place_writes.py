@@ -99,7 +99,7 @@ def test_a_write_to_a_view_reaches_its_tensor(view, base):
 
 
 @pytest.mark.parametrize("view", ["einsum", "atleast_3d", "broadcast_tensors"])
-def test_a_view_that_cannot_be_followed_is_refused_if_written(view):
+def test_write_to_an_unsupported_view_is_refused(view):
     with pytest.raises(CompileError) as caught:
         one_step(WritesAView(SINGLE_VIEWS[view], "zeros"), [{"x": torch.ones(ROWS, WIDTH)}])
     assert str(caught.value).endswith(
@@ -113,7 +113,7 @@ def test_gradients_flow_past_writes_as_in_pytorch(module):
     assert_as_plain(module(), torch.randn(ROWS, WIDTH))
 
 
-def test_a_chunk_of_the_input_that_is_doubled_counts_double():
+def test_doubled_chunk_of_the_input_has_double_gradient():
     """The published form of the defect: 0.521 came out for 0.372."""
 
     class Model(Layer):
@@ -136,7 +136,7 @@ def test_a_tensor_attribute_has_its_value_in_the_program():
     assert any(torch.equal(value, module.table) for value in constants.values())
 
 
-def test_a_read_of_weight_data_is_refused_since_it_would_be_read_once():
+def test_read_of_weight_data_is_refused():
     class ReadsData(Layer):
         def forward(self, x):
             return (self.linear(x) * self.linear.weight.data.mean()).sum()
@@ -144,12 +144,12 @@ def test_a_read_of_weight_data_is_refused_since_it_would_be_read_once():
     with pytest.raises(CompileError) as caught:
         compiled_from_source(ReadsData())
     assert str(caught.value).endswith(
-        "reads a tensor whose making a capture does not see, such as that of weight.data: the "
-        "program would go on with one value for ever. Use .detach() instead of .data."
+        "reads a tensor whose creation the capture does not record, such as weight.data: the "
+        "program would use one value for ever. Use .detach() instead of .data."
     )
 
 
-def test_a_tensor_attribute_that_the_forward_writes_is_refused():
+def test_tensor_attribute_written_in_forward_is_refused():
     class Counts(KeepsATable):
         def forward(self, x):
             self.table.add_(1)

@@ -71,7 +71,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("seed", range(3))
-def test_the_results_are_those_of_the_widened_weight(case, seed):
+def test_results_equal_those_of_the_widened_weight(case, seed):
     build, x = CASES[case]
     weight = torch.randn(8, 8, generator=torch.Generator().manual_seed(seed)).to(BF16)
     expected = run(graph_of(build)[0], weight.float(), x)
@@ -83,14 +83,14 @@ def test_the_results_are_those_of_the_widened_weight(case, seed):
         assert torch.equal(found, wanted), seed
 
 
-def test_of_a_table_only_the_rows_that_are_read_are_widened():
+def test_only_read_rows_of_an_embedding_are_widened():
     weight = torch.zeros(1000, 8, dtype=BF16)
     graph, node = graph_of(lookup)
     open_weight(graph, node, F32)
     assert widened_shapes(graph, weight, IDS) == [(3, 8)]
 
 
-def test_a_weight_that_is_read_twice_is_widened_once():
+def test_weight_read_twice_is_widened_once():
     graph, node = graph_of(product)
     open_weight(graph, node, F32)
     assert widened_shapes(graph, torch.zeros(8, 8, dtype=BF16), CASES["a product"][1]) == [(8, 8)]

@@ -55,11 +55,11 @@ def calls(program, name):
         ("aarch64", "AuthenticAMD", "torch"),
     ],
 )
-def test_a_processor_has_its_library(architecture, vendor, expected):
+def test_product_library_follows_the_processor(architecture, vendor, expected):
     assert products_for(Processor(architecture, vendor)) == expected
 
 
-def test_a_pytorch_without_onednn_multiplies_by_itself(monkeypatch):
+def test_pytorch_without_onednn_uses_its_own_products(monkeypatch):
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     assert products_for(Processor("x86_64", "AuthenticAMD")) == "torch"
 
@@ -72,7 +72,7 @@ def test_a_pytorch_without_onednn_multiplies_by_itself(monkeypatch):
         (None, None),
     ],
 )
-def test_the_vendor_is_what_the_system_says(text, vendor, tmp_path):
+def test_vendor_is_read_from_the_system(text, vendor, tmp_path):
     cpuinfo = tmp_path / "cpuinfo"
     if text is not None:
         cpuinfo.write_text(text)
@@ -95,7 +95,7 @@ def test_both_libraries_give_the_same_numbers_to_rounding(seed):
 
 
 @needs_onednn
-def test_the_choice_is_made_in_the_program_and_nowhere_else(monkeypatch):
+def test_product_library_is_chosen_only_in_the_program(monkeypatch):
     """A program runs as it was compiled, whatever processor the host has."""
     batch = rows(0)
     plain = compiled(Net(), batch, products="torch")
@@ -122,7 +122,7 @@ def test_the_choice_is_made_in_the_program_and_nowhere_else(monkeypatch):
 
 
 @needs_onednn
-def test_small_and_bfloat16_products_stay_with_pytorch():
+def test_small_and_bfloat16_products_use_pytorch():
     graph = torch.fx.Graph()
     mm = torch.ops.aten.mm.default
     sizes = [(8, torch.float32), (512, torch.bfloat16), (512, torch.float32)]

@@ -18,7 +18,7 @@ def middle_block(family, **changes):
     return program.stages[2].kind, source.hf_config
 
 
-def test_of_a_gpt2_block_nine_widths_are_kept():
+def test_gpt2_block_keeps_nine_widths():
     """Three for attention's inputs, one for its output, one between the halves, four for the MLP's
     argument of GELU; the block's own input is free, and norms and GELU are made again."""
     kind, config = middle_block("gpt2", n_layer=4, resid_pdrop=0.0, attn_pdrop=0.0, embd_pdrop=0.0)
@@ -27,7 +27,7 @@ def test_of_a_gpt2_block_nine_widths_are_kept():
     assert [saved.input is not None for saved in kind.saved].count(True) >= 1
 
 
-def test_of_a_llama_mlp_only_the_two_products_are_kept():
+def test_llama_mlp_keeps_only_the_two_products():
     kind, config = middle_block("llama", num_hidden_layers=4)
     inner = [s for s in kind.saved if s.tensor.shape[-1] == config.intermediate_size]
     flat = [s for s in kind.saved if s.tensor.shape == (config.intermediate_size, TOKENS)]
@@ -47,7 +47,7 @@ class Rectified(nn.Module):
 
 
 @pytest.mark.parametrize("function", [torch.relu, torch.tanh, torch.sigmoid])
-def test_a_result_whose_argument_is_not_needed_is_kept_itself(function):
+def test_result_is_kept_if_its_argument_is_not_needed(function):
     """Their gradients read the result: it crosses to the next stage anyway and is kept once."""
     program = compiled(Rectified(function), {"x": torch.randn(8, 16)})
     for stage in program.stages[:-1]:

@@ -85,9 +85,9 @@ def test_state_of_a_forward_is_refused_by_name(kind, name):
     with pytest.raises(CompileError) as caught:
         compiled(kind())
     assert str(caught.value) == (
-        f"the forward changes {name} and computes something else the next time: an engine keeps "
-        "no state between steps. Give what changes with the steps as an input of the model, or "
-        "leave it out."
+        f"the forward changes {name} and computes something else in the next call: an engine keeps "
+        "no state between steps. Make values that change with the steps an input of the model, or "
+        "remove them."
     )
 
 
@@ -97,12 +97,12 @@ def test_an_assigned_buffer_is_refused_by_name():
 
 
 @pytest.mark.parametrize("kind", [DrawsInPython, DrawsInNumPy, DrawsOfItsOwn])
-def test_random_numbers_that_no_program_repeats_are_refused(kind):
+def test_unrepeatable_random_numbers_are_refused(kind):
     with pytest.raises(CompileError, match="draws random numbers with Python's random or with"):
         compiled(kind())
 
 
-def test_an_attribute_that_no_later_forward_reads_may_be_written():
+def test_attribute_not_read_by_later_forwards_may_be_written():
     model = KeepsWhatNobodyReads()
     assert compiled(model).stages
     assert (model.count, model.kept) == (0, None)

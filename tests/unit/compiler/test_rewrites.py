@@ -102,7 +102,7 @@ def assert_as_plain(module, rows, tolerance=1e-6):
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_every_spelling_becomes_the_fused_operator(spelling, fused, seed):
+def test_every_form_becomes_the_fused_operator(spelling, fused, seed):
     module, rows = Activated(spelling), batch(seed)
     found = operators(compiled(module, rows))
     assert fused in found
@@ -111,7 +111,7 @@ def test_every_spelling_becomes_the_fused_operator(spelling, fused, seed):
 
 
 @pytest.mark.parametrize("lookalike", [quick_gelu, gelu_with_a_wrong_constant, shifted, mish])
-def test_what_only_looks_alike_is_kept(lookalike):
+def test_similar_but_different_graphs_are_kept(lookalike):
     module, rows = Activated(lookalike), batch()
     found = operators(compiled(module, rows))
     assert not {"aten.gelu.default", "aten.silu.default"} & set(found)
@@ -210,7 +210,7 @@ class Attends(nn.Module):
 
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("causal", [False, True])
-def test_attention_with_dropout_is_attention_when_little_is_dropped(causal, groups):
+def test_attention_with_small_dropout_is_close_to_attention(causal, groups):
     """With a probability that drops nothing here, it must be what the fused operator computes."""
     rows = batch()
     step = one_step(Attends(1e-9, causal, groups), [rows])
@@ -223,7 +223,7 @@ def test_attention_with_dropout_is_attention_when_little_is_dropped(causal, grou
         assert worst <= 1e-5 * float(parameter.grad.abs().max()), name
 
 
-def test_attention_with_dropout_repeats_itself():
+def test_attention_with_dropout_is_repeatable():
     module, rows = Attends(0.5, True), batch()
     first, second = one_step(module, [rows]), one_step(module, [rows])
     assert first.losses == second.losses

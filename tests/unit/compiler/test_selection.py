@@ -32,15 +32,15 @@ def selected(weights=WEIGHTS, fixed=(), **patterns):
         ({"freeze": ["head.*", "h.*"], "train": ["*"]}, set()),
     ],
 )
-def test_train_names_what_trains_and_freeze_comes_first(patterns, expected):
+def test_train_selects_weights_and_freeze_has_precedence(patterns, expected):
     if expected:
         assert selected(**patterns) == expected
     else:
-        with pytest.raises(ConfigError, match="freeze comes first"):
+        with pytest.raises(ConfigError, match="freeze has precedence"):
             selected(**patterns)
 
 
-def test_adapters_train_alone_or_with_what_is_named():
+def test_adapters_train_alone_or_with_selected_weights():
     weights, adapters = {**WEIGHTS, **ADAPTERS}, set(ADAPTERS)
     assert selected(weights, adapters=adapters) == adapters
     assert selected(weights, adapters=adapters, train=["*.ln.bias"]) == {
@@ -62,8 +62,8 @@ def test_adapters_train_alone_or_with_what_is_named():
         ),
         (
             {"train": ["wte.*", "*.bias"], "freeze": ["h.*.bias"]},
-            "train: pattern '*.bias' matches only weights that freeze matches too, and freeze "
-            "comes first; take them out of one of the two",
+            "train: pattern '*.bias' matches only weights that freeze matches too, and freeze has "
+            "precedence; remove them from one of the two",
         ),
         (
             {"train": ["h.1.*"], "fixed": ["h.1.ln.weight", "h.1.ln.bias"]},

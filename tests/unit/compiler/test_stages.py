@@ -31,7 +31,7 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("family", quick_first(sorted(FIELDS), ["gpt2", "llama"]))
-def test_blocks_are_stages_and_equal_ones_share_a_kind(family):
+def test_blocks_are_stages_and_equal_blocks_share_a_kind(family):
     depth = {"n_layer": 4} if "n_layer" in FIELDS[family] else {"num_hidden_layers": 4}
     program = program_of(family, **depth)
     embed, block, head = EXPECTED[family]
@@ -57,7 +57,7 @@ def test_every_parameter_is_a_weight_once_by_its_first_name(family):
     assert aliases == every_name.keys() - parameters.keys()
 
 
-def test_a_tied_weight_is_one_weight_of_two_stages():
+def test_tied_weight_is_one_weight_of_two_stages():
     program = program_of("gpt2")
     users = [s.name for s in program.stages if "transformer.wte.weight" in s.weights]
     assert users == ["embed", "head"]
@@ -103,7 +103,7 @@ def test_nothing_saved_shares_memory_with_a_weight(family, precision):
 
 
 @pytest.mark.parametrize("family", quick_first(sorted(FIELDS), ["gpt2", "llama"]))
-def test_masks_and_positions_are_made_once_and_never_by_a_stage(family):
+def test_masks_and_positions_are_computed_once_outside_of_stages(family):
     program = program_of(family)
     bound = {name for stage in program.stages for name in stage.outputs}
     for stage in program.stages:
@@ -118,7 +118,7 @@ def test_masks_and_positions_are_made_once_and_never_by_a_stage(family):
     assert not [t for t in targets if any(word in t for word in made_from_nothing)]
 
 
-def test_frozen_weights_get_no_gradient_and_need_no_place_for_one():
+def test_frozen_weights_have_no_gradient_and_no_gradient_memory():
     program = program_of("llama", freeze=("model.layers.0.*", "model.embed_tokens.*"))
     assert {n for n, w in program.weights.items() if not w.trainable} == {
         name for name in program.weights if ".0." in name or "embed_tokens" in name
@@ -200,7 +200,7 @@ def test_a_model_without_containers_is_cut_too():
 
 
 @pytest.mark.parametrize("slot_bytes", [300, 600, 1200, 10_000])
-def test_no_stage_has_more_weight_than_a_slot_holds_and_the_result_is_the_same(slot_bytes):
+def test_stages_fit_a_slot_and_results_are_equal(slot_bytes):
     torch.manual_seed(0)
     module = Chain(Nested())
     program = compiled(module, X, slot_bytes=slot_bytes)
@@ -226,7 +226,7 @@ class Transposing(nn.Module):
 
 
 @pytest.mark.parametrize("slot_bytes", [None, 300])
-def test_a_weight_is_turned_where_it_is_used(slot_bytes):
+def test_weight_is_transposed_where_it_is_used(slot_bytes):
     torch.manual_seed(0)
     module = Transposing()
     program = compiled(module, X, slot_bytes=slot_bytes)

@@ -15,12 +15,12 @@ def config(**cluster):
 @pytest.mark.parametrize(
     "address", ["auto", "10.0.0.1:6379", "head.lab:6379", "ray://head:10001", "[fe80::1]:6379"]
 )
-def test_addresses_of_a_ray_cluster(address):
+def test_ray_addresses_are_accepted(address):
     assert config(start="ray", address=address).cluster.address == address
 
 
 @pytest.mark.parametrize("address", ["", "head", "http://head:80", "ray://head", "a b:1", "h:x"])
-def test_what_is_no_address(address):
+def test_invalid_address_is_refused(address):
     with pytest.raises(ConfigError, match=r"cluster\.address: expected auto, HOST:PORT, ray://"):
         config(start="ray", address=address)
 
@@ -32,12 +32,12 @@ def test_only_ray_takes_an_address_and_variables(start):
             config(start=start, **{key: value})
 
 
-def test_names_of_variables():
+def test_invalid_variable_names_are_refused():
     with pytest.raises(ConfigError, match=r"expected names of environment variables, got 'A=1'"):
         config(start="ray", environment=["A=1"])
 
 
-def test_what_the_trainer_may_be_told_in_short():
+def test_short_forms_are_accepted():
     ray = config(start="ray", address="auto", environment=["HF_HOME"]).to_mapping()
 
     def told(where):
@@ -53,7 +53,7 @@ def test_what_the_trainer_may_be_told_in_short():
         )
 
 
-def test_one_process_holds_all_shards_and_one_of_each():
+def test_cluster_none_holds_all_shards_in_one_process_without_replicas():
     config = Config.from_mapping(
         {
             "model": "gpt2",

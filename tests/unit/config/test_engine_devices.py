@@ -13,19 +13,19 @@ def config(engine, **keys):
 @pytest.mark.parametrize(
     "devices", [None, "all", ["cuda:0"], ["cuda:0", "cuda:3"], ["cpu"], ["cpu", "cpu"]]
 )
-def test_a_group_is_all_gpus_or_a_list_of_one_kind(devices):
+def test_devices_are_all_gpus_or_a_list_of_one_kind(devices):
     made = config({"devices": devices})
     assert made.engine.devices == (tuple(devices) if isinstance(devices, list) else devices)
     assert Config.from_mapping(made.to_mapping()) == made
 
 
-def test_it_may_be_given_on_the_command_line():
+def test_devices_can_be_set_on_the_command_line():
     made = Config.from_mapping({"model": "gpt2"}, ["engine.devices=[cuda:0, cuda:1]"])
     assert made.engine.devices == ("cuda:0", "cuda:1")
     assert Config.from_mapping({"model": "gpt2"}, ["engine.devices=all"]).engine.devices == "all"
 
 
-def test_it_decides_no_bit_of_the_run():
+def test_devices_do_not_decide_the_result():
     assert trajectory(config({"devices": ["cpu", "cpu"]})) == trajectory(config({}))
 
 
@@ -57,7 +57,7 @@ def test_it_decides_no_bit_of_the_run():
         (
             {"devices": ["cuda:1", "cuda:0", "cuda:1"]},
             {},
-            "engine.devices: expected every GPU once, got cuda:1 again",
+            "engine.devices: expected each GPU once, got cuda:1 again",
         ),
         (
             {"devices": ["cpu", "cpu"], "device": "cuda"},
@@ -93,7 +93,7 @@ def test_it_decides_no_bit_of_the_run():
         ),
     ],
 )
-def test_what_cannot_be_is_refused_with_what_was_expected(engine, keys, text):
+def test_invalid_devices_are_refused_with_the_expected_form(engine, keys, text):
     with pytest.raises(ConfigError) as caught:
         config(engine, **keys)
     assert str(caught.value) == text

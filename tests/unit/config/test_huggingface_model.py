@@ -17,14 +17,14 @@ def test_keys_beside_the_folder_change_its_configuration():
     )
 
 
-def test_it_is_written_as_it_was_read(tmp_path):
+def test_huggingface_model_round_trips(tmp_path):
     whole = config(attn_pdrop=0.1, ignore=["score.*"])
     (tmp_path / "run.yaml").write_text(whole.dump_yaml())
     assert load(tmp_path / "run.yaml") == whole
     assert "  hf: some/folder\n  ignore:\n  - score.*\n  attn_pdrop: 0.1\n" in whole.dump_yaml()
 
 
-def test_the_path_is_no_part_of_what_decides_a_run_and_the_rest_is():
+def test_path_does_not_decide_the_result_and_other_keys_do():
     one, other = config(), Config.from_mapping({"model": {"hf": "elsewhere"}})
     assert trajectory(one) == trajectory(other)
     assert trajectory(one) != trajectory(config(attn_pdrop=0.1))
@@ -40,12 +40,12 @@ def test_the_path_is_no_part_of_what_decides_a_run_and_the_rest_is():
         ("tiny", "train-bpe:300", "train-bpe:300"),
     ],
 )
-def test_the_tokenizer_of_a_checkpoint_is_its_own(model, tokenizer, expected):
+def test_tokenizer_of_a_checkpoint_is_the_default(model, tokenizer, expected):
     data = {} if tokenizer is None else {"tokenizer": tokenizer}
     assert Config.from_mapping({"model": model, "data": data}).tokenizer == expected
 
 
-def test_a_folder_that_is_not_there_is_named_before_anything_is_loaded(tmp_path):
+def test_missing_folder_is_named_before_loading(tmp_path):
     (tmp_path / "text.txt").write_text("text")
     path = tmp_path / "run.yaml"
     path.write_text(f"model: {{hf: {tmp_path}/none}}\ndata: {{input: [{tmp_path}/text.txt]}}\n")
@@ -57,6 +57,6 @@ def test_a_folder_that_is_not_there_is_named_before_anything_is_loaded(tmp_path)
     )
 
 
-def test_the_folder_must_be_a_text():
+def test_folder_must_be_a_string():
     with pytest.raises(ConfigError, match=r"model\.hf: expected a text, got 3"):
         Config.from_mapping({"model": {"hf": 3}})

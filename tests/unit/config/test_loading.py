@@ -34,12 +34,12 @@ def test_a_number_in_any_spelling_is_a_number(tmp_path, written):
     assert again.optimizer.learning_rate == 0.0001
 
 
-def test_words_that_yaml_1_1_takes_for_truth_or_time_stay_words(tmp_path):
+def test_yaml_1_1_booleans_and_times_stay_strings(tmp_path):
     config = from_text(tmp_path, "model: gpt2\nfreeze: [no, on, 1:30, '3']\n")
     assert config.freeze == ("no", "on", "1:30", "3")
 
 
-def test_overrides_set_nested_keys_lists_and_sections_that_the_file_lacks(tmp_path):
+def test_overrides_set_nested_keys_lists_and_missing_sections(tmp_path):
     config = from_text(
         tmp_path,
         "model: gpt2\noptimizer: {weight_decay: 0.5}\n",
@@ -78,14 +78,14 @@ def test_the_three_forms_of_a_model(tmp_path):
     assert own == FactoryModel(factory="a.b:c", args={"width": 3}, loss="a.b:d")
 
 
-def test_the_runs_folder_is_named_for_the_file(tmp_path):
+def test_run_folder_is_named_after_the_file(tmp_path):
     assert from_text(tmp_path, "model: gpt2\n").run.dir == Path("runs/name")
     assert from_text(tmp_path, "model: gpt2\nrun: {steps: 5}\n").run.dir == Path("runs/name")
     assert from_text(tmp_path, "model: gpt2\nrun: {dir: here}\n").run.dir == Path("here")
     assert from_text(tmp_path, "model: gpt2\n", ["run.dir=there"]).run.dir == Path("there")
 
 
-def test_lion_has_its_own_usual_betas_and_sgd_needs_none(tmp_path):
+def test_lion_has_its_own_default_betas_and_sgd_has_none(tmp_path):
     assert from_text(tmp_path, "model: gpt2\n").optimizer.betas == (0.9, 0.95)
     assert from_text(tmp_path, "model: gpt2\noptimizer: {name: lion}\n").optimizer.betas == (
         0.9,
@@ -95,7 +95,7 @@ def test_lion_has_its_own_usual_betas_and_sgd_needs_none(tmp_path):
     assert from_text(tmp_path, given).optimizer.betas == (0.5, 0.6)
 
 
-def test_sgd_decays_no_weights_unless_told_to(tmp_path):
+def test_sgd_has_no_weight_decay_by_default(tmp_path):
     def decay(optimizer):
         return from_text(tmp_path, f"model: gpt2\noptimizer: {optimizer}\n").optimizer.weight_decay
 
@@ -105,7 +105,7 @@ def test_sgd_decays_no_weights_unless_told_to(tmp_path):
     assert from_text(tmp_path, "model: gpt2\n", ["optimizer.name=sgd"]).optimizer.weight_decay == 0
 
 
-def test_gradients_are_kept_in_the_precision_of_the_run_unless_told_otherwise():
+def test_gradient_precision_defaults_to_the_run_precision():
     assert Config().gradient_precision == "fp32"
     assert Config(precision="bf16").gradient_precision == "bf16"
     mixed = Config.from_mapping({"precision": "bf16", "store": {"gradients": "fp32"}})
@@ -144,7 +144,7 @@ def full_configuration():
 
 @pytest.mark.parametrize("config", [Config(), Config(model="gpt2"), full_configuration()])
 @pytest.mark.parametrize("write", [Config.dump_yaml, commented])
-def test_what_is_written_loads_as_the_same(config, write):
+def test_written_configuration_round_trips(config, write):
     again = Config.from_mapping(yaml_mapping(write(config)))
     assert again == config
 
@@ -155,7 +155,7 @@ def yaml_mapping(text):
     return parse(text, "text")[0]
 
 
-def test_the_starter_names_every_key_under_its_explanation():
+def test_starter_has_every_key_with_its_explanation():
     lines = commented(Config(model="gpt2")).splitlines()
     assert max(map(len, lines)) <= 100
     keys = [number for number, line in enumerate(lines) if line.split("#")[0].strip()]
@@ -187,7 +187,7 @@ def test_small_recipes_run_from_a_checkout_with_nothing_else(name, monkeypatch):
     assert load(f"recipes/{name}.yaml", training=True).run.steps <= 50
 
 
-def test_the_reference_page_is_what_the_code_says():
+def test_reference_page_matches_the_code():
     from penstock.config.reference import markdown
 
     page = (ROOT / "docs" / "configuration.md").read_text()

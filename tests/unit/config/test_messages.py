@@ -104,8 +104,8 @@ def message(tmp_path, monkeypatch, text, overrides=(), training=False):
         ),
         (
             "model: gpt2\nengine: {memory: 4 GX}\n",
-            "run.yaml:2: engine.memory: expected a size such as 4GiB, 512MiB or 2GB, or auto, "
-            "got '4 GX'; 'GX' is no unit: use KiB, MiB, GiB or TiB",
+            "run.yaml:2: engine.memory: expected a size such as 4GiB, 512MiB or 2GB, or auto, got "
+            "'4 GX'; 'GX' is not a unit: use KiB, MiB, GiB or TiB",
         ),
         (
             "model: gpt2\nfreeze: '*.bias'\n",
@@ -117,8 +117,8 @@ def message(tmp_path, monkeypatch, text, overrides=(), training=False):
         ),
         (
             "model: gpt2\nbatch: {size: 32, micro: 5}\n",
-            "run.yaml:2: batch.micro: expected a divisor of batch.size 32, got 5; the largest "
-            "that is not above it is 4",
+            "run.yaml:2: batch.micro: expected a divisor of batch.size 32, got 5; the next lower "
+            "divisor is 4",
         ),
         (
             "model: gpt2\nbatch: {size: 2}\nengines: 4\n",
@@ -183,11 +183,11 @@ def message(tmp_path, monkeypatch, text, overrides=(), training=False):
         ),
     ],
 )
-def test_one_mistake(tmp_path, monkeypatch, text, expected):
+def test_one_mistake_gives_its_message(tmp_path, monkeypatch, text, expected):
     assert message(tmp_path, monkeypatch, text) == expected
 
 
-def test_every_mistake_is_named_at_once_in_the_order_of_the_file(tmp_path, monkeypatch):
+def test_all_mistakes_are_reported_in_file_order(tmp_path, monkeypatch):
     text = "model: gpt2\nengine:\n  memory: big\nrun:\n  stepps: 3\nengines: two\n"
     assert message(tmp_path, monkeypatch, text, ["logging.every=no"]).splitlines() == [
         "run.yaml:3: engine.memory: expected a size such as 4GiB, 512MiB or 2GB, or auto, got "
@@ -252,7 +252,7 @@ def test_every_mistake_is_named_at_once_in_the_order_of_the_file(tmp_path, monke
         ),
     ],
 )
-def test_a_mistake_on_the_command_line(tmp_path, monkeypatch, override, expected):
+def test_mistake_on_the_command_line_gives_its_message(tmp_path, monkeypatch, override, expected):
     text = "model: gpt2\nprecision: fp32\n"
     assert message(tmp_path, monkeypatch, text, [override]) == expected
 
@@ -264,7 +264,7 @@ def test_an_unknown_number_of_a_preset_names_the_closest(tmp_path, monkeypatch):
     )
 
 
-def test_missing_file(tmp_path, monkeypatch):
+def test_missing_file_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as raised:
         load("absent.yaml")
@@ -293,13 +293,13 @@ def test_missing_file(tmp_path, monkeypatch):
         ),
     ],
 )
-def test_missing_data_is_said_before_training_only(tmp_path, monkeypatch, text, expected):
+def test_missing_data_is_reported_only_for_training(tmp_path, monkeypatch, text, expected):
     said = message(tmp_path, monkeypatch, text, training=True)
     assert said == expected.format(here=tmp_path)
     assert load("run.yaml").model is not None
 
 
-def test_a_mapping_from_python_is_explained_without_a_place():
+def test_mapping_from_python_is_reported_without_a_line():
     with pytest.raises(ConfigError) as raised:
         Config.from_mapping({"run": {"step": 1}})
     assert str(raised.value) == (
@@ -308,14 +308,14 @@ def test_a_mapping_from_python_is_explained_without_a_place():
 
 
 @pytest.mark.parametrize("name", NAMES_ELSEWHERE)
-def test_a_name_of_another_trainer_stands_for_a_key_that_exists(name):
+def test_key_of_another_trainer_suggests_the_existing_key(name):
     found = Config().to_mapping()
     for part in NAMES_ELSEWHERE[name].split("."):
         found = found[part]
 
 
 @pytest.mark.parametrize("given", [None, 3, object()])
-def test_what_is_no_configuration_is_refused_with_what_one_is(given):
+def test_invalid_configuration_type_is_refused(given):
     with pytest.raises(ConfigError) as raised:
         to_config(given, None)
     assert str(raised.value) == (

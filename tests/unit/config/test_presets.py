@@ -54,7 +54,7 @@ QUICK = {
 
 
 @pytest.mark.parametrize("name", quick_first(PUBLISHED, QUICK))
-def test_parameter_counts_are_the_published_ones(name: str) -> None:
+def test_parameter_counts_equal_the_published_counts(name: str) -> None:
     count = ModelSource.from_preset(name).parameter_count()
     published = PUBLISHED[name]
     low, high = published if isinstance(published, tuple) else (published, published)
@@ -85,7 +85,7 @@ def test_presets_need_neither_torch_nor_transformers() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_overrides_by_own_and_by_common_name() -> None:
+def test_presets_accept_own_and_common_names() -> None:
     assert resolve_preset("gpt2", {"n_layer": 24}).config["n_layer"] == 24
     assert resolve_preset("gpt2", {"num_hidden_layers": 3}).config["n_layer"] == 3
     assert ModelSource.from_preset("tiny", {"n_layer": 1}).hf_config.n_layer == 1

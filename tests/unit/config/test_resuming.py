@@ -40,7 +40,7 @@ def with_checkpoint(config):
         {"store": {"gradients": "fp32"}},
     ],
 )
-def test_what_does_not_decide_the_result_leaves_the_digest(change):
+def test_keys_that_do_not_decide_the_result_keep_the_digest(change):
     assert digest(made(**change)) == digest(made())
 
 
@@ -63,17 +63,17 @@ def test_what_does_not_decide_the_result_leaves_the_digest(change):
         {"run": {"steps": 2000}},
     ],
 )
-def test_what_decides_the_result_changes_the_digest(change):
+def test_keys_that_decide_the_result_change_the_digest(change):
     assert digest(made(**change)) != digest(made())
 
 
-def test_every_number_of_the_adapters_decides_the_result():
+def test_every_adapter_setting_decides_the_result():
     plain = {"rank": 8, "targets": ["*.c_attn.weight"]}
     changes = ({}, {"rank": 4}, {"alpha": 8}, {"targets": ["*.c_proj.weight"]}, {"dropout": 0.1})
     assert len({digest(made(lora={**plain, **change})) for change in changes}) == len(changes)
 
 
-def test_more_steps_are_the_same_run_where_the_schedule_does_not_decay_towards_them():
+def test_more_steps_are_the_same_run_without_decay_to_the_end():
     for optimizer in (
         {"schedule": {"name": "constant"}},
         {"schedule": {"name": "inverse_square_root", "warmup_steps": 10}},
@@ -89,7 +89,7 @@ def test_the_trajectory_is_json():
     check_resumable(made(), json.loads(json.dumps(values)))
 
 
-def test_a_run_from_before_a_key_existed_goes_on_and_one_that_recorded_its_default_too():
+def test_run_without_a_newer_key_resumes():
     plain, other = made(), made(optimizer={"moments": "8bit"})
     before = {key: value for key, value in trajectory(plain).items() if "moments" not in key}
     assert trajectory(plain) == before
@@ -106,11 +106,10 @@ def test_a_refusal_to_resume_names_the_keys_and_both_values(tmp_path):
     with pytest.raises(ConfigError) as raised:
         check_run(changed)
     assert str(raised.value) == (
-        f"{tmp_path} holds a run whose configuration differs where it decides the result:\n"
-        "  batch.size: 32 in the run, 16 now\n"
-        "  optimizer.schedule.decay_steps: 100 in the run, 200 now (run.steps if unset; set it "
-        "to 100 to run on at the final rate)\n"
-        "set these back to resume it, or choose another run.dir to start anew"
+        f"{tmp_path} holds a run whose configuration differs in keys that decide the result:\n  "
+        "batch.size: 32 in the run, 16 now\n  optimizer.schedule.decay_steps: 100 in the run, 200 "
+        "now (run.steps if unset; set it to 100 to continue at the final rate)\nset these back to "
+        "resume it, or choose another run.dir to start a new run"
     )
 
 
@@ -121,12 +120,12 @@ def test_a_run_resumes_where_the_result_stays_the_same(tmp_path):
     assert check_run(made(run={"dir": str(tmp_path)}, engines=2)) is True
 
 
-def test_a_folder_without_a_checkpoint_starts_under_any_configuration(tmp_path):
+def test_folder_without_checkpoint_accepts_any_configuration(tmp_path):
     write_record(made(run={"dir": str(tmp_path)}))
     assert check_run(made(run={"dir": str(tmp_path)}, precision="bf16")) is False
 
 
-def test_fresh_takes_a_new_or_empty_folder_and_deletes_nothing(tmp_path):
+def test_fresh_accepts_a_new_or_empty_folder_and_deletes_nothing(tmp_path):
     config = made(run={"dir": str(tmp_path / "run")})
     assert check_run(config, fresh=True) is False
     (tmp_path / "run").mkdir()
@@ -141,7 +140,7 @@ def test_fresh_takes_a_new_or_empty_folder_and_deletes_nothing(tmp_path):
     assert (tmp_path / "run" / "config.yaml").exists()
 
 
-def test_a_moved_run_is_found_where_it_is_now_with_its_data(tmp_path):
+def test_moved_run_is_found_with_its_data(tmp_path):
     old = tmp_path / "old"
     config = made(
         run={"dir": str(old)}, data={"path": str(old / "text")}, optimizer={"learning_rate": 1e-5}
@@ -154,7 +153,7 @@ def test_a_moved_run_is_found_where_it_is_now_with_its_data(tmp_path):
     assert digest(found) == digest(config)
 
 
-def test_what_is_no_run_is_said(tmp_path):
+def test_folder_without_run_is_refused(tmp_path):
     with pytest.raises(ConfigError) as raised:
         load_run(tmp_path / "absent")
     assert str(raised.value) == (

@@ -44,8 +44,8 @@ def test_a_size_prints_in_the_largest_unit_that_loses_nothing():
     [
         (
             "4 GX",
-            "expected a size such as 4GiB, 512MiB or 2GB, got '4 GX'; "
-            "'GX' is no unit: use KiB, MiB, GiB or TiB",
+            "expected a size such as 4GiB, 512MiB or 2GB, got '4 GX'; 'GX' is not a unit: use "
+            "KiB, MiB, GiB or TiB",
         ),
         (
             "4",
@@ -78,7 +78,7 @@ def test_a_size_prints_in_the_largest_unit_that_loses_nothing():
         ),
     ],
 )
-def test_what_is_no_size_is_refused_with_what_to_write(value, message):
+def test_invalid_size_is_refused_with_the_expected_form(value, message):
     with pytest.raises(ValueError, match="expected") as raised:
         ByteSize.parse(value)
     assert str(raised.value) == message

@@ -41,27 +41,27 @@ def doubles(tokenizer):
     tokenizer.normalizer = normalizers.Sequence(many)
 
 
-def test_a_regular_expression_that_gives_up_is_an_error_of_the_data(tmp_path):
+def test_failing_regular_expression_is_a_data_error(tmp_path):
     tokenizer = load_tokenizer(str(tokenizer_file(tmp_path / "bad", backtracks)))
     with pytest.raises(DataError) as caught:
         tokenizer.encode_batch(["x" * 200])
     assert str(caught.value) == (
         "tokenizer bad failed on the text (Onig: Regex search error: retry-limit-in-match over); "
-        "use another tokenizer, or mend its regular expressions"
+        "use another tokenizer, or correct its regular expressions"
     )
     (ids,) = tokenizer.encode_batch(["xy"])  # and goes on with other texts
     assert ids.tolist() == [1, 0]
 
 
 @pytest.mark.long
-def test_a_normaliser_that_explodes_is_an_error_of_the_data(tmp_path):
+def test_exploding_normaliser_is_a_data_error(tmp_path):
     tokenizer = load_tokenizer(str(tokenizer_file(tmp_path / "bad", doubles)))
     with pytest.raises(DataError, match=r"tokenizer bad could not encode 1 bytes within 512 MiB"):
         tokenizer.encode_batch(["x"])
 
 
 @pytest.mark.long
-def test_a_decoder_that_explodes_is_an_error_of_the_data(tmp_path):
+def test_exploding_decoder_is_a_data_error(tmp_path):
     def change(tokenizer):
         tokenizer.decoder = decoders.Sequence([decoders.Replace("x", "xx") for _ in range(40)])
 
@@ -70,7 +70,7 @@ def test_a_decoder_that_explodes_is_an_error_of_the_data(tmp_path):
         tokenizer.decode([1])
 
 
-def test_a_build_with_such_a_tokenizer_leaves_nothing_behind(tmp_path):
+def test_build_with_exploding_tokenizer_leaves_no_file(tmp_path):
     folder = tokenizer_file(tmp_path / "bad", backtracks)
     (tmp_path / "text.txt").write_text("x" * 300)
     with pytest.raises(DataError, match="tokenizer bad failed on the text"):
@@ -79,7 +79,7 @@ def test_a_build_with_such_a_tokenizer_leaves_nothing_behind(tmp_path):
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_ids_and_text_are_those_of_the_library(seed):
+def test_ids_and_text_equal_the_library(seed):
     draw = random.Random(seed)
     words = ["".join(draw.choices("abcdeé😀 \n", k=draw.randint(1, 9))) for _ in range(300)]
     texts = ["", *(" ".join(draw.choices(words, k=draw.randint(1, 200))) for _ in range(40))]
@@ -92,7 +92,7 @@ def test_ids_and_text_are_those_of_the_library(seed):
         assert trained.decode(ids) == text
 
 
-def test_its_process_ends_with_it():
+def test_tokenizer_process_ends_with_its_object():
     contained = ContainedTokenizer(json.dumps({}), "none")
     with pytest.raises(DataError, match="tokenizer none failed on the text"):
         contained.encode(["x"])
@@ -105,7 +105,7 @@ def test_its_process_ends_with_it():
     assert process.returncode == 0
 
 
-def test_a_process_that_was_killed_is_started_anew():
+def test_killed_tokenizer_process_is_restarted():
     tokenizer = train_bpe(iter(["water over the dam"]), 300)
     before = tokenizer.encode_batch(["water over"])[0].tolist()
     os.kill(tokenizer._contained._process.pid, 9)
@@ -119,7 +119,7 @@ def test_a_process_that_was_killed_is_started_anew():
     assert tokenizer.encode_batch(["water over"])[0].tolist() == before
 
 
-def test_an_answer_that_an_interrupt_left_unread_is_not_taken_for_the_next():
+def test_unread_answer_after_interrupt_is_discarded():
     """As in a notebook, where the interrupt reaches one process and the next cell goes on."""
     tokenizer = train_bpe(iter(["water over the dam"]), 300)
     before = tokenizer.encode_batch(["dam"])[0].tolist()
@@ -139,14 +139,14 @@ def test_an_answer_that_an_interrupt_left_unread_is_not_taken_for_the_next():
     assert tokenizer.encode_batch(["dam"])[0].tolist() == before
 
 
-def test_its_process_leaves_an_interrupt_to_the_one_that_asks():
+def test_tokenizer_process_ignores_interrupts():
     tokenizer = train_bpe(iter(["water over the dam"]), 300)
     before = tokenizer.encode_batch(["dam"])[0].tolist()
     tokenizer._contained._process.send_signal(signal.SIGINT)
     assert tokenizer.encode_batch(["dam"])[0].tolist() == before
 
 
-def test_a_tokenizer_that_was_refused_is_refused_again():
+def test_refused_tokenizer_is_refused_again():
     contained = ContainedTokenizer(json.dumps({}), "none")
     told = []
     for _ in range(2):
@@ -170,7 +170,7 @@ contained.encode(["a" * 400_000])
 """
 
 
-def test_its_process_ends_with_the_one_that_asks_whatever_it_is_at():
+def test_tokenizer_process_ends_with_its_parent():
     with subprocess.Popen([sys.executable, "-c", _ENDLESS], stdout=subprocess.PIPE) as asks:
         worker = int(asks.stdout.readline())
         wait_until(lambda: processor_seconds(worker) > 1, "the second text is being encoded")

@@ -66,7 +66,7 @@ def test_every_document_is_in_one_split_in_order(tmp_path, tokenizer, shard_byte
     assert report.notes == ()
 
 
-def test_tokens_on_disk_are_what_the_tokenizer_says(tmp_path):
+def test_tokens_on_disk_equal_the_tokenizers_output(tmp_path):
     documents = random_documents(3, 5)
     source = write_lines(tmp_path / "a.jsonl", documents)
     build_dataset([source], "bytes", tmp_path / "out", validation=0)
@@ -93,7 +93,7 @@ def test_large_vocabularies_are_stored_in_four_bytes(tmp_path):
     assert dataset.read("train", 0, dataset.tokens("train")).max() > 2**16
 
 
-def test_the_split_depends_on_the_seed_and_on_nothing_else(tmp_path):
+def test_split_depends_only_on_the_seed(tmp_path):
     source = write_lines(tmp_path / "a.jsonl", random_documents(1, 200))
     held = {}
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
@@ -104,7 +104,7 @@ def test_the_split_depends_on_the_seed_and_on_nothing_else(tmp_path):
     assert fingerprints[0] == fingerprints[1] != fingerprints[2]
 
 
-def test_batches_do_not_show_in_the_result(tmp_path, monkeypatch):
+def test_result_is_independent_of_encoding_batches(tmp_path, monkeypatch):
     source = write_lines(tmp_path / "a.jsonl", random_documents(1, 50))
     build_dataset([source], "train-bpe:300", tmp_path / "a")
     monkeypatch.setattr(packing_module, "BATCH_PARTS", 3)
@@ -116,7 +116,7 @@ def test_batches_do_not_show_in_the_result(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("shard_bytes", [2**28, 256, 200])
 @pytest.mark.parametrize("length", [1, 2, 10, 1000, 1279, 1280, 5001])
-def test_a_single_document_gives_its_tail_for_validation(tmp_path, length, shard_bytes):
+def test_tail_of_a_single_document_is_the_validation_split(tmp_path, length, shard_bytes):
     text = "".join(random.Random(length).choices("abcdefg", k=length))
     (tmp_path / "a.txt").write_text(text)
     report = build_dataset(
@@ -165,17 +165,17 @@ def test_the_tail_keeps_the_boundaries_of_its_documents(tmp_path, shard_bytes):
     ]
 
 
-def test_a_small_text_says_that_its_tokenizer_is_small(tmp_path):
+def test_small_text_gives_a_notice_of_a_small_tokenizer(tmp_path):
     (tmp_path / "a.txt").write_text("abc abc abc")
     report = build_dataset([tmp_path / "a.txt"], "train-bpe:4096", tmp_path / "out")
     size = report.manifest.vocab_size
     assert 257 <= size < 300
     assert report.notes[1] == (
-        f"the text gives a tokenizer of {size} tokens, fewer than the 4096 wanted"
+        f"the text gives a tokenizer of {size} tokens, fewer than the requested 4096"
     )
 
 
-def test_a_data_set_lends_its_tokenizer(tmp_path):
+def test_tokenizer_of_another_data_set_can_be_used(tmp_path):
     source = write_lines(tmp_path / "a.jsonl", random_documents(1, 50))
     build_dataset([source], "train-bpe:300", tmp_path / "a")
     build_dataset([source], str(tmp_path / "a"), tmp_path / "b")
@@ -186,7 +186,7 @@ def test_a_data_set_lends_its_tokenizer(tmp_path):
     assert isinstance(load_tokenizer(str(tmp_path / "c")), ByteTokenizer)
 
 
-def test_training_takes_a_sample_of_a_large_text(tmp_path, monkeypatch):
+def test_tokenizer_training_samples_a_large_text(tmp_path, monkeypatch):
     documents = random_documents(1, 400)
     source = write_lines(tmp_path / "a.jsonl", documents)
     monkeypatch.setattr(build_module, "TRAINING_BYTES", source.stat().st_size // 4)
@@ -229,7 +229,7 @@ def refused(folder, *args, error=DataError, **options):
 
 
 @pytest.mark.parametrize("share", [-0.1, 1, 1.5, float("nan")])
-def test_a_share_that_cannot_be(tmp_path, share):
+def test_invalid_validation_share_is_refused(tmp_path, share):
     message = refused(
         tmp_path, ["a"], "bytes", tmp_path / "out", validation=share, error=ConfigError
     )
@@ -238,16 +238,16 @@ def test_a_share_that_cannot_be(tmp_path, share):
     )
 
 
-def test_input_without_text(tmp_path):
+def test_input_without_text_is_refused(tmp_path):
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_bytes(b"")
     for tokenizer in ("bytes", "train-bpe:300"):
         assert refused(tmp_path, [tmp_path / "a.txt"], tokenizer, tmp_path / "out") == (
-            f"there is no text in {tmp_path / 'a.txt'}: no document that is not empty"
+            f"there is no text in {tmp_path / 'a.txt'}: every document is empty"
         )
     inputs = [tmp_path / "a.txt", tmp_path / "b.txt"]
     assert refused(tmp_path, inputs, "bytes", tmp_path / "out") == (
-        "there is no text in the 2 input files: no document that is not empty"
+        "there is no text in the 2 input files: every document is empty"
     )
 
 
@@ -267,7 +267,7 @@ def test_token_ids_beyond_the_vocabulary_name_the_record(tmp_path):
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "train-bpe:300"])
-def test_a_broken_record_at_the_end_leaves_nothing(tmp_path, tokenizer, monkeypatch):
+def test_broken_last_record_leaves_no_data_set(tmp_path, tokenizer, monkeypatch):
     monkeypatch.setattr(packing_module, "BATCH_PARTS", 3)
     source = write_lines(tmp_path / "a.jsonl", random_documents(1, 50))
     with source.open("a") as file:
@@ -278,7 +278,7 @@ def test_a_broken_record_at_the_end_leaves_nothing(tmp_path, tokenizer, monkeypa
     )
 
 
-def test_an_output_that_is_taken(tmp_path):
+def test_existing_output_is_refused(tmp_path):
     source = write_lines(tmp_path / "a.jsonl", random_documents(1, 20))
     build_dataset([source], "bytes", tmp_path / "out")
     first = TokenDataset.open(tmp_path / "out").fingerprint
@@ -302,7 +302,7 @@ def test_overwrite_replaces_only_data_sets(tmp_path):
     assert (tmp_path / "home" / "thesis.txt").read_text() == "years of work"
 
 
-def test_the_output_cannot_lie_in_the_input(tmp_path):
+def test_output_inside_the_input_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("x")
     assert refused(tmp_path, [tmp_path], "bytes", tmp_path / "sub" / "out") == (
         f"the output folder {tmp_path / 'sub' / 'out'} lies inside the input folder {tmp_path}, "
@@ -312,9 +312,7 @@ def test_the_output_cannot_lie_in_the_input(tmp_path):
 
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("after", [0, 1, 7])
-def test_a_full_disk_leaves_the_old_data_set_and_nothing_else(
-    tmp_path, monkeypatch, after, overwrite
-):
+def test_full_disk_leaves_only_the_old_data_set(tmp_path, monkeypatch, after, overwrite):
     source = write_lines(tmp_path / "a.jsonl", random_documents(1, 50))
     if overwrite:
         build_dataset([source], "bytes", tmp_path / "out")
@@ -341,7 +339,7 @@ def test_a_full_disk_leaves_the_old_data_set_and_nothing_else(
 
 
 @pytest.mark.parametrize("phase", ["training the tokenizer", "tokenising"])
-def test_an_interrupt_leaves_nothing(tmp_path, phase):
+def test_interrupt_leaves_no_file(tmp_path, phase):
     source = write_lines(tmp_path / "a.jsonl", random_documents(1, 50))
 
     def interrupt(now, done, total):
@@ -354,7 +352,7 @@ def test_an_interrupt_leaves_nothing(tmp_path, phase):
     )  # fmt: skip
 
 
-def test_an_interrupt_at_any_moment_of_publishing_leaves_one_whole_data_set(tmp_path, monkeypatch):
+def test_interrupt_while_publishing_leaves_one_complete_data_set(tmp_path, monkeypatch):
     source = write_lines(tmp_path / "a.jsonl", random_documents(1, 50))
     build_dataset([source], "bytes", tmp_path / "out")
     old = TokenDataset.open(tmp_path / "out").fingerprint
@@ -387,20 +385,20 @@ def test_an_interrupt_at_any_moment_of_publishing_leaves_one_whole_data_set(tmp_
     assert seen == {old, new}
 
 
-def test_two_builds_of_the_same_folder(tmp_path):
+def test_second_build_of_the_same_folder_is_refused(tmp_path):
     source = write_lines(tmp_path / "a.jsonl", random_documents(1, 20))
     with published_folder(tmp_path / "out") as folder:
         (folder / "mine").write_text("x")
         with pytest.raises(DataError) as error:
             build_dataset([source], "bytes", tmp_path / "out")
         assert str(error.value) == (
-            f"another process is building {tmp_path / 'out'} right now; wait for it to end, or "
-            "choose another output folder"
+            f"another process is building {tmp_path / 'out'} now; wait until it ends, or choose "
+            "another output folder"
         )
     assert leftovers(tmp_path / "out") == ["mine"]
 
 
-def test_what_a_killed_build_left_is_cleared(tmp_path):
+def test_files_of_a_killed_build_are_removed(tmp_path):
     source = write_lines(tmp_path / "a.jsonl", random_documents(1, 20))
     stale = tmp_path / ".out.building"
     (stale / "folder").mkdir(parents=True)
@@ -421,7 +419,7 @@ def test_a_link_to_a_data_set_stays_a_link(tmp_path):
     assert leftovers(tmp_path) == ["a.jsonl", "link", "real"]
 
 
-def test_replacing_works_where_names_cannot_be_swapped(tmp_path, monkeypatch):
+def test_overwrite_works_without_atomic_exchange(tmp_path, monkeypatch):
     from penstock.data import publish
 
     monkeypatch.setattr(publish, "_exchange", lambda first, second: False)
@@ -432,7 +430,7 @@ def test_replacing_works_where_names_cannot_be_swapped(tmp_path, monkeypatch):
     assert leftovers(tmp_path) == ["a.jsonl", "out"]
 
 
-def test_documents_that_give_no_tokens_are_left_out(tmp_path):
+def test_documents_without_tokens_are_skipped(tmp_path):
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "[SEP]": 1, "a": 2}, unk_token="[UNK]"))

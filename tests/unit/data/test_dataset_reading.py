@@ -46,7 +46,7 @@ def flip(path, byte, bit=0):
     path.write_bytes(content)
 
 
-def test_any_range_is_what_lies_in_the_files(folder):
+def test_any_range_equals_the_files(folder):
     dataset = TokenDataset.open(folder)
     for split in dataset.splits:
         shards = sorted(folder.glob(f"{split}-*.bin"))
@@ -63,13 +63,13 @@ def test_any_range_is_what_lies_in_the_files(folder):
     assert len(sorted(folder.glob("train-*.bin"))) > 2
 
 
-def test_ranges_outside_of_the_split(folder):
+def test_range_outside_of_the_split_is_refused(folder):
     dataset = TokenDataset.open(folder)
     total = dataset.tokens("train")
     with pytest.raises(DataError) as error:
         dataset.read("train", 5, total + 1)
     assert str(error.value) == (
-        f"tokens 5 to {total + 1} wanted, split 'train' of {folder} has {total}"
+        f"expected tokens from 0 to {total} of split 'train' of {folder}, got 5 to {total + 1}"
     )
     with pytest.raises(DataError) as error:
         dataset.tokens("validatoin")
@@ -79,7 +79,7 @@ def test_ranges_outside_of_the_split(folder):
     )
 
 
-def test_opening_what_is_no_data_set(folder, tmp_path):
+def test_folder_without_data_set_is_refused(folder, tmp_path):
     with pytest.raises(DataError) as error:
         TokenDataset.open(tmp_path / "sett")
     assert str(error.value) == (
@@ -207,7 +207,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("change", HOSTILE.values(), ids=HOSTILE.keys())
-def test_a_manifest_that_breaks_the_rules(folder, change):
+def test_inconsistent_manifest_is_refused(folder, change):
     rewrite(folder, change)
     with pytest.raises(CorruptionError) as error:
         TokenDataset.open(folder)
@@ -216,7 +216,7 @@ def test_a_manifest_that_breaks_the_rules(folder, change):
     assert str(error.value).endswith(f"); {ADVICE}")
 
 
-def test_other_broken_manifests(folder):
+def test_broken_manifest_is_refused(folder):
     file = folder / "dataset.json"
     rewrite(folder, lambda content: content.update(seed=5), seal=False)
     with pytest.raises(CorruptionError, match=r"does not match its checksum: [0-9a-f]{32}, expect"):
@@ -254,7 +254,7 @@ def test_shards_are_mapped_not_read(tmp_path):
     assert checked == 3
 
 
-def test_a_model_with_too_small_a_vocabulary(folder):
+def test_too_small_model_vocabulary_is_refused(folder):
     dataset = TokenDataset.open(folder)
     check_vocabulary(dataset, 270)
     check_vocabulary(dataset, 50304)

@@ -10,13 +10,13 @@ SIZES = [1, 2, 3, 4, 5, 7, 10, 16, 17, 99, 100, 101, 1000, 4097, 65536, 100_003]
 
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("seed", [0, 1, 12345, 2**63])
-def test_every_thing_comes_exactly_once(n, seed):
+def test_permutation_has_every_element_once(n, seed):
     order = permute(np.arange(n), n, key_of(seed))
     assert np.array_equal(np.sort(order), np.arange(n))
 
 
 @pytest.mark.parametrize("n", [2**40 + 17, 2**62])
-def test_a_huge_order_needs_no_memory_and_stays_in_range(n):
+def test_huge_permutation_needs_no_memory_and_stays_in_range(n):
     places = np.array([0, 1, 2, n // 2, n - 2, n - 1])
     order = permute(places, n, key_of(5))
     assert len(set(order.tolist())) == len(places)
@@ -24,14 +24,14 @@ def test_a_huge_order_needs_no_memory_and_stays_in_range(n):
     assert order.max() < n
 
 
-def test_a_place_does_not_depend_on_what_else_is_asked():
+def test_position_is_independent_of_other_queries():
     n, key = 1237, key_of(9)
     whole = permute(np.arange(n), n, key)
     one_by_one = [int(permute(np.array([place]), n, key)[0]) for place in range(0, n, 13)]
     assert one_by_one == whole[::13].tolist()
 
 
-def test_orders_look_random():
+def test_permutations_pass_randomness_checks():
     # Of a uniformly random permutation: the expected number of fixed points is 1, neighbours are
     # uncorrelated, and each thing stands at each place equally often.
     n, trials = 50, 4000
@@ -54,7 +54,7 @@ def test_keys_depend_on_every_part_and_on_their_order():
     assert key_of(1, 2) != key_of(2, 1)
 
 
-def test_one_value_and_many_are_mixed_alike_as_published():
+def test_mixing_of_scalars_and_arrays_matches_published_values():
     values = np.random.default_rng(0).integers(0, 2**64, 1000, dtype=np.uint64)
     assert [_mix_one(int(value)) for value in values] == mix(values).tolist()
     # The first outputs of splitmix64 seeded with 0, from the reference implementation.

@@ -44,7 +44,7 @@ def stored(dataset, split="train"):
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("shard_bytes", [12, 100, 2**20])
-def test_a_record_is_its_prompt_its_completion_and_the_end(seed, shard_bytes, tmp_path):
+def test_record_is_prompt_completion_and_end_token(seed, shard_bytes, tmp_path):
     """In shards of any size, even such that records and whole prompts lie across several."""
     records = random_records(seed, 12)
     dataset = built(tmp_path, records, shard_bytes=shard_bytes, chunk_bytes=16)
@@ -58,7 +58,7 @@ def test_a_record_is_its_prompt_its_completion_and_the_end(seed, shard_bytes, tm
     )
 
 
-def test_prompt_and_completion_are_tokenised_apart(tmp_path):
+def test_prompt_and_completion_are_tokenised_separately(tmp_path):
     """With merges that would reach across the border if they could."""
     records = [("aaa" * (i % 5 + 1), "aaaa" * (i % 3 + 1)) for i in range(60)]
     dataset = built(tmp_path, records, "train-bpe:300")
@@ -71,7 +71,7 @@ def test_prompt_and_completion_are_tokenised_apart(tmp_path):
     assert stored(dataset) == expected
 
 
-def test_fields_may_have_other_names_and_the_rest_is_ignored(tmp_path):
+def test_field_names_are_configurable_and_others_ignored(tmp_path):
     records = random_records(3, 5)
     lines = [json.dumps({"q": p, "a": c, "prompt": 7, "source": None}) for p, c in records]
     (tmp_path / "x.jsonl").write_text("\n".join(lines) + "\n\n")
@@ -105,7 +105,7 @@ def test_whole_records_are_held_out(seed, tmp_path):
     assert train == [one for one in order if one in train]
 
 
-def test_one_record_is_held_out_even_if_none_was_drawn(tmp_path):
+def test_one_record_is_held_out_if_none_was_selected(tmp_path):
     source = write_records(tmp_path / "a.jsonl", random_records(0, 3))
     report = build_dataset([source], "bytes", tmp_path / "set", content="records", validation=1e-9)
     dataset = TokenDataset.open(tmp_path / "set")
@@ -114,11 +114,12 @@ def test_one_record_is_held_out_even_if_none_was_drawn(tmp_path):
     ]
     assert dataset.documents("validation") == 1
     assert report.notes == (
-        "of 3 records none was drawn to be held out; the last one is the validation split instead",
+        "of 3 records none was selected as held-out data; the last one is the validation split "
+        "instead",
     )
 
 
-def test_a_single_record_trains(tmp_path):
+def test_single_record_is_in_the_train_split(tmp_path):
     source = write_records(tmp_path / "a.jsonl", [("a", "b")])
     report = build_dataset([source], "bytes", tmp_path / "set", content="records")
     assert TokenDataset.open(tmp_path / "set").splits == ("train",)
@@ -129,11 +130,11 @@ BROKEN = {
     "no prompt": (
         '{"promt": "a", "completion": "b"}',
         "{place}: no field 'prompt' (did you mean 'promt'?); the fields are 'promt', 'completion'; "
-        "name another one with --prompt-field or data.prompt_field",
+        "choose another with --prompt-field or data.prompt_field",
     ),
     "no completion": (
         '{"prompt": "a", "answer": "b"}',
-        "{place}: no field 'completion'; the fields are 'prompt', 'answer'; name another one with "
+        "{place}: no field 'completion'; the fields are 'prompt', 'answer'; choose another with "
         "--completion-field or data.completion_field",
     ),
     "not text": (
@@ -146,12 +147,13 @@ BROKEN = {
     ),
     "empty": (
         '{"prompt": "a", "completion": ""}',
-        "{place}: field 'completion' is empty: there is nothing to learn; give the completion or "
-        "leave the record out",
+        "{place}: field 'completion' is empty: there is nothing to learn; add the completion "
+        "or remove the record",
     ),
     "no object": (
         '["a", "b"]',
-        "{place}: wanted a JSON object with a field 'prompt' and a field 'completion', got a list",
+        "{place}: expected a JSON object with a field 'prompt' and a field 'completion', got a "
+        "list",
     ),
     "broken": ('{"prompt": "a", ', "{place}: broken JSON at column 16: "),
     "not UTF-8": (b'{"prompt": "\xff"}', "{place}: byte 47 (0xff) is not UTF-8 text "),
@@ -174,30 +176,30 @@ def test_a_bad_line_is_refused_by_file_and_number(line, message, tmp_path):
     assert not (tmp_path / "set").exists()
 
 
-def test_records_and_plain_text_do_not_mix(tmp_path):
+def test_records_and_plain_text_cannot_be_mixed(tmp_path):
     write_records(tmp_path / "a.jsonl", [("a", "b")])
     (tmp_path / "b.txt").write_text("text")
     with pytest.raises(DataError) as error:
         build_dataset([tmp_path], "bytes", tmp_path.with_name("set"), content="records")
     assert str(error.value) == (
-        f"{tmp_path / 'b.txt'}: prompts with completions come from .jsonl and .parquet files, "
-        "this is read as plain text, and one data set cannot hold both; leave the file out or "
+        f"{tmp_path / 'b.txt'}: prompts with completions come from .jsonl and .parquet files, but "
+        "this file is read as plain text, and one data set cannot hold both; remove the file or "
         "build a data set of text"
     )
 
 
-def test_text_asked_of_records_names_the_way(tmp_path):
+def test_text_build_of_records_names_the_remedy(tmp_path):
     file = write_records(tmp_path / "a.jsonl", [("a", "b")])
     with pytest.raises(DataError) as error:
         build_dataset([file], "bytes", tmp_path / "set")
     assert str(error.value) == (
-        f"{file}:1: no field 'text'; the fields are 'prompt', 'completion'; name another one with "
+        f"{file}:1: no field 'text'; the fields are 'prompt', 'completion'; choose another with "
         "--field or data.text_field, or build records of prompt and completion: --content "
         "records, or data.content: records"
     )
 
 
-def test_no_record_at_all(tmp_path):
+def test_input_without_records_is_refused(tmp_path):
     file = write_records(tmp_path / "a.jsonl", [])
     with pytest.raises(DataError) as error:
         build_dataset([file], "bytes", tmp_path / "set", content="records")
@@ -216,7 +218,7 @@ def test_content_is_text_or_records(tmp_path):
 # The format
 
 
-def test_plain_text_keeps_its_version(tmp_path):
+def test_plain_text_data_set_keeps_its_format_version(tmp_path):
     """So that what was built before is the same data set, and older releases read what is new."""
     (tmp_path / "a.txt").write_text("some text")
     build_dataset([tmp_path / "a.txt"], "bytes", tmp_path / "set")
@@ -268,7 +270,7 @@ def test_every_flipped_bit_of_an_index_is_found(tmp_path):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_an_index_that_breaks_the_rules_is_no_crash(seed, tmp_path):
+def test_inconsistent_index_is_refused(seed, tmp_path):
     """With checksums that match: only its numbers are wrong."""
     import xxhash
 
@@ -318,7 +320,7 @@ def rows_of(batch):
 
 @pytest.mark.parametrize("length", [4, 9, 25, 120])
 @pytest.mark.parametrize("seed", range(3))
-def test_every_record_comes_once_per_epoch(seed, length, tmp_path):
+def test_every_record_is_drawn_once_per_epoch(seed, length, tmp_path):
     """Padded, or short of the beginning of its prompt, or, if it cannot fit, not at all."""
     records = random_records(seed, 50)
     source = RecordSource(built(tmp_path, records), "train", length, seed)
@@ -343,7 +345,7 @@ def test_every_record_comes_once_per_epoch(seed, length, tmp_path):
     )
 
 
-def test_a_row_depends_on_seed_step_and_index_alone(tmp_path):
+def test_row_depends_only_on_seed_step_and_index(tmp_path):
     dataset = built(tmp_path, random_records(5, 30))
     whole = RecordSource(dataset, "train", 40, 7).batch(9, range(8), 8)
     for first, stop in ((0, 3), (3, 8)):
@@ -356,7 +358,7 @@ def test_a_row_depends_on_seed_step_and_index_alone(tmp_path):
 
 
 @pytest.mark.parametrize("length", [10, 60])
-def test_evaluation_takes_records_in_their_order(length, tmp_path):
+def test_evaluation_reads_records_in_order(length, tmp_path):
     records = random_records(6, 23)
     source = RecordSource(built(tmp_path, records), "train", length)
     wanted = [row for row in (expected_row(record, length) for record in records) if row]
@@ -366,13 +368,13 @@ def test_evaluation_takes_records_in_their_order(length, tmp_path):
         assert [len(batch) for batch in batches[:-1]] == [4] * (len(batches) - 1)
 
 
-def test_what_does_not_fit_is_said(tmp_path):
+def test_too_long_records_are_reported(tmp_path):
     records = [("a" * 10, "b" * 2)] * 3 + [("a", "b" * 20)] * 2 + [("a", "b")]
     source = RecordSource(built(tmp_path, records), "train", 8)
     assert source.warnings() == [
-        "train split: 3 of 6 records are longer than 8 tokens; the beginning of their prompts is "
-        "cut off",
-        "train split: 2 of 6 records are left out, their completions alone need more than 8 "
+        "train split: 3 of 6 records are longer than 8 tokens; their prompts are shortened at the "
+        "beginning",
+        "train split: 2 of 6 records are not used: their completions alone need more than 8 "
         "tokens; raise data.sequence_length to train on them",
     ]
     assert RecordSource(source.dataset, "train", 21).warnings() == []
@@ -384,7 +386,7 @@ def test_what_does_not_fit_is_said(tmp_path):
     )
 
 
-def test_windows_over_records_still_are_windows(tmp_path):
+def test_windows_over_records_ignore_record_boundaries(tmp_path):
     """The tokens of records are one sequence too, for who wants to train on all of them."""
     records = random_records(8, 20)
     dataset = built(tmp_path, records)

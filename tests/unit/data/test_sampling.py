@@ -51,7 +51,7 @@ KINDS = ["language", "masked", "array"]
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", [0, 3, 2**40])
-def test_a_row_depends_on_seed_step_and_index_alone(dataset, kind, seed):
+def test_row_depends_only_on_seed_step_and_index(dataset, kind, seed):
     source = source_of(kind, dataset, seed)
     rng = random.Random(seed)
     for _ in range(20):
@@ -69,7 +69,7 @@ def test_a_row_depends_on_seed_step_and_index_alone(dataset, kind, seed):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_batches_belong_to_the_caller(dataset, kind):
+def test_batches_may_be_changed_by_the_caller(dataset, kind):
     source = source_of(kind, dataset)
     first = source.batch(0, range(4), 4)
     kept = {name: array.copy() for name, array in first.items()}
@@ -79,7 +79,7 @@ def test_batches_belong_to_the_caller(dataset, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_another_global_batch_cuts_the_same_sequence_of_samples(dataset, kind):
+def test_sample_order_is_independent_of_the_global_batch(dataset, kind):
     source = source_of(kind, dataset)
     runs = []
     for size in (1, 4, 6, 12):
@@ -104,7 +104,7 @@ def windows_seen(dataset, source, epoch, size):
 
 @pytest.mark.parametrize("seed", [0, 1, 99])
 @pytest.mark.parametrize("length", [7, 16, 33])
-def test_each_window_comes_once_per_epoch(dataset, seed, length):
+def test_each_window_is_drawn_once_per_epoch(dataset, seed, length):
     source = LanguageModelSource(dataset, "train", length, seed)
     total = dataset.tokens("train")
     assert source.windows_per_epoch == (total - 1) // length
@@ -124,7 +124,7 @@ def test_each_window_comes_once_per_epoch(dataset, seed, length):
         assert len(offsets) > 1
 
 
-def test_fields_have_the_types_that_models_want(dataset):
+def test_fields_have_the_expected_types(dataset):
     batch = LanguageModelSource(dataset, "train", T).batch(3, [0, 2], 4)
     assert {name: (array.shape, array.dtype) for name, array in batch.items()} == {
         "input_ids": ((2, T), np.int64),
@@ -134,7 +134,7 @@ def test_fields_have_the_types_that_models_want(dataset):
     assert LanguageModelSource(dataset, "train", T).batch(3, [], 4)["input_ids"].shape == (0, T)
 
 
-def test_evaluation_goes_through_the_split_in_order(dataset):
+def test_evaluation_reads_the_split_in_order(dataset):
     source = LanguageModelSource(dataset, "validation", T, seed=5)
     tokens = dataset.read("validation", 0, dataset.tokens("validation")).astype(np.int64)
     batches = list(source.evaluation_batches(4))
@@ -195,7 +195,7 @@ def test_masking_changes_by_epoch_and_not_in_evaluation(dataset):
     assert np.array_equal(flat[flat >= 0], tokens[flat >= 0])
 
 
-def test_even_the_shortest_window_has_something_to_predict(dataset):
+def test_shortest_window_has_a_masked_token(dataset):
     source = MaskedLanguageModelSource(dataset, "train", 2, MASK)
     batch = source.batch(0, range(50), 50)
     original = np.where(batch["labels"] != -100, batch["labels"], batch["input_ids"])
@@ -205,7 +205,7 @@ def test_even_the_shortest_window_has_something_to_predict(dataset):
 
 @pytest.mark.parametrize("rows", [1, 2, 50, 101])
 @pytest.mark.parametrize("seed", [0, 8])
-def test_array_rows_stay_together_and_come_once_per_epoch(rows, seed):
+def test_array_rows_stay_together_and_are_drawn_once_per_epoch(rows, seed):
     source = ArraySource({"x": np.arange(rows) * 10, "y": np.arange(rows)[:, None]}, seed)
     for epoch in range(3):
         batch = source.batch(epoch, range(rows), rows)
@@ -232,7 +232,7 @@ def refused(call, *args, **options):
     return str(error.value)
 
 
-def test_what_cannot_be_sampled(dataset):
+def test_invalid_sampling_is_refused(dataset):
     total = dataset.tokens("validation")
     assert refused(LanguageModelSource, dataset, "validation", total) == (
         f"split 'validation' of data set {dataset.path} has {total} tokens, one sequence of "
@@ -248,7 +248,7 @@ def test_what_cannot_be_sampled(dataset):
     )
     source = LanguageModelSource(dataset, "train", T)
     assert refused(source.batch, 2, [3, 4], 4) == (
-        "wanted a step from 0 and indices in [0, 4), the global batch; got step 2 and indices "
+        "expected a step from 0 and indices in [0, 4), the global batch; got step 2 and indices "
         "[3, 4]"
     )
     assert refused(ArraySource, {"x": np.zeros((3, 2)), "y": np.zeros(4)}) == (

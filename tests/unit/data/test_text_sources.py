@@ -39,7 +39,7 @@ def random_text(seed, length):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_text_file_is_one_document_to_the_character(tmp_path, seed):
+def test_text_file_is_one_exact_document(tmp_path, seed):
     file = tmp_path / "a.txt"
     for length in (1, 1000, PIECE_CHARACTERS, PIECE_CHARACTERS + 1, 3 * PIECE_CHARACTERS + 7):
         text = random_text(seed, length)
@@ -47,13 +47,13 @@ def test_a_text_file_is_one_document_to_the_character(tmp_path, seed):
         assert documents(file) == [text], (seed, length)
 
 
-def test_text_without_a_single_good_place_to_cut(tmp_path):
+def test_text_without_cut_position_is_read_exactly(tmp_path):
     text = "é" * (2 * PIECE_CHARACTERS + 5)
     (tmp_path / "a.txt").write_bytes(text.encode())
     assert documents(tmp_path / "a.txt") == [text]
 
 
-def test_pieces_are_cut_where_gpt2_word_splitting_does_not_notice(tmp_path):
+def test_piece_cuts_do_not_change_gpt2_word_splitting(tmp_path):
     from tokenizers import pre_tokenizers
 
     split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True).pre_tokenize_str
@@ -67,7 +67,7 @@ def test_pieces_are_cut_where_gpt2_word_splitting_does_not_notice(tmp_path):
     assert together == [word for word, _ in split(text)]
 
 
-def test_a_byte_order_mark_is_no_text(tmp_path):
+def test_byte_order_mark_is_removed(tmp_path):
     (tmp_path / "a.txt").write_bytes("\ufeffone\ufeff".encode())
     (tmp_path / "a.jsonl").write_bytes("\ufeff".encode() + b'{"text": "one"}\n')
     assert documents(tmp_path / "a.txt") == ["one\ufeff"]
@@ -88,12 +88,12 @@ def test_json_lines_and_parquet_give_the_same_documents(tmp_path):
     assert documents(tmp_path / "a.jsonl") == texts
 
 
-def test_another_field_can_be_named(tmp_path):
+def test_text_field_is_configurable(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": 1, "body": "b"}\n')
     assert documents(tmp_path / "a.jsonl", "body") == ["b"]
 
 
-def test_empty_documents_are_left_out(tmp_path):
+def test_empty_documents_are_skipped(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"")
     (tmp_path / "a.jsonl").write_text('{"text": ""}\n{"text": "x"}\n')
     assert documents(tmp_path / "a.txt") == []
@@ -101,26 +101,26 @@ def test_empty_documents_are_left_out(tmp_path):
 
 
 @pytest.mark.parametrize("lead", [0, 5, 2**18 - 1, 2**18, 2**19 + 3])
-def test_text_that_is_not_utf8_is_found_to_the_byte(tmp_path, lead):
+def test_invalid_utf8_is_reported_with_its_byte(tmp_path, lead):
     file = tmp_path / "a.txt"
     file.write_bytes(b"a" * lead + b"\xff" + b"bc")
     assert refusal(file) == (
         f"{file}: byte {lead} (0xff) is not UTF-8 text (invalid start byte); convert the file to "
-        "UTF-8 or leave it out"
+        "UTF-8 or remove it"
     )
 
 
 @pytest.mark.parametrize("lead", [3, 2**18 - 1])
-def test_text_that_ends_inside_a_character(tmp_path, lead):
+def test_text_that_ends_inside_a_character_is_refused(tmp_path, lead):
     file = tmp_path / "a.txt"
     file.write_bytes(b"a" * lead + "é".encode()[:1])
     assert refusal(file) == (
         f"{file}: byte {lead} (0xc3) is not UTF-8 text (unexpected end of data); convert the file "
-        "to UTF-8 or leave it out"
+        "to UTF-8 or remove it"
     )
 
 
-FIELDS = "the fields are 'txt', 'id'; name another one with --field or data.text_field"
+FIELDS = "the fields are 'txt', 'id'; choose another with --field or data.text_field"
 
 
 @pytest.mark.parametrize(
@@ -128,13 +128,12 @@ FIELDS = "the fields are 'txt', 'id'; name another one with --field or data.text
     [
         (b'{"text": "a"', "broken JSON at column 13: Expecting ',' delimiter"),
         (b"nonsense", "broken JSON at column 1: Expecting value"),
-        (b'["text"]', "wanted a JSON object with a field 'text', got a list"),
-        (b'"text"', "wanted a JSON object with a field 'text', got text"),
+        (b'["text"]', "expected a JSON object with a field 'text', got a list"),
+        (b'"text"', "expected a JSON object with a field 'text', got text"),
         (b'{"txt": "a", "id": 1}', f"no field 'text' (did you mean 'txt'?); {FIELDS}"),
         (
             b"{}",
-            "no field 'text'; the fields are none; name another one with --field or "
-            "data.text_field",
+            "no field 'text'; the fields are none; choose another with --field or data.text_field",
         ),
         (b'{"text": 5}', "field 'text' must be text, got a number"),
         (b'{"text": null}', "field 'text' must be text, got null"),
@@ -147,24 +146,24 @@ FIELDS = "the fields are 'txt', 'id'; name another one with --field or data.text
         (
             b'{"text": "\xe9"}',
             "byte 27 (0xe9) is not UTF-8 text (invalid continuation byte); convert the file to "
-            "UTF-8 or leave it out",
+            "UTF-8 or remove it",
         ),
     ],
 )
-def test_broken_json_lines(tmp_path, line, message):
+def test_broken_json_lines_are_refused(tmp_path, line, message):
     file = tmp_path / "a.jsonl"
     file.write_bytes(b'{"text": "fine"}\n' + line + b"\n")
     assert refusal(file) == f"{file}:2: {message}"
 
 
 @pytest.mark.parametrize("line", ["[" * 100_000, "1" * 5000 + "x", "1" * 5000])
-def test_hostile_json_lines(tmp_path, line):
+def test_hostile_json_lines_are_refused(tmp_path, line):
     file = tmp_path / "a.jsonl"
     file.write_text(line)
     assert refusal(file).startswith(f"{file}:1: ")
 
 
-def test_broken_parquet(tmp_path):
+def test_broken_parquet_is_refused(tmp_path):
     file = tmp_path / "a.parquet"
     file.write_bytes(b"PAR1 this is not Parquet at all PAR1")
     assert refusal(file).startswith(f"{file} is not a readable Parquet file: ")
@@ -184,12 +183,12 @@ def test_broken_parquet(tmp_path):
     assert refusal(file).startswith(f"{file}: broken Parquet data after row 0: ")
 
 
-def test_parquet_columns(tmp_path):
+def test_missing_or_non_text_parquet_column_is_refused(tmp_path):
     file = tmp_path / "a.parquet"
     pq.write_table(pa.table({"txt": ["a"], "id": [1]}), file)
     assert refusal(file) == (
-        f"{file}: no column 'text' (did you mean 'txt'?); the columns are 'txt', 'id'; name "
-        "another one with --field or data.text_field"
+        f"{file}: no column 'text' (did you mean 'txt'?); the columns are 'txt', 'id'; choose "
+        "another with --field or data.text_field"
     )
     assert refusal(file, "id") == f"{file}: column 'id' must be text, it is int64"
     pq.write_table(pa.table({"text": ["a", None]}), file)
@@ -201,7 +200,7 @@ def test_parquet_columns(tmp_path):
     assert refusal(file) == (f"{file}, row 0: byte 3 of the text is not UTF-8 (invalid start byte)")
 
 
-def test_parquet_without_pyarrow(tmp_path, monkeypatch):
+def test_parquet_without_pyarrow_is_refused(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     assert refusal(tmp_path / "a.parquet") == (
         f"{tmp_path / 'a.parquet'}: reading Parquet needs pyarrow; install it with: "
@@ -209,7 +208,7 @@ def test_parquet_without_pyarrow(tmp_path, monkeypatch):
     )
 
 
-def test_a_file_that_vanished(tmp_path):
+def test_vanished_file_is_refused(tmp_path):
     for name in ("a.txt", "a.jsonl"):
         assert refusal(tmp_path / name) == (
             f"cannot read {tmp_path / name}: No such file or directory"
@@ -241,12 +240,12 @@ def test_files_are_chosen_by_pattern(tree):
     assert [path.name for path in find_files(patterns)] == ["1.py", "2.py", "y.py"]
 
 
-def test_a_name_with_brackets_is_a_name(tmp_path):
+def test_name_with_brackets_is_not_a_pattern(tmp_path):
     (tmp_path / "a[1].txt").write_text("x")
     assert find_files([tmp_path / "a[1].txt"]) == [tmp_path / "a[1].txt"]
 
 
-def test_missing_inputs(tree, tmp_path):
+def test_missing_inputs_are_refused(tree, tmp_path):
     def refused(*inputs, **options):
         with pytest.raises(DataError) as error:
             find_files(inputs, **options)
@@ -258,7 +257,7 @@ def test_missing_inputs(tree, tmp_path):
     assert refused(tmp_path / "no" / "such") == f"input {tmp_path / 'no' / 'such'} does not exist"
     assert refused("/dev/null") == "input /dev/null is neither a file nor a folder"
     assert refused(tree, glob="*.md") == f"found no files that match '*.md' in {tree}"
-    assert refused() == "found no files in no inputs at all"
+    assert refused() == "found no files in an empty list of inputs"
     assert refused(tree / "*.md") == f"input {tree / '*.md'} does not exist"
 
 

@@ -36,7 +36,7 @@ def tokenizer(request, bpe):
 @settings(deadline=None, max_examples=200)
 @given(texts=st.lists(ANY_TEXT, min_size=1, max_size=5))
 @pytest.mark.parametrize("kind", ["bytes", "bpe"])
-def test_any_text_comes_back_exactly(kind, texts, bpe):
+def test_any_text_round_trips(kind, texts, bpe):
     tokenizer = ByteTokenizer() if kind == "bytes" else bpe
     encoded = tokenizer.encode_batch(texts)
     assert [tokenizer.decode(ids) for ids in encoded] == texts
@@ -45,14 +45,14 @@ def test_any_text_comes_back_exactly(kind, texts, bpe):
         assert tokenizer.end_of_document not in ids
 
 
-def test_bytes_are_the_bytes_of_the_text():
+def test_byte_tokens_are_the_bytes_of_the_text():
     (ids,) = ByteTokenizer().encode_batch(["é\n"])
     assert ids.tolist() == [0xC3, 0xA9, 0x0A]
     assert ByteTokenizer().decode([0xC3, 0xA9, 256, 65, 0xFF]) == "é<|endoftext|>A\ufffd"
     assert ByteTokenizer.vocab_size == 257
 
 
-def test_the_end_of_document_cannot_be_written_in_a_document(tokenizer):
+def test_end_of_document_token_cannot_appear_in_text(tokenizer):
     text = "one<|endoftext|>two"
     (ids,) = tokenizer.encode_batch([text])
     assert tokenizer.end_of_document not in ids
@@ -60,7 +60,7 @@ def test_the_end_of_document_cannot_be_written_in_a_document(tokenizer):
     assert tokenizer.decode([tokenizer.end_of_document]) == "<|endoftext|>"
 
 
-def test_training_merges_what_is_frequent_and_gives_the_size_wanted(bpe):
+def test_training_merges_frequent_pairs_up_to_the_requested_size(bpe):
     assert bpe.vocab_size == 340
     (ids,) = bpe.encode_batch(["".join(WORDS)])
     assert ids.size < 0.6 * len("".join(WORDS).encode())
@@ -79,7 +79,7 @@ def test_the_same_text_trains_the_same_tokenizer_in_every_process(bpe):
     assert done.stdout.decode() == bpe.to_json(), done.stderr.decode()
 
 
-def test_what_the_text_raises_while_training_is_raised_as_it_is():
+def test_error_of_the_text_during_training_is_raised_unchanged():
     def texts():
         yield "some text"
         raise DataError("the second file is broken")
@@ -144,25 +144,25 @@ def test_a_model_tokenizer_with_a_template_gets_no_special_tokens(bpe):
 
 
 @pytest.mark.parametrize("spec", ["train-bpe", "train-bpe:", "train-bpe:256", "train-bpe:4k"])
-def test_a_size_that_cannot_be_is_refused(spec):
+def test_invalid_size_is_refused(spec):
     with pytest.raises(ConfigError) as error:
         train_size(spec)
     assert str(error.value) == (
-        f"tokenizer '{spec}': wanted train-bpe:SIZE with SIZE from 257 (every byte and the end of "
-        "text) to 16777216, such as train-bpe:4096"
+        f"tokenizer '{spec}': expected train-bpe:SIZE with SIZE from 257 (every byte and the end "
+        "of text) to 16777216, such as train-bpe:4096"
     )
 
 
-def test_no_such_tokenizer():
+def test_unknown_tokenizer_is_refused():
     with pytest.raises(DataError) as error:
         load_tokenizer("byte")
     assert str(error.value) == (
-        "tokenizer 'byte' does not exist (did you mean 'bytes'?); wanted bytes, train-bpe:SIZE, "
+        "tokenizer 'byte' does not exist (did you mean 'bytes'?); expected bytes, train-bpe:SIZE, "
         "or the path of a tokenizer.json or of a folder with one"
     )
 
 
-def test_a_folder_without_a_tokenizer(tmp_path):
+def test_folder_without_tokenizer_is_refused(tmp_path):
     with pytest.raises(DataError) as error:
         load_tokenizer(str(tmp_path))
     assert str(error.value) == (
@@ -172,7 +172,7 @@ def test_a_folder_without_a_tokenizer(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"\xff\xfe", b'{"model": {"type": "BPE"}}'])
-def test_a_broken_tokenizer_file(tmp_path, content):
+def test_broken_tokenizer_file_is_refused(tmp_path, content):
     file = tmp_path / "tokenizer.json"
     file.write_bytes(content)
     start = re.escape(f"{file} is not a tokenizer of the `tokenizers` library: ")
@@ -180,7 +180,7 @@ def test_a_broken_tokenizer_file(tmp_path, content):
         load_tokenizer(str(file))
 
 
-def test_a_tokenizer_that_cannot_end_a_document(tmp_path):
+def test_tokenizer_without_end_of_document_is_refused(tmp_path):
     from tokenizers import Tokenizer, models
 
     file = tmp_path / "tokenizer.json"
@@ -188,13 +188,13 @@ def test_a_tokenizer_that_cannot_end_a_document(tmp_path):
     with pytest.raises(DataError) as error:
         load_tokenizer(str(file))
     assert str(error.value) == (
-        f"tokenizer {file} has no token to end a document with; name one as eos_token in a "
+        f"tokenizer {file} has no end-of-document token; name one as eos_token in a "
         "tokenizer_config.json beside it (looked for <|endoftext|>, <|end_of_text|>, </s>, <eos>, "
         "<|eos|>, [SEP])"
     )
 
 
-def test_an_end_of_document_beyond_the_models_vocabulary(tmp_path, bpe):
+def test_end_of_document_beyond_the_models_vocabulary_is_refused(tmp_path, bpe):
     file = tmp_path / "tokenizer.json"
     file.write_text(bpe.to_json())
     end, number = max(json.loads(bpe.to_json())["model"]["vocab"].items(), key=lambda item: item[1])
@@ -208,7 +208,7 @@ def test_an_end_of_document_beyond_the_models_vocabulary(tmp_path, bpe):
     )
 
 
-def test_ids_without_text(tokenizer):
+def test_ids_without_text_are_refused(tokenizer):
     size = tokenizer.vocab_size
     for bad in (-1, size):
         with pytest.raises(DataError) as error:

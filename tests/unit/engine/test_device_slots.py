@@ -34,7 +34,7 @@ def compute(lanes, slots, stage, scale):
 
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("seed", range(40))
-def test_every_stage_computes_with_its_own_weights_and_sends_its_own_sums(seed, count):
+def test_every_stage_uses_its_weights_and_sends_its_sums(seed, count):
     random, lanes = np.random.default_rng(seed), RandomLanes(seed)
     weights = weights_of(random, stages=7)
     slots = DeviceSlots(4096, count, lanes)
@@ -57,7 +57,7 @@ def test_every_stage_computes_with_its_own_weights_and_sends_its_own_sums(seed, 
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_weights_may_be_overwritten_when_the_next_load_has_returned(seed):
+def test_weights_may_be_overwritten_after_the_next_load(seed):
     random, lanes = np.random.default_rng(seed), RandomLanes(seed)
     weights = weights_of(random, stages=6)
     slots = DeviceSlots(4096, 2, lanes)
@@ -82,7 +82,7 @@ def check(stage, scale, sent, weights):
         assert torch.equal(came, weight * scale)
 
 
-def test_a_backward_that_reads_only_some_weights_gets_these():
+def test_backward_receives_only_the_weights_it_reads():
     lanes = RandomLanes(0)
     slots = DeviceSlots(4096, 2, lanes)
     (stage,) = weights_of(np.random.default_rng(0), stages=1)
@@ -102,7 +102,7 @@ def test_loading_too_far_ahead_is_refused():
         slots.load(2, weight)
 
 
-def test_a_step_that_was_given_up_leaves_its_slots_to_the_next():
+def test_aborted_step_frees_its_slots():
     lanes = RandomLanes(3)
     slots = DeviceSlots(4096, 2, lanes)
     old, new = [torch.zeros(5)], [torch.arange(5.0)]
@@ -115,7 +115,7 @@ def test_a_step_that_was_given_up_leaves_its_slots_to_the_next():
     assert torch.equal(slots.send_back(0, nodes).wait()[0].tensors[0], 3 * new[0])
 
 
-def test_gradients_that_nobody_waited_for_in_time_are_not_mistaken_for_others():
+def test_overwritten_gradients_are_refused():
     lanes = RandomLanes(5)
     slots = DeviceSlots(4096, 2, lanes)
     sent = [slots.send_back(0, [PartialSum(0, 0, (torch.full((4,), float(i)),))]) for i in range(3)]

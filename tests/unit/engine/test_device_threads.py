@@ -76,7 +76,7 @@ class Device:
     def reset(self):
         pass
 
-    def pass_over(self, stage, returns_gradients):
+    def skip_stage(self, stage, returns_gradients):
         self._maybe_fail("pass over", stage)
         if returns_gradients:
             self._meet()
@@ -169,7 +169,7 @@ EVENTS += [("backward", 0), ("load", 1)]
 
 @pytest.mark.parametrize("rank", range(SIZE))
 @pytest.mark.parametrize("event", EVENTS, ids=[f"{what}-{number}" for what, number in EVENTS])
-def test_an_error_of_one_device_is_raised_and_the_next_step_is_made(event, rank):
+def test_error_of_one_device_is_raised_and_the_next_step_succeeds(event, rank):
     group = Group({(rank, *event): ValueError("out of order")})
     with pytest.raises(ValueError, match="out of order") as caught:
         group.step()
@@ -179,7 +179,7 @@ def test_an_error_of_one_device_is_raised_and_the_next_step_is_made(event, rank)
     group.close()
 
 
-def test_each_device_is_asked_for_its_results_and_raises_what_it_met():
+def test_results_of_each_device_raise_its_error():
     group = Group({(1, "results"): RuntimeError("out of memory")})
     try:
         assert [group.engines[rank].results() for rank in (0, 2)] == [[(0.0,)], [(2.0,)]]
@@ -199,7 +199,7 @@ def test_every_device_may_fail_at_once():
 
 @pytest.mark.parametrize("given", [1, 2])
 @pytest.mark.parametrize("call", ["load", "turn"])
-def test_a_driver_that_was_interrupted_between_two_engines_may_begin_anew(call, given, group):
+def test_caller_interrupted_between_engines_can_start_a_new_step(call, given, group):
     for engine in group.engines:
         engine.begin(0)
     for engine in group.engines[:given]:
@@ -210,13 +210,13 @@ def test_a_driver_that_was_interrupted_between_two_engines_may_begin_anew(call, 
     assert group.step() == GOOD
 
 
-def test_a_driver_that_was_interrupted_while_it_began_may_begin_anew(group):
+def test_caller_interrupted_at_begin_can_start_a_new_step(group):
     group.step()
     group.engines[0].begin(0)
     assert group.step() == GOOD
 
 
-def test_closing_in_the_middle_leaves_no_thread():
+def test_close_during_a_step_leaves_no_thread():
     group = Group()
     for engine in group.engines:
         engine.begin(0)
@@ -225,17 +225,19 @@ def test_closing_in_the_middle_leaves_no_thread():
     assert sorted(group.left) == [0, 1, 2]
 
 
-def test_a_device_that_cannot_do_its_part_ends_the_group_and_nobody_hangs():
+def test_failed_collective_ends_the_group_without_deadlock():
     group = Group({(1, "forward", 1): ValueError("first"), (1, "pass over", 1): OSError("lost it")})
     with pytest.raises((ValueError, GroupError)):
         group.step()
     assert group.aborted.is_set()
-    with pytest.raises(GroupError, match=r"have lost each other \(lost it\); start the run again"):
+    with pytest.raises(
+        GroupError, match=r"can no longer communicate \(lost it\); start the run again"
+    ):
         group.step()
     group.close()
 
 
-def test_what_a_device_reads_is_let_go_only_when_all_have_read_it(group):
+def test_weights_are_released_only_after_all_devices_read_them(group):
     read = threading.Event()
     devices = [SimpleNamespace(load=device.load) for device in group.devices]
 
@@ -252,7 +254,7 @@ def test_what_a_device_reads_is_let_go_only_when_all_have_read_it(group):
     assert read.is_set()
 
 
-def test_what_fails_while_a_device_gets_ready_is_raised():
+def test_error_during_device_setup_is_raised():
     rounds = Rounds(lambda: None)
 
     def build():

@@ -66,7 +66,7 @@ def test_predicted_accounted_and_allocated_bytes_agree(kind, micro_batches):
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt"])
-def test_the_null_engine_has_the_account_of_the_real_one(family):
+def test_null_engine_accounts_as_the_torch_engine(family):
     program, weights, batches = setting(family)
     for plan in plans_of(program):
         real, null = TorchEngine(program, plan), NullEngine(program, plan)
@@ -95,7 +95,7 @@ def test_an_engine_refuses_to_go_beyond_its_budget():
 
 
 @pytest.mark.parametrize("kind", ["always", "never", "auto"])
-def test_the_budget_that_a_refusal_names_is_enough_and_less_is_not(kind):
+def test_budget_named_by_the_refusal_suffices_and_less_does_not(kind):
     program, weights, batches = setting("llama", num_hidden_layers=4)
     with pytest.raises(BudgetError) as caught:
         plan_engine(program, len(batches), 50_000, kind)
@@ -130,7 +130,7 @@ def test_the_buffers_of_a_group_count_against_the_budget_of_each_device(devices)
         plan_engine(program, share, together - 1, "never", sharing=sharing)
 
 
-def test_between_keeping_all_and_nothing_it_recomputes_no_more_than_it_must():
+def test_recomputation_is_minimal_for_the_budget():
     program, _, batches = setting("gpt2", n_layer=8)
     keep, make = plans_of(program)[:2]
     high = predict_bytes(program, len(batches), keep).peak_bytes
@@ -147,7 +147,7 @@ def test_between_keeping_all_and_nothing_it_recomputes_no_more_than_it_must():
 
 
 @pytest.mark.long
-def test_depth_costs_boundary_activations_and_nothing_else():
+def test_depth_adds_only_boundary_activations():
     """With everything recomputed: weights, gradients and inner values of one stage, any depth."""
     boundary = 4 * 2 * LENGTH * 32 * 4  # micro-batches x [2, LENGTH, 32] in float32
     found = {}

@@ -27,9 +27,7 @@ def noting(name, method, calls):
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])
-def test_a_stage_is_loaded_as_far_ahead_as_the_engine_says(
-    ahead, losses_in_place, tmp_path, monkeypatch
-):
+def test_stages_are_loaded_stages_ahead_of_use(ahead, losses_in_place, tmp_path, monkeypatch):
     monkeypatch.setattr(InPlace, "ahead", ahead)
     calls = []
     for name in ("load", "forward", "turn", "backward"):

@@ -114,7 +114,7 @@ def alone(program, stage, weights, micro_batches, without):
 @pytest.mark.parametrize(
     ("devices", "micro_batches"), [(1, 1), (1, 3), (2, 2), (2, 7), (3, 3), (3, 8), (5, 11)]
 )
-def test_the_sums_are_those_of_one_device_to_the_bit(devices, micro_batches, trainable, dtype):
+def test_sums_equal_one_device_to_the_bit(devices, micro_batches, trainable, dtype):
     program, without = program_of(dtype, trainable), {(1, 0)}
     for seed in range(3):
         random = np.random.default_rng(seed)
@@ -183,7 +183,7 @@ def test_every_byte_of_a_stage_is_fetched_by_one_device(devices):
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=["fp32", "bf16"])
-def test_a_device_that_has_failed_does_its_part_and_harms_nobody_afterwards(dtype):
+def test_failed_device_completes_collectives_and_later_steps_succeed(dtype):
     program = program_of(dtype, every)
     weights = [[torch.full(shape, 2.0, dtype=dtype) for shape in shapes] for shapes in SHAPES]
     group = Group(0, program, devices=3, micro_batches=6)
@@ -196,7 +196,7 @@ def test_a_device_that_has_failed_does_its_part_and_harms_nobody_afterwards(dtyp
             sent = []
             for rank, slots in enumerate(group.slots):
                 if rank == failing:
-                    slots.pass_over(stage, returns_gradients=True)
+                    slots.skip_stage(stage, returns_gradients=True)
                 else:
                     nodes = compute(group, rank, stage, weights[stage], program, ())
                     sent.append(slots.send_back(stage, nodes))
@@ -224,14 +224,14 @@ def test_sums_of_other_micro_batches_are_refused():
         (8, {8: 1, 12: 2, 16: 1, 24: 2, 32: 1, 64: 1, 96: 2}),
     ],
 )
-def test_how_many_sums_a_device_sends_is_as_the_documentation_says(devices, most):
+def test_number_of_sent_sums_matches_the_documentation(devices, most):
     for micro_batches, count in most.items():
         assert max(map(len, Sharing(devices, micro_batches).held)) == count
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3, 5])
 @pytest.mark.parametrize("micro_batches", [5, 8, 13])
-def test_what_a_device_holds_is_what_was_counted(devices, micro_batches):
+def test_held_bytes_equal_counted_bytes(devices, micro_batches):
     program = program_of(torch.bfloat16, every)
     group = Group(0, program, devices, micro_batches)
     counted = group.sharing.device_bytes(program, slots=2)

@@ -41,18 +41,20 @@ def with_gpus(monkeypatch, count):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
 
 
-def test_a_device_is_of_the_target_before_the_colon():
+def test_target_is_the_device_name_before_the_colon():
     assert target_of("cpu") is TARGETS["cpu"]
     assert target_of("cuda:3") is target_of("cuda")
     with pytest.raises(ConfigError, match=r"expected one of cpu, cuda, null, got 'wafer:0'"):
         target_of("wafer:0")
 
 
-def test_auto_takes_a_gpu_where_there_is_one(monkeypatch):
+def test_auto_chooses_a_gpu_if_available(monkeypatch):
     without_gpu(monkeypatch)
     assert choose_target("auto").name == "cpu"
     assert accelerators() == ()
-    with pytest.raises(ConfigError, match=r"expected cpu, got cuda, which this machine has not"):
+    with pytest.raises(
+        ConfigError, match=r"expected cpu, got cuda, which this machine does not have"
+    ):
         choose_target("cuda")
     with_gpus(monkeypatch, 2)
     assert choose_target("auto").name == "cuda"
@@ -60,7 +62,7 @@ def test_auto_takes_a_gpu_where_there_is_one(monkeypatch):
     assert accelerators() == ("cuda:0", "cuda:1")
 
 
-def test_a_target_that_is_added_is_found_by_all(monkeypatch):
+def test_added_target_is_found(monkeypatch):
     class Simulated(type(target_of("null"))):
         name = "simulated"
 
@@ -71,7 +73,7 @@ def test_a_target_that_is_added_is_found_by_all(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["cpu", "null"])
-def test_an_engine_of_each_target_takes_a_step_and_has_results(name):
+def test_engine_of_each_target_executes_a_step(name):
     module, rows = Net(), {"x": torch.ones(3, 4)}
     program = compiled(module, rows, device=target_of(name).trace_device)
     plan = EnginePlan()
@@ -92,7 +94,7 @@ def test_an_engine_of_each_target_takes_a_step_and_has_results(name):
 
 
 @pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
-def test_what_a_run_recorded_is_kept_where_the_target_offers_it(target: Target, monkeypatch):
+def test_recorded_products_are_kept_if_available(target: Target, monkeypatch):
     monkeypatch.setattr("penstock.compiler.products.has_onednn", lambda: True)
     monkeypatch.setattr("penstock.engine.targets.has_onednn", lambda: True)
     for processor in (AMD, INTEL):
@@ -106,14 +108,14 @@ def test_what_a_run_recorded_is_kept_where_the_target_offers_it(target: Target, 
     assert len(chooses) == (2 if target.name == "cpu" else 1)  # no host decides a simulation
 
 
-def test_a_library_that_this_pytorch_lacks_is_refused_with_what_to_do(monkeypatch):
+def test_missing_product_library_is_refused_with_remedy(monkeypatch):
     monkeypatch.setattr("penstock.engine.targets.has_onednn", lambda: False)
     with pytest.raises(ConfigError, match=r"float32 products by onednn, which this PyTorch was"):
         target_of("cpu").products_as_recorded("onednn", AMD)
     assert target_of("cpu").products_as_recorded("torch", AMD) == "torch"
 
 
-def test_only_a_target_with_memory_of_its_own_says_what_is_free():
+def test_only_targets_with_own_memory_report_free_memory():
     for name, target in TARGETS.items():
         if not target.has_own_memory:
             assert target.memory_bytes(name) is None

@@ -35,7 +35,7 @@ def weight_bytes(case, precision):
     ("family", "micro_batches", "precision"),
     thinned(["gpt2", "llama"], [1, 2, 4, 8], ["fp32", "bf16"]),
 )
-def test_weights_twice_and_gradients_once(family, micro_batches, precision, tmp_path):
+def test_weights_stream_twice_and_gradients_once(family, micro_batches, precision, tmp_path):
     case = language_model(family)
     recipe = Recipe(steps=3, warmup_steps=0, size=8, micro=8 // micro_batches)
     trainer, events = trainer_of(
@@ -56,7 +56,7 @@ def test_weights_twice_and_gradients_once(family, micro_batches, precision, tmp_
     assert trainer.fabric.traffic.reduced_bytes == sum(e.gradient_bytes for e in events)
 
 
-def test_the_number_of_micro_batches_and_engines_moves_no_byte(tmp_path):
+def test_traffic_is_independent_of_micro_batches_and_engines(tmp_path):
     case, found = language_model("gpt2"), set()
     for micro_batches, engines in ((1, 1), (2, 1), (2, 2), (4, 3), (8, 1), (8, 4)):
         recipe = Recipe(steps=2, warmup_steps=0, size=8, micro=8 // micro_batches)
@@ -67,7 +67,7 @@ def test_the_number_of_micro_batches_and_engines_moves_no_byte(tmp_path):
     assert len(found) == 1
 
 
-def test_what_is_kept_need_not_stream_where_backward_does_not_read_it(tmp_path):
+def test_weights_that_backward_does_not_read_stream_once(tmp_path):
     case = language_model("gpt2")
     moved = {}
     for kind in ("never", "always"):
@@ -87,7 +87,7 @@ def test_frozen_weights_send_nothing_back(tmp_path):
     assert events[-1].gradient_bytes == embed + head
 
 
-def test_below_what_trains_weights_stream_once(tmp_path):
+def test_weights_below_the_trainable_layers_stream_once(tmp_path):
     case = language_model("llama")
     recipe = Recipe(steps=2, warmup_steps=0)
     trainer, events = trainer_of(

@@ -41,7 +41,7 @@ WIDTHS = [*range(1, 41), 63, 64, 65, 1023, 1025, 5000, 50257]
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("spread", [0.1, 5.0, 100.0])
-def test_float32_losses_and_gradients(width, spread):
+def test_float32_losses_and_gradients_equal_pytorch(width, spread):
     logits, labels = case(9, width, width, spread)
     losses, gradient = reference(logits, labels, 0.25)
     own = logits.numpy().copy()
@@ -80,7 +80,7 @@ def test_a_logit_may_be_minus_infinity():
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("place", [0, 31, 50, 99])
-def test_a_bad_logit_is_seen_in_the_loss(bad, place):
+def test_non_finite_logit_makes_the_loss_non_finite(bad, place):
     logits, labels = case(3, 100, 1, 2.0)
     labels[:] = 5
     logits[1, place] = bad
@@ -131,7 +131,7 @@ def test_the_exponential_is_within_two_units_in_the_last_place():
     assert (np.abs(out - exact) / np.spacing(exact.astype(np.float32))).max() < 2
 
 
-def test_the_exponential_at_its_ends():
+def test_exponential_is_correct_at_its_limits():
     values = np.array([0, -0.0, -87.4, -1e30, -np.inf, np.nan] + [-1] * 10, np.float32)
     out = np.empty_like(values)
     _exponentials(values, out)
@@ -140,7 +140,7 @@ def test_the_exponential_at_its_ends():
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_most_likely_label_is_the_first_of_equal_ones(width, dtype):
+def test_prediction_is_the_first_of_equal_logits(width, dtype):
     """In bfloat16, and in the row of few values, most rows have several greatest logits."""
     logits = case(9, width, width, 3.0)[0].to(dtype)
     logits[4] = logits[4].clamp(max=0.5)

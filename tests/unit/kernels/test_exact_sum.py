@@ -17,7 +17,7 @@ def squares(length: int, seed: int) -> np.ndarray:
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("length", [0, 1, 2, 100, 3000])
-def test_the_parts_add_up_to_the_sum_without_rounding(length, seed):
+def test_parts_add_up_exactly(length, seed):
     values = squares(length, seed)
     parts = exact_sum(values)
     assert sum(map(Fraction, parts)) == sum(map(Fraction, values.tolist()))
@@ -33,12 +33,12 @@ def test_neither_order_nor_grouping_changes_a_bit(seed):
     assert math.fsum(exact_sum(np.array(parts))) == math.fsum(values)
 
 
-def test_many_small_numbers_are_not_lost_beside_a_great_one():
+def test_small_numbers_are_not_lost_beside_a_large_one():
     values = np.array([2.0**250, *[2.0**-298] * 1024])
     assert exact_sum(values) == (2.0**-288, 2.0**250)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_what_is_not_finite_stays_so(bad):
+def test_non_finite_values_stay_non_finite(bad):
     (part,) = exact_sum(np.array([1.0, bad, 2.0]))
     assert not math.isfinite(part)

@@ -29,7 +29,7 @@ def test_every_public_name_is_a_module():
         importlib.import_module(f"penstock.kernels.{name}")
 
 
-def test_compiled_code_is_kept_where_it_is_told(tmp_path):
+def test_compiled_code_is_cached_in_the_configured_folder(tmp_path):
     code = (
         "import numpy as np\n"
         "from penstock.kernels.split_master import _copy, split\n"

@@ -55,7 +55,7 @@ def test_bfloat16_is_rounded_as_pytorch_rounds(length):
     np.testing.assert_array_equal(slab, torch_bfloat16(kept + second))
 
 
-def test_rounding_of_every_low_half_and_of_what_is_not_finite():
+def test_rounding_is_correct_for_every_low_half_and_non_finite_values():
     low = np.arange(65536, dtype=np.uint32)
     for high in (0x0000, 0x8000, 0x0001, 0x3F80, 0x3F81, 0xBF80, 0x7F7F, 0x7F80, 0x7FC0, 0xFFFF):
         values = ((np.uint32(high) << 16) | low).view(np.float32)
@@ -80,7 +80,7 @@ def test_one_bad_element_makes_the_sum_not_finite(bad, place, dtype):
     assert np.flatnonzero(~np.isfinite(sums_of_squares(slab))).tolist() == [granule]
 
 
-def test_the_greatest_floats_have_a_finite_sum():
+def test_largest_floats_have_a_finite_sum():
     gradient = np.full(100000, np.finfo(np.float32).max)
     assert math.isfinite(math.fsum(copy_gradient(gradient, np.empty_like(gradient))))
 
@@ -99,7 +99,7 @@ def test_the_number_of_threads_does_not_change_a_bit(dtype):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.uint16])
 @pytest.mark.parametrize("seed", range(5))
-def test_pieces_have_the_sums_of_the_whole(seed, dtype):
+def test_sums_of_pieces_equal_the_whole(seed, dtype):
     """Wherever a gradient is cut at a multiple of a granule."""
     length = int(np.random.default_rng(seed).integers(1, 200_000))
     gradient = random_gradient(length, seed)

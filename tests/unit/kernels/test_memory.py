@@ -13,7 +13,7 @@ from penstock.kernels.memory import allocate
 
 
 @pytest.mark.parametrize("size", [0, 1, 4095, 4096, 2**21 - 1, 2**21, 2**21 + 1, 10_000_001])
-def test_size_alignment_and_contents(size):
+def test_allocation_has_size_alignment_and_zeros(size):
     slab = allocate(size)
     assert slab.dtype == np.uint8
     assert slab.shape == (size,)
@@ -33,7 +33,7 @@ def resident_bytes() -> int:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_what_is_touched_is_what_was_asked_for_and_goes_back():
+def test_touched_pages_equal_the_request_and_are_returned():
     in_a_process_of_its_own(touch_and_give_back)
 
 
@@ -59,6 +59,6 @@ def test_a_negative_size_is_refused():
         allocate(-1)
 
 
-def test_more_than_there_is_is_refused_by_name():
+def test_too_large_allocation_is_refused_by_size():
     with pytest.raises(BudgetError, match=r"the operating system refused \d+ bytes .* GiB"):
         allocate(2**60)

@@ -91,7 +91,7 @@ def test_a_mean_that_moves_by_less_than_a_step_of_its_code_still_moves():
 
 
 @pytest.mark.parametrize("cuts", [[], [256], [4096, 65536], [512, 66048, 70144]])
-def test_the_bits_do_not_depend_on_how_a_weight_is_cut(cuts):
+def test_bits_are_independent_of_the_cut_of_a_weight(cuts):
     length = 70_500
     generator = np.random.default_rng(3)
     gradients = [random_gradient(generator, length) for _ in range(3)]
@@ -138,7 +138,7 @@ def test_zeros_stay_zero():
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_tiny_gradients_and_no_epsilon_throw_no_weight(seed):
+def test_tiny_gradients_without_epsilon_keep_weights_stable(seed):
     generator = np.random.default_rng(seed)
     sizes = np.repeat(10.0 ** -np.arange(15, 22, dtype=np.float64), GROUP)
     sizes = np.concatenate(
@@ -157,7 +157,7 @@ def test_tiny_gradients_and_no_epsilon_throw_no_weight(seed):
     assert (np.sign(weight) == -np.sign(gradient)).all()
 
 
-def test_an_infinite_moment_leaves_its_neighbours_as_they_are():
+def test_infinite_moment_does_not_change_its_neighbours():
     gradient = np.full(GROUP, 1e15, np.float32)
     gradient[7] = 1e20  # its square is infinite in float32
     mean, square = eight_bit(GROUP), eight_bit(GROUP)

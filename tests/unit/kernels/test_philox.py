@@ -45,11 +45,11 @@ def mask(length: int, key: int = 1, stream: int = 2, keep: float = 0.5) -> np.nd
 
 
 @pytest.mark.parametrize(("counter", "key", "result"), KNOWN)
-def test_published_vectors(counter, key, result):
+def test_philox_equals_published_vectors(counter, key, result):
     assert words_of(numbers(counter), numbers(key)).tolist() == numbers(result)
 
 
-def test_each_element_is_decided_by_the_word_that_the_documentation_names():
+def test_each_element_uses_the_documented_word():
     key, stream, keep = 0x0123456789ABCDEF, 0xFEDCBA9876543210, 0.3
     drawn = mask(66_000, key, stream, keep)
     for element in (0, 1, 15, 16, 63, 64, 1000, 65535, 65536, 65999):
@@ -61,7 +61,7 @@ def test_each_element_is_decided_by_the_word_that_the_documentation_names():
 
 
 @pytest.mark.parametrize("length", [*range(70), 65535, 65536, 65537])
-def test_a_longer_mask_begins_with_the_shorter(length):
+def test_longer_mask_begins_with_the_shorter(length):
     np.testing.assert_array_equal(mask(length), mask(70_000)[:length])
 
 
@@ -75,7 +75,7 @@ def test_the_number_of_threads_does_not_change_a_bit():
 
 @pytest.mark.parametrize("keep", [0.1, 0.5, 0.9, 0.999])
 @pytest.mark.parametrize("key", [0, 1, 2**63 + 5])
-def test_the_share_that_is_kept_is_within_chance(keep, key):
+def test_kept_share_is_within_statistical_error(keep, key):
     length = 1_000_000
     kept = int(mask(length, key, 7, keep).sum())
     # A fair draw fails this once in ten million tries; the draw is fixed.
@@ -95,12 +95,12 @@ def test_keys_and_streams_are_independent():
         assert stats.binomtest(agree, first.size, 0.5).pvalue > 1e-7
 
 
-def test_the_ends_of_the_range_are_exact():
+def test_probabilities_zero_and_one_are_exact():
     assert mask(1000, keep=1.0).all()
     assert not mask(1000, keep=0.0).any()
 
 
-def test_bytes_get_zeros_and_ones():
+def test_byte_masks_are_zeros_and_ones():
     out = np.full(100, 9, np.uint8)
     dropout_mask(out, 1, 2, 0.5)
     np.testing.assert_array_equal(out, mask(100))

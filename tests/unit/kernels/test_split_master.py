@@ -39,7 +39,7 @@ def check(bits: np.ndarray) -> None:
     np.testing.assert_array_equal(high[finite & tie_to_even], rounded[finite & tie_to_even] + 1)
 
 
-def test_every_low_half_of_a_sample_of_high_halves():
+def test_every_low_half_round_trips_for_sampled_high_halves():
     low = np.arange(65536, dtype=np.uint32)
     special = [0x0000, 0x8000, 0x0001, 0x007F, 0x0080, 0x3F80, 0x7F7F, 0xFF7F, 0x7F80, 0x7FC0]
     random = np.random.default_rng(0).integers(0, 65536, 40).tolist()
@@ -47,26 +47,26 @@ def test_every_low_half_of_a_sample_of_high_halves():
         check((np.uint32(high) << 16) | low)
 
 
-def test_every_high_half_of_the_low_halves_around_the_edges():
+def test_every_high_half_round_trips_for_low_halves_at_the_limits():
     high = np.arange(65536, dtype=np.uint32) << 16
     for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF):
         check(high | np.uint32(low))
 
 
 @pytest.mark.slow
-def test_every_float_there_is():
+def test_every_float32_round_trips():
     for start in range(0, 1 << 32, 1 << 24):
         check(np.arange(start, start + (1 << 24), dtype=np.uint64).astype(np.uint32))
 
 
 @pytest.mark.parametrize("length", [*range(41), 255, 257, 65535, 65536, 65537])
-def test_any_length(length):
+def test_any_length_round_trips(length):
     bits = np.random.default_rng(length).integers(0, 1 << 32, length, dtype=np.uint32)
     high, low = halves(bits.view(np.float32))
     np.testing.assert_array_equal(restored(high, low).view(np.uint32), bits)
 
 
-def test_only_what_is_named_is_written():
+def test_only_the_given_elements_are_written():
     high, low = np.full(100, 7, np.uint16), np.full(100, 7, np.uint16)
     split(np.ones(37, np.float32), high[20:57], low[20:57])
     assert (high[:20] == 7).all()
@@ -82,7 +82,7 @@ def test_only_what_is_named_is_written():
         (np.ones(6, np.float32)[::2], "weight: expected contiguous, aligned memory"),
     ],
 )
-def test_what_cannot_be_split_is_refused(argument, message):
+def test_invalid_arrays_are_refused(argument, message):
     with pytest.raises(ValueError, match="weight") as caught:
         split(argument, np.empty(3, np.uint16), np.empty(3, np.uint16))
     assert str(caught.value).startswith(message)

@@ -20,7 +20,7 @@ def test_calls_from_several_threads_do_not_disturb_each_other():
 
 
 @pytest.mark.parametrize("raises", [False, True])
-def test_without_a_pool_for_several_threads_calls_take_turns(raises):
+def test_calls_are_serialised_without_a_thread_safe_pool(raises):
     inside = []
 
     def body(value):

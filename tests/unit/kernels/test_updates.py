@@ -122,7 +122,7 @@ def test_many_steps_of_lion_agree_with_the_paper(seed):
     np.testing.assert_allclose(own_run(by_lion, weight, gradients), expected, rtol=3e-6, atol=3e-7)
 
 
-def test_lion_leaves_alone_what_nothing_pulls():
+def test_lion_does_not_change_weights_without_gradient():
     weight, state = np.ones(20, np.float32), zeros(20)
     lion(
         (weight,),
@@ -171,7 +171,7 @@ def test_an_element_does_not_depend_on_its_neighbours(update, length):
 
 
 @pytest.mark.parametrize("update", EVERY)
-def test_nothing_behind_the_end_is_written(update):
+def test_no_byte_beyond_the_end_is_written(update):
     weight, gradients = random_run(100, 7)
     before, state = weight.copy(), zeros(100)
     part = slice(20, 57)

@@ -52,7 +52,7 @@ def sources():
 
 
 @pytest.mark.parametrize("kind", ["preset", "hf_config", "factory", "module"])
-def test_every_source_takes_adapters_and_stays_as_it_was(kind):
+def test_every_source_accepts_adapters_and_is_unchanged(kind):
     source, target = sources()[kind]
     before, start = source.shapes(), dict(source.initial_weights(3))
     adapted = source.with_adapters(rank=2, alpha=2.0, targets=[target])
@@ -75,7 +75,7 @@ def test_every_source_takes_adapters_and_stays_as_it_was(kind):
     assert adapted.buffers().keys() == source.buffers().keys()
 
 
-def test_a_model_that_is_one_layer():
+def test_model_of_one_layer_accepts_adapters():
     source = ModelSource.from_module(nn.Linear(6, 1), inputs=INPUTS)
     adapted = source.with_adapters(rank=2, alpha=2.0, targets=["weight"])
     assert adapted.adapters["weight"].path == ""
@@ -83,7 +83,7 @@ def test_a_model_that_is_one_layer():
     assert adapted.shapes()["lora_A.weight"] == (2, 6)
 
 
-def test_a_starts_uniform_and_b_at_zero_from_seed_and_name_alone():
+def test_initial_a_is_uniform_and_b_zero_by_seed_and_name():
     source, _ = sources()["hf_config"]
     wide = source.with_adapters(rank=32, alpha=1.0, targets=["*_proj.weight"])
     narrow = source.with_adapters(rank=32, alpha=5.0, targets=["*.v_proj.weight"])
@@ -106,7 +106,7 @@ def test_a_starts_uniform_and_b_at_zero_from_seed_and_name_alone():
     assert not torch.equal(other[name], again[name])
 
 
-def test_equal_blocks_stay_one_kind_and_stages_stay_where_they_were():
+def test_adapters_keep_kinds_and_stages():
     source = language_model("llama", num_hidden_layers=3).source(0)
     adapted = source.with_adapters(rank=2, alpha=4.0, targets=["*_proj.weight"], dropout=0.1)
     ours = compile_source(
@@ -146,19 +146,19 @@ def test_equal_blocks_stay_one_kind_and_stages_stay_where_they_were():
         (
             "lm_head.weight",
             "lora.targets: pattern 'lm_head.weight' matches lm_head.weight, which is tied to "
-            "transformer.wte.weight: an adapter could not be merged into the one without "
-            "changing the other; leave it out",
+            "transformer.wte.weight: merging an adapter into one of them would change the other; "
+            "exclude it",
         ),
     ],
 )
-def test_what_can_have_no_adapter_is_refused_by_name(target, message):
+def test_weight_without_adapter_support_is_refused_by_name(target, message):
     source = language_model("gpt2").source(0)
     with pytest.raises(ConfigError) as caught:
         source.with_adapters(rank=2, alpha=2.0, targets=[target])
     assert str(caught.value) == message
 
 
-def test_adapters_are_given_once_and_never_over_a_layers_own():
+def test_second_adapters_and_name_conflicts_are_refused():
     source, target = sources()["module"]
     adapted = source.with_adapters(rank=2, alpha=2.0, targets=[target])
     with pytest.raises(ConfigError, match="TwoLayers has adapters already; give lora once"):

@@ -70,7 +70,7 @@ def test_a_function_bound_to_its_module_is_refused_by_name(kind, name):
         source(kind())
 
 
-def test_methods_and_functions_without_the_module_are_taken():
+def test_methods_and_unbound_functions_are_accepted():
     assert source(WithWhatIsCopied()).shapes().keys() == {"linear.weight", "linear.bias"}
 
 
@@ -84,7 +84,7 @@ def test_a_loss_that_reads_the_models_weights_is_refused():
         source(model, loss)
 
 
-def test_a_loss_with_tensors_of_its_own_is_taken():
+def test_loss_with_own_tensors_is_accepted():
     weights = torch.ones(4)
     assert source(Base(), lambda output, target: ((output - target) ** 2 * weights).mean())
 

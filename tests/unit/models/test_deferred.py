@@ -122,23 +122,23 @@ def assert_same_bits(build, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", [0, 1, 12345])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_families_start_as_the_plain_model_does(family: str, seed: int) -> None:
+def test_families_have_the_initial_weights_of_the_plain_model(family: str, seed: int) -> None:
     assert_same_bits(plain_builder(family), seed)
 
 
 @pytest.mark.parametrize("seed", [0, 5, 2**40 + 3])
 @pytest.mark.parametrize("build", CUSTOM, ids=lambda build: build.__name__)
-def test_custom_modules_start_as_the_plain_model_does(build, seed: int) -> None:
+def test_custom_modules_have_the_initial_weights_of_the_plain_model(build, seed: int) -> None:
     assert_same_bits(build, seed)
 
 
-def test_recording_leaves_the_global_random_state_alone() -> None:
+def test_recording_does_not_change_the_global_random_state() -> None:
     before = torch.get_rng_state()
     record(OwnSeeds)
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_generator_from_outside_is_left_as_it_was() -> None:
+def test_outside_generator_is_unchanged() -> None:
     generator = torch.Generator().manual_seed(11)
 
     def build() -> nn.Module:
@@ -152,7 +152,7 @@ def test_a_generator_from_outside_is_left_as_it_was() -> None:
     assert torch.equal(first["weight"], build().weight)
 
 
-def test_a_part_of_the_names_is_the_same_part_of_the_weights() -> None:
+def test_subset_of_names_gives_the_same_weights() -> None:
     deferred = record(ConvNet)
     torch.manual_seed(4)
     expected = real_tensors(ConvNet())
@@ -162,7 +162,7 @@ def test_a_part_of_the_names_is_the_same_part_of_the_weights() -> None:
         assert torch.equal(tensor, expected[name])
 
 
-def test_materialising_again_gives_the_same() -> None:
+def test_second_materialisation_gives_the_same_weights() -> None:
     deferred = record(OwnSeeds)
     first, second = dict(deferred.materialise(3)), dict(deferred.materialise(3))
     assert all(torch.equal(first[name], second[name]) for name in first)
@@ -180,7 +180,7 @@ def test_interleaved_replays_do_not_disturb_each_other() -> None:
         assert torch.equal(tensor, expected[name])
 
 
-def test_tied_weights_come_once_under_their_first_name() -> None:
+def test_tied_weights_appear_once_by_their_first_name() -> None:
     deferred = record(InitialisedTwice)
     assert deferred.aliases == {"last.weight": "layers.0.weight"}
     assert "last.weight" not in dict(deferred.materialise(0))
@@ -209,12 +209,12 @@ class ReadsRandomAsArray(nn.Module):
         self.gain = torch.randn(3).numpy().sum()
 
 
-def test_looking_at_random_values_is_refused() -> None:
+def test_reading_random_values_is_refused() -> None:
     with pytest.raises(CompileError) as caught:
         record(ReadsRandom)
     message = str(caught.value)
     assert "test_deferred.py:" in message
-    assert "looks at the values of random tensors" in message
+    assert "reads the values of random tensors" in message
     assert "build the model yourself and pass the nn.Module instead" in message
     with pytest.raises(CompileError, match=r"pass the nn.Module instead"):
         record(ReadsRandomAsArray)
@@ -260,7 +260,7 @@ print(total, peak() - start)
 
 
 @pytest.mark.long
-def test_a_few_tensors_are_in_memory_at_a_time() -> None:
+def test_few_tensors_are_in_memory_at_a_time() -> None:
     """96 layers of 4 MiB, initialised twice: 384 MiB when whole, but never whole."""
     done = subprocess.run(
         [sys.executable, "-c", PEAK], capture_output=True, text=True, check=True, timeout=120

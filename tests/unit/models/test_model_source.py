@@ -80,7 +80,7 @@ def batch_for(source: ModelSource, seed: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("family", "seed"), thinned([*FAMILIES], [0, 3]))
-def test_the_exported_loss_is_the_plain_models(family: str, seed: int) -> None:
+def test_exported_loss_equals_the_plain_model(family: str, seed: int) -> None:
     source = ModelSource.from_hf_config(fields(family))
     inputs = batch_for(source, seed)
     got = run(source, export(source), inputs, seed)
@@ -112,7 +112,7 @@ def test_causal_attention_needs_no_mask(family: str) -> None:
 
 
 @pytest.mark.parametrize("tokens", [8, 40])
-def test_a_sliding_window_is_kept_where_it_matters(tokens: int) -> None:
+def test_sliding_window_is_kept_if_shorter_than_the_sequence(tokens: int) -> None:
     from transformers import MistralConfig, MistralForCausalLM
 
     settings = {**FAMILIES["llama"], "sliding_window": 16, "model_type": "mistral"}
@@ -128,7 +128,7 @@ def test_a_sliding_window_is_kept_where_it_matters(tokens: int) -> None:
 
 
 @pytest.mark.parametrize("family", quick_first(FAMILIES, ["gpt2", "bert"]))
-def test_names_are_those_of_the_users_state_dict(family: str) -> None:
+def test_names_equal_the_state_dict(family: str) -> None:
     source = ModelSource.from_hf_config(fields(family))
     plain = plain_builder(family)()
     shapes = {name: tuple(p.shape) for name, p in plain.named_parameters()}
@@ -141,7 +141,7 @@ def test_names_are_those_of_the_users_state_dict(family: str) -> None:
     assert {source.public_name(name) for name in exported} == set(shapes)
 
 
-def test_loss_and_head_stand_together_in_the_graph() -> None:
+def test_loss_and_head_are_adjacent_in_the_graph() -> None:
     nodes = list(export(ModelSource.from_preset("tiny")).graph.nodes)
     tail = [str(node.target) for node in nodes[-5:]]
     assert tail == [
@@ -153,7 +153,7 @@ def test_loss_and_head_stand_together_in_the_graph() -> None:
     ]
 
 
-def test_logits_come_without_labels() -> None:
+def test_logits_need_no_labels() -> None:
     source = ModelSource.from_preset("tiny")
     example = source.example_inputs(BATCH, TOKENS)
     for name in source.targets:
@@ -163,7 +163,7 @@ def test_logits_come_without_labels() -> None:
     assert output.meta["val"].shape == (BATCH, TOKENS, source.vocab_size)
 
 
-def test_config_files_and_folders(tmp_path) -> None:
+def test_config_files_and_folders_are_accepted(tmp_path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**fields("llama"), "dtype": "bfloat16"}))
     for given in (tmp_path, path, str(path)):
@@ -188,7 +188,7 @@ def test_bad_configs_are_refused(tmp_path) -> None:
         ModelSource.from_hf_config({"model_type": "gpt2"}, task="masked_lm")
 
 
-def test_a_built_module_is_used_as_it_is() -> None:
+def test_built_module_is_used_unchanged() -> None:
     torch.manual_seed(1)
     model = Mlp().eval()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -225,7 +225,7 @@ def test_a_built_transformers_model_keeps_its_ties() -> None:
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-4)
 
 
-def test_a_language_model_of_the_users_own() -> None:
+def test_custom_language_model_is_accepted() -> None:
     source = ModelSource.from_factory(f"{__name__}:TokenModel", task="causal_lm", vocab_size=50)
     inputs = batch_for(source, 2)
     got = run(source, export(source), inputs, seed=9)
@@ -235,7 +235,7 @@ def test_a_language_model_of_the_users_own() -> None:
     torch.testing.assert_close(got, expected)
 
 
-def test_a_factory_from_the_current_folder(tmp_path, monkeypatch) -> None:
+def test_factory_in_the_current_folder_is_found(tmp_path, monkeypatch) -> None:
     (tmp_path / "my_net.py").write_text(
         "from torch import nn\n"
         "class Net(nn.Module):\n"
@@ -277,7 +277,7 @@ def test_a_loss_that_is_not_a_scalar_is_refused() -> None:
         export(source)
 
 
-def test_too_long_a_sequence_is_refused() -> None:
+def test_too_long_sequence_is_refused() -> None:
     source = ModelSource.from_preset("tiny")
     message = r"^tiny takes sequences of at most 256 tokens, sequence_length is 257; lower it"
     with pytest.raises(ConfigError, match=message):

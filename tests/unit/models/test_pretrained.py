@@ -35,13 +35,13 @@ def assert_same(found, expected):
 
 
 @pytest.mark.parametrize(("family", "dtype", "shard"), FORMS)
-def test_weights_are_those_that_transformers_loads(family, dtype, shard, tmp_path):
+def test_weights_equal_those_loaded_by_transformers(family, dtype, shard, tmp_path):
     save(model_of(family, dtype=dtype), tmp_path, shard)
     source = ModelSource.from_hf(tmp_path)
     assert_same(source.initial_weights(seed=0), loaded(tmp_path, family))
 
 
-def test_weights_come_in_the_order_that_is_asked_for(tmp_path):
+def test_weights_are_returned_in_the_requested_order(tmp_path):
     save(model_of("llama"), tmp_path, "10KB")
     source = ModelSource.from_hf(tmp_path)
     names = sorted(source.shapes(), reverse=True)
@@ -49,13 +49,13 @@ def test_weights_come_in_the_order_that_is_asked_for(tmp_path):
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama-tied"])
-def test_a_base_models_names_lack_the_prefix(family, tmp_path):
+def test_base_model_names_without_prefix_are_accepted(family, tmp_path):
     model = model_of(family)
     save(model.base_model, tmp_path)
     assert_same(ModelSource.from_hf(tmp_path).initial_weights(0), dict(model.named_parameters()))
 
 
-def test_old_names_and_what_old_files_carried_along(tmp_path):
+def test_old_names_and_extra_tensors_of_old_files_are_accepted(tmp_path):
     model = model_of("bert")
     save(model, tmp_path)
 
@@ -76,7 +76,7 @@ def test_old_names_and_what_old_files_carried_along(tmp_path):
     assert_same(ModelSource.from_hf(tmp_path).initial_weights(0), loaded(tmp_path, "bert"))
 
 
-def test_buffers_that_are_now_computed_are_left_out(tmp_path):
+def test_buffers_that_are_now_computed_are_ignored(tmp_path):
     save(model_of("gpt2"), tmp_path / "gpt2")
     save(model_of("llama"), tmp_path / "llama")
 
@@ -96,7 +96,7 @@ def test_buffers_that_are_now_computed_are_left_out(tmp_path):
         assert_same(source.initial_weights(0), loaded(tmp_path / family, family))
 
 
-def test_a_tied_weight_comes_from_whichever_of_its_names_is_there(tmp_path):
+def test_tied_weight_is_read_by_any_of_its_names(tmp_path):
     model = model_of("gpt2")
     wte = model.transformer.wte.weight.detach().clone()
     save(model, tmp_path)
@@ -110,8 +110,8 @@ def test_a_tied_weight_comes_from_whichever_of_its_names_is_there(tmp_path):
         dict(ModelSource.from_hf(tmp_path).initial_weights(0))
     assert str(caught.value) == (
         f"{tmp_path}: transformer.wte.weight and lm_head.weight are one weight in GPT2LMHeadModel, "
-        "but have other values in the files; set tie_word_embeddings to false in config.json if "
-        "they are two weights"
+        "but have different values in the files; set tie_word_embeddings to false in config.json "
+        "if they are two weights"
     )
     set_config(tmp_path, tie_word_embeddings=False)
     found = dict(ModelSource.from_hf(tmp_path).initial_weights(0))
@@ -119,7 +119,7 @@ def test_a_tied_weight_comes_from_whichever_of_its_names_is_there(tmp_path):
     assert torch.equal(found["transformer.wte.weight"], wte + 1)
 
 
-def test_weights_that_transformers_merges_are_merged(tmp_path):
+def test_weights_merged_by_transformers_are_merged(tmp_path):
     from transformers import MixtralConfig, MixtralForCausalLM
 
     torch.manual_seed(3)
@@ -131,7 +131,7 @@ def test_weights_that_transformers_merges_are_merged(tmp_path):
     assert_same(ModelSource.from_hf(tmp_path).initial_weights(0), dict(model.named_parameters()))
 
 
-def test_what_is_missing_is_counted_and_named(tmp_path):
+def test_missing_weights_are_counted_and_named(tmp_path):
     save(model_of("bert"), tmp_path)
     rewrite(tmp_path, lambda t: {n: v for n, v in t.items() if "layer.1.attention" not in n})
     with pytest.raises(ConfigError) as caught:
@@ -140,29 +140,29 @@ def test_what_is_missing_is_counted_and_named(tmp_path):
     assert str(caught.value) == (
         f"{tmp_path}: 10 weights ({prefix}.self.query.weight, {prefix}.self.query.bias, "
         f"{prefix}.self.key.weight, {prefix}.self.key.bias, {prefix}.self.value.weight ...) of "
-        "BertForMaskedLM not in its files; download the folder again, or save it whole"
+        "BertForMaskedLM not in its files; download the folder again, or save the complete model"
     )
 
 
-def test_what_has_no_place_is_named_with_the_line_that_leaves_it_out(tmp_path):
+def test_surplus_tensors_are_named_with_the_ignore_line(tmp_path):
     save(model_of("llama"), tmp_path)
     rewrite(tmp_path, lambda t: t.update({"score.weight": torch.ones(2, 32)}))
     with pytest.raises(ConfigError) as caught:
         ModelSource.from_hf(tmp_path)
     assert str(caught.value) == (
-        f"{tmp_path}: 1 tensor (score.weight) that LlamaForCausalLM has no place for; if it is to "
-        "do without, say so: model.ignore: [score.weight]"
+        f"{tmp_path}: 1 tensor (score.weight) that LlamaForCausalLM does not have; to ignore them, "
+        "set model.ignore: [score.weight]"
     )
     source = ModelSource.from_hf(tmp_path, ignore=["score.*"])
     assert "score.weight" not in dict(source.initial_weights(0))
 
 
-def test_a_misspelt_weight_is_both_missing_and_without_a_place(tmp_path):
+def test_misspelt_weight_is_reported_as_missing_and_surplus(tmp_path):
     save(model_of("llama"), tmp_path)
     rewrite(tmp_path, lambda t: t.update({"model.norms.weight": t.pop("model.norm.weight")}))
     message = (
         r"1 weight \(model.norm.weight\) of LlamaForCausalLM not in its files \(did you mean "
-        r"'model.norms.weight'\?\); 1 tensor \(model.norms.weight\) there have no use"
+        r"'model.norms.weight'\?\); 1 tensor \(model.norms.weight\) in its files are not used"
     )
     with pytest.raises(ConfigError, match=message):
         ModelSource.from_hf(tmp_path)
@@ -229,7 +229,7 @@ def test_pickles_in_shards_have_a_command_too(tmp_path):
     assert_same(ModelSource.from_hf(tmp_path).initial_weights(0), dict(model.named_parameters()))
 
 
-def test_what_is_no_folder_of_a_model_is_refused(tmp_path):
+def test_folder_without_model_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"^no/such: no such folder; .* hf download no/such"):
         ModelSource.from_hf("no/such")
     save(model_of("gpt2"), tmp_path)
@@ -240,7 +240,7 @@ def test_what_is_no_folder_of_a_model_is_refused(tmp_path):
         ModelSource.from_hf(tmp_path)
 
 
-def test_a_folder_of_links_as_the_hubs_cache_has_them(tmp_path):
+def test_folder_of_links_as_in_the_hub_cache_is_accepted(tmp_path):
     model = model_of("llama")
     save(model, tmp_path / "blobs", "20KB")
     snapshot = tmp_path / "snapshots" / "main"
@@ -250,16 +250,16 @@ def test_a_folder_of_links_as_the_hubs_cache_has_them(tmp_path):
     assert_same(ModelSource.from_hf(snapshot).initial_weights(0), dict(model.named_parameters()))
 
 
-def test_a_file_that_changes_under_way_is_noticed(tmp_path):
+def test_file_changed_while_reading_is_noticed(tmp_path):
     save(model_of("llama"), tmp_path)
     weights = ModelSource.from_hf(tmp_path).initial_weights(0)
     with (tmp_path / "model.safetensors").open("ab") as file:
         file.write(b"more")
-    with pytest.raises(CorruptionError, match=r"it had [\d,]+ when it was opened; do not change"):
+    with pytest.raises(CorruptionError, match=r"as at the opening, got [\d,]+; do not change"):
         next(weights)
 
 
-def test_fingerprints_tell_weights_apart_and_not_files(tmp_path):
+def test_fingerprint_depends_on_weights_not_files(tmp_path):
     fingerprints = {}
     for name, seed, shard in [("a", 0, None), ("b", 0, "10KB"), ("c", 1, None)]:
         save(model_of("llama", seed), tmp_path / name, shard)

@@ -9,9 +9,9 @@ from penstock.models import InputSpec, ModelSource
 from penstock.models.deferred import record
 
 WEIGHTS = (
-    "the weights 'a.weight' and 'b.weight' share memory without being one parameter, so that an "
-    "optimizer would update it once for each. To tie them, assign the parameter itself (b.weight = "
-    "a.weight, without .data); otherwise give one of them a copy (.clone())."
+    "the weights 'a.weight' and 'b.weight' share memory without being one parameter, so an "
+    "optimizer would update this memory twice. To tie them, assign the parameter itself (b.weight "
+    "= a.weight, without .data); otherwise give one of them a copy (.clone())."
 )
 STALE = (
     "'table' shares memory with the weight 'a.weight', and would keep its first values while the "
@@ -82,5 +82,5 @@ def test_memory_shared_with_a_weight_is_refused(make, change, message):
     ],
     ids=["tied", "listed", "lstm", "interleaved", "flat"],
 )
-def test_tied_weights_and_neighbours_in_one_memory_are_taken(make, change):
+def test_tied_weights_and_disjoint_views_of_one_storage_are_accepted(make, change):
     make(change)

@@ -38,7 +38,7 @@ def found(make: Make) -> np.ndarray | None:
     return values[0]
 
 
-def test_a_tensor_that_only_the_graph_decides_has_its_value() -> None:
+def test_tensor_determined_by_the_graph_has_its_value() -> None:
     value = found(lambda x, table: (torch.arange(x.shape[0]) % 3).unsqueeze(0).expand(2, -1))
     assert value is not None
     assert value.tolist() == [[0, 1, 2, 0, 1, 2]] * 2
@@ -64,5 +64,5 @@ def test_other_tensors_are_not_known(make) -> None:
     assert found(make) is None
 
 
-def test_outside_of_a_graph_nothing_is_known() -> None:
+def test_tensors_outside_of_a_graph_are_not_known() -> None:
     assert constant_value(torch.arange(3)) is None

@@ -34,7 +34,7 @@ def planned(free, **changes):
     return plan, asked
 
 
-def test_planning_asks_the_system_for_nothing(monkeypatch):
+def test_planning_does_not_query_the_system(monkeypatch):
     def refuse(*_):
         raise AssertionError("the system was asked")
 
@@ -49,7 +49,7 @@ def test_planning_asks_the_system_for_nothing(monkeypatch):
         planned(20)
 
 
-def test_memory_of_devices_is_what_is_least_free():
+def test_device_memory_is_the_minimum_free_memory():
     devices = {"cuda:0": DeviceMemory(70, 80), "cuda:1": DeviceMemory(60, 80)}
     machine = Machine(INTEL, 4, 1, 2, devices=devices)
     assert machine.memory_bytes == 3
@@ -59,7 +59,7 @@ def test_memory_of_devices_is_what_is_least_free():
         machine.free_bytes(["cuda:2"])
 
 
-def test_this_machine_is_read_with_the_devices_that_are_named():
+def test_machine_is_read_with_the_named_devices():
     here = Machine.here(("cpu",))
     assert here.cores >= 1
     assert here.resident_bytes > 50 * MIB

@@ -11,7 +11,12 @@ from penstock.errors import BudgetError
 from penstock.kernels.processor import Processor
 from penstock.planning import builders, store_factory
 from penstock.planning.machine import Machine
-from penstock.planning.memory_budget import Budget, HostCapacity, MemoryShares, bytes_on_the_way
+from penstock.planning.memory_budget import (
+    Budget,
+    HostCapacity,
+    MemoryShares,
+    transfer_buffer_bytes,
+)
 from penstock.program import Program
 
 MIB = 1 << 20
@@ -59,28 +64,28 @@ THIS_HOST = [
 
 
 @pytest.mark.parametrize("cluster", OTHER_HOSTS)
-def test_a_store_in_the_memory_of_other_hosts_may_be_larger_than_this_one(program, cluster):
+def test_store_on_other_hosts_may_exceed_local_memory(program, cluster):
     made = shares(program, cluster=cluster, store={"shards": 4})
     # Weights, gradients and two moments of AdamW, in float32.
     assert made.store >= 16 * program.parameters > 90 * MIB
 
 
 @pytest.mark.parametrize("cluster", THIS_HOST)
-def test_a_store_in_the_memory_of_this_host_must_fit_it(program, cluster):
+def test_local_store_must_fit_local_memory(program, cluster):
     with pytest.raises(BudgetError, match="cannot hold this run") as caught:
         shares(program, cluster=cluster, store={"shards": 4})
     assert "other hosts" not in str(caught.value)
 
 
 @pytest.mark.parametrize("cluster", OTHER_HOSTS)
-def test_the_memory_of_shards_on_flash_is_that_of_their_hosts(program, cluster, tmp_path):
+def test_shards_on_flash_use_the_memory_of_their_hosts(program, cluster, tmp_path):
     store = {"shards": 4, "dram": "2GiB", "flash": {"path": str(tmp_path / "flash")}}
     assert shares(program, cluster=cluster, store=store).store == 2048 * MIB
     with pytest.raises(BudgetError, match="store, on flash besides"):
         shares(program, cluster={"start": "local", "shards": "apart"}, store=store)
 
 
-def test_replicas_count_as_much_as_what_they_hold(program, tmp_path):
+def test_replicas_count_in_full(program, tmp_path):
     cluster = OTHER_HOSTS[0]
     one, two = (
         shares(program, cluster=cluster, store={"shards": 4, "replicas": replicas}).store
@@ -95,7 +100,7 @@ def test_replicas_count_as_much_as_what_they_hold(program, tmp_path):
 
 
 @pytest.mark.parametrize("cluster", OTHER_HOSTS)
-def test_a_cap_is_for_the_process_here_and_leaves_what_the_shards_have_alone(program, cluster):
+def test_memory_limit_applies_to_the_local_process_only(program, cluster):
     engine = {"device": "cpu"}
     made = shares(program, cluster=cluster, store={"shards": 4}, engine=engine, memory="720MiB")
     assert made.store > 90 * MIB
@@ -111,7 +116,7 @@ ENGINES_ELSEWHERE = [
 
 
 @pytest.mark.parametrize("cluster", ENGINES_ELSEWHERE)
-def test_engines_on_other_hosts_take_nothing_of_the_memory_of_this_one(program, cluster):
+def test_remote_engines_use_no_local_memory(program, cluster):
     engine = {"device": "cpu", "memory": "8GiB"}
     made = shares(program, 900, cluster=cluster, engines=64, engine=engine)
     assert (made.engine, made.engines) == (8192 * MIB, 0)
@@ -121,9 +126,7 @@ def test_engines_on_other_hosts_take_nothing_of_the_memory_of_this_one(program, 
 
 @pytest.mark.parametrize("cluster", ENGINES_ELSEWHERE)
 @pytest.mark.parametrize("memory", [None, "2100MiB"])
-def test_how_many_engines_are_on_other_hosts_does_not_change_what_each_may_use(
-    program, cluster, memory
-):
+def test_engine_memory_is_independent_of_the_number_of_remote_engines(program, cluster, memory):
     common = {"cluster": cluster, "engine": {"device": "cpu"}, "memory": memory}
     found = {n: shares(program, 1800, engines=n, **common).engine for n in (1, 2, 64)}
     assert len(set(found.values())) == 1, found
@@ -134,7 +137,7 @@ def test_how_many_engines_are_on_other_hosts_does_not_change_what_each_may_use(
     assert both < 0.6 * alone
 
 
-def test_what_still_does_not_fit_is_not_blamed_on_the_store(program):
+def test_refusal_of_remote_store_does_not_name_the_store(program):
     engine = {"device": "cpu", "memory": "64MiB"}
     with pytest.raises(BudgetError) as caught:
         shares(program, cluster=OTHER_HOSTS[0], store={"shards": 4}, engine=engine, memory="600MiB")
@@ -154,7 +157,7 @@ def test_what_still_does_not_fit_is_not_blamed_on_the_store(program):
         ({"start": "listen"}, 3),
     ],
 )
-def test_memory_that_processes_share_counts(program, cluster, rings):
+def test_shared_memory_counts(program, cluster, rings):
     with pytest.raises(BudgetError) as caught:
         shares(program, cluster=cluster, memory="500MiB")
     name = "  memory that processes share (cluster.shared_memory)"
@@ -162,12 +165,12 @@ def test_memory_that_processes_share_counts(program, cluster, rings):
     assert [line.split()[-2:] for line in found] == [[f"{16 * rings}.00", "MiB"]] * bool(rings)
 
 
-def test_what_is_on_its_way_counts_where_engines_are_processes(program):
+def test_transfer_buffers_count_for_engine_processes(program):
     """Two buffers as large as the largest stage, one of which computes, and gradients, twice."""
     block = 4 * sum(program.weights[name].elements for name in program.stages[1].weights)
-    on_the_way = bytes_on_the_way(program, "cpu")
+    on_the_way = transfer_buffer_bytes(program, "cpu")
     assert on_the_way == block + 2 * GRADIENTS * block  # all weights are trained, in float32
-    assert bytes_on_the_way(program, "cuda") == on_the_way + block  # which computes on the GPU
+    assert transfer_buffer_bytes(program, "cuda") == on_the_way + block  # which computes on the GPU
 
     def plan(memory: int, start: str) -> EnginePlan:
         engine = {"device": "cpu", "memory": memory, "recompute": "never"}
@@ -180,19 +183,19 @@ def test_what_is_on_its_way_counts_where_engines_are_processes(program):
     least = predict_bytes(program, 2, EnginePlan()).peak_bytes
     assert plan(least, "none").beside_bytes == 0
     assert plan(least + on_the_way, "local").beside_bytes == on_the_way
-    with pytest.raises(BudgetError, match=r"of it for what is on its way\), the budget is"):
+    with pytest.raises(BudgetError, match=r"of it for transfer buffers\), the budget is"):
         plan(least + on_the_way - 1, "local")
 
 
 @pytest.mark.parametrize("cluster", [{"start": "local"}, {"start": "ray"}])
-def test_workers_of_this_machine_count_with_spare_ones_and_shards(program, cluster):
+def test_local_workers_count_with_standby_engines_and_shards(program, cluster):
     """A forked one with what it has for itself, another with all libraries."""
     found = {}
     for spare, where in ((0, "here"), (3, "here"), (3, "apart")):
         each = {**cluster, "spare": spare, "shards": where}
         with pytest.raises(BudgetError) as caught:
             shares(program, cluster=each, memory="600MiB", store={"shards": 4})
-        (line,) = [x for x in str(caught.value).splitlines() if "workers' processes" in x]
+        (line,) = [x for x in str(caught.value).splitlines() if "worker processes" in x]
         found[spare, where] = float(line.split()[-2]) * (1024 if "GiB" in line else 1)
     one = found[0, "here"] / 2
     if cluster["start"] == "local":
@@ -204,7 +207,7 @@ def test_workers_of_this_machine_count_with_spare_ones_and_shards(program, clust
     assert found[3, "apart"] - found[3, "here"] == pytest.approx(4 * one, abs=22)
 
 
-def test_more_engines_than_this_machine_has_room_for_are_refused_with_the_sum(program):
+def test_too_many_local_engines_are_refused_with_the_sum(program):
 
     def room(start: str) -> HostCapacity | None:
         engine = {"device": "cpu", "memory": "64MiB"}

@@ -61,7 +61,7 @@ def too_little_for_one(single) -> int:
     return (half + whole) // 2
 
 
-def test_more_micro_batches_fit_only_where_fewer_do(single):
+def test_memory_grows_with_the_number_of_micro_batches(single):
     plan = EnginePlan(
         recompute=frozenset(s.index for s in single.stages[:-1] if s.kind.saved_bytes)
     )
@@ -72,7 +72,7 @@ def test_more_micro_batches_fit_only_where_fewer_do(single):
         assert not can_fit(single, count, need - 1)
 
 
-def test_where_one_engine_cannot_hold_the_batch_the_micro_batch_is_the_least(too_little_for_one):
+def test_micro_batch_is_minimal_if_one_engine_cannot_hold_the_batch(too_little_for_one):
     made = [
         divide_batch(config(too_little_for_one, engines), compile_for, "cpu", LENGTH)
         for engines in (1, 2, 4)
@@ -82,7 +82,7 @@ def test_where_one_engine_cannot_hold_the_batch_the_micro_batch_is_the_least(too
     }
 
 
-def test_then_one_engine_is_refused_two_are_not_and_what_else_may_be_done_is_said(
+def test_one_engine_is_refused_two_are_accepted_and_remedy_is_named(
     too_little_for_one,
 ):
     with pytest.raises(BudgetError, match=r"the engine needs .* for a step of 4 micro-batch"):
@@ -91,20 +91,20 @@ def test_then_one_engine_is_refused_two_are_not_and_what_else_may_be_done_is_sai
     made = plan_execution(config(too_little_for_one, 2), SOURCE, "cpu", LENGTH, notice=told.append)
     assert (made.micro_batch, made.micro_batches) == (1, SIZE)
     assert told == [
-        "batch.micro: auto is 1, the least, since one engine cannot hold a step of 4 sequences: "
-        "the number of engines does not decide it, or it would change bits. To choose it for 2 "
-        "engines, set batch.micro to a divisor of 4"
+        "batch.micro: auto is 1, the minimum, since one engine cannot hold a step of 4 sequences: "
+        "it does not depend on the number of engines, so that this number does not change the "
+        "result. To choose it for 2 engines, set batch.micro to a divisor of 4"
     ]
 
 
-def test_a_run_keeps_the_cut_that_it_was_started_with_whatever_one_engine_could_hold(
+def test_resumed_run_keeps_its_stage_cut(
     too_little_for_one,
 ):
     made = plan_execution(config(too_little_for_one, 4), SOURCE, "cpu", LENGTH, 1, None)
     assert (made.micro_batch, made.slot_bytes) == (1, None)
 
 
-def test_a_micro_batch_that_is_set_is_taken(too_little_for_one):
+def test_configured_micro_batch_is_used(too_little_for_one):
     made = divide_batch(config(too_little_for_one, micro=2), compile_for, "cpu", LENGTH)
     assert isinstance(made, MicroBatchPlan)
     assert made.micro_batch == 2

@@ -68,10 +68,10 @@ def test_an_echoed_ctrl_c_is_drawn_over_and_the_panel_says_that_it_stops(termina
         view(started())
         view(step(1))
         terminal.write("^C")
-        view.interrupt("stopping after this step; again to stop now, without saving")
+        view.interrupt("stopping after this step; a second signal skips the save")
         view(Notice("and so on"))
         assert borders(terminal.screen) == (1, 1)
-        assert "stopping after this step; again" in terminal.screen[-2]
+        assert "stopping after this step; a second" in terminal.screen[-2]
         terminal.write("^C")
         view(Stopped(1, "Ctrl-C", "penstock train x.yaml engines=2"))
     screen = terminal.screen

@@ -131,7 +131,7 @@ def runner(made, engine, schedule_of):
     return StepRunner(layout, made, LocalFabric(1), [engine], batches, seed=0, tokens=2)
 
 
-def test_a_local_step_fetches_and_computes_what_the_schedule_says():
+def test_local_step_follows_the_schedule():
     made = store()
     engine = RecordingEngine(weights_of(made))
     done = runner(made, engine, lambda step: StepSchedule.of(PROGRAM, RECOMPUTE)).run()
@@ -152,7 +152,7 @@ def test_weights_load_one_operation_ahead_but_not_beyond_the_loss():
 
 
 @pytest.mark.parametrize("recompute", [(), (1,), (0, 1, 2)])
-def test_a_distributed_step_does_to_engine_and_store_what_a_local_one_does(recompute):
+def test_distributed_step_equals_local_step(recompute):
     schedule = StepSchedule.of(PROGRAM, recompute)
     here = store()
     local = RecordingEngine(weights_of(here))
@@ -201,7 +201,9 @@ def test_each_step_follows_the_schedule_of_its_number():
     engine.load = lambda stage, weights: None  # they change from step to step
     steps = runner(made, engine, schedule_of)
     assert steps.run().step == 1
-    with pytest.raises(NoTrainingError, match="step 2: no gradients came from stage stage1"):
+    with pytest.raises(
+        NoTrainingError, match="step 2: no gradients were received from stage stage1"
+    ):
         steps.run()
     assert asked == [1, 2]
     assert made.step == 1

@@ -91,7 +91,7 @@ def test_the_parts_of_a_step_are_the_sums_of_its_spans(timed):
         assert measured.spans[-1].end == clock.now
 
 
-def test_what_an_interrupted_step_took_is_not_the_next_one_s(timed, monkeypatch):
+def test_time_of_an_interrupted_step_is_not_counted_in_the_next(timed, monkeypatch):
     runner, calls, _ = timed
     with monkeypatch.context() as patched:
         patched.setattr(

@@ -52,7 +52,7 @@ def roles_of(program):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_frozen_weight_of_70b_takes_two_bytes_of_the_store(source, precision):
+def test_frozen_weights_of_a_70b_model_take_two_bytes_per_element(source, precision):
     program = program_of(source, precision, is_narrow=True)
     assert program.parameters - program.trainable_parameters == PUBLISHED_PARAMETERS
     assert program.trainable_parameters == ADAPTERS
@@ -69,7 +69,7 @@ def test_a_frozen_weight_of_70b_takes_two_bytes_of_the_store(source, precision):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_checkpoint_of_70b_is_little_more_than_its_adapters(source, precision):
+def test_checkpoint_of_a_70b_model_is_little_more_than_its_adapters(source, precision):
     program = program_of(source, precision, is_narrow=True)
     frozen = source.shapes().keys() - source.adapter_weights
     saved = checkpoint_bytes(program, roles_of(program), frozen)

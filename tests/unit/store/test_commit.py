@@ -35,7 +35,7 @@ def gradients_of(program, seed):
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("clip_norm", [None, 0.5, 1e6])
-def test_a_decision_is_what_the_formulas_say_whatever_the_number_of_shards(count, clip_norm):
+def test_decision_follows_the_formulas_for_any_number_of_shards(count, clip_norm):
     program, rule = make_program(LARGE), CommitRule(LINEAR, clip_norm)
     store = sharded_dram(program, count)
     store.load(random_weights(program, 1).items())
@@ -56,7 +56,7 @@ def test_a_decision_is_what_the_formulas_say_whatever_the_number_of_shards(count
     assert decision.learning_rate == pytest.approx(3e-3 * 3 / 10, rel=1e-12)  # the first is 0
 
 
-def test_shards_that_are_told_a_decision_end_as_a_store_that_makes_it():
+def test_shards_given_a_decision_equal_a_store_that_decides():
     program, rule = make_program(LARGE), CommitRule(LINEAR, 0.5)
     one = training_store(program, schedule=LINEAR, clip_norm=0.5)
     shards = sharded_dram(program, 2)  # with a rule of their own, which nobody asks for
@@ -77,7 +77,7 @@ def test_shards_that_are_told_a_decision_end_as_a_store_that_makes_it():
 
 @pytest.mark.parametrize("of", ["memory", "flash"])
 @pytest.mark.parametrize("step", [1, 3])
-def test_a_store_refuses_the_decision_of_another_step_and_stays_where_it_is(tmp_path, of, step):
+def test_decision_of_another_step_is_refused_and_changes_nothing(tmp_path, of, step):
     program = make_program(LAYERS)
     store = training_store(program) if of == "memory" else flash_store(program, tmp_path / "s")
     store.load(random_weights(program, 1).items())
@@ -85,7 +85,9 @@ def test_a_store_refuses_the_decision_of_another_step_and_stays_where_it_is(tmp_
     store.commit()
     send(store, gradients_of(program, 2))
     decision = CommitRule(LINEAR).decide(program, 2, store.prepare()).decision
-    with pytest.raises(StorageError, match=rf"stands at step 1, so step 2 .* for step {step} came"):
+    with pytest.raises(
+        StorageError, match=rf"is at step 1: expected .* step 2, got one for step {step},"
+    ):
         store.decide(dataclasses.replace(decision, step=step))
     assert store.step == 1
     store.decide(decision)
@@ -94,7 +96,7 @@ def test_a_store_refuses_the_decision_of_another_step_and_stays_where_it_is(tmp_
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_decision_keeps_all_its_bits_in_a_message(seed):
+def test_decision_keeps_all_bits_in_a_message(seed):
     chance = np.random.default_rng(seed)
     decision = Decision(int(chance.integers(1, 1 << 40)), *map(float, chance.random(3) / 3))
     assert decision_of(body_of_decision(decision)) == decision
@@ -104,7 +106,7 @@ def test_a_decision_keeps_all_its_bits_in_a_message(seed):
     "change",
     [{"norm": "nan"}, {"clip_scale": "inf"}, {"learning_rate": 1.0}, {"step": None}, {"norm": ...}],
 )
-def test_what_is_no_decision_is_refused(change):
+def test_malformed_decision_is_refused(change):
     body = {**body_of_decision(Decision(1, 2.0, 0.5, 1e-3)), **change}
     said = {key: value for key, value in body.items() if value is not ...}
     with pytest.raises(ProtocolError, match=r"came for a decision .* same version of Penstock"):

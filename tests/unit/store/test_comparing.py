@@ -70,7 +70,7 @@ def found_within(steps: int, ours: Shard, theirs: Shard) -> str | None:
 
 
 @pytest.mark.parametrize("optimizer", [None, EIGHT_BIT], ids=["float32", "8 bits"])
-def test_two_in_memory_say_the_same_for_longer_than_a_turn(optimizer):
+def test_equal_replicas_in_memory_agree_for_more_than_one_rotation(optimizer):
     ours, theirs = (Shard(in_memory(optimizer=optimizer), streams) for streams in (True, False))
     said = [ours.step() for _ in range(80)]
     assert all(a.difference(theirs.step()) is None for a in said)
@@ -83,7 +83,7 @@ def test_two_in_memory_say_the_same_for_longer_than_a_turn(optimizer):
 
 @pytest.mark.parametrize("name", [n for n, spec in PROGRAM.weights.items() if spec.elements])
 @pytest.mark.parametrize("of", ["weights", "optimizer's state"])
-def test_a_bit_of_any_weight_or_of_its_state_is_found_within_a_turn(name, of):
+def test_flipped_bit_of_weight_or_state_is_found_within_one_rotation(name, of):
     chance = np.random.default_rng(5)
     ours, theirs = (Shard(in_memory(), streams) for streams in (True, False))
     for _ in range(chance.integers(1, 4)):
@@ -103,7 +103,7 @@ def test_a_bit_of_any_weight_or_of_its_state_is_found_within_a_turn(name, of):
         assert name == "position"
 
 
-def test_every_byte_is_compared_once_in_a_turn_and_no_part_is_much_larger_than_another():
+def test_rotation_compares_every_byte_once_in_parts_of_similar_size():
     sizes = [0, 10, 999, 1_000, 1_001, 50_000, 7, 120_500]
     slabs = [np.full(size, n, np.uint8) for n, size in enumerate(sizes)]
     rotation = comparing.Rotation((str(n), slab) for n, slab in enumerate(slabs))
@@ -125,9 +125,7 @@ def test_every_byte_is_compared_once_in_a_turn_and_no_part_is_much_larger_than_a
 
 
 @pytest.mark.parametrize("durable_every", [1, 3])
-def test_two_on_flash_say_the_same_and_a_bit_that_flips_in_memory_is_found_a_step_later(
-    tmp_path, durable_every
-):
+def test_replicas_on_flash_agree_and_a_flipped_bit_is_found_one_step_later(tmp_path, durable_every):
     stores = [
         flash_store(PROGRAM, tmp_path / str(n), dram_bytes=2_000_000, durable_every=durable_every)
         for n in range(2)
@@ -149,20 +147,20 @@ def test_two_on_flash_say_the_same_and_a_bit_that_flips_in_memory_is_found_a_ste
             store.close()
 
 
-def test_a_shard_without_a_replica_says_nothing_more_than_its_gradients():
+def test_shard_without_replica_reports_only_its_gradients():
     shard = Shard(in_memory(), streams=True)
     shard.work = LocalShardExecutor(type("Place", (), {"store": shard.store}), 0, SCHEDULE)
     assert shard.step().held == ()
 
 
-def test_gradients_that_differ_are_said_first():
+def test_different_gradients_are_reported_first():
     ours, theirs = (Shard(in_memory(), streams) for streams in (True, False))
     theirs.generator = np.random.default_rng(4)
     assert ours.step().difference(theirs.step()) == "a step's gradients"
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_gradients_that_are_no_numbers_in_both_are_the_same(value):
+def test_equal_non_finite_gradients_agree(value):
     """So that the run ends with what is wrong with them, and not with a faulty host."""
     nodes = [Shard(in_memory(), streams) for streams in (True, False)]
     reports = []
@@ -175,7 +173,7 @@ def test_gradients_that_are_no_numbers_in_both_are_the_same(value):
     assert reports[0].difference(reports[1]) is None
 
 
-def test_reports_of_other_lengths_differ():
+def test_reports_of_different_lengths_differ():
     one = Shard(in_memory(), streams=True).step()
     for shorter, longer in itertools.permutations((one, ShardReport(one.gradients)), 2):
         assert shorter.difference(longer) == one.held[0][0]

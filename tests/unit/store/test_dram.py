@@ -102,7 +102,7 @@ def test_twenty_steps_agree_with_plain_pytorch(seed, clip_norm):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_split_master_trains_to_the_same_bits_as_a_whole_one(seed):
+def test_split_master_trains_to_the_bits_of_a_whole_master(seed):
     whole = loaded(make_program(LAYERS), seed, clip_norm=1.0)
     halves = loaded(
         make_program(LAYERS, stream_dtype=torch.bfloat16), seed, precision="bf16", clip_norm=1.0
@@ -119,7 +119,7 @@ def test_a_split_master_trains_to_the_same_bits_as_a_whole_one(seed):
 
 
 @pytest.mark.parametrize("optimizer", [SGD(), SGD(0.9, nesterov=True), Lion()])
-def test_the_other_optimizers_keep_the_bits_too(optimizer):
+def test_split_master_keeps_the_bits_with_every_optimizer(optimizer):
     whole = loaded(make_program(LAYERS), optimizer=optimizer)
     program = make_program(LAYERS, stream_dtype=torch.bfloat16)
     halves = loaded(program, precision="bf16", optimizer=optimizer)
@@ -175,7 +175,7 @@ def test_gradients_kept_in_bfloat16_are_rounded_once():
     assert store.memory_bytes["gradient"] < exact.memory_bytes["gradient"]
 
 
-def test_updates_are_made_lazily_and_nobody_can_tell():
+def test_lazy_updates_change_no_bit():
     program = make_program(LAYERS)
     lazy, eager, looked_at = (loaded(program, clip_norm=1.0) for _ in range(3))
     for _ in range(4):
@@ -190,7 +190,7 @@ def test_updates_are_made_lazily_and_nobody_can_tell():
     assert_same_bits(masters(lazy), masters(looked_at))
 
 
-def test_a_gradient_that_comes_before_the_fetch_does_not_overtake_the_update():
+def test_gradient_before_fetch_does_not_overtake_the_update():
     program = make_program(LAYERS)
     patient, hasty = loaded(program), loaded(program)
     generators = [np.random.default_rng(1), np.random.default_rng(1)]
@@ -203,7 +203,7 @@ def test_a_gradient_that_comes_before_the_fetch_does_not_overtake_the_update():
     assert_same_bits(masters(patient), masters(hasty))
 
 
-def test_fetch_gives_the_weights_asked_for_in_their_shapes_without_copying():
+def test_fetch_returns_requested_weights_without_copying():
     program = make_program(LAYERS)
     store = loaded(program)
     weights = random_weights(program, 0)
@@ -220,7 +220,7 @@ def test_fetch_gives_the_weights_asked_for_in_their_shapes_without_copying():
     assert tied[0].data_ptr() == tied[1].data_ptr()
 
 
-def test_traffic_counts_what_streams_and_what_comes_back():
+def test_traffic_counts_weights_and_gradients():
     program = make_program(LAYERS, frozen=("position",), stream_dtype=torch.bfloat16)
     store = loaded(program, precision="bf16")
     forward_sweep(store)
@@ -233,7 +233,7 @@ def test_traffic_counts_what_streams_and_what_comes_back():
     assert store.take_traffic() == Traffic(2 * 33, 0)
 
 
-def test_memory_is_exact_and_frozen_weights_have_neither_gradient_nor_state():
+def test_memory_is_exact_and_frozen_weights_have_no_gradient_or_state():
     program = make_program([{"a": (1000, 3), "b": (1 << 16,)}, {"c": (512,)}], frozen=("b",))
     store = loaded(program)
     padding = 3 * 64
@@ -265,8 +265,8 @@ def test_a_non_finite_gradient_is_refused_and_the_step_can_be_replayed(bad, prec
         store.commit()
     assert str(caught.value) == (
         "step 3 is not committed: NaN or infinity in the gradient of weight block.1.weight of "
-        "stage stage2, then of stage stage1; lower the learning rate, clip by a smaller norm, "
-        "or look at the data"
+        "stage stage2, then of stage stage1; lower the learning rate or optimizer.clip_norm, or "
+        "check the data"
     )
     assert store.step == 2
     assert_same_bits(before, masters(store))
@@ -285,16 +285,16 @@ def test_weights_without_a_gradient_are_named():
     with pytest.raises(NoTrainingError) as caught:
         store.commit()
     assert str(caught.value) == (
-        "step 1: no gradient for trainable weight block.0.bias: the loss does not depend on this; "
-        "freeze what is not to be trained, or use it in the loss"
+        "step 1: no gradient for trainable weight block.0.bias: the loss does not depend on it; "
+        "freeze weights that should not train, or use them in the loss"
     )
     store.discard()
     store.receive(3, gradients[3])
     with pytest.raises(NoTrainingError) as caught:
         store.commit()
     assert str(caught.value) == (
-        "step 1: no gradients came from stages stage0, stage1, stage2; every stage with trainable "
-        "weights must send them before the commit"
+        "step 1: no gradients were received from stages stage0, stage1, stage2; every stage with "
+        "trainable weights must send them before the commit"
     )
     assert store.step == 0
 
@@ -313,7 +313,7 @@ def test_a_commit_names_the_weights_whose_gradient_is_zero_everywhere():
     assert store.commit().zero_gradients == ()
 
 
-def test_an_update_that_is_lost_to_rounding_is_named():
+def test_update_lost_to_rounding_is_named():
     program = make_program([{"large": (8,), "small": (8,)}])
     store = training_store(program, schedule=Schedule("constant", 1e-9), weight_decay=0.0)
     store.load([("large", torch.full((8,), 1e6)), ("small", torch.zeros(8))])
@@ -323,22 +323,25 @@ def test_an_update_that_is_lost_to_rounding_is_named():
     assert store.unchanged() == ("large",)
 
 
-def test_gradients_that_cannot_be_right_are_refused():
+def test_invalid_gradients_are_refused():
     program = make_program(LAYERS)
     store = loaded(program)
     gradients = random_gradients(program, np.random.default_rng(0))
-    with pytest.raises(ValueError, match="stage stage1 has 2 trainable weights, 1 gradients came"):
+    with pytest.raises(ValueError, match="each of 2 trainable weights, got 1 gradients"):
         store.receive(1, gradients[1][:1])
-    with pytest.raises(ValueError, match=r"block.0.bias must be float32 \[33\], torch.float32 \[3"):
+    with pytest.raises(
+        ValueError,
+        match=r"expected float32 \[33\] as the gradient of block.0.bias, got torch.float32 \[3",
+    ):
         store.receive(1, [gradients[1][0], torch.zeros(34)])
-    with pytest.raises(ValueError, match="must be float32"):
+    with pytest.raises(ValueError, match="expected float32"):
         store.receive(1, [gradients[1][0].double(), gradients[1][1]])
     store.receive(1, gradients[1])
     with pytest.raises(RuntimeError, match="stage stage1 has sent its gradients twice"):
         store.receive(1, gradients[1])
 
 
-def test_threads_may_fetch_and_send_different_stages_at_once():
+def test_threads_fetch_and_send_different_stages_concurrently():
     program = make_program([{f"w{i}": (300 + i, 300)} for i in range(8)])
     alone, together = loaded(program), loaded(program)
     train(alone, 3, seed=4)
@@ -363,7 +366,7 @@ def test_threads_may_fetch_and_send_different_stages_at_once():
     assert_same_bits(masters(alone), masters(together))
 
 
-def test_loading_again_starts_afresh():
+def test_second_load_resets_the_store():
     program = make_program(LAYERS)
     store, fresh = loaded(program, 1), loaded(program, 2)
     train(store, 3, seed=0)
@@ -373,7 +376,7 @@ def test_loading_again_starts_afresh():
     assert_same_bits(masters(store), masters(fresh))
 
 
-def test_weights_that_do_not_fit_the_program_are_refused():
+def test_weights_of_another_program_are_refused():
     program = make_program(LAYERS)
     weights = random_weights(program, 0)
     store = training_store(program)
@@ -383,19 +386,19 @@ def test_weights_that_do_not_fit_the_program_are_refused():
         ({"nrom": torch.zeros(16)}, "small has no weight 'nrom' (did you mean 'norm'?)"),
         (
             {"norm": torch.zeros(17)},
-            "weight 'norm' must be float32 [16], torch.float32 [17] came",
+            "weight 'norm': expected float32 [16], got torch.float32 [17]",
         ),
         (
             {"norm": torch.zeros(16).bfloat16()},
-            "weight 'norm' must be float32 [16], torch.bfloat16 [16] came",
+            "weight 'norm': expected float32 [16], got torch.bfloat16 [16]",
         ),
     ):
         with pytest.raises(ConfigError) as caught:
             store.load((weights | change).items())
         assert str(caught.value) == message
-    with pytest.raises(ConfigError, match="2 weights of small did not come: embed, norm"):
+    with pytest.raises(ConfigError, match="every weight of small; 2 were not given: embed, norm"):
         store.load((n, w) for n, w in weights.items() if n not in ("embed", "norm"))
-    with pytest.raises(ConfigError, match="weight 'embed' came twice"):
+    with pytest.raises(ConfigError, match="weight 'embed' was given twice"):
         store.load([("embed", weights["embed"])] * 2)
     with pytest.raises(RuntimeError, match="holds no weights yet"):
         store.fetch(0)
@@ -403,7 +406,7 @@ def test_weights_that_do_not_fit_the_program_are_refused():
     assert_same_bits(masters(store), weights)
 
 
-def test_the_content_hash_sees_every_bit_and_nothing_else():
+def test_content_hash_depends_on_every_bit_and_nothing_else():
     weights = random_weights(make_program(LAYERS), 0)
 
     def hash_of(layers, weights, **settings):
@@ -438,7 +441,7 @@ def test_the_precision_must_be_that_of_the_program():
         DramStore(program, "fp8")
 
 
-def test_weights_stream_by_name_too_and_are_counted():
+def test_streaming_by_name_is_counted():
     program = make_program(LAYERS)
     store = loaded(program)
     train(store, 1, seed=0)

@@ -55,7 +55,7 @@ OPTIMIZERS = (
 @pytest.mark.parametrize(
     ("kind", "seed"), thinned([*itertools.product(["fp32", "bf16"], OPTIMIZERS)], range(3))
 )
-def test_it_trains_to_the_bits_of_the_store_in_memory(flash, kind, seed):
+def test_flash_store_equals_store_in_memory(flash, kind, seed):
     precision, optimizer = kind
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
     program = make_program(LAYERS, frozen=("position",), stream_dtype=dtype)
@@ -71,7 +71,7 @@ def test_it_trains_to_the_bits_of_the_store_in_memory(flash, kind, seed):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_stage_in_which_all_that_trains_is_empty(flash, precision):
+def test_stage_with_only_empty_trainable_weights(flash, precision):
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
     layers = ({"a": (50, 16)}, {"empty": (0, 3), "frozen": (40,)}, {"b": (16,)})
     program = make_program(layers, frozen=("frozen",), stream_dtype=dtype)
@@ -95,7 +95,7 @@ LEAST = (
     "optimizer", [AdamW(0.9, 0.95, 1e-8), AdamW(0.9, 0.95, 1e-8, moments="8bit"), SGD()]
 )
 @pytest.mark.parametrize("dram", [LEAST, LEAST + 3 * STAGE, LEAST + 9 * STAGE, 700_000, 2_000_000])
-def test_with_any_memory_it_trains_to_the_same_bits(flash, dram, optimizer):
+def test_any_memory_budget_gives_the_same_bits(flash, dram, optimizer):
     program = make_program(DEEP)
     ours = flash(program, dram=dram, optimizer=optimizer, clip_norm=1.0)
     theirs = training_store(program, optimizer=optimizer, clip_norm=1.0)
@@ -107,7 +107,7 @@ def test_with_any_memory_it_trains_to_the_same_bits(flash, dram, optimizer):
     assert sum(ours.memory_bytes.values()) <= dram
 
 
-def test_of_more_memory_than_there_is_to_hold_no_more_is_taken(flash):
+def test_excess_memory_budget_is_not_allocated(flash):
     program = make_program(DEEP)
     ours, theirs = flash(program, dram=1 << 40).memory_bytes, training_store(program).memory_bytes
     padded = 9 * STAGE  # each stage to whole pages
@@ -117,7 +117,7 @@ def test_of_more_memory_than_there_is_to_hold_no_more_is_taken(flash):
 
 
 @pytest.mark.parametrize("dram", [LEAST, 2_000_000])
-def test_durable_every_third_step(flash, dram):
+def test_only_every_third_step_is_durable(flash, dram):
     program = make_program(DEEP)
     ours = flash(program, dram=dram, durable_every=3)
     theirs = training_store(program)
@@ -142,7 +142,7 @@ def test_durable_every_third_step(flash, dram):
     same(flash(program, dram=dram), theirs)
 
 
-def test_what_stays_in_memory_is_written_for_durable_steps_only(flash):
+def test_state_in_memory_is_written_for_durable_steps_only(flash):
     program = make_program(DEEP)
     store = flash(program, dram=2_000_000, durable_every=4)
     store.load(random_weights(program, 1).items())
@@ -215,7 +215,7 @@ def test_state_is_read_and_written_once_and_weights_read_twice(flash):
 
 
 @pytest.mark.parametrize(("dram", "state"), [(700_000, (5.0, 8.0)), (2_000_000, (0.0, 0.0))])
-def test_what_fits_is_not_read_again(flash, dram, state):
+def test_state_that_fits_in_memory_is_not_read_again(flash, dram, state):
     program = make_program(DEEP)
     store = flash(program, dram=dram)
     store.load(random_weights(program, 1).items())
@@ -229,7 +229,7 @@ def test_what_fits_is_not_read_again(flash, dram, state):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_store_that_is_opened_again_goes_on_to_the_same_bits(flash, dtype):
+def test_reopened_store_continues_to_the_same_bits(flash, dtype):
     program = make_program(LAYERS, stream_dtype=dtype)
     precision = "fp32" if dtype == torch.float32 else "bf16"
     theirs = training_store(program, precision)
@@ -253,7 +253,7 @@ def test_a_store_that_is_opened_again_goes_on_to_the_same_bits(flash, dtype):
     same(again, theirs)
 
 
-def test_durability_lags_a_commit_by_less_than_a_step(flash):
+def test_step_is_durable_less_than_one_step_after_commit(flash):
     program = make_program(LAYERS)
     store = flash(program)
     store.load(random_weights(program, 2).items())
@@ -279,7 +279,7 @@ def test_a_disk_slower_than_a_step_does_not_fall_behind(flash, monkeypatch):
         assert store.durable_step >= step - 1
 
 
-def test_a_second_process_is_kept_out(flash):
+def test_second_process_is_refused(flash):
     program = make_program(LAYERS)
     flash(program)
     with pytest.raises(StorageError, match=r"is in use by process \d+; wait"):
@@ -288,9 +288,7 @@ def test_a_second_process_is_kept_out(flash):
 
 @pytest.mark.parametrize("what", ["GradientSpill", "StateBlocks", "Pipeline"])
 @pytest.mark.parametrize("is_new", [True, False])
-def test_a_store_that_could_not_be_opened_holds_nothing_open(
-    flash, tmp_path, monkeypatch, what, is_new
-):
+def test_failed_open_leaves_no_file_open(flash, tmp_path, monkeypatch, what, is_new):
     def refused(*_, **__):
         raise StorageError("no room")
 
@@ -306,7 +304,7 @@ def test_a_store_that_could_not_be_opened_holds_nothing_open(
     flash(program, dram=LEAST)
 
 
-def test_an_interrupt_before_a_slab_is_filled_loses_none(flash, monkeypatch):
+def test_interrupt_before_a_slab_is_filled_loses_no_slab(flash, monkeypatch):
     program = make_program(DEEP)
     store = flash(program, dram=LEAST)
     store.load(random_weights(program, 1).items())
@@ -323,7 +321,7 @@ def test_an_interrupt_before_a_slab_is_filled_loses_none(flash, monkeypatch):
     store.flush()
 
 
-def test_a_unit_waits_for_the_last_of_its_gradients_that_is_on_its_way(flash, monkeypatch):
+def test_unit_waits_for_its_last_pending_gradient(flash, monkeypatch):
     """A step that was interrupted and is replayed gives a unit two."""
     store = flash(make_program(DEEP), dram=LEAST)
     store.load(random_weights(store.program, 1).items())
@@ -342,12 +340,12 @@ def test_a_unit_waits_for_the_last_of_its_gradients_that_is_on_its_way(flash, mo
     try:
         pipeline.slab()  # the first comes back
         with pipeline._changed:
-            assert pipeline._for_the_pass(unit, unit.blocks[0]) is None
+            assert pipeline._next_of_pass(unit, unit.blocks[0]) is None
     finally:
         may_go_on.set()
     pipeline.drain()
     with pipeline._changed:
-        assert pipeline._for_the_pass(unit, unit.blocks[0]) is not None
+        assert pipeline._next_of_pass(unit, unit.blocks[0]) is not None
 
 
 def interrupted(*_):

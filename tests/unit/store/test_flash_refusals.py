@@ -28,7 +28,7 @@ def test_another_model_or_optimizer_is_refused(flash, tmp_path):
 
 
 @pytest.mark.parametrize("away", [shutil.rmtree, lambda folder: folder.rename(folder / "../away")])
-def test_a_folder_that_is_taken_away_ends_the_run_at_its_next_durable_step(flash, tmp_path, away):
+def test_removed_folder_ends_the_run_at_the_next_durable_step(flash, tmp_path, away):
     program = make_program(LAYERS)
     store = flash(program, "store")
     store.load(random_weights(program, 0).items())
@@ -38,13 +38,13 @@ def test_a_folder_that_is_taken_away_ends_the_run_at_its_next_durable_step(flash
         train(store, 2, seed=0)
 
 
-def test_another_number_of_steps_to_keep_is_no_other_model(flash):
+def test_other_keep_steps_is_refused_by_its_key(flash):
     flash(make_program(LAYERS), keep_steps=2).close()
-    with pytest.raises(ConfigError, match=r"made to keep 2 durable steps.*keep_steps to 2"):
+    with pytest.raises(ConfigError, match=r"created to keep 2 durable steps.*keep_steps to 2"):
         flash(make_program(LAYERS), keep_steps=3)
 
 
-def test_a_budget_that_is_too_small_says_what_is_needed(flash):
+def test_too_small_budget_names_the_required_bytes(flash):
     program = make_program(DEEP)
     with pytest.raises(BudgetError, match=r"raise store\.dram to [\d,]+ or more") as caught:
         flash(program, dram=150_000)
@@ -60,7 +60,7 @@ MANY_BLOCKS = [{f"{i}.weight": (500, 400)} for i in range(24)]  # 98 blocks a st
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("half", [False, True])
-def test_the_least_memory_is_enough_for_stages_of_many_blocks(flash, dtype, half):
+def test_minimum_memory_suffices_for_stages_of_many_blocks(flash, dtype, half):
     program = make_program(MANY_BLOCKS, stream_dtype=dtype)
     settings = {"gradient_dtype": torch.bfloat16 if half else torch.float32}
     with pytest.raises(BudgetError) as caught:
@@ -85,7 +85,7 @@ def test_the_limit_on_flash_counts_gradients_too(flash):
 
 @pytest.mark.parametrize("moments", ["fp32", "8bit"])
 @pytest.mark.parametrize("layers", [LAYERS, DEEP, DEEP[:1], [*DEEP, {"head": (900, 300)}]])
-def test_the_least_memory_is_enough_and_less_is_not(flash, layers, moments):
+def test_minimum_memory_suffices_and_less_does_not(flash, layers, moments):
     program = make_program(layers, stream_dtype=torch.bfloat16)
     optimizer = AdamW(0.9, 0.95, 1e-8, moments=moments)
     least = least_dram_bytes(program, optimizer.roles, half_gradients=False)

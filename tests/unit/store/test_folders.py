@@ -44,7 +44,7 @@ def appeared(folder):
 
 
 @pytest.mark.parametrize("make", [durable.make_folder, locked, saved, appeared])
-def test_every_folder_on_the_way_is_named_durably(make, tmp_path, synced):
+def test_created_parent_folders_are_durable(make, tmp_path, synced):
     make(tmp_path / "one" / "two" / "three")
     for folder, name in (
         (tmp_path, "one"),
@@ -54,7 +54,7 @@ def test_every_folder_on_the_way_is_named_durably(make, tmp_path, synced):
         assert any(path == folder and name in names for path, names in synced), folder
 
 
-def test_a_folder_that_is_there_may_be_of_a_process_that_was_killed(tmp_path, synced):
+def test_folder_left_by_a_killed_process_is_accepted(tmp_path, synced):
     durable.make_folder(tmp_path)
     assert [path for path, _ in synced] == [tmp_path.parent]
     (tmp_path / "file").touch()
@@ -63,14 +63,14 @@ def test_a_folder_that_is_there_may_be_of_a_process_that_was_killed(tmp_path, sy
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="nothing is unreadable for root")
-def test_a_folder_below_one_that_may_not_be_read(tmp_path):
+def test_folder_below_an_unreadable_folder_is_created(tmp_path):
     (tmp_path / "shared" / "mine").mkdir(parents=True)
     (tmp_path / "shared").chmod(0o100)
     durable.make_folder(tmp_path / "shared" / "mine")
     (tmp_path / "shared").chmod(0o700)
 
 
-def test_a_full_disk_refuses_a_lock_and_leaves_nothing_open(tmp_path, monkeypatch):
+def test_full_disk_refuses_a_lock_and_leaves_no_file_open(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

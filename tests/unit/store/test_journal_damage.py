@@ -53,7 +53,7 @@ def damaged(journal, places):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_repair_finds_the_newest_step_that_is_whole_behind_any_damage(trained, folder, seed):
+def test_repair_finds_the_newest_intact_step_after_any_damage(trained, folder, seed):
     draw, journal = random.Random(seed), folder / "journal"
     sizes = lengths(journal)
     begins = [sum(sizes[:number]) for number in range(len(sizes))]
@@ -65,7 +65,7 @@ def test_repair_finds_the_newest_step_that_is_whole_behind_any_damage(trained, f
     left = [step for step in (3, 4, 5) if step + 1 not in hit]
     before = journal.read_bytes()
     if not left:
-        with pytest.raises(CorruptionError, match="no durable step is whole"):
+        with pytest.raises(CorruptionError, match="no durable step is intact"):
             repair(folder)
         assert journal.read_bytes() == before
         return
@@ -81,7 +81,7 @@ def test_repair_finds_the_newest_step_that_is_whole_behind_any_damage(trained, f
     store.close()
 
 
-def test_a_step_that_was_kept_is_not_written_over_while_it_is_listed(folder):
+def test_kept_step_is_not_overwritten_while_listed(folder):
     sizes = lengths(folder / "journal")
     damaged(folder / "journal", [sum(sizes[:5])])  # step 4, between two that are whole
     assert repair(folder) == Repaired(step=5, discarded=(2, 3), damaged_journal=True)
@@ -95,7 +95,7 @@ def test_a_step_that_was_kept_is_not_written_over_while_it_is_listed(folder):
                 reader.verify(step)
 
 
-def test_a_record_that_was_copied_behind_others_is_not_taken(folder):
+def test_record_copied_behind_others_is_refused(folder):
     journal = folder / "journal"
     records = read_records(journal)[0]
     old = journal_module._spelled(2, records[2])
@@ -116,7 +116,7 @@ def test_a_record_that_was_copied_behind_others_is_not_taken(folder):
         ({0: [2, 3, 5], 1: [4]}, None),  # of no step with extents both shards' records are whole
     ],
 )
-def test_shards_go_back_together_to_a_step_that_is_whole_in_all(tmp_path, hit, stands_at):
+def test_shards_roll_back_together_to_a_step_intact_in_all(tmp_path, hit, stands_at):
     """No shard goes back alone: opening is refused, and a repair takes all to one step."""
     program = make_program([{"a": (4 * 4096,), "b": (7,)}])
     folder = tmp_path / "flash"
@@ -141,7 +141,7 @@ def test_shards_go_back_together_to_a_step_that_is_whole_in_all(tmp_path, hit, s
         with pytest.raises(CorruptionError, match=r"shard-[01]/journal: "):
             look()
     if stands_at is None:
-        with pytest.raises(CorruptionError, match="no durable step is whole in all shards"):
+        with pytest.raises(CorruptionError, match="no durable step is intact in all shards"):
             repair(folder)
         assert {path: path.read_bytes() for path in journals} == journals
         return
@@ -157,7 +157,7 @@ def test_shards_go_back_together_to_a_step_that_is_whole_in_all(tmp_path, hit, s
     store.close()
 
 
-def test_without_its_first_record_a_journal_says_nothing(folder):
+def test_journal_without_first_record_is_refused(folder):
     damaged(folder / "journal", [100])
     with pytest.raises(CorruptionError, match="header of record 0"):
         repair(folder)

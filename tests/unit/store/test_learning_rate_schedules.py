@@ -56,19 +56,19 @@ def theirs(make) -> list[float]:
         ),
     ],
 )
-def test_schedules_that_transformers_has(settings, make, warmup):
+def test_schedules_equal_transformers(settings, make, warmup):
     expected = theirs(lambda optimizer: make(optimizer, warmup))
     got = ours(warmup_steps=warmup, **settings)
     # Behind the end theirs turn up again or stop; ours stay.
     assert got[: STEPS + 1] == pytest.approx(expected[: STEPS + 1], rel=1e-12, abs=1e-18)
 
 
-def test_inverse_square_root_is_that_of_transformers_from_its_warm_up_on():
+def test_inverse_square_root_equals_transformers_after_warm_up():
     expected = theirs(lambda o: transformers.get_inverse_sqrt_schedule(o, num_warmup_steps=13))
     assert ours(name="inverse_square_root", warmup_steps=13) == pytest.approx(expected, rel=1e-12)
 
 
-def test_piecewise_is_pytorchs_multi_step():
+def test_piecewise_equals_pytorchs_multi_step():
     expected = theirs(lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [30, 80], gamma=0.1))
     got = ours(name="piecewise", boundaries=(30, 80), ratios=(0.1, 0.01))
     assert got == pytest.approx(expected, rel=1e-12)
@@ -124,7 +124,7 @@ def test_a_warm_up_goes_with_any_schedule(settings):
         ),
     ],
 )
-def test_what_cannot_be_meant_is_refused(settings, message):
+def test_invalid_schedules_are_refused(settings, message):
     with pytest.raises(ConfigError) as caught:
         Schedule(peak=PEAK, **settings)
     assert str(caught.value) == message

@@ -30,7 +30,7 @@ def assigned(groups, weight_decay=0.1, decay_1d=False):
 
 
 @pytest.mark.parametrize(("name", "hyper", "roles"), KINDS)
-def test_roles_are_the_state_that_is_used(name, hyper, roles):
+def test_roles_are_the_used_state(name, hyper, roles):
     optimizer = make_optimizer(name, **hyper)
     assert tuple(role.name for role in optimizer.roles) == roles
     state = {role: np.zeros(33, np.float32) for role in roles}
@@ -60,7 +60,7 @@ def test_roles_are_the_state_that_is_used(name, hyper, roles):
         ),
     ],
 )
-def test_a_clipped_run_on_a_split_master_is_pytorchs(name, hyper, reference, seed):
+def test_clipped_run_on_split_master_equals_pytorch(name, hyper, reference, seed):
     generator = np.random.default_rng(seed)
     master = generator.standard_normal(501).astype(np.float32)
     parameter = torch.nn.Parameter(torch.from_numpy(master.copy()))
@@ -106,7 +106,7 @@ def test_the_first_group_that_matches_wins():
     assert list(settings) == list(WEIGHTS)
 
 
-def test_one_dimensional_weights_decay_only_when_told():
+def test_one_dimensional_weights_decay_only_if_configured():
     assert assigned([])["norm.weight"].weight_decay == 0.0
     assert assigned([], decay_1d=True)["norm.weight"].weight_decay == 0.1
     named = assigned([Group(("norm.*",), weight_decay=0.2)])
@@ -116,23 +116,23 @@ def test_one_dimensional_weights_decay_only_when_told():
 TIED = {"embed.weight": ("head.weight",)}
 
 
-def test_a_group_that_names_a_tied_weight_by_its_second_name_gets_it():
+def test_group_matches_the_second_name_of_a_tied_weight():
     groups = [Group(("head.*",), learning_rate_scale=0.5), Group(("*",), weight_decay=0.0)]
     settings = assign_groups(WEIGHTS, groups, weight_decay=0.1, decay_1d=False, aliases=TIED)
     assert settings["embed.weight"] == GroupSettings(0.5, 0.1, 0)
 
 
-def test_groups_that_disagree_about_the_names_of_a_tied_weight_are_refused():
+def test_groups_that_split_the_names_of_a_tied_weight_are_refused():
     groups = [Group(("embed.*",)), Group(("head.*", "norm.*"))]
     with pytest.raises(ConfigError) as caught:
         assign_groups(WEIGHTS, groups, weight_decay=0.1, decay_1d=False, aliases=TIED)
     assert str(caught.value) == (
         "embed.weight and head.weight are one weight, but optimizer group 1 matches the one name "
-        "and group 2 the other; let one group match both names, or take one of the names out"
+        "and group 2 the other; let one group match both names, or remove one of the names"
     )
 
 
-def test_names_are_compared_with_their_case():
+def test_name_patterns_are_case_sensitive():
     with pytest.raises(ConfigError, match="matches none"):
         assigned([Group(("NORM.*",))])
 
@@ -147,8 +147,8 @@ def test_names_are_compared_with_their_case():
         ),
         (
             [Group(("*",)), Group(("*.bias", "norm.*"))],
-            "optimizer group 2 ('*.bias', 'norm.*') gets no weight: earlier groups take "
-            "all that it matches; move it up",
+            "optimizer group 2 ('*.bias', 'norm.*') gets no weight: earlier groups match all of "
+            "its weights; move it up",
         ),
         (
             [Group(("*.bais",))],
@@ -195,7 +195,7 @@ def test_a_group_without_weights_is_refused_by_name(groups, message):
         ),
     ],
 )
-def test_what_cannot_be_meant_is_refused(make, message):
+def test_invalid_settings_are_refused(make, message):
     with pytest.raises(ConfigError) as caught:
         make()
     assert str(caught.value) == message

@@ -51,7 +51,7 @@ def copied(source, target, portion_bytes: int):
 
 @pytest.mark.parametrize("optimizer", [None, EIGHT_BIT], ids=["float32", "8 bits"])
 @pytest.mark.parametrize("portion_bytes", [5_000, 4 << 20])
-def test_all_of_a_store_and_nothing_else_is_in_its_portions(make, optimizer, portion_bytes):
+def test_portions_hold_exactly_the_content_of_a_store(make, optimizer, portion_bytes):
     source = trained(make(optimizer))
     target = copied(source, make(optimizer), portion_bytes)
     assert_same_state(target, source)
@@ -60,7 +60,7 @@ def test_all_of_a_store_and_nothing_else_is_in_its_portions(make, optimizer, por
     assert_same_state(target, source)
 
 
-def test_a_copy_that_was_given_up_is_made_anew(make):
+def test_abandoned_copy_can_be_repeated(make):
     source, target = trained(make()), make()
     target.begin_restore()
     target.portions(5_000).write(0, np.array(source.portions(5_000).read(0)) ^ 1)
@@ -71,20 +71,20 @@ def test_a_copy_that_was_given_up_is_made_anew(make):
 def test_a_portion_of_another_size_is_refused(make):
     source, target = trained(make()), make()
     target.begin_restore()
-    with pytest.raises(ValueError, match=r"portion 0 has [\d,]+ bytes, 3 came for it"):
+    with pytest.raises(ValueError, match=r"portion 0: expected [\d,]+ bytes, got 3"):
         target.portions(5_000).write(0, np.zeros(3, np.uint8))
     assert_same_state(copied(source, target, 5_000), source)
 
 
-def test_on_flash_portions_are_written_in_their_order(tmp_path):
+def test_portions_on_flash_are_written_in_order(tmp_path):
     store = flash_store(PROGRAM, tmp_path, dram_bytes=2_000_000)
     store.begin_restore()
-    with pytest.raises(RuntimeError, match="portion 0 comes next, 1 came"):
+    with pytest.raises(RuntimeError, match="expected portion 0, got portion 1"):
         store.portions(5_000).write(1, np.zeros(1, np.uint8))
     store.close()
 
 
-def test_damage_on_flash_is_found_where_a_portion_is_read(tmp_path):
+def test_damage_on_flash_is_found_when_its_portion_is_read(tmp_path):
     store = trained(flash_store(PROGRAM, tmp_path, dram_bytes=2_000_000))
     store.make_durable()
     unit = store._layout.units[1]

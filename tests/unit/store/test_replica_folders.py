@@ -16,7 +16,7 @@ from penstock.store.flash import (
     open_reader,
     recorded_extra,
 )
-from penstock.store.flash.shards import agree, read_shards, recorded_steps, shard_folder
+from penstock.store.flash.shards import agree_on_step, read_shards, recorded_steps, shard_folder
 
 PROGRAM = make_program(LAYERS, frozen=("position",))
 
@@ -46,22 +46,22 @@ def steps_of(folder):
     return {path.name: [*recorded_steps(path)] for path in sorted(folder.glob("shard-*"))}
 
 
-def test_folders_that_hold_the_same_stay_as_they_are(tmp_path):
+def test_equal_replica_folders_are_unchanged(tmp_path):
     trained(tmp_path)
     held = steps_of(tmp_path)
-    agree(read_shards(tmp_path), replicas=2)
+    agree_on_step(read_shards(tmp_path), replicas=2)
     assert steps_of(tmp_path) == held
     assert held["shard-1-replica-1"] == [2, 3]
 
 
 @pytest.mark.parametrize("damage", ["stale", "empty"])
-def test_a_replica_that_stayed_behind_forgets_what_it_holds(tmp_path, damage):
+def test_replica_behind_discards_its_content(tmp_path, damage):
     trained(tmp_path)
     newest = go_on(tmp_path, 2)
     replica = shard_folder(tmp_path, 1, 1)
     if damage == "empty":
         forget(replica)
-    agree(read_shards(tmp_path), replicas=2)
+    agree_on_step(read_shards(tmp_path), replicas=2)
     assert steps_of(tmp_path) == {"shard-0": [4, 5], "shard-1": [4, 5], "shard-1-replica-1": []}
     part = ShardMap.of(PROGRAM, 2).part(PROGRAM, 1)
     with closing(flash_store(part, replica)) as store:
@@ -71,7 +71,7 @@ def test_a_replica_that_stayed_behind_forgets_what_it_holds(tmp_path, damage):
 
 
 @pytest.mark.parametrize("gone", [False, True])
-def test_what_only_the_replica_holds_is_what_the_run_goes_on_from(tmp_path, gone):
+def test_run_continues_from_a_step_held_only_by_the_replica(tmp_path, gone):
     found = trained(tmp_path)
     first = shard_folder(tmp_path, 1)
     if gone:
@@ -83,14 +83,14 @@ def test_what_only_the_replica_holds_is_what_the_run_goes_on_from(tmp_path, gone
         assert reader.steps == [2, 3]
         assert reader.content_hash(3) == found
     with pytest.raises(
-        OtherStoreError, match=r"step 3 of shard 1 is only in shard-1-replica-1; train on"
+        OtherStoreError, match=r"step 3 of shard 1 is only in shard-1-replica-1; continue training"
     ):
-        agree(read_shards(tmp_path), replicas=1)
-    agree(read_shards(tmp_path), replicas=2)
+        agree_on_step(read_shards(tmp_path), replicas=1)
+    agree_on_step(read_shards(tmp_path), replicas=2)
     assert steps_of(tmp_path)["shard-1-replica-1"] == [2, 3]
 
 
-def test_a_replica_that_is_ahead_of_the_other_shards_goes_back_with_them(tmp_path):
+def test_replica_ahead_of_other_shards_rolls_back_with_them(tmp_path):
     trained(tmp_path)
     ahead = tmp_path / "ahead"
     shutil.copytree(tmp_path, ahead)
@@ -99,11 +99,11 @@ def test_a_replica_that_is_ahead_of_the_other_shards_goes_back_with_them(tmp_pat
     shutil.copytree(shard_folder(ahead, 1), shard_folder(tmp_path, 1, 1))
     shutil.rmtree(ahead)
     assert steps_of(tmp_path)["shard-1-replica-1"] == [3, 4]
-    agree(read_shards(tmp_path), replicas=2)
+    agree_on_step(read_shards(tmp_path), replicas=2)
     assert steps_of(tmp_path)["shard-1-replica-1"] == [3]
 
 
-def test_replicas_that_differ_are_said_to_and_neither_is_taken(tmp_path):
+def test_different_replicas_are_reported_and_neither_is_used(tmp_path):
     trained(tmp_path, steps=2)
     other = tmp_path / "other"
     shutil.copytree(tmp_path, other)
@@ -114,9 +114,9 @@ def test_replicas_that_differ_are_said_to_and_neither_is_taken(tmp_path):
     shutil.rmtree(shard_folder(tmp_path, 1, 1))
     shutil.copytree(shard_folder(other, 1), shard_folder(tmp_path, 1, 1))
     shutil.rmtree(other)
-    told = r"shard-1 and shard-1-replica-1 both hold step 3 and are not the same; .* made again"
+    told = r"shard-1 and shard-1-replica-1 both hold step 3 but differ. .* creates the deleted"
     with pytest.raises(CorruptionError, match=told):
-        agree(read_shards(tmp_path), replicas=2)
+        agree_on_step(read_shards(tmp_path), replicas=2)
 
 
 def test_a_replica_of_another_store_is_refused(tmp_path):
@@ -129,7 +129,7 @@ def test_a_replica_of_another_store_is_refused(tmp_path):
         sharded_flash(PROGRAM, tmp_path, 2)
 
 
-def test_weights_that_were_never_trained_are_discarded_in_all_folders(tmp_path):
+def test_untrained_weights_are_discarded_in_all_folders(tmp_path):
     trained(tmp_path, steps=0)
     discard_untrained(tmp_path)
     assert not list(tmp_path.glob("shard*"))

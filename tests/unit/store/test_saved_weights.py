@@ -23,7 +23,7 @@ def saved(tmp_path_factory):
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_any_piece_is_that_of_the_store(saved, seed):
+def test_any_range_equals_the_store(saved, seed):
     store, folder = saved
     weights = SavedWeights(folder)
     assert weights.shapes == {"small": (7,), "large": (ELEMENTS,), "last": (3, 5)}
@@ -40,7 +40,7 @@ def test_any_piece_is_that_of_the_store(saved, seed):
         )
 
 
-def test_a_flipped_bit_is_found_where_it_is_and_nowhere_else(saved, tmp_path):
+def test_flipped_bit_is_found_only_at_its_position(saved, tmp_path):
     _, folder = saved
     damaged = tmp_path / "step"
     damaged.mkdir()

@@ -52,7 +52,7 @@ def loaded(store, seed=0):
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_it_trains_to_the_bits_of_one_store(precision, optimizer):
+def test_sharded_store_equals_one_store(precision, optimizer):
     """Clipped, so that one bit of the norm would change all weights; gradients in bfloat16."""
     program = program_of(precision)
     settings = {"optimizer": optimizer, "clip_norm": 1.0, "gradient_dtype": DTYPES[precision]}
@@ -76,7 +76,7 @@ def test_it_trains_to_the_bits_of_one_store(precision, optimizer):
         ("bf16", Lion(), 9),  # some shards hold next to nothing
     ],
 )
-def test_on_flash_it_trains_to_the_bits_of_one_store(tmp_path, precision, optimizer, count):
+def test_sharded_store_on_flash_equals_one_store(tmp_path, precision, optimizer, count):
     program = program_of(precision)
     one = loaded(training_store(program, precision, optimizer=optimizer))
     many = loaded(sharded_flash(program, tmp_path / "flash", count, optimizer=optimizer))
@@ -91,7 +91,7 @@ def test_on_flash_it_trains_to_the_bits_of_one_store(tmp_path, precision, optimi
     again.close()
 
 
-def test_the_norm_is_the_exact_sum_over_all_elements_whatever_the_number_of_shards():
+def test_norm_is_the_exact_sum_for_any_number_of_shards():
     program = program_of()
     commits = set()
     for count in (1, 2, 3, 4, 7, 64):
@@ -108,7 +108,7 @@ def test_the_norm_is_the_exact_sum_over_all_elements_whatever_the_number_of_shar
     assert commits[0].decision.norm == pytest.approx(float(np.sqrt(squares.sum())), rel=1e-13)
 
 
-def test_views_are_good_until_the_second_fetch_after():
+def test_views_are_valid_until_the_second_fetch():
     program = program_of()
     store = loaded(sharded_dram(program, 2))
     weights = random_weights(program, 0)
@@ -122,7 +122,7 @@ def test_views_are_good_until_the_second_fetch_after():
     assert torch.equal(norm, weights["norm"])
 
 
-def test_what_streams_and_what_comes_back_is_counted_as_of_one_store():
+def test_traffic_is_counted_as_for_one_store():
     program = program_of()
     one, many = loaded(training_store(program)), loaded(sharded_dram(program, 3))
     for store in (one, many):
@@ -136,7 +136,7 @@ def test_what_streams_and_what_comes_back_is_counted_as_of_one_store():
     assert abs(sum(many.memory_bytes.values()) - assembly - stores) <= 64 * 3 * 4 * len(LARGE) * 3
 
 
-def test_reading_and_restoring_goes_across_the_pieces(tmp_path):
+def test_read_and_restore_cross_piece_boundaries(tmp_path):
     """A checkpoint of any number of shards is that of one store, and any other number opens it."""
     program = program_of("bf16")
     stores = [
@@ -165,7 +165,7 @@ def test_reading_and_restoring_goes_across_the_pieces(tmp_path):
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_a_checkpoint_is_written_while_training_goes_on(tmp_path, count):
+def test_checkpoint_is_written_during_training(tmp_path, count):
     program = program_of()
     resting, store = loaded(training_store(program)), loaded(sharded_dram(program, count))
     train(resting, 2, seed=0)
@@ -185,7 +185,7 @@ def test_a_checkpoint_is_written_while_training_goes_on(tmp_path, count):
 # What is refused, and what is told
 
 
-def test_what_did_not_come_and_what_is_not_finite_is_named_as_by_one_store():
+def test_missing_and_non_finite_gradients_are_named_as_by_one_store():
     program = program_of()
     stores = [loaded(training_store(program)), loaded(sharded_dram(program, 3))]
     told = []
@@ -209,7 +209,7 @@ def test_what_did_not_come_and_what_is_not_finite_is_named_as_by_one_store():
         assert store.step == 0
         told.append([str(error.value) for error in (silent, missing, non_finite)])
     assert told[0] == told[1]
-    assert "no gradients came from stages stage2, stage3, stage4;" in told[1][0]
+    assert "no gradients were received from stages stage2, stage3, stage4;" in told[1][0]
     assert "no gradient for trainable weight 0.weight:" in told[1][1]
     assert "in the gradient of weight 1.bias of stage stage2, then of stage stage1;" in told[1][2]
     train(stores[0], 2, seed=1)
@@ -222,9 +222,11 @@ def test_a_gradient_of_another_shape_reaches_no_shard():
     store = loaded(sharded_dram(program, 2))
     gradients = random_gradients(program, np.random.default_rng(0))
     wrong = [gradients[1][0].T.contiguous(), gradients[1][1]]
-    with pytest.raises(ValueError, match=r"stage1: the gradient of 0.weight must be float32 \[130"):
+    with pytest.raises(
+        ValueError, match=r"stage1: expected float32 \[130.* as the gradient of 0.weight"
+    ):
         store.receive(1, wrong)
-    with pytest.raises(ValueError, match="stage stage1 has 2 trainable weights, 1 gradients came"):
+    with pytest.raises(ValueError, match="each of 2 trainable weights, got 1 gradients"):
         store.receive(1, wrong[:1])
     send(store, gradients)
     with pytest.raises(RuntimeError, match="stage stage1 has sent its gradients twice"):
@@ -233,7 +235,7 @@ def test_a_gradient_of_another_shape_reaches_no_shard():
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("tier", ["memory", "flash"])
-def test_a_gradient_is_zero_only_where_every_piece_is(tier, count, tmp_path):
+def test_gradient_is_zero_only_if_every_piece_is_zero(tier, count, tmp_path):
     """Of `half`, one element in the last piece is not zero."""
     weights = {"half": (100, 200), "zero": (100, 200), "small": (3,), "empty": (0, 3)}
     program = make_program((weights,))
@@ -251,7 +253,7 @@ def test_a_gradient_is_zero_only_where_every_piece_is(tier, count, tmp_path):
     store.close()
 
 
-def test_a_weight_is_unchanged_only_where_every_piece_is():
+def test_weight_is_unchanged_only_if_every_piece_is_unchanged():
     program = make_program(({"large": (100, 200), "mixed": (100, 200), "small": (3,)},))
     settings = {"weight_decay": 0.0, "schedule": Schedule("constant", peak=1e-9)}
     for store in training_store(program, **settings), sharded_dram(program, 2, **settings):
@@ -265,7 +267,7 @@ def test_a_weight_is_unchanged_only_where_every_piece_is():
         assert store.unchanged() == ("large", "small")
 
 
-def test_a_commit_that_is_interrupted_between_shards_leaves_a_store_that_says_so(monkeypatch):
+def test_commit_interrupted_between_shards_makes_the_store_unusable(monkeypatch):
     program = program_of()
     store = loaded(sharded_dram(program, 2))
     forward_sweep(store)
@@ -300,7 +302,7 @@ def test_swapped_shards_are_refused(tmp_path):
         sharded_flash(program, tmp_path / "flash", 2)
 
 
-def test_one_store_is_not_opened_as_shards_nor_by_two(tmp_path):
+def test_other_shard_count_second_process_and_second_load_are_refused(tmp_path):
     program = make_program([{"a": (4 * 4096,)}])
     loaded(flash_store(program, tmp_path / "one")).close()
     with pytest.raises(OtherStoreError, match="holds a store in 1 shard, the config"):
@@ -308,6 +310,6 @@ def test_one_store_is_not_opened_as_shards_nor_by_two(tmp_path):
     store = loaded(sharded_flash(program, tmp_path / "two", 2))
     with pytest.raises(StorageError, match="is in use by process"):
         sharded_flash(program, tmp_path / "two", 2)
-    with pytest.raises(RuntimeError, match="is filled once"):
+    with pytest.raises(RuntimeError, match="is initialised once"):
         store.load(random_weights(program, 1).items())
     store.close()

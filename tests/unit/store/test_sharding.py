@@ -31,7 +31,7 @@ def program_of(stages, dtype=torch.float32, tied=False):
 
 @settings(max_examples=200, deadline=None)
 @given(STAGES, st.integers(1, 64), st.sampled_from([torch.float32, torch.bfloat16]), st.booleans())
-def test_pieces_make_up_every_weight_and_stages_are_divided_evenly(stages, count, dtype, tied):
+def test_pieces_cover_every_weight_and_divide_stages_evenly(stages, count, dtype, tied):
     program = program_of(stages, dtype, tied)
     shard_map = ShardMap.of(program, count)
     assert shard_map == ShardMap.of(program, count)
@@ -84,7 +84,7 @@ def test_spans_find_every_value_once(elements, count, group, seed):
     np.testing.assert_array_equal(found, values[begin:end])
 
 
-def test_equal_stages_do_not_add_up_to_an_unequal_whole():
+def test_equal_stages_give_shards_of_equal_size():
     """The small weights that stay whole go to another shard in every stage."""
     program = program_of([[100]] * 12)
     shard_map = ShardMap.of(program, 3)

@@ -55,7 +55,7 @@ class Gate:
 @pytest.mark.parametrize(
     ("precision", "optimizer"), [("fp32", Lion(0.9, 0.99)), ("bf16", AdamW(0.9, 0.95, 1e-8))]
 )
-def test_it_is_the_checkpoint_of_a_store_at_rest(tmp_path, monkeypatch, precision, optimizer):
+def test_snapshot_equals_checkpoint_of_an_idle_store(tmp_path, monkeypatch, precision, optimizer):
     """The writer is held at one write after another, and two steps go by meanwhile."""
     resting = loaded(precision, optimizer=optimizer)
     train(resting, 2, seed=0)
@@ -121,7 +121,7 @@ def test_without_a_copy_training_only_waits(tmp_path):
     assert store.content_hash() == same.content_hash()
 
 
-def test_one_that_is_given_up_leaves_nothing_and_lets_training_go_on(tmp_path, monkeypatch):
+def test_abandoned_snapshot_leaves_nothing_and_training_continues(tmp_path, monkeypatch):
     store = loaded()
     train(store, 1, seed=0)
     gate = Gate(monkeypatch, 2)
@@ -137,7 +137,7 @@ def test_one_that_is_given_up_leaves_nothing_and_lets_training_go_on(tmp_path, m
     assert BackgroundSave(store.snapshot(1), tmp_path, {}).wait().step == 2
 
 
-def test_there_is_one_at_a_time(tmp_path):
+def test_only_one_snapshot_at_a_time(tmp_path):
     store = loaded()
     first = store.snapshot(PLENTY)
     with pytest.raises(RuntimeError, match="snapshot of step 0 is not closed yet"):
@@ -146,7 +146,7 @@ def test_there_is_one_at_a_time(tmp_path):
     store.snapshot(PLENTY).close()
 
 
-def test_who_does_not_fetch_can_flush(tmp_path):
+def test_flush_completes_without_fetch(tmp_path):
     store = loaded()
     train(store, 1, seed=0)
     saving = BackgroundSave(store.snapshot(PLENTY), tmp_path, {})

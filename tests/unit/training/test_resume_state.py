@@ -12,11 +12,11 @@ ARCHITECTURE = {"class_name": "Net", "graph": "g", "captured_with": "torch 2"}
 KEPT = ResumeState({"batch.size": 4}, 2, None, "d", None, 3.25, 1, "v", ARCHITECTURE, "onednn")
 
 
-def test_what_was_kept_is_found_again():
+def test_resume_state_round_trips():
     assert ResumeState.read(json.loads(json.dumps(KEPT.to_mapping())), Path("run")) == KEPT
 
 
-def test_keys_that_older_releases_did_not_keep_may_be_missing():
+def test_keys_missing_in_older_releases_are_optional():
     found = ResumeState.read({"trajectory": {}}, Path("run"))
     assert found == ResumeState({}, None, None, None, None, None, 0)
 
@@ -44,6 +44,8 @@ def test_keys_that_older_releases_did_not_keep_may_be_missing():
         ("evaluations_since_best", -1),
     ],
 )
-def test_a_value_of_another_type_is_refused_by_its_place(key, value):
-    with pytest.raises(CorruptionError, match=r"^runs/x/flash: what a run keeps with a step was "):
+def test_value_of_another_type_is_refused_by_its_key(key, value):
+    with pytest.raises(
+        CorruptionError, match=r"^runs/x/flash: expected the resume state of a step, got "
+    ):
         ResumeState.read({**KEPT.to_mapping(), key: value}, Path("runs/x/flash"))
