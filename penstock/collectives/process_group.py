@@ -59,7 +59,7 @@ class DeviceRendezvous:
             group = self._nccl(rank) if self.backend == "nccl" else self._gloo(rank)
         except RuntimeError as error:
             raise GroupError(
-                f"the devices of engine.devices do not find each other: {error}"
+                f"the devices of engine.devices cannot connect to each other: {error}"
             ) from (error)
         self._groups.append(group)
         return GroupMember(self, group, rank)
@@ -74,8 +74,9 @@ class DeviceRendezvous:
     def _nccl(self, rank: int) -> Any:
         if not dist.is_nccl_available():
             raise GroupError(
-                "engine.devices: GPUs find each other through NCCL, which this PyTorch was built "
-                "without; install one for CUDA on Linux, or set engine.device: cuda for one GPU"
+                "engine.devices: expected a PyTorch with NCCL, which connects the GPUs; this "
+                "PyTorch was built without NCCL; install PyTorch for CUDA on Linux, or set "
+                "engine.device: cuda to use one GPU"
             )
         # The whole group is on this host, so NCCL need not listen to other hosts.
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
@@ -146,7 +147,7 @@ class GroupMember:
                 time.sleep(_LOOK_SECONDS)
             work.wait()
         except RuntimeError as error:
-            raise GroupError(f"an operation of the devices together has failed: {error}") from error
+            raise GroupError(f"a collective operation of the devices failed: {error}") from error
 
 
 class GroupFabric:

@@ -151,7 +151,7 @@ def test_a_template_with_threads_of_its_own_forks_nobody(deaf, tmp_path, monkeyp
         wait_until(lambda: not launcher.poll() and launcher.pids)
         assert list(launcher._processes) == ["worker-1"]
         assert launcher.template is None
-        assert launcher._templates[0].why_not == "imports have started 1 threads"
+        assert launcher._templates[0].why_not == "its imports started 1 threads"
     finally:
         launcher.close()
 

@@ -211,8 +211,8 @@ def test_a_shard_in_memory_comes_back_from_its_replica_and_no_step_is_lost(text,
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [row["step"] for row in rows if row["event"] == "step"] == list(range(1, STEPS + 1))
     told = [row["text"] for row in rows if row.get("kind") in ("replica lost", "replica copied")]
-    assert "goes on with it" in told[0]
-    assert "the replica of shard 0 is whole" in told[1]
+    assert "the shard continues on node" in told[0]
+    assert "is a replica now" in told[1]
 
 
 def once_a_copy_begins(run: Run, monkeypatch, act: Callable[[int, int], None]) -> None:
@@ -278,7 +278,7 @@ def test_a_node_that_is_lost_while_it_is_copied(text, alone, tmp_path, monkeypat
         assert len(run.begun) >= 2
         assert run.kinds.count("replica copied") >= 1
     else:
-        with pytest.raises(StorageError, match="goes on from the last checkpoint"):
+        with pytest.raises(StorageError, match="resumes from the last checkpoint"):
             run.train()
     assert "shard lost" in run.kinds
 
@@ -384,7 +384,7 @@ def test_a_stop_while_a_shard_is_lost_says_how_to_go_on_and_the_run_does(
             run.trainer.request_stop()
 
     run.also = after
-    told = "shard.* lost; give the same command again, the run goes on from the last step"
+    told = "shard.* lost; give the same command again; the run resumes from the last saved step"
     with pytest.raises(StorageError, match=told):
         run.train()
     again = Run(config)

@@ -202,11 +202,11 @@ def test_a_bit_that_flips_in_one_node_ends_the_run_before_everything_has_been_co
     kind = "moment" if turn >= STAGES else "weights"
     steps = [cluster.stores[n].step for nodes in cluster.coordinator.holders for n in nodes]
     assert max(steps) < flipped_after + HELD
-    assert f"shard {shard}: node {1 + shard} and its replica, node {3 + shard}, should" in str(
+    assert f"shard {shard}: the replicas on nodes {1 + shard} and {3 + shard} must be equal" in str(
         found.value
     )
-    assert f"do not say the same of the {kind} of stage {turn % STAGES}; step" in str(found.value)
-    assert "the memory or the processor of one of their hosts is faulty" in str(found.value)
+    assert f"differ in the {kind} of stage {turn % STAGES}; step" in str(found.value)
+    assert "The memory or the processor of one of their hosts is faulty" in str(found.value)
 
 
 @pytest.mark.slow

@@ -23,13 +23,13 @@ def scale(run: Path, engines: int) -> int:
         ClusterError: the run does not answer.
     """
     if not run.is_dir():
-        raise ConfigError(f"{run}: no such run; expected the folder that run.dir named")
+        raise ConfigError(f"{run}: expected the folder of a run (run.dir); there is no such folder")
     path = run / rendezvous_file.NAME
     if not path.exists():
         raise ConfigError(
-            f"{run}: expected a run that trains with cluster.start other than none; it has no "
-            f"{rendezvous_file.NAME}. Another number can be given when it is started: "
-            f"engines={engines}"
+            f"{run}: expected a run that is training now, with cluster.start other than none; the "
+            f"folder has no {rendezvous_file.NAME}. To change the number when the run is started, "
+            f"give engines={engines} to penstock train"
         )
     answer = _ask(run, {"engines": engines})
     if "error" in answer:
@@ -37,7 +37,8 @@ def scale(run: Path, engines: int) -> int:
     before = answer.get("before")
     if type(before) is not int:
         raise ProtocolError(
-            f"{run}: it answers {str(answer)[:80]!r}; does it run the same version of Penstock?"
+            f"{run}: expected the previous number of engines in the reply, got "
+            f"{str(answer)[:80]!r}; does the run use the same version of Penstock?"
         )
     return before
 
@@ -59,12 +60,14 @@ def _ask(run: Path, order: Mapping[str, Any]) -> Mapping[str, Any]:
         answer = answers.get(timeout=_SECONDS)
     except ClusterError as error:
         raise ClusterError(
-            f"{run}: it does not train now, or not where this machine can reach it: {error}"
+            f"{run}: the run is not training now, or this machine cannot reach it: {error}"
         ) from None
     except queue.Empty:
-        raise ClusterError(f"{run}: it has not answered in {_SECONDS:.0f} s; try again") from None
+        raise ClusterError(
+            f"{run}: the run did not reply within {_SECONDS:.0f} s; try again"
+        ) from None
     finally:
         endpoint.close()
     if isinstance(answer, Exception):
-        raise ClusterError(f"{run}: it ended the connection without an answer ({answer})")
+        raise ClusterError(f"{run}: the run closed the connection without a reply ({answer})")
     return answer

@@ -229,10 +229,9 @@ class ClusterManager:
             if self.should_stop():
                 raise InterruptedError("stopped while waiting for engines")
             if time.monotonic() > deadline:
-                text = f"{len(self.coordinator.ready)} of {wanted} engines have come"
-                self.event_queue.emit(
-                    "waiting", f"{text} in {_PATIENCE:.0f} s; beginning with those"
-                )
+                text = f"{len(self.coordinator.ready)} of {wanted} engines have joined within "
+                text += f"{_PATIENCE:.0f} s; the run starts with these engines"
+                self.event_queue.emit("waiting", text)
                 return
             time.sleep(0.02)
 
@@ -424,9 +423,10 @@ def _say_where(
     command = (
         f"python -m penstock.cluster.worker {config.run.dir.absolute() / rendezvous_file.NAME}"
     )
-    text = "at {}:{}; on each engine's host: ".format(*manager.address) + command
+    text = "at {}:{}; on the host of each engine, run: ".format(*manager.address) + command
     if config.cluster.shards == "apart":
-        text += f"; and first, on each shard's, with --shard 0 to {config.store.shards - 1}"
+        text += "; before that, run it on the host of each shard with "
+        text += f"--shard 0 to {config.store.shards - 1}"
         if config.store.replicas > 1:
-            text += f", each on {config.store.replicas} hosts"
+            text += f", each shard on {config.store.replicas} hosts"
     tell(ClusterEvent("listening", text))

@@ -49,7 +49,7 @@ class EventQueue:
         if self._failed is not None:
             raise self._failed
         if self.is_over:
-            raise ClusterError("the run's processes have been let go of")
+            raise ClusterError("the connections to the run's processes are closed")
 
     def tell_all(self) -> None:
         """Report queued events in this thread."""

@@ -66,7 +66,7 @@ class Rendezvous:
             self._admit(joining.pop(link), message.body)
         elif message.kind is MessageType.FAILURE and link in joining:
             member, kind = joining.pop(link), str(message.body.get("error"))
-            text = f"{member} could not be made: {message.body.get('text')}"
+            text = f"{member} could not be created: {message.body.get('text')}"
             self._turn_away(member, text, error_class(kind))
 
     def look(self) -> None:
@@ -92,7 +92,8 @@ class Rendezvous:
             return
         place = None if said.role == "engine" else self._place_for(said, self._wants_engines())
         if place is None and said.shard is not None:
-            self._refuse(link, f"shard {said.shard} of the store is not wanted: it is there")
+            text = f"shard {said.shard} of the store needs no other process: all its replicas run"
+            self._refuse(link, text)
             return
         self._welcome(link, said, place)
 
@@ -137,7 +138,10 @@ class Rendezvous:
         number, place = member.number, member.place
         plan = self._plan
         if said.get("digest") != (plan.engine_digest if place is None else plan.shard_digest):
-            text = f"{member} has compiled another program: are its versions the same?"
+            text = (
+                f"{member} compiled another program than this process; install the same versions "
+                "of Penstock, PyTorch and transformers on all hosts"
+            )
             self._turn_away(member, text, ClusterError)
             return
         self._let_in(member)

@@ -114,7 +114,7 @@ class ForkClient:
                 self.why_not = str(what["unfit"])
                 self._let_go()
         if self.is_there and not self.is_ready and time.monotonic() > self._began + _PATIENCE:
-            self.why_not = f"it has not imported all in {_PATIENCE:.0f} s"
+            self.why_not = f"its imports took longer than {_PATIENCE:.0f} s"
             self._let_go()
         if self.is_there:
             return []

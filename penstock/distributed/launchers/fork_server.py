@@ -59,7 +59,7 @@ class _ForkServer:
         gc.collect()
         gc.freeze()  # a collection in a fork would write to, and so copy, these pages
         if (more := _threads() - before) > 0:
-            self._say(unfit=f"imports have started {more} threads")
+            self._say(unfit=f"its imports started {more} threads")
         else:
             self._say(ready=os.getpid())
 

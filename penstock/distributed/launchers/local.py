@@ -120,7 +120,8 @@ class LocalLauncher:
             return
         if lost.why_not is not None or len(self._templates) >= _MOST_TEMPLATES:
             self._may_fork = False
-            log.info("workers are not forked any more: %s", lost.why_not or "templates are lost")
+            reason = lost.why_not or f"{_MOST_TEMPLATES} fork servers were lost"
+            log.info("the fork server is no longer used, new workers start slower: %s", reason)
         else:
             self._make_template()
 
@@ -157,10 +158,10 @@ class LocalLauncher:
     def _how(self, worker: str, pid: int, code: int | None) -> str:
         how = f"with exit code {code}"
         if code is None:
-            how = "and nobody knows how"
+            how = "with an unknown exit code"
         elif code < 0:
             how = f"by signal {-code}"
-        return f"{worker} with pid {pid} ended {how}; what it said is in {self._log(worker)}"
+        return f"{worker} with pid {pid} ended {how}; its output is in {self._log(worker)}"
 
 
 def would_run(pid: int) -> bool:

@@ -114,7 +114,7 @@ class RayWorker:
         try:
             Worker(address, token, name, role).serve()
         except ClusterError as error:
-            return f"{error}; the run's process must be reachable from there, see cluster.host"
+            return f"{error}; this host must be able to reach the run's process, see cluster.host"
         except PenstockError as error:
             return str(error)
         return "the run has ended"
@@ -217,26 +217,26 @@ class RayLauncher:
         waiting = self._late()
         if not waiting or self._lost is not None:
             return None
-        late = f"{len(waiting)} of {len(self._actors)} workers have not begun in {_LATE:.0f} s"
+        late = f"{len(waiting)} of {len(self._actors)} workers have not started in {_LATE:.0f} s"
         wants = self._connection.wants
         roles = list(dict.fromkeys(actor.role for actor in waiting))
         everyone = [wants[actor.role] for actor in list(self._actors.values())]
         rooms = self._rooms
         if rooms is None or rooms.lets_in([wants[role] for role in roles]):
             return (
-                f"{late}: their processes are still starting, which takes long on a busy machine, "
-                "or where Python's packages are read for the first time"
+                f"{late}: their processes are still starting, which takes long on a busy machine "
+                "and when Python's packages are read for the first time"
             )
-        each = " and ".join(f"each {role} for {_in_words(wants[role])}" for role in roles)
+        each = " and ".join(f"each {role} needs {_in_words(wants[role])}" for role in roles)
         if rooms.hold(everyone):
             return (
-                f"{late}: they ask the Ray cluster, {each} (engine.threads), and are still "
-                "starting, or wait for a place that other work has: see `ray status`"
+                f"{late}: {each} (engine.threads). They are still starting, or other jobs use "
+                "these resources of the Ray cluster: see `ray status`"
             )
         return (
-            f"{late}: the Ray cluster is too small for all. They ask it, {each} "
-            "(engine.threads), and come when there is room: see `ray status`; add nodes, or lower "
-            "engines, cluster.spare or engine.threads"
+            f"{late}: the Ray cluster is too small for all workers, {each} (engine.threads). They "
+            "start when resources are free: see `ray status`; add nodes, or lower engines, "
+            "cluster.spare or engine.threads"
         )
 
     def _late(self) -> list[_Actor]:
@@ -267,8 +267,8 @@ class RayLauncher:
                 self._look_for_room()
             self._end_all()
         except Exception as error:  # Ray raises many kinds; the running engines continue
-            self._lost = f"Ray does not answer any more: {_reason(error)}"
-            log.error("%s; engines that are lost are not replaced", self._lost)
+            self._lost = f"Ray no longer responds: {_reason(error)}"
+            log.error("%s; lost engines are not replaced", self._lost)
 
     def _do_what_was_asked(self) -> bool:
         """Start and end workers as requested; return whether to continue."""
@@ -326,7 +326,7 @@ class RayLauncher:
             try:
                 found = self._ray.get(reference)
             except self._ray.exceptions.RayError as error:
-                found = "by the run" if actor.is_ended else _reason(error)
+                found = "the run stopped it" if actor.is_ended else _reason(error)
                 if isinstance(error, self._ray.exceptions.ActorUnavailableError):
                     actor.is_ended = True  # it may be alive, behind a broken network
             else:
@@ -427,9 +427,10 @@ def _connect(ray: Any, address: str | None) -> None:
             raise ClusterError(f"a Ray cluster could not be started: {_reason(error)}") from None
         raise ClusterError(
             f"cluster.address: {address}: {_reason(error)}. Expected the head of a running Ray "
-            "cluster of the same versions of Ray and Python, this machine a part of it (but for "
-            "ray://), and, where the cluster asks for tokens, RAY_AUTH_MODE=token and its token "
-            "in RAY_AUTH_TOKEN, in the file RAY_AUTH_TOKEN_PATH, or in ~/.ray/auth_token"
+            "cluster with the same versions of Ray and Python. Except with ray://, this machine "
+            "must be a node of the cluster. If the cluster requires a token, set "
+            "RAY_AUTH_MODE=token, and give the token in RAY_AUTH_TOKEN, in the file "
+            "RAY_AUTH_TOKEN_PATH, or in ~/.ray/auth_token"
         ) from None
 
 
@@ -444,7 +445,8 @@ def _variables(names: tuple[str, ...]) -> dict[str, str]:
     missing = [name for name in names if name not in os.environ]
     if missing:
         raise ConfigError(
-            f"cluster.environment: {missing[0]} is not set here; set it, or leave it out"
+            f"cluster.environment: {missing[0]} is not set in this environment; set it, or remove "
+            "it from the list"
         )
     paths = ["PYTHONPATH"] if "PYTHONPATH" in os.environ else []
     return {name: os.environ[name] for name in [*paths, *names]}

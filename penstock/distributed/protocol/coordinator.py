@@ -144,7 +144,7 @@ class Coordinator:
         self.membership.assign_shard(shard, node)
         self._detector.watch(node)
         self._epochs.is_agreed = False
-        self._happened("shard joined", f"shard {shard} is node {node} now", node)
+        self._happened("shard joined", f"node {node} holds shard {shard} now", node)
         if self.phase is Phase.GATHERING:
             self._form()
 
@@ -152,7 +152,8 @@ class Coordinator:
         """Add a new node as a learner; it becomes a replica of the shard when it has a copy."""
         self.membership.come(shard, node)
         self._detector.watch(node)
-        self._happened("replica joined", f"shard {shard}: node {node} waits for a copy of it", node)
+        text = f"shard {shard}: node {node} waits for a copy of the shard"
+        self._happened("replica joined", text, node)
 
     def promote(self, node: int) -> bool:
         """Make a learner a replica, between two steps; it has the whole state of its shard.
@@ -164,7 +165,9 @@ class Coordinator:
         if shard is None or not holders.shards[shard]:
             return False
         if self.phase is not Phase.IDLE:
-            raise RuntimeError(f"node {node} has a copy of a step before: {self.phase.value}")
+            raise RuntimeError(
+                f"node {node} cannot be promoted during a step ({self.phase.value})"
+            )
         holders.add(shard, node)
         return True
 
@@ -179,7 +182,8 @@ class Coordinator:
         self.membership.lose(node)
         self._detector.forget(node)
         if shard is not None:
-            self._happened("replica lost", f"shard {shard}: node {node}, no copy yet: {why}", node)
+            text = f"shard {shard}: node {node}, before its copy was complete: {why}"
+            self._happened("replica lost", text, node)
             return
         self._happened("engine lost", f"engine {node}: {why}", node)
         if node in self.engines and self.phase in _OPEN:
@@ -201,7 +205,7 @@ class Coordinator:
         """Abort the step in flight, unless the step is decided: a decided step runs to its end."""
         if self.phase in (Phase.GATHERING, *_OPEN):
             self._epochs.is_quiescent = False
-            self._end(StepResult(self._step, error=InterruptedError("the step was given up")))
+            self._end(StepResult(self._step, error=InterruptedError("the step was cancelled")))
 
     def advance_epoch(self) -> None:
         """Fence the last step after it ended with an error: no node continues it."""
@@ -342,7 +346,7 @@ class Coordinator:
         if to + 1 == self._step:
             self._begin()
             return
-        self._happened("went back", f"all shards stand at step {to}")
+        self._happened("went back", f"all shards are at step {to}")
         self._end(StepResult(self._step, error=RolledBackError(to)))
 
     # The transaction
@@ -416,7 +420,7 @@ class Coordinator:
         elif self.membership.holders.is_last_replica(sender):
             self._end(StepResult(self._step, error=UnrecoverableError(sender, kind, text)))
         else:
-            self.lost(sender, f"it cannot go on: {text}")
+            self.lost(sender, f"it reported an error: {text}")
 
     def _blame(self, node: int, kind: str, text: str) -> None:
         """Fail an engine of the step in flight; evict any other node."""
@@ -441,7 +445,7 @@ class Coordinator:
             self._end(StepResult(self._step, error=UnrecoverableError(node, "StorageError", why)))
             return
         others = " and ".join(f"node {other}" for other in left)
-        text = f"shard {shard}: node {node}: {why}; {others} goes on with it"
+        text = f"shard {shard}: node {node}: {why}; the shard continues on {others}"
         self._happened("replica lost", text, node)
         if self._transaction is not None:
             self._transaction.leave(node)
@@ -465,7 +469,7 @@ class Coordinator:
             case ResendDecision():
                 self._present.commit()
             case RetryStep(why):
-                self._happened("retry", f"{why}: the step begins anew in a new epoch")
+                self._happened("retry", f"{why}; the step is retried in a new epoch")
                 # The streaming replica may be unreachable.
                 self.membership.holders.rotate_primary()
                 self._form()

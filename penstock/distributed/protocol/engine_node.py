@@ -253,7 +253,7 @@ class EngineNode(ProtocolNode[_EngineStep]):
         shard, count = message.chunk, message.op
         if shard >= self._transfers.shards or message.sender not in self._place.below[shard, 0]:
             raise message_validation.refuse(
-                message, f"is not from below in the tree of shard {shard}"
+                message, f"is not from a child of this node in the tree of shard {shard}"
             )
         if count > len(self._transfers.operations):
             raise message_validation.refuse(message, f"counts {count} operations")
@@ -295,7 +295,7 @@ class EngineNode(ProtocolNode[_EngineStep]):
         message_validation.gradient_of(self._transfers, message)
         if message.level > step.total.bit_length():
             raise message_validation.refuse(
-                message, f"names level {message.level} of a tree over {step.total}"
+                message, f"names level {message.level} of a tree over {step.total} micro-batches"
             )
         first = message.index << message.level
         node = PartialSum(message.level, message.index, (None,))
@@ -323,8 +323,8 @@ class EngineNode(ProtocolNode[_EngineStep]):
         total.missing -= node.leaves(step.total)
         if total.missing < 0:
             raise ProtocolError(
-                f"gradient {chunk} of operation {op} has come for more micro-batches than there "
-                "are; do all nodes run the same version of Penstock?"
+                f"gradient {chunk} of operation {op} was received for more micro-batches than this "
+                "engine adds; do all nodes run the same version of Penstock?"
             )
         self.progress += 1
         total.tree.add(node)

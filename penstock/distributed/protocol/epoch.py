@@ -101,7 +101,9 @@ class EpochManager:
         """
         steps = message.body.get("steps")
         if not isinstance(steps, list) or not all(isinstance(step, int) for step in steps):
-            raise message_validation.refuse(message, f"holds {str(steps)[:80]!r}")
+            raise message_validation.refuse(
+                message, f"has {str(steps)[:80]!r} as 'steps', expected a list of step numbers"
+            )
         if not self.agreement.hold(message.sender, steps):
             return []
         to = self.agreement.newest(before)
@@ -109,7 +111,8 @@ class EpochManager:
         if not without:
             for node in self._membership.holders.nodes:
                 self._send(node, MessageType.ROLLBACK, {"to": to})
-        return [(node, f"it does not hold step {to}, to which all go back") for node in without]
+        why = f"it does not hold step {to}, to which all shards roll back"
+        return [(node, why) for node in without]
 
     def go_back(self, node: int) -> bool:
         """Record that a replica has rolled back; return whether all have."""

@@ -36,7 +36,7 @@ class Membership:
     @wanted.setter
     def wanted(self, engines: int) -> None:
         if engines < 1:
-            raise ValueError(f"{engines} engines are wanted; a run needs at least one")
+            raise ValueError(f"expected at least 1 engine, got {engines}")
         self._wanted = engines
 
     @property

@@ -83,7 +83,7 @@ class RecoveryPolicy:
         """
         ends_with = self._retry_budget.failed(engine, kind, text)
         if ends_with is None and not self._has_another(engine):
-            ends_with = f"engine {engine}, the only one there is: {kind}: {text}"
+            ends_with = f"engine {engine}, the only engine: {kind}: {text}"
         if ends_with is None:
             return EvictNode(engine, f"its work failed: {kind}: {text}")
         return self._give_up(UnrecoverableError(engine, kind, ends_with))
@@ -102,16 +102,16 @@ class RecoveryPolicy:
         is_last_replica = self._membership.holders.is_last_replica
         known = [node for node in ends if node in self._membership and not is_last_replica(node)]
         worst = self._retry_budget.damaged(known, status.epochs.view.engines)
-        why = f"frames on its links come damaged again and again; {text}"
+        why = f"frames on its connections were damaged repeatedly; {text}"
         behind = None if worst is None or is_last_replica(worst) else EvictNode(worst, why)
         return self._again(status, "damage", text, behind)
 
     def of_standstill(self, status: StepStatus) -> RecoveryAction:
         """Choose the action after a stall: no node computes, so a message was lost."""
         behind = self._behind(status) if self._retry_budget.standstills else None
-        text = "nothing moves"
+        text = "the step makes no progress"
         if behind is not None:
-            text = f"the step stands still behind node {behind.node}"
+            text = f"the step waits for node {behind.node}"
         if status.phase is Phase.COMMITTING:
             behind = self._behind(status)
         return self._again(status, "standstill", text, behind)
@@ -161,25 +161,25 @@ def find_suspect(
     """Return the suspect of a stall and the reason; None if it is too early for a suspect."""
     phase, epochs, transaction = status.phase, status.epochs, status.transaction
     if phase is Phase.COMMITTING:
-        return transaction.unanswered[0], "it has not answered to the commit"
+        return transaction.unanswered[0], "it has not acknowledged the commit"
     if phase is not Phase.RUNNING:
-        missing, why = epochs.unseen, "it has not answered to a new epoch"
+        missing, why = epochs.unseen, "it has not acknowledged a new epoch"
         if phase is Phase.AGREEING:
-            missing, why = epochs.agreement.missing, "it has not said at which step it stands"
+            missing, why = epochs.agreement.missing, "it has not reported its step"
         if standstills <= _TRIES:
             missing = [node for node in missing if not membership.holders.is_last_replica(node)]
         return (missing[0], why) if missing else None
     if behind := transaction.behind:
-        return behind[0], "the others of its shard have got on, it has not"
+        return behind[0], "the other replica of its shard has all gradients, it has not"
     # The engine with the least progress is behind the broken connection. A tie goes to the engine
     # nearest the root.
     progress = status.detector.progress(epochs.view.engines)
-    return min(progress, key=lambda n: progress[n]), "the step stands still behind it"
+    return min(progress, key=lambda n: progress[n]), "the step waits for it"
 
 
 def took_too_long(seconds: float) -> str:
     """Return the reason for the eviction of a node whose single job has taken so long."""
     return (
-        f"one job of it has taken {seconds:.0f} s, which is over cluster.longest_job; if a "
-        "stage of its share, or an update of a shard, may take that long, raise it"
+        f"one of its jobs has taken {seconds:.0f} s, longer than cluster.longest_job; if a stage "
+        "or the update of a shard may take that long, raise cluster.longest_job"
     )

@@ -48,13 +48,13 @@ class RetryBudget:
             return text
         if same:
             return (
-                f"step {self.step}: engines {same[0]} and {engine} have met the same error, so it "
-                f"is not one engine's: {kind}: {text}"
+                f"step {self.step}: engines {same[0]} and {engine} failed with the same error, so "
+                f"the cause is not one engine: {kind}: {text}"
             )
         if len(self._failed) >= _FAILURES:
             return (
-                f"step {self.step}: {len(self._failed)} engines have failed, each in its own way; "
-                f"engine {engine}: {kind}: {text}"
+                f"step {self.step}: {len(self._failed)} engines failed with different errors; the "
+                f"last, engine {engine}: {kind}: {text}"
             )
         return None
 
@@ -87,11 +87,11 @@ class RetryBudget:
         if self._counts.total() <= self._attempts:
             return
         seen = f"{self._counts['damage']} times for a damaged frame, "
-        seen += f"{self._counts['standstill']} times because nothing moved for cluster.stall"
+        seen += f"{self._counts['standstill']} times without progress for cluster.stall"
         raise ClusterError(
-            f"step {self.step} has begun anew {self._counts.total()} times: {seen}; the last time: "
-            f"{self._last}. Check that all hosts of the run reach each other on any port (a "
-            "firewall between engines?), their network cards and cables (ethtool -S) and their "
+            f"step {self.step} was retried {self._counts.total()} times: {seen}; the last time: "
+            f"{self._last}. Check that all hosts of the run can connect to each other on any port "
+            "(a firewall between engines?), their network cards and cables (ethtool -S) and their "
             "memory (dmesg); then give the same command again"
         )
 

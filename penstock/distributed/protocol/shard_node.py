@@ -238,10 +238,10 @@ class ShardNode(ProtocolNode[_ShardStep]):
         _, piece = message_validation.gradient_of(self._transfers, message)
         if piece.shard != self._shard:
             raise message_validation.refuse(
-                message, f"is for shard {piece.shard}, and came to {self._shard}"
+                message, f"is for shard {piece.shard}, but was sent to shard {self._shard}"
             )
         if message.index:
-            raise message_validation.refuse(message, "is no sum over all micro-batches")
+            raise message_validation.refuse(message, "is not the sum over all micro-batches")
         came = step.gradients.setdefault(message.op, {})
         if message.chunk in came:
             return  # a repeated chunk is ignored
@@ -281,7 +281,7 @@ class ShardNode(ProtocolNode[_ShardStep]):
         step = self._step
         if not step.is_prepared:
             raise message_validation.refuse(
-                message, "is too early: this shard has not all gradients"
+                message, "is too early: this shard has not received all gradients"
             )
         if step.answer is not None:
             self._say(MessageType.COMMITTED, step.answer)

@@ -97,5 +97,5 @@ class RolledBackError(Exception):
     """
 
     def __init__(self, step: int) -> None:
-        super().__init__(f"the shards went back to step {step}, the newest that all of them hold")
+        super().__init__(f"the shards rolled back to step {step}, the newest that all of them hold")
         self.step = step

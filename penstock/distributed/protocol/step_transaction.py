@@ -156,11 +156,10 @@ class StepTransaction:
                 what = self.request.difference(self._prepared[first], self._prepared[other])
                 if what is not None:
                     raise CorruptionError(
-                        f"shard {shard}: node {first} and its replica, node {other}, should hold "
-                        f"the same and do not say the same of {what}; step {self.request.step} was "
-                        "not committed: the memory or the processor of one of their hosts is "
-                        "faulty. Test them, and give the same command again; the run goes on from "
-                        "the last step that is safe"
+                        f"shard {shard}: the replicas on nodes {first} and {other} must be equal, "
+                        f"but differ in {what}; step {self.request.step} was not committed. The "
+                        "memory or the processor of one of their hosts is faulty. Test both hosts, "
+                        "then give the same command again; the run resumes from the last saved step"
                     )
         return [self._prepared[nodes[0]] for nodes in self._shards]
 
@@ -185,7 +184,7 @@ class Phase(enum.Enum):
 
     IDLE = "no step"
     GATHERING = "waiting for engines or shards"
-    FORMING = "waiting until all have seen the view"
-    AGREEING = "waiting until all shards stand at one step"
+    FORMING = "waiting until all nodes acknowledge the view"
+    AGREEING = "waiting until all shards are at the same step"
     RUNNING = "waiting for losses and gradients"
     COMMITTING = "waiting until the shards have committed"

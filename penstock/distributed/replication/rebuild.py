@@ -70,7 +70,7 @@ def copy_shard(
     found = _said(said, "checksum", str, target, ReplicaRejectedError)
     if wanted != found:
         raise BrokenCopyError(
-            f"what node {target} was given has checksum {found}, what node {source} holds "
+            f"the copy on node {target} has checksum {found}, the original on node {source} has "
             f"{wanted}: the memory or the processor of one of their hosts is faulty"
         )
     # Only after verification: another run would open a durable state on flash.
@@ -87,8 +87,8 @@ def _said(
     value = said.get(key)
     if type(value) is not kind:
         raise refuse(
-            f"node {node} says {str(value)[:40]!r} for {key!r}; do all nodes run the same version "
-            "of Penstock?"
+            f"node {node} replied with {str(value)[:40]!r} as {key!r}; do all nodes run the same "
+            "version of Penstock?"
         )
     return value
 

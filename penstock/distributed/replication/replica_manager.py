@@ -31,7 +31,7 @@ from penstock.store.flash import DurableStore
 
 _LOOK = 0.05  # seconds between two checks for events
 _TRIES = 3  # attempts at a copy whose failure is not due to either node
-_AGAIN = "give the same command again, the run goes on from the last step that is safe"
+_AGAIN = "give the same command again; the run resumes from the last saved step"
 
 
 @dataclass(frozen=True)
@@ -144,19 +144,19 @@ class ReplicaManager:
                 break
             except BrokenCopyError as error:
                 if tries == _TRIES:
-                    text = f"{tries} copies in a row broke, the last one: {error}"
+                    text = f"{tries} copies in a row failed; the last error: {error}"
                     raise ReplicaRejectedError(text) from error
-                text = f"shard {shard}: a copy broke, another one is begun: {error}"
+                text = f"shard {shard}: a copy failed, and is started again: {error}"
                 self._hooks.say("replica copied again", text, target)
         self._hooks.say(
             "replica copied",
-            f"the replica of shard {shard} is whole: node {target} was given the "
-            f"{size_above(copied)} of node {source} in {time.monotonic() - began:.1f} s",
+            f"shard {shard}: node {target} received {size_above(copied)} from node {source} in "
+            f"{time.monotonic() - began:.1f} s, and is a replica now",
             target,
         )
 
     def _try_to_copy(self, shard: int, source: int, target: int) -> int:
-        lost = f"node {source} was lost while it was copied"
+        lost = f"node {source} was lost during the copy of its state"
 
         def meanwhile() -> None:
             if source not in self.places.nodes(shard):
@@ -179,7 +179,7 @@ class ReplicaManager:
 
         def refuse() -> None:
             self.places.give_up(node)
-            text = f"shard {shard} goes on without a replica, node {node} cannot be one: {why}"
+            text = f"shard {shard} continues without node {node} as a replica: {why}"
             hooks.say("replica refused", text, node)
             hooks.coordinator.lost(node, why)
 
@@ -197,12 +197,14 @@ class ReplicaManager:
         had_come = self.places.have_come
         self.places.lose(number)
         if not had_come:
-            hooks.fail(StorageError(f"{why} before all had come; give the same command again"))
+            hooks.fail(
+                StorageError(f"{why} before all shards had joined; give the same command again")
+            )
         elif not self.places.is_held(shard) and self._config.store.flash.path is None:
             hooks.fail(
                 StorageError(
-                    f"{why}, and with it what it had in memory; give the same command again, it "
-                    "goes on from the last checkpoint"
+                    f"{why}, and the state in its memory; give the same command again; the run "
+                    "resumes from the last checkpoint"
                 )
             )
         elif self._config.cluster.start == "listen":
@@ -213,7 +215,7 @@ class ReplicaManager:
         record = self._config.run.dir.absolute() / NAME
         where = f"the host with shard {shard} of the store"
         if self._config.store.replicas > 1:
-            where = f"the host that had shard {shard} of the store, or another"
+            where = f"the host that held shard {shard} of the store, or on another host"
         return f"on {where}: python -m penstock.cluster.worker {record} --shard {shard}"
 
     def place_for(

@@ -133,7 +133,7 @@ class SnapshotReceiver:
 
         **Raises:** `ClusterError` if `given` lacks these fields or has malformed ones.
         """
-        self.give_up("another one was begun")
+        self.give_up("another copy was started")
         match given:
             case {
                 "source": int(source),
@@ -142,7 +142,9 @@ class SnapshotReceiver:
             } if 0 < port < 1 << 16:
                 self._network.reach(source, (host, port))
             case _:
-                raise ClusterError(f"asked for a copy of {str(given)[:80]!r}, which is no node")
+                raise ClusterError(
+                    f"expected the source, step and address of a copy, got {str(given)[:80]!r}"
+                )
         self._copies += 1
         copy = self._copy = _Copy(call, self._copies, source, step, time.monotonic())
 
@@ -162,7 +164,7 @@ class SnapshotReceiver:
     def give_up(self, why: str) -> None:
         """Cancel the running copy, if any."""
         if self._copy is not None:
-            self._fail(self._copy, "target", ClusterError(f"the copy was given up: {why}"))
+            self._fail(self._copy, "target", ClusterError(f"the copy was cancelled: {why}"))
 
     def _ask_for_more(self, copy: _Copy) -> None:
         if copy.written == copy.count:
@@ -197,10 +199,10 @@ class SnapshotReceiver:
             return
         if copy.portions is None or message.op != copy.came or message.op >= copy.asked:
             raise message_validation.refuse(
-                message, f"brings portion {message.op} where {copy.came} is next"
+                message, f"has portion {message.op}, expected portion {copy.came}"
             )
         if message.step != copy.step:
-            text = f"it went from step {copy.step} to step {message.step} while it was copied"
+            text = f"its step changed from {copy.step} to {message.step} during the copy"
             self._fail(copy, "source", ClusterError(text))
             return
         copy.came += 1
@@ -227,7 +229,7 @@ class SnapshotReceiver:
         """Fail the copy if a requested portion is overdue."""
         copy = self._copy
         if copy is not None and copy.came < copy.asked and now - copy.heard_at > SILENCE:
-            self._fail(copy, "link", ClusterError(f"nothing came for {SILENCE:.0f} s"))
+            self._fail(copy, "link", ClusterError(f"no data arrived for {SILENCE:.0f} s"))
 
     def link_ended(self, node: int | None, why: str) -> None:
         """Fail the copy if the connection to its source has ended."""

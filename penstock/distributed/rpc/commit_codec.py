@@ -37,13 +37,13 @@ class ShardReport:
         try:
             return cls(gradients, tuple((_name(what), _name(sum_)) for what, sum_ in held))
         except (TypeError, ValueError) as error:
-            raise _none("checksums of what it holds", said, error) from None
+            raise _invalid("checksums of the shard's state", said, error) from None
 
     def difference(self, other: ShardReport) -> str | None:
         """Return the difference from another replica's report; None if the reports are equal."""
         # Encoded reports are compared, because NaN is not equal to itself.
         if body_of_report(self.gradients) != body_of_report(other.gradients):
-            return "a step's gradients"
+            return "the gradients of the step"
         for ours, theirs in itertools.zip_longest(self.held, other.held):
             if ours != theirs:
                 return str((ours or theirs)[0])
@@ -77,7 +77,7 @@ def report_of(said: Mapping[str, Any]) -> GradientReport:
             {_name(name): int(elements) for name, elements in said["zero"].items()},
         )
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise _none("a report on gradients", said, error) from None
+        raise _invalid("a report on gradients", said, error) from None
 
 
 def body_of_decision(decision: Decision) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def decision_of(said: Mapping[str, Any]) -> Decision:
             _finite(said["learning_rate"]),
         )
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise _none("a decision", said, error) from None
+        raise _invalid("a decision", said, error) from None
 
 
 def _finite(said: str) -> float:
@@ -115,12 +115,12 @@ def _finite(said: str) -> float:
 
 def _name(said: Any) -> str:
     if not isinstance(said, str):
-        raise TypeError(f"{said!r} is no name")
+        raise TypeError(f"{said!r} is not a name")
     return said
 
 
-def _none(what: str, said: Mapping[str, Any], error: Exception) -> ProtocolError:
+def _invalid(expected: str, said: Mapping[str, Any], error: Exception) -> ProtocolError:
     return ProtocolError(
-        f"{str(said)[:80]!r} came for {what} ({type(error).__name__}: {error}); do all nodes run "
-        "the same version of Penstock?"
+        f"expected {expected}, got {str(said)[:80]!r} ({type(error).__name__}: {error}); do all "
+        "nodes run the same version of Penstock?"
     )

@@ -37,15 +37,15 @@ class Response:
     def refuse(self, what: str) -> InvalidResponseError:
         """Return the error for an invalid response."""
         return InvalidResponseError(
-            f"node {self.node} answered to {self.method!r} with what {what}; do all nodes run the "
-            "same version of Penstock with the same configuration?"
+            f"node {self.node} sent a response to {self.method!r} that {what}; do all nodes run "
+            "the same version of Penstock with the same configuration?"
         )
 
     def get(self, key: str, is_right: Callable[[Any], bool]) -> Any:
         """Return a value of the body; raises if the value is invalid."""
         value = self.said.body.get(key)
         if not is_right(value):
-            raise self.refuse(f"says {str(value)[:40]!r} for {key!r}")
+            raise self.refuse(f"has {str(value)[:40]!r} as {key!r}, an invalid value")
         return value
 
     def array(self, key: str, kind: np.dtype[Any], count: int) -> np.ndarray:
@@ -55,8 +55,8 @@ class Response:
             raise self.refuse(f"has no array {key!r}")
         if array.dtype != kind or array.size != count:
             raise self.refuse(
-                f"has {array.size:,} values of {array.dtype} as {key!r} where {count:,} of {kind} "
-                "are expected"
+                f"has {array.size:,} values of {array.dtype} as {key!r}, expected {count:,} of "
+                f"{kind}"
             )
         return array.reshape(-1)
 
@@ -112,7 +112,7 @@ def nothing(answer: Response) -> None:
 def at(answer: Response, step: int) -> None:
     """Require that a store is at a step."""
     if step_of(answer) != step:
-        raise answer.refuse(f"stands at step {step_of(answer)}, it was told to be at {step}")
+        raise answer.refuse(f"names step {step_of(answer)}, expected step {step}")
 
 
 def weights_of(answer: Response, specs: Sequence[WeightSpec]) -> list[torch.Tensor]:
@@ -171,7 +171,7 @@ def roles(answer: Response, spec: WeightSpec) -> dict[str, Stored]:
         found.get(MASTER) != Stored(spec.format.saved_dtype, tuple(spec.shape))
         or most > spec.elements
     ):
-        raise answer.refuse(f"says {str(said)[:80]!r} for the roles of {spec.name}")
+        raise answer.refuse(f"has invalid roles of {spec.name}: {str(said)[:80]!r}")
     return found
 
 
@@ -185,14 +185,14 @@ def _read(answer: Response, read: Callable[[Mapping[str, Any]], T]) -> T:
         return read(answer.said.body)
     except ProtocolError as error:
         raise InvalidResponseError(
-            f"node {answer.node} answered to {answer.method!r}: {error}"
+            f"node {answer.node} sent an invalid response to {answer.method!r}: {error}"
         ) from None
 
 
 def _require_known(answer: Response, names: Collection[str], holding: Holding) -> None:
     strange = [name for name in names if name not in holding.weights]
     if strange:
-        raise answer.refuse(f"names a weight {strange[0][:40]!r} that it does not hold")
+        raise answer.refuse(f"names a weight {strange[0][:40]!r} that the shard does not hold")
 
 
 def _is_bool(value: Any) -> bool:

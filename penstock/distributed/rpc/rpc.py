@@ -121,7 +121,9 @@ class FrameAssembler:
         else:
             end = self._came + message.size
             if message.op != self._first.op or message.payload is None or end > self._payload.size:
-                raise CorruptionError(f"{message.kind.name} has come in pieces that do not fit")
+                raise CorruptionError(
+                    f"the frames of a {message.kind.name} message do not match its first frame"
+                )
             self._payload[self._came : end] = message.payload
             self._came = end
         if self._came < self._payload.size:
@@ -135,11 +137,13 @@ class FrameAssembler:
     def _announced(self, message: Message) -> int:
         size, most = message.body.get("bytes"), self._most(message.op)
         if type(size) is not int or size < 0 or message.index != -(-size // PIECE_BYTES):
-            raise CorruptionError(f"{message.kind.name} announces {str(size)[:40]} bytes")
+            raise CorruptionError(
+                f"{message.kind.name} announces {str(size)[:40]} bytes in {message.index} frames"
+            )
         if size > most:
             raise CorruptionError(
-                f"{message.kind.name} from node {message.sender} announces {size:,} bytes where "
-                f"{most:,} at most are expected; do all nodes run the same version of Penstock?"
+                f"{message.kind.name} from node {message.sender} announces {size:,} bytes, "
+                f"expected at most {most:,}; do all nodes run the same version of Penstock?"
             )
         return size
 
@@ -234,8 +238,7 @@ class RpcClient:
                 silent = time.monotonic() - max(began, self._heard.get(asked.node, began))
                 if silent > _SILENCE:
                     raise ShardLostError(
-                        f"node {asked.node} has been silent for {silent:.0f} s, asked for "
-                        f"{asked.method}"
+                        f"node {asked.node} has not responded to {asked.method} for {silent:.0f} s"
                     ) from None
 
     def heard(self, node: int) -> None:

@@ -48,7 +48,7 @@ from penstock.store import (
 # shard, and the next step finds out at which step that node stands.
 _BETWEEN_STEPS = frozenset({"remember", "take_traffic", "take_flash_traffic", "status"})
 
-_AGAIN = "give the same command again, the run goes on from the last step that is safe"
+_AGAIN = "give the same command again; the run resumes from the last saved step"
 
 T = TypeVar("T")
 Read = Callable[[Response], T]
@@ -137,7 +137,7 @@ class StoreClient:
             step, taken = responses.step_of(answer), read(answer)
         except InvalidResponseError as error:
             self._refuse(asked.node, error)
-            raise ShardLostError(f"{self.program.name} was lost: {error} Then {_AGAIN}") from error
+            raise ShardLostError(f"{self.program.name} was lost: {error} {_AGAIN}") from error
         if step is not None:
             self.step = step
         return taken

@@ -48,7 +48,7 @@ def answer(place: OpenableShard, said: RpcMessage) -> RpcMessage:
         name = said.body.get("method")
         method = METHODS.get(name) if isinstance(name, str) else None
         if method is None:
-            raise ClusterError(f"a shard was asked for {str(name)[:40]!r}, which it does not do")
+            raise ClusterError(f"expected a method of a shard's store, got {str(name)[:40]!r}")
         done = method(place, dict(said.body.get("with", {})), said.arrays)
         step = {} if name == "close" else {"step": place.store.step}
         return RpcMessage({**done.body, **step}, done.arrays)

@@ -115,7 +115,7 @@ class Connection:
 
     def close(self, why: Exception | None = None) -> None:
         """End the connection at once; unwritten messages are not sent."""
-        self._end(why or ConnectionError("it was closed here"))
+        self._end(why or ConnectionError("this process closed it"))
 
     @property
     def is_open(self) -> bool:
@@ -164,7 +164,7 @@ class Connection:
             self._stream.read_into(payload.data, self._hear)
             return payload
         if self._peer_ring is None:
-            raise ProtocolError(f"{size} bytes were announced in slot {slot} of no ring")
+            raise ProtocolError(f"the peer announced {size} bytes in slot {slot}, but no memory")
         payload = self._peer_ring.take(slot, size)
         if not self._peer_ring.is_short:
             return payload
@@ -180,14 +180,16 @@ class Connection:
         elif message.kind is MessageType.BUFFER_CREDIT:
             slots = message.body.get("slots")
             if not isinstance(slots, list) or not all(type(slot) is int for slot in slots):
-                raise ProtocolError(f"slots {str(slots)[:80]} were given back")
+                raise ProtocolError(
+                    f"expected a list of slot numbers to return, got {str(slots)[:80]}"
+                )
             self._todo.put(_SlotsReturned(tuple(slots)))
         else:
             self._take(self, message)
 
     def _find_ring(self, message: Message) -> None:
         if self._peer_ring is not None:
-            raise ProtocolError("shared memory was offered twice over one link")
+            raise ProtocolError("the peer offered shared memory twice on one connection")
         todo = self._todo  # the callback keeps no reference to the connection
         if self._shares():
             self._peer_ring = ShmReceiver.open(
@@ -243,11 +245,11 @@ class Connection:
                 continue
             finally:
                 self._held_up_seconds += min(_LOOK_SECONDS, time.monotonic() - began)
-        raise ProtocolError(f"the peer has given no slot back in {_CUT_SECONDS:.0f} s")
+        raise ProtocolError(f"the peer has returned no slot for {_CUT_SECONDS:.0f} s")
 
     def _take_room(self, slots: tuple[int, ...]) -> None:
         if self._ring is None:
-            raise ProtocolError(f"slots {slots} were given back of a ring that there is not")
+            raise ProtocolError(f"the peer returned slots {slots} of memory that was not offered")
         self._held_up_seconds = 0.0
         if slots:
             self._ring.come_back(slots)

@@ -104,7 +104,7 @@ class Endpoint:
         except OSError as error:
             wanted = "an address of this machine"
             if port:
-                wanted += f" and a port that is free and may be used, got {port}"
+                wanted += f" and a free port that this user may use, got port {port}"
             raise ClusterError(
                 f"cannot listen on {host!r}, expected {wanted}: {error.strerror}"
             ) from None
@@ -248,7 +248,7 @@ class Endpoint:
         try:
             link = self.connect(address)
         except ClusterError as error:
-            log.warning("node %d has no link to node %d: %s", sender, to, error)
+            log.warning("node %d cannot connect to node %d: %s", sender, to, error)
             self.call(lambda: self._give_up(to))
             return
         link.send(Message(MessageType.HELLO, epoch, sender, body={"node": sender}))
@@ -318,7 +318,7 @@ class Endpoint:
             else:
                 self._deliver(message.to, message)
         except (ProtocolError, CorruptionError) as error:
-            log.warning("a peer is cut off: %s", error)
+            log.warning("closed the connection to a peer: %s", error)
             link.close(ProtocolError(str(error)))
 
     def _take_from_stranger(self, link: Connection, message: Message) -> None:
@@ -327,7 +327,7 @@ class Endpoint:
             return
         node = message.body.get("node")
         if type(node) is not int or node < 0:
-            raise ProtocolError(f"a peer says that it is node {str(node)[:40]!r}")
+            raise ProtocolError(f"expected the node number of a peer, got {str(node)[:40]!r}")
         link.peer = node
         link.nodes.add(node)
 

@@ -154,7 +154,7 @@ class ConnectionListener:
             self._refuse(pending, f"it did not prove that it has the token: {error}")
             return
         if not part:
-            self._refuse(pending, "it did not prove that it has the token: it hung up")
+            self._refuse(pending, "it closed the connection before it proved that it has the token")
             return
         challenge.take(part)
         if challenge.missing_bytes:
@@ -204,7 +204,7 @@ class ConnectionListener:
         places = Counter(pending.address[0] for pending in unproved)
         most = max(places.values())
         first = next(each for each in unproved if places[each.address[0]] == most)
-        self._refuse(first, f"{len(unproved)} others had not proved themselves")
+        self._refuse(first, f"{len(unproved)} connections were waiting for authentication")
         return True
 
     def _send_the_late_away(self) -> None:
@@ -212,7 +212,7 @@ class ConnectionListener:
         late = [pending for pending in self._pending.values() if pending.deadline <= now]
         for pending in late:
             missing = "prove that it has the token" if pending.encrypted is None else "begin TLS"
-            self._refuse(pending, f"it did not {missing}: it took too long")
+            self._refuse(pending, f"it did not {missing} within {handshake.SECONDS:g} s")
 
     def _refuse(self, pending: _PendingConnection, why: str) -> None:
         self._forget(pending)
@@ -239,7 +239,7 @@ class _Warnings:
         now = time.monotonic()
         if now - self._since > _LINES_SECONDS:
             if self._left_out:
-                log.warning("%d more connections were not let in", self._left_out)
+                log.warning("%d more connections were refused", self._left_out)
             self._since, self._said, self._left_out = now, 0, 0
         if self._said < _LINES:
             self._said += 1

@@ -102,7 +102,7 @@ class ShmSender:
         for slot in slots:
             if not 0 <= slot < self._slots or slot in self._free:
                 raise ProtocolError(
-                    f"slot {slot} of {self._slots} was given back, which the peer did not have; do "
+                    f"the peer returned slot {slot} of {self._slots}, which it did not hold; do "
                     "all nodes run the same version of Penstock?"
                 )
             self._free.append(slot)
@@ -178,10 +178,9 @@ class ShmReceiver:
             ProtocolError: the slot does not exist, is smaller than `size`, or is held already.
         """
         if slot >= self.slots or not 0 < size <= self._slot_bytes or slot in self._held:
-            state = "held here" if slot in self._held else f"one of {self.slots}"
             raise ProtocolError(
-                f"{size} bytes were announced in slot {slot}, which is {state}, of "
-                f"{self._slot_bytes} bytes; do all nodes run the same version of Penstock?"
+                f"expected at most {self._slot_bytes} bytes in a free slot of {self.slots}, got "
+                f"{size} bytes in slot {slot}; do all nodes run the same version of Penstock?"
             )
         payload = np.frombuffer(self._memory, np.uint8, size, slot * self._slot_bytes)
         held, given_back = self._held, self._given_back
@@ -215,6 +214,6 @@ def _integer(offer: Mapping[str, Any], key: str) -> int:
 
 def _no_ring(offer: Mapping[str, Any]) -> ProtocolError:
     return ProtocolError(
-        f"shared memory was offered as {str(dict(offer))[:160]}, which no node would do; do all "
-        "nodes run the same version of Penstock?"
+        f"expected a valid offer of shared memory, got {str(dict(offer))[:160]}; do all nodes run "
+        "the same version of Penstock?"
     )

@@ -105,7 +105,7 @@ class TlsStream:
             if "ALERT" in (error.reason or ""):
                 raise ClusterError(f"the peer refused the connection: {_reason(error)}") from None
             raise CorruptionError(
-                f"an encrypted record was damaged or changed on the way: {_reason(error)}"
+                f"an encrypted record was damaged or changed in transit: {_reason(error)}"
             ) from None
         if not got:
             raise EOFError("the peer has ended the connection")
@@ -132,7 +132,7 @@ class TlsStream:
 
 def _why_refused(error: ssl.SSLError) -> str:
     if isinstance(error, ssl.SSLCertVerificationError):
-        return f"its certificate is not one of this run: {error.verify_message}"
+        return f"its certificate does not belong to this run: {error.verify_message}"
     return f"no TLS 1.3 connection with it: {_reason(error)}"
 
 

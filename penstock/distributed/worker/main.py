@@ -117,11 +117,11 @@ class Worker:
                     since = since or time.monotonic()
                     if time.monotonic() - since > _PATIENCE:
                         host, port = self._address
-                        log.info("the run has ended: nothing of it listens at %s:%s", host, port)
+                        log.info("the run has ended: nothing listens at %s:%s", host, port)
                         return
                     time.sleep(0.2)
                 if self._built is not None and isinstance(self._built.role, ShardRole):
-                    log.info("the run has ended, or goes on with another in this shard's place")
+                    log.info("the run has ended, or another process holds this shard now")
                     return
         finally:
             self._endpoint.close()
@@ -148,8 +148,8 @@ class Worker:
                 raise RefusedError(str(message.body.get("error")))
         if self._built is None:
             raise ClusterError(
-                f"{self._address[0]}:{self._address[1]}: the run ended the connection before it "
-                "said what this worker is to be; do both run the same version of Penstock?"
+                f"{self._address[0]}:{self._address[1]}: the run closed the connection before it "
+                "assigned a role to this worker; do both run the same version of Penstock?"
             )
         if self._node is not None:
             self._let_go()
@@ -160,7 +160,7 @@ class Worker:
             self._endpoint.call(lambda: self._endpoint.meet({}, node.epoch + 1))
             if node.failure is not None:
                 raise OwnWorkError(
-                    f"the work of {self._name} failed, and the run goes on without it: "
+                    f"the work of {self._name} failed, and the run continues without it: "
                     f"{type(node.failure).__name__}: {node.failure}"
                 )
 
@@ -177,12 +177,12 @@ class Worker:
             closed.set()
 
         def failed(error: Exception) -> None:
-            log.error("the store was not closed in order: %s", error)
+            log.error("the store was not closed cleanly: %s", error)
             closed.set()
 
         self._endpoint.runtime(self._number).work(close, lambda _: None, failed)
         if not closed.wait(timeout=_CLOSING):
-            log.error("the store was not closed in %.0f s", _CLOSING)
+            log.error("the store was not closed within %.0f s", _CLOSING)
 
     def _become(self, link: Connection, welcome: Assignment) -> None:
         number, told, place = welcome.node, welcome.run, welcome.place
@@ -251,7 +251,8 @@ def main() -> None:
             address = told.where, told.port
         else:
             raise ConfigError(
-                f"{TOKEN}: expected the run's token in the environment, it is not set"
+                f"{TOKEN}: expected the run's token in this environment variable, which is not "
+                "set; set it, or give the path of the run's cluster.json"
             )
         Worker(address, token, name, shard=told.shard, port=told.listen).serve()
     except PenstockError as error:
@@ -261,13 +262,18 @@ def main() -> None:
 
 def _arguments(given: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        "python -m penstock.cluster.worker", description="Take part in a run until it ends."
+        "python -m penstock.cluster.worker",
+        description="Join a run as an engine or a shard, until the run ends.",
     )
-    parser.add_argument("where", metavar="HOST|RUN/cluster.json", help="where the run listens")
-    parser.add_argument("port", metavar="PORT", type=int, nargs="?", help="with HOST")
-    parser.add_argument("--shard", type=int, help="the shard of the store that it is to be")
+    parser.add_argument("where", metavar="HOST|RUN/cluster.json", help="host or file of the run")
+    parser.add_argument("port", metavar="PORT", type=int, nargs="?", help="port of the run at HOST")
+    parser.add_argument("--shard", type=int, help="number of the shard that this worker holds")
     parser.add_argument(
-        "--port", type=int, default=0, dest="listen", help="on which it listens for other workers"
+        "--port",
+        type=int,
+        default=0,
+        dest="listen",
+        help="port on which this worker listens for other workers; by default any free port",
     )
     return parser.parse_args(given)
 

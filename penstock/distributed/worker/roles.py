@@ -159,8 +159,9 @@ def _require_device(device: str) -> None:
 
     if not target_of(device).is_available:
         raise UnfitHostError(
-            f"the run's engines compute on GPUs, and {socket.gethostname()} has none that PyTorch "
-            "finds; start engines on hosts with one, or the run with engine.device: cpu"
+            f"the run's engines compute on GPUs, and PyTorch finds no GPU on "
+            f"{socket.gethostname()}; start engines on hosts with a GPU, or the run with "
+            "engine.device: cpu"
         )
 
 
@@ -173,7 +174,7 @@ def _required_products(told: Mapping[str, Any], device: str) -> Products:
             return products
     raise UnfitHostError(
         f"the run's engines multiply float32 matrices by {told['products']}, which PyTorch lacks "
-        f"on {socket.gethostname()}; install there the PyTorch that the run was started with"
+        f"on {socket.gethostname()}; install the PyTorch version of the trainer's host there"
     )
 
 

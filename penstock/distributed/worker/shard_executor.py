@@ -57,7 +57,8 @@ class LocalShardExecutor:
         """Discard the results of a step that was not committed."""
         if self._store.step != step - 1:
             raise ClusterError(
-                f"shard {self._shard} stands at step {self._store.step}, step {step} was begun"
+                f"shard {self._shard}: step {step} expects the state of step {step - 1}, the "
+                f"store has step {self._store.step}"
             )
         self._store.discard()
 
@@ -116,7 +117,7 @@ class LocalShardExecutor:
         decided = decision_of(decision)
         if decided.step != step:
             raise ProtocolError(
-                f"shard {self._shard} is to commit step {step} by a decision for step "
+                f"shard {self._shard}: expected a decision for step {step}, got one for step "
                 f"{decided.step}; do all nodes run the same version of Penstock?"
             )
         self._store.decide(decided)

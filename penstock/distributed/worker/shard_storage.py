@@ -50,7 +50,7 @@ class OwnedShard:
         **Raises:** `StorageError` while the store is closed.
         """
         if self._open is None:
-            raise StorageError(f"shard {self._shard} of the store is shut")
+            raise StorageError(f"shard {self._shard} of the store is closed")
         return self._open
 
     def open(self, must_hold: bool = False) -> Store:
@@ -142,6 +142,6 @@ def require_at(store: Store, step: int) -> None:
     """Raise an error unless the store is at this step."""
     if store.step != step:
         raise ClusterError(
-            f"{store.program.name} stands at step {store.step} and cannot go back to step {step}; "
+            f"{store.program.name} is at step {store.step} and cannot roll back to step {step}; "
             "resume the run"
         )

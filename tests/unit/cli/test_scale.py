@@ -18,7 +18,7 @@ def test_what_is_no_number_of_engines(tmp_path):
 
 
 def test_no_such_run(tmp_path):
-    with pytest.raises(ConfigError, match=r"no such run; expected the folder that run\.dir named"):
+    with pytest.raises(ConfigError, match=r"expected the folder of a run \(run\.dir\)"):
         scale(tmp_path / "nothing", "engines=8")
 
 
@@ -30,7 +30,7 @@ def test_a_run_that_does_not_train_elsewhere(tmp_path):
 def test_a_record_that_is_none(tmp_path):
     for text in ("", "[]", '{"address": "here", "token": 1}', "x" * 5000):
         (tmp_path / NAME).write_text(text)
-        with pytest.raises(ConfigError, match="expected the record of a run"):
+        with pytest.raises(ConfigError, match="expected the rendezvous file of a run"):
             scale(tmp_path, "engines=8")
 
 
@@ -38,5 +38,5 @@ def test_a_run_that_was_killed_and_left_its_record(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = listener.getsockname()
     write_record(tmp_path, address, "a token")
-    with pytest.raises(ClusterError, match=r"it does not train now.*Connection refused"):
+    with pytest.raises(ClusterError, match=r"the run is not training now.*Connection refused"):
         scale(tmp_path, "engines=8")

@@ -112,7 +112,7 @@ def test_a_device_that_waits_too_long_says_so():
 
     first, _ = together("cpu", 2, act, timeout=timedelta(seconds=2))
     assert isinstance(first, GroupError)
-    assert "an operation of the devices together has failed" in str(first)
+    assert "a collective operation of the devices failed" in str(first)
 
 
 def listening():
@@ -157,6 +157,7 @@ def test_gpus_without_nccl_are_refused_with_what_to_do():
     with pytest.raises(GroupError) as caught:
         DeviceRendezvous("nccl", 1).join(0)
     assert str(caught.value) == (
-        "engine.devices: GPUs find each other through NCCL, which this PyTorch was built without; "
-        "install one for CUDA on Linux, or set engine.device: cuda for one GPU"
+        "engine.devices: expected a PyTorch with NCCL, which connects the GPUs; this PyTorch was "
+        "built without NCCL; install PyTorch for CUDA on Linux, or set engine.device: cuda to use "
+        "one GPU"
     )

@@ -118,7 +118,7 @@ def test_a_shard_refuses_a_commit_whose_decision_is_for_another_step():
     send(store, gradients_of(program, 1))
     work = LocalShardExecutor(SimpleNamespace(store=store), 0, StepSchedule.of(program))
     decision = CommitRule(LINEAR).decide(program, 1, store.prepare()).decision
-    with pytest.raises(ProtocolError, match="to commit step 2 by a decision for step 1"):
+    with pytest.raises(ProtocolError, match="expected a decision for step 2, got one for step 1"):
         work.commit(2, body_of_decision(decision))
     assert store.step == 0
     assert work.commit(1, body_of_decision(decision)) == {"step": 1}

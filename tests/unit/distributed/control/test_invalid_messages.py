@@ -90,25 +90,25 @@ def test_no_message_can_end_the_endpoint_of_a_run(open_for_all, received, peer):
 @pytest.mark.parametrize(
     ("message", "text"),
     [
-        (Message(MessageType.JOIN, 0, 0), "says 'None' for 'worker'"),
-        (Message(MessageType.JOIN, 0, 0, body={"worker": "w"}), "says 'None' for an address"),
+        (Message(MessageType.JOIN, 0, 0), "has 'None' as 'worker'"),
+        (Message(MessageType.JOIN, 0, 0, body={"worker": "w"}), "has 'None' as 'address'"),
         (
             Message(MessageType.JOIN, 0, 0, body={"worker": "w", "listens": ["h", 70000]}),
-            "says .* for an address",
+            "has .* as 'address'",
         ),
         (
             Message(
                 MessageType.JOIN, 0, 0, body={"worker": "w", "listens": ["h", 1], "role": "king"}
             ),
-            "says 'king' for 'role'",
+            "has 'king' as 'role'",
         ),
         (
             Message(
                 MessageType.JOIN, 0, 0, body={"worker": "w", "listens": ["h", 1], "shard": "0"}
             ),
-            "says '0' for 'shard'",
+            "has '0' as 'shard'",
         ),
-        (Message(MessageType.HELLO, 0, 0, body={"node": "1"}), "says that it is node '1'"),
+        (Message(MessageType.HELLO, 0, 0, body={"node": "1"}), "number of a peer, got '1'"),
     ],
 )
 def test_a_stranger_that_makes_no_sense_is_cut_off(open_for_all, message, text):

@@ -75,7 +75,8 @@ def test_a_shard_that_is_not_wanted_is_told_so_and_the_run_goes_on(visit):
     assert visit.join(visited, shard=1)[1].body["place"] == [1, 0]
     answer = visit.join(visited, shard=1)[1]
     assert answer.kind is MessageType.ADMIN_REPLY
-    assert answer.body["error"] == "shard 1 of the store is not wanted: it is there"
+    expected = "shard 1 of the store needs no other process: all its replicas run"
+    assert answer.body["error"] == expected
     visited.manager.event_queue.poll()
     assert visited.told == ["refused"]
 
@@ -87,7 +88,7 @@ def test_who_has_compiled_another_program_is_told_so_and_the_run_needs_it(visit,
     member.say(MessageType.READY, welcome.body["node"], digest="another")
     answer = member.hear()
     assert answer.kind is MessageType.ADMIN_REPLY
-    assert "has compiled another program: are its versions the same?" in answer.body["error"]
+    assert "compiled another program than this process" in answer.body["error"]
     with pytest.raises(ClusterError, match="another program"):
         visited.manager.event_queue.poll()
     assert visited.told == ["refused"]
@@ -99,7 +100,7 @@ def test_what_keeps_a_worker_from_being_made_is_raised_as_what_it_was_there(visi
     text = {"error": "ConfigError", "text": "model.hf: is not on this host"}
     member.say(MessageType.FAILURE, welcome.body["node"], **text)
     assert member.hear().kind is MessageType.ADMIN_REPLY
-    with pytest.raises(ConfigError, match=r"shard 0 could not be made: model\.hf: is not on"):
+    with pytest.raises(ConfigError, match=r"shard 0 could not be created: model\.hf: is not on"):
         visited.manager.remote_shards()
 
 
@@ -136,7 +137,7 @@ def test_a_host_that_is_not_fit_costs_its_place_and_not_the_run(visit, role):
     member.say(MessageType.FAILURE, welcome.body["node"], **text)
     answer = member.hear()
     assert answer.kind is MessageType.ADMIN_REPLY
-    assert answer.body["error"].endswith("could not be made: host7 has no GPU")
+    assert answer.body["error"].endswith("could not be created: host7 has no GPU")
     visited.manager.event_queue.poll()
     assert visited.told == ["refused"]
     _, again = visit.join(visited, role=role)

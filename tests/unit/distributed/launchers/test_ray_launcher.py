@@ -42,7 +42,7 @@ def test_without_ray_it_is_said_how_to_install_it(monkeypatch):
 
 def test_a_variable_that_is_not_set(monkeypatch):
     monkeypatch.delenv("NOT_THERE", raising=False)
-    with pytest.raises(ConfigError, match=r"cluster\.environment: NOT_THERE is not set here"):
+    with pytest.raises(ConfigError, match=r"cluster\.environment: NOT_THERE is not set in"):
         RayConnection(config(environment=["NOT_THERE"]), "cpu")
 
 
@@ -141,10 +141,10 @@ class FullRay:
 
 
 STARTING = (
-    "their processes are still starting, which takes long on a busy machine, or where Python's "
+    "their processes are still starting, which takes long on a busy machine and when Python's "
     "packages are read for the first time"
 )
-EACH = "each shard for 1 CPU(s) and each engine for 16 CPU(s) and 1 GPU(s) (engine.threads)"
+EACH = "each shard needs 1 CPU(s) and each engine needs 16 CPU(s) and 1 GPU(s) (engine.threads)"
 
 
 @pytest.mark.parametrize(
@@ -154,16 +154,16 @@ EACH = "each shard for 1 CPU(s) and each engine for 16 CPU(s) and 1 GPU(s) (engi
             {"CPU": 16.0, "GPU": 1.0},
             {"CPU": 0.0},
             None,
-            f"the Ray cluster is too small for all. They ask it, {EACH}, and come when there is "
-            "room: see `ray status`; add nodes, or lower engines, cluster.spare or engine.threads",
+            f"the Ray cluster is too small for all workers, {EACH}. They start when resources are "
+            "free: see `ray status`; add nodes, or lower engines, cluster.spare or engine.threads",
         ),
         ({"CPU": 64.0, "GPU": 4.0}, {"CPU": 32.0, "GPU": 2.0}, None, STARTING),
         (
             {"CPU": 64.0, "GPU": 4.0},
             {"CPU": 8.0},  # taken by others, or by these while their processes start
             None,
-            f"they ask the Ray cluster, {EACH}, and are still starting, or wait for a place that "
-            "other work has: see `ray status`",
+            f"{EACH}. They are still starting, or other jobs use these resources of the Ray "
+            "cluster: see `ray status`",
         ),
         # Started here for the run alone: nobody asks for anything, and there is always room.
         ({"CPU": 1.0}, {}, {"num_cpus": 0, "num_gpus": 0}, STARTING),
@@ -186,7 +186,7 @@ def test_why_actors_have_not_begun_is_said_after_some_seconds(
         wait_until(lambda: ray.made == 2)
         assert launcher.waits_for() is None
         later[0] = 20.0
-        expected = f"2 of 2 workers have not begun in 15 s: {expected}"
+        expected = f"2 of 2 workers have not started in 15 s: {expected}"
         # The launcher's thread looks at what is free.
         wait_until(lambda: launcher.waits_for() == expected, expected)
         if wants is None:

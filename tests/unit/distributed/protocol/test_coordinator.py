@@ -53,7 +53,7 @@ def test_another_number_of_engines_counts_from_the_next_step_on():
     assert play.ended[-1].error is None
     play.start(3)
     assert play.coordinator.engines == (100,)
-    with pytest.raises(ValueError, match="0 engines are wanted; a run needs at least one"):
+    with pytest.raises(ValueError, match="expected at least 1 engine, got 0"):
         play.coordinator.wanted = 0
 
 

@@ -80,7 +80,7 @@ def test_who_computes_may_take_longer_than_a_standstill_but_not_for_ever():
     assert play.coordinator.epoch == epoch
     play.pass_time(4.0, busy=[101])
     assert play.coordinator.ready == (100, 102)
-    assert "which is over cluster.longest_job" in play.happened[-1].text
+    assert "longer than cluster.longest_job" in play.happened[-1].text
 
 
 def test_when_two_engines_take_too_long_for_a_stage_the_run_ends_and_says_what_to_raise():
@@ -93,8 +93,8 @@ def test_when_two_engines_take_too_long_for_a_stage_the_run_ends_and_says_what_t
     error = play.ended[-1].error
     assert isinstance(error, UnrecoverableError)
     assert (error.node, error.kind) == (100, "ClusterError")
-    assert "engines 101 and 100 have met the same error" in str(error)
-    assert "over cluster.longest_job; if a stage of its share" in str(error)
+    assert "engines 101 and 100 failed with the same error" in str(error)
+    assert "longer than cluster.longest_job; if a stage" in str(error)
 
 
 def test_a_lost_shard_ends_the_step_and_the_next_waits_until_it_is_back():

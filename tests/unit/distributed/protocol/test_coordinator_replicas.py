@@ -61,7 +61,7 @@ def test_two_that_should_hold_the_same_and_say_different_things_end_the_run_befo
     assert not play.take(MessageType.COMMIT)
     error = play.ended[-1].error
     assert isinstance(error, CorruptionError)
-    assert str(error).startswith("shard 1: node 2 and its replica, node 4, should hold the same")
+    assert str(error).startswith("shard 1: the replicas on nodes 2 and 4 must be equal")
 
 
 @pytest.mark.parametrize("node", [1, 4])
@@ -69,7 +69,8 @@ def test_a_node_that_is_lost_between_steps_is_left_out_of_the_next(node):
     play = two()
     play.coordinator.lost(node, "killed")
     other = {1: 3, 4: 2}[node]
-    assert play.happened[-1].text.endswith(f"node {node}: killed; node {other} goes on with it")
+    text = play.happened[-1].text
+    assert text.endswith(f"node {node}: killed; the shard continues on node {other}")
     play.start(2)
     play.see()
     assert sorted(play.begun()) == sorted({1, 2, 3, 4, *ENGINES} - {node})
@@ -127,7 +128,7 @@ def test_an_error_of_one_costs_its_place_and_that_of_the_last_ends_the_step():
     play.begun()
     play.say(3, MessageType.FAILURE, body={"error": "StorageError", "text": "disk full"})
     assert told(play, "replica lost") == [
-        "shard 0: node 3: it cannot go on: disk full; node 1 goes on with it"
+        "shard 0: node 3: it reported an error: disk full; the shard continues on node 1"
     ]
     assert not play.ended
     play.say(1, MessageType.FAILURE, body={"error": "StorageError", "text": "disk full"})
@@ -162,7 +163,8 @@ def test_a_step_that_one_node_of_every_shard_holds_is_gone_back_to_without_those
         play.say(node, MessageType.HELD_STEPS, step=0, body={"steps": held[node]})
     assert not play.take(MessageType.ROLLBACK)
     assert play.coordinator.holders == ((1,), (4,))
-    assert "node 2: it does not hold step 5, to which all go back" in told(play, "replica lost")[1]
+    text = told(play, "replica lost")[1]
+    assert "node 2: it does not hold step 5, to which all shards roll back" in text
     play.see()
     assert play.agree(([4, 5], [5])) == [5, 5]
     assert sorted(play.begun()) == [1, 4, *ENGINES]
@@ -209,7 +211,8 @@ def test_who_lacks_gradients_that_the_other_has_loses_its_place_and_no_engine_do
         play.see()
         play.begun()
     assert told(play, "replica lost") == [
-        "shard 0: node 3: the others of its shard have got on, it has not; node 1 goes on with it"
+        "shard 0: node 3: the other replica of its shard has all gradients, it has not; "
+        "the shard continues on node 1"
     ]
     assert play.coordinator.ready == ENGINES
 
@@ -242,7 +245,7 @@ def test_the_last_node_of_a_shard_has_more_time_to_answer():
     "shards", [None, [], [1, 2], [[]], [[1], []], [[1], [1]], [[100]], [["1"]], [[True]], "1"]
 )
 def test_a_view_that_makes_no_sense_is_refused(shards):
-    with pytest.raises(ProtocolError, match="a view has"):
+    with pytest.raises(ProtocolError, match="a view"):
         MembershipView.read({"shards": shards, "engines": [100]})
 
 

@@ -170,8 +170,8 @@ def test_a_shard_whose_place_another_node_has_taken_takes_no_part():
     [
         (gradient(3, 0, 2), "names operation 3 of 3"),
         (gradient(2, 2, 2), "names gradient 2 of 2"),
-        (gradient(2, 1, 2), "is for shard 1, and came to 0"),
-        (gradient(2, 0, 0, 1), "is no sum over all micro-batches"),
+        (gradient(2, 1, 2), "is for shard 1, but was sent to shard 0"),
+        (gradient(2, 0, 0, 1), "is not the sum over all micro-batches"),
         (gradient(2, 0, 2, payload=np.zeros(5, np.uint8)), "has 5 bytes for 12"),
         (Message(MessageType.WEIGHT_CREDIT, 1, 100, 1, 4, 0), "counts 4 operations"),
     ],

@@ -30,7 +30,7 @@ def test_what_is_loaded_goes_to_both_and_a_learner_gets_every_bit(run):
     assert_same_state(run.stores[3], run.stores[2])
     ((kind, text),) = run.said
     assert kind == "replica copied"
-    assert "the replica of shard 0 is whole: node 3 was given the" in text
+    assert "shard 0: node 3 received" in text
     for store in (run.stores[2], run.stores[3]):
         train(store, 2, seed=5)
     assert_same_state(run.stores[3], run.stores[2])
@@ -99,7 +99,7 @@ def test_in_memory_the_run_ends_if_the_one_that_is_copied_is_lost(in_memory):
     run.calls.before[2, "SNAPSHOT_REQUEST", 4] = lambda: run.lose(2)
     run.copy()
     assert run.nodes == ()
-    with pytest.raises(StorageError, match="goes on from the last checkpoint"):
+    with pytest.raises(StorageError, match="resumes from the last checkpoint"):
         run.shard.take_traffic()
 
 
@@ -117,7 +117,7 @@ def test_a_learner_that_cannot_take_it_is_refused_and_none_is_asked_for_again(ru
     assert run.said == [
         (
             "replica refused",
-            "shard 0 goes on without a replica, node 3 cannot be one: no space left on node 3",
+            "shard 0 continues without node 3 as a replica: no space left on node 3",
         )
     ]
     assert run.coordinator.lost_nodes == [1, 3]
@@ -197,7 +197,7 @@ def test_what_came_otherwise_than_it_was_sent_is_copied_again(run, monkeypatch):
     assert_same_state(run.stores[3], run.stores[2])
     again, copied = run.said
     assert again[0] == "replica copied again"
-    assert "what node 3 was given has checksum" in again[1]
+    assert "the copy on node 3 has checksum" in again[1]
     assert copied[0] == "replica copied"
 
 
@@ -213,7 +213,7 @@ def test_a_copy_that_breaks_again_and_again_is_refused(run):
     run.copy()
     assert run.nodes == (2,)
     assert [kind for kind, _ in run.said] == [*["replica copied again"] * 2, "replica refused"]
-    assert "3 copies in a row broke, the last one: from node 2 to node 3: the" in run.said[2][1]
+    assert "3 copies in a row failed; the last error: from node 2 to node 3: the" in run.said[2][1]
     assert not run.failed
 
 
@@ -244,7 +244,7 @@ def test_a_copy_of_which_nothing_comes_is_begun_anew(run):
     )
     run.copy()
     assert run.nodes == (2, 3)
-    assert "node 2 to node 3: nothing came for 60 s" in run.said[0][1]
+    assert "node 2 to node 3: no data arrived for 60 s" in run.said[0][1]
     assert_same_state(run.stores[3], run.stores[2])
 
 
@@ -267,7 +267,7 @@ def test_a_node_that_goes_on_while_it_is_copied_ends_the_copy(run):
     run.lose(1)
     run.come(3, 0)
     run.calls.before[2, "SNAPSHOT_REQUEST", 6] = lambda: train(run.stores[2], 1, seed=8)
-    with pytest.raises(ClusterError, match="node 2: it went from step 2 to step 3 while it was"):
+    with pytest.raises(ClusterError, match="node 2: its step changed from 2 to 3 during the"):
         run.copy()
     assert run.nodes == (2,)
 
@@ -296,7 +296,7 @@ def test_a_node_whose_answer_makes_no_sense_loses_its_place(in_memory, node, met
 )
 def test_a_copy_of_nobody_is_refused(in_memory, given):
     taker = in_memory.calls.of(2)[1]
-    with pytest.raises(ClusterError, match="which is no node"):
+    with pytest.raises(ClusterError, match="expected the source, step and address of a copy"):
         taker.begin(1, given)
 
 

@@ -53,7 +53,7 @@ def test_what_is_not_in_the_table_is_refused_and_the_store_does_not_see_it(name)
     place = Place()
     said = call(place, name, name="w", role="master", begin=0, end=1)
     assert said.body["error"] == ClusterError.__name__
-    assert "which it does not do" in said.body["text"]
+    assert "expected a method of a shard's store" in said.body["text"]
     assert not place.store.given
     assert not place.is_closed
 

@@ -258,7 +258,7 @@ def test_other_arrays_travel_as_they_are():
 
 @pytest.mark.parametrize("types", [("float32", "uint8"), ("bool", "uint8"), ("int64", "object")])
 def test_arrays_that_would_change_on_the_way_are_refused(types):
-    with pytest.raises(CorruptionError, match="an array is described as"):
+    with pytest.raises(CorruptionError, match="expected name, types and shape of an array"):
         unpack_arrays([["a", *types, [1]]], np.zeros(1, np.uint8))
 
 
@@ -283,7 +283,7 @@ def test_a_port_that_was_asked_for_is_listened_on_or_said_to_be_taken():
     with socket.create_server(("127.0.0.1", 0)) as probe:
         taken = probe.getsockname()[1]
         with pytest.raises(
-            ClusterError, match=rf"a port that is free and may be used, got {taken}"
+            ClusterError, match=rf"a free port that this user may use, got port {taken}"
         ):
             listening(taken)
     port = free_port()

@@ -25,7 +25,7 @@ QUESTION_BYTES = 16 + handshake.HELLO_BYTES
 def test_who_has_another_token_or_none_is_refused_before_anything_is_read(places, caplog):
     caplog.set_level(logging.WARNING, "penstock.distributed")
     here, other = places(new_token(), 1), places(new_token(), 2)
-    with pytest.raises(ClusterError, match="refused this node's token"):
+    with pytest.raises(ClusterError, match="the listener refused the token"):
         other.endpoint.connect(here.endpoint.address)
     # A stranger who says something else, and one who pretends to speak the protocol.
     for first_words in (b"GET / HTTP/1.1\r\n\r\n" + bytes(100), bytes(64), os.urandom(4096)):
@@ -191,7 +191,7 @@ def test_who_is_always_turned_away_is_told_so_and_not_that_its_token_is_wrong(pl
     here = places(token, 1)
     with (
         turning_away(1000, token) as address,
-        pytest.raises(ClusterError, match="closed the connection before it answered: the run may"),
+        pytest.raises(ClusterError, match="closed the connection before it replied: the run may"),
     ):
         here.endpoint.connect(address)
 

@@ -102,9 +102,9 @@ def test_tls_is_used_when_either_side_sees_the_other_on_another_host(hosts, monk
 
 
 SAYS = {
-    "of another run": "its certificate is not one of this run",
-    "expired": "its certificate is not one of this run: certificate has expired",
-    "self-signed": "its certificate is not one of this run",
+    "of another run": "its certificate does not belong to this run",
+    "expired": "its certificate does not belong to this run: certificate has expired",
+    "self-signed": "its certificate does not belong to this run",
 }
 
 
@@ -165,7 +165,7 @@ def test_who_begins_no_tls_is_not_waited_for_and_keeps_nobody_out(hosts, monkeyp
         greet(friend, 2, here).send(Message(MessageType.HEARTBEAT, 0, 2, to=1))
         wait_until(lambda: here.node.messages)
         wait_until(lambda: here.endpoint.refused["127.0.0.1"] == 20)
-        assert "it did not begin TLS: it took too long" in caplog.records[-1].message
+        assert "it did not begin TLS within " in caplog.records[-1].message
     finally:
         for connection in silent:
             connection.close()
@@ -300,10 +300,10 @@ def test_a_temporary_folder_that_cannot_be_written_is_said_in_one_line(monkeypat
         tls_contexts(new_token())
     text = str(refusal.value)
     assert text.startswith(
-        "connections to other hosts need TLS, and its certificate a file of some kilobytes in the "
+        "connections to other hosts need TLS, whose certificate is written to the "
         "temporary folder: [Errno 2] No such file or directory: "
     )
-    assert text.endswith("; make room there, or set TMPDIR to another folder")
+    assert text.endswith("; free some kilobytes there, or set TMPDIR to another folder")
 
 
 def test_a_process_that_stays_within_its_host_makes_no_certificate(monkeypatch):

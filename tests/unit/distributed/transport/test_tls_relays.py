@@ -84,7 +84,7 @@ def require_damaged(between, said: bytes) -> None:
     relay.far.sendall(said)
     wait_until(lambda: two.ended)
     assert isinstance(two.ended[0], CorruptionError)
-    assert "an encrypted record was damaged or changed on the way: " in str(two.ended[0])
+    assert "an encrypted record was damaged or changed in transit: " in str(two.ended[0])
     assert len(two.node.messages) - before <= 1  # what was whole and in its place
 
 
@@ -144,10 +144,10 @@ def test_a_relay_that_ends_tls_on_both_sides_is_refused_by_both(hosts, caplog):
     token = new_token()
     one, two = hosts(token, 1), hosts(token, 2)
     impostor = Impostor(two.endpoint.address, contexts_with(token, "of another run"))
-    with pytest.raises(ClusterError, match="its certificate is not one of this run"):
+    with pytest.raises(ClusterError, match="its certificate does not belong to this run"):
         one.endpoint.connect(impostor.address)
     said = refused_with(two, caplog)
-    assert "it has the token, but its certificate is not one of this run" in said
+    assert "it has the token, but its certificate does not belong to this run" in said
     wait_until(lambda: len(impostor.told) == 2)
     assert all("alert unknown ca" in told for told in impostor.told), impostor.told
     assert not two.strangers
@@ -173,7 +173,7 @@ def test_nobody_can_talk_two_nodes_out_of_tls(hosts, caplog):
     token = new_token()
     one, two = hosts(token, 1), hosts(token, 2)
     relay = Downgrade(two.endpoint.address)
-    with pytest.raises(ClusterError, match="refused this node's token"):
+    with pytest.raises(ClusterError, match="the listener refused the token"):
         one.endpoint.connect(relay.address)
     assert "it does not have this run's token" in refused_with(two, caplog)
     relay.close()

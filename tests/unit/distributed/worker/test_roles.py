@@ -35,7 +35,7 @@ def test_a_shard_of_a_run_on_gpus_needs_none(told, monkeypatch):
 
 def test_a_host_without_a_gpu_is_not_fit_for_an_engine_that_computes_on_one(told, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(UnfitHostError, match=r"on GPUs, and .* has none that PyTorch finds"):
+    with pytest.raises(UnfitHostError, match=r"on GPUs, and PyTorch finds no GPU on"):
         build_engine(told("cuda")[1])
 
 

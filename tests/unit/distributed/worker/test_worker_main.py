@@ -37,7 +37,7 @@ def test_a_worker_that_is_cut_off_before_it_is_anything_ends_and_says_so():
     )
     run.start()
     try:
-        with pytest.raises(ClusterError, match="the run ended the connection before it said what"):
+        with pytest.raises(ClusterError, match="the run closed the connection before it assigned"):
             Worker(run.address, TOKEN).serve()
     finally:
         run.close()
