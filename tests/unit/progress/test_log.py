@@ -167,11 +167,11 @@ def test_a_runs_end_says_its_traffic_in_one_sentence_and_all_sizes_in_binary_uni
     )  # fmt: skip
     assert event_lines(measured) == [
         "a step's time: compute 90%, moving weights and gradients 10%",
-        "a step's traffic: 24.0 MiB of weights went from the store to the engine, for the forward "
-        "and again for the backward pass, and 29.0 MiB of gradients came back once",
+        "a step's traffic: 24.0 MiB of weights were sent from the store to the engine, for the "
+        "forward and again for the backward pass, and 29.0 MiB of gradients were returned once",
         "disk: 1.00 TiB written; at this rate 1.00 TiB per day, and a disk rated for 546 TiB "
-        "written (its maker says 600 TB) lasts 545 d 16 h",
-        "memory: the process had 1.00 GiB at its peak",
+        "written (600 TB in its data sheet) lasts 545 d 16 h",
+        "memory: the process used 1.00 GiB at its peak",
     ]
     little = replace(measured, checkpoint_bytes=2**30)  # a disk would last for centuries
     assert event_lines(little)[2] == "disk: 1.00 GiB written; at this rate 1.00 GiB per day"

@@ -166,7 +166,7 @@ def test_figures_that_cannot_be_written_ask_once_for_a_stop():
     assert asked == ["metrics.jsonl: cannot write metrics: No space left on device"]
     assert str(recorder.failure) == (
         "metrics.jsonl: cannot write metrics: No space left on device; the run was saved and "
-        "stopped: make room there, and give the same command to go on"
+        "stopped: free space there, then give the same command again to resume"
     )
     assert len(full.told) == 3
     assert len(other) == 2
@@ -186,7 +186,7 @@ def test_a_full_disk_under_tensorboard_is_an_error_of_storage(tmp_path, monkeypa
         board(step(1) if at == "step" else started())
     monkeypatch.setattr(durable, "write", write)
     assert str(caught.value) == (
-        f"{tmp_path}: cannot write TensorBoard's figures: No space left on device"
+        f"{tmp_path}: cannot write the metrics for TensorBoard:  No space left on device"
     )
     board.close()
 
