@@ -112,15 +112,15 @@ def measure(
     network = Network(machine.links, cost=lambda number: works[number].seconds, beat=1.0)
     timeouts = Timeouts(silence=1e3, stall=1e4, job=1e5)
     coordinator = Coordinator(
-        network.runtime(0), [(n,) for n in shards], engines, timeouts, lambda event: None
+        network.context(0), [(n,) for n in shards], engines, timeouts, lambda event: None
     )
     for place, number in enumerate(shards):
         shard = works[number] = Shard(machine, transfers, place)
-        runtime = network.runtime(number)
-        network.add(number, ShardNode(number, place, runtime, transfers, shard))
+        context = network.context(number)
+        network.add(number, ShardNode(number, place, context, transfers, shard))
     for number in members:
         engine = works[number] = Engine(schedule, machine, sequences)
-        network.add(number, EngineNode(number, network.runtime(number), transfers, engine))
+        network.add(number, EngineNode(number, network.context(number), transfers, engine))
         coordinator.joined(number)
     network.conduct(coordinator)
     ended: list[StepResult] = []

@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from penstock.config import Config, size_above
 from penstock.distributed.protocol import GRADIENTS, WINDOW, ways
-from penstock.distributed.transport import LEAST_BYTES, RING_BYTES
+from penstock.distributed.transport import LEAST_BYTES, SHM_BYTES
 from penstock.engine import (
     KEPT_OVER_USED,
     EnginePlan,
@@ -428,7 +428,7 @@ def _shared_bytes(config: Config, program: Program) -> int:
     if cluster.has_other_hosts:  # only connections of this process are surely here
         pairs = {pair for pair in pairs if -1 in pair and cluster.shards == "here"}
         calls = 0
-    return (len(pairs) + calls) * RING_BYTES
+    return (len(pairs) + calls) * SHM_BYTES
 
 
 def _dram_store_bytes(config: Config, program: Program, roles: Sequence[Role]) -> int:

@@ -113,13 +113,13 @@ class Lines(Network):
 def step(stages: int, gradients: int) -> tuple[float, float]:
     """Make a step; return the most that waited to leave an engine, and how long the step took."""
     plan, network, most = transfers(stages), Lines(), 0.0
-    shard = ShardNode(1, 0, network.runtime(1), plan, NoShard(), gradients=gradients)
+    shard = ShardNode(1, 0, network.context(1), plan, NoShard(), gradients=gradients)
     network.add(1, shard)
     timeouts = Timeouts(silence=100.0, stall=100.0)
-    coordinator = Coordinator(network.runtime(0), [[1]], 4, timeouts, lambda happened: None)
+    coordinator = Coordinator(network.context(0), [[1]], 4, timeouts, lambda happened: None)
     network.conduct(coordinator)
     for number in range(FIRST_ENGINE, FIRST_ENGINE + 4):
-        network.add(number, EngineNode(number, network.runtime(number), plan, NoEngine()))
+        network.add(number, EngineNode(number, network.context(number), plan, NoEngine()))
         coordinator.joined(number)
     ended: list = []
 

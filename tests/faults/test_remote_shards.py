@@ -156,7 +156,7 @@ def said_by(*command: str) -> str:
 
 def shared_bytes(run: Run) -> int:
     """What the trainer's process has sent through memory that another process sees too."""
-    return sum(member.link.shared_bytes for member in run.manager.registry.here)
+    return sum(member.connection.shared_bytes for member in run.manager.registry.here)
 
 
 @pytest.mark.long

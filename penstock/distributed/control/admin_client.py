@@ -49,14 +49,14 @@ def _ask(run: Path, order: Mapping[str, Any]) -> Mapping[str, Any]:
     endpoint = Endpoint(
         token,
         own_host(address),
-        on_link_end=lambda link, error: answers.put(error),
-        on_new_peer=lambda link, message: answers.put(message.body),
+        on_connection_end=lambda connection, error: answers.put(error),
+        on_new_peer=lambda connection, message: answers.put(message.body),
         on_failure=answers.put,
     )
     endpoint.start()
     try:
-        link = endpoint.connect(address)
-        link.send(Message(MessageType.ADMIN_REQUEST, 0, 0, body=order))
+        connection = endpoint.connect(address)
+        connection.send(Message(MessageType.ADMIN_REQUEST, 0, 0, body=order))
         answer = answers.get(timeout=_SECONDS)
     except ClusterError as error:
         raise ClusterError(

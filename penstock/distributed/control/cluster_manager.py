@@ -46,7 +46,7 @@ from penstock.telemetry import ClusterEvent
 
 log = logging.getLogger("penstock.distributed")
 
-_BEAT = 0.1
+_HEARTBEAT_SECONDS = 0.1
 _STARVED = 10  # leases for which a worker may wait for a processor
 _PATIENCE = 120.0  # seconds to wait for all engines before the first step
 
@@ -89,17 +89,17 @@ class ClusterManager:
         self._endpoint = Endpoint(
             token,
             host,
-            on_link_end=self._link_ended,
+            on_connection_end=self._connection_ended,
             on_new_peer=self._take_from_new_peer,
             on_failure=self._endpoint_failed,
             every=self._every,
-            beat=_BEAT,
+            heartbeat_seconds=_HEARTBEAT_SECONDS,
             port=config.cluster.port,
         )
         undo.callback(self._endpoint.close)
         self._endpoint.shares_memory = config.cluster.shared_memory == "auto"
         self.coordinator = Coordinator(
-            self._endpoint.runtime(COORDINATOR),
+            self._endpoint.context(COORDINATOR),
             self.plan.first_nodes,
             config.engines,
             Timeouts(config.cluster.lease, config.cluster.stall, config.cluster.longest_job),
@@ -198,8 +198,8 @@ class ClusterManager:
             for shard, store in enumerate(stores):
                 number = self.plan.first_nodes[shard][0]
                 work = LocalShardExecutor(InProcessShard(store), shard, self._layout.schedule)
-                runtime = self._endpoint.runtime(number)
-                node = ShardNode(number, shard, runtime, self.plan.transfers, work)
+                context = self._endpoint.context(number)
+                node = ShardNode(number, shard, context, self.plan.transfers, work)
                 self._endpoint.add(number, node)
                 self._local.append(node)
 
@@ -245,7 +245,7 @@ class ClusterManager:
         member, lease = self.registry.find(node), self._config.cluster.lease
         if member is None:
             return False
-        if member.link.is_heard(lease):
+        if member.connection.is_heard(lease):
             return True
         return silent < _STARVED * lease and self.launcher.starves(member.worker)
 
@@ -321,16 +321,16 @@ class ClusterManager:
         self.event_queue.fail(ClusterError(text))
         log.error("the endpoint failed", exc_info=error)
 
-    def _take_from_new_peer(self, link: Connection, message: Message) -> None:
+    def _take_from_new_peer(self, connection: Connection, message: Message) -> None:
         """Handle a message of a peer that has not joined yet."""
         if message.kind is MessageType.ADMIN_REQUEST:
-            link.send(
+            connection.send(
                 Message(
                     MessageType.ADMIN_REPLY, 0, COORDINATOR, body=self._take_order(message.body)
                 )
             )
         else:
-            self._rendezvous.take(link, message)
+            self._rendezvous.take(connection, message)
 
     def _take_order(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Change the number of engines on an admin request; return the body of the reply."""
@@ -341,12 +341,12 @@ class ClusterManager:
         return {"engines": wanted, "before": self._scale(wanted)}
 
     def _let_in(self, member: ClusterMember) -> None:
-        self._endpoint.attach(member.number, member.link)
+        self._endpoint.attach(member.number, member.connection)
         self._supervisor.is_of_use(member.worker)
 
-    def _link_ended(self, link: Connection, error: Exception) -> None:
-        self._rendezvous.left(link)
-        member = self.registry.at(link)
+    def _connection_ended(self, connection: Connection, error: Exception) -> None:
+        self._rendezvous.left(connection)
+        member = self.registry.at(connection)
         if member is None:
             return
         number = member.number
@@ -366,7 +366,7 @@ class ClusterManager:
         self.heartbeat_stats.forget(number)
         if member is None:
             return
-        member.link.close()
+        member.connection.close()
         self.launcher.end(member.worker)
         if member.place is not None:
             self._replicas.lost(member.place, number)

@@ -54,18 +54,18 @@ class Rendezvous:
         self._next = FIRST_ENGINE
         self._waiting: dict[Connection, Join] = {}  # for a replica slot
 
-    def take(self, link: Connection, message: Message) -> None:
+    def take(self, connection: Connection, message: Message) -> None:
         """Handle a message of a peer that has not joined yet.
 
         **Raises:** `ProtocolError` if the message is malformed.
         """
         joining = self._registry.joining
         if message.kind is MessageType.JOIN:
-            self._join(link, Join.read(message))
-        elif message.kind is MessageType.READY and link in joining:
-            self._admit(joining.pop(link), message.body)
-        elif message.kind is MessageType.FAILURE and link in joining:
-            member, kind = joining.pop(link), str(message.body.get("error"))
+            self._join(connection, Join.read(message))
+        elif message.kind is MessageType.READY and connection in joining:
+            self._admit(joining.pop(connection), message.body)
+        elif message.kind is MessageType.FAILURE and connection in joining:
+            member, kind = joining.pop(connection), str(message.body.get("error"))
             text = f"{member} could not be created: {message.body.get('text')}"
             self._turn_away(member, text, error_class(kind))
 
@@ -74,30 +74,30 @@ class Rendezvous:
         for others_expected in (True, False):
             if not others_expected and len(self._free()) > len(self._waiting):
                 return  # wait: processes still to come may run on other hosts
-            for link, said in list(self._waiting.items()):
+            for connection, said in list(self._waiting.items()):
                 if (place := self._place_for(said, others_expected)) is not None:
-                    del self._waiting[link]
-                    self._welcome(link, said, place)
+                    del self._waiting[connection]
+                    self._welcome(connection, said, place)
 
-    def left(self, link: Connection) -> None:
+    def left(self, connection: Connection) -> None:
         """Remove a process whose connection ended before it was ready."""
-        self._registry.joining.pop(link, None)
-        self._waiting.pop(link, None)
+        self._registry.joining.pop(connection, None)
+        self._waiting.pop(connection, None)
 
-    def _join(self, link: Connection, said: Join) -> None:
+    def _join(self, connection: Connection, said: Join) -> None:
         """Assign a role to a process that joins, or queue the process for a replica slot."""
         if said.role == "shard" and said.shard is None:
-            self._waiting[link] = said
+            self._waiting[connection] = said
             self.look()
             return
         place = None if said.role == "engine" else self._place_for(said, self._wants_engines())
         if place is None and said.shard is not None:
             text = f"shard {said.shard} of the store needs no other process: all its replicas run"
-            self._refuse(link, text)
+            self._refuse(connection, text)
             return
-        self._welcome(link, said, place)
+        self._welcome(connection, said, place)
 
-    def _welcome(self, link: Connection, said: Join, place: ReplicaSlot | None) -> None:
+    def _welcome(self, connection: Connection, said: Join, place: ReplicaSlot | None) -> None:
         """Send a process its assignment."""
         opens: Opens = "when asked"
         number, plan = self._next, self._plan
@@ -107,8 +107,8 @@ class Rendezvous:
             self._next += 1
         if place is not None and self._places.have_come:
             opens = "empty" if self._places.is_held(place.shard) else "what was left"
-        member = ClusterMember(number, link, said.worker, said.listens, place, opens)
-        self._registry.joining[link] = member
+        member = ClusterMember(number, connection, said.worker, said.listens, place, opens)
+        self._registry.joining[connection] = member
         body = {
             "node": number,
             "place": None if place is None else list(place),
@@ -116,7 +116,7 @@ class Rendezvous:
             "run": plan.terms,
             "shards_there": [] if plan.is_apart else [nodes[0] for nodes in plan.first_nodes],
         }
-        link.send(Message(MessageType.ASSIGN, 0, COORDINATOR, body=body))
+        connection.send(Message(MessageType.ASSIGN, 0, COORDINATOR, body=body))
 
     def _place_for(self, said: Join, others_expected: bool) -> ReplicaSlot | None:
         """Return the replica slot for a process that joins; None if it gets no slot."""
@@ -168,12 +168,12 @@ class Rendezvous:
         is_needed |= not (member.is_shard or self._coordinator.ready)
         if is_needed and kind is not UnfitHostError:
             self._event_queue.fail(kind(text))
-        self._refuse(member.link, text, member.number)
+        self._refuse(member.connection, text, member.number)
 
-    def _refuse(self, link: Connection, text: str, number: int | None = None) -> None:
+    def _refuse(self, connection: Connection, text: str, number: int | None = None) -> None:
         """Refuse a worker permanently: another attempt would fail in the same way."""
         self._event_queue.emit("refused", text, number)
-        link.send(Message(MessageType.ADMIN_REPLY, 0, COORDINATOR, body={"error": text}))
+        connection.send(Message(MessageType.ADMIN_REPLY, 0, COORDINATOR, body={"error": text}))
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ class ClusterMember:
     """A process that has joined: its node number, connection, worker name and role."""
 
     number: int
-    link: Connection
+    connection: Connection
     worker: str
     listens: Address
     place: ReplicaSlot | None  # replica slot; None for an engine
@@ -225,7 +225,8 @@ class WorkerRegistry:
     @property
     def carried_bytes(self) -> int:
         """Bytes that this process has exchanged with all members, without frame headers."""
-        return sum(member.link.sent_bytes + member.link.taken_bytes for member in self.here)
+        connections = [member.connection for member in self.here]
+        return sum(each.sent_bytes + each.taken_bytes for each in connections)
 
     def admit(self, member: ClusterMember) -> None:
         """Add a member that is ready."""
@@ -236,10 +237,10 @@ class WorkerRegistry:
         """Return the member of a node; None if the node is not a member."""
         return self._here.get(node)
 
-    def at(self, link: Connection) -> ClusterMember | None:
+    def at(self, connection: Connection) -> ClusterMember | None:
         """Return the member at the other end of a connection."""
-        member = None if link.peer is None else self.find(link.peer)
-        return member if member is not None and member.link is link else None
+        member = None if connection.peer is None else self.find(connection.peer)
+        return member if member is not None and member.connection is connection else None
 
     def lose(self, node: int) -> ClusterMember | None:
         """Remove the member of a node; return the member."""

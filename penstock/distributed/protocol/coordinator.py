@@ -55,7 +55,7 @@ class Coordinator:
     """Drives one step at a time.
 
     Args:
-        runtime: carries the coordinator's messages.
+        context: carries the coordinator's messages.
         shards: the node numbers of each shard's replicas, in shard order.
         engines: how many engines are wanted; `wanted` may be set at any time.
         timeouts: the limits for silence, stalls and jobs.
@@ -68,7 +68,7 @@ class Coordinator:
 
     def __init__(
         self,
-        runtime: NodeContext,
+        context: NodeContext,
         shards: Sequence[Sequence[int]],
         engines: int,
         timeouts: Timeouts,
@@ -81,7 +81,7 @@ class Coordinator:
         self.membership = Membership(shards, engines, least)
         self.phase = Phase.IDLE
         self.counts: Counter[str] = Counter()
-        self._runtime, self._timeouts, self._tell = runtime, timeouts, tell
+        self._context, self._timeouts, self._tell = context, timeouts, tell
         self._is_there = is_there
         addresses = addresses if addresses is not None else {}
         self._epochs = EpochManager(self.membership, addresses, self._send)
@@ -500,4 +500,4 @@ class Coordinator:
         payload: np.ndarray | None = None,
     ) -> None:
         said = {"epoch": self.epoch, "sender": COORDINATOR, "step": self._step, "body": body or {}}
-        self._runtime.send(to, message_with(payload, kind=kind, **said))
+        self._context.send(to, message_with(payload, kind=kind, **said))

@@ -133,15 +133,15 @@ class EngineNode(ProtocolNode[_EngineStep]):
 
     Args:
         number: its node number.
-        runtime: carries its messages.
+        context: carries its messages.
         transfers: the operations of a step.
         work: computes the operations.
     """
 
     def __init__(
-        self, number: int, runtime: NodeContext, transfers: TransferSchedule, work: EngineExecutor
+        self, number: int, context: NodeContext, transfers: TransferSchedule, work: EngineExecutor
     ) -> None:
-        super().__init__(number, runtime, _EngineStep)
+        super().__init__(number, context, _EngineStep)
         self._transfers, self._work = transfers, work
         self._place = _TreePosition(0, {}, (), Summing(None, 0, 0, None))
 
@@ -209,7 +209,7 @@ class EngineNode(ProtocolNode[_EngineStep]):
         step.arrived[message.op].add(message.chunk)
         self.progress += 1
         for child in self._place.below[piece.shard, message.chunk % 2]:
-            self._runtime.send(child, sent_on(message, self.number))
+            self._context.send(child, sent_on(message, self.number))
         if not step.is_ready:
             step.waiting.append((operation, piece, message.payload))
             return
@@ -271,7 +271,7 @@ class EngineNode(ProtocolNode[_EngineStep]):
         message = Message(
             MessageType.WEIGHT_CREDIT, self.epoch, self.number, step.number, least, shard
         )
-        self._runtime.send(self._place.above[shard], message)
+        self._context.send(self._place.above[shard], message)
 
     # Gradients
 
@@ -360,4 +360,4 @@ class EngineNode(ProtocolNode[_EngineStep]):
             size=size,
         )
         for receiver in to:
-            self._runtime.send(receiver, message)
+            self._context.send(receiver, message)

@@ -97,7 +97,7 @@ class ShardNode(ProtocolNode[_ShardStep]):
     Args:
         number: its node number.
         shard: the shard that it holds.
-        runtime: carries its messages.
+        context: carries its messages.
         transfers: the operations of a step.
         work: reads and writes the shard's store.
         window: how many operations' weights may be in flight; equal to the slots of an engine.
@@ -108,13 +108,13 @@ class ShardNode(ProtocolNode[_ShardStep]):
         self,
         number: int,
         shard: int,
-        runtime: NodeContext,
+        context: NodeContext,
         transfers: TransferSchedule,
         work: ShardExecutor,
         window: int = WINDOW,
         gradients: int = GRADIENTS,
     ) -> None:
-        super().__init__(number, runtime, _ShardStep)
+        super().__init__(number, context, _ShardStep)
         self._shard, self._transfers, self._work = shard, transfers, work
         self._window, self._most_gradients = window, gradients
         operations = transfers.operations
@@ -225,7 +225,7 @@ class ShardNode(ProtocolNode[_ShardStep]):
             )
             self.sent_bytes += size
             begin = root(self._shard, chunk, shards, len(engines))
-            self._runtime.send(engines[begin], message)
+            self._context.send(engines[begin], message)
 
     def _take_release(self, message: Message) -> None:
         if message.op > len(self._transfers.operations):

@@ -45,16 +45,16 @@ class PeerDirectory(Protocol):
     @property
     def address(self) -> Address: ...
 
-    def reach(self, number: int, address: Address) -> None: ...
+    def add_address(self, number: int, address: Address) -> None: ...
 
 
 class SnapshotSender:
     """Sends this node's state to another node, portion by portion."""
 
     def __init__(
-        self, number: int, place: HeldStore, runtime: NodeContext, network: PeerDirectory
+        self, number: int, place: HeldStore, context: NodeContext, network: PeerDirectory
     ) -> None:
-        self._number, self._place, self._runtime = number, place, runtime
+        self._number, self._place, self._context = number, place, context
         self._network = network
         self._portions: Portions | None = None
 
@@ -65,14 +65,14 @@ class SnapshotSender:
         """
         to, wanted = message.sender, message.op
         if "listens" in message.body:
-            self._network.reach(to, address_of(message, message.body["listens"]))
+            self._network.add_address(to, address_of(message, message.body["listens"]))
 
         def answer(data: np.ndarray | None, step: int = 0, **said: Any) -> None:
             numbers = {"epoch": 0, "step": step, "op": wanted, "index": message.index}
             portion = message_with(
                 data, kind=MessageType.SNAPSHOT_CHUNK, sender=self._number, **numbers, **said
             )
-            self._runtime.send(to, portion)
+            self._context.send(to, portion)
 
         def read() -> tuple[np.ndarray, int]:
             return self._read(wanted), self._place.store.step
@@ -80,7 +80,7 @@ class SnapshotSender:
         def failed(error: Exception) -> None:
             answer(None, body={"error": type(error).__name__, "text": str(error)})
 
-        self._runtime.work(read, lambda found: answer(*found), failed)
+        self._context.work(read, lambda found: answer(*found), failed)
 
     def _read(self, number: int) -> np.ndarray:
         if self._portions is None or number == 0:
@@ -119,11 +119,11 @@ class SnapshotReceiver:
         self,
         number: int,
         place: HeldStore,
-        runtime: NodeContext,
+        context: NodeContext,
         network: PeerDirectory,
         answer: Callable[[int, RpcMessage], None],
     ) -> None:
-        self._number, self._place, self._runtime = number, place, runtime
+        self._number, self._place, self._context = number, place, context
         self._network, self._answer = network, answer
         self._copy: _Copy | None = None
         self._copies = 0
@@ -140,7 +140,7 @@ class SnapshotReceiver:
                 "step": int(step),
                 "listens": [str(host), int(port)],
             } if 0 < port < 1 << 16:
-                self._network.reach(source, (host, port))
+                self._network.add_address(source, (host, port))
             case _:
                 raise ClusterError(
                     f"expected the source, step and address of a copy, got {str(given)[:80]!r}"
@@ -159,7 +159,7 @@ class SnapshotReceiver:
             copy.heard_at = time.monotonic()
             self._ask_for_more(copy)
 
-        self._runtime.work(open_portions, opened, lambda error: self._fail(copy, "target", error))
+        self._context.work(open_portions, opened, lambda error: self._fail(copy, "target", error))
 
     def give_up(self, why: str) -> None:
         """Cancel the running copy, if any."""
@@ -182,7 +182,7 @@ class SnapshotReceiver:
                 index=copy.number,
                 body=body,
             )
-            self._runtime.send(copy.source, request)
+            self._context.send(copy.source, request)
             copy.asked += 1
 
     def take(self, message: Message) -> None:
@@ -223,7 +223,7 @@ class SnapshotReceiver:
                 copy.written += 1
                 self._ask_for_more(copy)
 
-        self._runtime.work(write, written, lambda error: self._fail(copy, "target", error))
+        self._context.work(write, written, lambda error: self._fail(copy, "target", error))
 
     def tick(self, now: float) -> None:
         """Fail the copy if a requested portion is overdue."""
@@ -231,7 +231,7 @@ class SnapshotReceiver:
         if copy is not None and copy.came < copy.asked and now - copy.heard_at > SILENCE:
             self._fail(copy, "link", ClusterError(f"no data arrived for {SILENCE:.0f} s"))
 
-    def link_ended(self, node: int | None, why: str) -> None:
+    def connection_ended(self, node: int | None, why: str) -> None:
         """Fail the copy if the connection to its source has ended."""
         if self._copy is not None and node == self._copy.source:
             self._fail(self._copy, "link", ClusterError(f"the connection ended ({why})"))

@@ -95,7 +95,7 @@ class Network:
 
     # Setup
 
-    def runtime(self, number: int) -> BoundContext:
+    def context(self, number: int) -> BoundContext:
         """Return the context of a node."""
         return BoundContext(self, number)
 

@@ -144,17 +144,17 @@ def _need_tls(*hellos: bytes) -> bool:
 
 def _read_by(connection: socket.socket, size: int, deadline: float) -> bytes:
     """Return the next `size` bytes, if all of them arrive before the deadline."""
-    said = b""
-    while len(said) < size:
+    received = b""
+    while len(received) < size:
         connection.settimeout(max(0.001, deadline - time.monotonic()))
-        part = connection.recv(size - len(said))
+        part = connection.recv(size - len(received))
         if not part:
             raise EOFError("the connection was closed")
-        said += part
-    return said
+        received += part
+    return received
 
 
 def _proof(token: str, side: bytes, accepts: bytes, connects: bytes) -> bytes:
     """Return the proof of the token over the hellos of both sides."""
-    said = _GREETING + side + accepts + connects
-    return hmac.new(token.encode(), said, hashlib.sha256).digest()
+    signed = _GREETING + side + accepts + connects
+    return hmac.new(token.encode(), signed, hashlib.sha256).digest()

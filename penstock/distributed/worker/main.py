@@ -83,13 +83,13 @@ class Worker:
         self._node: EngineNode | ShardNode | None = None
         self._seat: WorkerNode | None = None
         self._number = 0
-        self._link: Connection | None = None
+        self._connection: Connection | None = None
         self._built: BuiltRole | None = None
         self._endpoint = Endpoint(
             token,
             own_host(address),
-            on_link_end=self._link_ended,
-            on_new_peer=lambda link, message: self._events.put(("message", (link, message))),
+            on_connection_end=self._connection_ended,
+            on_new_peer=lambda *received: self._events.put(("message", received)),
             on_failure=lambda error: self._events.put(("failed", error)),
             every=self._beat,
             port=port,
@@ -128,22 +128,22 @@ class Worker:
 
     def _join(self) -> None:
         """Join, and serve until the connection ends."""
-        link = self._link = self._endpoint.connect(self._address)
+        connection = self._connection = self._endpoint.connect(self._address)
         body: dict[str, Any] = {"listens": list(self._endpoint.address), "worker": self._name}
         if self._role is not None:
             body |= {"role": self._role, "shard": self._shard}
-        link.send(Message(MessageType.JOIN, 0, 0, body=body))
+        connection.send(Message(MessageType.JOIN, 0, 0, body=body))
         while True:
             what, content = self._events.get()
-            if what == "ended" and content is link:
+            if what == "ended" and content is connection:
                 break
             if what == "failed":
                 raise content
-            if what != "message" or content[0] is not link:
+            if what != "message" or content[0] is not connection:
                 continue  # an event of an earlier connection
             message = content[1]
             if message.kind is MessageType.ASSIGN:
-                self._become(link, Assignment.read(message))
+                self._become(connection, Assignment.read(message))
             elif message.kind is MessageType.ADMIN_REPLY:
                 raise RefusedError(str(message.body.get("error")))
         if self._built is None:
@@ -157,7 +157,7 @@ class Worker:
             node, self._node = self._node, None
             # The worker joins again as another node, so peers must drop the messages of the old
             # node.
-            self._endpoint.call(lambda: self._endpoint.meet({}, node.epoch + 1))
+            self._endpoint.call(lambda: self._endpoint.set_addresses({}, node.epoch + 1))
             if node.failure is not None:
                 raise OwnWorkError(
                     f"the work of {self._name} failed, and the run continues without it: "
@@ -180,11 +180,11 @@ class Worker:
             log.error("the store was not closed cleanly: %s", error)
             closed.set()
 
-        self._endpoint.runtime(self._number).work(close, lambda _: None, failed)
+        self._endpoint.context(self._number).work(close, lambda _: None, failed)
         if not closed.wait(timeout=_CLOSING):
             log.error("the store was not closed within %.0f s", _CLOSING)
 
-    def _become(self, link: Connection, welcome: Assignment) -> None:
+    def _become(self, connection: Connection, welcome: Assignment) -> None:
         number, told, place = welcome.node, welcome.run, welcome.place
         what = "an engine" if place is None else f"shard {place.shard}"
         log.info("joined the run at %s:%s as %s, node %d", *self._address, what, number)
@@ -196,38 +196,38 @@ class Worker:
                 self._built = build_engine(told)
         except PenstockError as error:
             body = {"error": type(error).__name__, "text": str(error)}
-            link.send(Message(MessageType.FAILURE, 0, number, body=body))
+            connection.send(Message(MessageType.FAILURE, 0, number, body=body))
             return
         built = self._built
 
         def add() -> None:
-            node = built.role.node(number, self._endpoint.runtime(number))
+            node = built.role.node(number, self._endpoint.context(number))
             self._number, self._node = number, node
-            self._endpoint.attach(COORDINATOR, link)
+            self._endpoint.attach(COORDINATOR, connection)
             for there in welcome.shards_there:
-                self._endpoint.attach(there, link)
+                self._endpoint.attach(there, connection)
             self._seat = WorkerNode(node, self._endpoint)
             if isinstance(built.role, ShardRole):
                 self._seat = WorkerShard(node, self._endpoint, built.role.place)
             self._endpoint.add(number, self._seat)
-            link.send(Message(MessageType.READY, 0, number, body={"digest": built.digest}))
+            connection.send(Message(MessageType.READY, 0, number, body={"digest": built.digest}))
 
         self._endpoint.call(add)
 
-    def _link_ended(self, link: Connection, error: Exception) -> None:
-        if link is self._link:
-            self._events.put(("ended", link))
+    def _connection_ended(self, connection: Connection, error: Exception) -> None:
+        if connection is self._connection:
+            self._events.put(("ended", connection))
         elif isinstance(error, (CorruptionError, ProtocolError)) and self._node is not None:
             # The frame is lost and is not sent again: the step is retried over new connections.
-            body, node = {"text": str(error), "peer": link.peer}, self._node
+            body, node = {"text": str(error), "peer": connection.peer}, self._node
             message = Message(MessageType.CORRUPT_FRAME, node.epoch, node.number, body=body)
             self._endpoint.send(node.number, COORDINATOR, message)
         if self._seat is not None:
-            self._seat.link_ended(link.peer, str(error))
+            self._seat.connection_ended(connection.peer, str(error))
 
     def _beat(self, now: float) -> None:
-        node, link, built = self._node, self._link, self._built
-        if node is None or link is None or built is None:
+        node, connection, built = self._node, self._connection, self._built
+        if node is None or connection is None or built is None:
             return
         if self._seat is not None:
             self._seat.tick(now)
@@ -236,7 +236,7 @@ class Worker:
             "busy": node.is_busy,
             **built.role.figures(),
         }
-        link.send(Message(MessageType.HEARTBEAT, node.epoch, self._number, body=body))
+        connection.send(Message(MessageType.HEARTBEAT, node.epoch, self._number, body=body))
 
 
 def main() -> None:

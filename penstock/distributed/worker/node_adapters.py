@@ -30,13 +30,13 @@ class WorkerNode:
         if message.kind is MessageType.VIEW and message.epoch > self._node.epoch:
             listening = addresses_of(message)
             listening.pop(self._node.number, None)
-            self._endpoint.meet(listening, message.epoch)
+            self._endpoint.set_addresses(listening, message.epoch)
         self._node.handle(message)
 
     def tick(self, now: float) -> None:
         """Advance timeouts to the time `now`."""
 
-    def link_ended(self, peer: int | None, why: str) -> None:
+    def connection_ended(self, peer: int | None, why: str) -> None:
         """Handle the end of a connection to another node."""
 
 
@@ -46,9 +46,9 @@ class WorkerShard(WorkerNode):
     def __init__(self, node: EngineNode | ShardNode, endpoint: Endpoint, place: OwnedShard) -> None:
         super().__init__(node, endpoint)
         self._place, self._gathered = place, FrameAssembler(lambda number: place.most_bytes)
-        self._runtime = endpoint.runtime(node.number)
-        self._giver = SnapshotSender(node.number, place, self._runtime, endpoint)
-        self._taker = SnapshotReceiver(node.number, place, self._runtime, endpoint, self._answer)
+        self._context = endpoint.context(node.number)
+        self._giver = SnapshotSender(node.number, place, self._context, endpoint)
+        self._taker = SnapshotReceiver(node.number, place, self._context, endpoint, self._answer)
 
     def handle(self, message: Message) -> None:
         """Handle a message; an RPC runs after the jobs that are queued already."""
@@ -65,9 +65,9 @@ class WorkerShard(WorkerNode):
         """Check a running state transfer for a timeout."""
         self._taker.tick(now)
 
-    def link_ended(self, peer: int | None, why: str) -> None:
+    def connection_ended(self, peer: int | None, why: str) -> None:
         """Fail a state transfer whose connection has ended."""
-        self._taker.link_ended(peer, why)
+        self._taker.connection_ended(peer, why)
 
     def _take_call(self, message: Message) -> None:
         try:
@@ -98,17 +98,17 @@ class WorkerShard(WorkerNode):
 
         def send(messages: list[Message]) -> None:
             for each in messages:
-                self._runtime.send(COORDINATOR, each)
+                self._context.send(COORDINATOR, each)
 
         def failed(error: Exception) -> None:
             text = f"{type(error).__name__}: {error}"
             self._answer_error(number, ClusterError(text))
 
-        self._runtime.work(pack, send, failed)
+        self._context.work(pack, send, failed)
 
     def _answer_error(self, number: int, error: PenstockError) -> None:
         self._answer(number, RpcMessage({"error": type(error).__name__, "text": str(error)}))
 
     def _answer(self, call: int, said: RpcMessage) -> None:
         for each in frames(MessageType.RPC_REPLY, self._node.number, call, said):
-            self._runtime.send(COORDINATOR, each)
+            self._context.send(COORDINATOR, each)

@@ -35,9 +35,9 @@ class EngineRole:
     def __init__(self, work: LocalEngineExecutor, transfers: TransferSchedule) -> None:
         self.work, self.transfers = work, transfers
 
-    def node(self, number: int, runtime: NodeContext) -> EngineNode:
+    def node(self, number: int, context: NodeContext) -> EngineNode:
         """Return the engine's node."""
-        return EngineNode(number, runtime, self.transfers, self.work)
+        return EngineNode(number, context, self.transfers, self.work)
 
     def figures(self) -> Mapping[str, Any]:
         """Return the engine's memory and computing time."""
@@ -53,9 +53,9 @@ class ShardRole:
         self.place, self.transfers = place, transfers
         self._shard, self._work = shard, work
 
-    def node(self, number: int, runtime: NodeContext) -> ShardNode:
+    def node(self, number: int, context: NodeContext) -> ShardNode:
         """Return the shard's node."""
-        return ShardNode(number, self._shard, runtime, self.transfers, self._work)
+        return ShardNode(number, self._shard, context, self.transfers, self._work)
 
     def figures(self) -> Mapping[str, Any]:
         """Return no metrics: the run requests a shard's figures by RPC."""

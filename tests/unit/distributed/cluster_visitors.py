@@ -107,15 +107,15 @@ class Guest:
         self.endpoint = Endpoint(
             TOKEN,
             "127.0.0.1",
-            on_link_end=lambda link, error: None,
-            on_new_peer=lambda link, message: self.said.put(message),
+            on_connection_end=lambda connection, error: None,
+            on_new_peer=lambda connection, message: self.said.put(message),
             on_failure=self.failures.append,
         )
         self.endpoint.start()
-        self.link: Connection = self.endpoint.connect(manager.address)
+        self.connection: Connection = self.endpoint.connect(manager.address)
 
     def say(self, kind: MessageType, number: int = 0, **body) -> None:
-        self.link.send(Message(kind, 0, number, body=body))
+        self.connection.send(Message(kind, 0, number, body=body))
 
     def hear(self) -> Message:
         return self.said.get(timeout=SECONDS)

@@ -146,7 +146,7 @@ class _NetworkOf:
     def __init__(self, nodes: Nodes, node: int) -> None:
         self._nodes, self._node = nodes, node
 
-    def reach(self, number: int, address) -> None:
+    def add_address(self, number: int, address) -> None:
         assert address == self.address
         self._nodes.reached.add((self._node, number))
 

@@ -39,13 +39,13 @@ class PretendLink:
         self.refused.append(why)
 
 
-def hand_in(manager: ClusterManager, link: PretendLink, *messages: Message) -> None:
+def hand_in(manager: ClusterManager, connection: PretendLink, *messages: Message) -> None:
     """Have messages taken as if they had come over a link that then ends."""
 
     def take() -> None:
         for message in messages:
-            manager._endpoint._route(link, message)
-        manager._link_ended(link, ConnectionError())
+            manager._endpoint._route(connection, message)
+        manager._connection_ended(connection, ConnectionError())
 
     manager._do(take)
 
@@ -75,16 +75,16 @@ def open_for_all(tmp_path_factory, layout) -> Iterator[ClusterManager]:
 @given(st.lists(messages([0, 1, 2, 1000, 7]), max_size=5), st.sampled_from([None, 1, 1000, 7]))
 def test_no_message_can_end_the_endpoint_of_a_run(open_for_all, received, peer):
     """Of strangers, of those who are about to join, and of nodes of the run."""
-    link = PretendLink() if peer is None else PretendLink(peer)
+    connection = PretendLink() if peer is None else PretendLink(peer)
     join = Message(MessageType.JOIN, 0, 0, body={"worker": "w", "listens": ["127.0.0.1", 1]})
     also = [dataclasses.replace(message, sender=peer or 0) for message in received]
-    hand_in(open_for_all, link, *([] if peer else [join]), *received, *also)
+    hand_in(open_for_all, connection, *([] if peer else [join]), *received, *also)
     # Whoever lost its place by it may have been one that the run cannot do without.
     event_queue = open_for_all.event_queue
     failed, event_queue._failed = event_queue._failed, None
     assert "network failed" not in str(failed)
     assert open_for_all._endpoint._thread.is_alive()
-    assert all(isinstance(why, ProtocolError) for why in link.refused)
+    assert all(isinstance(why, ProtocolError) for why in connection.refused)
 
 
 @pytest.mark.parametrize(
@@ -112,18 +112,18 @@ def test_no_message_can_end_the_endpoint_of_a_run(open_for_all, received, peer):
     ],
 )
 def test_a_stranger_that_makes_no_sense_is_cut_off(open_for_all, message, text):
-    link = PretendLink()
-    hand_in(open_for_all, link, message)
-    (why,) = link.refused
+    connection = PretendLink()
+    hand_in(open_for_all, connection, message)
+    (why,) = connection.refused
     assert isinstance(why, ProtocolError)
     assert re.search(text, str(why))
 
 
 def test_who_speaks_in_the_name_of_another_is_cut_off(open_for_all):
-    link = PretendLink(7)
+    connection = PretendLink(7)
     trouble = {"error": "StorageError", "text": "I am shard 0, and broken"}
-    hand_in(open_for_all, link, Message(MessageType.FAILURE, 0, 1, body=trouble))
-    assert "node 7 sent a FAILURE message in the name of node 1" in str(link.refused[0])
+    hand_in(open_for_all, connection, Message(MessageType.FAILURE, 0, 1, body=trouble))
+    assert "node 7 sent a FAILURE message in the name of node 1" in str(connection.refused[0])
     open_for_all.event_queue.require_sound()
 
 
@@ -153,13 +153,13 @@ class PretendEndpoint:
         else:
             then(result)
 
-    def runtime(self, number: int) -> BoundContext:
+    def context(self, number: int) -> BoundContext:
         return BoundContext(self, number)
 
-    def meet(self, addresses: dict, epoch: int) -> None:
+    def set_addresses(self, addresses: dict, epoch: int) -> None:
         assert all(isinstance(number, int) for number in addresses)
 
-    def reach(self, number: int, address: tuple[str, int]) -> None:
+    def add_address(self, number: int, address: tuple[str, int]) -> None:
         host, port = address
         assert isinstance(host, str)
         assert 0 < port < 1 << 16
@@ -170,11 +170,11 @@ class PretendEndpoint:
 def test_no_message_can_end_the_endpoint_of_a_worker(open_for_all, received, is_shard):
     plan, work = open_for_all.plan.transfers, PretendWork()
     endpoint = PretendEndpoint()
-    runtime = BoundContext(endpoint, 1)
+    context = BoundContext(endpoint, 1)
     if is_shard:
-        member = WorkerShard(ShardNode(1, 0, runtime, plan, work), endpoint, work)
+        member = WorkerShard(ShardNode(1, 0, context, plan, work), endpoint, work)
     else:
-        member = WorkerNode(EngineNode(1000, runtime, plan, work), endpoint)
+        member = WorkerNode(EngineNode(1000, context, plan, work), endpoint)
     for message in received:
         with contextlib.suppress(ProtocolError, CorruptionError):  # the endpoint cuts these off
             member.handle(message)

@@ -30,7 +30,7 @@ def test_a_replica_that_is_lost_leaves_its_place_to_a_learner_that_waits_for_a_c
     wait_until(lambda: not visited.manager._places.are_missing)
     wait_until(lambda: len(visited.manager.coordinator.ready) == 3)
     assert visited.manager.coordinator.holders == ((1, 3), (2, 4))
-    joined[1][0].link.close()
+    joined[1][0].connection.close()
     wait_until(lambda: visited.manager.coordinator.holders == ((1, 3), (4,)))
     member, welcome = visit.join(visited)
     assert (welcome.body["place"], welcome.body["opens"]) == ([1, 0], "empty")
@@ -38,7 +38,7 @@ def test_a_replica_that_is_lost_leaves_its_place_to_a_learner_that_waits_for_a_c
     member.become(visited.manager, welcome)
     wait_until(lambda: visited.manager._places.learners == [(1, node)])
     assert visited.manager.coordinator.holders == ((1, 3), (4,))  # until it has its copy
-    member.link.close()
+    member.connection.close()
     wait_until(lambda: not visited.manager._places.learners)
     visited.manager.event_queue.poll()
     assert visited.told.count("replica lost") == 2
@@ -51,7 +51,7 @@ def test_a_learner_that_cannot_be_made_does_not_end_the_run(visit):
     for member, welcome in joined:
         member.become(visited.manager, welcome)
     wait_until(lambda: not visited.manager._places.are_missing)
-    joined[0][0].link.close()
+    joined[0][0].connection.close()
     wait_until(lambda: visited.manager.coordinator.holders[0] == (3,))
     member, welcome = visit.join(visited)
     text = {"error": "StorageError", "text": "no space left"}
@@ -65,7 +65,7 @@ def test_who_leaves_before_it_is_ready_leaves_its_place_to_the_next(visit):
     visited = visit(shards="apart")
     member, first = visit.join(visited)
     assert first.body["place"] == [0, 0]
-    member.link.close()
+    member.connection.close()
     wait_until(lambda: not visited.manager.registry.joining)
     assert visit.join(visited)[1].body["place"] == [0, 0]
 
@@ -121,11 +121,11 @@ def test_a_shard_waits_for_a_place_as_long_as_another_may_take_one_on_another_ho
     assert waiting.hear().body["place"] == [1, 1]  # nobody else is to come
     late = visit.arrive(visited, role="shard")
     wait_until(lambda: len(visited.manager._rendezvous._waiting) == 1)
-    joined[0][0].link.close()
+    joined[0][0].connection.close()
     assert late.hear().body["place"] == [0, 0]
     gone = visit.arrive(visited, role="shard")
     wait_until(lambda: len(visited.manager._rendezvous._waiting) == 1)
-    gone.link.close()
+    gone.connection.close()
     wait_until(lambda: not visited.manager._rendezvous._waiting)
 
 

@@ -18,38 +18,38 @@ from penstock.errors import CorruptionError
 
 
 def test_weights_pass_on_at_once_and_are_placed_when_no_earlier_job_can_use_their_memory():
-    node, runtime, work = engine(engines=[100, 101])
+    node, context, work = engine(engines=[100, 101])
     node.handle(begin())
     node.handle(weights(0, 0))
     node.handle(weights(0, 1, sender=101))
-    runtime.do(1)  # the rows; the first operation has not been computed yet
+    context.do(1)  # the rows; the first operation has not been computed yet
     node.handle(view(2, engines=[100, 101]))
     node.handle(begin(epoch=2))
-    runtime.sent.clear()
+    context.sent.clear()
     node.handle(weights(0, 0, epoch=2))
-    assert [to for to, _ in runtime.sent] == [101]
+    assert [to for to, _ in context.sent] == [101]
     assert node.is_busy
-    runtime.do(1)
+    context.do(1)
     assert work.done[-1] == ("compute", 0)  # of the epoch before: it counts for nothing
-    assert MessageType.LOSSES not in runtime.kinds()
-    runtime.do()
+    assert MessageType.LOSSES not in context.kinds()
+    context.do()
     assert work.done[-2:] == [("begin", 1), ("place", 0, 0)]
     node.handle(weights(0, 1, epoch=2, sender=101))
-    runtime.do()
+    context.do()
     assert work.done[-1] == ("compute", 0)
     assert not node.is_busy
 
 
 def test_an_operation_is_computed_once_whatever_comes_again():
-    node, runtime, work = engine(engines=[100])
+    node, context, work = engine(engines=[100])
     node.handle(begin())
-    runtime.do()
+    context.do()
     for op in (0, 1):
         for chunk in (0, 0, 1, 1, 0):
             node.handle(weights(op, chunk))
-        runtime.do()
+        context.do()
         node.handle(weights(op, 1))
-        runtime.do()
+        context.do()
     assert [entry for entry in work.done if entry[0] == "compute"] == [
         ("compute", 0),
         ("compute", 1),
@@ -59,44 +59,44 @@ def test_an_operation_is_computed_once_whatever_comes_again():
 
 def test_a_gradient_that_comes_before_the_rows_waits_for_them():
     # Three engines: the second adds what it and the first have; the third adds that to its own.
-    node, runtime, _ = engine(101)
+    node, context, _ = engine(101)
     node.handle(gradient(2, 0, 0, 0, sender=100))
     node.handle(begin(first=1))
-    runtime.sent.clear()
+    context.sent.clear()
     node.handle(gradient(2, 0, 0, 1, sender=101))
-    (to, sent), *more = runtime.sent
+    (to, sent), *more = context.sent
     assert not more
     assert (to, sent.level, sent.index) == (102, 1, 0)
     np.testing.assert_array_equal(sent.payload.view(np.float32), [2.0] * 3)
 
 
 def test_a_gradient_counts_once():
-    node, runtime, _ = engine(101)
+    node, context, _ = engine(101)
     node.handle(begin(first=1))
-    runtime.sent.clear()
+    context.sent.clear()
     for _ in range(2):
         node.handle(gradient(2, 0, 0, 0, sender=100))
-    assert not runtime.sent
+    assert not context.sent
     for _ in range(2):
         node.handle(gradient(2, 0, 0, 1, sender=101))
     node.handle(gradient(2, 0, 0, 0, sender=100))
-    assert runtime.kinds() == [MessageType.GRADIENT]
+    assert context.kinds() == [MessageType.GRADIENT]
 
 
 def test_room_is_said_up_the_tree_only_when_all_below_have_it():
-    node, runtime, _ = engine(100)  # of the tree of shard 0 the root; 101 and 102 are below
+    node, context, _ = engine(100)  # of the tree of shard 0 the root; 101 and 102 are below
     node.handle(begin())
-    runtime.do()
-    runtime.sent.clear()
+    context.do()
+    context.sent.clear()
     release = {"kind": MessageType.WEIGHT_CREDIT, "epoch": 1, "step": 1, "op": 1, "chunk": 0}
     node.handle(Message(sender=101, **release))
     node.handle(Message(sender=102, **release))
-    assert not runtime.sent
+    assert not context.sent
     node.handle(weights(0, 0))
     node.handle(weights(0, 1, sender=101))
-    runtime.do()
+    context.do()
     assert [
-        (to, m.op, m.chunk) for to, m in runtime.sent if m.kind is MessageType.WEIGHT_CREDIT
+        (to, m.op, m.chunk) for to, m in context.sent if m.kind is MessageType.WEIGHT_CREDIT
     ] == [
         (1, 1, 0),  # to shard 0; of shard 1 this engine is a leaf below 101
         (101, 1, 1),
@@ -104,13 +104,13 @@ def test_room_is_said_up_the_tree_only_when_all_below_have_it():
 
 
 def test_an_engine_says_what_its_work_ran_into():
-    node, runtime, work = engine(engines=[100])
+    node, context, work = engine(engines=[100])
     work.fails = CorruptionError("a broken device")
     node.handle(begin())
     node.handle(weights(0, 0))
     node.handle(weights(0, 1))
-    runtime.do()
-    (trouble,) = [m for _, m in runtime.sent if m.kind is MessageType.FAILURE]
+    context.do()
+    (trouble,) = [m for _, m in context.sent if m.kind is MessageType.FAILURE]
     assert trouble.step == 1
     assert trouble.body == {"error": "CorruptionError", "text": "a broken device"}
 
@@ -143,14 +143,14 @@ def test_an_engine_says_what_its_work_ran_into():
     ],
 )
 def test_what_makes_no_sense_to_an_engine_is_reported_and_changes_nothing(message, text):
-    node, runtime, work = engine(101)
+    node, context, work = engine(101)
     node.handle(begin(first=1))
-    runtime.do()
-    runtime.sent.clear()
+    context.do()
+    context.sent.clear()
     before = list(work.done)
     node.handle(message)
-    runtime.do()
-    ((to, said),) = runtime.sent
+    context.do()
+    ((to, said),) = context.sent
     assert to == COORDINATOR
     assert (said.kind, said.body["error"]) == (MessageType.FAILURE, "ProtocolError")
     assert text in said.body["text"]

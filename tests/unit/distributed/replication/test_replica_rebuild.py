@@ -207,7 +207,7 @@ def test_a_copy_that_breaks_again_and_again_is_refused(run):
     run.come(3, 0)
     taker = run.calls.of(3)[1]
     for count in (3, 6, 9):
-        run.calls.before[3, "SNAPSHOT_CHUNK", count] = lambda: taker.link_ended(
+        run.calls.before[3, "SNAPSHOT_CHUNK", count] = lambda: taker.connection_ended(
             2, "a cable was cut"
         )
     run.copy()
@@ -224,7 +224,7 @@ def test_a_link_to_somebody_else_that_ends_or_a_portion_that_comes_late_breaks_n
     taker = run.calls.of(3)[1]
     stale = Message(MessageType.SNAPSHOT_CHUNK, 0, 2, op=0, index=77)
     run.calls.before[3, "SNAPSHOT_CHUNK", 3] = lambda: (
-        taker.link_ended(9, "gone"),
+        taker.connection_ended(9, "gone"),
         taker.take(stale),
     )
     run.copy()

@@ -197,11 +197,11 @@ def test_an_answer_that_is_larger_than_it_can_be_is_an_error_for_who_asked():
 
 def test_a_shard_answers_a_call_that_is_larger_than_it_can_be_with_an_error_and_takes_the_next():
     sent: list[Message] = []
-    runtime = SimpleNamespace(
+    context = SimpleNamespace(
         send=lambda to, message: sent.append(message),
         work=lambda job, then, failed: then(job()),
     )
-    endpoint = SimpleNamespace(runtime=lambda number: runtime)
+    endpoint = SimpleNamespace(context=lambda number: context)
     place = SimpleNamespace(most_bytes=4000, store=SimpleNamespace(step=7))
     member = WorkerShard(SimpleNamespace(number=3), endpoint, place)
     body = {"says": {}, "arrays": [], "bytes": 2**60}

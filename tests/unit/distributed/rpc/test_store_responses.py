@@ -313,7 +313,7 @@ def test_in_a_run_a_shard_that_lies_loses_its_link(visit):
         for frame in frames(
             MessageType.RPC_REPLY, node, whole[0], RpcMessage({"step": 0, "hash": 7})
         ):
-            member.link.send(frame)
+            member.connection.send(frame)
 
     liar = threading.Thread(target=lie, args=(joined[1][0], joined[1][1].body["node"]))
     liar.start()

@@ -33,8 +33,8 @@ class Place:
         self.endpoint = Endpoint(
             token,
             "127.0.0.1",
-            on_link_end=lambda link, error: self.ended.append(error),
-            on_new_peer=lambda link, message: self.strangers.append(message),
+            on_connection_end=lambda connection, error: self.ended.append(error),
+            on_new_peer=lambda connection, message: self.strangers.append(message),
             on_failure=self.failed.append,
         )
         self.endpoint.add(number, self.node)
@@ -42,9 +42,9 @@ class Place:
 
 
 def greet(from_: Place, number: int, to: Place):
-    link = from_.endpoint.connect(to.endpoint.address)
-    link.send(Message(MessageType.HELLO, 0, number, body={"node": number}))
-    return link
+    connection = from_.endpoint.connect(to.endpoint.address)
+    connection.send(Message(MessageType.HELLO, 0, number, body={"node": number}))
+    return connection
 
 
 def raw(place: Place) -> socket.socket:

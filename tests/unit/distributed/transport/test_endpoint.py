@@ -39,13 +39,13 @@ from penstock.errors import ClusterError, CorruptionError
 def test_messages_pass_with_their_payload_and_in_order(places):
     token = new_token()
     one, two = places(token, 1), places(token, 2)
-    link = greet(one, 1, two)
+    connection = greet(one, 1, two)
     payload = np.arange(3_000_000, dtype=np.float32)
     for op in range(5):
         message = message_with(
             payload + op, kind=MessageType.WEIGHTS, epoch=7, sender=1, op=op, to=2
         )
-        link.send(message)
+        connection.send(message)
     wait_until(lambda: len(two.node.messages) == 5)
     for op, message in enumerate(two.node.messages):
         assert (message.op, message.epoch) == (op, 7)
@@ -67,15 +67,15 @@ def test_links_of_nodes_that_take_part_no_more_end(places):
         links[number].send(Message(MessageType.HEARTBEAT, 0, number, to=1))
     wait_until(lambda: len(here.node.messages) == 4)
     met = {3: others[3].endpoint.address}
-    here.endpoint.call(lambda: here.endpoint.meet(met, 7))
+    here.endpoint.call(lambda: here.endpoint.set_addresses(met, 7))
     wait_until(lambda: not links[2].is_open)
     for number in (0, 3, 4):
         links[number].send(Message(MessageType.HEARTBEAT, 0, number, to=1))
     wait_until(lambda: len(here.node.messages) == 7)
-    assert [link.is_open for link in links.values()] == [True, False, True, True]
+    assert [connection.is_open for connection in links.values()] == [True, False, True, True]
     wait_until(lambda: here.ended)
     assert len(here.ended) == 1
-    here.endpoint.call(lambda: here.endpoint.meet({}, 9))
+    here.endpoint.call(lambda: here.endpoint.set_addresses({}, 9))
     wait_until(lambda: not links[3].is_open and not links[4].is_open)
     assert links[0].is_open
 
@@ -84,30 +84,30 @@ def test_the_link_to_one_that_is_to_take_part_stays_whoever_comes_and_goes(place
     """A learner is given a copy of a shard before it is in any view."""
     token = new_token()
     here, learner = places(token, 1), places(token, 2)
-    link = learner.endpoint.connect(here.endpoint.address)
-    link.send(Message(MessageType.HELLO, 0, 2, body={"node": 2}))
-    link.send(Message(MessageType.HEARTBEAT, 0, 2, to=1))
+    connection = learner.endpoint.connect(here.endpoint.address)
+    connection.send(Message(MessageType.HELLO, 0, 2, body={"node": 2}))
+    connection.send(Message(MessageType.HEARTBEAT, 0, 2, to=1))
     wait_until(lambda: here.node.messages)
     address = learner.endpoint.address
-    here.endpoint.call(lambda: here.endpoint.reach(2, address))
-    here.endpoint.call(lambda: here.endpoint.meet({}, 5))
-    link.send(Message(MessageType.HEARTBEAT, 0, 2, to=1))
+    here.endpoint.call(lambda: here.endpoint.add_address(2, address))
+    here.endpoint.call(lambda: here.endpoint.set_addresses({}, 5))
+    connection.send(Message(MessageType.HEARTBEAT, 0, 2, to=1))
     wait_until(lambda: len(here.node.messages) == 2)
-    here.endpoint.call(lambda: here.endpoint.meet({2: address}, 6))
-    here.endpoint.call(lambda: here.endpoint.meet({}, 7))
-    wait_until(lambda: not link.is_open)
+    here.endpoint.call(lambda: here.endpoint.set_addresses({2: address}, 6))
+    here.endpoint.call(lambda: here.endpoint.set_addresses({}, 7))
+    wait_until(lambda: not connection.is_open)
 
 
 def test_the_first_message_to_a_node_says_of_which_epoch_it_is(places):
     token = new_token()
     here, other = places(token, 1), places(token, 2)
     address = other.endpoint.address
-    here.endpoint.call(lambda: here.endpoint.meet({2: address}, 5))
-    runtime = here.endpoint.runtime(1)
-    here.endpoint.call(lambda: runtime.send(2, Message(MessageType.WEIGHT_CREDIT, 5, 1)))
+    here.endpoint.call(lambda: here.endpoint.set_addresses({2: address}, 5))
+    context = here.endpoint.context(1)
+    here.endpoint.call(lambda: context.send(2, Message(MessageType.WEIGHT_CREDIT, 5, 1)))
     wait_until(lambda: other.node.messages)
-    other.endpoint.call(lambda: other.endpoint.meet({}, 5))
-    here.endpoint.call(lambda: runtime.send(2, Message(MessageType.WEIGHT_CREDIT, 5, 1)))
+    other.endpoint.call(lambda: other.endpoint.set_addresses({}, 5))
+    here.endpoint.call(lambda: context.send(2, Message(MessageType.WEIGHT_CREDIT, 5, 1)))
     wait_until(lambda: len(other.node.messages) == 2)
     assert not other.ended
 
@@ -115,11 +115,11 @@ def test_the_first_message_to_a_node_says_of_which_epoch_it_is(places):
 def test_a_link_on_which_nothing_is_sent_is_asked_whether_its_other_end_is_there(places):
     """Else the memory and the threads of links from a host that is gone would stay."""
     token = new_token()
-    link = greet(places(token, 1), 1, places(token, 2))
-    assert link._socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+    connection = greet(places(token, 1), 1, places(token, 2))
+    assert connection._socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
     if hasattr(socket, "TCP_KEEPIDLE"):
         idle, between, count = (
-            link._socket.getsockopt(socket.IPPROTO_TCP, option)
+            connection._socket.getsockopt(socket.IPPROTO_TCP, option)
             for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
         )
         assert idle + between * count <= 30
@@ -128,7 +128,7 @@ def test_a_link_on_which_nothing_is_sent_is_asked_whether_its_other_end_is_there
 def test_a_node_that_is_taken_out_does_no_more(places):
     """The job that it is at ends before another node is put in; those behind it are dropped."""
     here = places(new_token(), 1)
-    runtime = here.endpoint.runtime(1)
+    context = here.endpoint.context(1)
     began, may_end, done = threading.Event(), threading.Event(), []
 
     def long() -> None:
@@ -136,8 +136,8 @@ def test_a_node_that_is_taken_out_does_no_more(places):
         may_end.wait(SECONDS)
         done.append("long")
 
-    runtime.work(long, lambda _: None, lambda _: None)
-    runtime.work(lambda: done.append("next"), lambda _: None, lambda _: None)
+    context.work(long, lambda _: None, lambda _: None)
+    context.work(lambda: done.append("next"), lambda _: None, lambda _: None)
     assert began.wait(SECONDS)
     threading.Timer(0.1, may_end.set).start()
     here.endpoint.remove(1)
@@ -147,23 +147,23 @@ def test_a_node_that_is_taken_out_does_no_more(places):
 def test_a_frame_that_cannot_be_made_ends_the_link(places):
     token = new_token()
     one, two = places(token, 1), places(token, 2)
-    link = greet(one, 1, two)
-    link.send(Message(MessageType.HEARTBEAT, 0, 1, to=2, body={"too large": "x" * (2 << 20)}))
+    connection = greet(one, 1, two)
+    connection.send(Message(MessageType.HEARTBEAT, 0, 1, to=2, body={"too large": "x" * (2 << 20)}))
     wait_until(lambda: one.ended and two.ended)
-    assert not link.is_open
+    assert not connection.is_open
 
 
 @pytest.mark.parametrize("size", [100, 5000])
 def test_a_damaged_frame_ends_the_link_and_is_named(size, places):
     token = new_token()
     one, two = places(token, 1), places(token, 2)
-    link = greet(one, 1, two)
-    link.send(Message(MessageType.HEARTBEAT, 0, 1, to=2))
+    connection = greet(one, 1, two)
+    connection.send(Message(MessageType.HEARTBEAT, 0, 1, to=2))
     wait_until(lambda: two.node.messages)
     message = message_with(np.zeros(size), kind=MessageType.WEIGHTS, epoch=1, sender=1, to=2)
     payload = bytearray(8 * size)
     payload[17] ^= 4
-    link._stream.send([*pack(message), payload])
+    connection._stream.send([*pack(message), payload])
     wait_until(lambda: two.ended)
     assert isinstance(two.ended[0], CorruptionError)
     assert "has checksum" in str(two.ended[0])
@@ -273,8 +273,8 @@ def test_a_pickle_that_comes_is_bytes_and_nothing_else(places):
     token = new_token()
     one, two = places(token, 1), places(token, 2)
     bomb = np.frombuffer(pickle.dumps(Bomb()), np.uint8)
-    link = greet(one, 1, two)
-    link.send(message_with(bomb, kind=MessageType.WEIGHTS, epoch=0, sender=1, to=2))
+    connection = greet(one, 1, two)
+    connection.send(message_with(bomb, kind=MessageType.WEIGHTS, epoch=0, sender=1, to=2))
     wait_until(lambda: two.node.messages)
     assert two.node.messages[0].payload.tobytes() == bomb.tobytes()
 
@@ -306,8 +306,8 @@ def listening(port: int) -> Endpoint:
     return Endpoint(
         "token",
         "127.0.0.1",
-        on_link_end=lambda link, error: None,
-        on_new_peer=lambda link, message: None,
+        on_connection_end=lambda connection, error: None,
+        on_new_peer=lambda connection, message: None,
         on_failure=lambda error: None,
         port=port,
     )
@@ -319,8 +319,8 @@ def test_what_has_come_counts_before_the_time_does():
     endpoint = Endpoint(
         "token",
         "127.0.0.1",
-        on_link_end=lambda link, error: None,
-        on_new_peer=lambda link, message: None,
+        on_connection_end=lambda connection, error: None,
+        on_new_peer=lambda connection, message: None,
         on_failure=lambda error: seen.append(str(error)),
         every=lambda now: seen.append("time"),
         beat=0.05,
@@ -351,28 +351,28 @@ def test_a_link_is_heard_by_any_byte_of_a_long_message():
         theirs = socket.create_connection(listener.getsockname())
         ours, _ = listener.accept()
     took: list[Message] = []
-    link = Connection(
+    connection = Connection(
         PlainStream(ours),
-        lambda link, message: took.append(message),
-        lambda link, error: None,
+        lambda connection, message: took.append(message),
+        lambda connection, error: None,
     )
     try:
         message = message_with(
             np.zeros(1 << 20, np.uint8), kind=MessageType.WEIGHTS, epoch=0, sender=1
         )
         head = b"".join(pack(message))
-        wait_until(lambda: not link.is_heard(0.1))
+        wait_until(lambda: not connection.is_heard(0.1))
         theirs.sendall(head)
         for part in range(4):  # a message that takes longer than anybody may be silent
-            wait_until(lambda: not link.is_heard(0.05))
+            wait_until(lambda: not connection.is_heard(0.05))
             sent_at = time.monotonic()
             theirs.sendall(message.payload[part << 18 : (part + 1) << 18].data)
-            wait_until(lambda since=sent_at: link.is_heard(time.monotonic() - since))
+            wait_until(lambda since=sent_at: connection.is_heard(time.monotonic() - since))
         wait_until(lambda: took)
     finally:
-        link.close()
+        connection.close()
         theirs.close()
-    assert not link.is_heard(0.0)
+    assert not connection.is_heard(0.0)
 
 
 def test_unread_bytes_count_as_heard_where_the_descriptor_is_above_1024():
@@ -386,18 +386,18 @@ def test_unread_bytes_count_as_heard_where_the_descriptor_is_above_1024():
         ours = socket.socket(fileno=fcntl.fcntl(accepted.fileno(), fcntl.F_DUPFD_CLOEXEC, 2000))
     is_held, may_go_on = threading.Event(), threading.Event()
 
-    def hold(link, message):
+    def hold(connection, message):
         is_held.set()
         may_go_on.wait(SECONDS)
 
-    link = Connection(PlainStream(ours), hold, lambda link, error: None)
+    connection = Connection(PlainStream(ours), hold, lambda connection, error: None)
     try:
         frames = b"".join(pack(Message(MessageType.HEARTBEAT, 0, 1))) * 2
         theirs.sendall(frames)
         assert is_held.wait(SECONDS)
-        wait_until(lambda: link.is_heard(0.0))
+        wait_until(lambda: connection.is_heard(0.0))
     finally:
         may_go_on.set()
-        link.close()
+        connection.close()
         theirs.close()
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -127,9 +127,9 @@ def test_friends_get_in_while_strangers_come_without_end(places):
     try:
         wait_until(lambda: len(strangers) > 300)
         for _ in range(10):
-            link = greet(friend, 2, here)
-            link.send(Message(MessageType.HEARTBEAT, 0, 2, to=1))
-            assert link.is_open
+            connection = greet(friend, 2, here)
+            connection.send(Message(MessageType.HEARTBEAT, 0, 2, to=1))
+            assert connection.is_open
     finally:
         is_over.set()
         thread.join()

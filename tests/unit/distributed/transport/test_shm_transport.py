@@ -28,7 +28,7 @@ from waiting import SECONDS, wait_until
 from penstock.distributed.protocol.messages import Message, MessageType, message_with, pack
 from penstock.distributed.transport import shared_memory
 from penstock.distributed.transport.connection import Connection
-from penstock.distributed.transport.shared_memory import RING_BYTES, SLOTS, ShmReceiver, ShmSender
+from penstock.distributed.transport.shared_memory import SHM_BYTES, SLOTS, ShmReceiver, ShmSender
 from penstock.distributed.transport.stream import PlainStream
 from penstock.errors import CorruptionError, PenstockError, ProtocolError
 from penstock.telemetry import process_memory
@@ -45,15 +45,15 @@ class End:
     def __init__(self, connection: socket.socket, shares: bool = True, take=None) -> None:
         self.came: queue.Queue[Message] = queue.Queue()
         self.ended: queue.Queue[Exception] = queue.Queue()
-        self.link = Connection(
+        self.connection = Connection(
             PlainStream(connection),
-            take or (lambda link, message: self.came.put(message)),
-            lambda link, error: self.ended.put(error),
+            take or (lambda connection, message: self.came.put(message)),
+            lambda connection, error: self.ended.put(error),
             lambda: shares,
         )
 
     def send(self, number: int, payload: np.ndarray) -> None:
-        self.link.send(
+        self.connection.send(
             message_with(payload, kind=MessageType.WEIGHTS, epoch=1, sender=1, op=number)
         )
 
@@ -62,7 +62,7 @@ class End:
 
     def share(self, other: End) -> None:
         """Send until payloads go through the ring."""
-        while not self.link.shared_bytes:
+        while not self.connection.shared_bytes:
             self.send(0, filled(0))
             other.next()
 
@@ -88,7 +88,7 @@ def ends():
 
     yield make
     for end in made:
-        end.link.close()
+        end.connection.close()
 
 
 def rings_of_this_process() -> list[str]:
@@ -125,17 +125,17 @@ def test_payloads_of_all_sizes_come_whole_and_in_order_both_ways(ends, seed):
             np.testing.assert_array_equal(payload, filled(number + shift, size))
             del message, payload
     for end in (one, two):
-        assert 0 < end.link.shared_bytes < end.link.sent_bytes == sum(sizes)
+        assert 0 < end.connection.shared_bytes < end.connection.sent_bytes == sum(sizes)
 
 
 def test_what_somebody_holds_is_never_overwritten_and_holds_nobody_up(ends):
     one, two = ends()
     one.share(two)
-    before = one.link.shared_bytes
+    before = one.connection.shared_bytes
     for number in range(3 * SLOTS):
         one.send(number, filled(number))
     held = [two.next().payload for _ in range(3 * SLOTS)]  # all come, though no slot comes back
-    assert one.link.shared_bytes > before
+    assert one.connection.shared_bytes > before
     forms = [
         torch.frombuffer(held[0], dtype=torch.float32),
         held[1].view(np.float32)[3:9],
@@ -175,7 +175,7 @@ def take_slowly() -> None:
     began, may_go = threading.Event(), threading.Event()
     came: list[int] = []
 
-    def take(link: Connection, message: Message) -> None:
+    def take(connection: Connection, message: Message) -> None:
         came.append(message.op)
         if len(came) > 20:
             began.set()
@@ -192,16 +192,16 @@ def take_slowly() -> None:
         for number in range(20, 120):  # 400 MiB, of which the sender has one copy
             one.send(number, payload)
         assert began.wait(SECONDS)
-        wait_until(is_steady(lambda: one.link.sent_bytes))
-        assert one.link.sent_bytes < 40 * payload.nbytes
-        assert process_memory.resident_bytes() - resident < RING_BYTES + (8 << 20)
+        wait_until(is_steady(lambda: one.connection.sent_bytes))
+        assert one.connection.sent_bytes < 40 * payload.nbytes
+        assert process_memory.resident_bytes() - resident < SHM_BYTES + (8 << 20)
         may_go.set()
         wait_until(lambda: len(came) == 120)
         assert came == list(range(120))
     finally:
         may_go.set()
-        one.link.close()
-        two.link.close()
+        one.connection.close()
+        two.connection.close()
 
 
 @pytest.mark.parametrize("changes", [{"one_shares": False}, {"shares": False}])
@@ -210,7 +210,7 @@ def test_either_end_may_want_sockets_alone(ends, changes):
     for number in range(30):
         one.send(number, filled(number))
         assert (two.next().payload == number).all()
-    assert one.link.shared_bytes == 0
+    assert one.connection.shared_bytes == 0
     wait_until(lambda: not rings_of_this_process())
 
 
@@ -224,7 +224,7 @@ def test_an_end_that_does_not_see_the_ring_gets_all_over_the_socket(ends, monkey
     for number in range(30):
         one.send(number, filled(number))
         assert (two.next().payload == number).all()
-    assert one.link.shared_bytes == 0
+    assert one.connection.shared_bytes == 0
     wait_until(lambda: not rings_of_this_process())
 
 
@@ -241,7 +241,7 @@ def test_where_there_is_no_memory_for_a_ring_all_goes_over_the_socket(ends, monk
     for number in range(10):
         one.send(number, filled(number))
         assert (two.next().payload == number).all()
-    assert one.link.shared_bytes == 0
+    assert one.connection.shared_bytes == 0
 
 
 # Damage, and peers that have the token but are broken
@@ -280,7 +280,7 @@ def test_slots_that_cannot_be_end_the_link(ends, slot, size):
     one, two = ends()
     one.share(two)
     message = Message(MessageType.WEIGHTS, 1, 1, size=size)
-    one.link._socket.sendall(b"".join(pack(message, slot)))
+    one.connection._socket.sendall(b"".join(pack(message, slot)))
     error = two.ended.get(timeout=SECONDS)
     assert isinstance(error, ProtocolError)
     assert f"got {size} bytes in slot {slot}" in str(error)
@@ -291,8 +291,8 @@ def test_a_slot_that_is_held_cannot_be_used_again(ends):
     one.share(two)
     one.send(1, filled(1))
     held = two.next().payload
-    taken = next(iter(two.link._peer_ring._held))
-    one.link._socket.sendall(frame(taken))
+    taken = next(iter(two.connection._shm_receiver._held))
+    one.connection._socket.sendall(frame(taken))
     error = two.ended.get(timeout=SECONDS)
     assert isinstance(error, ProtocolError)
     assert "in a free slot of" in str(error)
@@ -301,7 +301,7 @@ def test_a_slot_that_is_held_cannot_be_used_again(ends):
 
 def test_a_slot_of_no_ring_ends_the_link(ends):
     one, two = ends(shares=False)
-    one.link._socket.sendall(frame(0))
+    one.connection._socket.sendall(frame(0))
     assert isinstance(two.ended.get(timeout=SECONDS), ProtocolError)
 
 
@@ -311,24 +311,24 @@ def test_a_slot_of_no_ring_ends_the_link(ends):
 def test_slots_that_are_given_back_and_cannot_be_end_the_link(ends, slots):
     one, two = ends()
     one.share(two)
-    wait_until(lambda: len(one.link._ring._free) == SLOTS)
-    two.link.send(Message(MessageType.BUFFER_CREDIT, 0, 0, body={"slots": slots}))
+    wait_until(lambda: len(one.connection._shm_sender._free) == SLOTS)
+    two.connection.send(Message(MessageType.BUFFER_CREDIT, 0, 0, body={"slots": slots}))
     assert isinstance(one.ended.get(timeout=SECONDS), PenstockError)
 
 
 def test_a_peer_that_keeps_all_slots_is_waited_for_no_longer_than_one_that_does_not_read(
     ends, monkeypatch
 ):
-    monkeypatch.setattr("penstock.distributed.transport.connection._CUT_SECONDS", 0.5)
+    monkeypatch.setattr("penstock.distributed.transport.connection._TIMEOUT_SECONDS", 0.5)
     one, two = ends()
     one.share(two)
-    wait_until(lambda: len(one.link._ring._free) == SLOTS)
-    monkeypatch.setattr(one.link._ring, "_free", [])
+    wait_until(lambda: len(one.connection._shm_sender._free) == SLOTS)
+    monkeypatch.setattr(one.connection._shm_sender, "_free", [])
     for number in range(3):
         one.send(number, filled(number))
 
     def has_ended() -> bool:
-        one.link.send(Message(MessageType.HEARTBEAT, 0, 1))  # other things to do are no answer
+        one.connection.send(Message(MessageType.HEARTBEAT, 0, 1))  # a message returns no slot
         return not one.ended.empty()
 
     wait_until(has_ended)
@@ -341,7 +341,7 @@ def test_a_ring_that_is_offered_twice_ends_the_link(ends):
     one, two = ends()
     one.share(two)
     second = ShmSender.make()
-    one.link.send(Message(MessageType.SHM_OFFER, 0, 0, body=second.offer()))
+    one.connection.send(Message(MessageType.SHM_OFFER, 0, 0, body=second.offer()))
     assert isinstance(two.ended.get(timeout=SECONDS), ProtocolError)
     second.close()
 
@@ -398,7 +398,7 @@ def test_a_peer_that_is_killed_ends_the_link_and_leaves_nothing(seed):
     end = End(connection)
     held = []
     try:
-        while not end.link.shared_bytes:
+        while not end.connection.shared_bytes:
             message = end.next()
             assert (message.payload == message.op % 251).all()
             end.send(message.op, filled(message.op))
@@ -418,7 +418,7 @@ def test_a_peer_that_is_killed_ends_the_link_and_leaves_nothing(seed):
     finally:
         os.kill(peer, signal.SIGKILL)
         os.waitpid(peer, 0)
-        end.link.close()
+        end.connection.close()
     del held, end, message
     wait_until(lambda: not rings_of_this_process())
     assert not names & {f"memfd:{name}" for name in os.listdir("/dev/shm")}

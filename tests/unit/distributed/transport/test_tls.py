@@ -95,9 +95,9 @@ def test_tls_is_used_when_either_side_sees_the_other_on_another_host(hosts, monk
             return accepts == bool(sees)
 
         monkeypatch.setattr(stream, "is_within_host", is_within)
-        link = greet(hosts(token, 2), 2, here)
-        assert isinstance(link._stream, TlsStream)
-        link.send(Message(MessageType.HEARTBEAT, 0, 2, to=1))
+        connection = greet(hosts(token, 2), 2, here)
+        assert isinstance(connection._stream, TlsStream)
+        connection.send(Message(MessageType.HEARTBEAT, 0, 2, to=1))
         wait_until(lambda here=here: here.node.messages)
 
 
@@ -220,14 +220,14 @@ def test_payloads_of_all_sizes_come_whole_in_order_and_both_ways_at_once(hosts, 
     there = greet(one, 1, two)
     there.send(Message(MessageType.HEARTBEAT, 0, 1, to=2))
     wait_until(lambda: two.node.messages)
-    (back,) = two.endpoint._all_links
+    (back,) = two.endpoint._all_connections
     one.endpoint.call(lambda: one.endpoint.attach(2, there))
     random = np.random.default_rng(seed)
     sizes = [1, 16_384, 16_385, 65_536, 1 << 20, 5_000_000, *random.integers(1, 300_000, 40)]
     payloads = [random.integers(0, 256, size, np.uint8) for size in sizes]
     for number, payload in enumerate(payloads):
-        for link, sender, to in ((there, 1, 2), (back, 2, 1)):
-            link.send(
+        for connection, sender, to in ((there, 1, 2), (back, 2, 1)):
+            connection.send(
                 message_with(
                     payload, kind=MessageType.WEIGHTS, epoch=0, sender=sender, to=to, op=number
                 )
@@ -243,16 +243,16 @@ def test_payloads_of_all_sizes_come_whole_in_order_and_both_ways_at_once(hosts, 
 def test_who_takes_slowly_holds_the_sender_up(hosts):
     token = new_token()
     one, two = hosts(token, 1), hosts(token, 2)
-    link = greet(one, 1, two)
-    link.send(Message(MessageType.HEARTBEAT, 0, 1, to=2))
+    connection = greet(one, 1, two)
+    connection.send(Message(MessageType.HEARTBEAT, 0, 1, to=2))
     wait_until(lambda: two.node.messages)
-    (back,) = two.endpoint._all_links
+    (back,) = two.endpoint._all_connections
     is_held, may_go, take = threading.Event(), threading.Event(), back._take
 
-    def slow(link, message: Message) -> None:
+    def slow(connection, message: Message) -> None:
         is_held.set()
         may_go.wait(SECONDS)
-        take(link, message)
+        take(connection, message)
 
     back._take = slow
     payload = np.zeros(4 << 20, np.uint8)
@@ -260,11 +260,11 @@ def test_who_takes_slowly_holds_the_sender_up(hosts):
         message = message_with(
             payload, kind=MessageType.WEIGHTS, epoch=0, sender=1, to=2, op=number
         )
-        link.send(message)
+        connection.send(message)
     assert is_held.wait(SECONDS)
     sent = -1
-    while sent != link.sent_bytes:
-        sent = link.sent_bytes
+    while sent != connection.sent_bytes:
+        sent = connection.sent_bytes
         time.sleep(0.5)
     assert sent <= 15 * payload.nbytes  # the system's buffers of both sides
     may_go.set()

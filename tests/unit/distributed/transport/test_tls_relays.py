@@ -26,20 +26,20 @@ def between(hosts):
     token = new_token()
     one, two = hosts(token, 1), hosts(token, 2)
     relay = Relay(two.endpoint.address)
-    link = one.endpoint.connect(relay.address)
-    link.send(Message(MessageType.HELLO, 0, 1, body={"node": 1}))
-    link.send(Message(MessageType.HEARTBEAT, 0, 1, to=2))
+    connection = one.endpoint.connect(relay.address)
+    connection.send(Message(MessageType.HELLO, 0, 1, body={"node": 1}))
+    connection.send(Message(MessageType.HEARTBEAT, 0, 1, to=2))
     wait_until(lambda: len(two.node.messages) == 1)
-    yield link, two, relay
+    yield connection, two, relay
     relay.close()
 
 
 def hold(between, count: int) -> list[bytes]:
     """Have messages sent, and return their records instead of passing them on."""
-    link, _, relay = between
+    connection, _, relay = between
     relay.holds.set()
     for number in range(count):
-        link.send(Message(MessageType.HEARTBEAT, 0, 1, op=number, to=2))
+        connection.send(Message(MessageType.HEARTBEAT, 0, 1, op=number, to=2))
         wait_until(lambda number=number: len(relay.held) == number + 1)
     assert all(record[0] == APPLICATION_DATA for record in relay.held)
     return relay.held
@@ -95,7 +95,7 @@ def test_records_of_one_connection_mean_nothing_in_another(hosts, between):
     other = Relay(two.endpoint.address)
     three = hosts(token, 3)
     three.endpoint.connect(other.address).send(Message(MessageType.HELLO, 0, 3, body={"node": 3}))
-    wait_until(lambda: len(two.endpoint._all_links) == 2)
+    wait_until(lambda: len(two.endpoint._all_connections) == 2)
     other.far.sendall(record)
     wait_until(lambda: two.ended)
     assert isinstance(two.ended[0], CorruptionError)
@@ -103,10 +103,10 @@ def test_records_of_one_connection_mean_nothing_in_another(hosts, between):
 
 
 def test_nothing_of_a_frame_can_be_read_on_the_way(between):
-    link, two, relay = between
+    connection, two, relay = between
     payload = np.frombuffer(b"reservoir" * 100_000, np.uint8)
     body = {"secret": "turbine"}
-    link.send(
+    connection.send(
         message_with(payload, kind=MessageType.RPC_REQUEST, epoch=0, sender=1, to=2, body=body)
     )
     wait_until(lambda: len(two.node.messages) == 2)
@@ -180,7 +180,7 @@ def test_nobody_can_talk_two_nodes_out_of_tls(hosts, caplog):
 
 
 def test_a_peer_that_closes_ends_the_link_at_once(between):
-    link, two, relay = between
+    connection, two, relay = between
     relay.close()
-    wait_until(lambda: two.ended and not link.is_open)
+    wait_until(lambda: two.ended and not connection.is_open)
     assert isinstance(two.ended[0], (EOFError, ConnectionError))

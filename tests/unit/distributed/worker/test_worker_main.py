@@ -31,8 +31,8 @@ def test_a_worker_that_is_cut_off_before_it_is_anything_ends_and_says_so():
     run = Endpoint(
         TOKEN,
         "127.0.0.1",
-        on_link_end=lambda link, error: None,
-        on_new_peer=lambda link, message: link.close(),
+        on_connection_end=lambda connection, error: None,
+        on_new_peer=lambda connection, message: connection.close(),
         on_failure=lambda error: None,
     )
     run.start()
