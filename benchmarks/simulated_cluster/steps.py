@@ -109,7 +109,9 @@ def measure(
     schedule = StepSchedule.of(program, recompute)
     members = range(FIRST_ENGINE, FIRST_ENGINE + engines)
     works: dict[int, Engine | Shard] = {}
-    network = Network(machine.links, cost=lambda number: works[number].seconds, beat=1.0)
+    network = Network(
+        machine.links, cost=lambda number: works[number].seconds, heartbeat_seconds=1.0
+    )
     timeouts = Timeouts(silence=1e3, stall=1e4, job=1e5)
     coordinator = Coordinator(
         network.context(0), [(n,) for n in shards], engines, timeouts, lambda event: None
@@ -122,7 +124,7 @@ def measure(
         engine = works[number] = Engine(schedule, machine, sequences)
         network.add(number, EngineNode(number, network.context(number), transfers, engine))
         coordinator.joined(number)
-    network.conduct(coordinator)
+    network.set_coordinator(coordinator)
     ended: list[StepResult] = []
     rows = sequences * length * ROW_BYTES
     coordinator.start(Order(1, engines, rows), ended.append)

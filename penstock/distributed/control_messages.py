@@ -20,7 +20,7 @@ Opens = Literal["when asked", "what was left", "empty"]
 
 Role = Literal["engine", "shard"]
 
-_LONGEST = 200  # characters of a name
+_LONGEST_NAME = 200  # characters of a name
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Join:
     """
 
     worker: str
-    listens: Address
+    address: Address
     role: Role | None
     shard: int | None
 
@@ -44,8 +44,9 @@ class Join:
         """
         body = message.body
         worker, role, shard = body.get("worker"), body.get("role"), body.get("shard")
-        if not isinstance(worker, str) or len(worker) > _LONGEST:
-            raise _invalid(message, "worker", worker, f"a name of at most {_LONGEST} characters")
+        if not isinstance(worker, str) or len(worker) > _LONGEST_NAME:
+            expected = f"a name of at most {_LONGEST_NAME} characters"
+            raise _invalid(message, "worker", worker, expected)
         if role not in (None, *get_args(Role)):
             raise _invalid(message, "role", role, "'engine', 'shard' or nothing")
         if shard is not None:
@@ -64,7 +65,7 @@ class Assignment:
     """
 
     node: int
-    place: ReplicaSlot | None
+    slot: ReplicaSlot | None
     opens: Opens
     run: Mapping[str, Any]
     shards_there: tuple[int, ...]
@@ -76,16 +77,16 @@ class Assignment:
         **Raises:** `ProtocolError` if the body is malformed.
         """
         body = message.body
-        there = body.get("shards_there")
-        if not isinstance(there, list) or not all(type(node) is int for node in there):
-            raise _invalid(message, "shards_there", there, "a list of node numbers")
+        nodes = body.get("shards_there")
+        if not isinstance(nodes, list) or not all(type(node) is int for node in nodes):
+            raise _invalid(message, "shards_there", nodes, "a list of node numbers")
         if not are_terms(body.get("run")):
             raise _invalid(message, "run", body.get("run"), "the specification of a run")
         node, slot = (
             message_validation.integer(message, "node", 1),
             _slot_of(message, body.get("place")),
         )
-        return cls(node, slot, _opens_of(message), body["run"], tuple(there))
+        return cls(node, slot, _opens_of(message), body["run"], tuple(nodes))
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ def address_of(message: Message, value: Any) -> Address:
     **Raises:** `ProtocolError` if the part is not an address.
     """
     match value:
-        case [str(host), int(port)] if len(host) <= _LONGEST and 0 < port < 1 << 16:
+        case [str(host), int(port)] if len(host) <= _LONGEST_NAME and 0 < port < 1 << 16:
             return host, port
     raise _invalid(message, "address", value, "a host and a port")
 

@@ -163,10 +163,10 @@ _TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
-def are_terms(told: object) -> bool:
+def are_terms(value: object) -> bool:
     """Tell whether received plain data has the form of `terms_of`."""
-    return isinstance(told, dict) and all(
-        isinstance(told.get(key, ...), types) for key, types in _TYPES.items()
+    return isinstance(value, dict) and all(
+        isinstance(value.get(key, ...), types) for key, types in _TYPES.items()
     )
 
 

@@ -283,7 +283,7 @@ def test_kills_and_stops_of_engines_and_of_shards_that_have_a_replica(text, tmp_
         coordinator = manager.coordinator
         while len(coordinator.ready) < 3 or any(len(some) < 2 for some in coordinator.holders):
             manager.event_queue.poll()
-            if manager._places.learners:
+            if manager._assignment.learners:
                 run.train(1)  # it gets its copy between two steps
             time.sleep(0.01)
 

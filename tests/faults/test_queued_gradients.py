@@ -61,7 +61,7 @@ class NoShard:
     def held_steps(self) -> list[int]:
         return [0]
 
-    def go_back(self, step) -> None:
+    def roll_back(self, step) -> None:
         pass
 
     def begin(self, step) -> None:
@@ -117,7 +117,7 @@ def step(stages: int, gradients: int) -> tuple[float, float]:
     network.add(1, shard)
     timeouts = Timeouts(silence=100.0, stall=100.0)
     coordinator = Coordinator(network.context(0), [[1]], 4, timeouts, lambda happened: None)
-    network.conduct(coordinator)
+    network.set_coordinator(coordinator)
     for number in range(FIRST_ENGINE, FIRST_ENGINE + 4):
         network.add(number, EngineNode(number, network.context(number), plan, NoEngine()))
         coordinator.joined(number)

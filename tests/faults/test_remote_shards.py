@@ -118,7 +118,7 @@ class Run:
 
         def has_come() -> bool:
             self.manager.event_queue.poll()
-            return bool(self.manager._places.learners)
+            return bool(self.manager._assignment.learners)
 
         wait_until(has_come)
 
@@ -156,7 +156,7 @@ def said_by(*command: str) -> str:
 
 def shared_bytes(run: Run) -> int:
     """What the trainer's process has sent through memory that another process sees too."""
-    return sum(member.connection.shared_bytes for member in run.manager.registry.here)
+    return sum(member.connection.shared_bytes for member in run.manager.registry.members)
 
 
 @pytest.mark.long
@@ -329,7 +329,7 @@ def test_shards_with_replicas_are_killed_at_random_and_no_bit_changes(
                 (run.kill if chance.random() < 0.5 else run.kill_in_a_step)(
                     shard, chance.randrange(2)
                 )
-        elif step.step % 6 == 4 and run.manager._places.free([]):
+        elif step.step % 6 == 4 and run.manager._assignment.free([]):
             run.await_learner()
 
     run.also = after

@@ -194,7 +194,7 @@ class ToyShard:
     def held_steps(self) -> list[int]:
         return sorted(self.durable) if self.on_flash else [self.step]
 
-    def go_back(self, step) -> None:
+    def roll_back(self, step) -> None:
         assert self.on_flash or step == self.step
         if not self.on_flash:
             return
@@ -334,7 +334,7 @@ class ToyCluster:
             self._tell,
             can_replace_engine=lambda: self.can_replace_engine,
         )
-        self.network.conduct(self.coordinator)
+        self.network.set_coordinator(self.coordinator)
         self.can_replace_engine = True  # whether the coordinator may count on other engines
         self._lost: set[int] = set()  # the last nodes of shards, that have been lost
         self._zombies: dict[int, float] = {}

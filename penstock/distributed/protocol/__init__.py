@@ -37,7 +37,7 @@ from penstock.distributed.protocol.transfer_schedule import (
     TransferSchedule,
     chunks,
 )
-from penstock.distributed.protocol.tree_topology import ways
+from penstock.distributed.protocol.tree_topology import tree_connections
 
 __all__ = [
     "CHUNK_BYTES",
@@ -76,5 +76,5 @@ __all__ = [
     "slot_of",
     "unpack",
     "unpack_arrays",
-    "ways",
+    "tree_connections",
 ]

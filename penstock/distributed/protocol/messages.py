@@ -128,16 +128,16 @@ def pack(message: Message, slot: int | None = None) -> tuple[bytes, bytes]:
             f"expected at most {MAX_BODY_BYTES} bytes of body and {MAX_PAYLOAD_BYTES} of payload, "
             f"got {len(body)} and {message.size} in a {message.kind.name} message"
         )
-    place = 0 if slot is None else slot + 1
-    digest = _digest(_header(message, place, len(body), 0), body, message.payload)
-    return _header(message, place, len(body), digest), body
+    slot_field = 0 if slot is None else slot + 1
+    digest = _digest(_header(message, slot_field, len(body), 0), body, message.payload)
+    return _header(message, slot_field, len(body), digest), body
 
 
-def _header(message: Message, place: int, body_bytes: int, digest: int) -> bytes:
+def _header(message: Message, slot_field: int, body_bytes: int, digest: int) -> bytes:
     return _HEADER.pack(
         _MAGIC,
         message.kind,
-        place,
+        slot_field,
         message.level,
         message.epoch,
         message.sender,
@@ -174,8 +174,8 @@ def lengths(header: bytes) -> tuple[int, int]:
 
 def slot_of(header: bytes) -> int | None:
     """Return the slot that holds the payload; None if the payload follows the body."""
-    place = _HEADER.unpack(header)[2]
-    return place - 1 if place else None
+    slot_field = _HEADER.unpack(header)[2]
+    return slot_field - 1 if slot_field else None
 
 
 def unpack(header: bytes, body: bytes, payload: np.ndarray | None) -> Message:
@@ -195,13 +195,13 @@ def unpack(header: bytes, body: bytes, payload: np.ndarray | None) -> Message:
             f"{found:016x}, expected {digest:016x}"
         )
     try:
-        said = json.loads(body) if body else {}
+        parsed = json.loads(body) if body else {}
         known = MessageType(kind)
     except (ValueError, RecursionError) as error:
         raise CorruptionError(f"a frame from node {sender} is malformed: {error}") from None
-    if not isinstance(said, dict):
+    if not isinstance(parsed, dict):
         raise CorruptionError(f"a frame from node {sender} has a body that is not a mapping")
-    return Message(known, epoch, sender, step, op, chunk, level, index, said, payload, size, to)
+    return Message(known, epoch, sender, step, op, chunk, level, index, parsed, payload, size, to)
 
 
 _DIGEST_BYTES = 8

@@ -83,9 +83,9 @@ class ProtocolNode(ABC, Generic[Step]):
             if self._view is not None:
                 self._enter(view)
         if message.epoch == self.epoch:
-            self._say(MessageType.VIEW_ACK)
+            self._notify(MessageType.VIEW_ACK)
 
-    def _say(self, kind: MessageType, body: Mapping[str, Any] | None = None) -> None:
+    def _notify(self, kind: MessageType, body: Mapping[str, Any] | None = None) -> None:
         """Send a message of the step in flight to the coordinator."""
         message = Message(kind, self.epoch, self.number, self._step.number, body=body or {})
         self._context.send(COORDINATOR, message)

@@ -84,7 +84,7 @@ class WorkerShard(WorkerNode):
             except PenstockError as error:
                 self._answer_error(number, error)
         elif said.body.get("method") == "give_up_copy":
-            self._taker.give_up("the trainer's process cancelled it")
+            self._taker.cancel("the trainer's process cancelled it")
             self._answer(number, RpcMessage())
         else:
             self._have_done(number, said)

@@ -49,9 +49,9 @@ class LocalShardExecutor:
         """Return the steps to which the store can roll back."""
         return self._place.held_steps()
 
-    def go_back(self, step: int) -> None:
+    def roll_back(self, step: int) -> None:
         """Roll the store back to one of the held steps."""
-        self._place.go_back(step)
+        self._place.roll_back(step)
 
     def begin(self, step: int) -> None:
         """Discard the results of a step that was not committed."""

@@ -122,6 +122,6 @@ class Guest:
 
     def become(self, manager: ClusterManager, welcome: Message) -> None:
         """Be ready, as what it was told to be."""
-        plan, is_engine = manager.plan, welcome.body["place"] is None
-        digest = plan.engine_digest if is_engine else plan.shard_digest
+        spec, is_engine = manager.spec, welcome.body["place"] is None
+        digest = spec.engine_digest if is_engine else spec.shard_digest
         self.say(MessageType.READY, welcome.body["node"], digest=digest)

@@ -111,7 +111,7 @@ class Nodes:
         elif method == "take_copy":
             self.of(node)[1].begin(number, arguments)
         elif method == "give_up_copy":
-            self.of(node)[1].give_up("the run's process said so")
+            self.of(node)[1].cancel("the run's process said so")
             self.answers[number] = RpcMessage()
 
         def answer(meanwhile=lambda: None) -> RpcMessage:
@@ -214,7 +214,7 @@ class Run:
         )
         self.apart = ReplicaManager(config, [PROGRAM], self.calls, house)
         for node in (1, 2):
-            self.apart.places.take(ReplicaSlot(0, node - 1), node)
+            self.apart.assignment.take(ReplicaSlot(0, node - 1), node)
         (self.shard,) = self.apart.remote()
         self.shard.open()
 
@@ -230,14 +230,14 @@ class Run:
     def come(self, node: int, replica: int) -> None:
         """A learner takes a place, with nothing."""
         self.stores[node] = self.make(node, replica)
-        self.apart.places.wait_for_copy(ReplicaSlot(0, replica), node)
+        self.apart.assignment.add_learner(ReplicaSlot(0, replica), node)
 
     def copy(self, on_flash=None) -> None:
         self.apart.copy_to_learners(on_flash)
 
     @property
     def nodes(self) -> tuple[int, ...]:
-        return self.apart.places.nodes(0)
+        return self.apart.assignment.nodes(0)
 
 
 def trained(run: Run, steps: int = 2) -> Run:

@@ -75,7 +75,8 @@ def test_more_engines_than_the_machine_has_room_for_are_refused(tmp_path, layout
     visited.manager.scale(3)
     with pytest.raises(BudgetError, match=r"engines: 4 on this machine need 4 x .* room for 3"):
         visited.manager.scale(4)
-    assert visited.manager._take_order({"engines": 4})["error"].endswith("there is room for 3")
+    reply = visited.manager._handle_admin_request({"engines": 4})
+    assert reply["error"].endswith("there is room for 3")
     assert visited.manager.coordinator.wanted == 3
     visited.manager._layout = dataclasses.replace(layout, room=HostCapacity(10 * one, 9 * one, one))
     visited.manager.scale(2)  # fewer are always possible

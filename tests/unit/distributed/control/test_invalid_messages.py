@@ -63,7 +63,7 @@ def open_for_all(tmp_path_factory, layout) -> Iterator[ClusterManager]:
         if number < 3:
             member.become(visited.manager, welcome)
     wait_until(
-        lambda: visited.manager.coordinator.ready and not visited.manager._places.are_missing
+        lambda: visited.manager.coordinator.ready and not visited.manager._assignment.is_incomplete
     )
     yield visited.manager
     for member in registry:
@@ -81,7 +81,7 @@ def test_no_message_can_end_the_endpoint_of_a_run(open_for_all, received, peer):
     hand_in(open_for_all, connection, *([] if peer else [join]), *received, *also)
     # Whoever lost its place by it may have been one that the run cannot do without.
     event_queue = open_for_all.event_queue
-    failed, event_queue._failed = event_queue._failed, None
+    failed, event_queue._error = event_queue._error, None
     assert "network failed" not in str(failed)
     assert open_for_all._endpoint._thread.is_alive()
     assert all(isinstance(why, ProtocolError) for why in connection.refused)
@@ -168,7 +168,7 @@ class PretendEndpoint:
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(messages([0, 1, 1000, 7]), max_size=6), st.booleans())
 def test_no_message_can_end_the_endpoint_of_a_worker(open_for_all, received, is_shard):
-    plan, work = open_for_all.plan.transfers, PretendWork()
+    plan, work = open_for_all.spec.transfers, PretendWork()
     endpoint = PretendEndpoint()
     context = BoundContext(endpoint, 1)
     if is_shard:

@@ -27,7 +27,7 @@ def test_a_replica_that_is_lost_leaves_its_place_to_a_learner_that_waits_for_a_c
     assert places == [[0, 0], [1, 0], None, None, None, [0, 1], [1, 1]]
     for member, welcome in joined:
         member.become(visited.manager, welcome)
-    wait_until(lambda: not visited.manager._places.are_missing)
+    wait_until(lambda: not visited.manager._assignment.is_incomplete)
     wait_until(lambda: len(visited.manager.coordinator.ready) == 3)
     assert visited.manager.coordinator.holders == ((1, 3), (2, 4))
     joined[1][0].connection.close()
@@ -36,10 +36,10 @@ def test_a_replica_that_is_lost_leaves_its_place_to_a_learner_that_waits_for_a_c
     assert (welcome.body["place"], welcome.body["opens"]) == ([1, 0], "empty")
     node = welcome.body["node"]
     member.become(visited.manager, welcome)
-    wait_until(lambda: visited.manager._places.learners == [(1, node)])
+    wait_until(lambda: visited.manager._assignment.learners == [(1, node)])
     assert visited.manager.coordinator.holders == ((1, 3), (4,))  # until it has its copy
     member.connection.close()
-    wait_until(lambda: not visited.manager._places.learners)
+    wait_until(lambda: not visited.manager._assignment.learners)
     visited.manager.event_queue.poll()
     assert visited.told.count("replica lost") == 2
     assert visit.join(visited)[1].body["place"] == [1, 0]
@@ -50,7 +50,7 @@ def test_a_learner_that_cannot_be_made_does_not_end_the_run(visit):
     joined = [visit.join(visited) for _ in range(7)]
     for member, welcome in joined:
         member.become(visited.manager, welcome)
-    wait_until(lambda: not visited.manager._places.are_missing)
+    wait_until(lambda: not visited.manager._assignment.is_incomplete)
     joined[0][0].connection.close()
     wait_until(lambda: visited.manager.coordinator.holders[0] == (3,))
     member, welcome = visit.join(visited)

@@ -59,10 +59,10 @@ class Made:
 
 def test_who_ends_is_replaced_as_long_as_so_many_are_wanted():
     made = Made(4)
-    made.supervisor.is_of_use("worker-1")
+    made.supervisor.mark_ready("worker-1")
     made.lose("worker-1", wanted=4)
     assert made.launcher.started == 5
-    made.supervisor.is_of_use("worker-2")
+    made.supervisor.mark_ready("worker-2")
     made.lose("worker-2", wanted=3)  # three are left, and wanted
     assert made.launcher.started == 5
     made.supervisor.fill({"engine": 6})
@@ -77,7 +77,7 @@ def test_who_ends_is_replaced_by_one_of_its_role():
     made.launcher.ended = [WorkerExit("worker-2", "it fell"), WorkerExit("worker-4", "it fell")]
     made.supervisor.replace(wanted)
     assert made.launcher.roles[5:] == ["shard", "engine"]
-    made.supervisor.is_of_use("worker-7")
+    made.supervisor.mark_ready("worker-7")
     made.launcher.ended = [WorkerExit("worker-7", "it fell")]
     made.supervisor.replace({"shard": 3, "engine": 2})
     assert made.launcher.roles[7:] == ["shard"]
@@ -101,7 +101,7 @@ def test_one_that_is_of_use_begins_the_count_anew(place):
     made = Made(4)
     for worker in range(place):
         made.lose(f"worker-{worker + 1}", wanted=4)
-    made.supervisor.is_of_use("worker-4")
+    made.supervisor.mark_ready("worker-4")
     made.lose("worker-4", "worker-5", "worker-6", wanted=4)
     assert made.supervisor.given_up is None
 
@@ -109,7 +109,7 @@ def test_one_that_is_of_use_begins_the_count_anew(place):
 def test_a_worker_that_cannot_be_started_is_told_of_and_tried_again_later(monkeypatch):
     made = Made(2)
     made.launcher.has_room = False
-    made.supervisor.is_of_use("worker-1")
+    made.supervisor.mark_ready("worker-1")
     made.lose("worker-1", wanted=2)
     assert made.said == ["worker ended", "not started"]
     made.launcher.has_room = True

@@ -99,7 +99,7 @@ class Shard(Engine):
     def held_steps(self) -> list[int]:
         return [0, 1]
 
-    def go_back(self, step) -> None:
+    def roll_back(self, step) -> None:
         self.done.append(("go back", step))
 
     def fetch(self, operation) -> list[np.ndarray]:

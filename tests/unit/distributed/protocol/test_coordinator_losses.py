@@ -46,11 +46,11 @@ def test_silence_while_this_process_itself_stood_still_is_nobodys():
 def test_who_is_silent_and_known_to_be_there_is_not_lost(node):
     play, asked = Play(), []
 
-    def is_there(which: int, silent: float) -> bool:
+    def is_alive(which: int, silent: float) -> bool:
         asked.append((which, silent > 1.0))
         return play.now < 105.0
 
-    play.coordinator._is_there = is_there
+    play.coordinator._is_alive = is_alive
     play.start(2)
     play.pass_time(4.0, silent=[node])
     assert node in play.coordinator.membership

@@ -79,30 +79,30 @@ def test_the_place_that_was_lost_last_is_taken_first_and_then_the_others(on_flas
     run = trained(on_flash)
     run.lose(2)
     run.lose(1)
-    places = run.apart.places
-    assert places.are_missing
-    assert places.free([]) == [ReplicaSlot(0, 0)]  # what replica 1 has stored may be old
-    assert places.free([ReplicaSlot(0, 0)]) == []
-    places.take(ReplicaSlot(0, 0), 7)
-    assert places.free([]) == [ReplicaSlot(0, 1)]
-    assert not places.are_missing
-    assert places.is_replaced(1)
+    assignment = run.apart.assignment
+    assert assignment.is_incomplete
+    assert assignment.free([]) == [ReplicaSlot(0, 0)]  # what replica 1 has stored may be old
+    assert assignment.free([ReplicaSlot(0, 0)]) == []
+    assignment.take(ReplicaSlot(0, 0), 7)
+    assert assignment.free([]) == [ReplicaSlot(0, 1)]
+    assert not assignment.is_incomplete
+    assert assignment.is_replaced(1)
 
 
 def test_two_of_one_host_hold_the_same_only_where_nobody_else_is_to_come(in_memory):
-    places = in_memory.apart.places
-    places.lose(2)
+    assignment = in_memory.apart.assignment
+    assignment.lose(2)
     here = [(ReplicaSlot(0, 0), "host-1")]
     in_memory.coordinator.lost_nodes.clear()
 
-    def place_for(host, others_expected, asked=None):
-        return in_memory.apart.place_for(None, asked, host, here, others_expected)
+    def slot_for(host, others_expected, asked=None):
+        return in_memory.apart.slot_for(None, asked, host, here, others_expected)
 
-    assert place_for("host-2", True) == ReplicaSlot(0, 1)
-    assert place_for("host-1", True) is None  # an engine then, and another takes the place
-    assert place_for("host-1", False) == ReplicaSlot(0, 1)
-    assert place_for("host-1", True, asked=0) == ReplicaSlot(0, 1)
-    assert place_for("host-1", True, asked=1) is None
+    assert slot_for("host-2", True) == ReplicaSlot(0, 1)
+    assert slot_for("host-1", True) is None  # an engine then, and another takes the place
+    assert slot_for("host-1", False) == ReplicaSlot(0, 1)
+    assert slot_for("host-1", True, asked=0) == ReplicaSlot(0, 1)
+    assert slot_for("host-1", True, asked=1) is None
 
 
 @pytest.mark.parametrize("replicas", [0, 3, 1.5, "two"])

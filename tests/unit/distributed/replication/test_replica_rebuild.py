@@ -86,7 +86,8 @@ def test_on_flash_the_one_that_is_copied_may_be_lost_and_the_copy_begins_anew(on
     assert run.nodes == ()
     run.copy()  # nobody is there
     run.stores[4] = run.stores[2]
-    run.apart.places.take(ReplicaSlot(0, 1), 4)  # another process has opened what that had stored
+    # Another process has opened the stored state of the lost node.
+    run.apart.assignment.take(ReplicaSlot(0, 1), 4)
     run.copy()
     assert run.nodes == (4, 3)
     assert_same_state(run.stores[3], run.stores[4])
@@ -122,8 +123,8 @@ def test_a_learner_that_cannot_take_it_is_refused_and_none_is_asked_for_again(ru
     ]
     assert run.coordinator.lost_nodes == [1, 3]
     run.apart.lost(ReplicaSlot(0, 0), 3)  # as its link ends
-    assert not run.apart.places.free([])
-    assert run.apart.places.given_up == 1
+    assert not run.apart.assignment.free([])
+    assert run.apart.assignment.retired == 1
 
 
 def test_a_stop_during_the_copy_ends_it_and_harms_nobody(run):

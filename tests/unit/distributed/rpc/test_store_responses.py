@@ -320,7 +320,7 @@ def test_in_a_run_a_shard_that_lies_loses_its_link(visit):
     with pytest.raises(ShardLostError, match=r"was lost: node 2 sent a response to 'content_hash"):
         shards[1].content_hash()
     liar.join()
-    wait_until(lambda: [member.number for member in visited.manager.registry.here] == [1])
+    wait_until(lambda: [member.number for member in visited.manager.registry.members] == [1])
     with pytest.raises(PenstockError, match="shard 1 of the store was lost, and the state in"):
         visited.manager.event_queue.poll()
     assert "shard lost" in visited.told

@@ -323,7 +323,7 @@ def test_what_has_come_counts_before_the_time_does():
         on_new_peer=lambda connection, message: None,
         on_failure=lambda error: seen.append(str(error)),
         every=lambda now: seen.append("time"),
-        beat=0.05,
+        heartbeat_seconds=0.05,
     )
     is_held_up, may_go_on = threading.Event(), threading.Event()
 
