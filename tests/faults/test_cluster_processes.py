@@ -122,7 +122,7 @@ def test_a_run_goes_on_through_losses_and_changes_to_the_same_bits(
         # Killed in the middle of a step: noticed by its connection and no lease, and the spare
         # engine takes its place. (How soon, is measured by the slow tests below.)
         # What workers are forked from is killed too: the next one is started from nothing.
-        os.kill(run.trainer._runner.manager.launcher.template.pid, signal.SIGKILL)
+        os.kill(run.trainer._runner.manager.launcher.fork_server.pid, signal.SIGKILL)
         begin = time.monotonic()
         os.kill(run.pid_of(1), signal.SIGKILL)
         run.train(2)

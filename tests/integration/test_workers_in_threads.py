@@ -88,7 +88,7 @@ class Company:
 
 @pytest.fixture
 def company(text, tmp_path, monkeypatch) -> Iterator[Callable[..., Company]]:
-    monkeypatch.setattr(main, "_PATIENCE", 0.2)
+    monkeypatch.setattr(main, "_RECONNECT_SECONDS", 0.2)
     monkeypatch.setattr(roles, "_compile", compiled_once)
     made: list[Company] = []
 

@@ -417,10 +417,10 @@ def _report_address(
     config: Config, manager: ClusterManager, tell: Callable[[ClusterEvent], None]
 ) -> None:
     """Report how to start workers where a user starts them."""
-    worker_command = (
+    command = (
         f"python -m penstock.cluster.worker {config.run.dir.absolute() / rendezvous_file.NAME}"
     )
-    text = "at {}:{}; on the host of each engine, run: ".format(*manager.address) + worker_command
+    text = "at {}:{}; on the host of each engine, run: ".format(*manager.address) + command
     if config.cluster.shards == "apart":
         text += "; before that, run it on the host of each shard with "
         text += f"--shard 0 to {config.store.shards - 1}"

@@ -42,8 +42,8 @@ log = logging.getLogger("penstock.distributed")
 
 TOKEN = "PENSTOCK_TOKEN"
 NAME = "PENSTOCK_WORKER"
-_PATIENCE = 10.0  # seconds in which a lost coordinator may come back
-_CLOSING = 60.0  # seconds in which a shard should close its files
+_RECONNECT_SECONDS = 10.0  # seconds in which a lost coordinator may come back
+_CLOSE_SECONDS = 60.0  # seconds in which a shard should close its files
 
 
 class RefusedError(ClusterError):
@@ -81,7 +81,7 @@ class Worker:
         self._shard = shard
         self._events: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._node: EngineNode | ShardNode | None = None
-        self._seat: WorkerNode | None = None
+        self._adapter: WorkerNode | None = None
         self._number = 0
         self._connection: Connection | None = None
         self._built: BuiltRole | None = None
@@ -91,7 +91,7 @@ class Worker:
             on_connection_end=self._connection_ended,
             on_new_peer=lambda *received: self._events.put(("message", received)),
             on_failure=lambda error: self._events.put(("failed", error)),
-            every=self._beat,
+            every=self._send_heartbeat,
             port=port,
         )
 
@@ -103,19 +103,19 @@ class Worker:
         """
         self._endpoint.start()
         try:
-            since = None
+            lost_since = None
             while True:
                 try:
                     self._join()
-                    since = None
+                    lost_since = None
                 except (RefusedError, OwnWorkError):
                     raise  # a retry would fail in the same way
                 except ClusterError:
                     # Before the first join this is an error; afterwards, the run may have ended.
                     if self._built is None:
                         raise
-                    since = since or time.monotonic()
-                    if time.monotonic() - since > _PATIENCE:
+                    lost_since = lost_since or time.monotonic()
+                    if time.monotonic() - lost_since > _RECONNECT_SECONDS:
                         host, port = self._address
                         log.info("the run has ended: nothing listens at %s:%s", host, port)
                         return
@@ -143,7 +143,7 @@ class Worker:
                 continue  # an event of an earlier connection
             message = content[1]
             if message.kind is MessageType.ASSIGN:
-                self._become(connection, Assignment.read(message))
+                self._take_role(connection, Assignment.read(message))
             elif message.kind is MessageType.ADMIN_REPLY:
                 raise RefusedError(str(message.body.get("error")))
         if self._built is None:
@@ -152,7 +152,7 @@ class Worker:
                 "assigned a role to this worker; do both run the same version of Penstock?"
             )
         if self._node is not None:
-            self._let_go()
+            self._close_store()
             self._endpoint.remove(self._number)
             node, self._node = self._node, None
             # The worker joins again as another node, so peers must drop the messages of the old
@@ -164,7 +164,7 @@ class Worker:
                     f"{type(node.failure).__name__}: {node.failure}"
                 )
 
-    def _let_go(self) -> None:
+    def _close_store(self) -> None:
         """Close the store of a shard after its queued jobs."""
         assert self._built is not None
         role = self._built.role
@@ -173,7 +173,7 @@ class Worker:
         closed = threading.Event()
 
         def close() -> None:
-            role.place.close()
+            role.storage.close()
             closed.set()
 
         def failed(error: Exception) -> None:
@@ -181,19 +181,19 @@ class Worker:
             closed.set()
 
         self._endpoint.context(self._number).work(close, lambda _: None, failed)
-        if not closed.wait(timeout=_CLOSING):
-            log.error("the store was not closed within %.0f s", _CLOSING)
+        if not closed.wait(timeout=_CLOSE_SECONDS):
+            log.error("the store was not closed within %.0f s", _CLOSE_SECONDS)
 
-    def _become(self, connection: Connection, welcome: Assignment) -> None:
-        number, told, place = welcome.node, welcome.run, welcome.place
-        what = "an engine" if place is None else f"shard {place.shard}"
+    def _take_role(self, connection: Connection, assignment: Assignment) -> None:
+        number, spec, slot = assignment.node, assignment.run, assignment.slot
+        what = "an engine" if slot is None else f"shard {slot.shard}"
         log.info("joined the run at %s:%s as %s, node %d", *self._address, what, number)
-        self._endpoint.shares_memory = told["config"]["cluster"]["shared_memory"] == "auto"
+        self._endpoint.shares_memory = spec["config"]["cluster"]["shared_memory"] == "auto"
         try:
-            if place is not None:
-                self._built = build_shard(told, place, welcome.opens)
-            elif self._built is None or self._built.told != told:
-                self._built = build_engine(told)
+            if slot is not None:
+                self._built = build_shard(spec, slot, assignment.opens)
+            elif self._built is None or self._built.spec != spec:
+                self._built = build_engine(spec)
         except PenstockError as error:
             body = {"error": type(error).__name__, "text": str(error)}
             connection.send(Message(MessageType.FAILURE, 0, number, body=body))
@@ -204,12 +204,12 @@ class Worker:
             node = built.role.node(number, self._endpoint.context(number))
             self._number, self._node = number, node
             self._endpoint.attach(COORDINATOR, connection)
-            for there in welcome.shards_there:
-                self._endpoint.attach(there, connection)
-            self._seat = WorkerNode(node, self._endpoint)
+            for shard_node in assignment.shards_there:
+                self._endpoint.attach(shard_node, connection)
+            self._adapter = WorkerNode(node, self._endpoint)
             if isinstance(built.role, ShardRole):
-                self._seat = WorkerShard(node, self._endpoint, built.role.place)
-            self._endpoint.add(number, self._seat)
+                self._adapter = WorkerShard(node, self._endpoint, built.role.storage)
+            self._endpoint.add(number, self._adapter)
             connection.send(Message(MessageType.READY, 0, number, body={"digest": built.digest}))
 
         self._endpoint.call(add)
@@ -222,15 +222,15 @@ class Worker:
             body, node = {"text": str(error), "peer": connection.peer}, self._node
             message = Message(MessageType.CORRUPT_FRAME, node.epoch, node.number, body=body)
             self._endpoint.send(node.number, COORDINATOR, message)
-        if self._seat is not None:
-            self._seat.connection_ended(connection.peer, str(error))
+        if self._adapter is not None:
+            self._adapter.connection_ended(connection.peer, str(error))
 
-    def _beat(self, now: float) -> None:
+    def _send_heartbeat(self, now: float) -> None:
         node, connection, built = self._node, self._connection, self._built
         if node is None or connection is None or built is None:
             return
-        if self._seat is not None:
-            self._seat.tick(now)
+        if self._adapter is not None:
+            self._adapter.tick(now)
         body = {
             "progress": node.progress,
             "busy": node.is_busy,
@@ -244,17 +244,17 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     token, name = os.environ.pop(TOKEN, None), os.environ.pop(NAME, None)
     try:
-        told = _arguments(sys.argv[1:])
-        if told.port is None:
-            address, token = read_record(Path(told.where))
+        options = _arguments(sys.argv[1:])
+        if options.port is None:
+            address, token = read_record(Path(options.where))
         elif token:
-            address = told.where, told.port
+            address = options.where, options.port
         else:
             raise ConfigError(
                 f"{TOKEN}: expected the run's token in this environment variable, which is not "
                 "set; set it, or give the path of the run's cluster.json"
             )
-        Worker(address, token, name, shard=told.shard, port=told.listen).serve()
+        Worker(address, token, name, shard=options.shard, port=options.listen).serve()
     except PenstockError as error:
         print(f"worker: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

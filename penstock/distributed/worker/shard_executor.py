@@ -33,25 +33,25 @@ class LocalShardExecutor:
 
     def __init__(
         self,
-        place: ShardStorage,
+        storage: ShardStorage,
         shard: int,
         schedule: StepSchedule,
         has_replica: bool = False,
     ) -> None:
         self._schedule = schedule
-        self._place, self._shard, self._has_replica = place, shard, has_replica
+        self._storage, self._shard, self._has_replica = storage, shard, has_replica
 
     @property
     def _store(self) -> Store:
-        return self._place.store
+        return self._storage.store
 
     def held_steps(self) -> Sequence[int]:
         """Return the steps to which the store can roll back."""
-        return self._place.held_steps()
+        return self._storage.held_steps()
 
     def roll_back(self, step: int) -> None:
         """Roll the store back to one of the held steps."""
-        self._place.roll_back(step)
+        self._storage.roll_back(step)
 
     def begin(self, step: int) -> None:
         """Discard the results of a step that was not committed."""

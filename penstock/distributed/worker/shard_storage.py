@@ -97,7 +97,7 @@ class OwnedShard:
         durable = store.durable_steps if isinstance(store, FlashStore) else []
         return sorted({*durable, store.step})
 
-    def go_back(self, step: int) -> None:
+    def roll_back(self, step: int) -> None:
         """Roll back to one of the held steps; later steps are discarded durably."""
         store = self.store
         if store.step == step or not isinstance(store, FlashStore):
@@ -118,7 +118,7 @@ class ShardStorage(Protocol):
         """Return the steps to which the store can roll back."""
         ...
 
-    def go_back(self, step: int) -> None:
+    def roll_back(self, step: int) -> None:
         """Roll the store back to one of the held steps."""
         ...
 
@@ -133,7 +133,7 @@ class InProcessShard:
         """Return the current step of the store."""
         return [self.store.step]
 
-    def go_back(self, step: int) -> None:
+    def roll_back(self, step: int) -> None:
         """Require that the store is at this step."""
         require_at(self.store, step)
 

@@ -119,7 +119,7 @@ class Nodes:
                 if node in self.gone:
                     raise ShardLostError(f"node {node} was lost")
                 if method != "take_copy":
-                    self.answers[number] = store_server.answer(Kept(self.stores, node), said)
+                    self.answers[number] = store_server.respond(Kept(self.stores, node), said)
                 elif self.todo:
                     self.todo.popleft()()
                     meanwhile()

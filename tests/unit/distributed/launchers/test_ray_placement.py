@@ -33,18 +33,18 @@ def test_the_node_that_has_lost_one_gets_the_next(spreading):
     """Otherwise both replicas of a shard would soon be on one host."""
     nodes = [node("a"), node("b")]
     assert spreading.choose(nodes, WANTED, ["a", "b", "a"]) == "b"
-    spreading.gone("b", was_ended=False)
+    spreading.worker_left("b", was_ended=False)
     assert spreading.choose(nodes, WANTED, ["a", "b"]) == "b"
-    spreading.gone("a", was_ended=False)
+    spreading.worker_left("a", was_ended=False)
     assert spreading.choose(nodes, WANTED, ["a", "b"]) == "a"
 
 
 def test_a_node_that_may_be_dead_comes_last_for_a_minute(spreading, monkeypatch):
     nodes = [node("a"), node("b"), node("c")]
-    spreading.gone("a", was_ended=True)
+    spreading.worker_left("a", was_ended=True)
     assert spreading.choose(nodes, WANTED, ["b", "c", "c"]) == "b"
-    spreading.gone("b", was_ended=True)
-    spreading.gone("c", was_ended=True)
+    spreading.worker_left("b", was_ended=True)
+    spreading.worker_left("c", was_ended=True)
     assert spreading.choose(nodes, WANTED, ["a", "c"]) == "b"  # any may be dead
     later = time.monotonic() + 61
     monkeypatch.setattr(time, "monotonic", lambda: later)

@@ -86,7 +86,7 @@ class Nodes:
 
     def begin(self, node, method, arguments, arrays, most=0):
         said = RpcMessage({"method": method, "with": arguments}, arrays)
-        done = store_server.answer(Kept(self.stores[node]), said)
+        done = store_server.respond(Kept(self.stores[node]), said)
         assert "error" not in done.body, done.body
         if node == 1 and method in self.lies:
             done = self.lies[method](done)

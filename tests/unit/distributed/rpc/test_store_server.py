@@ -45,7 +45,7 @@ class Place:
 
 
 def call(place: Place, method: object, **arguments) -> RpcMessage:
-    return store_server.answer(place, RpcMessage({"method": method, "with": arguments}))
+    return store_server.respond(place, RpcMessage({"method": method, "with": arguments}))
 
 
 @pytest.mark.parametrize("name", NAMES, ids=repr)
