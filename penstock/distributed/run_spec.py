@@ -33,7 +33,7 @@ class RunSpec:
 
     `engine_digest` covers everything that engines must have in common; `shard_digest` covers the
     part that shards must share with engines. `parts` are the holdings of each shard, `first_nodes`
-    the numbers of its first nodes. `is_apart` says whether shards are processes of their own.
+    the numbers of its first nodes. `has_shard_processes` says whether shards are separate processes.
     """
 
     transfers: TransferSchedule
@@ -42,7 +42,7 @@ class RunSpec:
     terms: Mapping[str, Any]
     parts: Sequence[Holding]
     first_nodes: Sequence[Sequence[int]]
-    is_apart: bool
+    has_shard_processes: bool
 
     @classmethod
     def of(cls, config: Config, layout: ExecutionPlan) -> RunSpec:

@@ -163,7 +163,7 @@ def main() -> None:
                 "worker": member.worker,
                 "pid": pids.get(member.worker),
                 "host": member.address[0],
-                "shard": None if member.place is None else member.place.shard,
+                "shard": None if member.slot is None else member.slot.shard,
             }
             for member in manager.registry.members
         ]

@@ -117,7 +117,7 @@ def test_a_template_that_is_killed_takes_no_worker_with_it_and_is_replaced(launc
     (ended,) = polled(launcher)
     assert f"worker-1 with pid {survivor} ended and nobody knows how" in ended.how
     pids = list(launcher.pids.values())
-    for _ in range(local._MOST_TEMPLATES):
+    for _ in range(local._MOST_FORK_SERVERS):
         if launcher.fork_server is not None:
             os.kill(launcher.fork_server.pid, signal.SIGKILL)
             wait_until(lambda pid=launcher.fork_server.pid: not is_running(pid))

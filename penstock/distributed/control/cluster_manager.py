@@ -131,7 +131,8 @@ class ClusterManager:
         self._endpoint.start()
 
     def _make_replica_manager(self) -> ReplicaManager:
-        event_queue, parts = self.event_queue, self.spec.parts if self.spec.is_apart else []
+        event_queue, spec = self.event_queue, self.spec
+        parts = spec.parts if spec.has_shard_processes else []
         hooks = ManagerHooks(
             self.coordinator,
             event_queue.emit,
@@ -146,7 +147,9 @@ class ClusterManager:
     @property
     def _wanted_workers(self) -> Mapping[Role, int]:
         """The number of workers that should run: separate shards, and engines with spares."""
-        shards = self._config.store.holders - self._assignment.retired if self.spec.is_apart else 0
+        shards = 0
+        if self.spec.has_shard_processes:
+            shards = self._config.store.holders - self._assignment.retired
         return {"shard": shards, "engine": self._wanted_engines}
 
     @property
@@ -181,7 +184,7 @@ class ClusterManager:
         Raises:
             PenstockError: a shard cannot be created.
         """
-        return self._replicas.remote() if self.spec.is_apart else None
+        return self._replicas.remote() if self.spec.has_shard_processes else None
 
     def copy_to_learners(self, store: Store) -> None:
         """Between two steps, copy the state of a shard to the learners of its replicas.
@@ -211,7 +214,7 @@ class ClusterManager:
 
     def is_quiescent(self) -> bool:
         """Tell whether no shard still works on a step of an earlier epoch."""
-        if not self.spec.is_apart:
+        if not self.spec.has_shard_processes:
             return not any(node.is_busy for node in self._local)
         return self.heartbeat_stats.are_idle(self._assignment.all_nodes, self.coordinator.epoch)
 

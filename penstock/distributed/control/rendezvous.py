@@ -110,12 +110,15 @@ class Rendezvous:
             opens = "empty" if self._assignment.is_held(slot.shard) else "what was left"
         member = ClusterMember(number, connection, join.worker, join.address, slot, opens)
         self._registry.joining[connection] = member
+        local_shards = [nodes[0] for nodes in spec.first_nodes]
+        if spec.has_shard_processes:
+            local_shards = []
         body = {
             "node": number,
             "place": None if slot is None else list(slot),
             "opens": opens,
             "run": spec.terms,
-            "shards_there": [] if spec.is_apart else [nodes[0] for nodes in spec.first_nodes],
+            "shards_there": local_shards,
         }
         connection.send(Message(MessageType.ASSIGN, 0, COORDINATOR, body=body))
 

@@ -89,14 +89,14 @@ class _ForkServer:
     def _fork(self, request: dict[str, Any]) -> int:
         pid = os.fork()
         if pid == 0:
-            self._become(request["log"])
+            self._detach(request["log"])
         else:
             file = os.pidfd_open(pid)
             self._workers[file] = request["start"], pid
             self._send([file], started=request["start"], pid=pid)
         return pid
 
-    def _become(self, log: str) -> None:
+    def _detach(self, log: str) -> None:
         """Release all resources of the fork server except its imports."""
         self._control.close()
         for file in self._workers:
@@ -123,11 +123,11 @@ class _ForkServer:
         """Wait so many seconds for the workers to end, then kill the rest."""
         deadline = time.monotonic() + seconds
         while self._workers:
-            left = deadline - time.monotonic()
-            if left <= 0:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
                 for _, pid in self._workers.values():
                     os.kill(pid, signal.SIGKILL)
-            ready, _, _ = select.select([*self._workers], [], [], max(0.1, left))
+            ready, _, _ = select.select([*self._workers], [], [], max(0.1, remaining))
             for file in ready:
                 self._reap(file)
 

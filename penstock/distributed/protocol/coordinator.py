@@ -500,5 +500,6 @@ class Coordinator:
         body: Mapping[str, Any] | None = None,
         payload: np.ndarray | None = None,
     ) -> None:
-        said = {"epoch": self.epoch, "sender": COORDINATOR, "step": self._step, "body": body or {}}
-        self._context.send(to, message_with(payload, kind=kind, **said))
+        step, epoch = self._step, self.epoch
+        fields = {"epoch": epoch, "sender": COORDINATOR, "step": step, "body": body or {}}
+        self._context.send(to, message_with(payload, kind=kind, **fields))

@@ -234,8 +234,8 @@ class EngineNode(ProtocolNode[_EngineStep]):
             nodes = self._work.compute(operation)
             return nodes, self._work.losses() if operation.sweep == "turn" else None
 
-        def done(made: tuple[Sequence[PartialSum], Sequence[float] | None]) -> None:
-            nodes, losses = made
+        def done(results: tuple[Sequence[PartialSum], Sequence[float] | None]) -> None:
+            nodes, losses = results
             step.is_busy = False
             step.computed += 1
             del step.arrived[operation.number]
@@ -333,8 +333,8 @@ class EngineNode(ProtocolNode[_EngineStep]):
             return
         nodes = total.tree.nodes()
         total.tree = TreeReduction(step.total)  # frees the memory of the sent sums
-        for whole in nodes:
-            self._send_sum(self._position.summing.target, op, chunk, whole)
+        for added in nodes:
+            self._send_sum(self._position.summing.target, op, chunk, added)
 
     def _send_sum(self, target: int | None, op: int, chunk: int, node: PartialSum) -> None:
         view = self._view

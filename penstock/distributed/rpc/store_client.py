@@ -159,9 +159,9 @@ class StoreClient:
         rule = found.flash_rule
         self.flash_rule = FlashTraffic(times * rule.read_bytes, times * rule.written_bytes)
         self._is_open = True
-        whole = [node for node, each in opened.items() if not each.is_new]
-        for node in opened.keys() - {*whole} if whole else ():
-            self._copy(whole[0], node)
+        sources = [node for node, each in opened.items() if not each.is_new]
+        for node in opened.keys() - {*sources} if sources else ():
+            self._copy(sources[0], node)
         return self
 
     def close(self) -> None:

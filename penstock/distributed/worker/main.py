@@ -234,7 +234,7 @@ class Worker:
         body = {
             "progress": node.progress,
             "busy": node.is_busy,
-            **built.role.figures(),
+            **built.role.metrics(),
         }
         connection.send(Message(MessageType.HEARTBEAT, node.epoch, self._number, body=body))
 
@@ -260,7 +260,7 @@ def main() -> None:
         sys.exit(error.exit_code)
 
 
-def _arguments(given: Sequence[str]) -> argparse.Namespace:
+def _arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         "python -m penstock.cluster.worker",
         description="Join a run as an engine or a shard, until the run ends.",
@@ -275,7 +275,7 @@ def _arguments(given: Sequence[str]) -> argparse.Namespace:
         dest="listen",
         help="port on which this worker listens for other workers; by default any free port",
     )
-    return parser.parse_args(given)
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

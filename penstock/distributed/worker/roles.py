@@ -39,7 +39,7 @@ class EngineRole:
         """Return the engine's node."""
         return EngineNode(number, context, self.transfers, self.work)
 
-    def figures(self) -> Mapping[str, Any]:
+    def metrics(self) -> Mapping[str, Any]:
         """Return the engine's memory and computing time."""
         return {"peak_bytes": self.work.peak_bytes, "computed": list(self.work.computed)}
 
@@ -57,7 +57,7 @@ class ShardRole:
         """Return the shard's node."""
         return ShardNode(number, self._shard, context, self.transfers, self._work)
 
-    def figures(self) -> Mapping[str, Any]:
+    def metrics(self) -> Mapping[str, Any]:
         """Return no metrics: the run requests a shard's figures by RPC."""
         return {}
 

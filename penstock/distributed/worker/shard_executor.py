@@ -69,9 +69,9 @@ class LocalShardExecutor:
     def fetch(self, operation: TransferOperation) -> Sequence[np.ndarray]:
         """Return the bytes of every chunk of this shard."""
         names, held = self._schedule.operations[operation.number].weights, self._store.program
-        here = held.stages[operation.stage].weights
-        wanted = [name for name in names if name in here]
-        views = self._store.fetch(operation.stage, [here.index(name) for name in wanted])
+        held_names = held.stages[operation.stage].weights
+        wanted = [name for name in names if name in held_names]
+        views = self._store.fetch(operation.stage, [held_names.index(name) for name in wanted])
         flat = {
             name: view.view(-1).view(torch.uint8).numpy()
             for name, view in zip(wanted, views, strict=True)
@@ -92,18 +92,18 @@ class LocalShardExecutor:
         """Add this shard's gradients of an operation."""
         trained = self._schedule.operations[operation.number].gradients
         held = self._store.program
-        here = trainable_weights(held, held.stages[operation.stage])
-        whole: dict[str, torch.Tensor] = {}
+        held_names = trainable_weights(held, held.stages[operation.stage])
+        tensors: dict[str, torch.Tensor] = {}
         for number, gradient in gradients.items():
             piece = operation.gradients[number]
             if gradient is None:
                 continue
             spec = held.weights[trained[piece.tensor]]
-            if spec.name not in whole:
-                whole[spec.name] = torch.empty(spec.shape)
+            if spec.name not in tensors:
+                tensors[spec.name] = torch.empty(spec.shape)
             begin, end = piece.begin - spec.begin, piece.end - spec.begin
-            whole[spec.name].view(-1)[begin:end] = torch.from_numpy(gradient)
-        self._store.receive(operation.stage, [whole.get(name) for name in here])
+            tensors[spec.name].view(-1)[begin:end] = torch.from_numpy(gradient)
+        self._store.receive(operation.stage, [tensors.get(name) for name in held_names])
 
     def prepare(self) -> Mapping[str, Any]:
         """Report the shard's gradients and the state that the shard holds."""

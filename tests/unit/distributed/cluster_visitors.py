@@ -98,8 +98,8 @@ class Visited:
         self.tellers.add(threading.current_thread())
 
 
-class Guest:
-    """One who joins, and what is said to it."""
+class FakeWorker:
+    """A worker that joins, and the messages that it receives."""
 
     def __init__(self, manager: ClusterManager) -> None:
         self.said: queue.SimpleQueue[Message] = queue.SimpleQueue()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster_visitors import Guest, Visited, config
+from cluster_visitors import FakeWorker, Visited, config
 from replicated_run import EIGHT_BIT, PROGRAM, Run
 from store_programs import flash_store, training_store
 
@@ -27,20 +27,20 @@ def layout(tmp_path_factory) -> ExecutionPlan:
 @pytest.fixture
 def visit(tmp_path, layout) -> Iterator:
     made: list[Visited] = []
-    registry: list[Guest] = []
+    registry: list[FakeWorker] = []
 
     def open_cluster(is_in_vain: bool = False, **cluster) -> Visited:
         made.append(Visited(tmp_path, layout, is_in_vain, **cluster))
         return made[-1]
 
-    def arrive(visited: Visited, host: str = "127.0.0.1", **says) -> Guest:
-        registry.append(Guest(visited.manager))
+    def arrive(visited: Visited, host: str = "127.0.0.1", **says) -> FakeWorker:
+        registry.append(FakeWorker(visited.manager))
         registry[-1].say(
             MessageType.JOIN, worker=f"guest-{len(registry)}", listens=[host, 1], **says
         )
         return registry[-1]
 
-    def join(visited: Visited, **says) -> tuple[Guest, Message]:
+    def join(visited: Visited, **says) -> tuple[FakeWorker, Message]:
         member = arrive(visited, **says)
         return member, member.hear()
 

@@ -196,7 +196,7 @@ class Run:
         self.is_stopped = False
         self.coordinator = Coordinator()
         self.calls = Nodes(self.stores)
-        house = ManagerHooks(
+        hooks = ManagerHooks(
             self.coordinator,
             lambda kind, text, node=None: self.said.append((kind, text)),
             self.failed.append,
@@ -212,7 +212,7 @@ class Run:
                 "store": {"replicas": 2, **store},
             }
         )
-        self.apart = ReplicaManager(config, [PROGRAM], self.calls, house)
+        self.apart = ReplicaManager(config, [PROGRAM], self.calls, hooks)
         for node in (1, 2):
             self.apart.assignment.take(ReplicaSlot(0, node - 1), node)
         (self.shard,) = self.apart.remote()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from any_message import messages
-from cluster_visitors import Guest, Visited
+from cluster_visitors import FakeWorker, Visited
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from waiting import wait_until
@@ -23,7 +23,7 @@ from penstock.distributed.worker.node_adapters import WorkerNode, WorkerShard
 from penstock.errors import CorruptionError, ProtocolError
 
 
-class PretendLink:
+class FakeConnection:
     """A link that leads nowhere."""
 
     def __init__(self, *nodes: int) -> None:
@@ -39,7 +39,7 @@ class PretendLink:
         self.refused.append(why)
 
 
-def hand_in(manager: ClusterManager, connection: PretendLink, *messages: Message) -> None:
+def hand_in(manager: ClusterManager, connection: FakeConnection, *messages: Message) -> None:
     """Have messages taken as if they had come over a link that then ends."""
 
     def take() -> None:
@@ -47,7 +47,7 @@ def hand_in(manager: ClusterManager, connection: PretendLink, *messages: Message
             manager._endpoint._route(connection, message)
         manager._connection_ended(connection, ConnectionError())
 
-    manager._do(take)
+    manager._run_in_endpoint(take)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def open_for_all(tmp_path_factory, layout) -> Iterator[ClusterManager]:
     visited = Visited(
         tmp_path_factory.mktemp("all"), layout, False, start="listen", shards="apart", lease=3600.0
     )
-    registry = [Guest(visited.manager) for _ in range(4)]
+    registry = [FakeWorker(visited.manager) for _ in range(4)]
     for number, member in enumerate(registry):  # two shards and an engine that stay; one that joins
         says = {"shard": number} if number < 2 else {}
         member.say(MessageType.JOIN, worker=f"guest-{number}", listens=["127.0.0.1", 1], **says)
@@ -75,7 +75,7 @@ def open_for_all(tmp_path_factory, layout) -> Iterator[ClusterManager]:
 @given(st.lists(messages([0, 1, 2, 1000, 7]), max_size=5), st.sampled_from([None, 1, 1000, 7]))
 def test_no_message_can_end_the_endpoint_of_a_run(open_for_all, received, peer):
     """Of strangers, of those who are about to join, and of nodes of the run."""
-    connection = PretendLink() if peer is None else PretendLink(peer)
+    connection = FakeConnection() if peer is None else FakeConnection(peer)
     join = Message(MessageType.JOIN, 0, 0, body={"worker": "w", "listens": ["127.0.0.1", 1]})
     also = [dataclasses.replace(message, sender=peer or 0) for message in received]
     hand_in(open_for_all, connection, *([] if peer else [join]), *received, *also)
@@ -112,7 +112,7 @@ def test_no_message_can_end_the_endpoint_of_a_run(open_for_all, received, peer):
     ],
 )
 def test_a_stranger_that_makes_no_sense_is_cut_off(open_for_all, message, text):
-    connection = PretendLink()
+    connection = FakeConnection()
     hand_in(open_for_all, connection, message)
     (why,) = connection.refused
     assert isinstance(why, ProtocolError)
@@ -120,7 +120,7 @@ def test_a_stranger_that_makes_no_sense_is_cut_off(open_for_all, message, text):
 
 
 def test_who_speaks_in_the_name_of_another_is_cut_off(open_for_all):
-    connection = PretendLink(7)
+    connection = FakeConnection(7)
     trouble = {"error": "StorageError", "text": "I am shard 0, and broken"}
     hand_in(open_for_all, connection, Message(MessageType.FAILURE, 0, 1, body=trouble))
     assert "node 7 sent a FAILURE message in the name of node 1" in str(connection.refused[0])

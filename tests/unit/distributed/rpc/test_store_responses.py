@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from any_message import anything
-from cluster_visitors import Guest
+from cluster_visitors import FakeWorker
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from store_programs import (
@@ -306,7 +306,7 @@ def test_in_a_run_a_shard_that_lies_loses_its_link(visit):
         member.become(visited.manager, welcome)
     shards = visited.manager.remote_shards()
 
-    def lie(member: Guest, node: int) -> None:
+    def lie(member: FakeWorker, node: int) -> None:
         gathered, whole = FrameAssembler(lambda number: 0), None
         while whole is None:
             whole = gathered.take(member.hear())
