@@ -33,7 +33,7 @@ class RunSpec:
 
     `engine_digest` covers everything that engines must have in common; `shard_digest` covers the
     part that shards must share with engines. `parts` are the holdings of each shard, `first_nodes`
-    the numbers of its first nodes. `has_shard_processes` says whether shards are separate processes.
+    the numbers of its first nodes. `has_shard_processes`: whether shards are separate processes.
     """
 
     transfers: TransferSchedule

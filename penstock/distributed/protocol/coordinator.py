@@ -165,9 +165,7 @@ class Coordinator:
         if shard is None or not holders.shards[shard]:
             return False
         if self.phase is not Phase.IDLE:
-            raise RuntimeError(
-                f"node {node} cannot be promoted during a step ({self.phase.value})"
-            )
+            raise RuntimeError(f"node {node} cannot be promoted during a step ({self.phase.value})")
         holders.add(shard, node)
         return True
 
@@ -230,35 +228,24 @@ class Coordinator:
         if message.epoch != self.epoch:
             self.counts["stale messages"] += 1
             return
+        phase, is_shard = self.phase, sender in self._shards
         if kind is MessageType.CORRUPT_FRAME:
             self._take_corrupt_frame(message)
-        elif kind is MessageType.VIEW_ACK and self.phase is Phase.FORMING:
+        elif kind is MessageType.VIEW_ACK and phase is Phase.FORMING:
             self._take_view_ack(sender)
-        elif (
-            kind is MessageType.HELD_STEPS
-            and self.phase is Phase.AGREEING
-            and sender in self._shards
-        ):
+        elif kind is MessageType.HELD_STEPS and phase is Phase.AGREEING and is_shard:
             self._take_held_steps(message)
-        elif (
-            kind is MessageType.ROLLBACK and self.phase is Phase.AGREEING and sender in self._shards
-        ):
+        elif kind is MessageType.ROLLBACK and phase is Phase.AGREEING and is_shard:
             self._take_rollback(message)
         elif kind is MessageType.FAILURE and message.step in (0, self._step):
             self._take_failure(message)
         elif message.step != self._step:
             self.counts["stale messages"] += 1
-        elif kind is MessageType.LOSSES and self.phase is Phase.RUNNING:
+        elif kind is MessageType.LOSSES and phase is Phase.RUNNING:
             self._take_losses(message)
-        elif (
-            kind is MessageType.PREPARED and self.phase is Phase.RUNNING and sender in self._shards
-        ):
+        elif kind is MessageType.PREPARED and phase is Phase.RUNNING and is_shard:
             self._take_prepared(message)
-        elif (
-            kind is MessageType.COMMITTED
-            and self.phase is Phase.COMMITTING
-            and sender in self._shards
-        ):
+        elif kind is MessageType.COMMITTED and phase is Phase.COMMITTING and is_shard:
             self._take_committed(message)
 
     def _hear(self, sender: int, heartbeat: Heartbeat | None = None) -> None:
