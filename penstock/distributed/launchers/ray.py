@@ -217,8 +217,8 @@ class RayLauncher:
         waiting = self._late()
         if not waiting or self._lost is not None:
             return None
-        late = f"{len(waiting)} of {len(self._actors)} workers have not started in "
-        late += f"{_LATE_SECONDS:.0f} s"
+        count = f"{len(waiting)} of {len(self._actors)}"
+        late = f"{count} workers have not started in {_LATE_SECONDS:.0f} s"
         wants = self._connection.wants
         roles = list(dict.fromkeys(actor.role for actor in waiting))
         everyone = [wants[actor.role] for actor in list(self._actors.values())]
