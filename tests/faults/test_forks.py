@@ -53,7 +53,7 @@ def polled(launcher: LocalLauncher) -> list:
     return wait_until(launcher.poll)
 
 
-def test_a_worker_that_is_killed_or_ended_is_told_of_once(launcher):
+def test_killed_or_ended_worker_is_reported_once(launcher):
     for _ in range(3):
         launcher.start("engine")
     wait_until(lambda: not launcher.poll() and len(launcher.pids) == 3)
@@ -82,7 +82,7 @@ def test_a_worker_that_is_killed_or_ended_is_told_of_once(launcher):
     assert not any(is_running(pid) for pid in (*pids.values(), fork_server))
 
 
-def test_a_worker_that_ends_by_itself_is_told_of_with_its_exit_code(tmp_path, monkeypatch):
+def test_exited_worker_is_reported_with_exit_code(tmp_path, monkeypatch):
     monkeypatch.setattr(local, "needed_modules", list)
     with socket.socket() as deaf:  # nobody listens, and nobody else comes to
         deaf.bind(("127.0.0.1", 0))
@@ -96,7 +96,7 @@ def test_a_worker_that_ends_by_itself_is_told_of_with_its_exit_code(tmp_path, mo
             launcher.close()
 
 
-def test_a_template_that_is_killed_takes_no_worker_with_it_and_is_replaced(launcher, monkeypatch):
+def test_killed_fork_server_keeps_workers_and_is_replaced(launcher, monkeypatch):
     launcher.start("engine")
     wait_until(lambda: not launcher.poll() and launcher.pids)
     first, (survivor,) = launcher.fork_server.pid, launcher.pids.values()
@@ -130,7 +130,7 @@ def test_a_template_that_is_killed_takes_no_worker_with_it_and_is_replaced(launc
     wait_until(lambda: not any(is_running(pid) for pid in pids))
 
 
-def test_a_template_that_stands_still_does_not_hold_up_the_end(launcher, monkeypatch):
+def test_stopped_fork_server_does_not_block_close(launcher, monkeypatch):
     monkeypatch.setattr("penstock.distributed.launchers.fork_client._CLOSE_SECONDS", 0.2)
     launcher.start("engine")
     wait_until(lambda: not launcher.poll() and launcher.pids)
@@ -140,7 +140,7 @@ def test_a_template_that_stands_still_does_not_hold_up_the_end(launcher, monkeyp
     wait_until(lambda: not is_running(pid) and not is_running(fork_server))
 
 
-def test_a_template_with_threads_of_its_own_forks_nobody(deaf, tmp_path, monkeypatch):
+def test_fork_server_with_threads_is_not_used(deaf, tmp_path, monkeypatch):
     """A fork would lack them, and wait for them for ever."""
     source = "import threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()\n"
     (tmp_path / "starts_a_thread.py").write_text(source)
@@ -157,7 +157,7 @@ def test_a_template_with_threads_of_its_own_forks_nobody(deaf, tmp_path, monkeyp
         launcher.close()
 
 
-def test_without_leave_to_fork_every_worker_is_started_from_nothing(deaf, tmp_path):
+def test_workers_start_as_new_processes_without_fork(deaf, tmp_path):
     launcher = LocalLauncher(deaf, "token", tmp_path, forks=False)
     try:
         launcher.start("engine")
@@ -183,7 +183,7 @@ TRAINER = (
 )
 
 
-def test_nobody_is_left_when_the_trainers_process_is_killed(door, tmp_path):
+def test_killed_trainer_leaves_no_processes(door, tmp_path):
     command = [sys.executable, "-c", TRAINER, *map(str, door.getsockname()), str(tmp_path)]
     trainer = warm_start.Popen(command, stdout=subprocess.PIPE, text=True)
     assert trainer.stdout is not None
@@ -196,7 +196,7 @@ def test_nobody_is_left_when_the_trainers_process_is_killed(door, tmp_path):
     wait_until(lambda: not any(is_running(pid) for pid in pids))
 
 
-def test_what_is_imported_ahead_is_libraries_and_no_module_of_the_users():
+def test_fork_server_imports_libraries_only():
     names = local.needed_modules()
     assert "penstock.distributed.worker.main" in names
     assert "torch" in names

@@ -134,7 +134,7 @@ def step(stages: int, gradients: int) -> tuple[float, float]:
     return most, network.now
 
 
-def test_what_waits_to_leave_an_engine_is_bounded_however_many_stages_there_are():
+def test_queued_gradients_of_engine_are_bounded():
     bound = GRADIENTS * GRADIENT_BYTES + 8000  # and the heads of the messages
     for stages in (10, 40):
         waiting, seconds = step(stages, GRADIENTS)

@@ -160,7 +160,7 @@ def shared_bytes(run: Run) -> int:
 
 
 @pytest.mark.long
-def test_a_run_in_memory_is_saved_and_goes_on_and_its_weights_do_not_pass_through_the_trainer(
+def test_run_in_memory_resumes_and_weights_bypass_trainer(
     text, alone, tmp_path, monkeypatch
 ):
     for module in ("shared_memory", "connection"):  # the model is small
@@ -188,7 +188,7 @@ def test_a_run_in_memory_is_saved_and_goes_on_and_its_weights_do_not_pass_throug
 
 
 @pytest.mark.long
-def test_a_shard_in_memory_comes_back_from_its_replica_and_no_step_is_lost(text, alone, tmp_path):
+def test_shard_in_memory_is_rebuilt_from_replica(text, alone, tmp_path):
     """The one that streams is killed in a step; then, when the learner is whole, the other one."""
     run = Run(settings(text, tmp_path / "run", shards=1, replicas=2))
     killed: list[int] = []
@@ -236,7 +236,7 @@ def signal_to(run: Run, node: int, what: signal.Signals) -> None:
 
 
 @pytest.mark.slow
-def test_a_learner_that_is_killed_while_it_is_given_a_copy_makes_room_for_another(
+def test_learner_killed_during_copy_is_replaced(
     text, alone, tmp_path, monkeypatch
 ):
     run = Run(settings(text, tmp_path / "run", shards=1, replicas=2))
@@ -259,7 +259,7 @@ def test_a_learner_that_is_killed_while_it_is_given_a_copy_makes_room_for_anothe
 
 @pytest.mark.slow
 @pytest.mark.parametrize("on_flash", [False, True])
-def test_a_node_that_is_lost_while_it_is_copied(text, alone, tmp_path, monkeypatch, on_flash):
+def test_source_lost_during_copy(text, alone, tmp_path, monkeypatch, on_flash):
     """On flash another opens what it had and is copied; in memory the run ends and says so."""
     run = Run(settings(text, tmp_path / "run", shards=1, replicas=2, on_flash=on_flash))
 
@@ -284,7 +284,7 @@ def test_a_node_that_is_lost_while_it_is_copied(text, alone, tmp_path, monkeypat
 
 
 @pytest.mark.slow
-def test_a_run_whose_own_process_is_killed_during_a_copy_begins_the_copy_anew(
+def test_trainer_killed_during_copy_restarts_copy(
     text, alone, tmp_path
 ):
     config = settings(text, tmp_path / "run", shards=1, replicas=2, on_flash=True)
@@ -309,7 +309,7 @@ def test_a_run_whose_own_process_is_killed_during_a_copy_begins_the_copy_anew(
 @pytest.mark.slow
 @pytest.mark.parametrize("on_flash", [False, True])
 @pytest.mark.parametrize("seed", [1, 2])
-def test_shards_with_replicas_are_killed_at_random_and_no_bit_changes(
+def test_random_kills_of_replicated_shards_do_not_change_bits(
     text, tmp_path, on_flash, seed
 ):
     """Either process of either shard, between steps or within one, as often as they come back."""
@@ -342,7 +342,7 @@ def test_shards_with_replicas_are_killed_at_random_and_no_bit_changes(
 
 
 @pytest.mark.slow
-def test_on_flash_both_processes_of_a_shard_may_be_killed_and_a_killed_run_finds_the_newest_step(
+def test_both_replicas_on_flash_killed_resume_newest_step(
     text, alone, tmp_path
 ):
     config = settings(text, tmp_path / "run", on_flash=True, replicas=2)
@@ -370,7 +370,7 @@ def test_on_flash_both_processes_of_a_shard_may_be_killed_and_a_killed_run_finds
 
 @pytest.mark.slow
 @pytest.mark.parametrize("in_a_step", [False, True])
-def test_a_stop_while_a_shard_is_lost_says_how_to_go_on_and_the_run_does(
+def test_stop_during_lost_shard_can_be_resumed(
     text, alone, tmp_path, in_a_step
 ):
     config = settings(text, tmp_path / "run", on_flash=True)
@@ -393,7 +393,7 @@ def test_a_stop_while_a_shard_is_lost_says_how_to_go_on_and_the_run_does(
 
 
 @pytest.mark.slow
-def test_a_run_on_flash_goes_on_when_a_shard_is_killed(text, alone, tmp_path):
+def test_killed_shard_on_flash_is_reopened(text, alone, tmp_path):
     run = Run(settings(text, tmp_path / "run", on_flash=True, steps=3, engines=2))
     run.train()
     run = Run(settings(text, tmp_path / "run", on_flash=True, engines=2))
@@ -420,7 +420,7 @@ def test_a_run_on_flash_goes_on_when_a_shard_is_killed(text, alone, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_shard_in_memory_that_is_killed_ends_the_run_and_says_how_to_go_on(text, alone, tmp_path):
+def test_killed_shard_in_memory_ends_run(text, alone, tmp_path):
     config = settings(text, tmp_path / "run", checkpoint={"every": 2})
     run = Run(config)
     for _ in range(2):
@@ -438,7 +438,7 @@ def test_a_shard_in_memory_that_is_killed_ends_the_run_and_says_how_to_go_on(tex
     assert ({**run.losses, **losses}, weights) == alone
 
 
-def test_shards_apart_need_processes():
+def test_shard_processes_need_cluster_start():
     with pytest.raises(
         ConfigError, match=r"cluster\.shards: expected here with cluster\.start: no"
     ):

@@ -20,12 +20,12 @@ from penstock.errors import BudgetError, ClusterError
 from penstock.planning.memory_budget import HostCapacity
 
 
-def test_so_many_workers_are_started_as_engines_spare_ones_and_shards_apart(visit):
+def test_workers_start_for_engines_spares_and_shards(visit):
     assert visit().launcher.roles == ["engine"] * 3
     assert visit(shards="apart").launcher.roles == ["shard"] * 2 + ["engine"] * 3
 
 
-def test_a_run_whose_workers_all_end_before_they_are_shards_ends_and_says_so(visit):
+def test_run_ends_when_no_worker_becomes_shard(visit):
     visited = visit(is_in_vain=True, shards="apart")
     with pytest.raises(
         ClusterError, match=r"in a row ended before they could compute, .*; worker-"
@@ -36,7 +36,7 @@ def test_a_run_whose_workers_all_end_before_they_are_shards_ends_and_says_so(vis
     assert visited.tellers == {threading.current_thread()}
 
 
-def test_a_run_whose_workers_all_end_before_they_are_engines_ends_and_says_so(visit):
+def test_run_ends_when_no_worker_becomes_engine(visit):
     visited = visit(is_in_vain=True)
     with pytest.raises(
         ClusterError, match=r"in a row ended before they could compute, .*; worker-"
@@ -44,7 +44,7 @@ def test_a_run_whose_workers_all_end_before_they_are_engines_ends_and_says_so(vi
         visited.manager.await_engines()
 
 
-def test_a_place_of_a_shard_for_which_nobody_comes_ends_a_run_that_has_engines(visit):
+def test_run_ends_when_replica_slot_stays_vacant(visit):
     visited = visit(start="listen", shards="apart", lease=10.0)
     member, welcome = visit.join(visited)
     member.become(visited.manager, welcome)
@@ -55,7 +55,7 @@ def test_a_place_of_a_shard_for_which_nobody_comes_ends_a_run_that_has_engines(v
     assert len(visited.manager.coordinator.ready) == 1
 
 
-def test_a_stop_ends_waiting_for_engines(visit):
+def test_stop_ends_wait_for_engines(visit):
     visited = visit()
     visited.is_stopped = True
     with pytest.raises(InterruptedError):
@@ -63,12 +63,12 @@ def test_a_stop_ends_waiting_for_engines(visit):
 
 
 @pytest.mark.parametrize("engines", [0, 5, "2", None])
-def test_a_number_of_engines_that_cannot_be_is_refused(visit, engines):
+def test_invalid_number_of_engines_is_refused(visit, engines):
     with pytest.raises(ClusterError, match=r"expected 1 .* to 4 \(one micro-batch each\), got"):
         visit().manager.scale(engines)
 
 
-def test_more_engines_than_the_machine_has_room_for_are_refused(tmp_path, layout, visit):
+def test_engines_beyond_host_memory_are_refused(tmp_path, layout, visit):
     visited = visit()
     one = layout.room.engine
     visited.manager._layout = dataclasses.replace(layout, room=HostCapacity(10 * one, 7 * one, one))
@@ -82,7 +82,7 @@ def test_more_engines_than_the_machine_has_room_for_are_refused(tmp_path, layout
     visited.manager.scale(2)  # fewer are always possible
 
 
-def test_more_engines_are_started_beside_the_shards(visit):
+def test_scaling_up_starts_engines_beside_shards(visit):
     visited = visit(shards="apart")
     visited.manager.scale(4)
     assert visited.launcher.started == 7
@@ -91,7 +91,7 @@ def test_more_engines_are_started_beside_the_shards(visit):
     assert visited.launcher.started == 7
 
 
-def test_a_worker_that_waits_for_a_processor_is_not_lost_before_ten_leases(visit):
+def test_starved_worker_is_kept_for_ten_leases(visit):
     visited = visit(start="local", lease=0.2)
     member, welcome = visit.join(visited)
     visited.launcher.starving = ("guest-1",)
@@ -121,7 +121,7 @@ class FailingLauncher(PretendLauncher):
 
 
 @pytest.mark.parametrize("fails", ["making the launcher", "starting workers"])
-def test_a_hall_that_cannot_be_opened_leaves_nothing(tmp_path, layout, fails):
+def test_failed_cluster_manager_leaves_no_resources(tmp_path, layout, fails):
     before = ours()
     launcher, addresses = FailingLauncher(False), []
 

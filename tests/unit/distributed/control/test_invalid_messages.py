@@ -73,7 +73,7 @@ def open_for_all(tmp_path_factory, layout) -> Iterator[ClusterManager]:
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(messages([0, 1, 2, 1000, 7]), max_size=5), st.sampled_from([None, 1, 1000, 7]))
-def test_no_message_can_end_the_endpoint_of_a_run(open_for_all, received, peer):
+def test_random_messages_do_not_end_endpoint_of_trainer(open_for_all, received, peer):
     """Of strangers, of those who are about to join, and of nodes of the run."""
     connection = FakeConnection() if peer is None else FakeConnection(peer)
     join = Message(MessageType.JOIN, 0, 0, body={"worker": "w", "listens": ["127.0.0.1", 1]})
@@ -111,7 +111,7 @@ def test_no_message_can_end_the_endpoint_of_a_run(open_for_all, received, peer):
         (Message(MessageType.HELLO, 0, 0, body={"node": "1"}), "number of a peer, got '1'"),
     ],
 )
-def test_a_stranger_that_makes_no_sense_is_cut_off(open_for_all, message, text):
+def test_invalid_message_of_new_peer_closes_connection(open_for_all, message, text):
     connection = FakeConnection()
     hand_in(open_for_all, connection, message)
     (why,) = connection.refused
@@ -119,7 +119,7 @@ def test_a_stranger_that_makes_no_sense_is_cut_off(open_for_all, message, text):
     assert re.search(text, str(why))
 
 
-def test_who_speaks_in_the_name_of_another_is_cut_off(open_for_all):
+def test_message_in_name_of_another_node_closes_connection(open_for_all):
     connection = FakeConnection(7)
     trouble = {"error": "StorageError", "text": "I am shard 0, and broken"}
     hand_in(open_for_all, connection, Message(MessageType.FAILURE, 0, 1, body=trouble))
@@ -167,7 +167,7 @@ class PretendEndpoint:
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(messages([0, 1, 1000, 7]), max_size=6), st.booleans())
-def test_no_message_can_end_the_endpoint_of_a_worker(open_for_all, received, is_shard):
+def test_random_messages_do_not_end_endpoint_of_worker(open_for_all, received, is_shard):
     plan, work = open_for_all.spec.transfers, PretendWork()
     endpoint = PretendEndpoint()
     context = BoundContext(endpoint, 1)

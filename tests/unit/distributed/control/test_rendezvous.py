@@ -10,7 +10,7 @@ from penstock.distributed.run_spec import engine_digest, placement_of, shard_dig
 from penstock.errors import ClusterError, ConfigError
 
 
-def test_places_of_shards_are_given_first_then_those_of_engines(visit):
+def test_shard_slots_are_assigned_before_engines(visit):
     visited = visit(shards="apart")
     given = [visit.join(visited)[1].body for _ in range(3)]
     assert [body["place"] for body in given] == [[0, 0], [1, 0], None]
@@ -18,7 +18,7 @@ def test_places_of_shards_are_given_first_then_those_of_engines(visit):
     assert {body["opens"] for body in given} == {"when asked"}
 
 
-def test_a_replica_that_is_lost_leaves_its_place_to_a_learner_that_waits_for_a_copy(visit):
+def test_lost_replica_is_replaced_by_learner(visit):
     visited = visit(shards="apart", replicas=2, lease=60.0)
     assert visited.launcher.started == 7
     joined = [visit.join(visited) for _ in range(7)]
@@ -45,7 +45,7 @@ def test_a_replica_that_is_lost_leaves_its_place_to_a_learner_that_waits_for_a_c
     assert visit.join(visited)[1].body["place"] == [1, 0]
 
 
-def test_a_learner_that_cannot_be_made_does_not_end_the_run(visit):
+def test_failed_learner_does_not_end_run(visit):
     visited = visit(shards="apart", replicas=2, lease=60.0)
     joined = [visit.join(visited) for _ in range(7)]
     for member, welcome in joined:
@@ -61,7 +61,7 @@ def test_a_learner_that_cannot_be_made_does_not_end_the_run(visit):
     assert "refused" in visited.told
 
 
-def test_who_leaves_before_it_is_ready_leaves_its_place_to_the_next(visit):
+def test_slot_of_worker_lost_before_ready_is_reassigned(visit):
     visited = visit(shards="apart")
     member, first = visit.join(visited)
     assert first.body["place"] == [0, 0]
@@ -70,7 +70,7 @@ def test_who_leaves_before_it_is_ready_leaves_its_place_to_the_next(visit):
     assert visit.join(visited)[1].body["place"] == [0, 0]
 
 
-def test_a_shard_that_is_not_wanted_is_told_so_and_the_run_goes_on(visit):
+def test_superfluous_shard_is_refused_and_run_continues(visit):
     visited = visit(start="listen", shards="apart")
     assert visit.join(visited, shard=1)[1].body["place"] == [1, 0]
     answer = visit.join(visited, shard=1)[1]
@@ -82,7 +82,7 @@ def test_a_shard_that_is_not_wanted_is_told_so_and_the_run_goes_on(visit):
 
 
 @pytest.mark.parametrize("shards", ["here", "apart"])
-def test_who_has_compiled_another_program_is_told_so_and_the_run_needs_it(visit, shards):
+def test_worker_with_other_program_ends_run(visit, shards):
     visited = visit(shards=shards)
     member, welcome = visit.join(visited)
     member.say(MessageType.READY, welcome.body["node"], digest="another")
@@ -94,7 +94,7 @@ def test_who_has_compiled_another_program_is_told_so_and_the_run_needs_it(visit,
     assert visited.told == ["refused"]
 
 
-def test_what_keeps_a_worker_from_being_made_is_raised_as_what_it_was_there(visit):
+def test_error_of_worker_keeps_its_class(visit):
     visited = visit(shards="apart")
     member, welcome = visit.join(visited)
     text = {"error": "ConfigError", "text": "model.hf: is not on this host"}
@@ -104,14 +104,14 @@ def test_what_keeps_a_worker_from_being_made_is_raised_as_what_it_was_there(visi
         visited.manager.remote_shards()
 
 
-def test_who_was_started_as_an_engine_or_a_shard_is_one(visit):
+def test_worker_gets_requested_role(visit):
     visited = visit(shards="apart")
     roles = ("engine", "shard", "engine", "shard")
     given = [visit.join(visited, role=role)[1].body["place"] for role in roles]
     assert given == [None, [0, 0], None, [1, 0]]
 
 
-def test_a_shard_waits_for_a_place_as_long_as_another_may_take_one_on_another_host(visit):
+def test_shard_waits_for_slot_while_other_hosts_may_join(visit):
     visited = visit(shards="apart", replicas=2, lease=60.0)
     joined = [visit.join(visited, role="shard") for _ in range(2)]
     waiting = visit.arrive(visited, role="shard")
@@ -130,7 +130,7 @@ def test_a_shard_waits_for_a_place_as_long_as_another_may_take_one_on_another_ho
 
 
 @pytest.mark.parametrize("role", ["engine", "shard"])
-def test_a_host_that_is_not_fit_costs_its_place_and_not_the_run(visit, role):
+def test_unfit_host_is_refused_and_run_continues(visit, role):
     visited = visit(shards="apart")
     member, welcome = visit.join(visited, role=role)
     text = {"error": "UnfitHostError", "text": "host7 has no GPU"}
@@ -144,7 +144,7 @@ def test_a_host_that_is_not_fit_costs_its_place_and_not_the_run(visit, role):
     assert again.body["place"] == welcome.body["place"]
 
 
-def test_engines_on_another_device_or_with_another_library_have_compiled_another_program(layout):
+def test_device_and_library_change_engine_digest(layout):
     program = layout.program
     transfers = transfers_of(program, layout.schedule, placement_of(program, 2), 2)
     ways = [("cpu", "torch"), ("cpu", "onednn"), ("cuda", "torch")]

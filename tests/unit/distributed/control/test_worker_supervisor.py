@@ -57,7 +57,7 @@ class Made:
         self.supervisor.replace({"engine": wanted})
 
 
-def test_who_ends_is_replaced_as_long_as_so_many_are_wanted():
+def test_ended_worker_is_replaced_while_wanted():
     made = Made(4)
     made.supervisor.mark_ready("worker-1")
     made.lose("worker-1", wanted=4)
@@ -69,7 +69,7 @@ def test_who_ends_is_replaced_as_long_as_so_many_are_wanted():
     assert made.launcher.started == 8
 
 
-def test_who_ends_is_replaced_by_one_of_its_role():
+def test_ended_worker_is_replaced_in_its_role():
     made = Made(0)
     wanted = {"shard": 2, "engine": 3}
     made.supervisor.fill(wanted)
@@ -83,7 +83,7 @@ def test_who_ends_is_replaced_by_one_of_its_role():
     assert made.launcher.roles[7:] == ["shard"]
 
 
-def test_after_three_that_ended_in_vain_no_more_are_started():
+def test_no_worker_starts_after_three_failures():
     made = Made(4)
     made.lose("worker-1", "worker-2", wanted=4)
     assert made.launcher.started == 6
@@ -97,7 +97,7 @@ def test_after_three_that_ended_in_vain_no_more_are_started():
 
 
 @pytest.mark.parametrize("place", range(3))
-def test_one_that_is_of_use_begins_the_count_anew(place):
+def test_ready_worker_resets_failure_count(place):
     made = Made(4)
     for worker in range(place):
         made.lose(f"worker-{worker + 1}", wanted=4)
@@ -106,7 +106,7 @@ def test_one_that_is_of_use_begins_the_count_anew(place):
     assert made.supervisor.given_up is None
 
 
-def test_a_worker_that_cannot_be_started_is_told_of_and_tried_again_later(monkeypatch):
+def test_failed_start_is_reported_and_retried_later(monkeypatch):
     made = Made(2)
     made.launcher.has_room = False
     made.supervisor.mark_ready("worker-1")
@@ -121,7 +121,7 @@ def test_a_worker_that_cannot_be_started_is_told_of_and_tried_again_later(monkey
     assert made.launcher.started == 3
 
 
-def test_when_no_worker_can_be_started_that_is_said_and_no_more_is_tried():
+def test_three_failed_starts_are_reported_and_end_retries():
     made = Made(0)
     made.launcher.has_room = False
     made.supervisor.fill({"engine": 5})
@@ -135,7 +135,7 @@ def test_when_no_worker_can_be_started_that_is_said_and_no_more_is_tried():
     assert made.said[3:] == ["not replaced"]
 
 
-def test_what_workers_wait_for_is_said_once_as_long_as_it_is_the_same():
+def test_unchanged_wait_is_reported_once():
     made = Made(2)
     for lacks in ("2 find no room", "2 find no room", "1 finds no room", None, "1 finds no room"):
         made.launcher.lacks = lacks

@@ -34,26 +34,26 @@ def deaf_port() -> Iterator[int]:
         yield taken.getsockname()[1]
 
 
-def test_without_ray_it_is_said_how_to_install_it(monkeypatch):
+def test_missing_ray_names_install_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match=r"pip install 'penstock\[cluster\]'"):
         RayConnection(config(), "cpu")
 
 
-def test_a_variable_that_is_not_set(monkeypatch):
+def test_unset_environment_variable_is_refused(monkeypatch):
     monkeypatch.delenv("NOT_THERE", raising=False)
     with pytest.raises(ConfigError, match=r"cluster\.environment: NOT_THERE is not set in"):
         RayConnection(config(environment=["NOT_THERE"]), "cpu")
 
 
 @pytest.mark.parametrize("scheme", ["", "ray://"])
-def test_nobody_listens_at_the_address(scheme, deaf_port):
+def test_address_without_listener_is_refused(scheme, deaf_port):
     address = f"{scheme}127.0.0.1:{deaf_port}"
     with pytest.raises(ClusterError, match=rf"cluster\.address: {address}: .*refused"):
         RayConnection(config(address=address), "cpu")
 
 
-def test_a_worker_that_cannot_reach_the_run_says_so(deaf_port):
+def test_worker_reports_unreachable_run(deaf_port):
     run = ("127.0.0.1", deaf_port)
     said = RayWorker("/nowhere").serve(run, "a token", "worker-1", "engine")
     assert "refused" in said
@@ -78,7 +78,7 @@ class IdleRay:
         ("cpu", None, (0, 0), (0, 0)),
     ],
 )
-def test_engines_ask_for_a_gpu_and_their_threads_and_shards_for_neither(
+def test_engines_request_gpu_and_threads_and_shards_do_not(
     device, address, engine, shard, monkeypatch
 ):
     monkeypatch.setitem(sys.modules, "ray", IdleRay())
@@ -169,7 +169,7 @@ EACH = "each shard needs 1 CPU(s) and each engine needs 16 CPU(s) and 1 GPU(s) (
         ({"CPU": 1.0}, {}, {"num_cpus": 0, "num_gpus": 0}, STARTING),
     ],
 )
-def test_why_actors_have_not_begun_is_said_after_some_seconds(
+def test_late_actors_are_reported_with_reason(
     there, free, wants, expected, monkeypatch
 ):
     ray = FullRay()
@@ -198,7 +198,7 @@ def test_why_actors_have_not_begun_is_said_after_some_seconds(
 
 
 @pytest.mark.parametrize("is_one_node", [True, False])
-def test_who_waits_for_a_processor_is_known_of_a_ray_of_one_node_alone(is_one_node, monkeypatch):
+def test_starvation_is_known_only_on_single_node_ray(is_one_node, monkeypatch):
     """Elsewhere the process of that number is another one."""
     asked = []
     monkeypatch.setattr(on_ray, "would_run", lambda pid: asked.append(pid) or True)
@@ -247,7 +247,7 @@ class CutRay(FullRay):
 
 
 @pytest.mark.parametrize("kind", [RayError, ActorUnavailableError])
-def test_an_actor_that_cannot_be_reached_is_ended_too(kind):
+def test_unreachable_actor_is_killed(kind):
     """It may be alive, and would compute for nobody, or come back as one more engine."""
     text = "It is unavailable: RPC error. Some common causes include: (1) many, and many more"
     ray = CutRay(kind(f"a heading\n{text}\n"))

@@ -17,7 +17,7 @@ from penstock.distributed.protocol.messages import Message, MessageType
 from penstock.errors import CorruptionError
 
 
-def test_weights_pass_on_at_once_and_are_placed_when_no_earlier_job_can_use_their_memory():
+def test_weights_are_forwarded_at_once_and_placed_after_earlier_jobs():
     node, context, work = engine(engines=[100, 101])
     node.handle(begin())
     node.handle(weights(0, 0))
@@ -40,7 +40,7 @@ def test_weights_pass_on_at_once_and_are_placed_when_no_earlier_job_can_use_thei
     assert not node.is_busy
 
 
-def test_an_operation_is_computed_once_whatever_comes_again():
+def test_operation_is_computed_once_despite_repeats():
     node, context, work = engine(engines=[100])
     node.handle(begin())
     context.do()
@@ -57,7 +57,7 @@ def test_an_operation_is_computed_once_whatever_comes_again():
     assert len([entry for entry in work.done if entry[0] == "place"]) == 4
 
 
-def test_a_gradient_that_comes_before_the_rows_waits_for_them():
+def test_gradient_before_begin_is_kept():
     # Three engines: the second adds what it and the first have; the third adds that to its own.
     node, context, _ = engine(101)
     node.handle(gradient(2, 0, 0, 0, sender=100))
@@ -70,7 +70,7 @@ def test_a_gradient_that_comes_before_the_rows_waits_for_them():
     np.testing.assert_array_equal(sent.payload.view(np.float32), [2.0] * 3)
 
 
-def test_a_gradient_counts_once():
+def test_repeated_gradient_is_added_once():
     node, context, _ = engine(101)
     node.handle(begin(first=1))
     context.sent.clear()
@@ -83,7 +83,7 @@ def test_a_gradient_counts_once():
     assert context.kinds() == [MessageType.GRADIENT]
 
 
-def test_room_is_said_up_the_tree_only_when_all_below_have_it():
+def test_credit_is_sent_when_whole_subtree_has_it():
     node, context, _ = engine(100)  # of the tree of shard 0 the root; 101 and 102 are below
     node.handle(begin())
     context.do()
@@ -103,7 +103,7 @@ def test_room_is_said_up_the_tree_only_when_all_below_have_it():
     ]
 
 
-def test_an_engine_says_what_its_work_ran_into():
+def test_engine_reports_error_of_its_work():
     node, context, work = engine(engines=[100])
     work.fails = CorruptionError("a broken device")
     node.handle(begin())
@@ -142,7 +142,7 @@ def test_an_engine_says_what_its_work_ran_into():
         (Message(MessageType.WEIGHT_CREDIT, 1, 102, 1, 9, 1), "counts 9 operations"),
     ],
 )
-def test_what_makes_no_sense_to_an_engine_is_reported_and_changes_nothing(message, text):
+def test_invalid_message_to_engine_is_reported_without_effect(message, text):
     node, context, work = engine(101)
     node.handle(begin(first=1))
     context.do()

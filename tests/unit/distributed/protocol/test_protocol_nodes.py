@@ -17,7 +17,7 @@ from penstock.distributed.protocol.messages import Message, MessageType
 
 
 @pytest.mark.parametrize("make", [engine, shard])
-def test_a_view_of_an_earlier_epoch_changes_nothing(make):
+def test_view_of_earlier_epoch_is_ignored(make):
     node, context, _ = make()
     node.handle(view(3))
     node.handle(begin(epoch=3))
@@ -35,7 +35,7 @@ def test_a_view_of_an_earlier_epoch_changes_nothing(make):
 @given(
     st.lists(messages([0, 1, 2, 100, 101, 102, 7]), max_size=8), st.sampled_from([engine, shard])
 )
-def test_no_message_can_make_a_node_raise(received, make):
+def test_random_messages_do_not_raise_in_nodes(received, make):
     node, context, _ = make()
     node.handle(begin())
     for message in received:

@@ -27,7 +27,7 @@ def whole_step(node: ShardNode, context: Runtime, step: int = 1) -> None:
     context.do()
 
 
-def test_a_shard_stays_so_far_ahead_as_there_is_room():
+def test_shard_streams_within_window():
     node, context, work = shard()
     node.handle(begin())
     context.do()
@@ -42,7 +42,7 @@ def test_a_shard_stays_so_far_ahead_as_there_is_room():
     ]
 
 
-def test_gradients_are_handed_on_once_and_in_the_order_of_the_sweep():
+def test_gradients_are_stored_once_in_sweep_order():
     node, context, work = shard()
     node.handle(begin())
     context.do()
@@ -57,7 +57,7 @@ def test_gradients_are_handed_on_once_and_in_the_order_of_the_sweep():
     assert context.kinds().count(MessageType.PREPARED) == 1
 
 
-def test_the_first_of_two_gradients_counts():
+def test_first_of_repeated_gradients_counts():
     node, context, work = shard()
     node.handle(begin())
     context.do()
@@ -68,7 +68,7 @@ def test_the_first_of_two_gradients_counts():
     np.testing.assert_array_equal(work.received[0], [1.0] * 3)
 
 
-def test_a_shard_without_gradients_is_prepared_as_soon_as_it_has_begun():
+def test_shard_without_gradients_is_prepared_at_begin():
     context, work = Runtime(), Shard()
     forward = TransferOperation(0, 0, "forward", PIECES, ())
     node = ShardNode(1, 0, context, TransferSchedule((forward,), 2), work)
@@ -79,7 +79,7 @@ def test_a_shard_without_gradients_is_prepared_as_soon_as_it_has_begun():
     assert MessageType.PREPARED in context.kinds()
 
 
-def test_a_commit_is_made_once_and_answered_as_often_as_it_is_asked():
+def test_repeated_commit_is_executed_once_and_acknowledged_again():
     node, context, work = shard()
     whole_step(node, context)
     commit = Message(MessageType.COMMIT, 1, COORDINATOR, 1)
@@ -92,7 +92,7 @@ def test_a_commit_is_made_once_and_answered_as_often_as_it_is_asked():
     assert [m.body for _, m in context.sent if m.kind is MessageType.COMMITTED] == [{"step": 1}] * 2
 
 
-def test_a_commit_of_another_epoch_step_or_trial_is_not_made():
+def test_commit_of_other_epoch_step_or_attempt_is_ignored():
     node, context, work = shard()
     node.handle(begin())
     context.do()
@@ -108,7 +108,7 @@ def test_a_commit_of_another_epoch_step_or_trial_is_not_made():
     assert ("commit", 1) not in work.done
 
 
-def test_a_step_that_was_committed_and_undone_is_committed_again():
+def test_rolled_back_step_is_committed_again():
     node, context, work = shard()
     whole_step(node, context)
     node.handle(Message(MessageType.COMMIT, 1, COORDINATOR, 1))
@@ -126,7 +126,7 @@ def test_a_step_that_was_committed_and_undone_is_committed_again():
     assert work.done.count(("commit", 1)) == 2
 
 
-def test_going_back_happens_once_and_never_within_a_step():
+def test_rollback_happens_once_and_never_within_step():
     node, context, work = shard()
     back = Message(MessageType.ROLLBACK, 1, COORDINATOR, body={"to": 1})
     node.handle(Message(MessageType.HELD_STEPS, 1, COORDINATOR))
@@ -140,7 +140,7 @@ def test_going_back_happens_once_and_never_within_a_step():
     assert context.sent[1][1].body == {"steps": [0, 1]}
 
 
-def test_what_is_asked_late_does_not_undo_a_step():
+def test_late_rollback_does_not_undo_step():
     node, context, work = shard()
     node.handle(begin())
     node.handle(Message(MessageType.ROLLBACK, 1, COORDINATOR, body={"to": 0}))
@@ -148,7 +148,7 @@ def test_what_is_asked_late_does_not_undo_a_step():
     assert ("go back", 0) not in work.done
 
 
-def test_a_step_begins_once():
+def test_repeated_begin_is_ignored():
     node, context, work = shard()
     node.handle(begin())
     node.handle(begin())
@@ -158,7 +158,7 @@ def test_a_step_begins_once():
     assert work.done.count(("begin", 1)) == 1
 
 
-def test_a_shard_whose_place_another_node_has_taken_takes_no_part():
+def test_replaced_shard_takes_no_part():
     node, context, _ = shard()
     node.handle(view(2, shards=[7, 2]))
     node.handle(begin(epoch=2))
@@ -176,7 +176,7 @@ def test_a_shard_whose_place_another_node_has_taken_takes_no_part():
         (Message(MessageType.WEIGHT_CREDIT, 1, 100, 1, 4, 0), "counts 4 operations"),
     ],
 )
-def test_what_makes_no_sense_to_a_shard_is_reported_and_changes_nothing(message, text):
+def test_invalid_message_to_shard_is_reported_without_effect(message, text):
     node, context, work = shard()
     node.handle(begin())
     context.do()

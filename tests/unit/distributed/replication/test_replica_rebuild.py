@@ -20,7 +20,7 @@ from penstock.errors import ClusterError, CorruptionError, StorageError
 from penstock.store.flash.shards import durable_records
 
 
-def test_what_is_loaded_goes_to_both_and_a_learner_gets_every_bit(run):
+def test_learner_receives_exact_copy(run):
     trained(run)
     assert_same_state(run.stores[1], run.stores[2])
     run.lose(1)
@@ -36,7 +36,7 @@ def test_what_is_loaded_goes_to_both_and_a_learner_gets_every_bit(run):
     assert_same_state(run.stores[3], run.stores[2])
 
 
-def test_a_learner_on_flash_holds_the_step_and_what_is_kept_with_it_durably(on_flash):
+def test_learner_on_flash_holds_step_durably(on_flash):
     run = trained(on_flash)
     run.shard.remember({"best": 3})
     run.lose(1)
@@ -63,7 +63,7 @@ def test_a_learner_on_flash_holds_the_step_and_what_is_kept_with_it_durably(on_f
         ("finish_restore", 1),
     ],
 )
-def test_a_learner_that_is_lost_during_the_copy_makes_room_for_the_next(run, what, times):
+def test_learner_lost_during_copy_is_replaced(run, what, times):
     trained(run)
     run.lose(1)
     run.come(3, 0)
@@ -77,7 +77,7 @@ def test_a_learner_that_is_lost_during_the_copy_makes_room_for_the_next(run, wha
     assert not run.failed
 
 
-def test_on_flash_the_one_that_is_copied_may_be_lost_and_the_copy_begins_anew(on_flash):
+def test_source_lost_during_copy_on_flash_restarts_copy(on_flash):
     run = trained(on_flash)
     run.lose(1)
     run.come(3, 0)
@@ -93,7 +93,7 @@ def test_on_flash_the_one_that_is_copied_may_be_lost_and_the_copy_begins_anew(on
     assert_same_state(run.stores[3], run.stores[4])
 
 
-def test_in_memory_the_run_ends_if_the_one_that_is_copied_is_lost(in_memory):
+def test_source_lost_during_copy_in_memory_ends_run(in_memory):
     run = trained(in_memory)
     run.lose(1)
     run.come(3, 0)
@@ -104,7 +104,7 @@ def test_in_memory_the_run_ends_if_the_one_that_is_copied_is_lost(in_memory):
         run.shard.take_traffic()
 
 
-def test_a_learner_that_cannot_take_it_is_refused_and_none_is_asked_for_again(run, monkeypatch):
+def test_learner_that_cannot_store_copy_is_refused(run, monkeypatch):
     trained(run)
     run.lose(1)
     run.come(3, 0)
@@ -127,7 +127,7 @@ def test_a_learner_that_cannot_take_it_is_refused_and_none_is_asked_for_again(ru
     assert run.apart.assignment.retired == 1
 
 
-def test_a_stop_during_the_copy_ends_it_and_harms_nobody(run):
+def test_stop_cancels_copy(run):
     trained(run)
     run.lose(2)
     run.come(3, 1)
@@ -156,7 +156,7 @@ def with_changed_portions(store, monkeypatch, **changed) -> None:
     monkeypatch.setattr(store, "portions", portions)
 
 
-def test_what_is_copied_does_not_come_to_the_run_and_few_portions_are_on_their_way(run):
+def test_copy_bypasses_trainer_within_window(run):
     trained(run)
     run.lose(1)
     run.come(3, 0)
@@ -171,7 +171,7 @@ def test_what_is_copied_does_not_come_to_the_run_and_few_portions_are_on_their_w
     assert run.calls.most_waiting <= state_transfer.WINDOW
 
 
-def test_what_came_otherwise_than_it_was_sent_is_copied_again(run, monkeypatch):
+def test_changed_portion_restarts_copy(run, monkeypatch):
     """Whatever the links say: the checksums of all that both hold are what counts."""
     trained(run)
     run.lose(1)
@@ -202,7 +202,7 @@ def test_what_came_otherwise_than_it_was_sent_is_copied_again(run, monkeypatch):
     assert copied[0] == "replica copied"
 
 
-def test_a_copy_that_breaks_again_and_again_is_refused(run):
+def test_repeatedly_failed_copy_refuses_learner(run):
     trained(run)
     run.lose(1)
     run.come(3, 0)
@@ -218,7 +218,7 @@ def test_a_copy_that_breaks_again_and_again_is_refused(run):
     assert not run.failed
 
 
-def test_a_link_to_somebody_else_that_ends_or_a_portion_that_comes_late_breaks_no_copy(run):
+def test_unrelated_connection_or_late_portion_does_not_fail_copy(run):
     trained(run)
     run.lose(1)
     run.come(3, 0)
@@ -233,7 +233,7 @@ def test_a_link_to_somebody_else_that_ends_or_a_portion_that_comes_late_breaks_n
     assert [kind for kind, _ in run.said] == ["replica copied"]
 
 
-def test_a_copy_of_which_nothing_comes_is_begun_anew(run):
+def test_silent_copy_is_restarted(run):
     trained(run)
     run.lose(1)
     run.come(3, 0)
@@ -249,7 +249,7 @@ def test_a_copy_of_which_nothing_comes_is_begun_anew(run):
     assert_same_state(run.stores[3], run.stores[2])
 
 
-def test_a_node_that_cannot_read_what_it_holds_ends_the_copy_with_its_own_error(run, monkeypatch):
+def test_read_error_of_source_ends_copy(run, monkeypatch):
     trained(run)
     run.lose(1)
     run.come(3, 0)
@@ -263,7 +263,7 @@ def test_a_node_that_cannot_read_what_it_holds_ends_the_copy_with_its_own_error(
     assert run.nodes == (2,)
 
 
-def test_a_node_that_goes_on_while_it_is_copied_ends_the_copy(run):
+def test_source_that_changes_step_ends_copy(run):
     trained(run)
     run.lose(1)
     run.come(3, 0)
@@ -282,7 +282,7 @@ def test_a_node_that_goes_on_while_it_is_copied_ends_the_copy(run):
         (3, "take_copy", {"copied": True}),
     ],
 )
-def test_a_node_whose_answer_makes_no_sense_loses_its_place(in_memory, node, method, says):
+def test_invalid_response_during_copy_evicts_node(in_memory, node, method, says):
     run = trained(in_memory)
     run.lose(1)
     run.come(3, 0)
@@ -295,13 +295,13 @@ def test_a_node_whose_answer_makes_no_sense_loses_its_place(in_memory, node, met
 @pytest.mark.parametrize(
     "given", [None, {}, {"source": 2, "step": 1}, {"source": 2, "step": 1, "listens": ["h", 0]}]
 )
-def test_a_copy_of_nobody_is_refused(in_memory, given):
+def test_copy_with_invalid_source_is_refused(in_memory, given):
     taker = in_memory.calls.of(2)[1]
     with pytest.raises(ClusterError, match="expected the source, step and address of a copy"):
         taker.begin(1, given)
 
 
-def test_without_a_learner_or_an_agreement_nothing_is_copied(run):
+def test_no_copy_without_learner_or_agreed_step(run):
     trained(run)
     run.copy()
     run.lose(1)

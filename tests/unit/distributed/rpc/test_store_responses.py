@@ -220,7 +220,7 @@ def same(one: Any, other: Any) -> bool:
 @pytest.mark.parametrize(
     ("method", "lie", "ask", "text"), LIES, ids=[f"{m}-{i}" for i, (m, *_) in enumerate(LIES)]
 )
-def test_who_answers_what_makes_no_sense_is_refused_and_the_other_is_asked(
+def test_invalid_response_evicts_node_and_asks_replica(
     nodes, method, lie, ask, text
 ):
     expected = ask(Nodes(nodes.stores).shard)
@@ -246,7 +246,7 @@ REPORTS = [
 
 
 @pytest.mark.parametrize(("method", "lie", "text"), REPORTS)
-def test_a_step_is_committed_by_who_does_not_lie(in_memory, method, lie, text):
+def test_step_is_committed_by_replica_with_valid_responses(in_memory, method, lie, text):
     shard = in_memory.shard
     forward_sweep(shard)
     send(shard, random_gradients(PROGRAM, np.random.default_rng(5)))
@@ -258,7 +258,7 @@ def test_a_step_is_committed_by_who_does_not_lie(in_memory, method, lie, text):
     assert in_memory.stores[2].step == 1
 
 
-def test_a_store_that_is_not_at_the_step_to_which_it_was_restored_is_refused(in_memory):
+def test_store_at_wrong_step_after_restore_is_refused(in_memory):
     shard = in_memory.shard
     in_memory.lies["finish_restore"] = says(step=4)
     shard.begin_restore()
@@ -272,7 +272,7 @@ def test_a_store_that_is_not_at_the_step_to_which_it_was_restored_is_refused(in_
     assert shard.step == 5
 
 
-def test_where_there_is_no_other_the_run_ends_with_what_was_wrong(nodes):
+def test_invalid_response_without_replica_ends_run(nodes):
     nodes.here.remove(2)
     nodes.lies["content_hash"] = says(hash=None)
     with pytest.raises(
@@ -284,7 +284,7 @@ def test_where_there_is_no_other_the_run_ends_with_what_was_wrong(nodes):
 
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(sorted({method for method, *_ in LIES})), anything, st.data())
-def test_no_answer_can_make_the_run_raise_what_is_not_its_own_error(trained, method, lie, data):
+def test_random_responses_raise_only_own_errors(trained, method, lie, data):
     nodes = Nodes({1: trained[1]})
 
     def say(said: RpcMessage) -> RpcMessage:
@@ -299,7 +299,7 @@ def test_no_answer_can_make_the_run_raise_what_is_not_its_own_error(trained, met
         assert nodes.refused
 
 
-def test_in_a_run_a_shard_that_lies_loses_its_link(visit):
+def test_shard_with_invalid_response_is_disconnected(visit):
     visited = visit(start="listen", shards="apart", lease=60.0)
     joined = [visit.join(visited, shard=shard) for shard in (0, 1)]
     for member, welcome in joined:

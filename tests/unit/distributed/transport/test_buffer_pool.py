@@ -37,7 +37,7 @@ HOLDS = {
 
 @pytest.mark.parametrize("fewer", [0, 1], ids=["counts all", "borrows"])
 @pytest.mark.parametrize("how", HOLDS)
-def test_what_is_held_in_any_way_is_not_handed_out_and_is_once_it_is_let_go(
+def test_buffer_is_reused_only_after_last_view_ends(
     how, fewer, monkeypatch
 ):
     """However an interpreter counts references: CPython 3.14 borrows where others count one."""
@@ -62,7 +62,7 @@ def test_what_is_held_in_any_way_is_not_handed_out_and_is_once_it_is_let_go(
     assert begin in found
 
 
-def test_memory_is_used_again_and_no_more_of_it_than_is_kept():
+def test_pool_reuses_memory_up_to_its_limit():
     buffers = BufferPool()
     held = [buffers.take(SIZE) for _ in range(12)]
     for number, part in enumerate(held):
@@ -79,7 +79,7 @@ def test_memory_is_used_again_and_no_more_of_it_than_is_kept():
     assert not places & set(rest)
 
 
-def test_a_payload_that_is_larger_than_what_is_free_gets_memory_of_its_own():
+def test_payload_larger_than_free_buffers_gets_new_memory():
     buffers = BufferPool()
     small = buffers.take(SIZE)
     begin = small.ctypes.data
@@ -90,7 +90,7 @@ def test_a_payload_that_is_larger_than_what_is_free_gets_memory_of_its_own():
     assert large.nbytes == 9 << 20
 
 
-def test_parts_may_be_let_go_in_other_threads_while_others_are_taken():
+def test_views_end_in_other_threads_while_buffers_are_taken():
     """Everyone finds in his what he has written, however the threads meet."""
     buffers, wrong = BufferPool(), []
     handed: list[tuple[int, np.ndarray]] = []
@@ -116,7 +116,7 @@ def test_parts_may_be_let_go_in_other_threads_while_others_are_taken():
     assert not wrong
 
 
-def test_what_is_handed_out_outlives_the_link():
+def test_buffer_outlives_its_connection():
     buffers = BufferPool()
     part = buffers.take(SIZE)
     part[:] = 5

@@ -36,7 +36,7 @@ from penstock.distributed.transport.stream import PlainStream
 from penstock.errors import ClusterError, CorruptionError
 
 
-def test_messages_pass_with_their_payload_and_in_order(places):
+def test_messages_arrive_in_order_with_payload(places):
     token = new_token()
     one, two = places(token, 1), places(token, 2)
     connection = greet(one, 1, two)
@@ -52,7 +52,7 @@ def test_messages_pass_with_their_payload_and_in_order(places):
         np.testing.assert_array_equal(message.payload.view(np.float32), payload + op)
 
 
-def test_links_of_nodes_that_take_part_no_more_end(places):
+def test_connections_to_removed_nodes_close(places):
     """Their hosts may be gone without a word; who knows of the next epoch before us stays."""
     token = new_token()
     here = places(token, 1)
@@ -80,7 +80,7 @@ def test_links_of_nodes_that_take_part_no_more_end(places):
     assert links[0].is_open
 
 
-def test_the_link_to_one_that_is_to_take_part_stays_whoever_comes_and_goes(places):
+def test_connection_to_learner_survives_new_epochs(places):
     """A learner is given a copy of a shard before it is in any view."""
     token = new_token()
     here, learner = places(token, 1), places(token, 2)
@@ -98,7 +98,7 @@ def test_the_link_to_one_that_is_to_take_part_stays_whoever_comes_and_goes(place
     wait_until(lambda: not connection.is_open)
 
 
-def test_the_first_message_to_a_node_says_of_which_epoch_it_is(places):
+def test_connection_stays_open_after_message_of_new_epoch(places):
     token = new_token()
     here, other = places(token, 1), places(token, 2)
     address = other.endpoint.address
@@ -112,7 +112,7 @@ def test_the_first_message_to_a_node_says_of_which_epoch_it_is(places):
     assert not other.ended
 
 
-def test_a_link_on_which_nothing_is_sent_is_asked_whether_its_other_end_is_there(places):
+def test_idle_connection_uses_keepalive(places):
     """Else the memory and the threads of links from a host that is gone would stay."""
     token = new_token()
     connection = greet(places(token, 1), 1, places(token, 2))
@@ -125,7 +125,7 @@ def test_a_link_on_which_nothing_is_sent_is_asked_whether_its_other_end_is_there
         assert idle + between * count <= 30
 
 
-def test_a_node_that_is_taken_out_does_no_more(places):
+def test_removed_node_runs_no_more_jobs(places):
     """The job that it is at ends before another node is put in; those behind it are dropped."""
     here = places(new_token(), 1)
     context = here.endpoint.context(1)
@@ -144,7 +144,7 @@ def test_a_node_that_is_taken_out_does_no_more(places):
     assert done == ["long"]
 
 
-def test_a_frame_that_cannot_be_made_ends_the_link(places):
+def test_oversized_frame_ends_connection(places):
     token = new_token()
     one, two = places(token, 1), places(token, 2)
     connection = greet(one, 1, two)
@@ -154,7 +154,7 @@ def test_a_frame_that_cannot_be_made_ends_the_link(places):
 
 
 @pytest.mark.parametrize("size", [100, 5000])
-def test_a_damaged_frame_ends_the_link_and_is_named(size, places):
+def test_corrupt_frame_ends_connection_and_is_named(size, places):
     token = new_token()
     one, two = places(token, 1), places(token, 2)
     connection = greet(one, 1, two)
@@ -172,7 +172,7 @@ def test_a_damaged_frame_ends_the_link_and_is_named(size, places):
 
 @settings(max_examples=300, deadline=None)
 @given(st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES + 200))
-def test_frames_of_any_bytes_are_refused_by_our_error(frame):
+def test_random_frames_raise_corruption_error(frame):
     with pytest.raises(CorruptionError):
         taken(frame)
 
@@ -188,7 +188,7 @@ def taken(frame: bytes) -> Message:
 
 @settings(max_examples=300, deadline=None)
 @given(st.integers(min_value=0), st.integers(0, 7))
-def test_every_flipped_bit_of_a_frame_is_noticed(place, bit):
+def test_every_flipped_bit_of_frame_is_detected(place, bit):
     message = message_with(
         np.arange(10),
         kind=MessageType.GRADIENT,
@@ -214,7 +214,7 @@ JSON = st.recursive(
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(JSON, max_size=4), st.binary(max_size=64))
-def test_descriptions_of_arrays_are_refused_by_our_error(described, data):
+def test_random_array_descriptions_raise_corruption_error(described, data):
     try:
         arrays = unpack_arrays(described, np.frombuffer(data, np.uint8))
     except CorruptionError:
@@ -244,11 +244,11 @@ def came_back(array: np.ndarray) -> int:
         ((-(1 << 63), 0), 8),
     ],
 )
-def test_whole_numbers_travel_in_as_few_bytes_as_hold_them_all(ends, each):
+def test_integers_use_smallest_type_that_holds_them(ends, each):
     assert came_back(np.array([ends, ends, ends])) == 6 * each
 
 
-def test_other_arrays_travel_as_they_are():
+def test_other_arrays_keep_their_type():
     for kind in ("bool", "uint8", "float16", "float32", "float64"):
         array = np.arange(6).astype(kind).reshape(3, 2)[:, ::-1]
         assert came_back(array) == array.nbytes
@@ -257,7 +257,7 @@ def test_other_arrays_travel_as_they_are():
 
 
 @pytest.mark.parametrize("types", [("float32", "uint8"), ("bool", "uint8"), ("int64", "object")])
-def test_arrays_that_would_change_on_the_way_are_refused(types):
+def test_lossy_array_types_are_refused(types):
     with pytest.raises(CorruptionError, match="expected name, types and shape of an array"):
         unpack_arrays([["a", *types, [1]]], np.zeros(1, np.uint8))
 
@@ -269,7 +269,7 @@ class Bomb:
         return (os._exit, (66,))
 
 
-def test_a_pickle_that_comes_is_bytes_and_nothing_else(places):
+def test_received_pickle_is_only_bytes(places):
     token = new_token()
     one, two = places(token, 1), places(token, 2)
     bomb = np.frombuffer(pickle.dumps(Bomb()), np.uint8)
@@ -279,7 +279,7 @@ def test_a_pickle_that_comes_is_bytes_and_nothing_else(places):
     assert two.node.messages[0].payload.tobytes() == bomb.tobytes()
 
 
-def test_a_port_that_was_asked_for_is_listened_on_or_said_to_be_taken():
+def test_requested_port_is_used_or_refused():
     with socket.create_server(("127.0.0.1", 0)) as probe:
         taken = probe.getsockname()[1]
         with pytest.raises(
@@ -313,7 +313,7 @@ def listening(port: int) -> Endpoint:
     )
 
 
-def test_what_has_come_counts_before_the_time_does():
+def test_arrived_messages_count_before_timeouts():
     """A process that was held up takes what waited for it before it calls anybody silent."""
     seen: list[str] = []
     endpoint = Endpoint(
@@ -346,7 +346,7 @@ def test_what_has_come_counts_before_the_time_does():
     assert seen[:51] == [*map(str, range(50)), "time"]
 
 
-def test_a_link_is_heard_by_any_byte_of_a_long_message():
+def test_every_byte_of_long_message_counts_as_heard():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         theirs = socket.create_connection(listener.getsockname())
         ours, _ = listener.accept()
@@ -375,7 +375,7 @@ def test_a_link_is_heard_by_any_byte_of_a_long_message():
     assert not connection.is_heard(0.0)
 
 
-def test_unread_bytes_count_as_heard_where_the_descriptor_is_above_1024():
+def test_unread_bytes_count_as_heard_for_descriptors_above_1024():
     """`select.select` refuses such descriptors, and a process with many connections has them."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))

@@ -22,7 +22,7 @@ from penstock.errors import ClusterError
 QUESTION_BYTES = 16 + handshake.HELLO_BYTES
 
 
-def test_who_has_another_token_or_none_is_refused_before_anything_is_read(places, caplog):
+def test_peer_without_token_is_refused_before_parsing(places, caplog):
     caplog.set_level(logging.WARNING, "penstock.distributed")
     here, other = places(new_token(), 1), places(new_token(), 2)
     with pytest.raises(ClusterError, match="the listener refused the token"):
@@ -57,7 +57,7 @@ def closed(connection: socket.socket) -> bool:
     return True
 
 
-def test_who_is_slow_to_prove_himself_is_not_waited_for(places, monkeypatch):
+def test_slow_authentication_is_dropped_after_timeout(places, monkeypatch):
     """A byte now and then buys no more time, however many come."""
     monkeypatch.setattr(handshake, "SECONDS", 0.3)
     here = places(new_token(), 1)
@@ -71,7 +71,7 @@ def test_who_is_slow_to_prove_himself_is_not_waited_for(places, monkeypatch):
             time.sleep(0.05)
 
 
-def test_strangers_who_stay_and_say_nothing_keep_nobody_out(places):
+def test_silent_connections_block_no_node(places):
     """As many as may come: it is those who have been there longest that go."""
     token = new_token()
     here = places(token, 1)
@@ -91,7 +91,7 @@ def test_strangers_who_stay_and_say_nothing_keep_nobody_out(places):
             stranger.close()
 
 
-def test_strangers_from_elsewhere_take_each_others_places(places):
+def test_flood_from_another_address_drops_only_its_own_connections(places):
     """One who takes long to answer stays, as long as it is not from where most come."""
     token = new_token()
     here = places(token, 1)
@@ -110,7 +110,7 @@ def test_strangers_from_elsewhere_take_each_others_places(places):
             stranger.close()
 
 
-def test_friends_get_in_while_strangers_come_without_end(places):
+def test_nodes_connect_during_connection_flood(places):
     token = new_token()
     here, friend = places(token, 1), places(token, 2)
     is_over, strangers = threading.Event(), []
@@ -138,7 +138,7 @@ def test_friends_get_in_while_strangers_come_without_end(places):
     wait_until(lambda: len(here.node.messages) == 10)
 
 
-def test_many_who_are_refused_fill_no_log(places, caplog):
+def test_refused_connections_are_logged_at_limited_rate(places, caplog):
     caplog.set_level(logging.WARNING, "penstock.distributed")
     here = places(new_token(), 1)
     for _ in range(50):
@@ -178,14 +178,14 @@ def turning_away(times: int, token: str):
         listener.close()
 
 
-def test_who_is_turned_away_comes_again(places):
+def test_rejected_connection_is_retried(places):
     token = new_token()
     here = places(token, 1)
     with turning_away(4, token) as address:
         here.endpoint.connect(address)
 
 
-def test_who_is_always_turned_away_is_told_so_and_not_that_its_token_is_wrong(places, monkeypatch):
+def test_permanent_rejection_is_not_reported_as_wrong_token(places, monkeypatch):
     monkeypatch.setattr("penstock.distributed.transport.endpoint._TRY_SECONDS", 0.1)
     token = new_token()
     here = places(token, 1)
@@ -196,7 +196,7 @@ def test_who_is_always_turned_away_is_told_so_and_not_that_its_token_is_wrong(pl
         here.endpoint.connect(address)
 
 
-def test_the_one_who_connects_wants_proof_too(places):
+def test_listener_must_prove_token(places):
     """Who only repeats what it is told does not pass for a node of the run."""
     listener = socket.create_server(("127.0.0.1", 0))
 
@@ -216,7 +216,7 @@ def test_the_one_who_connects_wants_proof_too(places):
     listener.close()
 
 
-def test_an_old_proof_is_worth_nothing(places):
+def test_replayed_proof_is_refused(places):
     """What was recorded of one handshake does not open another."""
     token = new_token()
     here = places(token, 1)

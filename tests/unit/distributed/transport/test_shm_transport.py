@@ -110,7 +110,7 @@ def is_steady(count: Callable[[], int], seconds: float = 0.3) -> Callable[[], bo
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_payloads_of_all_sizes_come_whole_and_in_order_both_ways(ends, seed):
+def test_payloads_of_all_sizes_arrive_in_order_both_ways(ends, seed):
     one, two = ends()
     chance = random.Random(seed)
     sizes = [chance.choice([0, 1, 999, 1 << 16, CHUNK, 4 << 20, 5 << 20]) for _ in range(40)]
@@ -128,7 +128,7 @@ def test_payloads_of_all_sizes_come_whole_and_in_order_both_ways(ends, seed):
         assert 0 < end.connection.shared_bytes < end.connection.sent_bytes == sum(sizes)
 
 
-def test_what_somebody_holds_is_never_overwritten_and_holds_nobody_up(ends):
+def test_held_payload_is_never_overwritten_and_blocks_nothing(ends):
     one, two = ends()
     one.share(two)
     before = one.connection.shared_bytes
@@ -155,7 +155,7 @@ def test_what_somebody_holds_is_never_overwritten_and_holds_nobody_up(ends):
     assert (held[3] == 4).all()
 
 
-def test_two_ends_that_send_much_and_take_slowly_do_not_wait_for_each_other(ends):
+def test_two_slow_receivers_do_not_deadlock(ends):
     one, two = ends()
     for number in range(60):
         one.send(number, filled(number))
@@ -167,7 +167,7 @@ def test_two_ends_that_send_much_and_take_slowly_do_not_wait_for_each_other(ends
             del held[name][:-5]
 
 
-def test_who_takes_slowly_holds_the_sender_up_and_no_memory_grows():
+def test_slow_receiver_blocks_sender_without_memory_growth():
     in_a_process_of_its_own(take_slowly)
 
 
@@ -205,7 +205,7 @@ def take_slowly() -> None:
 
 
 @pytest.mark.parametrize("changes", [{"one_shares": False}, {"shares": False}])
-def test_either_end_may_want_sockets_alone(ends, changes):
+def test_either_end_may_disable_shared_memory(ends, changes):
     one, two = ends(**changes)
     for number in range(30):
         one.send(number, filled(number))
@@ -214,7 +214,7 @@ def test_either_end_may_want_sockets_alone(ends, changes):
     wait_until(lambda: not rings_of_this_process())
 
 
-def test_an_end_that_does_not_see_the_ring_gets_all_over_the_socket(ends, monkeypatch):
+def test_socket_is_used_when_peer_cannot_map_shared_memory(ends, monkeypatch):
     """As one on another host that has the same address, or in another container."""
     offer = ShmSender.offer
     monkeypatch.setattr(
@@ -229,7 +229,7 @@ def test_an_end_that_does_not_see_the_ring_gets_all_over_the_socket(ends, monkey
 
 
 @pytest.mark.parametrize("call", ["memfd_create", "posix_fallocate"])
-def test_where_there_is_no_memory_for_a_ring_all_goes_over_the_socket(ends, monkeypatch, call):
+def test_socket_is_used_when_shared_memory_cannot_be_allocated(ends, monkeypatch, call):
     def refuse(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -248,7 +248,7 @@ def test_where_there_is_no_memory_for_a_ring_all_goes_over_the_socket(ends, monk
 
 
 @pytest.mark.parametrize("at", [0, 12345, CHUNK - 1])
-def test_a_damaged_slot_ends_the_link_and_is_named(ends, monkeypatch, at):
+def test_corrupt_slot_ends_connection_and_is_named(ends, monkeypatch, at):
     one, two = ends()
     one.share(two)
     put = ShmSender.put
@@ -276,7 +276,7 @@ def frame(slot: int, size: int = CHUNK) -> bytes:
 @pytest.mark.parametrize(
     ("slot", "size"), [(SLOTS, CHUNK), (254, CHUNK), (0, (4 << 20) + 1), (1, 1 << 29), (2, 0)]
 )
-def test_slots_that_cannot_be_end_the_link(ends, slot, size):
+def test_invalid_slots_end_connection(ends, slot, size):
     one, two = ends()
     one.share(two)
     message = Message(MessageType.WEIGHTS, 1, 1, size=size)
@@ -286,7 +286,7 @@ def test_slots_that_cannot_be_end_the_link(ends, slot, size):
     assert f"got {size} bytes in slot {slot}" in str(error)
 
 
-def test_a_slot_that_is_held_cannot_be_used_again(ends):
+def test_held_slot_cannot_be_reused(ends):
     one, two = ends()
     one.share(two)
     one.send(1, filled(1))
@@ -299,7 +299,7 @@ def test_a_slot_that_is_held_cannot_be_used_again(ends):
     assert (held == 1).all()
 
 
-def test_a_slot_of_no_ring_ends_the_link(ends):
+def test_slot_without_shared_memory_ends_connection(ends):
     one, two = ends(shares=False)
     one.connection._socket.sendall(frame(0))
     assert isinstance(two.ended.get(timeout=SECONDS), ProtocolError)
@@ -308,7 +308,7 @@ def test_a_slot_of_no_ring_ends_the_link(ends):
 @pytest.mark.parametrize(
     "slots", [[SLOTS], [-1], [0, 0], ["0"], [True], {"0": 1}, None, [10**30]], ids=str
 )
-def test_slots_that_are_given_back_and_cannot_be_end_the_link(ends, slots):
+def test_invalid_returned_slots_end_connection(ends, slots):
     one, two = ends()
     one.share(two)
     wait_until(lambda: len(one.connection._shm_sender._free) == SLOTS)
@@ -316,7 +316,7 @@ def test_slots_that_are_given_back_and_cannot_be_end_the_link(ends, slots):
     assert isinstance(one.ended.get(timeout=SECONDS), PenstockError)
 
 
-def test_a_peer_that_keeps_all_slots_is_waited_for_no_longer_than_one_that_does_not_read(
+def test_peer_that_returns_no_slots_is_dropped_after_timeout(
     ends, monkeypatch
 ):
     monkeypatch.setattr("penstock.distributed.transport.connection._TIMEOUT_SECONDS", 0.5)
@@ -337,7 +337,7 @@ def test_a_peer_that_keeps_all_slots_is_waited_for_no_longer_than_one_that_does_
     assert "has returned no slot" in str(error)
 
 
-def test_a_ring_that_is_offered_twice_ends_the_link(ends):
+def test_second_shared_memory_offer_ends_connection(ends):
     one, two = ends()
     one.share(two)
     second = ShmSender.make()
@@ -351,7 +351,7 @@ VALUES = st.none() | st.booleans() | st.integers(-5, 2**40) | st.text(max_size=4
 
 @settings(max_examples=200, deadline=None)
 @given(st.dictionaries(st.sampled_from(["process", "file", "name", "slots", "bytes"]), VALUES))
-def test_offers_of_any_words_open_nothing(words):
+def test_random_offers_open_nothing(words):
     good = {"process": os.getpid(), "file": 1, "name": "x", "slots": 2, "bytes": 4096}
     try:
         assert ShmReceiver.open(good | words, lambda slot: None) is None
@@ -360,7 +360,7 @@ def test_offers_of_any_words_open_nothing(words):
 
 
 @pytest.mark.parametrize("what", ["not sealed", "shorter", "longer"])
-def test_memory_that_could_be_cut_is_not_read(what):
+def test_unsealed_or_resized_memory_is_refused(what):
     """Who reads behind the end of a file that was cut is ended by the system."""
     name = "penstock-test"
     file = os.memfd_create(name, os.MFD_ALLOW_SEALING)
@@ -388,7 +388,7 @@ def be_peer(connection: socket.socket) -> NoReturn:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_a_peer_that_is_killed_ends_the_link_and_leaves_nothing(seed):
+def test_killed_peer_ends_connection_and_leaves_no_memory(seed):
     chance = random.Random(seed)
     connection, other = connections()
     if (peer := fork()) == 0:

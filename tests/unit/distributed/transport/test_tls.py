@@ -48,7 +48,7 @@ def client_context(token: str) -> ssl.SSLContext:
     return tls_contexts(token).client
 
 
-def test_a_connection_between_hosts_is_tls_1_3_with_a_fresh_key_exchange(hosts):
+def test_connection_between_hosts_uses_tls_1_3_with_ephemeral_keys(hosts):
     token = new_token()
     here = hosts(token, 1)
     with client_context(token).wrap_socket(answer_challenge(here, token)) as secure:
@@ -62,7 +62,7 @@ def test_a_connection_between_hosts_is_tls_1_3_with_a_fresh_key_exchange(hosts):
         assert not secure.session_reused
 
 
-def test_a_client_of_an_older_tls_is_refused(hosts, caplog):
+def test_client_with_older_tls_is_refused(hosts, caplog):
     token = new_token()
     here = hosts(token, 1)
     context = client_context(token)
@@ -72,7 +72,7 @@ def test_a_client_of_an_older_tls_is_refused(hosts, caplog):
     assert "no TLS 1.3 connection with it: unsupported protocol" in refused_with(here, caplog)
 
 
-def test_a_client_that_goes_on_in_plain_text_is_refused(hosts, caplog):
+def test_client_without_tls_is_refused(hosts, caplog):
     """It has the token and says that it wants no TLS: who sees it on another host insists."""
     token = new_token()
     here = hosts(token, 1)
@@ -83,7 +83,7 @@ def test_a_client_that_goes_on_in_plain_text_is_refused(hosts, caplog):
     assert "it has the token, but no TLS 1.3 connection with it: wrong version number" in said
 
 
-def test_tls_is_used_when_either_side_sees_the_other_on_another_host(hosts, monkeypatch):
+def test_tls_is_used_when_either_side_sees_another_host(hosts, monkeypatch):
     """As with a port that is passed on: only one of the two sees a foreign address."""
     token = new_token()
     for sees in (0, 1):  # who accepts, who connects
@@ -109,7 +109,7 @@ SAYS = {
 
 
 @pytest.mark.parametrize("kind", SAYS)
-def test_a_client_whose_certificate_is_not_one_of_the_run_is_refused(hosts, caplog, kind):
+def test_client_with_foreign_certificate_is_refused(hosts, caplog, kind):
     token = new_token()
     here = hosts(token, 1)
     bad = contexts_with(token, kind).client
@@ -119,7 +119,7 @@ def test_a_client_whose_certificate_is_not_one_of_the_run_is_refused(hosts, capl
         assert SAYS[kind] in refused_with(here, caplog)
 
 
-def test_a_client_without_a_certificate_is_refused(hosts, caplog):
+def test_client_without_certificate_is_refused(hosts, caplog):
     token = new_token()
     here = hosts(token, 1)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -129,7 +129,7 @@ def test_a_client_without_a_certificate_is_refused(hosts, caplog):
 
 
 @pytest.mark.parametrize("kind", SAYS)
-def test_a_server_whose_certificate_is_not_one_of_the_run_is_refused(hosts, kind):
+def test_server_with_foreign_certificate_is_refused(hosts, kind):
     token = new_token()
     bad = contexts_with(token, kind).server
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -154,7 +154,7 @@ def test_a_server_whose_certificate_is_not_one_of_the_run_is_refused(hosts, kind
 # Who has the token and does not go on
 
 
-def test_who_begins_no_tls_is_not_waited_for_and_keeps_nobody_out(hosts, monkeypatch, caplog):
+def test_missing_tls_handshake_times_out_and_blocks_no_node(hosts, monkeypatch, caplog):
     monkeypatch.setattr(handshake, "SECONDS", 3.0)
     token = new_token()
     here, friend = hosts(token, 1), hosts(token, 2)
@@ -171,7 +171,7 @@ def test_who_begins_no_tls_is_not_waited_for_and_keeps_nobody_out(hosts, monkeyp
             connection.close()
 
 
-def test_strangers_take_no_place_of_one_who_has_proved_the_token(hosts):
+def test_flood_does_not_drop_authenticated_connection(hosts):
     token = new_token()
     here = hosts(token, 1)
     friend = answer_challenge(here, token)
@@ -187,7 +187,7 @@ def test_strangers_take_no_place_of_one_who_has_proved_the_token(hosts):
             stranger.close()
 
 
-def test_a_handshake_that_comes_a_byte_at_a_time_is_complete(hosts):
+def test_handshake_may_arrive_byte_by_byte(hosts):
     """Whatever the network cuts it into; what follows at once is not lost."""
     token = new_token()
     here = hosts(token, 1)
@@ -214,7 +214,7 @@ def test_a_handshake_that_comes_a_byte_at_a_time_is_complete(hosts):
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_payloads_of_all_sizes_come_whole_in_order_and_both_ways_at_once(hosts, seed):
+def test_payloads_of_all_sizes_arrive_in_order_both_ways_at_once(hosts, seed):
     token = new_token()
     one, two = hosts(token, 1), hosts(token, 2)
     there = greet(one, 1, two)
@@ -240,7 +240,7 @@ def test_payloads_of_all_sizes_come_whole_in_order_and_both_ways_at_once(hosts, 
     assert there.shared_bytes == back.shared_bytes == 0
 
 
-def test_who_takes_slowly_holds_the_sender_up(hosts):
+def test_slow_receiver_blocks_sender(hosts):
     token = new_token()
     one, two = hosts(token, 1), hosts(token, 2)
     connection = greet(one, 1, two)
@@ -274,7 +274,7 @@ def test_who_takes_slowly_holds_the_sender_up(hosts):
 # Certificates
 
 
-def test_the_private_key_is_on_disk_only_encrypted_and_only_for_a_moment(monkeypatch, tmp_path):
+def test_private_key_is_on_disk_only_encrypted_and_briefly(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     seen: list[tuple[int, str]] = []
     load = ssl.SSLContext.load_cert_chain
@@ -294,7 +294,7 @@ def test_the_private_key_is_on_disk_only_encrypted_and_only_for_a_moment(monkeyp
     assert not list(tmp_path.iterdir())
 
 
-def test_a_temporary_folder_that_cannot_be_written_is_said_in_one_line(monkeypatch, tmp_path):
+def test_unwritable_temporary_folder_is_one_line_error(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
     with pytest.raises(ClusterError) as refusal:
         tls_contexts(new_token())
@@ -306,7 +306,7 @@ def test_a_temporary_folder_that_cannot_be_written_is_said_in_one_line(monkeypat
     assert text.endswith("; free some kilobytes there, or set TMPDIR to another folder")
 
 
-def test_a_process_that_stays_within_its_host_makes_no_certificate(monkeypatch):
+def test_process_on_loopback_makes_no_certificate(monkeypatch):
     def never(token: str) -> None:
         raise AssertionError("a certificate was made")
 
@@ -321,7 +321,7 @@ def test_a_process_that_stays_within_its_host_makes_no_certificate(monkeypatch):
             place.endpoint.close()
 
 
-def test_every_process_of_a_run_has_a_key_of_its_own_and_trusts_the_same_authority():
+def test_processes_have_own_keys_and_one_authority():
     """Two that have never met accept each other; the authority's key is the token's alone."""
     token = new_token()
     mine, theirs = Credentials(token).tls, Credentials(token).tls
@@ -364,7 +364,7 @@ def peer_key(token: str, tls: certificates.TlsContexts) -> bytes:
         ("fe80::1%eth0", "fe80::2%eth0", False),
     ],
 )
-def test_within_a_host_is_what_has_one_address_at_both_ends(own, peer, within):
+def test_same_address_at_both_ends_is_within_host(own, peer, within):
     class Connection:
         def getsockname(self):
             return own, 1

@@ -45,7 +45,7 @@ def hold(between, count: int) -> list[bytes]:
     return relay.held
 
 
-def test_records_that_are_passed_on_as_they_are_come(between):
+def test_unchanged_relayed_records_are_accepted(between):
     _, two, relay = between
     relay.far.sendall(b"".join(hold(between, 3)))
     wait_until(lambda: len(two.node.messages) == 4)
@@ -60,20 +60,20 @@ def test_records_that_are_passed_on_as_they_are_come(between):
         pytest.param([1, 0, 2], id="in another order"),
     ],
 )
-def test_records_sent_again_left_out_or_moved_end_the_link(between, order):
+def test_repeated_dropped_or_reordered_records_end_connection(between, order):
     records = hold(between, 3)
     require_damaged(between, b"".join(records[number] for number in order))
 
 
 @pytest.mark.parametrize("place", [5, 20, -1])
-def test_a_changed_record_ends_the_link_with_a_readable_error(between, place):
+def test_changed_record_ends_connection_with_readable_error(between, place):
     (record,) = hold(between, 1)
     changed = bytearray(record)
     changed[place] ^= 1
     require_damaged(between, bytes(changed))
 
 
-def test_plain_text_between_records_ends_the_link(between):
+def test_plain_text_between_records_ends_connection(between):
     hold(between, 1)
     require_damaged(between, b"".join(pack(Message(MessageType.HEARTBEAT, 0, 1, to=2))))
 
@@ -88,7 +88,7 @@ def require_damaged(between, said: bytes) -> None:
     assert len(two.node.messages) - before <= 1  # what was whole and in its place
 
 
-def test_records_of_one_connection_mean_nothing_in_another(hosts, between):
+def test_records_of_another_connection_are_refused(hosts, between):
     (record,) = hold(between, 1)
     _, two, _ = between
     token = two.endpoint._credentials.token
@@ -102,7 +102,7 @@ def test_records_of_one_connection_mean_nothing_in_another(hosts, between):
     other.close()
 
 
-def test_nothing_of_a_frame_can_be_read_on_the_way(between):
+def test_relay_cannot_read_frames(between):
     connection, two, relay = between
     payload = np.frombuffer(b"reservoir" * 100_000, np.uint8)
     body = {"secret": "turbine"}
@@ -140,7 +140,7 @@ class Impostor(Relay):
                 self.told.append(str(error).lower())
 
 
-def test_a_relay_that_ends_tls_on_both_sides_is_refused_by_both(hosts, caplog):
+def test_relay_that_terminates_tls_is_refused_by_both_sides(hosts, caplog):
     token = new_token()
     one, two = hosts(token, 1), hosts(token, 2)
     impostor = Impostor(two.endpoint.address, contexts_with(token, "of another run"))
@@ -169,7 +169,7 @@ class Downgrade(Relay):
         self.near.sendall(receive(self.far, handshake.PROOF_BYTES))
 
 
-def test_nobody_can_talk_two_nodes_out_of_tls(hosts, caplog):
+def test_relay_cannot_downgrade_to_plain_text(hosts, caplog):
     token = new_token()
     one, two = hosts(token, 1), hosts(token, 2)
     relay = Downgrade(two.endpoint.address)
@@ -179,7 +179,7 @@ def test_nobody_can_talk_two_nodes_out_of_tls(hosts, caplog):
     relay.close()
 
 
-def test_a_peer_that_closes_ends_the_link_at_once(between):
+def test_closed_peer_ends_connection_at_once(between):
     connection, two, relay = between
     relay.close()
     wait_until(lambda: two.ended and not connection.is_open)
