@@ -95,7 +95,7 @@ def test_largest_divisor_equals_exhaustive_search(seed):
         Config.from_mapping({"model": TINY, "batch": {"size": size, "micro": micro}})
 
 
-def test_large_prime_batch_is_refused_at_once():
+def test_a_large_prime_batch_is_answered_at_once():
     with pytest.raises(ConfigError, match=r"the largest that is not above it is 1$"):
         Config.from_mapping({"model": TINY, "batch": {"size": 999_999_937, "micro": 999_999_936}})
 

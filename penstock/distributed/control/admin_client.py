@@ -23,7 +23,7 @@ def scale(run: Path, engines: int) -> int:
         ClusterError: the run does not answer.
     """
     if not run.is_dir():
-        raise ConfigError(f"{run}: expected the folder of a run (run.dir); there is no such folder")
+        raise ConfigError(f"{run}: no such run; expected the folder that run.dir named")
     path = run / rendezvous_file.NAME
     if not path.exists():
         raise ConfigError(

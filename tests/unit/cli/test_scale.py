@@ -18,7 +18,7 @@ def test_what_is_no_number_of_engines(tmp_path):
 
 
 def test_no_such_run(tmp_path):
-    with pytest.raises(ConfigError, match=r"expected the folder of a run \(run\.dir\)"):
+    with pytest.raises(ConfigError, match=r"no such run; expected the folder that run\.dir named"):
         scale(tmp_path / "nothing", "engines=8")
 
 
