@@ -136,7 +136,7 @@ class Coordinator:
 
     @property
     def is_agreed(self) -> bool:
-        """Whether all replicas of all shards are known to stand at one step."""
+        """Whether all replicas of all shards are known to be at one step."""
         return self._epochs.is_agreed
 
     def shard_joined(self, shard: int, node: int) -> None:
@@ -170,7 +170,7 @@ class Coordinator:
         return True
 
     def lost(self, node: int, why: str) -> None:
-        """Remove a node that is gone, or counts as gone."""
+        """Remove a lost node."""
         if node not in self.membership:
             return
         if node in self._shards:

@@ -90,7 +90,7 @@ class _TreePosition:
         for shard, holders in enumerate(view.shards):
             over = parent(position, root(shard, 0, shards, len(engines)), len(engines))
             parent_nodes.append(holders[0] if over is None else engines[over])
-        return cls(position, child_nodes, parent_nodes, summing(len(engines))[place])
+        return cls(position, child_nodes, parent_nodes, summing(len(engines))[position])
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """The epoch in which a step is made: its nodes, and whether all of them may begin.
 
-No node begins before all nodes have acknowledged the epoch's view and all shards stand at one step.
+No node begins before all nodes have acknowledged the epoch's view and all shards are at one step.
 Each replica reports the steps that it holds, and all replicas roll back to the newest step in
 common.
 """
@@ -37,7 +37,7 @@ class EpochManager:
         self.epoch = 0
         self.view = MembershipView(membership.holders.shards, ())
         self.is_quiescent = False  # all nodes have acknowledged the view, none is in a step
-        self.is_agreed = False  # whether all shards are known to stand at one step
+        self.is_agreed = False  # whether all shards are known to be at one step
         self.agreement = RollbackPoint(())
         self._acknowledged: set[int] = set()
 

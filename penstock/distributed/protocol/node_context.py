@@ -13,7 +13,7 @@ class NodeContext(Protocol):
     """Carries a node's messages and runs its jobs. A node is only ever called from one thread."""
 
     def send(self, to: int, message: Message) -> None:
-        """Send to a node by its number; a node that is gone is no error."""
+        """Send to a node by its number; a lost node is no error."""
         ...
 
     def work(

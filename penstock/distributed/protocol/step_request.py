@@ -91,7 +91,7 @@ class UnrecoverableError(Exception):
 
 
 class RolledBackError(Exception):
-    """All shards stand at `step`, which is not the step before the requested step.
+    """All shards are at `step`, which is not the step before the requested step.
 
     This is no failure: the run continues with the step after `step`.
     """
